@@ -1,0 +1,9 @@
+"""Sharding for JAX in one line of notation: 'x y -> x y*'."""
+
+from ._cache import clear_caches as clear_caches
+from ._describe import describe as describe
+from ._errors import EinshardError as EinshardError
+from ._mesh import device_mesh as device_mesh
+from ._placement import einshard as einshard
+from ._sharding import make_sharding as make_sharding
+from ._version import __version__ as __version__

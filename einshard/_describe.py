@@ -1,0 +1,185 @@
+"""A sharding -> the expression that means it; the inverse of `make_sharding`."""
+
+from __future__ import annotations
+
+import itertools
+import string
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from ._errors import EinshardError
+from ._mesh import device_mesh, is_device_mesh
+from ._sharding import make_sharding
+
+
+def describe(x: Any) -> str:
+    """The expression of where an array, or anything with a sharding, lives.
+
+        >>> describe(make_sharding('x y -> x4 * y', n_dims=2, mesh=jax.devices()[:8]))
+        'a ... -> a4 2 ...'
+        >>> describe(jax.numpy.zeros(3))
+        'on one device: TFRT_CPU_0'
+
+    Axes are called a, b, c, ... in array order. `make_sharding(describe(s))` equals `s` for every
+    `s` that `make_sharding` makes (with the same `mesh=`, if `s` is on a mesh of your own: such a
+    sharding is described by its axis names, as in 'a b -> a@data b').
+
+    Args:
+        x: an array, a sharding, a `ShapeDtypeStruct`, or a tracer. A sharding alone does not
+            know its rank, so axes after the last sharded one are '...'.
+
+    Returns:
+        An expression; or words where there is none to give: for host arrays, arrays on a single
+        device, tracers whose placement the compiler decides.
+
+    Raises:
+        EinshardError: `x` has no sharding.
+    """
+    sharding: Any = x if isinstance(x, Sharding) else _sharding_of(x)
+    n_dims = None if isinstance(x, Sharding) else np.ndim(x)
+    if isinstance(sharding, str):
+        return sharding
+    if isinstance(sharding, NamedSharding):
+        return describe_named(sharding, n_dims)
+    if isinstance(sharding, SingleDeviceSharding):
+        (device,) = sharding.device_set
+        return f'on one device: {device}'
+    return f'by a {type(sharding).__name__} over {len(sharding.device_set)} devices'
+
+
+def describe_named(
+    sharding: NamedSharding, n_dims: int | None = None, names: Sequence[str] | None = None
+) -> str:
+    """The expression of a NamedSharding, in the axis names given or in a, b, c, ..."""
+    n_named = len(sharding.spec) if n_dims is None else n_dims
+    axes = list(names) if names is not None else list(itertools.islice(_names(), n_named))
+    rest = n_dims is None or not axes
+    left = ' '.join([*axes, *['...'] * rest])
+    by_count = _by_count(sharding, axes)
+    if by_count is not None:
+        terms = [*by_count, *['...'] * rest]
+        expression = f'{left} -> {" ".join(terms)}'
+        if _means(expression, sharding, n_dims):
+            return expression
+    return f'{left} -> {" ".join([*_by_name(sharding, axes), *["..."] * rest])}{_rest(sharding)}'
+
+
+def _sharding_of(x: Any) -> Sharding | str:
+    """The sharding of an array, or words for where it is."""
+    if isinstance(x, Tracer):
+        sharding = jax.typeof(x).sharding
+        if not any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
+            return 'where the compiler decides: a traced value'
+        return sharding
+    if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
+        return f'on the host: {type(x).__module__.split(".")[0]}.{type(x).__name__}'.replace(
+            'builtins.', ''
+        )
+    sharding = getattr(x, 'sharding', None)
+    if isinstance(sharding, Sharding):
+        return sharding
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return 'nowhere yet: a ShapeDtypeStruct without a sharding'
+    raise EinshardError(
+        f'a {type(x).__name__} has no sharding to describe',
+        facts={'give': 'an array, a ShapeDtypeStruct or a sharding; for trees, use jax.tree.map'},
+    )
+
+
+def _names() -> Iterator[str]:
+    """a, ..., z, aa, ab, ..."""
+    for length in itertools.count(1):
+        for letters in itertools.product(string.ascii_lowercase, repeat=length):
+            yield ''.join(letters)
+
+
+def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
+    """The mesh axes of each array axis; None for an axis left unconstrained."""
+    entries: list[tuple[Any, ...] | None] = []
+    for entry in sharding.spec:
+        if entry is PartitionSpec.UNCONSTRAINED:
+            entries.append(None)
+        else:
+            entries.append(() if entry is None else entry if isinstance(entry, tuple) else (entry,))
+    return entries
+
+
+def _by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[str] | None:
+    """The right side in counts, if the mesh is ours or nothing is sharded."""
+    entries = _entries(sharding)
+    if None in entries or (any(entries) and not is_device_mesh(sharding.mesh)):
+        return None
+    owner = {name: axes[i] for i, entry in enumerate(entries) for name in entry or ()}
+    grid: list[tuple[str, int]] = []
+    for name, size in zip(sharding.mesh.axis_names, sharding.mesh.axis_sizes, strict=True):
+        holder = owner.get(name, '')
+        if size > 1 and grid and grid[-1][0] == holder:
+            grid[-1] = (holder, grid[-1][1] * size)
+        elif size > 1:
+            grid.append((holder, size))
+    return _with_unsharded([f'{holder}{count}' for holder, count in grid], grid, axes)
+
+
+def _with_unsharded(
+    terms: list[str], grid: Sequence[tuple[str, int]], axes: Sequence[str]
+) -> list[str]:
+    """Adds unsharded axes where array order has them: behind the axis before, or first."""
+    holders = [holder for holder, _ in grid]
+    for i, axis in enumerate(axes):
+        if axis in holders:
+            continue
+        if i and axes[i - 1] in holders:
+            at = len(holders) - holders[::-1].index(axes[i - 1])
+        else:
+            followers = [holders.index(other) for other in axes[i:] if other in holders]
+            at = min(followers, default=len(holders))
+        holders.insert(at, axis)
+        terms.insert(at, axis)
+    return terms
+
+
+def _by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[str]:
+    entries = [*_entries(sharding), *[()] * len(axes)]
+    terms: list[str] = []
+    for axis, entry in zip(axes, entries, strict=False):
+        if not entry:
+            terms.append(axis)
+        elif len(entry) == 1:
+            terms.append(f'{axis}@{entry[0]}')
+        else:
+            terms.append(f'{axis}@({",".join(map(str, entry))})')
+    return terms
+
+
+def _rest(sharding: NamedSharding) -> str:
+    """What the notation has no words for."""
+    notes: list[str] = []
+    if None in _entries(sharding):
+        notes.append('with axes left unconstrained')
+    unreduced = getattr(sharding.spec, 'unreduced', None)
+    if unreduced:
+        notes.append(f'with partial sums over {", ".join(sorted(map(str, unreduced)))}')
+    return f' ({"; ".join(notes)})' if notes else ''
+
+
+def _means(expression: str, sharding: NamedSharding, n_dims: int | None) -> bool:
+    """Whether the expression would be lowered onto just this mesh and spec."""
+    mesh = sharding.mesh
+    if is_device_mesh(mesh):
+        mesh = device_mesh(mesh, axis_types=mesh.axis_types[0])
+    try:
+        made = make_sharding(expression, n_dims=n_dims, mesh=mesh)
+    except EinshardError:
+        return False
+    return made.mesh == sharding.mesh and _entries(made) == _strip(_entries(sharding))
+
+
+def _strip(entries: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None]:
+    while entries and entries[-1] == ():
+        entries.pop()
+    return entries

@@ -1,0 +1,106 @@
+"""The one exception of the package, and how it looks."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Mapping
+
+Span = tuple[int, int]
+
+
+class EinshardError(ValueError):
+    """What is wrong with a sharding: a sentence, the expression with carets, facts, a fix.
+
+    Every bad expression, spec, shape, mesh or device count raises this class and no other. The
+    parts are attributes, so that a tool can show them its own way.
+
+    Attributes:
+        sentence: one sentence, values included.
+        expression: the expression as the user wrote it, or None.
+        spans: (start, end) offsets of the guilty terms in `expression`.
+        facts: labelled facts, in the order shown.
+        fix: an expression or call that works here, where one is certain.
+    """
+
+    def __init__(
+        self,
+        sentence: str,
+        *,
+        expression: str | None = None,
+        spans: Iterable[Span] = (),
+        facts: Mapping[str, object] | None = None,
+        fix: str | None = None,
+    ):
+        self.sentence = sentence
+        self.expression = expression
+        self.spans = tuple(spans)
+        self.facts = {label: str(fact) for label, fact in (facts or {}).items()}
+        self.fix = fix
+        super().__init__(self._render())
+
+    def about(self, array: str) -> EinshardError:
+        """The same error with the array it is about, where that was not known when it arose."""
+        facts = {'array': array, **self.facts}
+        return EinshardError(
+            self.sentence, expression=self.expression, spans=self.spans, facts=facts, fix=self.fix
+        )
+
+    def _render(self) -> str:
+        lines = [self.sentence]
+        if self.expression is not None:
+            lines.append('    ' + ''.join(' ' if c.isspace() else c for c in self.expression))
+            if self.spans:
+                lines.append('    ' + _carets(self.expression, self.spans))
+        rows = dict(self.facts)
+        if self.fix is not None:
+            rows['here'] = self.fix
+        width = max(map(len, rows), default=0) + 1
+        lines += [f'  {label + ":":<{width}} {fact}' for label, fact in rows.items()]
+        return '\n'.join(lines)
+
+    def __reduce__(self):
+        # args holds the rendered text: rebuilding from it alone would render the parts twice
+        return _rebuild, (self.sentence, self.expression, self.spans, self.facts, self.fix)
+
+
+def _rebuild(
+    sentence: str,
+    expression: str | None,
+    spans: tuple[Span, ...],
+    facts: dict[str, str],
+    fix: str | None,
+) -> EinshardError:
+    return EinshardError(sentence, expression=expression, spans=spans, facts=facts, fix=fix)
+
+
+EinshardError.__module__ = 'einshard'  # errors print their public name
+
+
+def _carets(text: str, spans: Iterable[Span]) -> str:
+    spans = tuple(spans)
+    line = ''
+    for i, character in enumerate(text):
+        guilty = any(start <= i < end for start, end in spans)
+        line += ('^' if guilty else ' ') * _columns(character)
+    past_the_end = any(start >= len(text) for start, _ in spans)
+    return (line + '^' if past_the_end else line).rstrip()
+
+
+def _columns(character: str) -> int:
+    """Terminal columns of one character: wide East Asian ones take two, combining marks none."""
+    if unicodedata.category(character) in ('Mn', 'Me', 'Cf'):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in 'WF' else 1
+
+
+def quoted(words: Iterable[str]) -> str:
+    """'a', 'b' and 'c'"""
+    *most, last = [f"'{word}'" for word in words]
+    return f'{", ".join(most)} and {last}' if most else last
+
+
+def plural(n: int, noun: str) -> str:
+    """1 device, 2 devices"""
+    if n == 1:
+        return f'{n} {noun}'
+    return f'{n} {noun.replace("axis", "axe")}s'

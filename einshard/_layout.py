@@ -1,0 +1,374 @@
+"""Expression, rank, device count -> Layout: counts and stars become integers. Imports no jax.
+
+Devices are a row of numbers here, 0 to N - 1, from the slow side of the network to the fast one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ._cache import cached
+from ._errors import EinshardError, plural, quoted
+from ._expression import ELLIPSIS, Expression, Term
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One dimension of the device grid, and the array axis that it cuts into `count` parts."""
+
+    count: int
+    axis: int | None  # position in the array; None where the devices hold replicas
+    mesh_axes: tuple[str, ...] = ()  # () where the count alone says which devices
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The device grid of an expression: its dimensions, slowest first.
+
+    Equal placements are equal layouts, however they were written: dimensions of one device are
+    left out, and neighbours that cut the same axis are one. Splits by name come first, in the
+    order written; splits by count share the devices that the names leave.
+    """
+
+    splits: tuple[Split, ...]
+
+    @property
+    def parts(self) -> dict[int, int]:
+        """Into how many parts each sharded array axis is cut."""
+        parts: dict[int, int] = {}
+        for split in self.splits:
+            if split.axis is not None:
+                parts[split.axis] = parts.get(split.axis, 1) * split.count
+        return {axis: count for axis, count in parts.items() if count > 1}
+
+
+def lay_out(
+    expression: Expression,
+    n_dims: int | None,
+    n_devices: int,
+    axis_sizes: Mapping[str, int] | None = None,
+) -> Layout:
+    """Shares `n_devices` out among the terms of an expression.
+
+    `n_dims` is the rank of the array; None will do unless a sharded axis comes after '...'.
+    `axis_sizes` are the named axes of the mesh that the devices form, if there is such a mesh.
+    """
+    positions = axis_positions(expression, n_dims)
+    named = [term for term in expression.right if term.mesh_axes]
+    laid = [term for term in expression.right if not term.mesh_axes]
+    by_name = _named_splits(expression, named, positions, axis_sizes)
+    taken = math.prod(split.count for split in by_name)
+    if by_name and not any(term.laid for term in laid):
+        return Layout(tuple(by_name))
+    left = n_devices // taken
+    counts = _counts(expression, laid, left, _Devices(n_devices, named, taken))
+    by_count = [
+        Split(count, None if term.name is None else positions[term.name])
+        for term, count in zip(laid, counts, strict=True)
+        if term.name != ELLIPSIS
+    ]
+    return Layout((*by_name, *_merged(by_count)))
+
+
+def check_divisible(
+    expression: Expression, layout: Layout, shape: Sequence[int], n_devices: int
+) -> None:
+    """Raises for the first axis of `shape` that its parts do not divide."""
+    for axis, parts in layout.parts.items():
+        size = shape[axis]
+        if size % parts:
+            name = _name_at(expression, axis, len(shape))
+            guilty = [term for term in expression.right if term.name == name]
+            divisors = [str(n) for n in range(1, n_devices + 1) if size % n == 0]
+            raise expression.error(
+                f"axis '{name}' has size {size}, which {parts} parts do not divide",
+                guilty,
+                devices=n_devices,
+                works_with=f'{", ".join(divisors)} {"part" if divisors == ["1"] else "parts"}',
+            )
+
+
+@cached
+def prime_factors(n: int) -> tuple[int, ...]:
+    """The prime factors of n, larger ones first: 12 -> (3, 2, 2)."""
+    factors: list[int] = []
+    divisor = 2
+    while divisor * divisor <= n:
+        while n % divisor == 0:
+            factors.append(divisor)
+            n //= divisor
+        divisor += 1
+    if n > 1:
+        factors.append(n)
+    return tuple(reversed(factors))
+
+
+def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
+    """The mesh axes of each split, or None where the counts do not fall on mesh axes.
+
+    A split by count takes consecutive axes, of those that no split names, until its count is
+    reached.
+    """
+    names = {axis for split in layout.splits for axis in split.mesh_axes}
+    free = [(name, size) for name, size in axis_sizes.items() if name not in names and size > 1]
+    fitted: list[tuple[str, ...]] = []
+    at = 0
+    for split in layout.splits:
+        if split.mesh_axes:
+            fitted.append(split.mesh_axes)
+            continue
+        start, count = at, 1
+        while count < split.count and at < len(free):
+            count *= free[at][1]
+            at += 1
+        if count != split.count:
+            return None
+        fitted.append(tuple(name for name, _ in free[start:at]))
+    return tuple(fitted)
+
+
+def refactor(layout: Layout) -> tuple[int, ...]:
+    """Mesh axis sizes on which a layout by counts falls: each dimension in prime factors."""
+    return tuple(itertools.chain.from_iterable(prime_factors(s.count) for s in layout.splits))
+
+
+def spec_entries(layout: Layout, fitted: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of each array axis, up to the last one that is sharded; major axes first."""
+    entries: dict[int, tuple[str, ...]] = {}
+    for split, mesh_axes in zip(layout.splits, fitted, strict=True):
+        if split.axis is not None:
+            entries[split.axis] = entries.get(split.axis, ()) + mesh_axes
+    last = max((axis for axis, mesh_axes in entries.items() if mesh_axes), default=-1)
+    return tuple(entries.get(axis, ()) for axis in range(last + 1))
+
+
+def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]:
+    """The position of each name, in an array of `n_dims` dimensions."""
+    names = expression.names
+    if ELLIPSIS not in names:
+        if n_dims is not None and n_dims != len(names):
+            raise expression.error(
+                f'the expression names {plural(len(names), "axis")}, '
+                f'but the array has {plural(n_dims, "dimension")}',
+                expression.left if not expression.short else expression.right,
+            )
+        return {name: i for i, name in enumerate(names)}
+    before = names.index(ELLIPSIS)
+    after = len(names) - before - 1
+    if n_dims is None:
+        late = names[before + 1 :]
+        sharded = [t for t in expression.right if t.name in late and (t.laid or t.mesh_axes)]
+        if sharded:
+            raise expression.error(
+                f"where {quoted(map(str, late))} {'is' if after == 1 else 'are'} behind '...' "
+                'depends on the rank of the array, which is not known here',
+                [t for t in expression.left if t.name == ELLIPSIS],
+                give='n_dims=, the number of dimensions of the array',
+            )
+        n_dims = len(names) - 1
+    if n_dims < before + after:
+        raise expression.error(
+            f"beside '...' the expression names {plural(before + after, 'axis')}, "
+            f'but the array has {plural(n_dims, "dimension")}',
+            [t for t in expression.left if t.name != ELLIPSIS],
+        )
+    first = {name: i for i, name in enumerate(names[:before])}
+    last = {name: n_dims - after + i for i, name in enumerate(names[before + 1 :])}
+    return first | last
+
+
+def _name_at(expression: Expression, axis: int, n_dims: int) -> str:
+    return next(name for name, i in axis_positions(expression, n_dims).items() if i == axis)
+
+
+def _named_splits(
+    expression: Expression,
+    terms: Sequence[Term],
+    positions: Mapping[str, int],
+    axis_sizes: Mapping[str, int] | None,
+) -> list[Split]:
+    if terms and axis_sizes is None:
+        raise expression.error(
+            f'{quoted(map(str, terms))} {"names" if len(terms) == 1 else "name"} mesh axes, '
+            'but there is no mesh',
+            terms,
+            give="mesh=, or enter one: 'with jax.set_mesh(mesh):'",
+        )
+    splits: list[Split] = []
+    for term in terms:
+        sizes = [_axis_size(expression, term, axis, axis_sizes or {}) for axis in term.mesh_axes]
+        splits.append(Split(math.prod(sizes), positions[str(term.name)], term.mesh_axes))
+    return splits
+
+
+def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str, int]) -> int:
+    if axis in sizes:
+        return sizes[axis]
+    fix = None
+    near = difflib.get_close_matches(axis, sizes, n=1)
+    if near:
+        start, end = term.span
+        written = expression.text[start:end]
+        head, _, tail = written.partition('@')
+        fixed = f'{head}@{tail.replace(axis, near[0], 1)}'
+        fix = f"'{expression.text[:start]}{fixed}{expression.text[end:]}'"
+    raise expression.error(
+        f"the mesh has no axis '{axis}'",
+        [term],
+        fix=fix,
+        mesh=mesh_text(sizes),
+    )
+
+
+def mesh_text(axis_sizes: Mapping[str, int]) -> str:
+    """'data': 4, 'tp': 2"""
+    return ', '.join(f"'{name}': {size}" for name, size in axis_sizes.items())
+
+
+@dataclass(frozen=True)
+class _Devices:
+    """How many devices there are, for errors: in all, and those that names take."""
+
+    total: int
+    named: Sequence[Term]
+    taken: int
+
+    def fact(self, counted: Sequence[Term] = ()) -> str:
+        text = str(self.total)
+        if self.named:
+            text += f', of which {quoted(map(str, self.named))} '
+            text += f'{"takes" if len(self.named) == 1 else "take"} {self.taken}'
+            text += f', leaving {self.total // self.taken}'
+        if counted:
+            left = self.total // self.taken
+            replicas = all(term.name is None for term in counted)
+            verb = 'replicates' if replicas else 'takes'
+            verb = verb if len(counted) == 1 else ('replicate' if replicas else 'take')
+            text += f', of which {quoted(map(str, counted))} {verb}'
+            used = math.prod(term.factor for term in counted)
+            text += '' if replicas and len(counted) == 1 else f' {used}'
+            text += f', leaving {left // used}'
+        return text
+
+
+def _counts(
+    expression: Expression, terms: Sequence[Term], n: int, devices: _Devices
+) -> tuple[int, ...]:
+    """The count of every term, its star solved: r ** stars = n / product of counts."""
+    stars = [term for term in terms if term.star]
+    fixed = [term for term in terms if not term.star]
+    unstarred = math.prod(term.factor for term in fixed)
+    product = math.prod(term.factor for term in terms)
+    if not stars and product != n:
+        raise _wrong_product(expression, terms, product, n, devices)
+    if n % product:
+        raise _not_a_multiple(expression, terms, product, n, devices)
+    share = _root(n // product, len(stars)) if stars else 1
+    if share is None:
+        counted = [term for term in fixed if term.factor > 1]
+        raise expression.error(
+            f'{n // unstarred} devices cannot be shared '
+            f'{" : ".join(str(term.factor) for term in stars)} '
+            f'{"between" if len(stars) == 2 else "among"} {quoted(map(str, stars))}',
+            stars,
+            fix=_first_star_takes_all(expression, stars, n // unstarred),
+            devices=devices.fact(counted),
+            works_with=_works_with(product * devices.taken, len(stars)),
+        )
+    return tuple(term.factor * (share if term.star else 1) for term in terms)
+
+
+def _root(n: int, k: int) -> int | None:
+    """The integer r with r ** k == n, if there is one."""
+    if k == 1:
+        return n
+    root = 1
+    while root**k < n:  # a float root is wrong from 64 ** (1 / 3) = 3.9999999999999996 on
+        root += 1
+    return root if root**k == n else None
+
+
+def _works_with(multiple: int, stars: int) -> str:
+    return ', '.join(str(multiple * r**stars) for r in range(1, 5)) + ', ... devices'
+
+
+def _wrong_product(
+    expression: Expression, terms: Sequence[Term], product: int, n: int, devices: _Devices
+) -> EinshardError:
+    counted = [term for term in terms if term.factor > 1]
+    guilty = counted or [term for term in terms if term.name != ELLIPSIS]
+    guilty = guilty or list(expression.right)
+    fact = devices.fact()
+    if product > n or n % product:
+        shown = ' x '.join(str(term.factor) for term in counted)
+        times = f'{shown} = {product}' if len(counted) > 1 else shown
+        relation = 'more than' if product > n else 'which do not divide'
+        return expression.error(
+            f'the counts ask for {times} devices, {relation} the {n} there are',
+            guilty,
+            devices=fact,
+            works_with=f"{product} devices, or a multiple of {product} with a replica '*'",
+        )
+    fix = _with_replica(expression)
+    if not counted:
+        return expression.error(
+            f'nothing is sharded, and nothing says that {n} devices hold replicas',
+            guilty,
+            fix=fix,
+            devices=fact,
+        )
+    return expression.error(
+        f'{quoted(map(str, counted))} {"uses" if len(counted) == 1 else "use"} {product} of '
+        f'{n} devices, and nothing says that the others hold replicas',
+        guilty,
+        fix=fix,
+        devices=fact,
+    )
+
+
+def _not_a_multiple(
+    expression: Expression, terms: Sequence[Term], product: int, n: int, devices: _Devices
+) -> EinshardError:
+    counted = [term for term in terms if term.factor > 1]
+    shown = ' x '.join(str(term.factor) for term in counted)
+    times = f'{shown} = {product}' if len(counted) > 1 else shown
+    stars = sum(term.star for term in terms)
+    return expression.error(
+        f'{plural(n, "device")} cannot be shared out in multiples of {times}',
+        counted,
+        devices=devices.fact(),
+        works_with=_works_with(product * devices.taken, stars),
+    )
+
+
+def _with_replica(expression: Expression) -> str:
+    """The expression with '*' before its first placement: the rest of the devices replicate."""
+    start = expression.right[0].span[0]
+    return f"'{expression.text[:start]}* {expression.text[start:]}'"
+
+
+def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -> str:
+    text = expression.text
+    for term in reversed(stars):
+        start, end = term.span
+        whole = n if term is stars[0] else None
+        placed = str(Term(term.name, whole))
+        text = f'{text[:start].rstrip() if not placed else text[:start]}{placed}{text[end:]}'
+    return f"'{text}'"
+
+
+def _merged(splits: Sequence[Split]) -> list[Split]:
+    """Drops dimensions of one device and joins neighbours that cut the same axis."""
+    merged: list[Split] = []
+    for split in splits:
+        if split.count == 1:
+            continue
+        if merged and merged[-1].axis == split.axis:
+            merged[-1] = Split(merged[-1].count * split.count, split.axis)
+        else:
+            merged.append(split)
+    return merged

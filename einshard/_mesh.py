@@ -1,0 +1,210 @@
+"""devices -> the one mesh; and the mesh in context.
+
+Every expression over the same devices is lowered onto the same mesh: the devices in the order of
+the hardware, their number in prime factors, one mesh axis each. Layouts that are equal then
+compare equal, arrays of different expressions meet in one program, and explicit sharding, which
+knows one mesh, works. A mesh for every expression would fail on TPU, where `jax.make_mesh` orders
+the devices by the shape that it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, overload
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from ._cache import cached
+from ._errors import EinshardError
+from ._layout import mesh_text, prime_factors
+
+AnyMesh = Mesh | AbstractMesh
+# What `mesh=` takes: a mesh, or devices to build the one mesh of.
+MeshLike = Mesh | AbstractMesh | Sequence[jax.Device]
+
+
+def device_mesh(devices: MeshLike | None = None, *, axis_types: AxisType | None = None) -> AnyMesh:
+    """The one mesh of some devices, on which all expressions over them are lowered.
+
+        >>> mesh = einshard.device_mesh(jax.devices()[:8])
+        >>> mesh.axis_names, mesh.axis_sizes
+        (('d0', 'd1', 'd2'), (2, 2, 2))
+
+    The order in which the devices are given does not matter: on TPU they are ordered by slice,
+    then by the chip's coordinates, then by core, so that a term which spans a dimension of the
+    torus is a ring of it; elsewhere by process and id. Mesh axes to the left change slowest and
+    cross the slower network. Inside each of those levels larger primes come first (24 devices on 3
+    hosts: 3, 2, 2, 2).
+
+    Args:
+        devices: the devices; or a mesh, for the one mesh of its devices (abstract, if that mesh
+            is). All devices of the default backend where left out.
+        axis_types: the type of every axis, `AxisType.Auto` where left out. With
+            `AxisType.Explicit`, enter the mesh by `jax.set_mesh`.
+
+    Returns:
+        A `jax.sharding.Mesh` with axes `d0`, `d1`, ...; the same object each time. For an
+        `AbstractMesh`, an `AbstractMesh`.
+
+    Raises:
+        EinshardError: no devices, or one twice.
+    """
+    axis_type = AxisType.Auto if axis_types is None else axis_types
+    if not isinstance(axis_type, AxisType):
+        raise EinshardError(
+            f'axis_types= is one AxisType for every axis, not {axis_types!r}',
+            facts={'give': 'AxisType.Auto or AxisType.Explicit'},
+        )
+    if isinstance(devices, AbstractMesh):
+        return _abstract_mesh(devices.size, axis_type)
+    if isinstance(devices, Mesh):
+        return _device_mesh(tuple(devices.devices.flat), axis_type)
+    return _device_mesh(tuple(jax.devices() if devices is None else devices), axis_type)
+
+
+@cached
+def _device_mesh(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
+    for device in devices:
+        if not isinstance(device, jax.Device):
+            raise EinshardError(
+                f'a mesh is made of devices, but one of them is {device!r}',
+                facts={'give': 'a sequence of jax.Device, a Mesh or an AbstractMesh'},
+            )
+    if not devices:
+        raise EinshardError('a mesh needs at least one device, but none is given')
+    if len(set(devices)) != len(devices):
+        raise EinshardError(
+            'a device is given more than once',
+            facts={'devices': ', '.join(map(str, devices))},
+        )
+    platforms = sorted({device.platform for device in devices})
+    if len(platforms) > 1:
+        raise EinshardError(
+            f'a mesh is made of devices of one platform, not of {" and ".join(platforms)}',
+        )
+    in_order = tuple(sorted(devices, key=position))
+    if in_order != devices:
+        return _device_mesh(in_order, axis_type)
+    return _mesh(in_order, axis_sizes_of(list(map(position, in_order))), axis_type)
+
+
+@cached
+def refactored_mesh(mesh: AnyMesh, sizes: tuple[int, ...]) -> AnyMesh:
+    """The one mesh with other axis sizes: the same devices in the same order."""
+    axis_type = mesh.axis_types[0]
+    if isinstance(mesh, AbstractMesh):
+        return _abstract_mesh(mesh.size, axis_type, sizes)
+    return _mesh(tuple(mesh.devices.flat), sizes, axis_type)
+
+
+def _mesh(devices: tuple[Device, ...], sizes: tuple[int, ...], axis_type: AxisType) -> Mesh:
+    grid = np.array(devices, dtype=object).reshape(sizes)
+    return Mesh(grid, axis_names(sizes), axis_types=(axis_type,) * len(sizes))
+
+
+@cached
+def _abstract_mesh(
+    n_devices: int, axis_type: AxisType, sizes: tuple[int, ...] | None = None
+) -> AbstractMesh:
+    sizes = sizes or prime_factors(n_devices) or (1,)
+    return AbstractMesh(sizes, axis_names(sizes), axis_types=(axis_type,) * len(sizes))
+
+
+def axis_names(sizes: Sequence[int]) -> tuple[str, ...]:
+    return tuple(f'd{i}' for i in range(len(sizes)))
+
+
+def position(device: Any) -> tuple[int, ...]:
+    """Where a device is in the hardware, the slowest network first.
+
+    Plain coordinates, not host by host: a host of a TPU holds a 2 x 2 block of chips, and a term
+    over such blocks would be no ring of the torus. `slice_index` and `core_on_chip` are attributes
+    of some devices only.
+    """
+    pod_slice = getattr(device, 'slice_index', None) or 0
+    coordinates = getattr(device, 'coords', None)
+    if coordinates is None:
+        return (pod_slice, device.process_index, device.id)
+    return (pod_slice, *coordinates, getattr(device, 'core_on_chip', None) or 0)
+
+
+def axis_sizes_of(positions: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Mesh axis sizes of devices at these positions: prime factors, level by level.
+
+    A level (slices, one dimension of the torus, hosts, ...) counts where it divides the devices
+    evenly; devices that form no such hierarchy are one level.
+    """
+    sizes: list[int] = []
+    groups = 1
+    for depth in range(1, len(positions[0]) + 1):
+        members: dict[tuple[int, ...], int] = {}
+        for place in positions:
+            members[place[:depth]] = members.get(place[:depth], 0) + 1
+        even = len(set(members.values())) == 1
+        if even and len(members) % groups == 0:
+            sizes += prime_factors(len(members) // groups)
+            groups = len(members)
+    return tuple(sizes) or (1,)
+
+
+def sizes_of(mesh: AnyMesh) -> dict[str, int]:
+    """The axes that an expression may use: all but manual ones, which a shard_map has taken."""
+    sizes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {str(name): size for name, size, kind in sizes if kind != AxisType.Manual}
+
+
+def is_device_mesh(mesh: AnyMesh) -> bool:
+    """Whether a mesh is the one mesh of its devices, or that with other factors."""
+    types = set(mesh.axis_types)
+    if mesh.axis_names != axis_names(mesh.axis_sizes) or len(types) != 1:
+        return False
+    if isinstance(mesh, AbstractMesh):
+        return True
+    return list(mesh.devices.flat) == list(device_mesh(mesh).devices.flat)
+
+
+def context_mesh() -> AnyMesh | None:
+    """The mesh of `jax.set_mesh`, if one is entered; while tracing, its abstract mesh."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty:
+        return None
+    if is_tracing():
+        return abstract
+    concrete = jax.sharding.get_mesh()
+    return abstract if concrete.empty else concrete
+
+
+def is_tracing() -> bool:
+    """Whether a function is being traced.
+
+    JAX has no public question for it; that `get_mesh` refuses while tracing is its documented
+    behaviour, and tests/test_jax_facts.py notices if that ends.
+    """
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:
+        return True
+    return False
+
+
+def resolve_mesh(mesh: MeshLike | None) -> AnyMesh:
+    """The mesh to lower onto: the one given, else the one in context, else all devices."""
+    if mesh is None:
+        return context_mesh() or device_mesh()
+    if isinstance(mesh, Mesh | AbstractMesh):
+        return mesh
+    if isinstance(mesh, str | Mapping) or not hasattr(mesh, '__iter__'):
+        raise EinshardError(
+            f'mesh= is {mesh!r}, which is no mesh',
+            facts={'give': 'a Mesh, an AbstractMesh or a sequence of devices'},
+        )
+    return device_mesh(mesh)
+
+
+def mesh_fact(mesh: AnyMesh) -> str:
+    """A mesh as errors show it: 'data': 4, 'tp': 2"""
+    kinds = {str(kind).rpartition('.')[2] for kind in mesh.axis_types}
+    sizes = dict(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
+    return f'{mesh_text(sizes)} ({", ".join(sorted(kinds))})'

@@ -1,0 +1,195 @@
+"""NamedSharding -> array: arrays are placed, tracers constrained, structs annotated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from ._cache import cached
+from ._errors import EinshardError
+from ._expression import Expression
+from ._mesh import MeshLike, is_tracing
+from ._sharding import find_placement
+from ._specs import Spec, leaf_specs, leaf_text
+
+T = TypeVar('T')
+
+
+def einshard(
+    x: T,
+    spec: Spec,
+    *,
+    mesh: MeshLike | None = None,
+    donate: bool = False,
+    memory_kind: str | None = None,
+) -> T:
+    """Puts an array, or every array of a tree, where an expression says.
+
+        >>> x = einshard(np.ones((8, 4)), 'batch d -> batch4 d 2', mesh=jax.devices()[:8])
+        >>> describe(x)
+        'a b -> a4 b 2'
+
+    What happens depends on what `x` is:
+
+    * an array that is placed so already is returned as it is;
+    * other arrays, numpy arrays and scalars move, all of a tree in one `jax.device_put`;
+    * a traced value, inside `jax.jit` and its like, is constrained: by
+      `jax.lax.with_sharding_constraint`, under explicit axes by `jax.reshard`;
+    * a `jax.ShapeDtypeStruct` gets the sharding;
+    * a leaf that is no array (a function, a string, None) is passed through.
+
+    Args:
+        x: an array or a tree of arrays.
+        spec: an expression; None, to leave `x` alone; a function `(path, leaf) -> spec`, with
+            the path as in 'layers/0/w'; or a tree of those which is a prefix of `x`, as for
+            `in_shardings` of `jax.jit`.
+        mesh: as for `make_sharding`.
+        donate: lets the memory of the arrays that move be reused; they are then deleted.
+        memory_kind: as for `make_sharding`.
+
+    Returns:
+        `x`, placed. Same values, shapes and tree.
+
+    Raises:
+        EinshardError: an expression is wrong, does not fit its array or the mesh, or `spec` is no
+            prefix of `x`. Nothing has moved then.
+    """
+    if type(spec) is str and isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        # the fast path, 0.7 us against the 18 us of a device_put that moves nothing
+        try:
+            if x.sharding == find_placement(spec, x.ndim, mesh, memory_kind).sharding:
+                return x
+        except EinshardError:
+            pass  # raised again below, with the array's shape
+    leaves, treedef = jtu.tree_flatten(x)
+    specs = leaf_specs(x, leaves, spec)
+    placed = _place_leaves(x, leaves, specs, mesh, donate, memory_kind)
+    return jtu.tree_unflatten(treedef, placed)
+
+
+def _place_leaves(
+    tree: Any,
+    leaves: list[Any],
+    specs: Sequence[str | None],
+    mesh: MeshLike | None,
+    donate: bool,
+    memory_kind: str | None,
+) -> list[Any]:
+    placed = list(leaves)
+    moving: list[int] = []
+    shardings: list[NamedSharding] = []
+    tracing = is_tracing()
+    for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
+        kind = _kind(type(leaf))
+        if spec is None or kind == _OTHER:
+            continue
+        try:
+            n_dims = leaf.ndim if kind != _SCALAR else 0
+            placement = find_placement(spec, n_dims, mesh, memory_kind)
+            sharding = placement.sharding
+            if kind == _HOST and leaf.dtype.kind not in 'biufc':
+                _check_dtype(placement.expression, leaf.dtype)
+            if kind == _ARRAY and leaf.sharding == sharding:
+                continue
+            if placement.parts:
+                placement.check(leaf.shape)
+        except EinshardError as error:
+            raise _about_leaf(error, tree, i) from None
+        if kind == _STRUCT:
+            placed[i] = leaf.update(sharding=sharding)
+        elif kind == _TRACER or tracing:
+            placed[i] = constrain(leaf, sharding)
+        else:
+            moving.append(i)
+            shardings.append(sharding)
+    if moving:
+        moved = put([leaves[i] for i in moving], shardings, donate)
+        for i, leaf in zip(moving, moved, strict=True):
+            placed[i] = leaf
+    return placed
+
+
+def constrain(x: Any, sharding: NamedSharding) -> Any:
+    """Constrains a traced value: explicit mesh axes by reshard, automatic ones by constraint."""
+    types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    kinds = {kind for kind in types.values() if kind != AxisType.Manual}
+    if AxisType.Explicit in kinds:
+        explicit = _only(sharding, lambda axis: types[axis] == AxisType.Explicit)
+        x = jax.reshard(x, explicit)
+    if AxisType.Auto in kinds:
+        x = jax.lax.with_sharding_constraint(x, sharding)
+    return x
+
+
+def _only(sharding: NamedSharding, keep: Callable[[Any], bool]) -> NamedSharding:
+    """The sharding over some of its mesh axes."""
+    entries: list[Any] = []
+    for entry in sharding.spec:
+        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        kept = tuple(axis for axis in axes if keep(axis))
+        entries.append(kept[0] if len(kept) == 1 else kept or None)
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries))
+
+
+def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool) -> list[Any]:
+    """Moves concrete leaves, all in one `jax.device_put`."""
+    for sharding in shardings:
+        if isinstance(sharding.mesh, AbstractMesh):
+            raise EinshardError(
+                'an abstract mesh has no devices to put an array on',
+                facts={
+                    'give': 'a jax.ShapeDtypeStruct, which is annotated; or a mesh of devices',
+                },
+            )
+    if jax.process_count() > 1:
+        return [_put_global(x, s, donate) for x, s in zip(leaves, shardings, strict=True)]
+    return jax.device_put(leaves, shardings, donate=donate)
+
+
+def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
+    """Moves one leaf where several processes hold the devices.
+
+    `device_put` of host data would first gather it from every process, to see that all of them
+    hold the same; each process takes its own shards instead.
+    """
+    if isinstance(x, jax.Array) or sharding.is_fully_addressable:
+        return jax.device_put(x, sharding, donate=donate)
+    host = np.asarray(x)
+    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+_ARRAY, _TRACER, _HOST, _SCALAR, _STRUCT, _OTHER = range(6)
+
+
+@cached
+def _kind(leaf_type: type) -> int:
+    """What einshard does with leaves of a type."""
+    if issubclass(leaf_type, Tracer):
+        return _TRACER
+    if issubclass(leaf_type, jax.Array):
+        return _ARRAY
+    if issubclass(leaf_type, np.ndarray | np.generic):
+        return _HOST
+    if issubclass(leaf_type, bool | int | float | complex):
+        return _SCALAR
+    if issubclass(leaf_type, jax.ShapeDtypeStruct):
+        return _STRUCT
+    return _OTHER
+
+
+def _check_dtype(expression: Expression, dtype: np.dtype[Any]) -> None:
+    try:
+        jax.dtypes.canonicalize_dtype(dtype)
+    except TypeError:
+        raise expression.error(f'JAX has no arrays of {dtype}') from None
+
+
+def _about_leaf(error: EinshardError, tree: Any, index: int) -> EinshardError:
+    return error.about(leaf_text(*jtu.tree_leaves_with_path(tree)[index]))

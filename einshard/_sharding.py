@@ -1,0 +1,166 @@
+"""Layout, mesh -> NamedSharding; and the cache of all the way from text to sharding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from ._cache import cached
+from ._errors import EinshardError
+from ._expression import Expression, parse
+from ._layout import Layout, check_divisible, fit, lay_out, refactor, spec_entries
+from ._mesh import (
+    AnyMesh,
+    MeshLike,
+    device_mesh,
+    is_device_mesh,
+    mesh_fact,
+    refactored_mesh,
+    resolve_mesh,
+    sizes_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """An expression with all that was made of it."""
+
+    expression: Expression
+    layout: Layout
+    sharding: NamedSharding
+    parts: tuple[tuple[int, int], ...]  # (array axis, parts): what a shape is checked against
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raises EinshardError where a sharded axis of `shape` is not divisible."""
+        for axis, parts in self.parts:
+            if shape[axis] % parts:
+                n_devices = self.sharding.mesh.size
+                check_divisible(self.expression, self.layout, shape, n_devices)
+
+
+def make_sharding(
+    expression: str,
+    *,
+    n_dims: int | None = None,
+    mesh: MeshLike | None = None,
+    memory_kind: str | None = None,
+) -> NamedSharding:
+    """The `jax.sharding.NamedSharding` that an expression means.
+
+        >>> make_sharding('a b -> 2 a2* b*', mesh=jax.devices()[:16]).spec
+        PartitionSpec(('d1', 'd2'), 'd3')
+
+    Equal placements give equal shardings with equal hashes, however they were written, so `jax.jit`
+    traces once for all of them. A known expression costs a look-up.
+
+    Args:
+        expression: the placement, in the notation of the package.
+        n_dims: the number of dimensions of the array; needed only where a sharded axis comes
+            after '...' on the left, checked wherever it is given.
+        mesh: a mesh whose axes are used, or devices; the mesh of `jax.set_mesh` where left out,
+            else all devices. An `AbstractMesh` gives a sharding without devices.
+        memory_kind: where on each device, as for `NamedSharding`: 'device', 'pinned_host', ...
+
+    Raises:
+        EinshardError: the expression breaks a rule, or does not fit the rank or the mesh.
+    """
+    return find_placement(expression, n_dims, mesh, memory_kind).sharding
+
+
+def find_placement(
+    expression: str, n_dims: int | None, mesh: MeshLike | None, memory_kind: str | None
+) -> Placement:
+    """The placement an expression means for arrays of `n_dims` dimensions, here and now."""
+    if mesh is not None or not jax.sharding.get_abstract_mesh().empty:
+        mesh = resolve_mesh(mesh)
+    try:
+        return _find_placement(expression, n_dims, mesh, memory_kind)
+    except TypeError:
+        _check_types(expression, n_dims, memory_kind)
+        raise
+
+
+@cached
+def _find_placement(
+    text: str, n_dims: int | None, mesh: AnyMesh | None, memory_kind: str | None
+) -> Placement:
+    _check_types(text, n_dims, memory_kind)
+    expression = parse(text)
+    # the axes d0, d1, ... of the default mesh are names for nobody
+    named = mesh is not None
+    mesh = device_mesh() if mesh is None else mesh
+    axis_sizes = sizes_of(mesh)
+    if not axis_sizes:
+        raise expression.error(
+            'every mesh axis is manual here: in a per-device function each device '
+            'has its own array, which cannot be sharded',
+            mesh=mesh_fact(mesh),
+        )
+    n_devices = math.prod(axis_sizes.values())
+    layout = lay_out(expression, n_dims, n_devices, axis_sizes if named else None)
+    sharding = lower(expression, layout, mesh, memory_kind)
+    return Placement(expression, layout, sharding, tuple(layout.parts.items()))
+
+
+def lower(
+    expression: Expression, layout: Layout, mesh: AnyMesh, memory_kind: str | None = None
+) -> NamedSharding:
+    """Writes a layout in the axes of a mesh."""
+    fitted = fit(layout, sizes_of(mesh))
+    if fitted is None:
+        mesh, fitted = _fit_other_factors(expression, layout, mesh)
+    names = {str(name): name for name in mesh.axis_names}
+    entries = [tuple(names[axis] for axis in axes) for axes in spec_entries(layout, fitted)]
+    # normalised, since PartitionSpec('x') != PartitionSpec(('x',)) != PartitionSpec('x', None)
+    spec = PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries))
+    _check_memory_kind(expression, mesh, memory_kind)
+    return NamedSharding(mesh, spec, memory_kind=memory_kind)
+
+
+def _fit_other_factors(
+    expression: Expression, layout: Layout, mesh: AnyMesh
+) -> tuple[AnyMesh, tuple[tuple[str, ...], ...]]:
+    """The one mesh with factors on which the layout falls, if it may be another mesh."""
+    counted = [term for term in expression.right if term.laid and not term.mesh_axes]
+    ours = is_device_mesh(mesh)
+    by_name = any(split.mesh_axes for split in layout.splits)
+    if ours and not by_name and mesh.axis_types[0] == AxisType.Auto:
+        mesh = refactored_mesh(mesh, refactor(layout))
+        fitted = fit(layout, sizes_of(mesh))
+        assert fitted is not None, 'a mesh made for the layout fits it'
+        return mesh, fitted
+    counts = ' x '.join(str(split.count) for split in layout.splits if not split.mesh_axes)
+    raise expression.error(
+        f'the counts {counts} do not fall on the axes of the mesh',
+        counted,
+        mesh=mesh_fact(mesh),
+        a_count_takes='consecutive mesh axes, in order, and all of an axis',
+    )
+
+
+def _check_memory_kind(expression: Expression, mesh: AnyMesh, memory_kind: str | None) -> None:
+    if memory_kind is None or isinstance(mesh, AbstractMesh):
+        return
+    known = sorted({memory.kind for memory in mesh.devices.flat[0].addressable_memories()})
+    if memory_kind not in known:
+        raise expression.error(
+            f'the devices have no memory kind {memory_kind!r}', devices_have=', '.join(known)
+        )
+
+
+def _check_types(expression: object, n_dims: object, memory_kind: object) -> None:
+    if not isinstance(expression, str):
+        raise EinshardError(
+            f'an expression is a string, not {expression!r} of type {type(expression).__name__}'
+        )
+    if n_dims is not None and (not isinstance(n_dims, int) or n_dims < 0):
+        raise EinshardError(
+            f'n_dims= is the number of dimensions of an array, not {n_dims!r}',
+            expression=expression,
+        )
+    if memory_kind is not None and not isinstance(memory_kind, str):
+        raise EinshardError(f'memory_kind= is a string, not {memory_kind!r}', expression=expression)

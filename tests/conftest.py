@@ -1,0 +1,25 @@
+"""Sixteen simulated CPU devices for every test; set before jax starts its backend."""
+
+import os
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['XLA_FLAGS'] = (
+    os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=16'
+)
+# libtpu, where it is installed, describes TPU slices without looking for a TPU
+os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
+
+import jax
+import pytest
+
+
+@pytest.fixture(params=[1, 2, 3, 4, 6, 8, 12, 16])
+def devices(request):
+    """The first few devices, in each of the counts that tests run over."""
+    return jax.devices()[: request.param]
+
+
+@pytest.fixture
+def devices8():
+    return jax.devices()[:8]
