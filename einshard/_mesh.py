@@ -20,11 +20,18 @@ from ._cache import cached
 from ._errors import EinshardError
 from ._layout import mesh_text, prime_factors
 
-AnyMesh = Mesh | AbstractMesh
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+Device: TypeAlias = Any  # a jax.Device, for which JAX has no static type
 # What `mesh=` takes: a mesh, or devices to build the one mesh of.
-MeshLike = Mesh | AbstractMesh | Sequence[jax.Device]
+MeshLike: TypeAlias = Mesh | AbstractMesh | Sequence[Device]
 
 
+@overload
+def device_mesh(devices: AbstractMesh, *, axis_types: AxisType | None = None) -> AbstractMesh: ...
+@overload
+def device_mesh(
+    devices: Mesh | Sequence[Device] | None = None, *, axis_types: AxisType | None = None
+) -> Mesh: ...
 def device_mesh(devices: MeshLike | None = None, *, axis_types: AxisType | None = None) -> AnyMesh:
     """The one mesh of some devices, on which all expressions over them are lowered.
 
