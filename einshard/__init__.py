@@ -2,6 +2,7 @@
 
 from ._cache import clear_caches as clear_caches
 from ._describe import describe as describe
+from ._draw import show as show
 from ._errors import EinshardError as EinshardError
 from ._mesh import device_mesh as device_mesh
 from ._placement import einshard as einshard

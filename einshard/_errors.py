@@ -38,11 +38,15 @@ class EinshardError(ValueError):
         self.fix = fix
         super().__init__(self._render())
 
-    def about(self, array: str) -> EinshardError:
-        """The same error with the array it is about, where that was not known when it arose."""
-        facts = {'array': array, **self.facts}
+    def about(self, **facts: object) -> EinshardError:
+        """The same error with what it is about, where that was not known when it arose."""
+        named = {label.replace('_', ' '): fact for label, fact in facts.items()}
         return EinshardError(
-            self.sentence, expression=self.expression, spans=self.spans, facts=facts, fix=self.fix
+            self.sentence,
+            expression=self.expression,
+            spans=self.spans,
+            facts={**named, **self.facts},
+            fix=self.fix,
         )
 
     def _render(self) -> str:

@@ -146,6 +146,13 @@ def spec_entries(layout: Layout, fitted: Sequence[tuple[str, ...]]) -> tuple[tup
     return tuple(entries.get(axis, ()) for axis in range(last + 1))
 
 
+def needs_rank(expression: Expression) -> bool:
+    """Whether the sharding depends on the rank of the array: a sharded axis comes after '...'."""
+    names = expression.names
+    late = names[names.index(ELLIPSIS) + 1 :] if ELLIPSIS in names else ()
+    return any(term.name in late and (term.laid or term.mesh_axes) for term in expression.right)
+
+
 def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]:
     """The position of each name, in an array of `n_dims` dimensions."""
     names = expression.names

@@ -10,6 +10,7 @@ the devices by the shape that it is asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeAlias, overload
 
 import jax
@@ -172,6 +173,10 @@ def is_device_mesh(mesh: AnyMesh) -> bool:
     return list(mesh.devices.flat) == list(device_mesh(mesh).devices.flat)
 
 
+# The mesh of the `sharded` function that is being traced, the default for all inside it.
+enclosing_mesh: ContextVar[AnyMesh | None] = ContextVar('enclosing_mesh', default=None)
+
+
 def context_mesh() -> AnyMesh | None:
     """The mesh of `jax.set_mesh`, if one is entered; while tracing, its abstract mesh."""
     abstract = jax.sharding.get_abstract_mesh()
@@ -197,10 +202,18 @@ def is_tracing() -> bool:
 
 
 def resolve_mesh(mesh: MeshLike | None) -> AnyMesh:
-    """The mesh to lower onto: the one given, else the one in context, else all devices."""
+    """The mesh to lower onto: the one given, else that around us, else all devices.
+
+    Around us is what a per-device function leaves of its mesh, else the mesh of the enclosing
+    `sharded`, else the mesh in context.
+    """
     if mesh is None:
-        return context_mesh() or device_mesh()
+        context = context_mesh()
+        if context is not None and AxisType.Manual in context.axis_types:
+            return context
+        return enclosing_mesh.get() or context or device_mesh()
     if isinstance(mesh, Mesh | AbstractMesh):
+        _check_not_manual(mesh)
         return mesh
     if isinstance(mesh, str | Mapping) or not hasattr(mesh, '__iter__'):
         raise EinshardError(
@@ -208,6 +221,16 @@ def resolve_mesh(mesh: MeshLike | None) -> AnyMesh:
             facts={'give': 'a Mesh, an AbstractMesh or a sequence of devices'},
         )
     return device_mesh(mesh)
+
+
+def _check_not_manual(mesh: AnyMesh) -> None:
+    """In a per-device function only what is left of its own mesh can shard."""
+    around = jax.sharding.get_abstract_mesh()
+    if AxisType.Manual in around.axis_types and mesh != around:
+        raise EinshardError(
+            'in a per-device function another mesh cannot be used: each device has its own array',
+            facts={'mesh around': mesh_fact(around), 'mesh given': mesh_fact(mesh)},
+        )
 
 
 def mesh_fact(mesh: AnyMesh) -> str:

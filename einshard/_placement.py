@@ -121,7 +121,7 @@ def constrain(x: Any, sharding: NamedSharding) -> Any:
     kinds = {kind for kind in types.values() if kind != AxisType.Manual}
     if AxisType.Explicit in kinds:
         explicit = _only(sharding, lambda axis: types[axis] == AxisType.Explicit)
-        x = jax.reshard(x, explicit)
+        x = jax.sharding.reshard(x, explicit)
     if AxisType.Auto in kinds:
         x = jax.lax.with_sharding_constraint(x, sharding)
     return x
@@ -192,4 +192,4 @@ def _check_dtype(expression: Expression, dtype: np.dtype[Any]) -> None:
 
 
 def _about_leaf(error: EinshardError, tree: Any, index: int) -> EinshardError:
-    return error.about(leaf_text(*jtu.tree_leaves_with_path(tree)[index]))
+    return error.about(array=leaf_text(*jtu.tree_leaves_with_path(tree)[index]))

@@ -17,6 +17,7 @@ from ._mesh import (
     AnyMesh,
     MeshLike,
     device_mesh,
+    enclosing_mesh,
     is_device_mesh,
     mesh_fact,
     refactored_mesh,
@@ -75,7 +76,11 @@ def find_placement(
     expression: str, n_dims: int | None, mesh: MeshLike | None, memory_kind: str | None
 ) -> Placement:
     """The placement an expression means for arrays of `n_dims` dimensions, here and now."""
-    if mesh is not None or not jax.sharding.get_abstract_mesh().empty:
+    if (
+        mesh is not None
+        or enclosing_mesh.get() is not None
+        or not jax.sharding.get_abstract_mesh().empty
+    ):
         mesh = resolve_mesh(mesh)
     try:
         return _find_placement(expression, n_dims, mesh, memory_kind)

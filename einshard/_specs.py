@@ -9,6 +9,7 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ._errors import EinshardError
+from ._expression import parse
 
 # An expression, None, a function (path, leaf) -> spec, or a pytree of those that is a prefix of
 # the tree it is for. Python has no type for the last.
@@ -19,9 +20,8 @@ def leaf_specs(tree: Any, leaves: Sequence[Any], spec: Spec) -> Sequence[str | N
     """The expression of each leaf of `tree`, whose leaves are `leaves`; None leaves it alone."""
     if isinstance(spec, str) or spec is None:
         return [spec] * len(leaves)
-    prefix, prefix_def = jtu.tree_flatten(spec, is_leaf=lambda node: node is None)
-    for path, one in jtu.tree_leaves_with_path(spec, is_leaf=lambda node: node is None):
-        _check_spec(path, one)
+    check_specs(spec)
+    prefix, prefix_def = jtu.tree_flatten(spec, is_leaf=is_none)
     if all(isinstance(one, str) or one is None for one in prefix):
         subtrees = _subtrees(prefix_def, spec, tree)
         counts = [len(jtu.tree_leaves(subtree)) for subtree in subtrees]
@@ -32,6 +32,20 @@ def leaf_specs(tree: Any, leaves: Sequence[Any], spec: Spec) -> Sequence[str | N
         for leaf in jtu.tree_leaves(subtree):
             specs.append(_called(one, path_text(paths[len(specs)]), leaf))
     return specs
+
+
+def is_none(node: Any) -> bool:
+    """For `is_leaf=`: None in a tree of specs is a spec, not an empty tree."""
+    return node is None
+
+
+def check_specs(spec: Spec) -> None:
+    """Raises where a tree of specs has a leaf that is none, or an expression with a mistake."""
+    for path, one in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
+        if isinstance(one, str):
+            parse(one)
+        elif one is not None and not callable(one):
+            raise _no_spec(path, one)
 
 
 def path_text(path: Sequence[Any]) -> str:
@@ -70,16 +84,12 @@ def _called(spec: Spec, path: str, leaf: Any) -> str | None:
     return spec
 
 
-def _check_spec(path: Sequence[Any], spec: Spec) -> None:
-    if spec is None or isinstance(spec, str) or callable(spec):
-        return
+def _no_spec(path: Sequence[Any], spec: Any) -> EinshardError:
     where = f" at '{path_text(path)}'" if path else ''
-    facts = {
-        'a spec is': 'an expression, None, a function (path, leaf) -> spec, or a tree of those'
-    }
+    facts = {'specs are': 'an expression, None, a function (path, leaf) -> spec, a tree of those'}
     if isinstance(spec, NamedSharding | PartitionSpec):
         facts['instead'] = "name the mesh axes in an expression: 'b d -> b@data d'"
-    raise EinshardError(f'{spec!r}{where} is no spec', facts=facts)
+    return EinshardError(f'{spec!r}{where} is no spec', facts=facts)
 
 
 def _subtrees(prefix_def: Any, spec: Spec, tree: Any) -> list[Any]:

@@ -1,0 +1,137 @@
+"""python -m einshard: what it prints and how it exits."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from jax.sharding import AbstractMesh
+
+from einshard import show
+from einshard.__main__ import main
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, '-m', 'einshard', *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        encoding='utf-8',
+        check=False,
+    )
+
+
+def test_a_picture_without_a_backend():
+    # a platform that does not exist: any backend that was started would be an error
+    done = run(
+        'a b -> 2 a2* b*', '--shape', '4', '8', '--devices', '16',
+        JAX_PLATFORMS='no_such_platform', PYTHONIOENCODING='utf-8',
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f'{show("a b -> 2 a2* b*", (4, 8), 16)}\n'
+
+
+def test_a_wrong_expression_exits_2():
+    done = run('a b -> a* c', '--devices', '8')
+    assert done.returncode == 2
+    assert done.stdout == ''
+    assert done.stderr.startswith("einshard.EinshardError: 'c' is on the right side only\n")
+    assert '^' in done.stderr
+    assert 'Traceback' not in done.stderr
+
+
+def test_output_without_box_characters():
+    done = run('a b -> a2 b2', '--shape', '4', '4', PYTHONIOENCODING='cp1252')
+    assert done.returncode == 0, done.stderr
+    assert '| 0' in done.stdout.replace('   ', ' ')
+    assert '+-' in done.stdout
+
+
+@pytest.mark.skipif(sys.platform == 'win32', reason='needs a pseudo-terminal')
+def test_a_terminal_has_colour():
+    pytest.importorskip('rich')
+    import pty
+
+    ours, theirs = pty.openpty()
+    environment = {k: v for k, v in os.environ.items() if k not in ('NO_COLOR', 'FORCE_COLOR')}
+    with subprocess.Popen(
+        [sys.executable, '-m', 'einshard', 'a b -> a2 b2'],
+        stdout=theirs,
+        env=environment | {'TERM': 'xterm-256color', 'COLUMNS': '80'},
+    ) as process:
+        os.close(theirs)
+        output = b''
+        try:
+            while chunk := os.read(ours, 65536):
+                output += chunk
+        except OSError:  # how Linux says that the other end is closed
+            pass
+    os.close(ours)
+    assert process.returncode == 0
+    assert b'\x1b[30;48;' in output
+
+
+def test_shape_may_be_left_out(capsys):
+    assert main(['a b -> a4 b2']) == 0
+    assert capsys.readouterr().out == f'{show("a b -> a4 b2")}\n'
+
+
+def test_a_scalar(capsys):
+    assert main(['... -> * ...', '--shape', '--devices', '8']) == 0
+    assert 'each of the 8 devices holds the scalar' in capsys.readouterr().out
+
+
+def test_named_mesh_axes(capsys):
+    arguments = ['b d -> b@data d@tp', '--shape', '32', '512', '--mesh', 'data=4', 'tp=2']
+    assert main(arguments) == 0
+    mesh = AbstractMesh((4, 2), ('data', 'tp'))
+    assert capsys.readouterr().out == f'{show("b d -> b@data d@tp", (32, 512), mesh)}\n'
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'error'),
+    [
+        (['a b -> a4 b', '--shape', '6', '8'], "axis 'a' has size 6, which 4 parts do not divide"),
+        (['a b -> a4 b', '--shape', '8'], 'the expression names 2 axes, but the array has 1'),
+        (['a b -> a* b'], 'a star stands for the devices that are left'),
+        (['a b -> a@tp b', '--devices', '4'], "'a@tp' names mesh axes, but there is no mesh"),
+        (['a b -> a@tp b', '--mesh', 'data=4'], "the mesh has no axis 'tp'"),
+        (['a -> a@tp', '--mesh', 'tp=4', 'tp=2'], "--mesh gives the axis 'tp' more than once"),
+        (['a -> a*', '--shape', '-4', '--devices', '4'], 'shape= is [-4], which is no shape'),
+        (['a -> a*', '--devices', '-4'], 'devices= is -4, which is no number of devices'),
+        ([''], 'the expression is empty'),
+    ],
+)
+def test_errors_are_printed(arguments, error, capsys):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ''
+    assert printed.err.startswith(f'einshard.EinshardError: {error}')
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'error'),
+    [
+        (['a -> a4', '--mesh', 'tp'], "'tp' is not a mesh axis with its size, as in data=4"),
+        (['a -> a4', '--mesh', 'tp=0'], "'tp=0' is not a mesh axis with its size"),
+        (['--mesh', 'tp=4', 'a -> a4'], 'the expression goes before --mesh'),
+        (['a -> a4', '--shape', 'x'], "invalid int value: 'x'"),
+        (['a -> a4', '--devices', '4', '--mesh', 'tp=4'], 'not allowed with argument'),
+    ],
+)
+def test_wrong_options_exit_2(arguments, error, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+def test_no_arguments_print_the_help(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    with pytest.raises(SystemExit) as exit_:
+        main(['--help'])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == printed
+    for word in ('usage: python -m einshard', '--shape', '--devices', '--mesh', 'examples:'):
+        assert word in printed
