@@ -1,0 +1,149 @@
+"""A function's parameters, and how one call fills them. Imports no jax.
+
+`jax.jit` with `in_shardings` takes positional arguments only. A call is therefore brought into a
+form: the values in one row, and how many of them are positional, how the others are called.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ._errors import EinshardError, plural
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a call passes its values: `positional` of them by position, the others by keyword."""
+
+    positional: int
+    keywords: tuple[str, ...]
+
+
+class Parameters:
+    """The parameters of a function by kind; all of them `*args`, `**kwargs` if it has none to show.
+
+    Attributes:
+        names: those that take a position, the instance of a method included.
+        instance: 1 if the first of them is the `self` or `cls` of a method, else 0.
+        by_keyword: those that must be given by keyword.
+        rest: the name of `*args`, or None.
+        rest_keywords: the name of `**kwargs`, or None.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = name_of(function)
+        try:
+            self.signature = inspect.signature(function)
+        except (ValueError, TypeError):  # some builtins
+            self.signature = inspect.signature(lambda *args, **kwargs: None)  # type: ignore[reportUnknownLambdaType]
+        kinds: dict[Any, list[str]] = {}
+        for parameter in self.signature.parameters.values():
+            kinds.setdefault(parameter.kind, []).append(parameter.name)
+        only = kinds.get(inspect.Parameter.POSITIONAL_ONLY, [])
+        self.names = (*only, *kinds.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, []))
+        self.positional_only = frozenset(only)
+        self.by_keyword = tuple(kinds.get(inspect.Parameter.KEYWORD_ONLY, []))
+        self.rest = next(iter(kinds.get(inspect.Parameter.VAR_POSITIONAL, [])), None)
+        self.rest_keywords = next(iter(kinds.get(inspect.Parameter.VAR_KEYWORD, [])), None)
+        self.instance = int(_is_method(function) and self.names[:1] in (('self',), ('cls',)))
+
+    def form(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Form, list[Any]]:
+        """The form of a call and its values; keywords move to their positions, if they have any."""
+        values = list(args)
+        keywords = dict(kwargs)
+        for name in self.names[len(values) :]:
+            if name not in keywords or name in self.positional_only:
+                break
+            values.append(keywords.pop(name))
+        names = tuple(sorted(keywords))
+        return Form(len(values), names), [*values, *(keywords[name] for name in names)]
+
+    def labels(self, form: Form) -> tuple[str, ...]:
+        """The name of each value: that of its parameter; 'args[2]' for one of `*args`."""
+        named = self.names[: form.positional]
+        rest = (f'{self.rest}[{i}]' for i in range(form.positional - len(named)))
+        return (*named, *rest, *form.keywords)
+
+    def assign(self, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Spec by label, from specs by position and by name."""
+        names = self.names[self.instance :]
+        if len(specs) > len(names) and self.rest is None:
+            raise EinshardError(
+                f'{self.function} takes {plural(len(names), "positional parameter")}, '
+                f'but {plural(len(specs), "spec")} are given',
+                facts={'parameters': ', '.join(names) or 'none'},
+            )
+        more = len(specs) - len(names)
+        labels = (*names, *(f'{self.rest}[{i}]' for i in range(more)))
+        assigned = dict(zip(labels, specs, strict=False))
+        for name, spec in named.items():
+            self.check_name(name)
+            if name in assigned:
+                raise EinshardError(
+                    f"parameter '{name}' of {self.function} has two specs, one by position and "
+                    'one by name',
+                    facts={'by position': assigned[name], 'by name': spec},
+                )
+            assigned[name] = spec
+        return assigned
+
+    def spec_for(self, label: str, specs: Mapping[str, Any]) -> Any:
+        """The spec of a value; those of `*args` and `**kwargs` may share the spec of the whole."""
+        if label in specs:
+            return specs[label]
+        if self.rest is not None and label.startswith(f'{self.rest}['):
+            return specs.get(self.rest)
+        if label not in self.names and label not in self.by_keyword:
+            return specs.get(self.rest_keywords) if self.rest_keywords else None
+        return None
+
+    def check_name(self, name: str) -> None:
+        """Raises if a spec is given by a name that is no parameter."""
+        known = [*self.names[self.instance :], *self.by_keyword]
+        known += [rest for rest in (self.rest, self.rest_keywords) if rest is not None]
+        if name in known or self.rest_keywords is not None:
+            return
+        near = difflib.get_close_matches(name, known, n=1)
+        raise EinshardError(
+            f"{self.function} has no parameter '{name}', and jax.jit has no such option",
+            facts={'parameters': ', '.join(known) or 'none'},
+            fix=f'{near[0]}=' if near else None,
+        )
+
+    def indices(self, numbers: Any, names: Any) -> frozenset[str]:
+        """Labels of the parameters that `static_argnums`, `static_argnames` and their like name."""
+        chosen: set[str] = set(_as_tuple(names, str))
+        for number in _as_tuple(numbers, int):
+            if self.rest is not None and number >= len(self.names):
+                chosen.add(f'{self.rest}[{number - len(self.names)}]')
+            elif -len(self.names) <= number < len(self.names):
+                chosen.add(self.names[number])
+            else:
+                raise EinshardError(
+                    f'{self.function} has no parameter number {number}',
+                    facts={'parameters': ', '.join(self.names) or 'none'},
+                )
+        return frozenset(chosen)
+
+
+def name_of(function: Any) -> str:
+    """The name of a function, a partial or a callable object, as errors show it."""
+    while not hasattr(function, '__name__') and hasattr(function, 'func'):
+        function = function.func
+    return getattr(function, '__name__', type(function).__name__)
+
+
+def _is_method(function: Any) -> bool:
+    """Whether a function is defined in the body of a class."""
+    parts = getattr(function, '__qualname__', '').split('.')
+    return len(parts) > 1 and parts[-2] != '<locals>'
+
+
+def _as_tuple(values: Any, single: type) -> Iterable[Any]:
+    if values is None:
+        return ()
+    return (values,) if isinstance(values, single) else tuple(values)
