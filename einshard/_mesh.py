@@ -69,17 +69,18 @@ def device_mesh(devices: MeshLike | None = None, *, axis_types: AxisType | None 
         return _abstract_mesh(devices.size, axis_type)
     if isinstance(devices, Mesh):
         return _device_mesh(tuple(devices.devices.flat), axis_type)
-    return _device_mesh(tuple(jax.devices() if devices is None else devices), axis_type)
-
-
-@cached
-def _device_mesh(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
-    for device in devices:
+    chosen = tuple(jax.devices() if devices is None else devices)
+    for device in chosen:
         if not isinstance(device, jax.Device):
             raise EinshardError(
                 f'a mesh is made of devices, but one of them is {device!r}',
                 facts={'give': 'a sequence of jax.Device, a Mesh or an AbstractMesh'},
             )
+    return _device_mesh(chosen, axis_type)
+
+
+@cached
+def _device_mesh(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
     if not devices:
         raise EinshardError('a mesh needs at least one device, but none is given')
     if len(set(devices)) != len(devices):

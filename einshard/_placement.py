@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from ._cache import cached
 from ._errors import EinshardError
 from ._expression import Expression
-from ._mesh import MeshLike, is_tracing
+from ._mesh import MeshLike, is_tracing, mesh_fact
 from ._sharding import find_placement
 from ._specs import Spec, leaf_specs, leaf_text
 
@@ -118,12 +118,18 @@ def _place_leaves(
 def constrain(x: Any, sharding: NamedSharding) -> Any:
     """Constrains a traced value: explicit mesh axes by reshard, automatic ones by constraint."""
     types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    kinds = {kind for kind in types.values() if kind != AxisType.Manual}
-    if AxisType.Explicit in kinds:
-        explicit = _only(sharding, lambda axis: types[axis] == AxisType.Explicit)
-        x = jax.sharding.reshard(x, explicit)
-    if AxisType.Auto in kinds:
-        x = jax.lax.with_sharding_constraint(x, sharding)
+    try:
+        if AxisType.Explicit in types.values():
+            explicit = _only(sharding, lambda axis: types[axis] == AxisType.Explicit)
+            x = jax.sharding.reshard(x, explicit)
+        if AxisType.Auto in types.values():
+            x = jax.lax.with_sharding_constraint(x, sharding)
+    except ValueError as error:
+        # in jax.grad without jit the value itself may be on other devices, which no tracer tells
+        raise EinshardError(
+            'JAX cannot constrain this value to the devices of the mesh',
+            facts={'JAX says': str(error).splitlines()[0], 'mesh': mesh_fact(sharding.mesh)},
+        ) from error
     return x
 
 

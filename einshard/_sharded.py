@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
-from jax.sharding import get_abstract_mesh
 
 from ._annotations import read_annotations
 from ._errors import EinshardError
@@ -126,8 +125,8 @@ def _as_function(made: ShardedFunction[..., Any]) -> Any:
     """A plain function that calls `made`, with its methods as attributes.
 
     Beside `jax.jit` alone, 3.5 to 5 us on one device, it takes 1.07 of the time where the call of
-    an object takes 1.13. So nothing of what a program depends on is compared here; the
-    program does it while it is traced, and raises Stale.
+    an object takes 1.13. So what a program depends on is not compared here: the program does it
+    while it is traced, and raises Stale, or jit refuses the mesh.
     """
     enclosing = enclosing_mesh.get
 
@@ -138,7 +137,7 @@ def _as_function(made: ShardedFunction[..., Any]) -> Any:
         try:
             return jitted(*args)
         except (Stale, ValueError) as error:
-            return made.again(error, args, kwargs)
+            return made.call_again(error, jitted, args, kwargs)
 
     functools.update_wrapper(call, made.__wrapped__)
     for name in (*_CALLED, 'clear_cache'):
@@ -263,29 +262,37 @@ class ShardedFunction(Generic[P, R]):
         try:
             return act(program)(*values)
         except (Stale, ValueError) as error:
-            return self.again(error, args, kwargs, act)
+            return self._again(error, program.jitted, form, values, act)
 
-    def again(
-        self,
-        error: Exception,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        act: _Act | None = None,
+    def call_again(
+        self, error: Exception, failed: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Calls with the right program, or with arguments that jit accepts; else raises `error`."""
+        """What a call is that raised `error` when it took the program `failed` unseen."""
+        return self._again(error, failed, *self._parameters.form(args, kwargs), _jitted)
+
+    def _again(
+        self, error: Exception, failed: Any, form: Form, values: list[Any], act: _Act
+    ) -> Any:
+        """Calls the right program, or with arguments that jit accepts; else raises `error`."""
         if isinstance(error, EinshardError):
             raise error
-        form, values = self._parameters.form(args, kwargs)
         program = self._program(form, values)
-        # jit compares arguments and shardings before it traces, and a stale sharding may not fit
-        if isinstance(error, Stale) or not program.is_for(values):
+        # jit compares shardings and meshes before it traces: those of a stale program may not fit
+        stale = isinstance(error, Stale) or program.jitted is not failed
+        if stale or not program.is_for(values):
             self._careful = True
             self.fast = _NOT_FAST
-            return self._call(args, kwargs, act or _jitted)
+            program = self._program(form, values)
+            try:
+                return act(program)(*values)
+            except EinshardError:
+                raise
+            except ValueError as other:
+                error = other
         placed = program.place(values, self._reshard)
         if placed is None:
             raise error
-        return (act or _jitted)(program)(*placed)
+        return act(program)(*placed)
 
     def _program(self, form: Form, values: Sequence[Any]) -> Program:
         """The program for a form of call, a mesh and, where specs look at them, the arguments."""
@@ -303,8 +310,7 @@ class ShardedFunction(Generic[P, R]):
                 if program is None:
                     program = self._make_program(form, labels, specs, values)
                     programs[seen] = program
-        around = enclosing_mesh.get() is not None or not get_abstract_mesh().empty
-        if not (form.keywords or around or self._careful):
+        if not form.keywords and not self._careful and enclosing_mesh.get() is None:
             self.fast = (form.positional, program.jitted)
         return program
 
