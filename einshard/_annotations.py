@@ -225,7 +225,7 @@ def _checker(spec: str) -> Callable[[Any], bool]:
         raise _misplaced(
             placement.expression.error(
                 f"the array is placed otherwise than its type says: it is '{text}'",
-                [term for term in placement.expression.right if term.laid or term.mesh_axes],
+                [term for term in placement.expression.right if term.sharded],
                 array=array_text(x),
             )
         )

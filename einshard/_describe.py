@@ -23,7 +23,7 @@ def describe(x: Any) -> str:
         >>> describe(make_sharding('x y -> x4 * y', n_dims=2, mesh=jax.devices()[:8]))
         'a ... -> a4 2 ...'
         >>> describe(jax.numpy.zeros(3))
-        'on one device: TFRT_CPU_0'
+        'on one device: ...'
 
     Axes are called a, b, c, ... in array order. `make_sharding(describe(s))` equals `s` for every
     `s` that `make_sharding` makes (with the same `mesh=`, if `s` is on a mesh of your own: such a

@@ -49,17 +49,27 @@ class EinshardError(ValueError):
             fix=self.fix,
         )
 
+    def with_fix(self, fix: str | None) -> EinshardError:
+        """The same error with another fix, or none."""
+        return EinshardError(
+            self.sentence,
+            expression=self.expression,
+            spans=self.spans,
+            facts=self.facts,
+            fix=fix,
+        )
+
     def _render(self) -> str:
-        lines = [self.sentence]
+        lines = [shown(self.sentence)]
         if self.expression is not None:
-            lines.append('    ' + ''.join(' ' if c.isspace() else c for c in self.expression))
+            lines.append('    ' + shown(self.expression))
             if self.spans:
                 lines.append('    ' + _carets(self.expression, self.spans))
         rows = dict(self.facts)
         if self.fix is not None:
             rows['here'] = self.fix
         width = max(map(len, rows), default=0) + 1
-        lines += [f'  {label + ":":<{width}} {fact}' for label, fact in rows.items()]
+        lines += [f'  {label + ":":<{width}} {shown(fact)}' for label, fact in rows.items()]
         return '\n'.join(lines)
 
     def __reduce__(self):
@@ -82,17 +92,23 @@ EinshardError.__module__ = 'einshard'  # errors print their public name
 
 def _carets(text: str, spans: Iterable[Span]) -> str:
     spans = tuple(spans)
+    guilty = {i for start, end in spans for i in range(start, end)}
     line = ''
     for i, character in enumerate(text):
-        guilty = any(start <= i < end for start, end in spans)
-        line += ('^' if guilty else ' ') * _columns(character)
+        line += ('^' if i in guilty else ' ') * _columns(character)
     past_the_end = any(start >= len(text) for start, _ in spans)
     return (line + '^' if past_the_end else line).rstrip()
 
 
+def shown(text: str) -> str:
+    """Text for one line of a terminal: white space as blanks, what cannot be seen as a mark."""
+    return ''.join(' ' if c.isspace() else c if c.isprintable() else '\ufffd' for c in text)
+
+
 def _columns(character: str) -> int:
     """Terminal columns of one character: wide East Asian ones take two, combining marks none."""
-    if unicodedata.category(character) in ('Mn', 'Me', 'Cf'):
+    character = shown(character)
+    if unicodedata.category(character) in ('Mn', 'Me'):
         return 0
     return 2 if unicodedata.east_asian_width(character) in 'WF' else 1
 

@@ -40,8 +40,13 @@ class Term:
 
     @property
     def laid(self) -> bool:
-        """Whether the term takes part in sharing out the devices by counts and stars."""
-        return self.star or self.count is not None
+        """Whether the term takes a share of the devices by its count or star."""
+        return self.star or self.factor > 1
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the term cuts an axis."""
+        return self.name is not None and (self.laid or bool(self.mesh_axes))
 
     def __str__(self) -> str:
         if self.mesh_axes:
@@ -93,7 +98,6 @@ def parse(text: str) -> Expression:
     if not text.strip():
         raise EinshardError(
             'the expression is empty',
-            expression=text,
             facts={'for a scalar': "'... -> * ...'", 'for a matrix': "'a b -> a* b'"},
         )
     if len(arrows) > 1:
@@ -210,11 +214,21 @@ def _unreadable(text: str, start: int, at: int, end: int) -> EinshardError:
     fix = None
     spans = [(at, at + 1)]
     if character.isalpha() or character == '_':
-        sentence = f"'{word}' is no term: names carry no digits, and spaces separate terms"
         spans = [(start, end)]
-        facts['two axes'] = f"'{text[start:at]} {rest}'"
-        if re.fullmatch(r'\w+', word):
-            facts['one axis'] = f"'{re.sub('[0-9]+', '_', word).strip('_')}'"
+        head = text[start:at]
+        facts['two terms'] = f"'{head} {rest}'"
+        if _name(text, start, end):
+            digits = 'names carry no digits, and ' if _digits(text, at - 1, at) else ''
+            sentence = f"'{word}' is no term: {digits}spaces separate terms"
+            if re.fullmatch(r'\w+', word):
+                facts['one axis'] = f"'{re.sub('[0-9]+', '_', word).strip('_')}'"
+        else:
+            part = 'star' if head.endswith('*') else 'count'
+            sentence = (
+                f"'{word}' is no term: spaces separate terms, and a {part} comes after the name"
+            )
+            if _name(text, at, end) == rest:
+                facts['one term'] = f"'{rest}{head}'"
     elif character == '*' and text[at - 1 : at] == '*':
         sentence = f"'{word}' has more than one star; several stars are several terms"
         spans = [(start, end)]
@@ -222,32 +236,41 @@ def _unreadable(text: str, start: int, at: int, end: int) -> EinshardError:
         sentence = f"in '{word}' the count comes after the star"
         spans = [(start, end)]
         if _digits(text, at, end) == rest:
-            fix = f"'{text[start : at - 1]}{rest}*'"
+            fix = _fix(f'{text[: at - 1]}{rest}*{text[end:]}')
     elif character == '@':
         sentence = f"'{word}' gives mesh axes to no array axis; a name goes before '@'"
         spans = [(start, end)]
-    elif rest.startswith(ELLIPSIS):
-        sentence = f"'...' stands apart from other terms, here it is glued to '{text[start:at]}'"
-        spans = [(start, end)]
-    elif word.startswith(ELLIPSIS):
-        sentence = f"'...' stands for unsharded axes and carries no placement: '{word}'"
+    elif character == '.' and word.strip('.') and ELLIPSIS in word:
+        other = word.replace(ELLIPSIS, '', 1)
+        if word.startswith(ELLIPSIS) and (other[0] in '*@' or _digits(other, 0, 1)):
+            sentence = f"'...' stands for unsharded axes and carries no placement: '{word}'"
+        else:
+            sentence = f"'...' stands apart from other terms, here it is glued to '{other}'"
         spans = [(start, end)]
     elif character == '.':
         sentence = f"'{word}' is no term; unnamed axes are written '...'"
         spans = [(start, end)]
+    elif character in '→⟶⇒' or rest.startswith('=>'):
+        arrow = rest[: 2 if character == '=' else 1]
+        sentence = f"'{arrow}' is not part of the notation; the arrow is '->'"
+        spans = [(at, at + len(arrow))]
+        fix = _fix(f'{text[:at]}->{text[at + len(arrow) :]}')
     elif character in '->':
         sentence = f"'{character}' alone is not part of the notation; the arrow is '->'"
     elif character.isdigit():
         sentence = f"'{character}' is not a digit of the notation; counts are written in 0 to 9"
     else:
-        sentence = f"'{character}' is not part of the notation"
+        written = f"'{character}'"
+        if not character.isprintable():
+            written = f'the character U+{ord(character):04X}, which does not show,'
+        sentence = f'{written} is not part of the notation'
         facts['terms are'] = 'a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  ...'
     return EinshardError(sentence, expression=text, spans=spans, facts=facts, fix=fix)
 
 
 def _check_short(text: str, terms: Sequence[Term]) -> None:
     """The rules of the short form: each axis once."""
-    _check_right(Expression((), tuple(terms), text=text))
+    _check_right(Expression((), tuple(terms), short=True, text=text))
     again = _repeated(terms)
     if again:
         raise EinshardError(
@@ -260,7 +283,7 @@ def _check_short(text: str, terms: Sequence[Term]) -> None:
 
 def _check_left(expression: Expression) -> None:
     for term in expression.left:
-        if term.name is None or term.laid or term.mesh_axes:
+        if term.name is None or term.star or term.count is not None or term.mesh_axes:
             raise expression.error(
                 f"'{_written(expression, term)}' is a placement, but the left side lists the "
                 "array's axes by name alone",
@@ -268,7 +291,7 @@ def _check_left(expression: Expression) -> None:
                 to_place='write counts, stars and mesh axes on the right side',
                 in_names='letters and underscores, no digits',
             )
-    _check_ellipsis(expression, expression.left, 'left')
+    _check_ellipsis(expression, expression.left, 'on the left side ')
     again = _repeated(expression.left)
     if again:
         raise expression.error(
@@ -322,7 +345,7 @@ def _only_on_right(expression: Expression, term: Term) -> EinshardError:
 
 
 def _check_right(expression: Expression) -> None:
-    _check_ellipsis(expression, expression.right, 'right')
+    _check_ellipsis(expression, expression.right, '' if expression.short else 'on the right side ')
     counts = Counter(axis for term in expression.right for axis in term.mesh_axes)
     for axis, times in counts.items():
         if times > 1:
@@ -332,11 +355,11 @@ def _check_right(expression: Expression) -> None:
             )
 
 
-def _check_ellipsis(expression: Expression, terms: Sequence[Term], side: str) -> None:
+def _check_ellipsis(expression: Expression, terms: Sequence[Term], where: str) -> None:
     ellipses = [term for term in terms if term.name == ELLIPSIS]
     if len(ellipses) > 1:
         raise expression.error(
-            f"'...' is on the {side} side {len(ellipses)} times, but it stands once for all "
+            f"'...' is {where or 'there '}{len(ellipses)} times, but it stands once for all "
             'axes without a name',
             ellipses,
         )

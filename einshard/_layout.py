@@ -31,7 +31,8 @@ class Layout:
 
     Equal placements are equal layouts, however they were written: dimensions of one device are
     left out, and neighbours that cut the same axis are one. Splits by name come first, in the
-    order written; splits by count share the devices that the names leave.
+    order written; splits by count share the devices that the names leave. An axis that is cut
+    both ways has its splits among the latter, in the order written.
     """
 
     splits: tuple[Split, ...]
@@ -66,12 +67,20 @@ def lay_out(
         return Layout(tuple(by_name))
     left = n_devices // taken
     counts = _counts(expression, laid, left, _Devices(n_devices, named, taken))
-    by_count = [
-        Split(count, None if term.name is None else positions[term.name])
-        for term, count in zip(laid, counts, strict=True)
-        if term.name != ELLIPSIS
-    ]
-    return Layout((*by_name, *_merged(by_count)))
+    named_splits, laid_counts = iter(by_name), iter(counts)
+    written: list[Split] = []
+    for term in expression.right:
+        if term.mesh_axes:
+            written.append(next(named_splits))
+            continue
+        count = next(laid_counts)
+        if term.name != ELLIPSIS and count > 1:
+            written.append(Split(count, None if term.name is None else positions[term.name]))
+    # an axis that is cut both ways is cut in the order written, the major part first
+    counted_axes = {split.axis for split in written if not split.mesh_axes}
+    first = [split for split in by_name if split.axis not in counted_axes]
+    rest = [split for split in written if not split.mesh_axes or split.axis in counted_axes]
+    return Layout((*first, *_merged(rest)))
 
 
 def check_divisible(
@@ -83,7 +92,8 @@ def check_divisible(
         if size % parts:
             name = _name_at(expression, axis, len(shape))
             guilty = [term for term in expression.right if term.name == name]
-            divisors = [str(n) for n in range(1, n_devices + 1) if size % n == 0]
+            common = math.gcd(size, n_devices)
+            divisors = [str(n) for n in range(1, common + 1) if common % n == 0]
             raise expression.error(
                 f"axis '{name}' has size {size}, which {parts} parts do not divide",
                 guilty,
@@ -150,7 +160,7 @@ def needs_rank(expression: Expression) -> bool:
     """Whether the sharding depends on the rank of the array: a sharded axis comes after '...'."""
     names = expression.names
     late = names[names.index(ELLIPSIS) + 1 :] if ELLIPSIS in names else ()
-    return any(term.name in late and (term.laid or term.mesh_axes) for term in expression.right)
+    return any(term.name in late and term.sharded for term in expression.right)
 
 
 def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]:
@@ -168,7 +178,7 @@ def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]
     after = len(names) - before - 1
     if n_dims is None:
         late = names[before + 1 :]
-        sharded = [t for t in expression.right if t.name in late and (t.laid or t.mesh_axes)]
+        sharded = [t for t in expression.right if t.name in late and t.sharded]
         if sharded:
             raise expression.error(
                 f"where {quoted(map(str, late))} {'is' if after == 1 else 'are'} behind '...' "
@@ -216,12 +226,12 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
     if axis in sizes:
         return sizes[axis]
     fix = None
-    near = difflib.get_close_matches(axis, sizes, n=1)
+    used = {name for other in expression.right for name in other.mesh_axes}
+    near = difflib.get_close_matches(axis, sizes.keys() - used, n=1)
     if near:
         start, end = term.span
-        written = expression.text[start:end]
-        head, _, tail = written.partition('@')
-        fixed = f'{head}@{tail.replace(axis, near[0], 1)}'
+        axes = tuple(near[0] if name == axis else name for name in term.mesh_axes)
+        fixed = Term(term.name, mesh_axes=axes)
         fix = f"'{expression.text[:start]}{fixed}{expression.text[end:]}'"
     raise expression.error(
         f"the mesh has no axis '{axis}'",
@@ -314,11 +324,13 @@ def _wrong_product(
         shown = ' x '.join(str(term.factor) for term in counted)
         times = f'{shown} = {product}' if len(counted) > 1 else shown
         relation = 'more than' if product > n else 'which do not divide'
+        there = 'that the names leave' if devices.named else 'there is' if n == 1 else 'there are'
+        needed = product * devices.taken
         return expression.error(
-            f'the counts ask for {times} devices, {relation} the {n} there are',
+            f'the counts ask for {times} devices, {relation} the {n} {there}',
             guilty,
             devices=fact,
-            works_with=f"{product} devices, or a multiple of {product} with a replica '*'",
+            works_with=f"{needed} devices, or a multiple of {needed} with a replica '*'",
         )
     fix = _with_replica(expression)
     if not counted:
@@ -360,21 +372,20 @@ def _with_replica(expression: Expression) -> str:
 
 def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -> str:
     text = expression.text
+    taker = next((term for term in stars if term.name is not None), stars[0])
     for term in reversed(stars):
         start, end = term.span
-        whole = n if term is stars[0] else None
-        placed = str(Term(term.name, whole))
-        text = f'{text[:start].rstrip() if not placed else text[:start]}{placed}{text[end:]}'
-    return f"'{text}'"
+        placed = str(Term(term.name, n if term is taker else None))
+        text = f'{text[:start]}{placed}{text[end:] if placed else text[end:].lstrip()}'
+    return f"'{text.strip()}'"
 
 
 def _merged(splits: Sequence[Split]) -> list[Split]:
-    """Drops dimensions of one device and joins neighbours that cut the same axis."""
+    """Joins neighbours that cut the same axis by count."""
     merged: list[Split] = []
     for split in splits:
-        if split.count == 1:
-            continue
-        if merged and merged[-1].axis == split.axis:
+        last = merged[-1] if merged else None
+        if last and last.axis == split.axis and not (last.mesh_axes or split.mesh_axes):
             merged[-1] = Split(merged[-1].count * split.count, split.axis)
         else:
             merged.append(split)

@@ -36,7 +36,7 @@ def device_mesh(
 def device_mesh(devices: MeshLike | None = None, *, axis_types: AxisType | None = None) -> AnyMesh:
     """The one mesh of some devices, on which all expressions over them are lowered.
 
-        >>> mesh = einshard.device_mesh(jax.devices()[:8])
+        >>> mesh = device_mesh(jax.devices()[:8])
         >>> mesh.axis_names, mesh.axis_sizes
         (('d0', 'd1', 'd2'), (2, 2, 2))
 

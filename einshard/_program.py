@@ -215,7 +215,7 @@ class Program:
             text = describe_named(is_placed, leaf.ndim, known)
         else:
             text = describe(leaf)
-        terms = [term for term in placement.expression.right if term.laid or term.mesh_axes]
+        terms = [term for term in placement.expression.right if term.sharded]
         return placement.expression.error(
             f"the argument is partitioned otherwise: it is '{text}'",
             terms,

@@ -52,8 +52,9 @@ def make_sharding(
 ) -> NamedSharding:
     """The `jax.sharding.NamedSharding` that an expression means.
 
-        >>> make_sharding('a b -> 2 a2* b*', mesh=jax.devices()[:16]).spec
-        PartitionSpec(('d1', 'd2'), 'd3')
+        >>> sharding = make_sharding('a b -> 2 a2* b*', mesh=jax.devices()[:16])
+        >>> sharding.shard_shape((8, 4))
+        (2, 2)
 
     Equal placements give equal shardings with equal hashes, however they were written, so `jax.jit`
     traces once for all of them. A known expression costs a look-up.
@@ -94,6 +95,36 @@ def _find_placement(
     text: str, n_dims: int | None, mesh: AnyMesh | None, memory_kind: str | None
 ) -> Placement:
     _check_types(text, n_dims, memory_kind)
+    try:
+        return _make_placement(text, n_dims, mesh, memory_kind)
+    except EinshardError as error:
+        raise error.with_fix(_working_fix(error, n_dims, mesh, memory_kind)) from None
+
+
+def _working_fix(
+    error: EinshardError, n_dims: int | None, mesh: AnyMesh | None, memory_kind: str | None
+) -> str | None:
+    """The fix that an error offers, if it works here; else the fix of the fix.
+
+    The parser does not know the devices, nor the lay-out the axes of the mesh: only here is it
+    certain.
+    """
+    fix = error.fix
+    for _ in range(3):
+        if fix is None:
+            return None
+        try:
+            _make_placement(fix.removeprefix("'").removesuffix("'"), n_dims, mesh, memory_kind)
+        except EinshardError as again:
+            fix = again.fix
+        else:
+            return fix
+    return None
+
+
+def _make_placement(
+    text: str, n_dims: int | None, mesh: AnyMesh | None, memory_kind: str | None
+) -> Placement:
     expression = parse(text)
     # the axes d0, d1, ... of the default mesh are names for nobody
     named = mesh is not None
@@ -162,7 +193,9 @@ def _check_types(expression: object, n_dims: object, memory_kind: object) -> Non
         raise EinshardError(
             f'an expression is a string, not {expression!r} of type {type(expression).__name__}'
         )
-    if n_dims is not None and (not isinstance(n_dims, int) or n_dims < 0):
+    if n_dims is not None and (
+        not isinstance(n_dims, int) or isinstance(n_dims, bool) or n_dims < 0
+    ):
         raise EinshardError(
             f'n_dims= is the number of dimensions of an array, not {n_dims!r}',
             expression=expression,

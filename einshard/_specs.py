@@ -43,7 +43,10 @@ def check_specs(spec: Spec) -> None:
     """Raises where a tree of specs has a leaf that is none, or an expression with a mistake."""
     for path, one in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
         if isinstance(one, str):
-            parse(one)
+            try:
+                parse(one)
+            except EinshardError as error:
+                raise (error.about(spec_at=f"'{path_text(path)}'") if path else error) from None
         elif one is not None and not callable(one):
             raise _no_spec(path, one)
 

@@ -1,0 +1,70 @@
+"""Every example in the docstrings of the package runs, and every public name has one."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import einshard
+
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+PUBLIC = {
+    name: value
+    for name, value in vars(einshard).items()
+    if not name.startswith('_') and not inspect.ismodule(value)
+}
+
+
+def modules():
+    names = [module.name for module in pkgutil.walk_packages(einshard.__path__, 'einshard.')]
+    for name in ['einshard', *sorted(names)]:
+        if name != 'einshard.__main__':
+            yield importlib.import_module(name)
+
+
+def examples():
+    """The doctests of every module, of what it defines and of the methods of that."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    tests = {}
+    for module in modules():
+        names = {'jax': jax, 'jnp': jnp, 'np': np} | PUBLIC  # as if by 'from einshard import *'
+        for test in finder.find(module, module.__name__, globs=names):
+            if test.examples:
+                tests[test.name] = test
+    return tests
+
+
+EXAMPLES = examples()
+
+
+@pytest.mark.parametrize('name', EXAMPLES)
+def test_example(name):
+    said = []
+    runner = doctest.DocTestRunner(optionflags=FLAGS)
+    result = runner.run(EXAMPLES[name], out=said.append, clear_globs=False)
+    assert result.failed == 0, ''.join(said)
+    assert result.attempted > 0
+
+
+@pytest.mark.parametrize('name', PUBLIC)
+def test_public_names_have_a_docstring(name):
+    doc = inspect.getdoc(PUBLIC[name])
+    assert doc
+    assert doc.splitlines()[0].endswith(('.', ':'))
+
+
+@pytest.mark.parametrize(
+    'name', [name for name, value in PUBLIC.items() if callable(value) and name != 'clear_caches']
+)
+def test_public_names_have_an_example(name):
+    value = PUBLIC[name]
+    home = f'{inspect.unwrap(value).__module__}.{value.__name__}'
+    if isinstance(value, type) and issubclass(value, Exception):
+        assert value.__module__ == 'einshard'  # what errors show is in tests/test_messages.py
+    else:
+        assert home in EXAMPLES, f'{name} has no example that runs'

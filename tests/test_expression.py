@@ -1,0 +1,258 @@
+"""text -> Expression: the grammar, and where each term stands in the text."""
+
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import oracle
+import pytest
+from hypothesis import given
+
+import einshard
+from einshard import EinshardError
+from einshard._expression import ELLIPSIS, Expression, Term, parse
+
+
+def terms(text):
+    return list(parse(text).right)
+
+
+# ------------------------------------------------------------------------------------- the grammar
+
+
+@pytest.mark.parametrize(
+    ('text', 'term'),
+    [
+        ('a', Term('a')),
+        ('a2', Term('a', 2)),
+        ('a*', Term('a', star=True)),
+        ('a2*', Term('a', 2, star=True)),
+        ('a1', Term('a', 1)),
+        ('a02', Term('a', 2)),
+        ('a16384', Term('a', 16384)),
+        ('2', Term(count=2)),
+        ('*', Term(star=True)),
+        ('2*', Term(count=2, star=True)),
+        ('12*', Term(count=12, star=True)),
+        ('...', Term(ELLIPSIS)),
+        ('a@data', Term('a', mesh_axes=('data',))),
+        ('a@(data)', Term('a', mesh_axes=('data',))),
+        ('a@(data,fsdp)', Term('a', mesh_axes=('data', 'fsdp'))),
+        ('a@(fsdp,data,tp)', Term('a', mesh_axes=('fsdp', 'data', 'tp'))),
+        ('a@( data , fsdp )', Term('a', mesh_axes=('data', 'fsdp'))),
+        ('a@d0', Term('a', mesh_axes=('d0',))),
+        ('a@tp-2', Term('a', mesh_axes=('tp-2',))),
+        ('行@層', Term('行', mesh_axes=('層',))),
+    ],
+)
+def test_terms(text, term):
+    assert terms(text) == [term]
+
+
+@pytest.mark.parametrize(
+    'name',
+    ['a', 'Z', '_', '__', '_a', 'a_', 'd_model', 'BatchSize', 'x' * 1000, 'é', 'ß', 'β', 'Ω', 'ось',
+     '行', '列数', 'バッチ', '배치', 'ציר', 'محور', 'हिन्दी', 'แกน', 'ª', 'ʰ', 'ﬁ', '𝛼', 'ａ'],
+)  # fmt: skip
+def test_names_are_letters_and_underscores_of_any_script(name):
+    name = unicodedata.normalize('NFC', name)
+    assert terms(name) == [Term(name)]
+    assert terms(f'{name}4*') == [Term(name, 4, star=True)]
+    assert terms(f'{name} b -> b {name}@(x,y)') == [Term('b'), Term(name, mesh_axes=('x', 'y'))]
+
+
+def test_names_are_case_sensitive():
+    assert parse('a A -> A2 a').names == ('a', 'A')
+    with pytest.raises(EinshardError, match="'A' is on the right side only"):
+        parse('a -> A')
+
+
+def test_names_are_equal_in_all_normal_forms():
+    composed, decomposed = 'é b -> é* b', 'e\u0301 b -> e\u0301* b'
+    assert parse(composed) == parse(decomposed)
+    assert hash(parse(composed)) == hash(parse(decomposed))
+    assert parse('é b -> e\u0301* b') == parse(composed)
+    # the Angstrom and Ohm signs are canonically the letters
+    assert parse('\u212b \u2126') == parse('\u00c5 \u03a9')
+    # compatibility characters are not: what looks different is different
+    assert parse('ﬁ') != parse('fi')
+    assert parse('ａ') != parse('a')
+
+
+@pytest.mark.parametrize(
+    ('text', 'names'),
+    [
+        ('a b -> a* b', ('a', 'b')),
+        ('a ... b -> ... a b', ('a', '...', 'b')),
+        ('... -> * ...', ('...',)),
+        ('-> *', ()),
+        ('->4', ()),
+        ('a ... b', ('a', '...', 'b')),
+        ('2 a* 3 b 4', ('a', 'b')),
+        ('* ...', ('...',)),
+        ('8', ()),
+    ],
+)
+def test_names_of_the_array_in_order(text, names):
+    assert parse(text).names == names
+
+
+def test_sides():
+    expression = parse('i o ... -> 2 i2* o4 ... i@tp *')
+    assert expression.left == (Term('i'), Term('o'), Term('...'))
+    assert expression.right == (
+        Term(count=2),
+        Term('i', 2, star=True),
+        Term('o', 4),
+        Term('...'),
+        Term('i', mesh_axes=('tp',)),
+        Term(star=True),
+    )
+    assert not expression.short
+
+
+@pytest.mark.parametrize(
+    ('short', 'long'),
+    [
+        ('x y*', 'x y -> x y*'),
+        ('x', 'x -> x'),
+        ('2 x y4', 'x y -> 2 x y4'),
+        ('x 2 y4 *', 'x y -> x 2 y4 *'),
+        ('* ...', '... -> * ...'),
+        ('b@data ... d@(fsdp,tp)', 'b ... d -> b@data ... d@(fsdp,tp)'),
+        ('8', '-> 8'),
+    ],
+)
+def test_short_form_is_the_axes_once(short, long):
+    assert parse(short) == parse(long)
+    assert hash(parse(short)) == hash(parse(long))
+    assert parse(short).short
+    assert not parse(long).short
+
+
+@pytest.mark.parametrize(
+    'text',
+    ['a b->a* b', 'a b ->a* b', 'a b-> a* b', '  a b -> a* b  ', 'a\tb\t->\ta*\tb',
+     'a\nb\n->\na*\nb', 'a\r\nb -> a* b', 'a   b   ->   a*   b', 'a\u00a0b -> a*\u00a0b',
+     'a\u3000b\u3000->\u3000a* b',
+     'a\u2003b->a* b', 'a\x0cb -> a* b'],
+)  # fmt: skip
+def test_any_white_space_separates_and_none_is_needed_around_the_arrow(text):
+    assert parse(text) == parse('a b -> a* b')
+    assert hash(parse(text)) == hash(parse('a b -> a* b'))
+
+
+def test_a_scalar_needs_no_space_before_the_arrow():
+    assert parse('->*') == parse('-> *') == parse('  ->  *')
+
+
+# ------------------------------------------------------------------------------ equality and spans
+
+
+@pytest.mark.parametrize(
+    ('one', 'other'),
+    [
+        ('a b -> a* b', 'a b -> b a*'),
+        ('a b -> a* b', 'b a -> a* b'),
+        ('a b -> a* b', 'x y -> x* y'),
+        ('a -> a', 'a -> a1'),
+        ('a -> a2', 'a -> a2*'),
+        ('a -> 2 a', 'a -> a 2'),
+        ('a -> a@(x,y)', 'a -> a@(y,x)'),
+        ('a ...', 'a'),
+    ],
+)
+def test_expressions_that_say_different_things_differ(one, other):
+    assert parse(one) != parse(other)
+
+
+def test_spans_are_where_the_terms_are():
+    text = '  é ...->\té2*  ... 4 é@( x , y )'
+    expression = parse(text)
+    written = [expression.text[slice(*term.span)] for term in expression.left + expression.right]
+    assert written == ['é', '...', 'é2*', '...', '4', 'é@( x , y )']
+
+
+def test_spans_of_decomposed_text_are_offsets_in_the_composed_text():
+    expression = parse('e\u0301 x -> e\u0301 x*')
+    assert expression.text == 'é x -> é x*'
+    assert [term.span for term in expression.right] == [(7, 8), (9, 11)]
+
+
+def test_spans_do_not_count_for_equality():
+    assert Term('a', 2, span=(3, 5)) == Term('a', 2, span=(7, 9))
+    assert hash(Term('a', 2, span=(3, 5))) == hash(Term('a', 2, span=(7, 9)))
+
+
+def test_expressions_are_frozen():
+    expression = parse('a b -> a* b')
+    with pytest.raises(AttributeError):
+        expression.text = 'b'
+    with pytest.raises(AttributeError):
+        expression.left[0].name = 'b'
+
+
+@oracle.examples(300)
+@given(case=oracle.cases() | oracle.mesh_cases())
+def test_parsed_terms_are_those_that_were_written(case):
+    expression = parse(case.text)
+    found = [(t.name, t.count, t.star, t.mesh_axes) for t in expression.right]
+    assert found == [(t.axis, t.count, t.star, t.mesh_axes) for t in case.right]
+    assert [term.name for term in expression.left] == list(case.left)
+    assert expression.text == unicodedata.normalize('NFC', case.text)
+    for term in expression.left:  # the short form writes axis and placement in one
+        written = expression.text[slice(*term.span)]
+        assert written.startswith(term.name) if expression.short else written == term.name
+    for term in expression.right:
+        assert ''.join(expression.text[slice(*term.span)].split()) == str(term)
+
+
+@oracle.examples(200)
+@given(case=oracle.cases() | oracle.mesh_cases())
+def test_str_is_an_expression_that_says_the_same(case):
+    expression = parse(case.text)
+    assert parse(str(expression)) == expression
+    assert str(parse(str(expression))) == str(expression)
+
+
+def test_str():
+    assert str(parse(' a  b->a2*  3 b@( x,y )')) == 'a b -> a2* 3 b@(x,y)'
+    assert str(parse('x y*')) == 'x y -> x y*'
+    assert str(parse('->*')) == '-> *'
+    assert str(Expression((), (Term(star=True),))) == '-> *'
+
+
+# ------------------------------------------------------------------------------- neither jax
+
+
+_WITHOUT_THE_PACKAGE = """
+import sys, types
+package = types.ModuleType('einshard')
+package.__path__ = [sys.argv[1]]  # the modules, without what __init__.py imports
+sys.modules['einshard'] = package
+from einshard._expression import parse
+from einshard._layout import check_divisible, fit, lay_out
+layout = lay_out(parse('a b -> 2 a2* b*'), 2, 16)
+assert [split.count for split in layout.splits] == [2, 4, 2], layout
+assert fit(layout, {'x': 2, 'y': 4, 'z': 2}) == (('x',), ('y',), ('z',))
+check_divisible(parse('a b -> 2 a2* b*'), layout, (4, 2), 16)
+for text in ('a b -> a3 b', 'a ->', ''):
+    try:
+        lay_out(parse(text), 2, 16)
+    except ValueError as error:
+        assert type(error).__name__ == 'EinshardError', error
+    else:
+        raise AssertionError(text)
+print(*sorted({name.partition('.')[0] for name in sys.modules} & {'jax', 'jaxlib', 'numpy'}))
+"""
+
+
+def test_parser_and_layout_import_no_jax():
+    done = subprocess.run(
+        [sys.executable, '-c', _WITHOUT_THE_PACKAGE, str(Path(einshard.__file__).parent)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []

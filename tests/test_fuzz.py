@@ -1,0 +1,250 @@
+"""Whatever is written, the answer is a sharding or an EinshardError."""
+
+import contextlib
+import os
+import random
+import re
+import traceback
+
+import jax
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from einshard import EinshardError, clear_caches, einshard, make_sharding
+from einshard._expression import parse
+from einshard._layout import fit, lay_out
+
+CASES = 100_000 if os.environ.get('CI') else 5_000
+
+GOOD = (
+    'a b -> 2 a2* b*', 'a ... d -> 4 a2 ... d2', 'a b -> * a* b2*', 'a b c -> a* b* c*', 'x y*',
+    'i o -> i2 o4 i2', 'batch d_model -> batch* d_model', '... -> * ...', '-> *', '* ...', '8',
+    'b d -> b@data d@(fsdp,tp)', 'b d -> b* d@tp', 'b@( data , fsdp ) d', 'a b->b2 a4',
+    '行 列 -> 行* 列', 'größe β -> β2 größe4', 'हिन्दी x -> हिन्दी* x', 'a b -> 3 a5* b',
+    'a b -> a b', 'a* b*',
+)  # fmt: skip
+PIECES = (
+    '->', '...', '..', '.', '*', '**', '@', '@(', '(', ')', ',', ' ', '  ', '\t', '\n', '-', '>',
+    '_', 'a', 'b', 'c', 'x', 'data', 'tp', '0', '1', '2', '3', '4', '8', '16', '999999999999', '00',
+    'a2', 'a*', '2*', 'a@data', 'b@(data,tp)', '→', '=>', '²', '½', '٣', '①', '行', 'e\u0301',
+    '\u0301', '\u200b', '\u200d', '\u202e', '\u00a0', '\u3000', '\x00', '\x1b', '\x85', '\ud800',
+    '\U0010ffff', '😀', '%', '{', '}', '{0}', '%s', '\\', "'", '"', '/', '#', ':', '[', ']', '|',
+    'ﬁ', 'ﬃ', 'İ', '\u1160', '가',
+)  # fmt: skip
+
+
+def random_text(rng):
+    return ''.join(random_piece(rng) for _ in range(rng.randrange(12)))
+
+
+def random_piece(rng):
+    if rng.random() < 0.02:
+        return chr(rng.randrange(0x110000))
+    return rng.choice(PIECES) + rng.choice(('', ' '))
+
+
+def edited(rng, text):
+    """A good expression with a few edits: words and characters lost, doubled, swapped, strange."""
+    for _ in range(rng.choice((1, 1, 1, 2, 3, 6))):
+        at, to = rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)
+        at, to = min(at, to), max(at, to)
+        match rng.randrange(6):
+            case 0:
+                text = text[:at] + rng.choice(PIECES) + text[at:]
+            case 1:
+                text = text[:at] + text[at + 1 :]
+            case 2:
+                text = text[:at] + rng.choice(PIECES) + text[at + 1 :]
+            case 3:
+                text = text[:to] + text[at:to] + text[to:]
+            case 4:
+                text = text[:at] + text[to:]
+            case 5:
+                words = text.split(' ')
+                rng.shuffle(words)
+                text = ' '.join(words)
+    return text
+
+
+def texts(rng):
+    while True:
+        draw = rng.random()
+        yield random_text(rng) if draw < 0.3 else edited(rng, rng.choice(GOOD))
+
+
+def check_error(error):
+    """What every error of an expression promises."""
+    lines = str(error).split('\n')
+    rows = len(error.facts) + (error.fix is not None)
+    shown = 0 if error.expression is None else 1 + bool(error.spans)
+    assert len(lines) == 1 + shown + rows
+    # a message is text: no control character, nothing that a terminal obeys or cannot encode
+    assert all(line.isprintable() for line in lines), lines
+    assert error.sentence == error.sentence.strip() != ''
+    for start, end in error.spans:
+        assert 0 <= start < end <= len(error.expression) + 1
+
+
+def ascii_of_the_traceback():
+    # what failed may well be a character that cannot be printed
+    return traceback.format_exc().encode('ascii', 'backslashreplace').decode()
+
+
+def meshes():
+    devices = jax.devices()
+    auto = (AxisType.Auto,) * 2
+    return [
+        *(devices[:n] for n in (1, 2, 3, 8, 12, 16)),
+        Mesh(np.array(devices[:8]).reshape(4, 2), ('data', 'tp'), axis_types=auto),
+        Mesh(
+            np.array(devices[:12]).reshape(3, 4),
+            ('fsdp', 'tp'),
+            axis_types=(AxisType.Explicit,) * 2,
+        ),
+        AbstractMesh((4, 4, 4), ('data', 'fsdp', 'tp'), axis_types=(AxisType.Auto,) * 3),
+    ]
+
+
+def test_no_other_exception_ever():
+    rng = random.Random(20_240_229)
+    clear_caches()
+    whole = meshes()
+    named = {'data': 4, 'fsdp': 2, 'tp': 2}
+    refused = laid = made = 0
+    for number, text in zip(range(CASES), texts(rng), strict=False):
+        n_dims = rng.choice((None, 0, 1, 2, 2, 3, 4))
+        try:
+            try:
+                expression = parse(text)
+            except EinshardError as error:
+                check_error(error)
+                refused += 1
+                expression = None
+            for n, axis_sizes in ((1, None), (8, None), (12, None), (16, named)):
+                if expression is None:
+                    break
+                try:
+                    layout = lay_out(expression, n_dims, n, axis_sizes)
+                    fit(layout, axis_sizes or {'x': n})
+                    laid += 1
+                except EinshardError as error:
+                    check_error(error)
+            if number % 10 == 0:
+                try:
+                    make_sharding(text, n_dims=n_dims, mesh=rng.choice(whole))
+                    made += 1
+                except EinshardError as error:
+                    check_error(error)
+            if number % 50 == 0:
+                try:
+                    einshard(jax.ShapeDtypeStruct((4, 6), 'float32'), text, mesh=rng.choice(whole))
+                except EinshardError as error:
+                    check_error(error)
+        except Exception:
+            pytest.fail(f'case {number}, {text!r}, n_dims={n_dims}:\n{ascii_of_the_traceback()}')
+    # neither all good nor all bad, or the edits are not worth much
+    assert 0.2 < refused / CASES < 0.9
+    assert laid > CASES // 20
+    assert made > CASES // 1000
+
+
+def test_every_fix_is_a_fix():
+    # 'here:' promises an expression that works for the very devices and rank
+    rng = random.Random(7)
+    clear_caches()
+    whole = meshes()
+    fixed, wrong = 0, []
+    for _, text in zip(range(CASES), texts(rng), strict=False):
+        n_dims = rng.choice((None, 1, 2, 2, 3))
+        mesh = rng.choice(whole)
+        try:
+            make_sharding(text, n_dims=n_dims, mesh=mesh)
+        except EinshardError as error:
+            if error.fix is None:
+                continue
+            fixed += 1
+            fix = re.fullmatch("'(.*)'", error.fix, re.DOTALL)
+            try:
+                make_sharding(fix[1] if fix else '', n_dims=n_dims, mesh=mesh)
+            except EinshardError as again:
+                wrong.append(f'{text!r}, n_dims={n_dims}, {mesh}:\n{error}\nand then: {again}')
+    assert fixed > CASES // 50
+    assert not wrong, f'{len(wrong)} of {fixed} fixes do not work\n\n' + '\n\n'.join(wrong[:5])
+
+
+@oracle.examples(300)
+@given(case=oracle.cases())
+def test_one_device_more_is_refused_or_laid_out(case):
+    n = case.n_devices % 16 + 1
+    try:
+        sharding = make_sharding(case.text, n_dims=case.n_dims, mesh=jax.devices()[:n])
+    except EinshardError as error:
+        check_error(error)
+    else:
+        assert len(sharding.device_set) == n
+
+
+@pytest.mark.parametrize(
+    'spec',
+    [None, 3, 2.5, b'a*', (), [], {}, object(), 'a b ' * 300, ['a*'], ('a* b', 'a b*'), {'a': 'a*'},
+     {'a': 1}, [None], lambda path, leaf: 3, lambda path, leaf: ['a*'], lambda path, leaf: None],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    'x',
+    [np.ones((8, 4)), 1.0, None, [], {}, [np.ones(8)], {'a': np.ones((8,))}, 'text', object()],
+)  # fmt: skip
+def test_specs_and_values_of_any_kind(x, spec, devices8):
+    with contextlib.suppress(EinshardError):  # and nothing else
+        einshard(x, spec, mesh=devices8)
+
+
+@pytest.mark.parametrize(
+    'mesh',
+    ['data', 3, {}, [], (), [1, 2], [[1], 2], [None], object(), {'data': 2}, np.ones(3),
+     np.ones((2, 2)), b'', 1.5, True],
+)  # fmt: skip
+def test_meshes_of_any_kind(mesh):
+    with pytest.raises(EinshardError):
+        make_sharding('a b -> a* b', mesh=mesh)
+
+
+def test_meshes_of_devices_in_any_container():
+    devices = jax.devices()[:8]
+    expected = make_sharding('a b -> a* b', mesh=devices)
+    for mesh in (tuple(devices), np.array(devices), dict.fromkeys(devices).keys(), iter(devices)):
+        assert make_sharding('a b -> a* b', mesh=mesh) == expected
+    with pytest.raises(EinshardError):
+        make_sharding('a b -> a* b', mesh=[devices[:4], devices[4:]])
+    with pytest.raises(EinshardError):
+        make_sharding('a b -> a* b', mesh=np.array(devices).reshape(2, 4))
+
+
+@pytest.mark.parametrize('n_dims', [-1, '2', 2.0, [2], True, object()])
+def test_ranks_of_any_kind(n_dims, devices8):
+    with pytest.raises(EinshardError):
+        make_sharding('a b -> a* b', n_dims=n_dims, mesh=devices8)
+
+
+@pytest.mark.parametrize('memory_kind', ['', 'hbm', 3, ['device'], b'device'])
+def test_memory_kinds_of_any_kind(memory_kind, devices8):
+    with pytest.raises(EinshardError):
+        make_sharding('a b -> a* b', memory_kind=memory_kind, mesh=devices8)
+
+
+@pytest.mark.parametrize('expression', [None, 3, b'a*', ['a*'], ('a*',), object(), {'a': 1}, str])
+def test_expressions_of_any_kind(expression, devices8):
+    with pytest.raises(EinshardError, match='an expression is a string'):
+        make_sharding(expression, mesh=devices8)
+
+
+@pytest.mark.parametrize(
+    'x',
+    [np.array(['a', 'b']), np.array([None, 1]), np.zeros(4, 'M8[s]'), np.zeros(4, [('x', 'f4')])],
+    ids=['str', 'object', 'datetime', 'record'],
+)
+def test_arrays_that_jax_has_not(x, devices8):
+    with pytest.raises(EinshardError, match='JAX has no arrays of'):
+        einshard(x, '* ...', mesh=devices8)

@@ -1,0 +1,395 @@
+"""Which device holds what: expressions against plain numpy, and against each other."""
+
+import math
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from einshard import EinshardError, device_mesh, einshard, make_sharding
+from einshard._expression import parse
+from einshard._layout import Layout, Split, fit, lay_out, prime_factors
+
+ROOT = Path(__file__).parent.parent
+
+
+def user_mesh(sizes, axis_type=AxisType.Auto):
+    names = tuple(name for name, _ in sizes)
+    grid = np.array(jax.devices()[: math.prod(size for _, size in sizes)])
+    return Mesh(
+        grid.reshape([size for _, size in sizes]), names, axis_types=(axis_type,) * len(names)
+    )
+
+
+def index_map(expression, shape, devices, mesh=None):
+    mesh = devices if mesh is None else mesh
+    sharding = make_sharding(expression, n_dims=len(shape), mesh=mesh)
+    return oracle.of_sharding(sharding, devices, shape)
+
+
+# ------------------------------------------------------------- against the second implementation
+
+
+def test_devices_hold_what_numpy_says():
+    seen = set()
+
+    @oracle.examples(600)
+    @given(case=oracle.cases())
+    def holds(case):
+        devices = jax.devices()[: case.n_devices]
+        assert index_map(case.text, case.shape, devices) == case.index_map()
+        axes = [term.axis for term in case.right if term.axis]
+        seen.update(
+            {
+                ('devices', case.n_devices),
+                ('rank', case.n_dims),
+                ('stars', sum(term.star for term in case.right)),
+                ('replicas', sum(term.axis is None for term in case.right)),
+                ('short', '->' not in case.text),
+                ('again', len(set(axes)) < len(axes)),
+                ('ellipsis', '...' in axes),
+                ('permuted', axes != sorted(axes, key=case.left.index)),
+                ('latin', case.text.isascii()),
+            }
+        )
+
+    holds()
+    # the property is worth what the generator reaches
+    assert seen >= {('devices', n) for n in oracle.DEVICE_COUNTS}
+    assert seen >= {('rank', n) for n in range(6)}
+    assert seen >= {('stars', n) for n in range(5)}
+    assert seen >= {('replicas', n) for n in range(4)}
+    for switch in ('short', 'again', 'ellipsis', 'permuted', 'latin'):
+        assert seen >= {(switch, True), (switch, False)}
+
+
+@oracle.examples(300)
+@given(case=oracle.mesh_cases())
+def test_devices_of_a_named_mesh_hold_what_numpy_says(case):
+    mesh = user_mesh(case.mesh)
+    devices = list(mesh.devices.flat)
+    if oracle.expressible(case):
+        assert index_map(case.text, case.shape, devices, mesh) == case.index_map()
+    else:
+        with pytest.raises(EinshardError, match='do not fall on the axes of the mesh'):
+            make_sharding(case.text, n_dims=case.n_dims, mesh=mesh)
+
+
+@oracle.examples(100)
+@given(case=oracle.mesh_cases())
+def test_explicit_and_automatic_axes_hold_the_same(case):
+    if not oracle.expressible(case):
+        return
+    automatic, explicit = (
+        user_mesh(case.mesh, kind) for kind in (AxisType.Auto, AxisType.Explicit)
+    )
+    specs = [
+        make_sharding(case.text, n_dims=case.n_dims, mesh=mesh).spec
+        for mesh in (automatic, explicit)
+    ]
+    assert specs[0] == specs[1]
+
+
+@oracle.examples(40)
+@given(case=oracle.cases(device_counts=(4, 6, 8)))
+def test_shards_hold_the_numbers_that_numpy_slices(case):
+    devices = jax.devices()[: case.n_devices]
+    x = np.arange(math.prod(case.shape), dtype=np.float32).reshape(case.shape)
+    placed = einshard(x, case.text, mesh=devices)
+    expected = case.index_map()
+    assert len(placed.addressable_shards) == case.n_devices
+    for shard in placed.addressable_shards:
+        np.testing.assert_array_equal(shard.data, x[expected[devices.index(shard.device)]])
+
+
+def test_64_devices_hold_what_numpy_says():
+    collected = []
+
+    @oracle.examples(200)
+    @given(case=oracle.cases(device_counts=(64,)))
+    def collect(case):
+        collected.append(case)
+
+    collect()
+    questions = [(case.text, case.shape) for case in collected]
+    questions.append(('a b c -> a* b* c*', (4, 8, 12)))
+    answers = oracle.answers_of(sys.executable, 64, questions, cwd=str(ROOT))
+    cube = np.arange(64).reshape(4, 4, 4)
+    for device, (a, b, c) in answers.pop().items():
+        part = (a.start, b.start // 2, c.start // 3)
+        assert cube[part] == device
+    for case, answer in zip(collected, answers, strict=True):
+        assert answer == case.index_map(), case
+
+
+# ------------------------------------------------------------------- the examples of the notation
+
+
+def test_grid_of_two_stars_in_ratio():
+    # a (2, 4, 2) grid: replica, a, b; device 9 holds a-part 0 and b-part 1 of replica 1
+    found = index_map('a b -> 2 a2* b*', (8, 4), jax.devices())
+    grid = np.arange(16).reshape(2, 4, 2)
+    for replica, a, b in np.ndindex(2, 4, 2):
+        index = (slice(2 * a, 2 * a + 2), slice(2 * b, 2 * b + 2))
+        assert found[int(grid[replica, a, b])] == index
+    assert found[9] == (slice(0, 2), slice(2, 4))
+
+
+def test_picture_of_two_by_four_blocks_on_two_devices_each():
+    found = index_map('a b -> * a* b2*', (2, 4), jax.devices())
+    picture = [[[] for _ in range(4)] for _ in range(2)]
+    for device, (a, b) in sorted(found.items()):
+        picture[a.start][b.start].append(device)
+    assert picture == [
+        [[0, 8], [1, 9], [2, 10], [3, 11]],
+        [[4, 12], [5, 13], [6, 14], [7, 15]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ('expression', 'n', 'grid'),
+    [
+        ('a b -> 2 a2 b4', 16, [(None, 2), ('a', 2), ('b', 4)]),
+        ('a b -> * a2 b', 16, [(None, 8), ('a', 2)]),
+        ('a b -> 2 a2* b*', 16, [(None, 2), ('a', 4), ('b', 2)]),
+        ('a b -> a2* b*', 8, [('a', 4), ('b', 2)]),
+        ('a b -> * a* b2*', 16, [(None, 2), ('a', 2), ('b', 4)]),
+        ('a b -> b2 a4', 8, [('b', 2), ('a', 4)]),
+        ('i o -> i2 o4 i2', 16, [('i', 2), ('o', 4), ('i', 2)]),
+        ('x y -> x y*', 8, [('y', 8)]),
+        ('b x -> b4 x 2', 8, [('b', 4), (None, 2)]),
+        ('x y -> 4 x y2', 8, [(None, 4), ('y', 2)]),
+        ('a b c -> a* b* c*', 64, [('a', 4), ('b', 4), ('c', 4)]),
+        ('a b c d -> a* b* c* d*', 16, [('a', 2), ('b', 2), ('c', 2), ('d', 2)]),
+        ('a b -> 3* a5* b', 60, [(None, 6), ('a', 10)]),
+        ('a -> a*', 9216, [('a', 9216)]),
+        ('a b c -> a* b* c*', 10**6, [('a', 100), ('b', 100), ('c', 100)]),
+        ('-> *', 8, [(None, 8)]),
+        ('a -> a', 1, []),
+        ('a b -> a* b*', 1, []),
+        ('a b -> 1 a1 b8 1*', 8, [('b', 8)]),
+    ],
+)
+def test_grids(expression, n, grid):
+    parsed = parse(expression)
+    splits = tuple(
+        Split(count, None if name is None else parsed.names.index(name)) for name, count in grid
+    )
+    assert lay_out(parsed, len(parsed.names), n) == Layout(splits)
+
+
+def test_ellipsis_in_the_middle_stands_for_the_axes_between():
+    shape = (4, 2, 3, 4)
+    with_ellipsis = make_sharding('a ... d -> 4 a2 ... d2', n_dims=4)
+    with_names = make_sharding('a b c d -> 4 a2 b c d2', n_dims=4)
+    assert with_ellipsis == with_names
+    devices = jax.devices()
+    found = oracle.of_sharding(with_ellipsis, devices, shape)
+    grid = np.arange(16).reshape(4, 2, 2)
+    for replica, a, d in np.ndindex(4, 2, 2):
+        a_slice, d_slice = slice(2 * a, 2 * a + 2), slice(2 * d, 2 * d + 2)
+        assert found[int(grid[replica, a, d])] == (a_slice, slice(0, 2), slice(0, 3), d_slice)
+
+
+def test_empty_axis_is_sharded_like_any_other():
+    found = index_map('a b -> a2 b2', (0, 4), jax.devices()[:4])
+    assert found[3] == (slice(0, 0), slice(2, 4))
+
+
+def test_an_axis_by_name_and_by_count_is_cut_in_the_order_written():
+    # major first, as for an axis that comes again by counts alone
+    mesh = user_mesh([('data', 4), ('tp', 2)])
+    sharding = make_sharding('b d -> b4 d b@tp', mesh=mesh)
+    assert sharding.spec == PartitionSpec(('data', 'tp'))
+    assert make_sharding('b d -> b@tp d b4', mesh=mesh).spec == PartitionSpec(('tp', 'data'))
+
+
+def test_named_axes_replicate_over_those_that_no_term_names():
+    sizes = [('data', 2), ('fsdp', 2), ('tp', 4)]
+    mesh = user_mesh(sizes)
+    found = index_map('b d -> b@data d', (4, 4), list(mesh.devices.flat), mesh)
+    for data, fsdp, tp in np.ndindex(2, 2, 4):
+        device = int(np.ravel_multi_index((data, fsdp, tp), (2, 2, 4)))
+        assert found[device] == (slice(2 * data, 2 * data + 2), slice(0, 4))
+
+
+def test_axis_order_is_the_order_written():
+    mesh = user_mesh([('fsdp', 2), ('tp', 4)])
+    assert make_sharding('d -> d@(fsdp,tp)', mesh=mesh).spec == PartitionSpec(('fsdp', 'tp'))
+    assert make_sharding('d -> d@(tp,fsdp)', mesh=mesh).spec == PartitionSpec(('tp', 'fsdp'))
+
+
+# ------------------------------------------------------------------ expressions that must agree
+
+AGREE = [
+    # (devices, rank, spellings)
+    (8, 2, ['a b -> a8 b', 'a b -> a* b', 'a* b', 'a8 b', 'a b->a* b', 'a ... -> a* ...', 'a* ...',
+            'batch d -> batch* d', 'b a -> b* a', 'a b -> b a8', 'a b -> b1 a*', 'a b -> a2 a4 b',
+            'a b -> a2 b a4', 'a b -> a2* a* b', ' a\tb\n-> a2 1 a2 1 a2 b ', 'a* b1', '1 a* b',
+            'é b -> e\u0301* b', '行 列 -> 行* 列', 'a b ... -> a* ... b', '... a b -> a* b ...']),
+    (8, 2, ['a b -> a4 2 b', 'a4 2 b', 'a b -> b a4 *', 'a* 2 b', 'a b -> a4 b 2',
+            'a ... -> a4 2 ...', 'a b -> a4 2 b1']),
+    (8, 2, ['a b -> 8 a b', '* ...', '8 a b', '2 4 ...', '... -> * ...', '* * 2 ...',
+            'a b -> a 2 b 4', '2* ...', '... *', '4 ... *', 'a b -> b a *', 'a b -> 2 2 2 a b']),
+    (8, 2, ['a b -> b2 a4', 'a b -> b2 a*', 'a b -> b* a2*', 'x y -> y2 x4', 'a b -> b2 a2 a2']),
+    (8, 2, ['a b -> 2 a2 b2', 'a b -> * a2 b2', '2 a2 b2', '* a* b*', 'a b -> 2 a* b*', '* a2 b2']),
+    (8, 3, ['a b c -> a* b* c*', 'a2 b2 c2', 'a b c -> a2 b* c2', 'a2* b2* c2*']),
+    (12, 2, ['a b -> a3 b4', 'a3 b*', 'a3* b4*', 'a b -> a3 b2 b2', 'a b -> a3 b* b*']),
+    (12, 2, ['a b -> a4 b3', 'a4 b*', 'a* b3', 'a b -> a2 a2 b3']),
+    (16, 2, ['i o -> i2 o4 i2', 'i o -> i2 o2 o2 i2', 'i o -> i2 o* i2', 'a b -> a* b2* a*']),
+    (16, 4, ['a ... d -> 4 a2 ... d2', 'a b c d -> 4 a2 b c d2', 'a b c d -> * a2 d2 b c',
+             '4 a2 ... d2', 'a b ... d -> 4 a2 b d2 ...']),
+    (6, 0, ['-> *', '-> 6', '... -> * ...', '* ...', '*', '6', '2 3', '-> 3 2', '... 2 *']),
+    (1, 2, ['a b -> a b', 'a b', 'a* b*', 'a1 b', '1 a b', '* ...', '...', 'a b -> b a', 'b a']),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(('n', 'n_dims', 'spellings'), AGREE)
+def test_expressions_that_agree(n, n_dims, spellings):
+    devices = jax.devices()[:n]
+    shardings = [make_sharding(one, n_dims=n_dims, mesh=devices) for one in spellings]
+    for spelling, sharding in zip(spellings, shardings, strict=True):
+        assert sharding == shardings[0], spelling
+        assert hash(sharding) == hash(shardings[0]), spelling
+        assert sharding.spec == shardings[0].spec, spelling
+
+
+def test_lists_that_agree_differ_from_each_other():
+    by_devices = {}
+    for n, n_dims, spellings in AGREE:
+        sharding = make_sharding(spellings[0], n_dims=n_dims, mesh=jax.devices()[:n])
+        assert sharding not in by_devices.setdefault((n, n_dims), set())
+        by_devices[n, n_dims].add(sharding)
+
+
+@pytest.mark.parametrize(
+    ('sizes', 'spec', 'spellings'),
+    [
+        (
+            [('data', 4), ('tp', 2)],
+            PartitionSpec('data', 'tp'),
+            ['b d -> b@data d@tp', 'b@data d@tp', 'b d -> d@tp b@data', 'b d -> b* d@tp',
+             'b d -> d@tp b*', 'b d -> b@data d*', 'b@data d2', 'b4 d2', 'b4 d*', 'b* d2',
+             'b d -> b@( data ) d@tp', 'b d -> b2 b2 d2'],
+        ),
+        (
+            [('data', 4), ('tp', 2)],
+            PartitionSpec('data'),
+            ['b d -> b@data d', 'b@data d', 'b@data ...', 'b@data d 2', 'b@data * d', 'b4 2 d',
+             'b d -> d b4 *', 'b@data 2 d 1'],
+        ),
+        (
+            [('data', 2), ('fsdp', 2), ('tp', 4)],
+            PartitionSpec(('data', 'fsdp'), 'tp'),
+            ['b d -> b@(data,fsdp) d@tp', 'b d -> b@(data, fsdp) d@tp', 'b4 d4', 'b* d*', 'b* d@tp',
+             'b d -> b@data b@fsdp d@tp', 'b d -> b2 b2 d*', 'b@(data,fsdp) d*'],
+        ),
+        (
+            [('data', 2), ('fsdp', 2), ('tp', 4)],
+            PartitionSpec(None, 'fsdp', ('tp', 'data')),
+            ['a b c -> a b@fsdp c@(tp,data)', '... b c -> ... b@fsdp c@(tp,data)',
+             'a b c -> c@(tp,data) b@fsdp a', 'a b c -> b* c@(tp,data) a', 'a b2 c@(tp,data)'],
+        ),
+        (
+            [('one', 1), ('x', 8)],
+            PartitionSpec('x'),
+            ['a b -> a@x b', 'a8 b', 'a* b', 'a* ...', 'a b -> a2 a4 b'],
+        ),
+    ],
+)  # fmt: skip
+def test_expressions_that_agree_on_a_named_mesh(sizes, spec, spellings):
+    mesh = user_mesh(sizes)
+    for spelling in spellings:
+        sharding = make_sharding(spelling, n_dims=3 if len(spec) == 3 else 2, mesh=mesh)
+        assert sharding == NamedSharding(mesh, spec), spelling
+        assert hash(sharding) == hash(NamedSharding(mesh, spec)), spelling
+
+
+@oracle.examples(100)
+@given(case=oracle.cases())
+def test_stars_agree_with_the_counts_that_they_stand_for(case):
+    devices = jax.devices()[: case.n_devices]
+    counts = oracle.solve(case.right, case.n_devices)
+    terms = [
+        str(oracle.Term(term.axis, None if term.axis == '...' else count))
+        for term, count in zip(case.right, counts, strict=True)
+    ]
+    plain = f'{" ".join(case.left)} -> {" ".join(terms)}'
+    written, counted = (
+        make_sharding(text, n_dims=case.n_dims, mesh=devices) for text in (case.text, plain)
+    )
+    assert written == counted
+    assert hash(written) == hash(counted)
+
+
+@pytest.mark.parametrize('spellings', [AGREE[0][2], AGREE[2][2], AGREE[3][2]])
+def test_a_jitted_function_traces_once_for_all_spellings(devices8, spellings):
+    traced = []
+
+    @jax.jit
+    def double(x):
+        traced.append(x)
+        return 2 * x
+
+    for spelling in spellings:
+        double(einshard(jnp.ones((8, 8)), spelling, mesh=devices8))
+    assert len(traced) == 1
+
+
+def test_a_function_jitted_with_shardings_traces_once(devices8):
+    traced = []
+
+    def double(x):
+        traced.append(x)
+        return 2 * x
+
+    x = jnp.ones((8, 8))
+    for spelling in AGREE[0][2]:
+        sharding = make_sharding(spelling, n_dims=2, mesh=devices8)
+        jax.jit(double, in_shardings=sharding, out_shardings=sharding)(jax.device_put(x, sharding))
+    assert len(traced) == 1
+
+
+# ------------------------------------------------------------------------------ lay-out in itself
+
+
+@pytest.mark.parametrize('n', [*range(1, 65), 97, 1024, 9216, 10**6])
+def test_prime_factors(n):
+    factors = prime_factors(n)
+    assert math.prod(factors) == n
+    assert list(factors) == sorted(factors, reverse=True)
+    assert all(all(p % d for d in range(2, p)) for p in factors)
+
+
+def test_counts_that_do_not_fall_on_the_primes_use_the_same_devices_in_the_same_order():
+    devices = jax.devices()[:12]
+    ours = device_mesh(devices)
+    assert ours.axis_sizes == (3, 2, 2)
+    sharding = make_sharding('a b -> a4 b3', mesh=devices)
+    assert list(sharding.mesh.devices.flat) == list(ours.devices.flat)
+    assert sharding.mesh.axis_sizes != ours.axis_sizes
+    expected = oracle.index_map(
+        ['a', 'b'], [oracle.Term('a', 4), oracle.Term('b', 3)], (8, 6), 12
+    )  # fmt: skip
+    assert oracle.of_sharding(sharding, devices, (8, 6)) == expected
+
+
+def test_fit_takes_consecutive_axes_that_no_term_names():
+    layout = lay_out(parse('a b -> a@y b4'), 2, 8, {'x': 2, 'y': 2, 'z': 2})
+    assert fit(layout, {'x': 2, 'y': 2, 'z': 2}) == (('y',), ('x', 'z'))
+    assert fit(Layout((Split(4, 0), Split(2, 1))), {'x': 2, 'y': 4}) is None
+
+
+def test_rank_is_needed_only_where_it_matters(devices8):
+    assert make_sharding('a ... -> a* ...', mesh=devices8).spec == make_sharding(
+        'a ... -> a* ...', n_dims=5, mesh=devices8
+    ).spec  # fmt: skip
+    assert make_sharding('a ... b -> a* ... b', mesh=devices8).spec[0] is not None
+    with pytest.raises(EinshardError, match='depends on the rank'):
+        make_sharding('... b -> ... b*', mesh=devices8)
