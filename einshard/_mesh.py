@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, overload
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, get_mesh
 
 from ._cache import cached
 from ._errors import EinshardError
@@ -196,7 +196,7 @@ def is_tracing() -> bool:
     behaviour, and tests/test_jax_facts.py notices if that ends.
     """
     try:
-        jax.sharding.get_mesh()
+        get_mesh()
     except ValueError:
         return True
     return False

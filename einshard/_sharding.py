@@ -77,24 +77,43 @@ def find_placement(
     expression: str, n_dims: int | None, mesh: MeshLike | None, memory_kind: str | None
 ) -> Placement:
     """The placement an expression means for arrays of `n_dims` dimensions, here and now."""
-    if (
-        mesh is not None
-        or enclosing_mesh.get() is not None
-        or not jax.sharding.get_abstract_mesh().empty
-    ):
-        mesh = resolve_mesh(mesh)
+    where = mesh_here(mesh)
     try:
-        return _find_placement(expression, n_dims, mesh, memory_kind)
+        return _find_placement(expression, n_dims, where, memory_kind)
     except TypeError:
-        _check_types(expression, n_dims, memory_kind)
+        check_types(expression, n_dims, memory_kind)
         raise
+
+
+def mesh_here(mesh: MeshLike | None) -> AnyMesh | None:
+    """The mesh given, or that around us; None for the one mesh of all devices.
+
+    Placements are looked up by it. It is resolved once for a tree, not for every leaf: to find the
+    mesh in context takes a microsecond, to hash a sequence of devices one for each few of them.
+    """
+    if mesh is None and enclosing_mesh.get() is None and jax.sharding.get_abstract_mesh().empty:
+        return None
+    return resolve_mesh(mesh)
+
+
+@cached
+def find_fitting(
+    text: str, shape: tuple[int, ...], mesh: AnyMesh | None, memory_kind: str | None
+) -> Placement:
+    """The placement an expression means for arrays of a shape, on the mesh from `mesh_here`.
+
+    One look-up for the placement and for whether its parts divide the shape.
+    """
+    placement = _find_placement(text, len(shape), mesh, memory_kind)
+    placement.check(shape)
+    return placement
 
 
 @cached
 def _find_placement(
     text: str, n_dims: int | None, mesh: AnyMesh | None, memory_kind: str | None
 ) -> Placement:
-    _check_types(text, n_dims, memory_kind)
+    check_types(text, n_dims, memory_kind)
     try:
         return _make_placement(text, n_dims, mesh, memory_kind)
     except EinshardError as error:
@@ -188,7 +207,7 @@ def _check_memory_kind(expression: Expression, mesh: AnyMesh, memory_kind: str |
         )
 
 
-def _check_types(expression: object, n_dims: object, memory_kind: object) -> None:
+def check_types(expression: object, n_dims: object, memory_kind: object) -> None:
     if not isinstance(expression, str):
         raise EinshardError(
             f'an expression is a string, not {expression!r} of type {type(expression).__name__}'

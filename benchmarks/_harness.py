@@ -1,0 +1,211 @@
+"""Interleaved runs in one process: what every figure of every benchmark comes from.
+
+A figure on its own says as much about the machine, and about what else ran on it, as about the
+code. So a and b run turn by turn, a b, b a, a b, ..., each round gives one ratio, and the median
+of the ratios is the result, its quartiles the spread: what slows both of a round falls out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import _schema
+from ._schema import Environment, Report, Result, Row, Spread, Target
+
+Call = Callable[[], Any]
+Clock = Callable[[], float]
+
+BLOCK = 0.5e-3  # seconds: calls much shorter than this are timed several at once
+MAX_CALLS = 4096
+MIN_ROUNDS, MAX_ROUNDS = 15, 5000
+
+
+def ratio_at_most(limit: float) -> Target:
+    return {'of': 'ratio', 'at_most': limit}
+
+
+def figure_at_most(limit: float) -> Target:
+    return {'of': 'figure', 'at_most': limit}
+
+
+@dataclass
+class Bench:
+    """A benchmark at work: it measures, and collects the rows."""
+
+    name: str
+    seconds: float = 2.0  # for one figure
+    tiny: bool = False
+    options: argparse.Namespace = field(default_factory=argparse.Namespace)
+    subject: str = 'einshard'
+    rows: list[Row] = field(default_factory=list)
+    progress: Callable[[str], None] = lambda text: None
+
+    def compare(
+        self,
+        name: str,
+        ours: Call,
+        compared_with: str,
+        theirs: Call,
+        target: Target | None = None,
+        **parameters: str | int | float,
+    ) -> Row:
+        """A row for the time of `ours`, beside that of `theirs`, in interleaved rounds."""
+        self.progress(f'{name}, against {compared_with}')
+        figures, others = interleave(ours, theirs, self.seconds, self.tiny)
+        return self.record(name, 's', figures, compared_with, others, target, **parameters)
+
+    def record(
+        self,
+        name: str,
+        unit: str,
+        figures: Sequence[float],
+        compared_with: str | None = None,
+        others: Sequence[float] | None = None,
+        target: Target | None = None,
+        **parameters: str | int | float,
+    ) -> Row:
+        """A row for figures that were measured round by round, `others` in the same rounds."""
+        ratios = [a / b for a, b in zip(figures, others, strict=True)] if others else None
+        figure, ratio = spread(figures), spread(ratios) if ratios else None
+        met = None
+        if target is not None:
+            judged = ratio if target['of'] == 'ratio' else figure
+            if judged is None:
+                raise ValueError(f'{name!r} has a target for a ratio, but is compared with nothing')
+            met = judged['median'] <= target['at_most']
+        row: Row = {
+            'name': name,
+            'subject': self.subject,
+            'parameters': parameters,
+            'unit': unit,
+            'figure': figure,
+            'compared_with': compared_with,
+            'other': spread(others) if others else None,
+            'ratio': ratio,
+            'rounds': len(figures),
+            'target': target,
+            'met': met,
+        }
+        self.rows.append(row)
+        return row
+
+    def result(self, about: str) -> Result:
+        return {
+            'name': self.name,
+            'about': about,
+            'tiny': self.tiny,
+            'seconds_a_figure': float(self.seconds),
+            'rows': self.rows,
+        }
+
+
+def interleave(
+    a: Call, b: Call, seconds: float, tiny: bool = False, clock: Clock = time.perf_counter
+) -> tuple[list[float], list[float]]:
+    """Seconds for a call of `a` and of `b`, round by round, for about `seconds` in all.
+
+    The garbage collector rests meanwhile, as in `timeit`: it would fall on whichever call happens
+    to come when it is due.
+    """
+    a_calls, a_estimate = _calls_for_a_block(a, 0.0 if tiny else BLOCK, clock)
+    b_calls, b_estimate = _calls_for_a_block(b, 0.0 if tiny else BLOCK, clock)
+    a_round = a_calls * a_estimate + b_calls * b_estimate
+    rounds = min(max(int(seconds / max(a_round, 1e-9)), MIN_ROUNDS), MAX_ROUNDS)
+    a_times: list[float] = []
+    b_times: list[float] = []
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for i in range(4 if tiny else rounds):
+            if i % 2 == 0:
+                a_times.append(_time(a, a_calls, clock))
+                b_times.append(_time(b, b_calls, clock))
+            else:
+                b_times.append(_time(b, b_calls, clock))
+                a_times.append(_time(a, a_calls, clock))
+    finally:
+        if enabled:
+            gc.enable()
+    return a_times, b_times
+
+
+def _calls_for_a_block(call: Call, block: float, clock: Clock) -> tuple[int, float]:
+    """How many calls to time at once, and what one takes; warms it up too."""
+    call()
+    estimate = max(min(_time(call, 1, clock) for _ in range(3)), 1e-9)
+    return min(max(math.ceil(block / estimate), 1), MAX_CALLS), estimate
+
+
+def _time(call: Call, calls: int, clock: Clock) -> float:
+    start = clock()
+    for _ in range(calls):
+        call()
+    return (clock() - start) / calls
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and quartiles; of one value, that value."""
+    if len(values) == 1:
+        return {'q1': float(values[0]), 'median': float(values[0]), 'q3': float(values[0])}
+    q1, median, q3 = statistics.quantiles(values, n=4, method='inclusive')
+    return {'q1': q1, 'median': median, 'q3': q3}
+
+
+def environment() -> Environment:
+    """Where this runs. Starts JAX's backend."""
+    import jax
+    import jaxlib
+
+    import einshard
+
+    device = jax.devices()[0]
+    affinity = getattr(os, 'sched_getaffinity', None)  # Linux only
+    return {
+        'python': platform.python_version(),
+        'jax': jax.__version__,
+        'jaxlib': jaxlib.__version__,
+        'einshard': einshard.__version__,
+        'platform': device.platform,
+        'device_kind': device.device_kind,
+        'device_count': jax.device_count(),
+        'process_count': jax.process_count(),
+        'cores': len(affinity(0)) if affinity else os.cpu_count() or 1,
+        'system': f'{platform.system()} {platform.machine()}',
+        'date': datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def report(results: list[Result]) -> Report:
+    document: Report = {
+        'schema': _schema.VERSION,
+        'environment': environment(),
+        'benchmarks': results,
+    }
+    _schema.check(document)
+    return document
+
+
+def progress_line(name: str) -> Callable[[str], None]:
+    """Shows on a terminal what is being measured, on one line that is written over."""
+    if not sys.stderr.isatty():
+        return lambda text: None
+    start = time.perf_counter()
+
+    def show(text: str) -> None:
+        line = f'{name} {time.perf_counter() - start:4.0f} s  {text}' if text else ''
+        sys.stderr.write(f'\r\x1b[K{line[:100]}')
+        sys.stderr.flush()
+
+    return show
