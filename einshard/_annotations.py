@@ -225,7 +225,7 @@ def _checker(spec: str) -> Callable[[Any], bool]:
         raise _misplaced(
             placement.expression.error(
                 f"the array is placed otherwise than its type says: it is '{text}'",
-                [term for term in placement.expression.right if term.sharded],
+                [term for term in placement.expression.right if term.placed],
                 array=array_text(x),
             )
         )

@@ -58,15 +58,16 @@ def describe_named(
     """The expression of a NamedSharding, in the axis names given or in a, b, c, ..."""
     n_named = len(sharding.spec) if n_dims is None else n_dims
     axes = list(names) if names is not None else list(itertools.islice(_names(), n_named))
-    rest = n_dims is None or not axes
-    left = ' '.join([*axes, *['...'] * rest])
-    by_count = _by_count(sharding, axes)
-    if by_count is not None:
-        terms = [*by_count, *['...'] * rest]
-        expression = f'{left} -> {" ".join(terms)}'
+    rest = ['...'] if n_dims is None or not axes else []
+    left = ' '.join([*axes, *rest])
+    by_count, by_name = _by_count(sharding, axes), _by_name(sharding, axes)
+    ours = is_device_mesh(sharding.mesh) or not any(_entries(sharding))
+    in_order = [by_count, by_name] if ours else [by_name, by_count]
+    expressions = [f'{left} -> {" ".join([*terms, *rest])}' for terms in in_order]
+    for expression in expressions:
         if _means(expression, sharding, n_dims):
             return expression
-    return f'{left} -> {" ".join([*_by_name(sharding, axes), *["..."] * rest])}{_rest(sharding)}'
+    return f'{left} -> {" ".join([*by_name, *rest])}{_rest(sharding)}'
 
 
 def _sharding_of(x: Any) -> Sharding | str:
@@ -109,11 +110,9 @@ def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
     return entries
 
 
-def _by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[str] | None:
-    """The right side in counts, if the mesh is ours or nothing is sharded."""
+def _by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[str]:
+    """The right side in counts, as far as counts can say it."""
     entries = _entries(sharding)
-    if None in entries or (any(entries) and not is_device_mesh(sharding.mesh)):
-        return None
     owner = {name: axes[i] for i, entry in enumerate(entries) for name in entry or ()}
     grid: list[tuple[str, int]] = []
     for name, size in zip(sharding.mesh.axis_names, sharding.mesh.axis_sizes, strict=True):
@@ -170,15 +169,19 @@ def _rest(sharding: NamedSharding) -> str:
 def _means(expression: str, sharding: NamedSharding, n_dims: int | None) -> bool:
     """Whether the expression would be lowered onto just this mesh and spec."""
     mesh = sharding.mesh
+    meshes = [mesh]
     if is_device_mesh(mesh):
-        mesh = device_mesh(mesh, axis_types=mesh.axis_types[0])
-    try:
-        made = make_sharding(expression, n_dims=n_dims, mesh=mesh)
-    except EinshardError:
-        return False
-    # sizes are enough: the devices of an abstract mesh are not known, those of the other the same
-    same_mesh = made.mesh.axis_sizes == sharding.mesh.axis_sizes
-    return same_mesh and _entries(made) == _strip(_entries(sharding))
+        meshes.insert(0, device_mesh(mesh, axis_types=mesh.axis_types[0]))
+    for candidate in meshes:
+        try:
+            made = make_sharding(expression, n_dims=n_dims, mesh=candidate)
+        except EinshardError:
+            continue
+        # devices are not compared: those of an abstract mesh are not known, others are the same
+        same = (made.mesh.axis_names, made.mesh.axis_sizes) == (mesh.axis_names, mesh.axis_sizes)
+        if same and _entries(made) == _strip(_entries(sharding)):
+            return True
+    return False
 
 
 def _strip(entries: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None]:

@@ -44,9 +44,9 @@ class Term:
         return self.star or self.factor > 1
 
     @property
-    def sharded(self) -> bool:
-        """Whether the term cuts an axis."""
-        return self.name is not None and (self.laid or bool(self.mesh_axes))
+    def placed(self) -> bool:
+        """Whether the term says which devices: it cuts an axis, or replicates."""
+        return self.laid or bool(self.mesh_axes)
 
     def __str__(self) -> str:
         if self.mesh_axes:

@@ -160,7 +160,7 @@ def needs_rank(expression: Expression) -> bool:
     """Whether the sharding depends on the rank of the array: a sharded axis comes after '...'."""
     names = expression.names
     late = names[names.index(ELLIPSIS) + 1 :] if ELLIPSIS in names else ()
-    return any(term.name in late and term.sharded for term in expression.right)
+    return any(term.name in late and term.placed for term in expression.right)
 
 
 def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]:
@@ -178,7 +178,7 @@ def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]
     after = len(names) - before - 1
     if n_dims is None:
         late = names[before + 1 :]
-        sharded = [t for t in expression.right if t.name in late and t.sharded]
+        sharded = [t for t in expression.right if t.name in late and t.placed]
         if sharded:
             raise expression.error(
                 f"where {quoted(map(str, late))} {'is' if after == 1 else 'are'} behind '...' "

@@ -9,7 +9,7 @@ the devices by the shape that it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeAlias, overload
 
@@ -160,8 +160,15 @@ def axis_sizes_of(positions: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:
     """The axes that an expression may use: all but manual ones, which a shard_map has taken."""
-    sizes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-    return {str(name): size for name, size, kind in sizes if kind != AxisType.Manual}
+    names = [str(name) for name in mesh.axis_names]
+    if not all(mesh.axis_names) or len(set(names)) != len(names):
+        # JAX takes P(0) and P('') for no axis, and says nothing
+        raise EinshardError(
+            'the axes of a mesh need names, which differ',
+            facts={'mesh axes': ', '.join(map(repr, mesh.axis_names))},
+        )
+    sizes = zip(names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {name: size for name, size, kind in sizes if kind != AxisType.Manual}
 
 
 def is_device_mesh(mesh: AnyMesh) -> bool:
@@ -213,15 +220,14 @@ def resolve_mesh(mesh: MeshLike | None) -> AnyMesh:
         if context is not None and AxisType.Manual in context.axis_types:
             return context
         return enclosing_mesh.get() or context or device_mesh()
-    if isinstance(mesh, Mesh | AbstractMesh):
-        _check_not_manual(mesh)
-        return mesh
-    if isinstance(mesh, str | Mapping) or not hasattr(mesh, '__iter__'):
+    if isinstance(mesh, str | Mapping) or not isinstance(mesh, Mesh | AbstractMesh | Iterable):
         raise EinshardError(
             f'mesh= is {mesh!r}, which is no mesh',
             facts={'give': 'a Mesh, an AbstractMesh or a sequence of devices'},
         )
-    return device_mesh(mesh)
+    given = mesh if isinstance(mesh, Mesh | AbstractMesh) else device_mesh(mesh)
+    _check_not_manual(given)
+    return given
 
 
 def _check_not_manual(mesh: AnyMesh) -> None:

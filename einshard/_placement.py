@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ._cache import cached
+from ._constraint import constrain, place_constant
 from ._errors import EinshardError
 from ._expression import Expression
-from ._mesh import AnyMesh, MeshLike, is_tracing, mesh_fact
-from ._sharding import Placement, check_types, find_fitting, mesh_here
+from ._mesh import MeshLike, is_tracing
+from ._sharding import Placement, Where, check_types, find_fitting, find_mesh
 from ._specs import Spec, leaf_specs, leaf_text
 
 T = TypeVar('T')
@@ -50,7 +51,7 @@ def einshard(
             the path as in 'layers/0/w'; or a tree of those which is a prefix of `x`, as for
             `in_shardings` of `jax.jit`.
         mesh: as for `make_sharding`.
-        donate: lets the memory of the arrays that move be reused; they are then deleted.
+        donate: gives up the arrays that move, as `donate` of `jax.device_put` does.
         memory_kind: as for `make_sharding`.
 
     Returns:
@@ -60,7 +61,7 @@ def einshard(
         EinshardError: an expression is wrong, does not fit its array or the mesh, or `spec` is no
             prefix of `x`. Nothing has moved then.
     """
-    where = mesh_here(mesh)
+    where = find_mesh(mesh)
     kind = _kind(type(x))
     if type(spec) is str and kind in _CONCRETE:
         # The fast path, for one array. Placed so already: 0.7 us, against 18 for a device_put
@@ -70,11 +71,12 @@ def einshard(
             placement = _new_placement(x, kind, spec, where, memory_kind)
         except EinshardError as error:
             raise _about_leaf(error, x, 0) from None
-        if placement is None:
-            return x
-        sharding = placement.sharding
-        if isinstance(sharding.mesh, Mesh) and jax.process_count() == 1 and not is_tracing():
-            return jax.device_put(x, sharding, donate=donate)
+        if not is_tracing():
+            if placement is None:
+                return x
+            sharding = placement.sharding
+            if isinstance(sharding.mesh, Mesh) and jax.process_count() == 1:
+                return jax.device_put(x, sharding, donate=donate)
     leaves, treedef = jtu.tree_flatten(x)
     specs = leaf_specs(x, leaves, spec)
     placed = _place_leaves(x, leaves, specs, where, donate, memory_kind)
@@ -85,7 +87,7 @@ def _place_leaves(
     tree: Any,
     leaves: list[Any],
     specs: Sequence[str | None],
-    where: AnyMesh | None,
+    where: Where,
     donate: bool,
     memory_kind: str | None,
 ) -> list[Any]:
@@ -98,19 +100,20 @@ def _place_leaves(
         if spec is None or kind == _OTHER:
             continue
         try:
-            placement = _new_placement(leaf, kind, spec, where, memory_kind)
+            placement = _new_placement(leaf, kind, spec, where, memory_kind, tracing)
+            if placement is None:
+                continue
+            if kind == _STRUCT:
+                placed[i] = leaf.update(sharding=placement.sharding)
+            elif kind == _TRACER:
+                placed[i] = constrain(leaf, placement)
+            elif tracing:
+                placed[i] = place_constant(leaf, placement)
+            else:
+                moving.append(i)
+                shardings.append(placement.sharding)
         except EinshardError as error:
             raise _about_leaf(error, tree, i) from None
-        if placement is None:
-            continue
-        sharding = placement.sharding
-        if kind == _STRUCT:
-            placed[i] = leaf.update(sharding=sharding)
-        elif kind == _TRACER or tracing:
-            placed[i] = constrain(leaf, sharding)
-        else:
-            moving.append(i)
-            shardings.append(sharding)
     if moving:
         moved = put([leaves[i] for i in moving], shardings, donate)
         for i, leaf in zip(moving, moved, strict=True):
@@ -119,7 +122,7 @@ def _place_leaves(
 
 
 def _new_placement(
-    leaf: Any, kind: int, spec: str, where: AnyMesh | None, memory_kind: str | None
+    leaf: Any, kind: int, spec: str, where: Where, memory_kind: str | None, tracing: bool = False
 ) -> Placement | None:
     """The placement that a leaf is to get; None where it is placed so already."""
     shape = leaf.shape if kind != _SCALAR else ()
@@ -129,39 +132,20 @@ def _new_placement(
         check_types(spec, len(shape), memory_kind)
         raise
     if kind == _ARRAY:
-        if leaf.sharding == placement.sharding:
+        # where a function is traced, jit forgets how the constants in it are placed
+        if not tracing and _is_placed(leaf, placement.sharding):
             return None
-    elif kind == _HOST and leaf.dtype.kind not in 'biufc':
+    elif kind == _HOST:
         _check_dtype(placement.expression, leaf.dtype)
     return placement
 
 
-def constrain(x: Any, sharding: NamedSharding) -> Any:
-    """Constrains a traced value: explicit mesh axes by reshard, automatic ones by constraint."""
-    types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    try:
-        if AxisType.Explicit in types.values():
-            explicit = _only(sharding, lambda axis: types[axis] == AxisType.Explicit)
-            x = jax.sharding.reshard(x, explicit)
-        if AxisType.Auto in types.values():
-            x = jax.lax.with_sharding_constraint(x, sharding)
-    except ValueError as error:
-        # in jax.grad without jit the value itself may be on other devices, which no tracer tells
-        raise EinshardError(
-            'JAX cannot constrain this value to the devices of the mesh',
-            facts={'JAX says': str(error).splitlines()[0], 'mesh': mesh_fact(sharding.mesh)},
-        ) from error
-    return x
-
-
-def _only(sharding: NamedSharding, keep: Callable[[Any], bool]) -> NamedSharding:
-    """The sharding over some of its mesh axes."""
-    entries: list[Any] = []
-    for entry in sharding.spec:
-        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-        kept = tuple(axis for axis in axes if keep(axis))
-        entries.append(kept[0] if len(kept) == 1 else kept or None)
-    return NamedSharding(sharding.mesh, PartitionSpec(*entries))
+def _is_placed(x: Any, sharding: NamedSharding) -> bool:
+    if x.sharding == sharding:
+        return True
+    # under explicit axes JAX itself writes P('x', None) for P('x')
+    same_mesh = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == sharding.mesh
+    return same_mesh and x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
 def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool) -> list[Any]:
@@ -215,9 +199,12 @@ def _kind(leaf_type: type) -> int:
     return _OTHER
 
 
+@cached
 def _check_dtype(expression: Expression, dtype: np.dtype[Any]) -> None:
-    if not jax.numpy.issubdtype(dtype, np.number):  # true of bfloat16 and its like, kind 'V'
-        raise expression.error(f'JAX has no arrays of {dtype}')
+    try:
+        jax.typeof(np.empty((), dtype))
+    except TypeError:
+        raise expression.error(f'JAX has no arrays of {dtype}') from None
 
 
 def _about_leaf(error: EinshardError, tree: Any, index: int) -> EinshardError:

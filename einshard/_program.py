@@ -163,7 +163,7 @@ class Program:
             if one is None:
                 continue
             try:
-                yield path, leaf, find_placement(one, np.ndim(leaf), self.mesh, None)
+                yield path, leaf, find_placement(one, np.ndim(leaf), self.mesh_given, None)
             except EinshardError as error:
                 text = where(path, leaf) if where else self._argument(argument or 0, path, leaf)
                 raise error.about(array=text) from None
@@ -179,7 +179,7 @@ class Program:
         for i, one in enumerate(leaf_specs(value, leaves, spec)):
             try:
                 n_dims = np.ndim(leaves[i])
-                found = None if one is None else find_placement(one, n_dims, self.mesh, None)
+                found = None if one is None else find_placement(one, n_dims, self.mesh_given, None)
             except EinshardError as error:
                 raise error.about(array=text(*jtu.tree_leaves_with_path(value)[i])) from None
             shardings.append(None if found is None else found.sharding)
@@ -187,7 +187,8 @@ class Program:
 
     def _sharding(self, spec: str | None) -> NamedSharding | None:
         try:
-            return None if spec is None else find_placement(spec, None, self.mesh, None).sharding
+            found = None if spec is None else find_placement(spec, None, self.mesh_given, None)
+            return None if found is None else found.sharding
         except EinshardError as error:
             raise error.about(function=self.name) from None
 
@@ -215,7 +216,7 @@ class Program:
             text = describe_named(is_placed, leaf.ndim, known)
         else:
             text = describe(leaf)
-        terms = [term for term in placement.expression.right if term.sharded]
+        terms = [term for term in placement.expression.right if term.placed]
         return placement.expression.error(
             f"the argument is partitioned otherwise: it is '{text}'",
             terms,

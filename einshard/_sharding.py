@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -73,11 +74,16 @@ def make_sharding(
     return find_placement(expression, n_dims, mesh, memory_kind).sharding
 
 
+# Where a placement is looked up: a mesh, and whether a mesh in context fixes its axes; None for the
+# one mesh of all devices.
+Where: TypeAlias = tuple[AnyMesh, bool] | None
+
+
 def find_placement(
     expression: str, n_dims: int | None, mesh: MeshLike | None, memory_kind: str | None
 ) -> Placement:
     """The placement an expression means for arrays of `n_dims` dimensions, here and now."""
-    where = mesh_here(mesh)
+    where = find_mesh(mesh)
     try:
         return _find_placement(expression, n_dims, where, memory_kind)
     except TypeError:
@@ -85,43 +91,44 @@ def find_placement(
         raise
 
 
-def mesh_here(mesh: MeshLike | None) -> AnyMesh | None:
-    """The mesh given, or that around us; None for the one mesh of all devices.
+def find_mesh(mesh: MeshLike | None) -> Where:
+    """The mesh given, or that around us.
 
-    Placements are looked up by it. It is resolved once for a tree, not for every leaf: to find the
-    mesh in context takes a microsecond, to hash a sequence of devices one for each few of them.
+    Resolved once for a tree, not for every leaf: to find the mesh in context takes a microsecond,
+    to hash a sequence of devices one for each few of them.
     """
-    if mesh is None and enclosing_mesh.get() is None and jax.sharding.get_abstract_mesh().empty:
+    no_context = jax.sharding.get_abstract_mesh().empty
+    if mesh is None and no_context and enclosing_mesh.get() is None:
         return None
-    return resolve_mesh(mesh)
+    return resolve_mesh(mesh), mesh is None and not no_context
 
 
 @cached
 def find_fitting(
-    text: str, shape: tuple[int, ...], mesh: AnyMesh | None, memory_kind: str | None
+    text: str, shape: tuple[int, ...], where: Where, memory_kind: str | None
 ) -> Placement:
-    """The placement an expression means for arrays of a shape, on the mesh from `mesh_here`.
+    """The placement an expression means for arrays of a shape.
 
     One look-up for the placement and for whether its parts divide the shape.
     """
-    placement = _find_placement(text, len(shape), mesh, memory_kind)
+    placement = _find_placement(text, len(shape), where, memory_kind)
     placement.check(shape)
     return placement
 
 
 @cached
 def _find_placement(
-    text: str, n_dims: int | None, mesh: AnyMesh | None, memory_kind: str | None
+    text: str, n_dims: int | None, where: Where, memory_kind: str | None
 ) -> Placement:
     check_types(text, n_dims, memory_kind)
     try:
-        return _make_placement(text, n_dims, mesh, memory_kind)
+        return _make_placement(text, n_dims, where, memory_kind)
     except EinshardError as error:
-        raise error.with_fix(_working_fix(error, n_dims, mesh, memory_kind)) from None
+        raise error.with_fix(_working_fix(error, n_dims, where, memory_kind)) from None
 
 
 def _working_fix(
-    error: EinshardError, n_dims: int | None, mesh: AnyMesh | None, memory_kind: str | None
+    error: EinshardError, n_dims: int | None, where: Where, memory_kind: str | None
 ) -> str | None:
     """The fix that an error offers, if it works here; else the fix of the fix.
 
@@ -133,7 +140,7 @@ def _working_fix(
         if fix is None:
             return None
         try:
-            _make_placement(fix.removeprefix("'").removesuffix("'"), n_dims, mesh, memory_kind)
+            _make_placement(fix.removeprefix("'").removesuffix("'"), n_dims, where, memory_kind)
         except EinshardError as again:
             fix = again.fix
         else:
@@ -142,32 +149,35 @@ def _working_fix(
 
 
 def _make_placement(
-    text: str, n_dims: int | None, mesh: AnyMesh | None, memory_kind: str | None
+    text: str, n_dims: int | None, where: Where, memory_kind: str | None
 ) -> Placement:
     expression = parse(text)
-    # the axes d0, d1, ... of the default mesh are names for nobody
-    named = mesh is not None
-    mesh = device_mesh() if mesh is None else mesh
+    mesh, fixed = where or (device_mesh(), False)
     axis_sizes = sizes_of(mesh)
-    if not axis_sizes:
+    if mesh.axis_types and not axis_sizes:
         raise expression.error(
             'every mesh axis is manual here: in a per-device function each device '
             'has its own array, which cannot be sharded',
             mesh=mesh_fact(mesh),
         )
     n_devices = math.prod(axis_sizes.values())
-    layout = lay_out(expression, n_dims, n_devices, axis_sizes if named else None)
-    sharding = lower(expression, layout, mesh, memory_kind)
+    # the axes d0, d1, ... of the default mesh are names for nobody
+    layout = lay_out(expression, n_dims, n_devices, axis_sizes if where else None)
+    sharding = lower(expression, layout, mesh, memory_kind, fixed=fixed)
     return Placement(expression, layout, sharding, tuple(layout.parts.items()))
 
 
 def lower(
-    expression: Expression, layout: Layout, mesh: AnyMesh, memory_kind: str | None = None
+    expression: Expression,
+    layout: Layout,
+    mesh: AnyMesh,
+    memory_kind: str | None = None,
+    fixed: bool = False,
 ) -> NamedSharding:
-    """Writes a layout in the axes of a mesh."""
+    """Writes a layout in the axes of a mesh; of the one mesh, in other factors unless `fixed`."""
     fitted = fit(layout, sizes_of(mesh))
     if fitted is None:
-        mesh, fitted = _fit_other_factors(expression, layout, mesh)
+        mesh, fitted = _fit_other_factors(expression, layout, mesh, fixed)
     names = {str(name): name for name in mesh.axis_names}
     entries = [tuple(names[axis] for axis in axes) for axes in spec_entries(layout, fitted)]
     # normalised, since PartitionSpec('x') != PartitionSpec(('x',)) != PartitionSpec('x', None)
@@ -177,11 +187,12 @@ def lower(
 
 
 def _fit_other_factors(
-    expression: Expression, layout: Layout, mesh: AnyMesh
+    expression: Expression, layout: Layout, mesh: AnyMesh, fixed: bool
 ) -> tuple[AnyMesh, tuple[tuple[str, ...], ...]]:
     """The one mesh with factors on which the layout falls, if it may be another mesh."""
     counted = [term for term in expression.right if term.laid and not term.mesh_axes]
-    ours = is_device_mesh(mesh)
+    # under a mesh in context, JAX takes arrays on other factors for arrays on other devices
+    ours = not fixed and is_device_mesh(mesh)
     by_name = any(split.mesh_axes for split in layout.splits)
     if ours and not by_name and mesh.axis_types[0] == AxisType.Auto:
         mesh = refactored_mesh(mesh, refactor(layout))

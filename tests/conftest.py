@@ -9,6 +9,8 @@ os.environ['XLA_FLAGS'] = (
 # libtpu, where it is installed, describes TPU slices without looking for a TPU
 os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
 os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
+# several test processes load it at once
+os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
 
 import jax
 import pytest

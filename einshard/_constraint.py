@@ -1,0 +1,114 @@
+"""Placement -> constraint: what einshard does to values of a function that is being traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from ._errors import EinshardError
+from ._mesh import mesh_fact
+from ._sharding import Placement
+
+
+def constrain(x: Any, placement: Placement) -> Any:
+    """Constrains a traced value: explicit mesh axes by reshard, automatic ones by constraint."""
+    _check_context(placement)
+    try:
+        return _constrain(x, placement.sharding)
+    except ValueError as error:
+        # in jax.grad without jit the value itself may be on other devices, which no tracer tells
+        raise _refused(placement, error) from error
+
+
+def place_constant(x: Any, placement: Placement) -> Any:
+    """Places or constrains an array that a traced function has from outside."""
+    _check_context(placement)
+    sharding = placement.sharding
+    try:
+        if isinstance(sharding.mesh, AbstractMesh):
+            return _constrain_in_jit(x, sharding)
+        # under jit this is a tracer, which device_put has not placed; under jax.grad and jax.vmap
+        # alone it is an array on the right devices
+        moved = jax.device_put(x, sharding)
+        return _constrain(moved, sharding) if isinstance(moved, Tracer) else moved
+    except ValueError as error:
+        raise _refused(placement, error) from error
+
+
+def _constrain(x: Any, sharding: NamedSharding) -> Any:
+    types = set(sharding.mesh.axis_types)
+    if AxisType.Explicit in types:
+        x = jax.sharding.reshard(x, _only(sharding, AxisType.Explicit))
+    if AxisType.Auto in types:
+        x = jax.lax.with_sharding_constraint(x, _only(sharding, AxisType.Auto))
+    return x
+
+
+_constrain_in_jit = jax.jit(_constrain, static_argnums=1)
+
+
+def _only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
+    """The sharding over the mesh axes of one type."""
+    mesh = sharding.mesh
+    if set(mesh.axis_types) == {kind}:
+        return sharding
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    kept = [tuple(axis for axis in entry if types[axis] == kind) for entry in _entries(sharding)]
+    spec = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
+    return NamedSharding(mesh, spec)
+
+
+def _entries(sharding: NamedSharding) -> list[tuple[Any, ...]]:
+    return [
+        entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        for entry in sharding.spec
+    ]
+
+
+def _check_context(placement: Placement) -> None:
+    """Raises where JAX would ignore or misread a constraint."""
+    sharding = placement.sharding
+    error = placement.expression.error
+    mesh = sharding.mesh
+    if sharding.memory_kind not in (None, 'device'):
+        raise error(
+            f'a traced value has no place in memory yet: memory_kind={sharding.memory_kind!r} is '
+            'for arrays',
+            instead='place the argument or the result',
+        )
+    around = jax.sharding.get_abstract_mesh()
+    is_abstract = isinstance(mesh, AbstractMesh)
+    if is_abstract and around.empty:
+        raise error(
+            'an abstract mesh can be used in a traced function only while it is in context',
+            mesh=mesh_fact(mesh),
+            give="'with jax.set_mesh(mesh):', or a mesh of devices",
+        )
+    explicit = AxisType.Explicit in (*mesh.axis_types, *around.axis_types)
+    other = not around.empty and around != (mesh if is_abstract else mesh.abstract_mesh)
+    if other and (is_abstract or explicit):
+        raise error(
+            'the mesh given is not the mesh in context',
+            mesh_given=mesh_fact(mesh),
+            mesh_in_context=mesh_fact(around),
+        )
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    for entry in _entries(sharding):
+        kinds = [types[axis] == AxisType.Explicit for axis in entry]
+        if kinds != sorted(kinds, reverse=True):
+            raise error(
+                f'one array axis is cut over {", ".join(map(str, entry))}, where an automatic mesh '
+                'axis comes before an explicit one; JAX has the explicit ones first',
+                mesh=mesh_fact(mesh),
+            )
+
+
+def _refused(placement: Placement, error: ValueError) -> EinshardError:
+    return placement.expression.error(
+        'JAX cannot constrain this value to the devices of the mesh',
+        JAX_says=str(error).splitlines()[0],
+        mesh=mesh_fact(placement.sharding.mesh),
+    )

@@ -1,0 +1,77 @@
+"""Importing the package, and reading and defining with it, starts no backend."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import einshard
+
+# JAX takes a number of CPU devices only while no backend runs, and connects to other processes only
+# then; so both tell, by documented means, whether one does. Once one runs, both refuse.
+PROGRAM = """
+import jax
+import einshard
+from einshard._expression import parse
+from einshard._layout import lay_out
+from jax.sharding import AbstractMesh
+
+for name in dir(einshard):
+    getattr(einshard, name)
+einshard.clear_caches()
+
+lay_out(parse('a b -> 2 a2* b*'), 2, 16)
+try:
+    parse('a b ->')
+except einshard.EinshardError as error:
+    assert 'right side' in str(error)
+
+mesh = AbstractMesh((4, 4), ('x', 'y'))
+sharding = einshard.make_sharding('a b -> a4 b4', mesh=mesh)
+assert einshard.describe(sharding) == 'a b ... -> a@x b@y ...'
+einshard.make_sharding('a b -> a8 b2', mesh=einshard.device_mesh(mesh))
+struct = jax.ShapeDtypeStruct((16, 16), 'float32')
+assert einshard.einshard(struct, 'a b -> a4 b4', mesh=mesh).sharding == sharding
+
+@jax.jit
+def f(x):
+    return einshard.einshard(x, 'a b -> a* b')
+
+@einshard.sharded('a b -> a* b', out='a b -> a b*')
+def g(x):
+    return x
+
+def start(n):
+    jax.config.update('jax_num_cpu_devices', n)
+
+start(3)
+jax.distributed.initialize('127.0.0.1:PORT', num_processes=1, process_id=0)
+start(5)
+print('no backend ran', end=', ')
+assert einshard.make_sharding('a -> a*').num_devices == 5
+try:
+    start(3)
+except RuntimeError:
+    print('now one does')
+jax.distributed.shutdown()
+"""
+
+
+def test_starts_no_backend():
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        port = listener.getsockname()[1]
+    root = str(pathlib.Path(einshard.__file__).parents[1])
+    path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
+    env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': path}
+    env.pop('XLA_FLAGS', None)
+    done = subprocess.run(
+        [sys.executable, '-W', 'error', '-c', PROGRAM.replace('PORT', str(port))],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == 'no backend ran, now one does\n'

@@ -1,0 +1,217 @@
+"""What the package leans on in JAX beyond its documented API.
+
+When one of these fails after an upgrade, the comment says what in the package to look at.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+X = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+
+def mesh_of(shape, names, types=AUTO, devices=None):
+    devices = jax.devices()[: np.prod(shape)] if devices is None else devices
+    grid = np.array(devices, dtype=object).reshape(shape)
+    return Mesh(grid, names, axis_types=(types,) * len(names))
+
+
+def shard_shapes(x):
+    return {shard.data.shape for shard in x.addressable_shards}
+
+
+def mesh_is_hidden():
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize('mesh', [None, AUTO, EXPLICIT])
+def test_get_mesh_refuses_inside_every_transformation(mesh):
+    # _mesh.is_tracing asks by it
+    seen = []
+
+    def fresh():  # JAX remembers what it traced, by function
+        def f(x):
+            seen.append(mesh_is_hidden())
+            return x * 2.0
+
+        return f
+
+    def run():
+        jax.jit(fresh())(1.0)
+        jax.eval_shape(fresh(), 1.0)
+        jax.make_jaxpr(fresh())(1.0)
+        assert seen == [True] * 3
+        f = fresh()
+        jax.lax.scan(lambda carry, _: (f(carry), None), 1.0, None, length=1)
+        assert seen[3:]
+        assert all(seen)
+        seen.clear()
+        # so it does in transformations that run operation by operation, where concrete arrays
+        # stay concrete
+        jax.grad(fresh())(1.0)
+        jax.vmap(fresh())(jnp.ones(2))
+        assert seen == [True] * 2
+        assert not mesh_is_hidden()
+
+    if mesh is None:
+        run()
+    else:
+        with jax.set_mesh(mesh_of((8,), ('x',), mesh)):
+            run()
+
+
+def test_abstract_mesh_in_context_is_empty_outside():
+    # _mesh.context_mesh
+    assert jax.sharding.get_abstract_mesh().empty
+    mesh = mesh_of((8,), ('x',))
+    with jax.set_mesh(mesh):
+        assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+        assert jax.sharding.get_mesh() is mesh
+    assert jax.sharding.get_abstract_mesh().empty
+    with jax.sharding.use_abstract_mesh(AbstractMesh((8,), ('x',))):
+        assert not jax.sharding.get_abstract_mesh().empty
+        assert jax.sharding.get_mesh().empty
+
+
+def test_specs_that_mean_the_same_are_not_equal():
+    # _sharding.lower normalises them
+    assert P('x') != P('x', None)
+    mesh = mesh_of((8,), ('x',))
+    assert NamedSharding(mesh, P('x')) != NamedSharding(mesh, P('x', None))
+    assert NamedSharding(mesh, P('x')) == NamedSharding(mesh, P('x'))
+
+
+def test_shardings_on_equal_meshes_are_equal():
+    one, other = mesh_of((2, 4), ('x', 'y')), mesh_of((2, 4), ('x', 'y'))
+    assert NamedSharding(one, P('x')) == NamedSharding(other, P('x'))
+    assert hash(NamedSharding(one, P('x'))) == hash(NamedSharding(other, P('x')))
+    assert NamedSharding(one, P('x')) != NamedSharding(mesh_of((2, 2, 2), ('x', 'y', 'z')), P('x'))
+
+
+def test_default_axis_types():
+    # hence axis_types= is given always
+    assert mesh_of((8,), ('x',)).axis_types == (AUTO,)
+    assert Mesh(np.array(jax.devices()), ('x',)).axis_types == (AUTO,)
+
+
+def test_device_put_in_jit_does_nothing_under_auto():
+    # _placement.constrain is there for it
+    sharding = NamedSharding(mesh_of((8,), ('x',)), P('x'))
+    y = jax.jit(lambda x: jax.device_put(x * 2, sharding))(X)
+    assert shard_shapes(y) == {(8, 8)}
+    y = jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 2, sharding))(X)
+    assert shard_shapes(y) == {(1, 8)}
+
+
+def test_indivisible_constraint_in_jit_replicates_in_silence():
+    # Placement.check is there for it
+    sharding = NamedSharding(mesh_of((8,), ('x',)), P('x'))
+    x = np.ones((7, 8), np.float32)
+    y = jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 2, sharding))(x)
+    assert shard_shapes(y) == {(7, 8)}
+    with pytest.raises(ValueError, match='divisible'):
+        jax.device_put(x, sharding)
+
+
+def test_constraint_in_jit_forgets_the_memory_kind():
+    sharding = NamedSharding(mesh_of((8,), ('x',)), P('x'), memory_kind='pinned_host')
+    y = jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 2, sharding))(X)
+    assert y.sharding.memory_kind == 'device'
+
+
+def test_jit_forgets_the_sharding_of_a_constant():
+    # a placed array inside jit is constrained, though it lies right
+    x = jax.device_put(X, NamedSharding(mesh_of((8,), ('x',)), P('x')))
+    y = jax.jit(lambda: x + 0)()
+    assert len(y.sharding.device_set) == 1
+
+
+def test_constraint_asserts_under_explicit():
+    # _placement.constrain reshards explicit axes
+    mesh = mesh_of((8,), ('x',), EXPLICIT)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P()))
+        with pytest.raises(AssertionError, match='reshard'):
+            jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('x')))
+        y = jax.jit(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, P('x'))))(x)
+        assert shard_shapes(y) == {(1, 8)}
+
+
+def test_reshard_refuses_auto_axes():
+    mesh = mesh_of((8,), ('x',))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match='reshard cannot'):
+        jax.jit(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, P('x'))))(X)
+
+
+def test_different_auto_meshes_meet_in_one_jit():
+    # what the one mesh, refactored, leans on
+    one = jax.device_put(X, NamedSharding(mesh_of((8,), ('x',)), P('x')))
+    other = jax.device_put(X, NamedSharding(mesh_of((2, 4), ('x', 'y')), P('y', 'x')))
+    np.testing.assert_array_equal(jax.jit(lambda a, b: (a + b).sum())(one, other), 2 * X.sum())
+    devices = jax.devices()[:8][::-1]
+    backwards = mesh_of((8,), ('x',), devices=devices)
+    another = jax.device_put(X, NamedSharding(backwards, P('x')))
+    with pytest.raises(ValueError, match='incompatible devices'):
+        jax.jit(lambda a, b: a + b)(one, another)
+
+
+@pytest.mark.parametrize('types', [AUTO, EXPLICIT])
+def test_sharding_on_the_abstract_mesh_in_context(types):
+    # while tracing, expressions are lowered onto it
+    mesh = mesh_of((2, 4), ('x', 'y'), types)
+
+    @jax.jit
+    def f(x):
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), P('y', 'x'))
+        if types == AUTO:
+            return jax.lax.with_sharding_constraint(x * 2, sharding)
+        return jax.sharding.reshard(x * 2, sharding)
+
+    with jax.set_mesh(mesh):
+        y = f(X)
+    assert shard_shapes(y) == {(2, 4)}
+    assert y.sharding.mesh == mesh
+
+
+def test_mesh_axis_named_zero_is_no_axis():
+    # _sharding.lower refuses such a mesh
+    mesh = mesh_of((8,), (0,))
+    assert shard_shapes(jax.device_put(X, NamedSharding(mesh, P(0)))) == {(8, 8)}
+
+
+def test_device_is_a_class_for_isinstance():
+    # _mesh._device_mesh
+    assert all(isinstance(device, jax.Device) for device in jax.devices())
+
+
+def test_traced_values_tell_auto_from_explicit():
+    # describe
+    seen = []
+
+    @jax.jit
+    def f(x):
+        seen.append(jax.typeof(x).sharding)
+        return x
+
+    f(jax.device_put(X, NamedSharding(mesh_of((8,), ('x',)), P('x'))))
+    mesh = mesh_of((8,), ('x',), EXPLICIT)
+    f(jax.device_put(X, NamedSharding(mesh, P('x'))))
+    automatic, explicit = seen
+    assert EXPLICIT not in automatic.mesh.axis_types
+    assert explicit.mesh == mesh.abstract_mesh
+    assert explicit.spec == P('x', None)
+
+
+def test_none_is_an_empty_tree_and_a_leaf_of_a_prefix():
+    # _specs.leaf_specs
+    treedef = jax.tree.structure([0, None], is_leaf=lambda node: node is None)
+    assert treedef.flatten_up_to([{'a': 1}, {'b': 2}]) == [{'a': 1}, {'b': 2}]
+    assert jax.tree.leaves({'a': None}) == []

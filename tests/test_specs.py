@@ -1,0 +1,272 @@
+"""Specs for trees: prefixes, functions of the path, and what does not match."""
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from einshard import EinshardError, device_mesh, einshard, make_sharding
+
+
+class Layer(NamedTuple):
+    w: Any
+    b: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Block:
+    up: Any
+    down: Any
+    name: str = dataclasses.field(default='block', metadata={'static': True})
+
+
+@jax.tree_util.register_pytree_node_class
+class Keyless:
+    """A node whose children have no names."""
+
+    def __init__(self, *children):
+        self.children = children
+
+    def tree_flatten(self):
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+W = jax.ShapeDtypeStruct((16, 16), np.float32)
+B = jax.ShapeDtypeStruct((16,), np.float32)
+ROWS, COLUMNS, VECTOR = 'i o -> i* o', 'i o -> i o*', 'o -> o*'
+LETTER = {
+    make_sharding(ROWS): 'R',
+    make_sharding(COLUMNS): 'C',
+    make_sharding(VECTOR): 'R',  # the same sharding
+    None: '-',
+}
+
+
+def placed(tree, specs):
+    """Each leaf as R, C or -, for rows, columns or left alone."""
+    result = einshard(tree, specs)
+    assert jax.tree.structure(result) == jax.tree.structure(tree)
+    for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(result), strict=True):
+        assert (before.shape, before.dtype) == (after.shape, after.dtype)
+    return ''.join(LETTER[leaf.sharding] for leaf in jax.tree.leaves(result))
+
+
+@pytest.mark.parametrize(
+    ('tree', 'specs', 'letters'),
+    [
+        (W, ROWS, 'R'),
+        (W, None, '-'),
+        ({'a': W, 'b': W}, ROWS, 'RR'),
+        ({'a': W, 'b': W}, None, '--'),
+        ({'a': W, 'b': W}, {'a': ROWS, 'b': COLUMNS}, 'RC'),
+        ({'a': W, 'b': W}, {'b': COLUMNS, 'a': ROWS}, 'RC'),
+        ({'a': W, 'b': [W, W]}, {'a': ROWS, 'b': COLUMNS}, 'RCC'),
+        ({'a': W, 'b': [W, W]}, {'a': None, 'b': [COLUMNS, ROWS]}, '-CR'),
+        ({'a': W, 'b': [W, W]}, {'a': ROWS, 'b': None}, 'R--'),
+        ({'a': W, 'b': [W, B]}, {'a': ROWS, 'b': [None, VECTOR]}, 'R-R'),
+        ([W, (W, W)], [ROWS, (COLUMNS, None)], 'RC-'),
+        ([W, (W, W)], [ROWS, COLUMNS], 'RCC'),
+        ((W, W), (None, ROWS), '-R'),
+        (Layer(W, B), Layer(COLUMNS, VECTOR), 'CR'),
+        ([Layer(W, B), Layer(W, B)], [Layer(COLUMNS, VECTOR), None], 'CR--'),
+        (Block(W, [W]), Block(ROWS, COLUMNS), 'RC'),
+        ({'x': Block(W, W), 'y': W}, {'x': ROWS, 'y': COLUMNS}, 'RRC'),
+        (Keyless(W, W), Keyless(ROWS, COLUMNS), 'RC'),
+        (collections.OrderedDict(a=W, b=W), collections.OrderedDict(a=ROWS, b=None), 'R-'),
+        # None in the tree is an empty subtree; a spec of it is for nothing
+        ({'a': None, 'b': W}, ROWS, 'R'),
+        ({'a': None, 'b': W}, {'a': None, 'b': ROWS}, 'R'),
+        ({'a': None, 'b': W}, {'a': ROWS, 'b': COLUMNS}, 'C'),
+        ({'a': {}, 'b': (), 'c': W}, {'a': ROWS, 'b': ROWS, 'c': COLUMNS}, 'C'),
+        ({}, {}, ''),
+        ({}, ROWS, ''),
+        ([], None, ''),
+        # one expression for axes that leaves have in common
+        ([W, B], '... o -> ... o*', 'CR'),
+    ],
+)
+def test_prefixes(tree, specs, letters):
+    assert placed(tree, specs) == letters
+
+
+def test_prefixes_agree_with_jit():
+    """The same prefixes as `in_shardings` takes."""
+    tree = {'a': np.ones((16, 16)), 'b': [np.ones((16, 16)), np.ones((16, 16))]}
+    for specs in ({'a': ROWS, 'b': COLUMNS}, {'a': ROWS, 'b': [COLUMNS, ROWS]}, ROWS):
+        shardings = jax.tree.map(make_sharding, specs)
+        expected = jax.jit(lambda tree: tree, in_shardings=(shardings,))(tree)
+        found = einshard(tree, specs)
+        for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+            assert one.sharding == other.sharding
+
+
+# --- functions of the path --------------------------------------------------------------------
+
+
+def test_functions_see_the_whole_path():
+    tree = {'layers': [Layer(W, B), Block(W, {'b': B})], 'keyless': Keyless(W), 'none': None}
+    seen = []
+
+    def look(path, leaf):
+        seen.append((path, leaf))
+
+    assert einshard(tree, look) is not None
+    paths = [path for path, _ in seen]
+    assert paths == [
+        'keyless/0',
+        'layers/0/w',
+        'layers/0/b',
+        'layers/1/up',
+        'layers/1/down/b',
+    ]
+    assert [leaf for _, leaf in seen] == jax.tree.leaves(tree)
+    # at a place in a prefix too, the path is from the top
+    seen.clear()
+    einshard(tree, {'layers': [None, look], 'keyless': ROWS, 'none': look})
+    assert [path for path, _ in seen] == ['layers/1/up', 'layers/1/down/b']
+
+
+def test_functions_of_one_array_get_the_empty_path():
+    seen = []
+    einshard(W, lambda path, leaf: seen.append((path, leaf)))
+    assert seen == [('', W)]
+
+
+def test_functions_give_specs():
+    def by_rank(path, leaf):
+        if path.startswith('frozen'):
+            return None
+        return {2: COLUMNS, 1: VECTOR}[leaf.ndim]
+
+    assert placed({'frozen': W, 'w': W, 'x': B}, by_rank) == '-CR'
+    assert placed({'w': W, 'x': W}, {'w': by_rank, 'x': ROWS}) == 'CR'
+    assert placed({'w': W}, lambda path, leaf: by_rank) == 'C'
+
+
+@pytest.mark.parametrize('bad', [3, {'w': ROWS}, [ROWS], P('x'), b'a*'])
+def test_functions_that_give_no_spec(bad):
+    with pytest.raises(EinshardError) as caught:
+        einshard({'net': {'w': W}}, lambda path, leaf: bad)
+    assert 'no spec' in str(caught.value)
+    assert "float32[16,16], leaf 'net/w'" in str(caught.value)
+    assert repr(bad) in str(caught.value)
+
+
+def test_errors_in_functions_are_the_users():
+    def fails(path, leaf):
+        raise KeyError(path)
+
+    with pytest.raises(KeyError, match='net/w'):
+        einshard({'net': {'w': W}}, fails)
+
+
+def test_functions_see_leaves_that_are_no_arrays():
+    seen = {}
+    tree = {'f': jnp.sin, 'w': W, 's': 'text'}
+    result = einshard(
+        tree, lambda path, leaf: seen.update({path: leaf}) or ROWS if leaf is W else None
+    )
+    assert result['f'] is jnp.sin
+    assert result['s'] == 'text'
+
+
+# --- what does not match ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('tree', 'specs', 'where', 'facts'),
+    [
+        ({'a': W}, {'b': ROWS}, 'at the top', ('dict with b', 'dict with a')),
+        ({'a': W, 'b': W}, {'a': ROWS}, 'at the top', ('dict with a', 'dict with a, b')),
+        ({'a': W}, {'a': ROWS, 'b': ROWS}, 'at the top', ('dict with a, b', 'dict with a')),
+        ({'a': W}, [ROWS], 'at the top', ('list with 0', 'dict with a')),
+        ([W], (ROWS,), 'at the top', ('tuple with 0', 'list with 0')),
+        ([W, W], [ROWS], 'at the top', ('list with 0', 'list with 0, 1')),
+        (W, {'a': ROWS}, 'at the top', ('dict with a', 'float32[16,16]')),
+        (
+            {'net': {'layers': [W, {'w': W}]}},
+            {'net': {'layers': [ROWS, {'v': ROWS}]}},
+            "at 'net/layers/1'",
+            ('dict with v', 'dict with w'),
+        ),
+        (
+            {'net': [W, W]},
+            {'net': [ROWS, {'w': ROWS}]},
+            "at 'net/1'",
+            ('dict with w', 'float32[16,16]'),
+        ),
+        (
+            {'net': Layer(W, B)},
+            {'net': (ROWS, VECTOR)},
+            "at 'net'",
+            ('tuple with 0, 1', 'Layer with w, b'),
+        ),
+        ({'x': None}, {'x': {'a': ROWS}}, "at 'x'", ('dict with a', 'NoneType')),
+        ([Keyless(W, W)], [Keyless(ROWS)], "at '0'", ('Keyless', 'Keyless')),
+    ],
+)
+def test_mismatch_says_where(tree, specs, where, facts):
+    with pytest.raises(EinshardError) as caught:
+        einshard(tree, specs)
+    error = caught.value
+    assert error.sentence == f'the specs are no prefix of the tree: they differ {where}'
+    specs_fact, tree_fact = facts
+    assert error.facts['specs'].startswith(specs_fact)
+    assert error.facts['tree'].startswith(tree_fact)
+
+
+def test_mismatch_in_static_fields():
+    """Nodes that differ in what is no leaf are refused too, in our words."""
+    with pytest.raises(EinshardError, match='no prefix'):
+        einshard(Block(W, W, 'one'), Block(ROWS, ROWS, 'other'))
+
+
+def test_mismatch_between_kinds_of_dict():
+    tree, specs = collections.OrderedDict(a=W), {'a': ROWS}
+    with pytest.raises(EinshardError, match='no prefix'):
+        einshard(tree, specs)
+
+
+def test_mismatch_with_functions_in_the_prefix():
+    with pytest.raises(EinshardError, match="they differ at 'net'"):
+        einshard({'net': {'w': W}}, {'net': {'v': lambda path, leaf: None}})
+
+
+@pytest.mark.parametrize(
+    'bad', [3, 2.5, b'a*', P('x'), NamedSharding(device_mesh(), P('d0')), object(), np.ones(3)]
+)
+def test_bad_spec_leaves(bad):
+    with pytest.raises(EinshardError, match='is no spec') as caught:
+        einshard(W, bad)
+    assert 'at ' not in caught.value.sentence.removeprefix(repr(bad)).split('is no')[0]
+    with pytest.raises(EinshardError, match='is no spec') as caught:
+        einshard({'net': [W, W]}, {'net': [ROWS, bad]})
+    assert "at 'net/1'" in caught.value.sentence
+    with pytest.raises(EinshardError, match='is no spec'):
+        einshard({'net': [W, W]}, {'net': [lambda path, leaf: ROWS, bad]})
+
+
+def test_a_bad_expression_says_which_leaf():
+    tree = {'net': [W, {'b': B}]}
+    for specs, leaf in [
+        (ROWS, "float32[16], leaf 'net/1/b'"),
+        ({'net': ['i o -> i3 o', None]}, "float32[16,16], leaf 'net/0'"),
+        (lambda path, leaf: 'i o -> i o', "float32[16,16], leaf 'net/0'"),
+    ]:
+        with pytest.raises(EinshardError) as caught:
+            einshard(tree, specs)
+        assert caught.value.facts['array'] == leaf
+    with pytest.raises(EinshardError) as caught:
+        einshard(jax.ShapeDtypeStruct((6, 16), np.float32), 'i o -> i* o')
+    assert caught.value.facts['array'] == 'float32[6,16]'
