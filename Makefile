@@ -5,27 +5,33 @@ BIN = $(VENV)/bin
 
 .PHONY: demo test lint types docs clean
 
-demo: $(VENV)/demo.installed
-	$(BIN)/python docs/examples/digits.py
+# an environment of its own: the tests' libtpu would look for a TPU and say so in the demo
+demo: $(VENV)-demo/demo.installed
+	@$(VENV)-demo/bin/python docs/examples/digits.py
 
 test: $(VENV)/test.installed
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/dev.installed
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
-docs: $(VENV)/dev.installed
-	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+docs: $(VENV)/docs.installed
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@echo 'docs/_build/html/index.html'
 
 # one stamp for each extra: installed again when pyproject.toml changes
-$(VENV)/%.installed: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
-	touch $@
+%.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit( \
+	    "einshard needs Python 3.11 or newer, and $(PYTHON) is %d.%d; " % v[:2] \
+	    + "name another one: make $(MAKECMDGOALS) PYTHON=python3.12")'
+	@echo 'installing einshard[$(*F)] and what it needs in $(@D), once'
+	@test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(*F)]'
+	@touch $@
 
 clean:
 	rm -rf .venv* build dist docs/_build docs/jupyter_execute

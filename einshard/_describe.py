@@ -34,8 +34,8 @@ def describe(x: Any) -> str:
             know its rank, so axes after the last sharded one are '...'.
 
     Returns:
-        An expression; or words where there is none to give: for host arrays, arrays on a single
-        device, tracers whose placement the compiler decides.
+        An expression; or words where there is none to give, as for host arrays, arrays on a single
+        device, and tracers whose placement the compiler decides.
 
     Raises:
         EinshardError: `x` has no sharding.

@@ -117,7 +117,7 @@ def test_indivisible_constraint_in_jit_replicates_in_silence():
     x = np.ones((7, 8), np.float32)
     y = jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 2, sharding))(x)
     assert shard_shapes(y) == {(7, 8)}
-    with pytest.raises(ValueError, match='divisible'):
+    with pytest.raises(ValueError, match='divi'):
         jax.device_put(x, sharding)
 
 

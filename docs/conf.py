@@ -1,0 +1,33 @@
+"""Sphinx: pages in Markdown whose code is run at every build. `make docs` builds them."""
+
+import os
+
+import einshard
+
+# for the kernels that run the pages, which inherit it: they simulate their devices
+os.environ['JAX_PLATFORMS'] = 'cpu'
+
+project = 'einshard'
+author = 'the einshard authors'
+copyright = 'the einshard authors'
+version = release = einshard.__version__
+
+extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
+exclude_patterns = ['_build', 'jupyter_execute']
+
+nb_execution_mode = 'force'  # a page shows what this version does, never what a cache remembers
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_merge_streams = True
+
+myst_enable_extensions = ['colon_fence']
+myst_heading_anchors = 2
+
+default_role = 'code'
+smartquotes = False  # '...' is notation, and no ellipsis of one character
+autodoc_typehints = 'none'  # the signature shows them
+autodoc_preserve_defaults = True
+
+html_theme = 'sphinx_book_theme'
+html_title = 'einshard'
+html_theme_options = {'show_toc_level': 2, 'use_download_button': False}

@@ -1,0 +1,140 @@
+"""Every line of code in the README and in the pages of the documentation, run."""
+
+import contextlib
+import inspect
+import io
+import re
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import einshard
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / 'docs'
+README = (ROOT / 'README.md').read_text(encoding='utf-8')
+PAGES = sorted(DOCS.glob('*.md'))
+
+# the opening fence of a cell or of Python in the README, up to the closing one
+_CODE = re.compile(r'^```(?:python|\{code-cell\}[^\n]*)\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+
+
+def code_of(page):
+    """The code of a page as one program, with every line where the page has it."""
+    text = page.read_text(encoding='utf-8')
+    lines = [''] * (text.count('\n') + 1)
+    for match in _CODE.finditer(text):
+        first = text.count('\n', 0, match.start(1))
+        for i, line in enumerate(match[1].splitlines()):
+            lines[first + i] = '' if re.match(r':[a-z-]+:', line) else line
+    return '\n'.join(lines)
+
+
+def run(page):
+    """Runs a page; returns its names and what it printed."""
+    printed = io.StringIO()
+    names = {'__name__': page.stem}
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code_of(page), str(page), 'exec'), names)
+    return names, printed.getvalue()
+
+
+def test_there_are_pages():
+    assert {page.stem for page in PAGES} >= {'index', 'notation', 'functions', 'how_it_works'}
+
+
+@pytest.mark.parametrize('page', [p for p in PAGES if p.stem != 'digits'], ids=lambda p: p.stem)
+def test_page_runs(page, monkeypatch):
+    monkeypatch.chdir(DOCS)
+    names, _ = run(page)
+    assert page.stem == 'api' or len(names) > 2
+
+
+def test_example_page_runs(monkeypatch):
+    """The page of the demo, whose program tests/test_examples.py has run in full."""
+    monkeypatch.chdir(DOCS)
+    monkeypatch.syspath_prepend(DOCS / 'examples')
+    import digits
+
+    full = digits.main
+    monkeypatch.setattr(digits, 'main', lambda console: full(console, epochs=1))
+    names, printed = run(DOCS / 'digits.md')
+    assert names['describe'](names['tensor'].weights['w1']) in printed
+
+
+def test_readme_runs():
+    names, printed = run(ROOT / 'README.md')
+    n = len(jax.devices())
+    assert names['x'].sharding == einshard.make_sharding(f'a b -> a{n} b')
+    assert names['y'].sharding == einshard.make_sharding(f'a b -> a{n // 2} b2')
+    assert printed.strip() == einshard.describe(names['y'])
+
+
+def test_readme_says_what_eight_devices_print():
+    sharding = einshard.make_sharding('batch y -> batch* y2', n_dims=2, mesh=jax.devices()[:8])
+    y = jax.device_put(np.ones((32, 128)), sharding)
+    assert f'print(describe(y))  # on 8 devices: {einshard.describe(y)}\n' in README
+
+
+def test_readme_picture_is_what_show_draws():
+    picture = str(einshard.show('a b -> 2 a2* b*', (4, 8), 16))
+    assert f'```\n{picture}\n```' in README
+
+
+@pytest.mark.parametrize('page', [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *PAGES], ids=str)
+def test_links_lead_somewhere(page):
+    text = page.read_text(encoding='utf-8')
+    links = re.findall(r'\]\(([^)#\s]+)', text)
+    for link in links:
+        if not link.startswith('https://'):
+            assert (page.parent / link).exists(), f'{page.name} links to {link}'
+
+
+def test_every_page_is_in_the_table_of_contents():
+    trees = re.findall(
+        r'^```\{toctree\}\n(.*?)^```$', (DOCS / 'index.md').read_text(), re.MULTILINE | re.DOTALL
+    )
+    listed = {line for tree in trees for line in tree.split() if not line.startswith(':')}
+    assert {page.stem for page in PAGES} - {'index'} <= listed
+
+
+def public_names():
+    values = vars(einshard).items()
+    return sorted(
+        name
+        for name, value in values
+        if not name.startswith('_') and not isinstance(value, types.ModuleType)
+    )
+
+
+@pytest.mark.parametrize('name', public_names())
+def test_public_name_has_a_docstring_in_the_reference(name):
+    assert inspect.getdoc(getattr(einshard, name)).strip()
+    reference = (DOCS / 'api.md').read_text()
+    assert re.search(rf'^\.\. auto\w+:: einshard\.{name}$', reference, re.MULTILINE), name
+
+
+def test_readme_names_the_versions_that_the_package_asks_for():
+    wanted = (ROOT / 'pyproject.toml').read_text()
+    python = re.search(r'requires-python = ">=([\d.]+)"', wanted)[1]
+    jax_version = re.search(r'"jax>=([\d.]+)"', wanted)[1]
+    assert f'Python {python} or newer' in README
+    assert f'JAX {jax_version} or newer' in README
+
+
+@pytest.mark.parametrize('page', ['CONTRIBUTING.md', 'docs/how_it_works.md'])
+def test_tables_of_modules_are_complete_and_in_the_order_of_imports(page):
+    package = ROOT / 'einshard'
+    table = (ROOT / page).read_text(encoding='utf-8').partition('| module | holds |')[2]
+    patterns = re.findall(r'`(_[a-z*_]+\.py)`', table.partition('Imports go one way')[0])
+    modules = [path.stem for pattern in patterns for path in sorted(package.glob(pattern))]
+    apart = {'__init__', '__main__', '_version'}
+    assert sorted(modules) == sorted({path.stem for path in package.glob('*.py')} - apart)
+    for i, module in enumerate(modules):
+        source = (package / f'{module}.py').read_text(encoding='utf-8')
+        imported = re.findall(r'^\s*from \.(\w+) import', source, re.MULTILINE)
+        late = set(imported) - set(modules[:i])
+        assert not late, f'{module} imports {late} from below'
