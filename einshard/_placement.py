@@ -169,10 +169,12 @@ def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool) -> list
 def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
     """Moves one leaf where several processes hold the devices.
 
-    `device_put` of host data would first gather it from every process, to see that all of them
-    hold the same; each process takes its own shards instead.
+    `device_put` of data that each process has to itself would first gather it from all of them, to
+    see that it is the same; each process takes its own shards instead.
     """
-    if isinstance(x, jax.Array) or sharding.is_fully_addressable:
+    is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
+    is_key = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
+    if is_global or is_key or sharding.is_fully_addressable:
         return jax.device_put(x, sharding, donate=donate)
     host = np.asarray(x)
     host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)

@@ -288,7 +288,11 @@ def _is_misplaced(leaf: Any, sharding: NamedSharding) -> bool:
 
 def _row_of(labels: Sequence[str]) -> inspect.Signature:
     """A signature of positional parameters called as the labels say, as far as they can be."""
-    names = [re.sub(r'\W', '_', label).rstrip('_') for label in labels]
-    names = [f'{name}_' if keyword.iskeyword(name) else name for name in names]
+    names: list[str] = []
+    for label in labels:
+        name = re.sub(r'\W', '_', label.removesuffix(']'))
+        while name in names or keyword.iskeyword(name):
+            name += '_'
+        names.append(name)
     only = inspect.Parameter.POSITIONAL_ONLY
     return inspect.Signature([inspect.Parameter(name, only) for name in names])
