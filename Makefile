@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint types docs clean
+.PHONY: demo test bench lint types docs clean
 
 # an environment of its own: the tests' libtpu would look for a TPU and say so in the demo
 demo: $(VENV)-demo/demo.installed
@@ -11,6 +11,10 @@ demo: $(VENV)-demo/demo.installed
 
 test: $(VENV)/test.installed
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# under five minutes; where there is no accelerator, on eight simulated devices
+bench: $(VENV)-bench/rich.installed
+	@$(VENV)-bench/bin/python -m benchmarks all
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .

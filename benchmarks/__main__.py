@@ -15,6 +15,7 @@ from collections.abc import Sequence
 # an accelerator
 MODULES = {
     'placement': 'benchmarks.placement',
+    'dispatch': 'benchmarks.dispatch',
     'expressions': 'benchmarks.expressions',
     'import': 'benchmarks.importing',
 }

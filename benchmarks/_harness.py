@@ -50,6 +50,7 @@ class Bench:
     subject: str = 'einshard'
     rows: list[Row] = field(default_factory=list)
     progress: Callable[[str], None] = lambda text: None
+    clock: Clock = time.perf_counter
 
     def compare(
         self,
@@ -58,12 +59,38 @@ class Bench:
         compared_with: str,
         theirs: Call,
         target: Target | None = None,
+        n_calls: int = 1,
         **parameters: str | int | float,
     ) -> Row:
-        """A row for the time of `ours`, beside that of `theirs`, in interleaved rounds."""
-        self.progress(f'{name}, against {compared_with}')
-        figures, others = interleave(ours, theirs, self.seconds, self.tiny)
+        """A row for the time of `ours`, beside that of `theirs`, in interleaved rounds.
+
+        Where each of them stands for a loop of `n_calls` calls, the figures are of one.
+        """
+        figures, others = self._times(name, ours, compared_with, theirs, n_calls)
         return self.record(name, 's', figures, compared_with, others, target, **parameters)
+
+    def difference(
+        self,
+        name: str,
+        ours: Call,
+        compared_with: str,
+        theirs: Call,
+        target: Target,
+        n_calls: int = 1,
+        **parameters: str | int | float,
+    ) -> Row:
+        """A row as of `compare`, and one for how much more `ours` takes, with the target."""
+        figures, others = self._times(name, ours, compared_with, theirs, n_calls)
+        self.record(name, 's', figures, compared_with, others, **parameters)
+        more = [a - b for a, b in zip(figures, others, strict=True)]
+        return self.record(f'{name}: how much more', 's', more, target=target, **parameters)
+
+    def _times(
+        self, name: str, ours: Call, compared_with: str, theirs: Call, n_calls: int
+    ) -> tuple[list[float], list[float]]:
+        self.progress(f'{name}, against {compared_with}')
+        a, b = interleave(ours, theirs, self.seconds, self.tiny, self.clock)
+        return [time / n_calls for time in a], [time / n_calls for time in b]
 
     def record(
         self,

@@ -80,8 +80,8 @@ def ratio_text(ratio: float) -> str:
 
 
 def quantity(value: float, unit: str) -> str:
-    """12.5 us; 0 backends"""
+    """12.5 us; -40 ns, of a difference; 0 backends"""
     if unit != 's':
         return f'{value:g} {unit}'
-    scale, prefixed = next((p for p in PREFIXES if value >= p[0]), PREFIXES[-1])
+    scale, prefixed = next((p for p in PREFIXES if abs(value) >= p[0]), PREFIXES[-1])
     return f'{value / scale:.3g} {prefixed}'

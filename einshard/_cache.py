@@ -8,6 +8,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 _P = ParamSpec('_P')
 _R = TypeVar('_R')
+_K = TypeVar('_K')
+_V = TypeVar('_V')
 _caches: list[Callable[[], None]] = []
 
 
@@ -19,6 +21,12 @@ def cached(function: Callable[_P, _R]) -> Callable[_P, _R]:
     wrapped: Any = functools.lru_cache(maxsize=8192)(function)
     _caches.append(wrapped.cache_clear)
     return cast(Callable[_P, _R], wrapped)
+
+
+def register(cache: dict[_K, _V]) -> dict[_K, _V]:
+    """Adds a dictionary to those that `clear_caches` empties."""
+    _caches.append(cache.clear)
+    return cache
 
 
 def clear_caches() -> None:

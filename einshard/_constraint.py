@@ -61,6 +61,13 @@ def _only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
     return NamedSharding(mesh, spec)
 
 
+def has_type(x: Any, sharding: NamedSharding) -> bool:
+    """Whether the type of a traced value says what the sharding does on explicit mesh axes."""
+    wanted, typed = _entries(_only(sharding, AxisType.Explicit)), _entries(jax.typeof(x).sharding)
+    n_dims = max(len(wanted), len(typed))
+    return wanted + [()] * (n_dims - len(wanted)) == typed + [()] * (n_dims - len(typed))
+
+
 def _entries(sharding: NamedSharding) -> list[tuple[Any, ...]]:
     return [
         entry if isinstance(entry, tuple) else () if entry is None else (entry,)

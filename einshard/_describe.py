@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ._errors import EinshardError
+from ._expression import axis_letters
 from ._mesh import device_mesh, is_device_mesh
 from ._sharding import make_sharding
 
@@ -57,7 +57,7 @@ def describe_named(
 ) -> str:
     """The expression of a NamedSharding, in the axis names given or in a, b, c, ..."""
     n_named = len(sharding.spec) if n_dims is None else n_dims
-    axes = list(names) if names is not None else list(itertools.islice(_names(), n_named))
+    axes = list(names) if names is not None else list(itertools.islice(axis_letters(), n_named))
     rest = ['...'] if n_dims is None or not axes else []
     left = ' '.join([*axes, *rest])
     by_count, by_name = _by_count(sharding, axes), _by_name(sharding, axes)
@@ -90,13 +90,6 @@ def _sharding_of(x: Any) -> Sharding | str:
         f'a {type(x).__name__} has no sharding to describe',
         facts={'give': 'an array, a ShapeDtypeStruct or a sharding; for trees, use jax.tree.map'},
     )
-
-
-def _names() -> Iterator[str]:
-    """a, ..., z, aa, ab, ..."""
-    for length in itertools.count(1):
-        for letters in itertools.product(string.ascii_lowercase, repeat=length):
-            yield ''.join(letters)
 
 
 def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:

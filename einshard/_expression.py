@@ -12,10 +12,12 @@ name        =  letters and underscores of any script (NFC), case-sensitive; no d
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
+import string
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ._cache import cached
@@ -119,6 +121,13 @@ def parse(text: str) -> Expression:
     _check_sides(expression)
     _check_right(expression)
     return expression
+
+
+def axis_letters() -> Iterator[str]:
+    """Names for axes that have none: a, ..., z, aa, ab, ..."""
+    for length in itertools.count(1):
+        for letters in itertools.product(string.ascii_lowercase, repeat=length):
+            yield ''.join(letters)
 
 
 # A word is a term with what is glued to it; '@(' keeps its spaces.

@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ._cache import cached
 from ._errors import EinshardError, plural, quoted
@@ -154,6 +154,12 @@ def spec_entries(layout: Layout, fitted: Sequence[tuple[str, ...]]) -> tuple[tup
             entries[split.axis] = entries.get(split.axis, ()) + mesh_axes
     last = max((axis for axis, mesh_axes in entries.items() if mesh_axes), default=-1)
     return tuple(entries.get(axis, ()) for axis in range(last + 1))
+
+
+def without_axes(layout: Layout, axes: Collection[int]) -> Layout:
+    """The layout with replicas in place of the parts of some array axes."""
+    splits = [replace(s, axis=None) if s.axis in axes else s for s in layout.splits]
+    return Layout(tuple(_merged(splits)))
 
 
 def needs_rank(expression: Expression) -> bool:

@@ -9,9 +9,10 @@ the devices by the shape that it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import jax
 import numpy as np
@@ -181,8 +182,30 @@ def is_device_mesh(mesh: AnyMesh) -> bool:
     return list(mesh.devices.flat) == list(device_mesh(mesh).devices.flat)
 
 
-# The mesh of the `sharded` function that is being traced, the default for all inside it.
-enclosing_mesh: ContextVar[AnyMesh | None] = ContextVar('enclosing_mesh', default=None)
+AxisRules: TypeAlias = tuple[tuple[str, str], ...]  # (axis name, placement), sorted
+
+
+class Around(NamedTuple):
+    """What surrounds a piece of code, as far as expressions in it look at that."""
+
+    mesh: AnyMesh | None = None  # of the `sharded` function that is being traced
+    axis_rules: AxisRules = ()
+
+
+around: ContextVar[Around | None] = ContextVar('around', default=None)
+
+
+@contextlib.contextmanager
+def given_mesh(mesh: AnyMesh | None) -> Generator[None, None, None]:
+    """While functions of the path are asked for specs: the mesh that these are for is around."""
+    surroundings = around.get()
+    if mesh is not None:
+        surroundings = (surroundings or Around())._replace(mesh=mesh)
+    token = around.set(surroundings)
+    try:
+        yield
+    finally:
+        around.reset(token)
 
 
 def context_mesh() -> AnyMesh | None:
@@ -219,7 +242,8 @@ def resolve_mesh(mesh: MeshLike | None) -> AnyMesh:
         context = context_mesh()
         if context is not None and AxisType.Manual in context.axis_types:
             return context
-        return enclosing_mesh.get() or context or device_mesh()
+        enclosing = around.get()
+        return (enclosing and enclosing.mesh) or context or device_mesh()
     if isinstance(mesh, str | Mapping) or not isinstance(mesh, Mesh | AbstractMesh | Iterable):
         raise EinshardError(
             f'mesh= is {mesh!r}, which is no mesh',

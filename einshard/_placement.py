@@ -17,7 +17,7 @@ from ._errors import EinshardError
 from ._expression import Expression
 from ._mesh import MeshLike, is_tracing
 from ._sharding import Placement, Where, check_types, find_fitting, find_mesh
-from ._specs import Spec, leaf_specs, leaf_text
+from ._specs import LeafSpec, Spec, leaf_specs, leaf_text
 
 T = TypeVar('T')
 
@@ -78,7 +78,7 @@ def einshard(
             if isinstance(sharding.mesh, Mesh) and jax.process_count() == 1:
                 return jax.device_put(x, sharding, donate=donate)
     leaves, treedef = jtu.tree_flatten(x)
-    specs = leaf_specs(x, leaves, spec)
+    specs = leaf_specs(x, leaves, spec, where[0] if where else None)
     placed = _place_leaves(x, leaves, specs, where, donate, memory_kind)
     return jtu.tree_unflatten(treedef, placed)
 
@@ -86,7 +86,7 @@ def einshard(
 def _place_leaves(
     tree: Any,
     leaves: list[Any],
-    specs: Sequence[str | None],
+    specs: Sequence[LeafSpec | None],
     where: Where,
     donate: bool,
     memory_kind: str | None,
@@ -122,7 +122,12 @@ def _place_leaves(
 
 
 def _new_placement(
-    leaf: Any, kind: int, spec: str, where: Where, memory_kind: str | None, tracing: bool = False
+    leaf: Any,
+    kind: int,
+    spec: LeafSpec,
+    where: Where,
+    memory_kind: str | None,
+    tracing: bool = False,
 ) -> Placement | None:
     """The placement that a leaf is to get; None where it is placed so already."""
     shape = leaf.shape if kind != _SCALAR else ()

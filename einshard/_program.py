@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import keyword
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,20 +13,25 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
+from ._constraint import constrain, has_type
 from ._describe import describe, describe_named
 from ._errors import EinshardError
 from ._expression import ELLIPSIS, parse
 from ._layout import needs_rank
-from ._mesh import AnyMesh, MeshLike, enclosing_mesh, resolve_mesh
+from ._mesh import AnyMesh, Around, MeshLike, around, resolve_mesh
 from ._parameters import Form
-from ._sharding import Placement, find_placement
+from ._sharding import Placement, find_fitting, find_mesh, find_placement
 from ._specs import Spec, array_text, is_none, leaf_specs, path_text
 
 
 class Stale(Exception):
     """A program is traced for a mesh or for arguments other than those it was resolved for."""
+
+
+class Untyped(Exception):
+    """Arguments whose types, on explicit mesh axes, are not those that their specs say."""
 
 
 class Program:
@@ -63,7 +69,7 @@ class Program:
         self.check(values)
         traced = self._traced()
         self.in_shardings = [
-            self._shardings(spec, value, lambda path, leaf, i=i: self._argument(i, path, leaf))
+            self._shardings(spec, value, i)
             for i, (spec, value) in enumerate(zip(specs, values, strict=True))
         ]
         dynamic = [s for i, s in enumerate(self.in_shardings) if i not in self.static]
@@ -74,6 +80,7 @@ class Program:
         if self.out_shardings is not None:
             options = {**options, 'out_shardings': self.out_shardings}
         self.jitted: Any = jax.jit(traced, **options)
+        self.tried = False
 
     def is_for(self, values: Sequence[Any]) -> bool:
         """Whether the shardings are those of these arguments too."""
@@ -82,18 +89,16 @@ class Program:
     def check(self, values: Sequence[Any]) -> None:
         """Raises for the first argument whose rank or sizes do not fit its spec."""
         for i, (spec, value) in enumerate(zip(self.specs, values, strict=True)):
-            if spec is None:
-                continue
-            for path, leaf, placement in self._placed(spec, value, i):
-                try:
-                    placement.check(np.shape(leaf))
-                except EinshardError as error:
-                    raise error.about(array=self._argument(i, path, leaf)) from None
+            if spec is not None:
+                deque(self._placed(spec, value, i), maxlen=0)
 
-    def place(self, values: Sequence[Any], reshard: bool) -> list[Any] | None:
+    def place(
+        self, values: Sequence[Any], reshard: bool, uncommitted: bool = False
+    ) -> list[Any] | None:
         """The arguments, those that jit refuses for their placement moved; None if there are none.
 
-        Raises for arrays that are partitioned otherwise, unless `reshard`.
+        `uncommitted` ones, which jit places itself, only if asked. Raises for arrays that are
+        partitioned otherwise, unless `reshard`.
         """
         self.check(values)
         placed = list(values)
@@ -106,12 +111,18 @@ class Program:
             leaves, treedef = jtu.tree_flatten(value)
             moved = list(leaves)
             for j, (path, leaf, placement) in enumerate(self._placed(spec, value, i)):
-                if not _is_misplaced(leaf, placement.sharding):
-                    continue
-                whole = len(leaf.sharding.device_set) == 1 or leaf.is_fully_replicated
-                if not (whole or reshard):
-                    raise self._partitioned_otherwise(i, path, leaf, placement)
-                moved[j] = jax.device_put(leaf, placement.sharding)
+                if _is_misplaced(leaf, placement.sharding):
+                    whole = len(leaf.sharding.device_set) == 1 or leaf.is_fully_replicated
+                    if not (whole or reshard):
+                        raise self._partitioned_otherwise(i, path, leaf, placement)
+                    moved[j] = jax.device_put(leaf, placement.sharding)
+                elif uncommitted:
+                    traced = isinstance(leaf, Tracer)
+                    moved[j] = (
+                        constrain(leaf, placement)
+                        if traced
+                        else jax.device_put(leaf, placement.sharding)
+                    )
             if any(new is not old for new, old in zip(moved, leaves, strict=True)):
                 placed[i] = jtu.tree_unflatten(treedef, moved)
         return placed if any(n is not o for n, o in zip(placed, values, strict=True)) else None
@@ -123,14 +134,17 @@ class Program:
                 raise Stale
             if not self.is_for(values):
                 raise Stale
+            if self._is_untyped(values):
+                raise Untyped
             self.check(values)
-            token = enclosing_mesh.set(mesh)
+            token = around.set((around.get() or Around())._replace(mesh=mesh))
             try:
                 n, keywords = self.form.positional, self.form.keywords
                 result = self.function(*values[:n], **dict(zip(keywords, values[n:], strict=True)))
             finally:
-                enclosing_mesh.reset(token)
-            self._check_result(result)
+                around.reset(token)
+            if self.out is not None:
+                deque(self._placed(self.out, result, None), maxlen=0)
             return result
 
         # jit names the program and its arguments by these
@@ -139,23 +153,28 @@ class Program:
         traced.__signature__ = _row_of(self.labels)  # type: ignore[attr-defined]
         return traced
 
-    def _check_result(self, result: Any) -> None:
-        if self.out is None:
-            return
-        for path, leaf, placement in self._placed(self.out, result, None):
-            try:
-                placement.check(np.shape(leaf))
-            except EinshardError as error:
-                raise error.about(array=self._result(path, leaf)) from None
+    def _is_untyped(self, values: Sequence[Any]) -> bool:
+        """Whether explicit mesh axes are to be in the types of arguments, and are not.
+
+        jit puts host arrays where `in_shardings` say, but gives them the types of unsharded ones.
+        """
+        if AxisType.Explicit not in self.mesh.axis_types:
+            return False
+        return any(
+            not has_type(leaf, placement.sharding)
+            for i, (spec, value) in enumerate(zip(self.specs, values, strict=True))
+            if spec is not None
+            for _, leaf, placement in self._placed(spec, value, i)
+        )
 
     def _placed(
         self, spec: Spec, value: Any, argument: int | None
     ) -> Iterator[tuple[Any, Any, Placement]]:
-        """Path, leaf and placement of every leaf that has a spec."""
-        where = self._result if argument is None else None
+        """Path, leaf and placement of every leaf of an argument, or of the result, with a spec."""
+        where = find_mesh(self.mesh_given)
         leaves = jtu.tree_leaves(value)
         try:
-            specs = leaf_specs(value, leaves, spec)
+            specs = leaf_specs(value, leaves, spec, where[0] if where else None)
         except EinshardError as error:
             label = 'the result' if argument is None else f"parameter '{self.labels[argument]}'"
             raise error.about(of=f'{label} of {self.name}') from None
@@ -163,27 +182,18 @@ class Program:
             if one is None:
                 continue
             try:
-                yield path, leaf, find_placement(one, np.ndim(leaf), self.mesh_given, None)
+                yield path, leaf, find_fitting(one, np.shape(leaf), where, None)
             except EinshardError as error:
-                text = where(path, leaf) if where else self._argument(argument or 0, path, leaf)
-                raise error.about(array=text) from None
+                raise error.about(array=self._leaf(argument, path, leaf)) from None
 
-    def _shardings(self, spec: Spec, value: Any, text: Callable[[Any, Any], str]) -> Any:
+    def _shardings(self, spec: Spec, value: Any, argument: int | None) -> Any:
         """What `jax.jit` is given for a spec: shardings, as a prefix of the argument or whole."""
         if spec is None:
             return None
         if not looks_at_leaves(spec):
             return jtu.tree_map(self._sharding, spec, is_leaf=is_none)
-        leaves, treedef = jtu.tree_flatten(value)
-        shardings: list[NamedSharding | None] = []
-        for i, one in enumerate(leaf_specs(value, leaves, spec)):
-            try:
-                n_dims = np.ndim(leaves[i])
-                found = None if one is None else find_placement(one, n_dims, self.mesh_given, None)
-            except EinshardError as error:
-                raise error.about(array=text(*jtu.tree_leaves_with_path(value)[i])) from None
-            shardings.append(None if found is None else found.sharding)
-        return jtu.tree_unflatten(treedef, shardings)
+        found = {path: p.sharding for path, _, p in self._placed(spec, value, argument)}
+        return jtu.tree_map_with_path(lambda path, _: found.get(path), value)
 
     def _sharding(self, spec: str | None) -> NamedSharding | None:
         try:
@@ -194,17 +204,17 @@ class Program:
 
     def _out_shardings(self, jitted: Any, values: Sequence[Any]) -> Any:
         if not looks_at_leaves(self.out):
-            return self._shardings(self.out, None, self._result)
+            return self._shardings(self.out, None, None)
         # the one case that needs the result's shapes beforehand; jit keeps what it traces here
-        return self._shardings(self.out, jitted.eval_shape(*values), self._result)
+        return self._shardings(self.out, jitted.eval_shape(*values), None)
 
-    def _argument(self, i: int, path: Sequence[Any], leaf: Any) -> str:
+    def _leaf(self, argument: int | None, path: Sequence[Any], leaf: Any) -> str:
+        """A leaf as errors show it: float32[6,8], parameter 'params/w' of step."""
+        if argument is None:
+            inside = f" '{path_text(path)}'" if path else ''
+            return f'{array_text(leaf)}, result{inside} of {self.name}'
         inside = f'/{path_text(path)}' if path else ''
-        return f"{array_text(leaf)}, parameter '{self.labels[i]}{inside}' of {self.name}"
-
-    def _result(self, path: Sequence[Any], leaf: Any) -> str:
-        inside = f" '{path_text(path)}'" if path else ''
-        return f'{array_text(leaf)}, result{inside} of {self.name}'
+        return f"{array_text(leaf)}, parameter '{self.labels[argument]}{inside}' of {self.name}"
 
     def _partitioned_otherwise(
         self, i: int, path: Sequence[Any], leaf: Any, placement: Placement
@@ -220,7 +230,7 @@ class Program:
         return placement.expression.error(
             f"the argument is partitioned otherwise: it is '{text}'",
             terms,
-            array=self._argument(i, path, leaf),
+            array=self._leaf(i, path, leaf),
             to_move_it='einshard(x, ...) before the call, or sharded(..., reshard=True)',
         )
 
@@ -236,7 +246,7 @@ class Program:
                     f'an argument without a spec is held by {len(leaf.sharding.device_set)} of '
                     f'the {self.mesh.size} devices',
                     facts={
-                        'array': self._argument(i, path, leaf),
+                        'array': self._leaf(i, path, leaf),
                         'it is': describe(leaf),
                         'give': f"a spec: {self.labels[i]}='... -> * ...' puts it on every device",
                     },

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
 
 from ._annotations import read_annotations
 from ._errors import EinshardError
-from ._mesh import AnyMesh, MeshLike, enclosing_mesh, resolve_mesh
+from ._mesh import AnyMesh, AxisRules, MeshLike, around, is_tracing, resolve_mesh
 from ._parameters import Form, Parameters, name_of
-from ._program import Program, Stale, signature
+from ._program import Program, Stale, Untyped, signature
+from ._rules import Rules
 from ._specs import Spec, check_specs
 
 P = ParamSpec('P')
@@ -63,8 +66,9 @@ def sharded(
     uses the same mesh.
 
     Args:
-        in_specs: specs by position: expressions, None, functions `(path, leaf) -> spec`, or trees
-            of those that are prefixes of the argument.
+        in_specs: specs by position: expressions, None, `Rules`, functions `(path, leaf) -> spec`,
+            or trees of those that are prefixes of the argument. A function that stands alone, as
+            in `@sharded`, is not a spec but what is decorated.
         out: the spec of the result.
         mesh: as for `make_sharding`; where left out, the mesh in context at each call.
         reshard: whether arguments that are partitioned otherwise may be moved.
@@ -81,8 +85,9 @@ def sharded(
             that do not fit their spec.
     """
     named = named_specs_and_jit_options
-    if len(in_specs) == 1 and _is_function(in_specs[0]) and not named and out is None:
-        return _decorate(in_specs[0], (), None, mesh, reshard, {})
+    bare = not (named or reshard) and out is None and mesh is None
+    if bare and len(in_specs) == 1 and _is_function(in_specs[0]):
+        return _decorate(in_specs[0], (), None, None, False, {})
 
     def decorate(function: Callable[P, R]) -> ShardedFunction[P, R]:
         return _decorate(function, in_specs, out, mesh, reshard, named)
@@ -91,7 +96,7 @@ def sharded(
 
 
 def _is_function(x: Any) -> bool:
-    return callable(x) or isinstance(x, staticmethod | classmethod)
+    return isinstance(x, staticmethod | classmethod) or (callable(x) and not isinstance(x, Rules))
 
 
 def _decorate(
@@ -128,15 +133,15 @@ def _as_function(made: ShardedFunction[..., Any]) -> Any:
     an object takes 1.13. So what a program depends on is not compared here: the program does it
     while it is traced, and raises Stale, or jit refuses the mesh.
     """
-    enclosing = enclosing_mesh.get
+    surroundings = around.get
 
     def call(*args: Any, **kwargs: Any) -> Any:
         n_args, jitted = made.fast
-        if kwargs or len(args) != n_args or enclosing() is not None:
+        if kwargs or len(args) != n_args or surroundings() is not None:
             return made(*args, **kwargs)
         try:
             return jitted(*args)
-        except (Stale, ValueError) as error:
+        except (Stale, Untyped, ValueError) as error:
             return made.call_again(error, jitted, args, kwargs)
 
     functools.update_wrapper(call, made.__wrapped__)
@@ -166,9 +171,9 @@ class ShardedFunction(Generic[P, R]):
         self.is_method = bool(self._parameters.instance)
         self._mesh = mesh
         self._reshard = reshard
-        # by form and mesh, then by what the specs see of the arguments
-        self._programs: dict[tuple[Form, AnyMesh], dict[Any, Program]] = {}
-        self._lock = threading.RLock()
+        # by form, mesh and axis rules, then by what the specs see of the arguments
+        self._programs: dict[tuple[Form, AnyMesh, AxisRules], dict[Any, Program]] = {}
+        self._lock = threading.Lock()
         # the number of arguments and the jitted function of a call that needs no look-up
         self.fast: tuple[int, Any] = _NOT_FAST
         # whether calls have met several meshes or signatures, and are told apart beforehand
@@ -225,13 +230,12 @@ class ShardedFunction(Generic[P, R]):
 
     def clear_cache(self) -> None:
         """Forgets what was resolved, traced and compiled."""
-        with self._lock:
-            for programs in self._programs.values():
-                for program in programs.values():
-                    program.jitted.clear_cache()
-            self._programs.clear()
-            self.fast = _NOT_FAST
-            self._careful = False
+        forgotten, self._programs = self._programs, {}
+        self.fast = _NOT_FAST
+        self._careful = False
+        for programs in forgotten.values():
+            for program in programs.values():
+                program.jitted.clear_cache()
 
     def _chosen(self, kind: str) -> frozenset[str]:
         """The labels that options like `static_argnums` and `static_argnames` name."""
@@ -259,9 +263,13 @@ class ShardedFunction(Generic[P, R]):
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], act: _Act) -> Any:
         form, values = self._parameters.form(args, kwargs)
         program = self._program(form, values)
+        if not program.tried:
+            # jit takes an array on the same devices in another order, and then fails on the next
+            values = program.place(values, self._reshard) or values
+            program.tried = True
         try:
             return act(program)(*values)
-        except (Stale, ValueError) as error:
+        except (Stale, Untyped, ValueError) as error:
             return self._again(error, program.jitted, form, values, act)
 
     def call_again(
@@ -287,30 +295,38 @@ class ShardedFunction(Generic[P, R]):
                 return act(program)(*values)
             except EinshardError:
                 raise
-            except ValueError as other:
+            except (Untyped, ValueError) as other:
                 error = other
-        placed = program.place(values, self._reshard)
+        placed = program.place(values, self._reshard, uncommitted=isinstance(error, Untyped))
         if placed is None:
             raise error
         return act(program)(*placed)
 
     def _program(self, form: Form, values: Sequence[Any]) -> Program:
         """The program for a form of call, a mesh and, where specs look at them, the arguments."""
-        mesh = resolve_mesh(self._mesh)
+        try:
+            mesh = resolve_mesh(self._mesh)
+        except EinshardError as error:
+            raise error.about(function=self._name) from None
+        surroundings = around.get()
+        rules = surroundings.axis_rules if surroundings else ()
         labels = self._parameters.labels(form)
         static = [i for i, label in enumerate(labels) if label in self._static]
         specs = [self._parameters.spec_for(label, self._specs) for label in labels]
-        with self._lock:
-            programs = self._programs.setdefault((form, mesh), {})
-            if programs and not self._careful:
-                program = next(iter(programs.values()))
-            else:
-                seen = signature(specs, self._out, values, static)
-                program = programs.get(seen)
-                if program is None:
-                    program = self._make_program(form, labels, specs, values)
-                    programs[seen] = program
-        if not form.keywords and not self._careful and enclosing_mesh.get() is None:
+        programs = self._programs.setdefault((form, mesh, rules), {})
+        known = list(programs.values())
+        if known and not self._careful:
+            program = known[0]
+        else:
+            seen = signature(specs, self._out, values, static)
+            program = programs.get(seen)
+            # One thread makes it, which may trace. Inside a trace none waits for another, which
+            # may be tracing a function that calls this one.
+            with nullcontext() if program is not None or is_tracing() else self._lock:
+                if seen not in programs:
+                    programs[seen] = self._make_program(form, labels, specs, values)
+                program = programs[seen]
+        if program.tried and not (form.keywords or self._careful or surroundings):
             self.fast = (form.positional, program.jitted)
         return program
 
@@ -361,6 +377,15 @@ class _BoundMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
+
+    # so that the signature is that without the instance
+    @property
+    def __wrapped__(self) -> Any:
+        return types.MethodType(self.__func__.__wrapped__, self.__self__)
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return self.__func__.__doc__
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self.__func__, name)

@@ -10,21 +10,24 @@ from typing import TypeAlias
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from ._axis_rules import apply_axis_rules
 from ._cache import cached
 from ._errors import EinshardError
 from ._expression import Expression, parse
-from ._layout import Layout, check_divisible, fit, lay_out, refactor, spec_entries
+from ._layout import Layout, check_divisible, fit, lay_out, refactor, spec_entries, without_axes
 from ._mesh import (
     AnyMesh,
+    AxisRules,
     MeshLike,
+    around,
     device_mesh,
-    enclosing_mesh,
     is_device_mesh,
     mesh_fact,
     refactored_mesh,
     resolve_mesh,
     sizes_of,
 )
+from ._specs import LeafSpec, Lenient
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,8 @@ class Placement:
     layout: Layout
     sharding: NamedSharding
     parts: tuple[tuple[int, int], ...]  # (array axis, parts): what a shape is checked against
+    fixed: bool = False  # whether a mesh in context fixes the mesh axes
+    given_up: tuple[int, ...] = ()  # array axes replicated since they are not divisible
 
     def check(self, shape: Sequence[int]) -> None:
         """Raises EinshardError where a sharded axis of `shape` is not divisible."""
@@ -42,6 +47,19 @@ class Placement:
             if shape[axis] % parts:
                 n_devices = self.sharding.mesh.size
                 check_divisible(self.expression, self.layout, shape, n_devices)
+
+    def replicating(self, shape: Sequence[int], mesh: AnyMesh) -> Placement:
+        """The same, but for axes of `shape` that are not divisible: the devices replicate them.
+
+        On `mesh`: that of the sharding may have other factors, which are needed no more.
+        """
+        given_up = tuple(axis for axis, parts in self.parts if shape[axis] % parts)
+        if not given_up:
+            return self
+        layout = without_axes(self.layout, given_up)
+        sharding = lower(self.expression, layout, mesh, self.sharding.memory_kind, fixed=self.fixed)
+        parts = tuple(layout.parts.items())
+        return Placement(self.expression, layout, sharding, parts, self.fixed, given_up)
 
 
 def make_sharding(
@@ -74,9 +92,9 @@ def make_sharding(
     return find_placement(expression, n_dims, mesh, memory_kind).sharding
 
 
-# Where a placement is looked up: a mesh, and whether a mesh in context fixes its axes; None for the
-# one mesh of all devices.
-Where: TypeAlias = tuple[AnyMesh, bool] | None
+# Where a placement is looked up: a mesh given or around, whether a mesh in context fixes its axes,
+# and the axis rules; None for the one mesh of all devices without rules.
+Where: TypeAlias = tuple[AnyMesh | None, bool, AxisRules] | None
 
 
 def find_placement(
@@ -98,20 +116,27 @@ def find_mesh(mesh: MeshLike | None) -> Where:
     to hash a sequence of devices one for each few of them.
     """
     no_context = jax.sharding.get_abstract_mesh().empty
-    if mesh is None and no_context and enclosing_mesh.get() is None:
+    surroundings = around.get()
+    if mesh is None and no_context and surroundings is None:
         return None
-    return resolve_mesh(mesh), mesh is None and not no_context
+    rules = surroundings.axis_rules if surroundings else ()
+    if mesh is None and no_context and not (surroundings and surroundings.mesh):
+        return None, False, rules
+    return resolve_mesh(mesh), mesh is None and not no_context, rules
 
 
 @cached
 def find_fitting(
-    text: str, shape: tuple[int, ...], where: Where, memory_kind: str | None
+    spec: LeafSpec, shape: tuple[int, ...], where: Where, memory_kind: str | None
 ) -> Placement:
     """The placement an expression means for arrays of a shape.
 
     One look-up for the placement and for whether its parts divide the shape.
     """
-    placement = _find_placement(text, len(shape), where, memory_kind)
+    if isinstance(spec, Lenient):
+        placement = _find_placement(spec.expression, len(shape), where, memory_kind)
+        return placement.replicating(shape, (where and where[0]) or device_mesh())
+    placement = _find_placement(spec, len(shape), where, memory_kind)
     placement.check(shape)
     return placement
 
@@ -151,8 +176,9 @@ def _working_fix(
 def _make_placement(
     text: str, n_dims: int | None, where: Where, memory_kind: str | None
 ) -> Placement:
-    expression = parse(text)
-    mesh, fixed = where or (device_mesh(), False)
+    given, fixed, rules = where or (None, False, ())
+    expression = apply_axis_rules(parse(text), rules) if rules else parse(text)
+    mesh = given or device_mesh()
     axis_sizes = sizes_of(mesh)
     if mesh.axis_types and not axis_sizes:
         raise expression.error(
@@ -162,9 +188,9 @@ def _make_placement(
         )
     n_devices = math.prod(axis_sizes.values())
     # the axes d0, d1, ... of the default mesh are names for nobody
-    layout = lay_out(expression, n_dims, n_devices, axis_sizes if where else None)
+    layout = lay_out(expression, n_dims, n_devices, axis_sizes if given else None)
     sharding = lower(expression, layout, mesh, memory_kind, fixed=fixed)
-    return Placement(expression, layout, sharding, tuple(layout.parts.items()))
+    return Placement(expression, layout, sharding, tuple(layout.parts.items()), fixed)
 
 
 def lower(

@@ -3,35 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ._cache import register
 from ._errors import EinshardError
 from ._expression import parse
+from ._mesh import AnyMesh, given_mesh
 
 # An expression, None, a function (path, leaf) -> spec, or a pytree of those that is a prefix of
 # the tree it is for. Python has no type for the last.
 Spec: TypeAlias = Any
 
 
-def leaf_specs(tree: Any, leaves: Sequence[Any], spec: Spec) -> Sequence[str | None]:
-    """The expression of each leaf of `tree`, whose leaves are `leaves`; None leaves it alone."""
+REPLICATED = '... -> * ...'
+
+
+@dataclass(frozen=True, slots=True)
+class Lenient:
+    """An expression of which axes that are not divisible are replicated."""
+
+    expression: str
+
+
+LeafSpec: TypeAlias = str | Lenient
+
+
+def leaf_specs(
+    tree: Any, leaves: Sequence[Any], spec: Spec, mesh: AnyMesh | None = None
+) -> Sequence[LeafSpec | None]:
+    """The expression of each leaf of `tree`, whose leaves are `leaves`; None leaves it alone.
+
+    `mesh` is what functions among the specs find around them, where one is given.
+    """
     if isinstance(spec, str) or spec is None:
         return [spec] * len(leaves)
     check_specs(spec)
     prefix, prefix_def = jtu.tree_flatten(spec, is_leaf=is_none)
+    subtrees = _subtrees(prefix_def, spec, tree)
     if all(isinstance(one, str) or one is None for one in prefix):
-        subtrees = _subtrees(prefix_def, spec, tree)
         counts = [len(jtu.tree_leaves(subtree)) for subtree in subtrees]
         return [one for one, count in zip(prefix, counts, strict=True) for _ in range(count)]
-    specs: list[str | None] = []
-    paths = [path for path, _ in jtu.tree_leaves_with_path(tree)]
-    for one, subtree in zip(prefix, _subtrees(prefix_def, spec, tree), strict=True):
-        for leaf in jtu.tree_leaves(subtree):
-            specs.append(_called(one, path_text(paths[len(specs)]), leaf))
+    specs: list[LeafSpec | None] = []
+    paths = leaf_paths(tree)
+    for one, subtree in zip(prefix, subtrees, strict=True):
+        below = jtu.tree_leaves(subtree)
+        its_paths = paths[len(specs) : len(specs) + len(below)]
+        with given_mesh(mesh):
+            if hasattr(one, 'for_leaves'):  # Rules, which see all of their leaves at once
+                specs += one.for_leaves(its_paths, below)
+            else:
+                both = zip(its_paths, below, strict=True)
+                specs += [_called(one, path, leaf) for path, leaf in both]
     return specs
+
+
+def leaf_paths(tree: Any) -> Sequence[str]:
+    """The path of every leaf, kept by the structure of the tree."""
+    treedef = jtu.tree_structure(tree)
+    try:
+        known = _paths.get(treedef)
+    except TypeError:  # a node whose static part has no hash
+        return [path_text(path) for path, _ in jtu.tree_leaves_with_path(tree)]
+    if known is None:
+        if len(_paths) >= 256:
+            _paths.clear()
+        # 10 us a leaf to write, 0.03 us to look up
+        known = _paths[treedef] = [path_text(path) for path, _ in jtu.tree_leaves_with_path(tree)]
+    return known
+
+
+_paths: dict[Any, Sequence[str]] = register({})
 
 
 def is_none(node: Any) -> bool:
@@ -73,8 +118,8 @@ def leaf_text(path: Sequence[Any], leaf: Any) -> str:
     return f"{array_text(leaf)}, leaf '{path_text(path)}'" if path else array_text(leaf)
 
 
-def _called(spec: Spec, path: str, leaf: Any) -> str | None:
-    while spec is not None and not isinstance(spec, str):
+def _called(spec: Spec, path: str, leaf: Any) -> LeafSpec | None:
+    while spec is not None and not isinstance(spec, str | Lenient):
         if not callable(spec):
             raise EinshardError(
                 f'a function of the path gave {spec!r} for a leaf, which is no spec for one',

@@ -11,12 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
-from benchmarks import _harness, _schema, _table, importing  # noqa: E402
+from benchmarks import _counting, _harness, _schema, _table, importing  # noqa: E402
 from benchmarks.__main__ import MODULES, simulate_devices  # noqa: E402
 
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'} | {'JAX_PLATFORMS': 'cpu'}
@@ -79,6 +81,54 @@ def test_placement_has_a_row_for_every_target(reports):
     names = ' / '.join(row['name'] for row in rows)
     for what in ('placed already', 'numpy array', 'jax array', 'numpy leaves', 'jax leaves'):
         assert what in names
+
+
+def test_dispatch_has_a_row_for_every_target(reports):
+    document, _ = reports('dispatch')
+    rows = {row['name']: row for row in document['benchmarks'][0]['rows']}
+    expected = {
+        'one argument, 1 device': 1.1,
+        'one argument, jax.set_mesh, 1 device': 1.1,
+        'one argument, 8 devices': 1.03,
+        'one argument, jax.set_mesh, 8 devices': 1.03,
+        'a method, 1 device': 1.1,
+        'one argument by keyword, 1 device: how much more': 20e-6,
+        '4 leaves by keyword, 1 device: how much more': 20e-6,
+    }
+    for kind in ('one expression', 'a tree of expressions', 'a function of the path'):
+        for on in ('4 leaves, 1 device', '4 leaves, 8 devices'):
+            expected |= {f'{kind}, {on}': 1.05, f'{kind}, jax.set_mesh, {on}': 1.05}
+    targets = {name: rows[name]['target'] for name in expected}
+    assert {name: target['at_most'] for name, target in targets.items()} == expected
+    for name, target in targets.items():
+        assert target['of'] == ('figure' if 'how much more' in name else 'ratio')
+
+
+def test_sharded_is_traced_and_compiled_as_often_as_jit(reports):
+    document, _ = reports('dispatch')
+    rows = [row for row in document['benchmarks'][0]['rows'] if row['unit'] != 's']
+    assert {row['unit'] for row in rows} == {'traces', 'programs'}
+    for row in rows:
+        assert row['figure'] == row['other'], row['name']
+        assert row['met'] is True
+
+
+def test_traces_and_compilations_are_counted():
+    values = [np.ones(3, np.float32), np.ones(3, np.float32), np.ones(4, np.float32)]
+
+    def forgetful(function):
+        jitted = jax.jit(function)
+
+        def call(x):
+            jitted.clear_cache()
+            return jitted(x)
+
+        return call
+
+    assert _counting.count_calls(abs, jax.jit, values) == (2, 2)
+    assert _counting.count_calls(abs, forgetful, values) == (3, 3)
+    with pytest.raises(RuntimeError, match='3 traces'):
+        _counting.count_calls(abs, lambda function: function, values)
 
 
 def test_import_starts_no_backend(reports):
@@ -207,6 +257,21 @@ def test_ratio_is_taken_round_by_round():
         bench.record('x', 's', [1.0], target=_harness.ratio_at_most(1))
 
 
+def test_figures_are_of_one_call():
+    clock = Clock()
+    bench = _harness.Bench('loops', tiny=True, clock=lambda: clock.now)
+    ours, theirs = clock.call('a', 3.0), clock.call('b', 2.0)
+    limit = _harness.figure_at_most(0.05)
+    more = bench.difference('x', ours, 'y', theirs, limit, 10, devices=2)
+    beside = bench.rows[0]
+    assert (beside['figure']['median'], beside['other']['median']) == (0.3, 0.2)
+    assert beside['ratio']['median'] == pytest.approx(1.5)
+    assert beside['target'] is None
+    assert more['figure']['median'] == pytest.approx(0.1)
+    assert more['met'] is False
+    assert [row['parameters'] for row in bench.rows] == [{'devices': 2}] * 2
+
+
 def edits(document):
     """The document, each time with one thing wrong."""
     for path in [
@@ -244,6 +309,14 @@ def test_schema_refuses_what_is_wrong(reports):
     for changed in edits(document):
         with pytest.raises(ValueError, match='report'):
             _schema.check(changed)
+
+
+@pytest.mark.parametrize(
+    ('value', 'text'),
+    [(1.25e-5, '12.5 us'), (-4e-8, '-40 ns'), (-2.5e-3, '-2.5 ms'), (0.0, '0 ns'), (3.0, '3 s')],
+)
+def test_quantity(value, text):
+    assert _table.quantity(value, 's') == text
 
 
 def test_plain_table(capsys):

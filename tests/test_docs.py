@@ -1,6 +1,7 @@
 """Every line of code in the README and in the pages of the documentation, run."""
 
 import contextlib
+import functools
 import inspect
 import io
 import re
@@ -43,17 +44,21 @@ def run(page):
 
 
 def test_there_are_pages():
-    assert {page.stem for page in PAGES} >= {'index', 'notation', 'functions', 'how_it_works'}
+    pages = {'index', 'notation', 'functions', 'sharded', 'how_it_works'}
+    assert {page.stem for page in PAGES} >= pages
 
 
-@pytest.mark.parametrize('page', [p for p in PAGES if p.stem != 'digits'], ids=lambda p: p.stem)
+EXAMPLES = {path.stem for path in (DOCS / 'examples').glob('*.py')}
+
+
+@pytest.mark.parametrize('page', [p for p in PAGES if p.stem not in EXAMPLES], ids=lambda p: p.stem)
 def test_page_runs(page, monkeypatch):
     monkeypatch.chdir(DOCS)
     names, _ = run(page)
     assert page.stem == 'api' or len(names) > 2
 
 
-def test_example_page_runs(monkeypatch):
+def test_digits_page_runs(monkeypatch):
     """The page of the demo, whose program tests/test_examples.py has run in full."""
     monkeypatch.chdir(DOCS)
     monkeypatch.syspath_prepend(DOCS / 'examples')
@@ -65,18 +70,61 @@ def test_example_page_runs(monkeypatch):
     assert names['describe'](names['tensor'].weights['w1']) in printed
 
 
+def test_transformer_page_runs(monkeypatch):
+    """The page of the transformer, with weights from numpy: to compile JAX's takes ten seconds."""
+    monkeypatch.chdir(DOCS)
+    monkeypatch.syspath_prepend(DOCS / 'examples')
+    import transformer
+
+    shapes, rng = transformer.init_state, np.random.default_rng(0)
+    made = {}
+
+    def init_state(key, c):
+        if c not in made:
+            state = jax.eval_shape(functools.partial(shapes, c=c), jax.random.key(0))
+            normal = [
+                np.float32(rng.normal(scale=0.1, size=leaf.shape))
+                for leaf in jax.tree.leaves(state.weights)
+            ]
+            weights = jax.tree.unflatten(jax.tree.structure(state.weights), normal)
+            zeros = jax.tree.map(np.zeros_like, weights)
+            made[c] = transformer.State(weights, zeros, zeros, np.int32(0))
+        return jax.tree.map(jax.numpy.asarray, made[c])
+
+    monkeypatch.setattr(transformer, 'init_state', init_state)
+    names, _ = run(DOCS / 'transformer.md')
+    unsharded, both = names['unsharded'].losses, names['both'].losses
+    np.testing.assert_allclose(both, unsharded, rtol=1e-5)
+    assert both[-1] < both[0]
+    sharding = names['both'].weights.layers.o.sharding
+    n = len(jax.devices())
+    assert sharding == einshard.make_sharding(f'l h e d -> {n // 2} l h2 e d')
+
+
+def test_every_example_has_a_page():
+    assert {page.stem for page in PAGES} >= EXAMPLES
+
+
 def test_readme_runs():
     names, printed = run(ROOT / 'README.md')
     n = len(jax.devices())
-    assert names['x'].sharding == einshard.make_sharding(f'a b -> a{n} b')
-    assert names['y'].sharding == einshard.make_sharding(f'a b -> a{n // 2} b2')
+    assert names['w_in'].sharding == einshard.make_sharding(f'a b -> a b{n}')
+    assert names['y'].sharding == einshard.make_sharding(f'a b -> a{n} b')
+    np.testing.assert_array_equal(names['y'], np.full((32, 16), 64.0 * 128))
     assert printed.strip() == einshard.describe(names['y'])
 
 
 def test_readme_says_what_eight_devices_print():
-    sharding = einshard.make_sharding('batch y -> batch* y2', n_dims=2, mesh=jax.devices()[:8])
-    y = jax.device_put(np.ones((32, 128)), sharding)
-    assert f'print(describe(y))  # on 8 devices: {einshard.describe(y)}\n' in README
+    code = re.search(r'```python\n(.*?)```', README, re.DOTALL)[1]
+    names = {'__name__': 'README'}
+    with jax.set_mesh(einshard.device_mesh(jax.devices()[:8])):
+        exec(code.replace('print(', '('), names)
+    assert f'print(describe(y))  # on 8 devices: {einshard.describe(names["y"])}\n' in README
+
+
+def test_index_shows_the_code_of_the_readme():
+    code = re.search(r'```python\n(.*?)print\(', README, re.DOTALL)[1]
+    assert code in (DOCS / 'index.md').read_text(encoding='utf-8')
 
 
 def test_readme_picture_is_what_show_draws():

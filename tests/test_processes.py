@@ -116,6 +116,16 @@ def check_arrays():
     # from placement to placement
     y = einshard.einshard(einshard.einshard(whole, 'a b -> a8 b'), 'a b -> b8 a')
     check_shards(y, whole, [(1, 8)])
+    # whole again, on every process; leaves that no device holds stay
+    tree = {'sharded': x, 'moved': y, 'host': whole, 'name': 'w', 'none': None}
+    tree['local'] = jnp.arange(3)
+    gathered = einshard.gather(tree)
+    assert gathered['host'] is whole
+    assert (gathered['name'], gathered['none']) == ('w', None)
+    for name in ('sharded', 'moved'):
+        assert type(gathered[name]) is np.ndarray
+        np.testing.assert_array_equal(gathered[name], whole)
+    np.testing.assert_array_equal(gathered['local'], np.arange(3))
     # an array that one device of each process holds
     check_shards(einshard.einshard(jnp.asarray(whole), 'a b -> a8 b'), whole, [(0, 8)])
 

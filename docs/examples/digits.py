@@ -4,7 +4,8 @@
 
 A perceptron of two layers learns the handwritten digits that come with scikit-learn. Where there
 is no accelerator, the processor stands in for eight devices. One line for each array shares the
-model out, and the sharded model learns just what the unsharded one does.
+model out: `sharded` puts them to the arguments of the training step, `einshard` to a value inside
+it. The sharded model learns just what the unsharded one does.
 """
 
 import os
@@ -23,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from sklearn.datasets import load_digits
 
-from einshard import einshard, show
+from einshard import einshard, sharded, show
 
 PIXELS, HIDDEN, CLASSES = 64, 480, 10
 TRAINING, BATCH, EPOCHS = 1440, 240, 50  # 480 and 240 divide by most numbers of devices
@@ -87,17 +88,12 @@ def load() -> tuple[Digits, Digits]:
     return Digits(images[learned], labels[learned]), Digits(images[held_out], labels[held_out])
 
 
-def init(layout: Layout) -> dict[str, jax.Array]:
-    """The same initial weights for every layout, placed."""
+def init() -> dict[str, np.ndarray]:
+    """The same initial weights for every layout, on the host: the first step places them."""
     rng = np.random.default_rng(1)
     w1 = rng.normal(scale=(2 / PIXELS) ** 0.5, size=(PIXELS, HIDDEN))
     w2 = rng.normal(scale=(1 / HIDDEN) ** 0.5, size=(HIDDEN, CLASSES))
-    return place({'w1': jnp.float32(w1), 'w2': jnp.float32(w2)}, layout)
-
-
-def place(weights, layout: Layout) -> dict[str, jax.Array]:
-    """The weights where the layout has them; in a jitted function, a constraint."""
-    return einshard(weights, {'w1': layout.w1, 'w2': layout.w2})
+    return {'w1': np.float32(w1), 'w2': np.float32(w2)}
 
 
 def scores(weights, images, layout: Layout = UNSHARDED) -> jax.Array:
@@ -112,13 +108,17 @@ def mean_loss(weights, images, labels, layout: Layout) -> jax.Array:
     return -jnp.mean(jnp.take_along_axis(log_probabilities, labels[:, None], axis=1))
 
 
-@jax.jit(static_argnames='layout')
-def step(weights, velocity, images, labels, layout: Layout):
-    """One step of gradient descent with momentum."""
-    loss, gradient = jax.value_and_grad(mean_loss)(weights, images, labels, layout)
-    velocity = jax.tree.map(lambda v, g: MOMENTUM * v - LEARNING_RATE * g, velocity, gradient)
-    weights = place(jax.tree.map(jnp.add, weights, velocity), layout)
-    return weights, velocity, loss
+def make_step(layout: Layout):
+    """One step of gradient descent with momentum, its arguments and results in a layout."""
+    w = {'w1': layout.w1, 'w2': layout.w2}  # of the weights, and of their velocity
+
+    @sharded(w, w, layout.images, layout.labels, out=(w, w, None))
+    def step(weights, velocity, images, labels):
+        loss, gradient = jax.value_and_grad(mean_loss)(weights, images, labels, layout)
+        velocity = jax.tree.map(lambda v, g: MOMENTUM * v - LEARNING_RATE * g, velocity, gradient)
+        return jax.tree.map(jnp.add, weights, velocity), velocity, loss
+
+    return step
 
 
 class Run(NamedTuple):
@@ -133,15 +133,15 @@ def train(layout: Layout, epochs: int = EPOCHS, on_step=lambda loss: None) -> Ru
     """Trains from the same weights on the same batches, whatever the layout."""
     digits, held_out = load()
     start = time.perf_counter()
-    weights = init(layout)
-    velocity = jax.tree.map(jnp.zeros_like, weights)
+    step = make_step(layout)
+    weights = init()
+    velocity = jax.tree.map(np.zeros_like, weights)
     rng = np.random.default_rng(2)
     losses = []
     for _ in range(epochs):
         for batch in rng.permutation(TRAINING).reshape(-1, BATCH):
-            images = einshard(digits.images[batch], layout.images)
-            labels = einshard(digits.labels[batch], layout.labels)
-            weights, velocity, loss = step(weights, velocity, images, labels, layout)
+            images, labels = digits.images[batch], digits.labels[batch]
+            weights, velocity, loss = step(weights, velocity, images, labels)
             losses.append(float(loss))
             on_step(losses[-1])
     seconds = time.perf_counter() - start

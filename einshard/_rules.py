@@ -1,0 +1,275 @@
+"""Rules by path: where every leaf of a model lives, from a table of regular expressions."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ._cache import cached
+from ._errors import EinshardError, plural, quoted
+from ._expression import axis_letters, parse
+from ._layout import axis_positions
+from ._mesh import MeshLike, given_mesh, resolve_mesh, sizes_of
+from ._sharding import find_mesh
+from ._specs import REPLICATED, LeafSpec, Lenient, Spec, array_text, leaf_paths
+from ._table import Table, make_table
+
+_NO_DEFAULT: Any = ...  # stays itself in a copy and in a pickle, as an object() does not
+
+
+class Rules:
+    """Where the leaves of a tree live: (regular expression, spec) pairs, tried in order.
+
+        >>> rules = Rules([
+        ...     (r'kernel$', 'x y -> * x y2'),
+        ...     (r'bias$', '... -> * ...'),
+        ... ])
+        >>> params = {'mlp': {'kernel': np.ones((8, 4)), 'bias': np.ones(4)}}
+        >>> describe(einshard(params, rules)['mlp']['kernel'])
+        'a b -> 8 a b2'
+
+    The spec of a leaf is that of the first pattern which `re.search` finds in its path: the keys of
+    the tree, joined by '/'. `Rules` are a spec, so they go wherever one does: into `einshard` and
+    `sharded`, for arrays and for the shapes of `jax.eval_shape`. The moments of an optimizer have
+    the paths of their parameters in their own, so the same rules place them. Leaves without
+    dimensions are on every device.
+
+    Args:
+        rules: pairs of a pattern and a spec: an expression, None to leave the leaf alone, a
+            `jax.sharding.PartitionSpec`, or a function `(path, leaf) -> spec`.
+        default: the spec of leaves that no pattern matches; where left out, they are an error.
+        indivisible: what happens to an axis whose parts do not divide its size: 'error', or
+            'replicate' that axis and keep the others; `table` lists such axes.
+        min_size: leaves of fewer elements are on every device.
+
+    Raises:
+        EinshardError: a pattern is no regular expression, a rule no pair, a spec wrong. In use: no
+            rule matches a leaf, or its rule does not fit its rank or its sizes.
+    """
+
+    def __init__(
+        self,
+        rules: Iterable[tuple[str, Spec]],
+        *,
+        default: Spec = _NO_DEFAULT,
+        indivisible: Literal['error', 'replicate'] = 'error',
+        min_size: int = 0,
+    ):
+        if isinstance(rules, str | Mapping) or not isinstance(rules, Iterable):
+            raise EinshardError(
+                f'rules are a list of pairs of a pattern and a spec, not {rules!r}',
+                facts={'as in': "Rules([(r'kernel$', 'x y -> x y*')])"},
+            )
+        self.rules = tuple(_checked(i, rule) for i, rule in enumerate(rules))
+        self.default = default
+        if default is not _NO_DEFAULT:
+            _check_rule_spec(default, {'of': 'default='})
+        if indivisible not in ('error', 'replicate'):
+            raise EinshardError(f"indivisible= is 'error' or 'replicate', not {indivisible!r}")
+        self.indivisible = indivisible
+        self.min_size = _size(min_size)
+        self.patterns = [re.compile(pattern) for pattern, _ in self.rules]
+        self._matches: dict[str, int | None] = {}
+
+    def __repr__(self) -> str:
+        return f'Rules({list(self.rules)!r})'
+
+    def __call__(self, path: str, leaf: Any) -> LeafSpec | None:
+        """The spec of one leaf."""
+        return self.for_leaves([path], [leaf])[0]
+
+    def match(self, path: str) -> int | None:
+        """The position of the rule for a path; None where no pattern matches."""
+        if path not in self._matches:
+            found = (i for i, pattern in enumerate(self.patterns) if pattern.search(path))
+            self._matches[path] = next(found, None)
+        return self._matches[path]
+
+    def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[LeafSpec | None]:
+        """The specs of many leaves; one error for all that no rule matches."""
+        return [spec for _, spec in self.find_all(paths, leaves)]
+
+    def find_all(
+        self, paths: Sequence[str], leaves: Sequence[Any]
+    ) -> list[tuple[int | str | None, LeafSpec | None]]:
+        """What `find` says of many leaves; one error for all that no rule matches."""
+        found = [self.find(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        unmatched = [i for i, (reason, _) in enumerate(found) if reason is None]
+        if unmatched:
+            raise self._unmatched([(paths[i], leaves[i]) for i in unmatched])
+        return found
+
+    def find(self, path: str, leaf: Any) -> tuple[int | str | None, LeafSpec | None]:
+        """The rule for a leaf, or why it needs none, and the spec that comes of it."""
+        # a Mesh has a shape too, but is no array
+        shape = leaf.shape if hasattr(leaf, 'dtype') else None
+        if shape is None:
+            is_scalar = isinstance(leaf, int | float | complex)
+            return ('scalar', REPLICATED) if is_scalar else ('no array', None)
+        if not shape:
+            return 'scalar', REPLICATED
+        if self.min_size and math.prod(shape) < self.min_size:
+            return 'small', REPLICATED
+        number = self.match(path)
+        if number is None:
+            if self.default is _NO_DEFAULT:
+                return None, None
+            rule, spec = 'default', self.default
+        else:
+            rule, spec = self.rules[number]
+        found = _spec_for(spec, path, leaf, rule)
+        if self.indivisible == 'replicate' and isinstance(found, str):
+            found = Lenient(found)
+        return 'default' if number is None else number, found
+
+    def table(self, tree: Any, *, mesh: MeshLike | None = None) -> Table:
+        """What the rules make of a tree, leaf by leaf, with totals and what is odd about them.
+
+            >>> shapes = jax.eval_shape(lambda: {'kernel': jax.numpy.ones((8, 4))})
+            >>> table = Rules([('kernel', 'x y -> * x y2')]).table(shapes)
+            >>> table.rows[0].shard_shape
+            (8, 2)
+
+        Nothing is allocated: shapes are enough. Printed it is text, in a notebook HTML. `mesh` is
+        as for `make_sharding`; an `AbstractMesh` needs no devices.
+        """
+        where = find_mesh(mesh)
+        with given_mesh(where[0] if where else None):
+            found = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
+        return make_table(tree, found, self.patterns, where)
+
+    def _unmatched(self, leaves: Sequence[tuple[str, Any]]) -> EinshardError:
+        shown = [f"'{path}' {array_text(leaf)}" for path, leaf in leaves[:8]]
+        more = f', and {len(leaves) - 8} more' if len(leaves) > 8 else ''
+        patterns = [pattern for pattern, _ in self.rules]
+        near = difflib.get_close_matches(leaves[0][0], patterns, n=3, cutoff=0.3)
+        facts = {'paths': ', '.join(shown) + more}
+        if near:
+            facts['nearest rules'] = quoted(near)
+        facts['give'] = "a rule that matches, or default='... -> * ...'"
+        verb = 'is' if len(leaves) == 1 else 'are'
+        return EinshardError(
+            f'{plural(len(leaves), "path")} {verb} matched by no rule', facts=facts
+        )
+
+
+def shard_largest(path: str, leaf: Any) -> str:
+    """A spec for any array: its largest divisible axis over all devices, else on every device.
+
+    As a `default=` of `Rules`, or alone, this is what fully sharded data parallelism does to
+    parameters. Of axes of one size, the first is taken.
+
+        >>> einshard(np.ones((3, 32)), shard_largest).sharding.shard_shape((3, 32))
+        (3, 2)
+    """
+    n_devices = math.prod(sizes_of(resolve_mesh(None)).values())
+    shape: Sequence[int] = np.shape(leaf)
+    axes = [axis for axis, size in enumerate(shape) if size % n_devices == 0 and size]
+    if not axes or n_devices == 1:
+        return REPLICATED
+    chosen = max(axes, key=lambda axis: (shape[axis], -axis))
+    names = list(itertools.islice(axis_letters(), len(shape)))
+    return ' '.join(f'{name}*' if axis == chosen else name for axis, name in enumerate(names))
+
+
+def _checked(number: int, rule: Any) -> tuple[str, Spec]:
+    if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
+        raise EinshardError(
+            f'rule {number} is no pair of a pattern and a spec, but {rule!r}',
+            facts={'as in': "(r'kernel$', 'x y -> x y*')"},
+        )
+    pattern, spec = rule
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        at = getattr(error, 'pos', None)
+        raise EinshardError(
+            f'rule {number} is no regular expression: {getattr(error, "msg", error)}',
+            expression=pattern,
+            spans=[] if at is None else [(at, at + 1)],
+        ) from None
+    _check_rule_spec(spec, {'rule': f"'{pattern}'"})
+    return pattern, spec
+
+
+def _check_rule_spec(spec: Spec, facts: dict[str, str]) -> None:
+    try:
+        if isinstance(spec, str):
+            parse(spec)
+        elif isinstance(spec, PartitionSpec):
+            _check_partition(spec)
+        elif spec is not None and not callable(spec):
+            raise EinshardError(f'{spec!r} is no spec of a rule', facts={'specs are': _SPECS})
+    except EinshardError as error:
+        raise error.about(**facts) from None
+
+
+_SPECS = 'an expression, None, a PartitionSpec, a function (path, leaf) -> spec'
+
+
+def _check_partition(spec: PartitionSpec) -> None:
+    """Raises for what a PartitionSpec can say of values in a program, but not of an array."""
+    if spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in tuple(spec):
+        raise EinshardError(
+            f'{spec} does not say where an array lives',
+            facts={'allowed': 'mesh axes, tuples of them, and None'},
+        )
+
+
+def _size(size: Any) -> int:
+    try:
+        size = operator.index(size)
+    except TypeError:
+        raise EinshardError(f'min_size= is a number of elements, not {size!r}') from None
+    return size
+
+
+def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
+    """The spec of a rule for one leaf; raises where its rank is another."""
+    if spec is None:
+        return None
+    if callable(spec):
+        return _spec_for(spec(path, leaf), path, leaf, rule)
+    try:
+        if isinstance(spec, Lenient):  # from a function that asks other Rules
+            return Lenient(_of_rank(spec.expression, len(leaf.shape)))
+        if not isinstance(spec, str | PartitionSpec):
+            raise EinshardError(
+                f'a function of the path gave {spec!r}, which is no spec of a rule',
+                facts={'specs are': _SPECS},
+            )
+        return _of_rank(spec, len(leaf.shape))
+    except EinshardError as error:
+        array = f"{array_text(leaf)}, leaf '{path}'"
+        raise error.about(array=array, rule=f"'{rule}'") from None
+
+
+@cached
+def _of_rank(spec: str | PartitionSpec, n_dims: int) -> str:
+    """An expression, checked against a rank; a PartitionSpec is written as one."""
+    if isinstance(spec, str):
+        axis_positions(parse(spec), n_dims)
+        return spec
+    _check_partition(spec)
+    if len(spec) > n_dims:
+        raise EinshardError(
+            f'{spec} places {plural(len(spec), "axis")}, '
+            f'but the array has {plural(n_dims, "dimension")}'
+        )
+    names = list(itertools.islice(axis_letters(), n_dims))
+    terms: list[str] = []
+    for name, entry in itertools.zip_longest(names, spec):
+        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        listed = ','.join(map(str, axes))
+        listed = listed if listed.isidentifier() else f'({listed})'
+        terms.append(f'{name}@{listed}' if axes else name)
+    return f'{" ".join(names)} -> {" ".join(terms)}' if any(spec) else REPLICATED

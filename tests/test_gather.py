@@ -1,0 +1,59 @@
+"""gather: whole arrays on the host, and back again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from einshard import EinshardError, describe, einshard, gather
+
+X = np.arange(12 * 16, dtype=np.float32).reshape(12, 16)
+
+
+@pytest.mark.parametrize(
+    'expression', ['a b -> * a b', 'a b -> a* b', 'a b -> b* a', 'a b -> a2 b*', '... -> * ...']
+)
+def test_there_and_back(expression):
+    placed = einshard(X, expression, mesh=jax.devices()[:4])
+    whole = gather(placed)
+    assert type(whole) is np.ndarray
+    np.testing.assert_array_equal(whole, X)
+    again = einshard(whole, describe(placed), mesh=jax.devices()[:4])
+    assert again.sharding == placed.sharding
+    np.testing.assert_array_equal(again, X)
+
+
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, np.int8, np.bool_, np.complex64])
+def test_dtypes_stay(dtype):
+    whole = gather(einshard(X.astype(dtype), 'a b -> a4 * b'))
+    assert whole.dtype == dtype
+    np.testing.assert_array_equal(whole, X.astype(dtype))
+
+
+def test_trees_keep_what_is_no_array():
+    tree = {'w': einshard(X, '* a b'), 'n': None, 'f': jnp.sin, 'h': X, 's': 'relu', 'i': 3}
+    host = gather(tree)
+    np.testing.assert_array_equal(host['w'], X)
+    assert host['h'] is X
+    assert (host['n'], host['f'], host['s'], host['i']) == (None, jnp.sin, 'relu', 3)
+    assert gather({}) == {}
+
+
+def test_arrays_of_other_meshes_and_of_one_device():
+    mesh = Mesh(np.array(jax.devices()[:6])[::-1].reshape(2, 3), ('p', 'q'))
+    by_hand = jax.device_put(X, NamedSharding(mesh, P(('q', 'p'))))
+    tree = [by_hand, jnp.asarray(X), jax.device_put(X, jax.devices()[3])]
+    for whole in gather(tree):
+        np.testing.assert_array_equal(whole, X)
+
+
+def test_traced_values_have_no_contents():
+    with pytest.raises(EinshardError) as caught:
+        jax.jit(lambda tree: gather(tree))({'w': X})
+    assert str(caught.value) == (
+        'a traced value cannot be gathered: it has no contents yet\n'
+        "  array:   float32[12,16], leaf 'w'\n"
+        '  instead: return it, and gather that'
+    )

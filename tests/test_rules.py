@@ -1,0 +1,876 @@
+"""Rules: which rule a leaf gets, what comes of it, and what is refused."""
+
+import copy
+import pickle
+import re
+import threading
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import model_shapes
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from einshard import (
+    EinshardError,
+    Rules,
+    clear_caches,
+    describe,
+    device_mesh,
+    einshard,
+    make_sharding,
+    shard_largest,
+    sharded,
+)
+
+ROWS, COLUMNS, EVERYWHERE = 'i o -> i* o', 'i o -> i o*', '... -> * ...'
+
+
+def struct(*shape, dtype=np.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mesh_of(**sizes):
+    grid = np.array(jax.devices()[: np.prod(list(sizes.values()))]).reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def refusal(function, *args, **kwargs):
+    with pytest.raises(EinshardError) as caught:
+        function(*args, **kwargs)
+    assert '\n' not in caught.value.sentence
+    return caught.value
+
+
+W, B = struct(16, 16), struct(16)
+BY_HAND = mesh_of(d0=2, d1=2, d2=2, d3=2)
+ALL = ('d0', 'd1', 'd2', 'd3')
+
+
+def spec_of(tree, rules, **options):
+    """The PartitionSpec of the one leaf of a tree."""
+    (leaf,) = jax.tree.leaves(einshard(tree, rules, **options))
+    return leaf.sharding.spec
+
+
+# ------------------------------------------------------------------------------ which rule it is
+
+
+@pytest.mark.parametrize(
+    ('pairs', 'expected'),
+    [
+        ([('kernel', ROWS), ('kernel', COLUMNS)], P(ALL)),
+        ([('kernel', COLUMNS), ('kernel', ROWS)], P(None, ALL)),
+        ([('bias', ROWS), ('kernel', COLUMNS)], P(None, ALL)),
+        ([('', ROWS), ('kernel', COLUMNS)], P(ALL)),
+        # search, not match: anywhere in the path, unless the pattern has anchors
+        ([('^kernel', ROWS), ('ern', COLUMNS)], P(None, ALL)),
+        ([('mlp$', ROWS), ('^layers/', COLUMNS)], P(None, ALL)),
+        ([(r'layers/\d+/mlp/kernel$', ROWS), ('', COLUMNS)], P(ALL)),
+        ([(r'layers/0/', ROWS), (r'layers/1/', COLUMNS)], P(None, ALL)),
+        ([(r'layers\.1', ROWS), ("\\['", ROWS), ('kernel', COLUMNS)], P(None, ALL)),
+        ([('KERNEL', ROWS), ('(?i)KERNEL', COLUMNS)], P(None, ALL)),
+    ],
+)
+def test_the_first_rule_that_matches_wins(pairs, expected):
+    tree = {'layers': [{}, {'mlp': {'kernel': W}}]}
+    for rules in (pairs, tuple(pairs), map(list, pairs)):
+        assert spec_of(tree, Rules(rules)) == expected
+
+
+def test_paths_are_the_keys_joined_by_slashes():
+    seen = []
+    rules = Rules([('', lambda path, leaf: seen.append(path))])
+    einshard({'a': [B, (B, {'b': B})], 'c/d': {3: B}}, rules)
+    einshard(B, rules)
+    assert seen == ['a/0', 'a/1/0', 'a/1/1/b', 'c/d/3', '']
+
+
+# ------------------------------------------------------------------------------- kinds of specs
+
+
+@pytest.mark.parametrize(
+    ('spec', 'expected'),
+    [
+        (ROWS, P(ALL)),
+        ('i* o', P(ALL)),
+        ('... o -> ... o*', P(None, ALL)),
+        ('i o -> 4 i o4', P(None, ('d2', 'd3'))),
+        (EVERYWHERE, P()),
+        ('i o -> i@d1 o@(d0,d3)', P('d1', ('d0', 'd3'))),
+        (P(), P()),
+        (P(None), P()),
+        (P(None, None), P()),
+        (P('d1'), P('d1')),
+        (P(('d1',)), P('d1')),
+        (P('d1', None), P('d1')),
+        (P('d2', 'd0'), P('d2', 'd0')),
+        (P(None, ('d3', 'd0')), P(None, ('d3', 'd0'))),
+        (P((), 'd0'), P(None, 'd0')),
+        (lambda path, leaf: ROWS, P(ALL)),
+        (lambda path, leaf: P('d3'), P('d3')),
+        (lambda path, leaf: lambda path, leaf: COLUMNS, P(None, ALL)),
+        (lambda path, leaf: {'w': P('d0')}[path], P('d0')),
+        (lambda path, leaf: {2: P('d1')}[leaf.ndim], P('d1')),
+        (Rules([('', COLUMNS)]), P(None, ALL)),
+        (lambda path, leaf: Rules([('', P('d1'))]), P('d1')),
+        (shard_largest, P(ALL)),
+    ],
+)
+def test_every_kind_of_spec(spec, expected):
+    for rules in (Rules([('w', spec)]), Rules([('v', None)], default=spec)):
+        for tree in ({'w': W}, {'w': np.ones((16, 16))}, {'w': jnp.ones((16, 16))}):
+            assert spec_of(tree, rules, mesh=BY_HAND) == expected
+
+
+def test_none_leaves_alone():
+    x, y = np.ones(16), jnp.ones(16)
+    placed = einshard({'x': x, 'y': y, 'z': x}, Rules([('x|y', None)], default='a*'))
+    assert placed['x'] is x
+    assert placed['y'] is y
+    assert placed['z'].sharding == make_sharding('a*')
+    placed = einshard({'x': x}, Rules([('x', lambda path, leaf: None)]))
+    assert placed['x'] is x
+
+
+def test_numpy_leaves_are_sharded():
+    x = np.arange(64.0, dtype=np.float32).reshape(16, 4)
+    placed = einshard({'kernel': x}, Rules([('kernel', 'i o -> i8 o2')]))['kernel']
+    assert len(placed.addressable_shards) == 16
+    for i, device in enumerate(jax.devices()):
+        (shard,) = [s for s in placed.addressable_shards if s.device == device]
+        rows, columns = 2 * (i // 2), 2 * (i % 2)
+        np.testing.assert_array_equal(shard.data, x[rows : rows + 2, columns : columns + 2])
+
+
+@pytest.mark.parametrize('spec', [EVERYWHERE, '* a', P(), P(None)])
+def test_replicate_is_on_every_device(spec):
+    placed = einshard({'w': np.ones(3)}, Rules([('w', spec)]))['w']
+    assert placed.sharding.device_set == set(jax.devices())
+    assert [shard.data.shape for shard in placed.addressable_shards] == [(3,)] * 16
+
+
+def test_scalars_are_on_every_device_whatever_the_rules():
+    tree = {
+        'count': np.int32(3),
+        'rate': 0.1,
+        'flag': True,
+        'zero_d': np.ones(()),
+        'jax': jnp.ones(()),
+        'key': jax.random.key(0),
+    }
+    for rules in (Rules([]), Rules([('', ROWS)]), Rules([('', None)]), Rules([], default=None)):
+        placed = einshard(tree, rules)
+        for leaf in jax.tree.leaves(placed):
+            assert leaf.sharding.device_set == set(jax.devices())
+            assert leaf.is_fully_replicated
+    assert float(placed['rate']) == np.float32(0.1)
+
+
+def test_what_is_no_array_is_passed_through():
+    tree = {'f': jax.nn.relu, 's': 'gelu', 'none': None, 'mesh': BY_HAND, 'spec': P('x'), 'w': W}
+    placed = einshard(tree, Rules([('w$', ROWS)]))
+    assert placed == tree | {'w': placed['w']}
+    assert placed['none'] is None
+    assert placed['w'].sharding.spec == P(ALL)
+
+
+def test_an_equinox_module():
+    mlp = eqx.nn.MLP(16, 16, 32, depth=2, key=jax.random.key(0))
+    rules = Rules([('weight$', 'o i -> o* i'), ('bias$', 'o -> o*')])
+    placed = einshard(mlp, rules)
+    assert placed.activation is mlp.activation
+    for old, new in zip(mlp.layers, placed.layers, strict=True):
+        assert new.weight.sharding == make_sharding('o i -> o* i')
+        assert new.bias.sharding == make_sharding('o*')
+        np.testing.assert_array_equal(new.weight, old.weight)
+    np.testing.assert_allclose(placed(jnp.ones(16)), mlp(jnp.ones(16)), rtol=1e-5)
+    # a layer without a bias has None there
+    linear = einshard(eqx.nn.Linear(16, 16, use_bias=False, key=jax.random.key(0)), rules)
+    assert linear.bias is None
+
+
+# -------------------------------------------------------------------------------------- options
+
+
+def test_min_size_counts_elements():
+    sizes = {'a': struct(16), 'b': struct(2, 16), 'c': struct(3, 16), 'd': struct(0, 16)}
+    placed = einshard(sizes, Rules([], default='... o -> ... o*', min_size=32))
+    assert [leaf.sharding.spec for leaf in placed.values()] == [
+        P(),
+        P(None, ALL),
+        P(None, ALL),
+        P(),
+    ]
+    # small ones need no rule, and no size that divides
+    rules = Rules([('kernel', 'i* o')], min_size=np.int64(50))
+    assert spec_of({'bias': struct(7)}, rules) == P()
+
+
+def test_a_default_is_for_what_no_rule_matches():
+    placed = einshard({'w': W, 'v': W}, Rules([('w', ROWS)], default=COLUMNS))
+    assert placed['w'].sharding.spec == P(ALL)
+    assert placed['v'].sharding.spec == P(None, ALL)
+    placed = einshard({'w': W, 'v': W}, Rules([('w', ROWS)], default=None))
+    assert placed['v'] is W
+
+
+MESH = mesh_of(data=2, fsdp=4, tp=2)
+
+# shape, expression, and the PartitionSpec on the mesh above when what does not divide replicates
+INDIVISIBLE = [
+    ((8, 8), 'a b -> a@fsdp b@tp', P('fsdp', 'tp')),
+    ((6, 8), 'a b -> a@fsdp b@tp', P(None, 'tp')),
+    ((8, 7), 'a b -> a@fsdp b@tp', P('fsdp')),
+    ((6, 7), 'a b -> a@fsdp b@tp', P()),
+    # all of an axis or nothing of it, even where one of its mesh axes would divide
+    ((4, 2), 'a b -> a@(data,fsdp) b@tp', P(None, 'tp')),
+    ((8, 2), 'a b -> a@(data,fsdp) b@tp', P(('data', 'fsdp'), 'tp')),
+    # counts take the axes of the mesh in order
+    ((4, 4, 4), 'a b c -> a2 b4 c2', P('data', 'fsdp', 'tp')),
+    ((3, 4, 4), 'a b c -> a2 b4 c2', P(None, 'fsdp', 'tp')),
+    ((4, 6, 4), 'a b c -> a2 b4 c2', P('data', None, 'tp')),
+    ((3, 6, 4), 'a b c -> a2 b4 c2', P(None, None, 'tp')),
+    ((4, 6, 5), 'a b c -> a2 b4 c2', P('data')),
+    ((8, 3), 'a b -> * a4 b2', P('fsdp')),
+    ((3, 8), 'a* b2', P(None, 'tp')),
+    # an axis that comes again is one axis, cut in the product
+    ((8, 8), 'a b -> a2 b4 a2', P(('data', 'tp'), 'fsdp')),
+    ((2, 8), 'a b -> a2 b4 a2', P(None, 'fsdp')),
+    ((6, 8), 'a b -> a2 b4 a2', P(None, 'fsdp')),
+    ((4, 6), 'a b -> a2 b4 a2', P(('data', 'tp'))),
+    # mixed: names first, counts over what they leave
+    ((8, 2), 'a b -> a* b@tp', P(('data', 'fsdp'), 'tp')),
+    ((4, 2), 'a b -> a* b@tp', P(None, 'tp')),
+    ((8, 3), 'a b -> a* b@tp', P(('data', 'fsdp'))),
+    ((8, 3), 'a b -> a4 2 b@data', P('fsdp')),
+    ((8, 3), 'a b -> a2 b@fsdp 2', P('data')),
+    # behind an ellipsis
+    ((5, 8, 6), '... a b -> ... a@fsdp b@fsdp'.replace('b@fsdp', 'b@tp'), P(None, 'fsdp', 'tp')),
+    ((5, 6, 6), '... a b -> ... a@fsdp b@tp', P(None, None, 'tp')),
+]
+
+
+@pytest.mark.parametrize(('shape', 'expression', 'expected'), INDIVISIBLE)
+def test_axes_that_do_not_divide_replicate_where_asked(shape, expression, expected):
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    strict, lenient = (
+        Rules([('w', expression)], indivisible=way) for way in ('error', 'replicate')
+    )
+    placed = einshard({'w': x}, lenient, mesh=MESH)['w']
+    by_hand = jax.device_put(x, NamedSharding(MESH, expected))
+    assert placed.sharding == by_hand.sharding
+    grid = np.vectorize(lambda device: device.id)(MESH.devices)
+    for shard in placed.addressable_shards:
+        place = dict(zip(MESH.axis_names, np.argwhere(grid == shard.device.id)[0], strict=True))
+        np.testing.assert_array_equal(shard.data, piece(x, expected, place))
+    # exactly those that need it are refused without
+    if expected == P(*full(expression, shape)):
+        assert einshard({'w': x}, strict, mesh=MESH)['w'].sharding == placed.sharding
+    else:
+        assert 'do not divide' in refusal(einshard, {'w': x}, strict, mesh=MESH).sentence
+
+
+def full(expression, shape):
+    """The PartitionSpec of an expression that divides, from a larger array."""
+    rules = Rules([('', expression)])
+    return spec_of(struct(*(16 * size for size in shape)), rules, mesh=MESH)
+
+
+def piece(x, spec, place):
+    """What the device at a place of the mesh holds of x, by numpy."""
+    for axis, entry in enumerate(spec):
+        for name in entry if isinstance(entry, tuple) else (entry,) if entry else ():
+            x = np.split(x, MESH.shape[name], axis)[place[name]]
+    return x
+
+
+@pytest.mark.parametrize(
+    ('n', 'shape', 'expression', 'same_as'),
+    [
+        (12, (3, 2), 'a b -> a4 b3', EVERYWHERE),
+        (12, (4, 2), 'a b -> a4 b3', 'a b -> a4 3 b'),
+        (12, (3, 3), 'a b -> a4 b3', 'a b -> 4 a b3'),
+        (16, (2, 16), 'a b -> a4 b4', 'a b -> 4 a b4'),
+        (16, (5, 5, 5), 'a b c -> a2 b4 c2', EVERYWHERE),
+        (8, (4, 4), 'a b -> a2 b2 a2', 'a b -> a2 b2 a2'),
+        (8, (2, 4), 'a b -> a2 b2 a2', 'a b -> 2 a b2 2'),
+    ],
+)
+def test_what_is_left_is_the_same_placement_as_if_it_were_written(n, shape, expression, same_as):
+    """On the same mesh, too: else jit would trace once more for it."""
+    rules, devices = Rules([('', expression)], indivisible='replicate'), jax.devices()[:n]
+    placed = einshard(np.ones(shape), rules, mesh=devices)
+    assert placed.sharding == make_sharding(same_as, n_dims=len(shape), mesh=devices)
+
+
+def test_rules_in_rules_keep_their_options():
+    inner = Rules([('', ROWS)], indivisible='replicate')
+    assert spec_of({'w': struct(3, 4)}, Rules([('w', inner)])) == P()
+    assert spec_of({'w': struct(3, 4)}, Rules([], default=inner)) == P()
+
+
+# ------------------------------------------------------------------------------ shard_largest
+
+
+@pytest.mark.parametrize(
+    ('shape', 'expression'),
+    [
+        ((16,), 'a*'),
+        ((15,), EVERYWHERE),
+        ((16, 32), 'a b -> a b*'),
+        ((32, 16), 'a b -> a* b'),
+        ((16, 16), 'a b -> a* b'),
+        ((100, 16, 48), 'a b c -> a b c*'),
+        ((100, 30), EVERYWHERE),
+        ((0, 16), 'a b -> a b*'),
+        ((3, 5, 7, 16, 2), 'a b c d e -> a b c d* e'),
+        ((), '-> *'),
+    ],
+)
+def test_shard_largest_cuts_the_largest_axis_that_divides(shape, expression):
+    for spec in (shard_largest, Rules([], default=shard_largest)):
+        placed = einshard(struct(*shape), spec)
+        assert placed.sharding == make_sharding(expression, n_dims=len(shape))
+
+
+def test_shard_largest_counts_the_devices_of_the_mesh_that_is_meant():
+    devices, shape = jax.devices()[:8], (8, 3)
+    expected = make_sharding('a* b', mesh=devices)
+    x = np.ones(shape, np.float32)
+    rules = Rules([], default=shard_largest)
+    for spec in (shard_largest, rules, {'w': shard_largest}):
+        tree = {'w': x}
+        assert einshard(tree, spec, mesh=devices)['w'].sharding == expected
+        assert sharded(None, out=spec, mesh=devices)(lambda t: t)(tree)['w'].sharding == expected
+        assert sharded(spec, out=None, mesh=devices)(lambda t: t)(tree)['w'].sharding == expected
+        with jax.set_mesh(device_mesh(devices)):
+            assert einshard(tree, spec)['w'].sharding == expected
+    # more devices than there are: 16 divides by the 16 here, but not by those 64
+    abstract = AbstractMesh((64,), ('fsdp',), axis_types=(AxisType.Auto,))
+    assert spec_of(struct(16, 3), rules, mesh=abstract) == P()
+    assert spec_of(struct(16, 64), rules, mesh=abstract) == P(None, 'fsdp')
+    assert rules.table(struct(16, 64), mesh=abstract).rows[0].shard_shape == (16, 1)
+
+
+def test_shard_largest_on_one_device():
+    placed = einshard(np.ones((4, 4)), shard_largest, mesh=jax.devices()[:1])
+    assert placed.sharding.device_set == {jax.devices()[0]}
+
+
+# -------------------------------------------------------------------------- where rules may stand
+
+
+def test_rules_in_a_tree_of_specs():
+    rules = Rules([('^decoder/w', ROWS), ('^encoder/w', COLUMNS)])  # the path is from the top
+    tree = {'encoder': {'w': W}, 'decoder': {'w': W}, 'head': W, 'frozen': {'w': W}}
+    spec = {'encoder': rules, 'decoder': rules, 'head': COLUMNS, 'frozen': None}
+    placed = einshard(tree, spec)
+    assert placed['encoder']['w'].sharding.spec == P(None, ALL)
+    assert placed['decoder']['w'].sharding.spec == P(ALL)
+    assert placed['head'].sharding.spec == P(None, ALL)
+    assert placed['frozen']['w'] is W
+
+
+def test_rules_alone_are_a_spec_of_sharded():
+    rules = Rules([('kernel', ROWS), ('bias', EVERYWHERE)])
+    params = {'kernel': np.ones((16, 16), np.float32), 'bias': np.ones(3, np.float32)}
+
+    @sharded(rules, out=rules)
+    def double(params):
+        return jax.tree.map(lambda x: 2 * x, params)
+
+    @sharded(rules)
+    def total(params):
+        return sum(jnp.sum(x) for x in jax.tree.leaves(params))
+
+    doubled = double(params)
+    assert doubled['kernel'].sharding == make_sharding(ROWS)
+    assert doubled['bias'].sharding == make_sharding(EVERYWHERE)
+    np.testing.assert_array_equal(doubled['kernel'], 2 * params['kernel'])
+    assert total.in_shardings(params)['params'] == {
+        'kernel': make_sharding(ROWS),
+        'bias': make_sharding(EVERYWHERE),
+    }
+    assert float(total(doubled)) == 2 * 256 + 6
+    # other shapes, other leaves: resolved again
+    assert double({'kernel': np.ones((32, 2), np.float32)})['kernel'].sharding.spec == P(ALL)
+    assert float(total({'bias': np.ones(5, np.float32)})) == 5
+
+
+def test_sharded_names_the_parameter_that_rules_refuse():
+    @sharded(Rules([('kernel', ROWS)]))
+    def step(params):
+        return params
+
+    error = refusal(step, {'kernel': np.ones((16, 16)), 'scale': np.ones(16)})
+    assert error.sentence == '1 path is matched by no rule'
+    assert error.facts['of'] == "parameter 'params' of step"
+    assert error.facts['paths'] == "'scale' float64[16]"
+    error = refusal(step, {'kernel': np.ones(16)})
+    assert "leaf 'kernel'" in error.facts['array']
+    error = refusal(step, {'kernel': np.ones((6, 16))})
+    assert error.facts['array'] == "float64[6,16], parameter 'params/kernel' of step"
+
+
+def test_shapes_are_annotated():
+    rules = Rules([('kernel', COLUMNS)], default=EVERYWHERE)
+    shapes = jax.eval_shape(
+        lambda key: {'kernel': jax.random.normal(key, (8, 32)), 'bias': jnp.ones(3), 'step': 0},
+        jax.random.key(0),
+    )
+    annotated = einshard(shapes, rules)
+    assert annotated['kernel'].shape == (8, 32)
+    assert annotated['kernel'].sharding == make_sharding(COLUMNS)
+    assert annotated['bias'].sharding == annotated['step'].sharding == make_sharding(EVERYWHERE)
+    compiled = jax.jit(lambda tree: jax.tree.map(jnp.sin, tree)).lower(annotated).compile()
+    assert compiled.output_shardings['kernel'].is_equivalent_to(make_sharding(COLUMNS), 2)
+
+
+def test_tracers_are_constrained():
+    rules = Rules([('hidden', 'b f -> b8 f2'), ('out', EVERYWHERE)])
+
+    @jax.jit
+    def f(x):
+        placed = einshard({'hidden': 2 * x, 'out': 3 * x, 'n': 1}, rules)
+        assert isinstance(placed['hidden'], jax.core.Tracer)
+        return placed
+
+    placed = f(np.ones((16, 16), np.float32))
+    assert describe(placed['hidden']) == 'a b -> a8 b2'
+    assert describe(placed['out']) == 'a b -> 16 a b'
+
+
+def test_one_table_on_two_meshes():
+    rules = Rules([('w', P('data', 'tp'))])
+    one, other = mesh_of(data=4, tp=2), mesh_of(data=2, fsdp=4, tp=2)
+    for mesh in (one, other, one):
+        expected = NamedSharding(mesh, P('data', 'tp'))
+        assert einshard({'w': np.ones((8, 8))}, rules, mesh=mesh)['w'].sharding == expected
+        with jax.set_mesh(mesh):
+            assert einshard({'w': np.ones((8, 8))}, rules)['w'].sharding == expected
+
+
+def test_an_explicit_mesh():
+    rules = Rules([('w', 'a b -> a8 b2')], indivisible='replicate')
+    with jax.set_mesh(device_mesh(axis_types=AxisType.Explicit)):
+        placed = einshard({'w': np.ones((8, 4), np.float32), 'v/w': np.ones((8, 3))}, rules)
+        assert jax.typeof(placed['w']).sharding.spec == P(('d0', 'd1', 'd2'), 'd3')
+        assert jax.typeof(placed['v/w']).sharding.spec == P(('d0', 'd1', 'd2'), None)
+
+
+def test_threads_agree():
+    trees = [{f'layer{i}': {'w': W, 'b': B} for i in range(n)} for n in range(1, 20)]
+    rules = Rules([('w$', ROWS), ('b$', 'o*')])
+    errors, together = [], threading.Barrier(8)
+
+    def work(seed):
+        together.wait()
+        try:
+            for i in np.random.default_rng(seed).permutation(len(trees)):
+                for leaf in jax.tree.leaves(einshard(trees[i], rules)):
+                    assert leaf.sharding.spec == P(ALL)
+                if seed == 0:
+                    clear_caches()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_clear_caches_changes_nothing():
+    rules = Rules([('w', P('data'))])
+    before = spec_of({'w': W}, rules, mesh=MESH)
+    clear_caches()
+    assert spec_of({'w': W}, rules, mesh=MESH) == before == P('data')
+
+
+@pytest.mark.parametrize(
+    'again', [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_rules_in_a_configuration_may_be_copied(again):
+    rules = again(Rules([('w', P('data')), ('b', 'o*')], indivisible='replicate'))
+    assert spec_of({'w': struct(2, 3)}, rules, mesh=MESH) == P('data')
+    assert spec_of({'b': struct(3)}, rules, mesh=MESH) == P()
+    assert 'matched by no rule' in refusal(einshard, {'v': W}, rules).sentence
+    leaf = einshard({'v': W}, again(Rules([], default=None)))['v']
+    assert leaf is W
+
+
+# -------------------------------------------------------------------------------------- refusals
+
+
+def test_unmatched_leaves_are_one_error():
+    tree = {'mlp': {'kernel': W, 'bias': B, 'scale': B}, 'step': 3, 'name': 'x'}
+    error = refusal(einshard, tree, Rules([('kernel$', ROWS), ('mlp/scales', COLUMNS)]))
+    assert error.sentence == '2 paths are matched by no rule'
+    assert error.facts['paths'] == "'mlp/bias' float32[16], 'mlp/scale' float32[16]"
+    assert "'mlp/scales'" in error.facts['nearest rules']
+    assert 'default=' in error.facts['give']
+    many = {f'leaf{i}': B for i in range(20)}
+    error = refusal(einshard, many, Rules([]))
+    assert error.sentence == '20 paths are matched by no rule'
+    assert error.facts['paths'].endswith(', and 12 more')
+
+
+@pytest.mark.parametrize(
+    ('spec', 'sentence'),
+    [
+        (ROWS, 'the expression names 2 axes, but the array has 1 dimension'),
+        (P('data', 'tp'), "P('data', 'tp') places 2 axes, but the array has 1 dimension"),
+        (P(None, 'tp'), "P(None, 'tp') places 2 axes, but the array has 1 dimension"),
+        (P('tp', None), "P('tp', None) places 2 axes, but the array has 1 dimension"),
+        (lambda path, leaf: ROWS, 'the expression names 2 axes, but the array has 1 dimension'),
+    ],
+)
+def test_a_rule_for_a_kernel_that_hits_a_bias(spec, sentence):
+    for way in ('error', 'replicate'):
+        rules = Rules([('^mlp', spec)], indivisible=way)
+        error = refusal(einshard, {'mlp': {'bias': B}}, rules, mesh=MESH)
+        assert error.sentence.replace('PartitionSpec', 'P') == sentence
+        assert error.facts['array'] == "float32[16], leaf 'mlp/bias'"
+        assert error.facts['rule'] == "'^mlp'"
+        assert refusal(rules.table, {'mlp': {'bias': B}}, mesh=MESH).facts['rule'] == "'^mlp'"
+
+
+def test_a_mesh_axis_that_is_not_there():
+    rules = Rules([('w', P('data', 'model'))])
+    error = refusal(einshard, {'w': W}, rules, mesh=MESH)
+    assert error.sentence == "the mesh has no axis 'model'"
+    assert error.facts['array'] == "float32[16,16], leaf 'w'"
+    assert 'there is no mesh' in refusal(einshard, {'w': W}, rules).sentence
+
+
+@pytest.mark.parametrize(
+    ('pattern', 'at'),
+    [
+        ('(', 0),
+        ('kernel(', 6),
+        ('a)b', 1),
+        ('layers/[0-9', 7),
+        ('*kernel', 0),
+        ('kernel\\', 6),
+        ('(?P<n', 4),
+        ('é(', 1),
+        ('a{2,1}', 2),
+    ],
+)
+def test_what_is_no_regular_expression(pattern, at):
+    error = refusal(Rules, [('ok', ROWS), (pattern, ROWS)])
+    with pytest.raises(re.error) as theirs:
+        re.compile(pattern)
+    assert theirs.value.pos == at
+    assert error.sentence == f'rule 1 is no regular expression: {theirs.value.msg}'
+    lines = str(error).splitlines()
+    assert lines[1] == f'    {pattern}'
+    assert lines[2] == '    ' + ' ' * at + '^'
+
+
+def test_a_regular_expression_too_large():
+    error = refusal(Rules, [('a{99999999999999999999}', ROWS)])
+    assert error.sentence.startswith('rule 0 is no regular expression: ')
+
+
+@pytest.mark.parametrize(
+    'rules',
+    [
+        ['kernel'],
+        [('kernel',)],
+        [('kernel', ROWS, ROWS)],
+        [(b'kernel', ROWS)],
+        [(None, ROWS)],
+        [{'kernel': ROWS}],
+        [None],
+        'kernel',
+        {'kernel': ROWS},
+        None,
+        3,
+    ],
+)
+def test_what_is_no_list_of_pairs(rules):
+    error = refusal(Rules, rules)
+    assert 'pair' in error.sentence
+    assert 'kernel$' in error.facts['as in']
+
+
+@pytest.mark.parametrize(
+    'spec', [3, ROWS.encode(), {'kernel': ROWS}, [ROWS], (), (ROWS,), make_sharding('a*')]
+)
+def test_what_is_no_spec_of_a_rule(spec):
+    assert refusal(Rules, [('w', spec)]).facts['rule'] == "'w'"
+    refusal(Rules, [], default=spec)
+    rules = Rules([('w', lambda path, leaf: spec)])
+    error = refusal(einshard, {'w': W}, rules)
+    assert 'no spec' in error.sentence
+    assert error.facts['rule'] == "'w'"
+    assert error.facts['array'] == "float32[16,16], leaf 'w'"
+
+
+@pytest.mark.parametrize(
+    'spec', [P('data', P.UNCONSTRAINED), P('data', unreduced={'tp'}), P(reduced={'tp'})], ids=str
+)
+def test_a_partition_spec_that_says_more_than_where(spec):
+    """No part of it is dropped in silence."""
+    refusal(Rules, [('w', spec)])
+    refusal(einshard, {'w': W}, Rules([('w', lambda path, leaf: spec)]), mesh=MESH)
+
+
+def test_a_wrong_expression_is_refused_at_once():
+    error = refusal(Rules, [('ok', ROWS), ('w', 'a b -> a** b')])
+    assert error.facts['rule'] == "'w'"
+    assert error.expression == 'a b -> a** b'
+    assert refusal(Rules, [], default='a -> b').facts['of'] == 'default='
+
+
+def test_wrong_options():
+    assert 'indivisible=' in refusal(Rules, [], indivisible='drop').sentence
+    for size in ('3', None, 2.5):
+        assert 'min_size=' in refusal(Rules, [], min_size=size).sentence
+
+
+# -------------------------------------------------- tables as commonly written, on real shapes
+
+AXES = ('data', 'fsdp', 'expert', 'tensor', 'sequence')
+
+
+def abstract(*sizes):
+    return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * 5)
+
+
+MESHES = {
+    '256 devices': abstract(2, 4, 2, 8, 2),
+    '16 devices': mesh_of(data=2, fsdp=2, expert=2, tensor=2, sequence=1),
+}
+
+LLAMA_EXPRESSIONS = Rules(
+    [
+        ('embed_tokens/embedding', 'vocab embed -> vocab@tensor embed@(fsdp,sequence)'),
+        ('(q|k|v)_proj/kernel', 'embed heads -> embed@(fsdp,sequence) heads@tensor'),
+        ('o_proj/kernel', 'heads embed -> heads@tensor embed@(fsdp,sequence)'),
+        ('(gate|up)_proj/kernel', 'embed mlp -> embed@(fsdp,sequence) mlp@tensor'),
+        ('down_proj/kernel', 'mlp embed -> mlp@tensor embed@(fsdp,sequence)'),
+        ('norm/weight', '... -> * ...'),
+        ('lm_head/kernel', 'embed vocab -> embed@(fsdp,sequence) vocab@tensor'),
+    ]
+)
+
+LLAMA_SPECS = Rules(
+    [
+        ('embed_tokens/embedding', P('tensor', ('fsdp', 'sequence'))),
+        ('self_attn/(q_proj|k_proj|v_proj)/kernel', P(('fsdp', 'sequence'), 'tensor')),
+        ('self_attn/o_proj/kernel', P('tensor', ('fsdp', 'sequence'))),
+        ('mlp/(gate|up)_proj/kernel', P(('fsdp', 'sequence'), 'tensor')),
+        ('mlp/down_proj/kernel', P('tensor', ('fsdp', 'sequence'))),
+        ('input_layernorm/weight', P(None)),
+        ('post_attention_layernorm/weight', P(None)),
+        ('model/norm/weight', P(None)),
+        ('lm_head/kernel', P(('fsdp', 'sequence'), 'tensor')),
+        ('.*', P(None)),
+    ]
+)
+
+
+def llama_by_hand(layers):
+    split = ('fsdp', 'sequence')
+    into, out_of, whole = {'kernel': P(split, 'tensor')}, {'kernel': P('tensor', split)}, P()
+    layer = {
+        'input_layernorm': {'weight': whole},
+        'self_attn': {'q_proj': into, 'k_proj': into, 'v_proj': into, 'o_proj': out_of},
+        'post_attention_layernorm': {'weight': whole},
+        'mlp': {'gate_proj': into, 'up_proj': into, 'down_proj': out_of},
+    }
+    return {
+        'model': {
+            'embed_tokens': {'embedding': P('tensor', split)},
+            'layers': [layer] * layers,
+            'norm': {'weight': whole},
+        },
+        'lm_head': into,
+    }
+
+
+MIXTRAL_RULES = Rules(
+    [
+        ('embed_tokens/embedding', P('tensor', 'fsdp')),
+        ('self_attn/[qkv]_proj/kernel', P('fsdp', 'tensor')),
+        ('self_attn/o_proj/kernel', P('tensor', 'fsdp')),
+        ('moe/gate/kernel', P('fsdp')),
+        ('experts/w[13]/kernel', 'expert embed mlp -> expert@expert embed@fsdp mlp@tensor'),
+        ('experts/w2/kernel', P('expert', 'tensor', 'fsdp')),
+        ('norm/weight', EVERYWHERE),
+        ('lm_head/kernel', P('fsdp', 'tensor')),
+    ]
+)
+
+
+def mixtral_by_hand():
+    into, out_of = {'kernel': P('fsdp', 'tensor')}, {'kernel': P('tensor', 'fsdp')}
+    layer = {
+        'input_layernorm': {'weight': P()},
+        'self_attn': {'q_proj': into, 'k_proj': into, 'v_proj': into, 'o_proj': out_of},
+        'post_attention_layernorm': {'weight': P()},
+        'block_sparse_moe': {
+            'gate': {'kernel': P('fsdp')},
+            'experts': {
+                'w1': {'kernel': P('expert', 'fsdp', 'tensor')},
+                'w2': {'kernel': P('expert', 'tensor', 'fsdp')},
+                'w3': {'kernel': P('expert', 'fsdp', 'tensor')},
+            },
+        },
+    }
+    return {
+        'model': {
+            'embed_tokens': {'embedding': P('tensor', 'fsdp')},
+            'layers': [layer] * 32,
+            'norm': {'weight': P()},
+        },
+        'lm_head': into,
+    }
+
+
+GPT2_PAIRS = [
+    ('wte/embedding', P('tensor', 'fsdp')),
+    ('wpe/embedding', P(None, 'fsdp')),
+    ('attn/c_attn/kernel', 'embed qkv -> embed@fsdp qkv@tensor'),
+    ('mlp/c_fc/kernel', 'embed mlp -> embed@fsdp mlp@tensor'),
+    ('c_proj/kernel', P('tensor', 'fsdp')),
+    ('(c_attn|c_fc)/bias', P('tensor')),
+    ('(scale|bias)$', EVERYWHERE),
+]
+GPT2_RULES = Rules(GPT2_PAIRS, indivisible='replicate')
+
+
+def gpt2_by_hand():
+    norm = {'scale': P(), 'bias': P()}
+    into = {'kernel': P('fsdp', 'tensor'), 'bias': P('tensor')}
+    out_of = {'kernel': P('tensor', 'fsdp'), 'bias': P()}
+    layer = {
+        'ln_1': norm,
+        'attn': {'c_attn': into, 'c_proj': out_of},
+        'ln_2': norm,
+        'mlp': {'c_fc': into, 'c_proj': out_of},
+    }
+    return {
+        'transformer': {
+            'wte': {'embedding': P(None, 'fsdp')},  # no power of two divides 50,257
+            'wpe': {'embedding': P(None, 'fsdp')},
+            'h': [layer] * 48,
+            'ln_f': norm,
+        }
+    }
+
+
+MODELS = {
+    'Llama 8B': (model_shapes.LLAMA_8B, LLAMA_EXPRESSIONS, llama_by_hand(32)),
+    'Llama 8B, PartitionSpecs': (model_shapes.LLAMA_8B, LLAMA_SPECS, llama_by_hand(32)),
+    'Llama 70B': (model_shapes.LLAMA_70B, LLAMA_EXPRESSIONS, llama_by_hand(80)),
+    'Llama 70B, PartitionSpecs': (model_shapes.LLAMA_70B, LLAMA_SPECS, llama_by_hand(80)),
+    'GPT-2 XL': (model_shapes.GPT2_XL, GPT2_RULES, gpt2_by_hand()),
+    'Mixtral 8x7B': (model_shapes.MIXTRAL, MIXTRAL_RULES, mixtral_by_hand()),
+}
+
+
+def on(mesh, specs):
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P)
+    )
+
+
+def shardings(tree):
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+@pytest.mark.parametrize('name', model_shapes.PUBLISHED_PARAMETERS)
+def test_shapes_add_up_to_the_published_number_of_parameters(name):
+    shapes, n_parameters = model_shapes.PUBLISHED_PARAMETERS[name]
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == n_parameters
+
+
+@pytest.mark.parametrize('devices', MESHES)
+@pytest.mark.parametrize('name', MODELS)
+def test_models_are_placed_as_by_hand(name, devices):
+    shapes, rules, by_hand = MODELS[name]
+    mesh = MESHES[devices]
+    assert shardings(einshard(shapes, rules, mesh=mesh)) == on(mesh, by_hand)
+
+
+def test_the_vocabulary_of_gpt2_is_not_replicated_unasked():
+    error = refusal(einshard, model_shapes.GPT2_XL, Rules(GPT2_PAIRS), mesh=MESHES['256 devices'])
+    assert error.sentence == "axis 'a' has size 50257, which 8 parts do not divide"
+    assert error.facts['array'] == "float32[50257,1600], leaf 'transformer/wte/embedding'"
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_moments_have_the_shardings_of_their_parameters(name):
+    shapes, rules, by_hand = MODELS[name]
+    mesh = MESHES['256 devices']
+    zeros = jax.tree.map(lambda leaf: struct(*leaf.shape), shapes)
+    state = {'count': struct(dtype=np.int32), 'mu': zeros, 'nu': zeros}
+    placed = shardings(einshard(state, rules, mesh=mesh))
+    assert placed['mu'] == placed['nu'] == on(mesh, by_hand)
+    assert placed['count'] == NamedSharding(mesh, P())
+
+
+def test_moments_of_optax():
+    optax = pytest.importorskip('optax')
+    shapes, rules, by_hand = MODELS['Llama 8B']
+    mesh = MESHES['256 devices']
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    state = einshard(jax.eval_shape(optimizer.init, shapes), rules, mesh=mesh)
+    adam = state[1][0]
+    assert shardings(adam.mu) == shardings(adam.nu) == on(mesh, by_hand)
+    assert adam.count.sharding == NamedSharding(mesh, P())
+
+
+# ---------------------------------------------------------------------------------- born sharded
+
+
+def test_parameters_are_born_sharded():
+    """No device ever holds a whole large parameter, and the values are those of jit alone."""
+    rules = Rules([('kernel', 'i o -> i8 o2'), ('bias', EVERYWHERE)])
+    size = 1024
+
+    def init(key):
+        first, second = jax.random.split(key)
+        return {
+            'mlp': {
+                'kernel': jax.random.normal(first, (size, size)),
+                'bias': jnp.zeros(size),
+            },
+            'head': {'kernel': 0.02 * jax.random.normal(second, (size, 2 * size))},
+            'step': jnp.zeros((), jnp.int32),
+        }
+
+    born = sharded(out=rules)(init)
+    key = jax.random.key(0)
+    params = born(key)
+    assert params['mlp']['kernel'].sharding == make_sharding('i o -> i8 o2')
+    assert params['head']['kernel'].sharding == make_sharding('i o -> i8 o2')
+    assert params['mlp']['bias'].sharding == make_sharding(EVERYWHERE)
+    assert params['step'].sharding == make_sharding('-> *')
+    assert {s.data.shape for s in params['head']['kernel'].addressable_shards} == {(128, 1024)}
+    for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(init(key)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+    whole = 4 * size * size  # of the smaller kernel
+    on_a_device = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
+
+    def memory(function):
+        figures = function.lower(key).compile().memory_analysis()
+        return figures.output_size_in_bytes, figures.temp_size_in_bytes
+
+    outputs, temporary = memory(born)
+    # besides the arrays, the output is a table of pointers to them
+    assert on_a_device <= outputs < on_a_device + 1024
+    assert outputs + temporary < whole
+    # and the figures tell the difference
+    replicated_outputs, _ = memory(sharded(out=Rules([], default=EVERYWHERE))(init))
+    assert replicated_outputs > 3 * whole

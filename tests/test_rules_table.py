@@ -1,0 +1,352 @@
+"""Rules.table: its rows, its totals, what it finds odd, and how it is shown."""
+
+import html.parser
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import model_shapes
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from einshard import EinshardError, Rules, device_mesh, einshard, shard_largest
+
+EVERYWHERE = '... -> * ...'
+TREE = {
+    'embed': np.ones((50, 16), np.float32),
+    'mlp': {'kernel': np.ones((16, 64), np.float32), 'bias': np.ones(64, np.float16)},
+    'norm': np.ones(16, np.float32),
+    'step': 3,
+    'activation': jax.nn.relu,
+    'none': None,
+}
+RULES = Rules(
+    [
+        ('embed', 'v d -> v* d2'),
+        ('kernel$', 'i o -> * i o2'),
+        ('mlp/kernel', 'i* o'),
+        ('bias$', '... -> * ...'),
+        ('attention', 'i o -> i o*'),
+    ],
+    default=None,
+    indivisible='replicate',
+    min_size=20,
+)
+
+
+def struct(*shape, dtype=np.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def rows(table):
+    return {row.path: row for row in table.rows}
+
+
+def test_rows():
+    table = RULES.table(TREE)
+    assert [row.path for row in table.rows] == ['embed', 'mlp/bias', 'mlp/kernel', 'norm', 'step']
+    embed, bias, kernel, norm, step = table.rows
+    assert (embed.shape, embed.dtype, embed.rule) == ((50, 16), 'float32', 'embed')
+    assert embed.expression == 'v d -> v* d2'
+    assert embed.replicated_axes == (0,)
+    assert embed.shard_shape == (50, 8)
+    assert (embed.bytes, embed.whole_bytes, embed.sharded) == (50 * 8 * 4, 50 * 16 * 4, True)
+    assert (kernel.rule, kernel.expression) == ('kernel$', 'i o -> * i o2')
+    assert (kernel.shard_shape, kernel.bytes, kernel.replicated_axes) == ((16, 32), 2048, ())
+    assert (bias.dtype, bias.bytes, bias.sharded) == ('float16', 128, False)
+    assert (norm.rule, norm.expression, norm.shard_shape) == ('small', EVERYWHERE, (16,))
+    assert (step.rule, step.dtype, step.shape, step.bytes) == ('scalar', 'int32', (), 4)
+
+
+def test_leaves_that_are_left_alone_are_whole():
+    (row,) = Rules([('w', None)]).table({'w': struct(8, 4), 'f': len}).rows
+    assert (row.rule, row.expression, row.shard_shape) == ('w', None, (8, 4))
+    assert (row.bytes, row.sharded) == (128, False)
+    (row,) = Rules([], default=None).table({'w': struct(8, 4)}).rows
+    assert (row.rule, row.expression) == ('default', None)
+
+
+def test_totals():
+    table = RULES.table(TREE)
+    whole = 50 * 16 * 4 + 16 * 64 * 4 + 64 * 2 + 16 * 4 + 4
+    held = 50 * 8 * 4 + 16 * 32 * 4 + 64 * 2 + 16 * 4 + 4
+    assert table.n_devices == 16
+    assert table.whole_bytes == whole
+    assert table.bytes_per_device == held
+    assert table.sharded_share == (50 * 16 * 4 + 16 * 64 * 4) / whole
+    assert table.copies == held * 16 / whole
+    assert [row.path for row in table.largest_replicated()] == ['mlp/bias', 'norm', 'step']
+    assert [row.path for row in table.largest_replicated(1)] == ['mlp/bias']
+
+
+def test_totals_at_the_ends():
+    everywhere = Rules([], default=EVERYWHERE).table({'w': struct(16, 4)})
+    assert (everywhere.sharded_share, everywhere.copies) == (0, 16)
+    cut = Rules([], default='a* b').table({'w': struct(16, 4)})
+    assert (cut.sharded_share, cut.copies) == (1, 1)
+    empty = Rules([]).table({})
+    assert (empty.rows, empty.bytes_per_device, empty.whole_bytes) == ((), 0, 0)
+    assert (empty.sharded_share, empty.copies) == (0, 1)
+    assert '0 B on each of 16 devices' in str(empty)
+
+
+MESH = Mesh(
+    np.array(jax.devices()).reshape(2, 4, 2),
+    ('data', 'fsdp', 'tp'),
+    axis_types=(AxisType.Auto,) * 3,
+)
+PLACED = [
+    (Rules([], default=EVERYWHERE), None),
+    (Rules([], default=shard_largest), None),
+    (Rules([], default=shard_largest), jax.devices()[:6]),
+    (Rules([('kernel', P('fsdp', 'tp'))], default=EVERYWHERE), MESH),
+    (Rules([('', '... o -> ... o@(data,fsdp)')], indivisible='replicate'), MESH),
+    (Rules([('', 'o ... -> o* ...')], indivisible='replicate', min_size=30), jax.devices()[:3]),
+    (Rules([('', 'o ... -> o4 * ...')], indivisible='replicate'), jax.devices()[:12]),
+]
+
+
+@pytest.mark.parametrize(('rules', 'mesh'), PLACED)
+def test_bytes_are_those_of_arrays_that_are_placed(rules, mesh):
+    tree = {
+        'kernel': np.ones((24, 12), np.float32),
+        'layers': [{'kernel': np.ones((8, 6), np.int8), 'bias': np.ones(6)} for _ in range(2)],
+        'half': jnp.ones((5, 16), jnp.bfloat16),
+        'complex': np.ones((4, 4), np.complex64),
+        'bits': np.ones((4, 6), bool),
+        'step': 3,
+        'rate': 0.5,
+    }
+    table = rules.table(tree, mesh=mesh)
+    placed = jax.tree.leaves(einshard(tree, rules, mesh=mesh))
+    assert len(table.rows) == len(placed)
+    for row, x in zip(table.rows, placed, strict=True):
+        assert (row.shape, row.dtype) == (x.shape, str(x.dtype))
+        assert len(x.addressable_shards) == table.n_devices
+        for shard in x.addressable_shards:
+            assert shard.data.shape == row.shard_shape
+            assert shard.data.nbytes == row.bytes
+    held = [sum(s.data.nbytes for s in x.addressable_shards) for x in placed]
+    assert table.bytes_per_device * table.n_devices == sum(held)
+    assert table.whole_bytes == sum(x.nbytes for x in placed)
+    assert math.isclose(table.copies, sum(held) / table.whole_bytes)
+    # the same from shapes
+    assert rules.table(jax.eval_shape(lambda: tree), mesh=mesh) == table
+
+
+def test_the_mesh_is_that_of_einshard():
+    rules, tree = Rules([('w', P('fsdp', 'tp'))]), {'w': struct(8, 4)}
+    with jax.set_mesh(MESH):
+        assert rules.table(tree).rows[0].shard_shape == (2, 2)
+        assert rules.table(tree) == rules.table(tree, mesh=MESH)
+    abstract = AbstractMesh((8, 4), ('fsdp', 'tp'), axis_types=(AxisType.Auto,) * 2)
+    assert rules.table(tree, mesh=abstract).rows[0].shard_shape == (1, 1)
+    assert rules.table(tree, mesh=abstract).n_devices == 32
+    # what einshard refuses, the table does
+    twelve = device_mesh(jax.devices()[:12])
+    counts = Rules([('w', 'a b -> a4 b3')])
+    for call in (counts.table, lambda tree: einshard(tree, counts)):
+        with jax.set_mesh(twelve), pytest.raises(EinshardError, match='do not fall on the axes'):
+            call({'w': struct(4, 3)})
+    for call in (rules.table, lambda tree: einshard(tree, rules)):
+        with pytest.raises(EinshardError, match='but there is no mesh'):
+            call(tree)
+    with pytest.raises(EinshardError, match='which is no mesh'):
+        rules.table(tree, mesh='x')
+
+
+def test_refusals_are_those_of_einshard():
+    with pytest.raises(EinshardError, match='1 path is matched by no rule'):
+        Rules([('x', EVERYWHERE)]).table({'w': struct(4)})
+    with pytest.raises(EinshardError) as caught:
+        Rules([('k', 'a*')]).table({'mlp': {'kernel': struct(4)}})
+    assert caught.value.sentence == "axis 'a' has size 4, which 16 parts do not divide"
+    assert caught.value.facts['array'] == "float32[4], leaf 'mlp/kernel'"
+    assert caught.value.facts['rule'] == "'k'"
+
+
+def test_arrays_that_jax_does_not_have():
+    tree = {'names': np.array(['a', 'b']), 'w': struct(16)}
+    with pytest.raises(EinshardError, match='JAX has no arrays of <U1'):
+        Rules([], default=EVERYWHERE).table(tree)
+    assert list(rows(Rules([], default=None).table(tree))) == ['w']
+
+
+def test_keys_have_bytes():
+    keys = jax.random.split(jax.random.key(0), 16)
+    (row,) = Rules([('', 'n*')]).table(keys).rows
+    assert (row.shard_shape, row.bytes, row.whole_bytes) == ((1,), 8, 128)
+
+
+def test_a_function_is_asked_once_for_each_leaf():
+    asked = []
+
+    def ask(path, leaf):
+        asked.append(path)
+        return EVERYWHERE
+
+    Rules([], default=ask).table({'a': struct(4), 'b': struct(4)})
+    assert asked == ['a', 'b']
+
+
+# ---------------------------------------------------------------------------------- what is odd
+
+
+def odd(pairs, *paths):
+    table = Rules(pairs, default=EVERYWHERE).table({path: struct(16) for path in paths})
+    return table.unused, table.shadowed
+
+
+@pytest.mark.parametrize(
+    ('patterns', 'paths', 'unused', 'shadowed'),
+    [
+        (['a', 'b'], ['a', 'b'], (), ()),
+        (['a', 'c'], ['a', 'b'], ('c',), ()),
+        (['a', 'a'], ['a'], (), (('a', 'a'),)),
+        (['', 'a'], ['a'], (), (('a', ''),)),
+        (['a', ''], ['a', 'b'], (), ()),
+        (['a', ''], ['a'], (), (('', 'a'),)),
+        (['a', 'ab'], ['ab', 'ac'], (), (('ab', 'a'),)),
+        (['ab', 'a'], ['ab', 'ac'], (), ()),
+        (['a', 'b', 'a|b', 'a|b|c'], ['a', 'b'], (), (('a|b', 'a'), ('a|b|c', 'a'))),
+        (['b', 'a', 'a|b', 'x', 'y'], ['a', 'b'], ('x', 'y'), (('a|b', 'a'),)),
+        ([], ['a'], (), ()),
+    ],
+)
+def test_rules_never_used(patterns, paths, unused, shadowed):
+    assert odd([(pattern, EVERYWHERE) for pattern in patterns], *paths) == (unused, shadowed)
+
+
+def test_axes_that_did_not_divide():
+    rules = Rules([('', 'a b -> a4 b4')], indivisible='replicate')
+    tree = {'w': struct(4, 4), 'x': struct(3, 4), 'y': struct(4, 3), 'z': struct(3, 3)}
+    table = rules.table(tree)
+    assert [row.replicated_axes for row in table.rows] == [(), (0,), (1,), (0, 1)]
+    assert [row.shard_shape for row in table.rows] == [(1, 1), (3, 1), (1, 3), (3, 3)]
+    listed = [line for line in str(table).splitlines() if line.startswith('not divisible')]
+    assert listed == [
+        'not divisible, so replicated: axis 0 of x, size 3',
+        'not divisible, so replicated: axis 1 of y, size 3',
+        'not divisible, so replicated: axis 0 of z, size 3',
+        'not divisible, so replicated: axis 1 of z, size 3',
+    ]
+
+
+# ------------------------------------------------------------------------------- how it is shown
+
+TEXT = """
+path        array           rule     placement      on a device    bytes
+----------  --------------  -------  -------------  -----------  -------
+embed       float32[50,16]  embed    v d -> v* d2   [50,8]       1.6 KiB
+mlp/bias    float16[64]     bias$    ... -> * ...   [64]           128 B
+mlp/kernel  float32[16,64]  kernel$  i o -> * i o2  [16,32]      2.0 KiB
+norm        float32[16]     small    ... -> * ...   [16]            64 B
+step        int32[]         scalar   ... -> * ...   []               4 B
+
+3.8 KiB on each of 16 devices, of 7.3 KiB in all; 97.4% of it is in arrays that are cut, and the \
+average byte is held 8.21 times
+largest on every device: mlp/bias (128 B), norm (64 B), step (4 B)
+not divisible, so replicated: axis 0 of embed, size 50
+never matches: 'attention'
+never reached: 'mlp/kernel', behind 'kernel$'
+"""
+
+
+def test_the_text():
+    table = RULES.table(TREE)
+    assert str(table) == repr(table) == TEXT.strip('\n')
+
+
+class Page(html.parser.HTMLParser):
+    """The elements of a page, that they nest, and the text of each cell and item."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.rows, self.items = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        if tag == 'tr':
+            self.rows.append([])
+        elif tag in ('td', 'th'):
+            self.rows[-1].append('')
+        elif tag == 'li':
+            self.items.append('')
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1] in ('td', 'th'):
+            self.rows[-1][-1] += data
+        elif self.open[-1] == 'li':
+            self.items[-1] += data
+
+
+def test_the_html_says_what_the_text_says():
+    page = Page(RULES.table(TREE)._repr_html_())
+    table, notes = TEXT.strip().split('\n\n')
+    head, dashes, *lines = table.splitlines()
+    columns = [found.span() for found in re.finditer('-+', dashes)]
+    for row, line in zip(page.rows, [head, *lines], strict=True):
+        assert row == [line[start:end].strip() for start, end in columns]
+    assert page.items == notes.splitlines()
+
+
+def test_the_html_is_escaped():
+    tree = {'<script>alert(1)</script>&amp;': struct(16, 5), 'w': struct(16)}
+    rules = Rules(
+        [('^<script>.*&', 'a b -> a b*'), ('<i>', 'a*')], default='a*', indivisible='replicate'
+    )
+    text = rules.table(tree)._repr_html_()
+    assert '<script>' not in text
+    assert '<i>' not in text
+    page = Page(text)
+    path, _, rule, *_ = page.rows[1]
+    assert (path, rule) == ('<script>alert(1)</script>&amp;', '^<script>.*&')
+    assert "never matches: '<i>'" in page.items
+    assert any(item.startswith('not divisible') and '<script>' in item for item in page.items)
+
+
+# ------------------------------------------------------------------------------------ real models
+
+
+def test_llama_70b_without_devices():
+    """Bytes by JAX's own shard shapes of shardings written by hand, on 512 devices."""
+    mesh = AbstractMesh((2, 32, 8), ('data', 'fsdp', 'tensor'), axis_types=(AxisType.Auto,) * 3)
+    rules = Rules(
+        [
+            ('embed_tokens', P('tensor', 'fsdp')),
+            ('(o|down)_proj', P('tensor', 'fsdp')),
+            ('norm/', P()),
+            ('.*', P('fsdp', 'tensor')),
+        ]
+    )
+    table = rules.table(model_shapes.LLAMA_70B, mesh=mesh)
+
+    def by_hand(path, leaf):
+        names = {key.key for key in path if hasattr(key, 'key')}
+        transposed = names & {'embed_tokens', 'o_proj', 'down_proj'}
+        spec = P('tensor', 'fsdp') if transposed else P('fsdp', 'tensor')
+        spec = spec if leaf.ndim == 2 else P()
+        return math.prod(NamedSharding(mesh, spec).shard_shape(leaf.shape)) * 2
+
+    held = jax.tree_util.tree_map_with_path(by_hand, model_shapes.LLAMA_70B)
+    assert table.bytes_per_device == sum(jax.tree.leaves(held))
+    assert table.whole_bytes == 2 * 70_553_706_496
+    assert table.n_devices == 512
+    assert len(table.rows) == 80 * 9 + 3
+    assert (table.unused, table.shadowed) == ((), ())
+    norms = 161 * 8192 * 2
+    assert table.bytes_per_device == (table.whole_bytes - norms) // 256 + norms
+    assert {row.path.split('/')[-2] for row in table.largest_replicated(1000)} == {
+        'input_layernorm',
+        'post_attention_layernorm',
+        'norm',
+    }
