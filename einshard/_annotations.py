@@ -92,7 +92,8 @@ def _spec_of(hint: Any) -> Spec:
         return placed.spec
     if typing.get_origin(hint) is tuple and Ellipsis not in typing.get_args(hint):
         specs = tuple(_spec_of(item) for item in typing.get_args(hint))
-        return specs if any(spec is not None for spec in specs) else None
+        if not any(isinstance(spec, _ByPath) for spec in specs):
+            return specs if any(spec is not None for spec in specs) else None
     return _ByPath(hint) if _mentions_sharded(hint, ()) else None
 
 
@@ -114,7 +115,15 @@ class _ByPath:
         hints = [self.hint]
         for key in path.split('/') if path else ():
             hints = [inner for hint in hints for inner in _step(hint, key)]
-        return next((p.spec for hint in hints for p in [_placed(hint)] if p is not None), None)
+        found = (_placed(member) for hint in hints for member in _members(hint))
+        return next((placed.spec for placed in found if placed is not None), None)
+
+
+def _members(hint: Any) -> list[Any]:
+    """The types of a union, of unions in it too; of another type, that type."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [inner for member in typing.get_args(hint) for inner in _members(member)]
+    return [hint]
 
 
 def _step(hint: Any, key: str) -> list[Any]:

@@ -244,14 +244,20 @@ def resolve_mesh(mesh: MeshLike | None) -> AnyMesh:
             return context
         enclosing = around.get()
         return (enclosing and enclosing.mesh) or context or device_mesh()
-    if isinstance(mesh, str | Mapping) or not isinstance(mesh, Mesh | AbstractMesh | Iterable):
+    check_mesh(mesh)
+    given = mesh if isinstance(mesh, Mesh | AbstractMesh) else device_mesh(mesh)
+    _check_not_manual(given)
+    return given
+
+
+def check_mesh(mesh: object) -> None:
+    """Raises where `mesh=` can be none; asks for no devices."""
+    known = isinstance(mesh, Mesh | AbstractMesh | Iterable) and not isinstance(mesh, str | Mapping)
+    if mesh is not None and not known:
         raise EinshardError(
             f'mesh= is {mesh!r}, which is no mesh',
             facts={'give': 'a Mesh, an AbstractMesh or a sequence of devices'},
         )
-    given = mesh if isinstance(mesh, Mesh | AbstractMesh) else device_mesh(mesh)
-    _check_not_manual(given)
-    return given
 
 
 def _check_not_manual(mesh: AnyMesh) -> None:

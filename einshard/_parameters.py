@@ -32,10 +32,12 @@ class Parameters:
         by_keyword: those that must be given by keyword.
         rest: the name of `*args`, or None.
         rest_keywords: the name of `**kwargs`, or None.
+        options: names beside those of parameters that may have been meant.
     """
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: Callable[..., Any], options: Iterable[str] = ()):
         self.function = name_of(function)
+        self.options = tuple(options)
         try:
             self.signature = inspect.signature(function)
         except (ValueError, TypeError):  # some builtins
@@ -74,7 +76,7 @@ class Parameters:
         if len(specs) > len(names) and self.rest is None:
             raise EinshardError(
                 f'{self.function} takes {plural(len(names), "positional parameter")}, '
-                f'but {plural(len(specs), "spec")} are given',
+                f'but {plural(len(specs), "spec")} {"is" if len(specs) == 1 else "are"} given',
                 facts={'parameters': ', '.join(names) or 'none'},
             )
         more = len(specs) - len(names)
@@ -102,21 +104,28 @@ class Parameters:
         return None
 
     def check_name(self, name: str) -> None:
-        """Raises if a spec is given by a name that is no parameter."""
+        """Raises if a spec is given by a name that is no parameter, nor an option of jax.jit."""
         known = [*self.names[self.instance :], *self.by_keyword]
         known += [rest for rest in (self.rest, self.rest_keywords) if rest is not None]
         if name in known or self.rest_keywords is not None:
             return
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, [*known, *self.options], n=1)
         raise EinshardError(
             f"{self.function} has no parameter '{name}', and jax.jit has no such option",
             facts={'parameters': ', '.join(known) or 'none'},
             fix=f'{near[0]}=' if near else None,
         )
 
-    def indices(self, numbers: Any, names: Any) -> frozenset[str]:
+    def indices(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
         """Labels of the parameters that `static_argnums`, `static_argnames` and their like name."""
         chosen: set[str] = set(_as_tuple(names, str))
+        known = (*self.names, *self.by_keyword)
+        for name in chosen:
+            if name not in known and self.rest_keywords is None:
+                raise EinshardError(
+                    f"{self.function} has no parameter '{name}', which {option} names",
+                    facts={'parameters': ', '.join(known) or 'none'},
+                )
         for number in _as_tuple(numbers, int):
             if self.rest is not None and number >= len(self.names):
                 chosen.add(f'{self.rest}[{number - len(self.names)}]')

@@ -14,9 +14,9 @@ import jax
 
 from ._annotations import read_annotations
 from ._errors import EinshardError
-from ._mesh import AnyMesh, AxisRules, MeshLike, around, is_tracing, resolve_mesh
+from ._mesh import AnyMesh, AxisRules, MeshLike, around, check_mesh, is_tracing, resolve_mesh
 from ._parameters import Form, Parameters, name_of
-from ._program import Program, Stale, Untyped, signature
+from ._program import Program, Stale, Untyped, looks_at_leaves, signature
 from ._rules import Rules
 from ._specs import Spec, check_specs
 
@@ -167,7 +167,7 @@ class ShardedFunction(Generic[P, R]):
         functools.update_wrapper(self, function)
         self.__wrapped__ = function
         self._name = name_of(function)
-        self._parameters = Parameters(function)
+        self._parameters = Parameters(function, sorted(_JIT_OPTIONS))
         self.is_method = bool(self._parameters.instance)
         self._mesh = mesh
         self._reshard = reshard
@@ -188,6 +188,9 @@ class ShardedFunction(Generic[P, R]):
             self._static = self._chosen('static')
             self._donated = self._chosen('donate')
             self._check_specs()
+            check_mesh(mesh)
+            # whether programs differ by the shapes and structure of the arguments
+            self._looks = any(map(looks_at_leaves, [*self._specs.values(), self._out]))
         except EinshardError as error:
             raise error.about(function=self._name) from None
 
@@ -241,7 +244,7 @@ class ShardedFunction(Generic[P, R]):
         """The labels that options like `static_argnums` and `static_argnames` name."""
         numbers = self._options.pop(f'{kind}_argnums', None)
         names = self._options.pop(f'{kind}_argnames', None)
-        chosen = self._parameters.indices(numbers, names)
+        chosen = self._parameters.indices(numbers, names, f'{kind}_argnames')
         # a class is no pytree, but it is constant
         of_class = (
             kind == 'static' and self._parameters.instance and 'cls' in self._parameters.names
@@ -249,7 +252,12 @@ class ShardedFunction(Generic[P, R]):
         return chosen | {'cls'} if of_class else chosen
 
     def _check_specs(self) -> None:
-        for label, spec in [*self._specs.items(), ('out', self._out)]:
+        both = sorted(self._static & self._donated)
+        if both:
+            raise EinshardError(
+                f"parameter '{both[0]}' is static: it is no array and has no memory to donate"
+            )
+        for label, spec in [*self._specs.items(), ('out=', self._out)]:
             if label in self._static and spec is not None:
                 raise EinshardError(
                     f"parameter '{label}' is static: it is no array and takes no spec",
@@ -258,7 +266,8 @@ class ShardedFunction(Generic[P, R]):
             try:
                 check_specs(spec)
             except EinshardError as error:
-                raise error.about(parameter=label) from None
+                where = {'spec of': 'the result'} if label == 'out=' else {'parameter': label}
+                raise error.about(**where) from None
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], act: _Act) -> Any:
         form, values = self._parameters.form(args, kwargs)
@@ -318,7 +327,7 @@ class ShardedFunction(Generic[P, R]):
         if known and not self._careful:
             program = known[0]
         else:
-            seen = signature(specs, self._out, values, static)
+            seen = signature(specs, self._out, values, static) if self._looks else ()
             program = programs.get(seen)
             # One thread makes it, which may trace. Inside a trace none waits for another, which
             # may be tracing a function that calls this one.
@@ -326,6 +335,8 @@ class ShardedFunction(Generic[P, R]):
                 if seen not in programs:
                     programs[seen] = self._make_program(form, labels, specs, values)
                 program = programs[seen]
+            # several meshes or rules: the fast way would take one for the other
+            self._careful = self._careful or len({key[1:] for key in self._programs}) > 1
         if program.tried and not (form.keywords or self._careful or surroundings):
             self.fast = (form.positional, program.jitted)
         return program

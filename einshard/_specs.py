@@ -121,12 +121,10 @@ def leaf_text(path: Sequence[Any], leaf: Any) -> str:
 def _called(spec: Spec, path: str, leaf: Any) -> LeafSpec | None:
     while spec is not None and not isinstance(spec, str | Lenient):
         if not callable(spec):
+            where = f", leaf '{path}'" if path else ''
             raise EinshardError(
                 f'a function of the path gave {spec!r} for a leaf, which is no spec for one',
-                facts={
-                    'array': f"{array_text(leaf)}, leaf '{path}'",
-                    'give': 'an expression or None',
-                },
+                facts={'array': f'{array_text(leaf)}{where}', 'give': 'an expression or None'},
             )
         spec = spec(path, leaf)
     return spec
