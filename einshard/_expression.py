@@ -219,26 +219,12 @@ def _unreadable(text: str, start: int, at: int, end: int) -> EinshardError:
     """The error for a word whose characters from `at` on belong to no term."""
     word, rest = text[start:end], text[at:end]
     character = rest[0]
+    if character.isalpha() or character == '_':
+        return _two_terms(text, start, at, end)
     facts: dict[str, object] = {}
     fix = None
     spans = [(at, at + 1)]
-    if character.isalpha() or character == '_':
-        spans = [(start, end)]
-        head = text[start:at]
-        facts['two terms'] = f"'{head} {rest}'"
-        if _name(text, start, end):
-            digits = 'names carry no digits, and ' if _digits(text, at - 1, at) else ''
-            sentence = f"'{word}' is no term: {digits}spaces separate terms"
-            if re.fullmatch(r'\w+', word):
-                facts['one axis'] = f"'{re.sub('[0-9]+', '_', word).strip('_')}'"
-        else:
-            part = 'star' if head.endswith('*') else 'count'
-            sentence = (
-                f"'{word}' is no term: spaces separate terms, and a {part} comes after the name"
-            )
-            if _name(text, at, end) == rest:
-                facts['one term'] = f"'{rest}{head}'"
-    elif character == '*' and text[at - 1 : at] == '*':
+    if character == '*' and text[at - 1 : at] == '*':
         sentence = f"'{word}' has more than one star; several stars are several terms"
         spans = [(start, end)]
     elif character in '0123456789':
@@ -275,6 +261,23 @@ def _unreadable(text: str, start: int, at: int, end: int) -> EinshardError:
         sentence = f'{written} is not part of the notation'
         facts['terms are'] = 'a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  ...'
     return EinshardError(sentence, expression=text, spans=spans, facts=facts, fix=fix)
+
+
+def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
+    """The error for a name that is glued to what stands before it, as in a2b or 2a."""
+    word, head, rest = text[start:end], text[start:at], text[at:end]
+    facts: dict[str, object] = {'two terms': f"'{head} {rest}'"}
+    if _name(text, start, end):
+        digits = 'names carry no digits, and ' if _digits(text, at - 1, at) else ''
+        sentence = f"'{word}' is no term: {digits}spaces separate terms"
+        if re.fullmatch(r'\w+', word):
+            facts['one axis'] = f"'{re.sub('[0-9]+', '_', word).strip('_')}'"
+    else:
+        part = 'star' if head.endswith('*') else 'count'
+        sentence = f"'{word}' is no term: spaces separate terms, and a {part} comes after the name"
+        if _name(text, at, end) == rest:
+            facts['one term'] = f"'{rest}{head}'"
+    return EinshardError(sentence, expression=text, spans=[(start, end)], facts=facts)
 
 
 def _check_short(text: str, terms: Sequence[Term]) -> None:

@@ -427,10 +427,10 @@ def test_an_argument_on_other_devices(later):
     f = sharded('a* b', mesh=EIGHT)(lambda x, y: x + y)
     if later:
         f(X, X)
-    assert message(f, X, jax.device_put(X, EIGHT[3])) == expected("""
+    assert message(f, X, jax.device_put(X, EIGHT[3])) == expected(f"""
         an argument without a spec is held by 1 of the 8 devices
           array: float32[8,8], parameter 'y' of <lambda>
-          it is: on one device: cpu:3
+          it is: on one device: {EIGHT[3]}
           give:  a spec: y='... -> * ...' puts it on every device
         """)
 
