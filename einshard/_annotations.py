@@ -14,6 +14,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 
+from ._constraint import has_type
 from ._describe import describe, describe_named
 from ._errors import EinshardError
 from ._expression import ELLIPSIS, Expression, parse
@@ -225,7 +226,11 @@ def _checker(spec: str) -> Callable[[Any], bool]:
             placement = find_placement(spec, x.ndim, mesh, None)
         except EinshardError as error:
             raise _misplaced(error.about(array=array_text(x))) from None
-        if sharding.is_equivalent_to(placement.sharding, x.ndim):
+        if mesh is not None:
+            is_so = has_type(x, placement.sharding)
+        else:
+            is_so = sharding.is_equivalent_to(placement.sharding, x.ndim)
+        if is_so:
             return True
         names = placement.expression.names
         known = None if ELLIPSIS in names or len(names) != x.ndim else names

@@ -11,10 +11,20 @@ from contextlib import nullcontext
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
+from jax.sharding import AbstractMesh
 
 from ._annotations import read_annotations
 from ._errors import EinshardError
-from ._mesh import AnyMesh, AxisRules, MeshLike, around, check_mesh, is_tracing, resolve_mesh
+from ._mesh import (
+    AnyMesh,
+    AxisRules,
+    MeshLike,
+    around,
+    check_mesh,
+    is_tracing,
+    mesh_fact,
+    resolve_mesh,
+)
 from ._parameters import Form, Parameters, name_of
 from ._program import Program, Stale, Untyped, looks_at_leaves, signature
 from ._rules import Rules
@@ -272,6 +282,11 @@ class ShardedFunction(Generic[P, R]):
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], act: _Act) -> Any:
         form, values = self._parameters.form(args, kwargs)
         program = self._program(form, values)
+        if act is _jitted and isinstance(program.mesh, AbstractMesh) and not is_tracing():
+            raise EinshardError(
+                f'{self._name} cannot run: its mesh is abstract, and has no devices',
+                facts={'mesh': mesh_fact(program.mesh), 'instead': 'its eval_shape, or its trace'},
+            )
         if not program.tried:
             # jit takes an array on the same devices in another order, and then fails on the next
             values = program.place(values, self._reshard) or values
