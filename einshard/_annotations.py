@@ -171,10 +171,11 @@ def _check_names(array_type: Any, expression: Expression) -> None:
     dims = [_dimension(token) for token in text.split()]
     names = list(expression.names)
     if not _match(names, dims):
+        kind = array_type.__name__.partition('[')[0]  # the rest differs between versions of JAX
         raise expression.error(
             f"the expression names the axes '{' '.join(names)}', but the type has '{text}'",
             expression.left if not expression.short else expression.right,
-            type=array_type.__name__,
+            type=f"{kind}[{getattr(array_type.array_type, '__name__', 'Any')}, '{text}']",
         )
 
 
