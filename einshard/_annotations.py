@@ -171,11 +171,13 @@ def _check_names(array_type: Any, expression: Expression) -> None:
     dims = [_dimension(token) for token in text.split()]
     names = list(expression.names)
     if not _match(names, dims):
-        kind = array_type.__name__.partition('[')[0]  # the rest differs between versions of JAX
+        # written anew: in JAX 0.9 and 0.10 the name of jax.Array has its module in front
+        kind = array_type.__name__.partition('[')[0]
+        held = getattr(array_type.array_type, '__name__', 'Any').rpartition('.')[2]
         raise expression.error(
             f"the expression names the axes '{' '.join(names)}', but the type has '{text}'",
             expression.left if not expression.short else expression.right,
-            type=f"{kind}[{getattr(array_type.array_type, '__name__', 'Any')}, '{text}']",
+            type=f"{kind}[{held}, '{text}']",
         )
 
 
