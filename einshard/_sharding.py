@@ -89,6 +89,8 @@ def make_sharding(
     Raises:
         EinshardError: the expression breaks a rule, or does not fit the rank or the mesh.
     """
+    if n_dims is not None and type(n_dims) is not int:
+        check_types(expression, n_dims, memory_kind)  # the cache takes 2.0 for 2
     return find_placement(expression, n_dims, mesh, memory_kind).sharding
 
 
