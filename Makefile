@@ -20,8 +20,10 @@ lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# the package, then a file of user code: those tests are left out where pyright is not installed
 types: $(VENV)/dev.installed
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest -q tests/test_annotations.py
 
 docs: $(VENV)/docs.installed
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
