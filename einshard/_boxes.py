@@ -1,6 +1,6 @@
 """Blocks of an array and the devices that hold them -> boxes or a table.
 
-What is where on the page is decided once, in `arrange`; text, colour and HTML follow it.
+What is where on a page of text is decided once, in `arrange`; text and colour follow it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-Segment: TypeAlias = tuple[str, int | None]  # text, and the shard whose colour it has
+Segment: TypeAlias = tuple[str, int | None]  # text, and the device whose colour it has
 
 _MOST_SLICES = 8
 _MOST_ROWS = 64  # longer pictures show the first and the last rows
@@ -125,11 +125,11 @@ def device_list(devices: NDArray[np.int64], tight: bool = False) -> str:
     return ','.join(texts)
 
 
-def colour(shard: int) -> str:
-    """The colour of a shard, light enough for black text: '#rrggbb'."""
-    # steps of the golden ratio keep neighbours apart, however many shards there are
-    hue = shard * 0.6180339887 % 1
-    rgb = colorsys.hls_to_rgb(hue, 0.74 if shard % 2 else 0.82, 0.75)
+def colour(device: int) -> str:
+    """The colour of a device, in every picture; light enough for black text: '#rrggbb'."""
+    # steps of the golden ratio keep neighbours apart, however many devices there are
+    hue = device * 0.6180339887 % 1
+    rgb = colorsys.hls_to_rgb(hue, 0.74 if device % 2 else 0.82, 0.75)
     return '#' + ''.join(f'{round(255 * value):02x}' for value in rgb)
 
 
@@ -182,13 +182,12 @@ def _slices(
     counts = [blocks.parts[axis] for axis in leading]
     n_slices = math.prod(counts)
     # axes that are not drawn have one part, so that a slice is a plain matrix of blocks
-    shards = np.arange(math.prod(blocks.parts)).reshape(n_slices, -1, n_columns)
     devices = blocks.devices.reshape(n_slices, -1, n_columns, blocks.devices.shape[-1])
 
     def cell(i: int, row: int | None, column: int) -> Segment:
         if row is None:
             return '..', None
-        return device_list(devices[i, row, column], tight), int(shards[i, row, column])
+        return device_list(devices[i, row, column], tight), int(devices[i, row, column, 0])
 
     slices: list[Slice] = []
     for i, parts in enumerate(np.ndindex(*counts)):
@@ -269,5 +268,10 @@ def _table_of(blocks: Blocks, axes: Sequence[int]) -> Table:
             continue
         parts = np.unravel_index(shard, blocks.parts)
         heads = [blocks.head(axis, int(parts[axis])) for axis in axes]
-        rows.append((*((head, None) for head in heads), (device_list(devices[shard]), shard)))
+        rows.append(
+            (
+                *((head, None) for head in heads),
+                (device_list(devices[shard]), int(devices[shard, 0])),
+            )
+        )
     return Table((*(blocks.names[axis] for axis in axes), 'devices'), tuple(rows))

@@ -5,87 +5,49 @@ from __future__ import annotations
 import math
 import operator
 import string
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard, overload
 
 import jax
+import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ._boxes import Blocks, arrange, colour
+from ._boxes import Blocks
 from ._describe import describe, describe_named
 from ._errors import EinshardError, plural
 from ._expression import ELLIPSIS, Expression, parse
 from ._layout import axis_positions, check_divisible, lay_out
 from ._mesh import MeshLike, context_mesh, device_mesh, is_device_mesh, resolve_mesh
-from ._picture_html import page_html
-from ._picture_text import text_lines
-from ._picture_words import device_order, meaning, wrapped
+from ._picture import Gallery, Picture
+from ._picture_words import device_order, meaning
 from ._sharding import find_placement, lower
+from ._specs import array_text, path_text
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
-    from rich.text import Text
-
-_WIDTH = 100
 _MOST_DEVICES = 1_000_000
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Picture:
-    """What `show` returns: print it, or let a notebook or the prompt show it.
-
-    `str` is plain text. `repr`, which the prompt shows, is in colour where standard output is a
-    terminal with colours and rich is installed; `rich.print` and notebooks have colour too.
-
-    Attributes:
-        blocks: the blocks of the array and the devices that hold them.
-        words: what the picture means, in sentences.
-    """
-
-    blocks: Blocks
-    words: tuple[str, ...]
-
-    def __str__(self) -> str:
-        lines = text_lines(arrange(self.blocks, _WIDTH), _WIDTH)
-        texts = [''.join(text for text, _ in line).rstrip() for line in lines]
-        return '\n'.join([*texts, *wrapped(self.words, _WIDTH)])
-
-    def __repr__(self) -> str:
-        try:
-            from rich.console import Console
-        except ImportError:
-            return str(self)
-        console = Console(force_jupyter=False)
-        if not console.is_terminal or console.color_system is None or console.no_color:
-            return str(self)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip('\n')
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        from rich.text import Text
-
-        width = min(_WIDTH, options.max_width)
-        for line in text_lines(arrange(self.blocks, width), width):
-            text = Text()
-            for segment, shard in line:
-                text.append(segment, '' if shard is None else f'black on {colour(shard)}')
-            yield text
-        for line in wrapped(self.words, width):
-            yield Text(line)
-
-    def _repr_html_(self) -> str:
-        return page_html(arrange(self.blocks, _WIDTH), self.words)
+_MOST_PICTURES = 12
 
 
+@overload
+def show(
+    x_or_expression: str | jax.Array | jax.ShapeDtypeStruct | Sharding,
+    shape: Sequence[int] | None = None,
+    devices: int | MeshLike | None = None,
+) -> Picture: ...
+@overload
 def show(
     x_or_expression: Any,
     shape: Sequence[int] | None = None,
     devices: int | MeshLike | None = None,
-) -> Picture:
+) -> Picture | Gallery: ...
+def show(
+    x_or_expression: Any,
+    shape: Sequence[int] | None = None,
+    devices: int | MeshLike | None = None,
+) -> Picture | Gallery:
     """Draws which devices hold which block of an array.
 
         >>> show('a b -> 2 a2* b*', (4, 8), 16)
@@ -107,7 +69,7 @@ def show(
 
     Args:
         x_or_expression: an expression; or an array, a `ShapeDtypeStruct` or a sharding, to see
-            where it is.
+            where it is; or a tree of them.
         shape: the shape of the array. Without it the blocks are numbered, and '...' in an
             expression stands for no axis. Arrays know theirs.
         devices: for an expression, how many devices; or a mesh, whose axes the expression may
@@ -115,7 +77,8 @@ def show(
             many as the counts of the expression ask for.
 
     Returns:
-        A picture, which `print`, the prompt, rich and notebooks show.
+        A picture, which `print`, the prompt, rich and notebooks show, and whose `save` writes an
+        SVG file. For a tree, one for all leaves of the same shape and placement.
 
     Raises:
         EinshardError: as for `make_sharding`; the shape is not divisible; or there is nothing to
@@ -130,7 +93,33 @@ def show(
             'devices= is for expressions; arrays and shardings have their own',
             facts={'given': type(x_or_expression).__name__},
         )
+    if not jtu.all_leaves([x_or_expression]):
+        return _of_tree(x_or_expression)
     return _of_value(x_or_expression, shape)
+
+
+def _of_tree(tree: Any) -> Gallery:
+    """Pictures of the leaves that have a sharding."""
+    alike: dict[Any, list[str]] = {}
+    leaves: dict[Any, Any] = {}
+    for path, leaf in jtu.tree_leaves_with_path(tree):
+        sharding = leaf if isinstance(leaf, Sharding) else getattr(leaf, 'sharding', None)
+        if isinstance(sharding, Sharding):
+            key = (getattr(leaf, 'shape', None), getattr(leaf, 'dtype', None), sharding)
+            alike.setdefault(key, []).append(path_text(path))
+            leaves[key] = leaf
+    if not leaves:
+        raise EinshardError(
+            f'there is nothing to draw: no leaf of the {type(tree).__name__} has a sharding'
+        )
+    drawn = list(leaves.items())[:_MOST_PICTURES]
+    pictures = [(_caption(alike[key], leaf), _of_value(leaf, None)) for key, leaf in drawn]
+    return Gallery(pictures, len(leaves) - len(drawn))
+
+
+def _caption(paths: Sequence[str], leaf: Any) -> str:
+    listed = ', '.join(paths[:3]) + (f' and {len(paths) - 3} more' if len(paths) > 3 else '')
+    return listed if isinstance(leaf, Sharding) else f'{listed}: {array_text(leaf)}'
 
 
 def _of_expression(

@@ -1,4 +1,4 @@
-"""Boxes and tables -> lines of text, each segment with the shard whose colour it has."""
+"""Boxes and tables -> lines of text, each segment with the device whose colour it has."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _slice_lines(page: Boxes, one: Slice) -> list[Line]:
             line: Line = [
                 (_right(head if middle else '', page.margin - 1) + ' ' * bool(margin), None)
             ]
-            for text, shard in row:
-                line += [('│', None), (_centre(text if middle else '', page.box_width), shard)]
+            for text, device in row:
+                line += [('│', None), (_centre(text if middle else '', page.box_width), device)]
             lines.append([*line, ('│', None)])
     lines.append([(margin + _rule('└┴┘', page), None)])
     return lines
@@ -81,7 +81,7 @@ def _table_lines(table: Table) -> Iterator[Line]:
     yield [('─' * sum(widths), None)]
     for row in table.rows:
         cells = zip(row, widths, strict=True)
-        yield [(_left(f' {text}', width), shard) for (text, shard), width in cells]
+        yield [(_left(f' {text}', width), device) for (text, device), width in cells]
 
 
 def _left(text: str, width: int) -> str:

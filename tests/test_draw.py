@@ -1,11 +1,11 @@
-"""show: the blocks that a picture is drawn from, its text, colour and HTML."""
+"""show: the blocks that a picture is drawn from, its text, colour and SVG."""
 
-import html.parser
 import itertools
 import os
 import subprocess
 import sys
 import textwrap
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ def test_any_grid(case):
     picture = show(expression, (2**8 * 3**4,) * len(axes))
     assert drawn_blocks(picture) == want
     assert all(len(line) <= 100 for line in str(picture).splitlines())
-    assert picture._repr_html_().count('<table') >= 1
+    assert boxes_of(picture.svg) == sorted(map(tuple, want.values()))
 
 
 @pytest.mark.parametrize(('expression', 'n', 'grid'), GRIDS[:7])
@@ -404,10 +404,10 @@ def test_long_lists_of_devices_are_shortened(expression, n, label):
     assert boxes.split('│')[1].strip() == label
 
 
-# -- colour and HTML
+# -- colour and SVG
 
 
-def test_rich_has_one_colour_for_each_shard():
+def test_rich_has_one_colour_for_each_block():
     console_module = pytest.importorskip('rich.console')
     console = console_module.Console(
         width=100, force_terminal=True, color_system='truecolor', file=None, no_color=False
@@ -452,42 +452,129 @@ def test_repr_without_rich_is_the_text(monkeypatch):
     assert repr(picture) == str(picture)
 
 
-class Cells(html.parser.HTMLParser):
-    def __init__(self, text):
-        super().__init__()
-        self.cells, self.styles, self.stack = [], [], []
-        self.feed(text)
-        assert not self.stack
-
-    def handle_starttag(self, tag, attributes):
-        self.stack.append(tag)
-        if tag == 'td':
-            self.cells.append('')
-            self.styles.append(dict(attributes)['style'])
-
-    def handle_endtag(self, tag):
-        assert self.stack.pop() == tag
-
-    def handle_data(self, data):
-        if self.stack[-1] == 'td':
-            self.cells[-1] += data
+SVG = '{http://www.w3.org/2000/svg}'
 
 
-def test_html_has_a_box_for_each_shard():
-    page = show('a b -> 2 a2* b*', (4, 8), 16)._repr_html_()
-    cells = Cells(page)
-    assert cells.cells == [f'{i},{i + 8}' for i in range(8)]
-    assert len(set(cells.styles)) == 8
-    assert all('color: black' in style for style in cells.styles)
+def boxes_of(svg):
+    """The devices of every block, sorted, as the drawing tells them to the pointer."""
+    titles = ElementTree.fromstring(svg).iter(f'{SVG}title')
+    numbers = (title.text.removeprefix('device ').split(', ') for title in titles)
+    return sorted(tuple(map(int, words)) for words in numbers)
+
+
+def stripes_of(svg):
+    """Where each stripe is, and its colour: (x, y, width, height, colour)."""
+    found = []
+    for group in ElementTree.fromstring(svg).iter(f'{SVG}g'):
+        x, y = map(float, group.get('transform')[len('translate(') : -1].split())
+        for rect in group.iter(f'{SVG}rect'):
+            if rect.get('fill') not in ('none', '#fff'):
+                at = (x + float(rect.get('x')), y + float(rect.get('y')))
+                size = float(rect.get('width')), float(rect.get('height'))
+                found.append((*at, *size, rect.get('fill')))
+    return found
+
+
+def test_svg_has_a_stripe_for_each_device_of_a_block():
+    picture = show('a b -> 2 a2* b*', (4, 8), 16)
+    stripes = stripes_of(picture.svg)
+    assert len({colour for *_, colour in stripes}) == len(stripes) == 16
+    # row by row: block (i, j) is on devices 2 i + j and 8 more
+    in_order = [colour for *_, colour in sorted(stripes, key=lambda s: (s[1], s[0]))]
+    device_colours = dict(zip([d for b in range(8) for d in (b, b + 8)], in_order, strict=True))
+    # a device has its colour in every picture
+    whole = sorted(stripes_of(show('x -> x*', (64,), 16).svg))
+    assert [colour for *_, colour in whole] == [device_colours[i] for i in range(16)]
+
+
+@pytest.mark.parametrize(
+    ('expression', 'shape', 'n'),
+    [
+        ('a b -> a* b*', (256, 256), 256),
+        ('a b -> a* b', (4096, 64), 256),
+        ('a b -> a b*', (64, 4096), 256),
+        ('a b -> 16 a* b*', (64, 64), 1024),
+        ('a b c d -> a* b* c* d*', (16,) * 4, 256),
+        ('x -> x*', (9216,), 9216),
+        ('... -> * ...', (), 8),
+        ('語 b -> 語2 b2', (2, 2), 4),
+    ],
+)
+def test_svg_stays_on_a_page_and_apart(expression, shape, n):
+    svg = show(expression, shape, n).svg
+    root = ElementTree.fromstring(svg)
+    width, height = (float(root.get(name)) for name in ('width', 'height'))
+    limit = 1100 if n <= 1024 else 30_000
+    assert width <= limit
+    assert height <= 1100
+    boxes = sorted(stripes_of(svg))
+    for x, y, w, h, _ in boxes:
+        assert 0 <= x <= x + w <= width
+        assert 0 <= y <= y + h <= height
+    same_row = [(a, b) for a, b in itertools.pairwise(sorted(boxes, key=lambda s: (s[1], s[0])))]
+    assert all(a[0] + a[2] <= b[0] + 0.2 for a, b in same_row if a[1] == b[1])
+
+
+def test_labels_fit_their_boxes():
+    svg = show('a b -> a* b*', (256, 256), 256).svg
+    (group,) = ElementTree.fromstring(svg).iter(f'{SVG}g')
+    labels = [text for text in group.iter(f'{SVG}text') if text.get('font-size')]
+    assert sorted(int(text.text) for text in labels) == list(range(256))
+    step = stripes_of(svg)[0][2]
+    assert all(len(t.text) * 0.6 * float(t.get('font-size')) <= step for t in labels)
+
+
+def test_notebooks_get_the_drawing_and_the_words():
+    picture = show('a b -> 2 a2* b*', (4, 8), 16)
+    page = picture._repr_html_()
+    assert picture.svg in page
     assert 'a is in 4 parts, b in 2' in page
-    for outside in ('<script', '<link', 'http'):
+    for outside in ('<script', '<link', 'href', 'src='):
         assert outside not in page
 
 
-def test_html_of_slices_and_tables():
-    assert Cells(show('a b c -> a2 b2 c2')._repr_html_()).cells == [str(i) for i in range(8)]
-    table = Cells(show('a b c d -> a* b* c* d*', (16,) * 4, 256)._repr_html_())
-    assert table.cells[:5] == ['0:4', '0:4', '0:4', '0:4', '0']
+def test_a_file_is_for_light_and_dark(tmp_path):
+    show('a b -> a2 b2').save(tmp_path / 'picture.svg')
+    text = (tmp_path / 'picture.svg').read_text()
+    assert 'prefers-color-scheme: dark' in text
+    assert boxes_of(text) == [(0,), (1,), (2,), (3,)]
+
+
+def test_names_cannot_break_out_of_a_page():
+    # letters only, so that nothing needs to be escaped but what a user's mesh axis is called
+    mesh = AbstractMesh((2,), ('<b>',), axis_types=(AxisType.Auto,))
+    page = show(NamedSharding(mesh, P('<b>')), (4,))._repr_html_()
+    assert '<b>' not in page
+    assert '&lt;b&gt;' in page
+
+
+# -- trees
+
+
+def test_a_tree_is_drawn_once_for_each_placement(devices8):
+    layers = [
+        {'w': np.zeros((8, 4), np.float32), 'b': np.zeros(4, np.float32), 'f': abs}
+        for _ in range(5)
+    ]
+    spec = {'w': 'x y -> x* y', 'b': 'y -> * y', 'f': None}
+    gallery = show(einshard(layers, [spec] * 5, mesh=devices8))
+    captions = [caption for caption, _ in gallery.pictures]
+    assert captions == [
+        '0/b, 1/b, 2/b and 2 more: float32[4]',
+        '0/w, 1/w, 2/w and 2 more: float32[8,4]',
+    ]
+    text = str(gallery)
+    for caption, picture in gallery.pictures:
+        assert f'{caption}\n{picture}' in text
+        assert picture.svg in gallery._repr_html_()
+
+
+def test_a_large_tree_is_cut_short(devices8):
+    tree = {f'{n:02}': jax.device_put(np.zeros(n + 1), devices8[0]) for n in range(20)}
+    gallery = show(tree)
+    assert len(gallery.pictures) == 12
+    assert str(gallery).endswith('and 8 more placements')
+    assert 'and 8 more placements' in gallery._repr_html_()
 
 
 # -- no backend, and bad input
@@ -554,7 +641,9 @@ def mesh8():
             (jax.ShapeDtypeStruct((3,), np.float32),),
             'there is nothing to draw: the array is nowhere',
         ),
-        (([1],), 'a list cannot be drawn'),
+        (([1],), 'there is nothing to draw: no leaf of the list has a sharding'),
+        (({},), 'there is nothing to draw: no leaf of the dict has a sharding'),
+        ((abs,), 'a builtin_function_or_method cannot be drawn'),
         ((NamedSharding(mesh8(), P('data')), (6,)), 'axis 0 has size 6, which 4 parts do not'),
         ((NamedSharding(mesh8(), P('data')), ()), 'the sharding is for 1 dimension or more'),
         ((NamedSharding(mesh8(), P(P.UNCONSTRAINED)),), 'the sharding leaves axes unconstrained'),
