@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Mapping
 from contextvars import Token
 from dataclasses import replace
-from typing import ParamSpec, TypeVar
+from types import MappingProxyType
+from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
-from ._cache import cached
 from ._errors import EinshardError
 from ._expression import ELLIPSIS, Expression, Term, parse
 from ._mesh import Around, AxisRules, around
 
 P = ParamSpec('P')
 R = TypeVar('R')
+
+# What happens to mesh axes that an expression names and the mesh does not have.
+Missing: TypeAlias = Literal['error', 'replicate']
 
 
 class axis_rules:
@@ -36,25 +40,48 @@ class axis_rules:
     of rules has its own program.
 
     Args:
-        placements: what would follow the name in an expression: '@data', '@(data,fsdp)', '4',
-            '*', '2*'; or '' for not sharded, to undo an outer rule.
+        placements: a mapping from axis names to placements, such as `TRAINING_AXES`.
+        missing: what becomes of mesh axes in these rules that the mesh does not have: 'error', or
+            'replicate' to cut nothing over them. Rules inside and outside keep their own.
+        more: placements by keyword; a placement is what would follow the name in an expression:
+            '@data', '@(data,fsdp)', '4', '*', '2*'; or '' for not sharded, to undo an outer rule.
 
     Raises:
-        EinshardError: a placement is none. In use: two names of an array claim one mesh axis, or
-            the mesh has no such axis.
+        EinshardError: a placement is none, or an axis has two. In use: two names of an array claim
+            one mesh axis, or the mesh has no such axis.
     """
 
-    def __init__(self, **placements: str):
-        for name, placement in placements.items():
-            _check(name, placement)
-        self.placements = placements
+    def __init__(
+        self,
+        placements: Mapping[str, str] = MappingProxyType({}),
+        /,
+        *,
+        missing: Missing = 'error',
+        **more: str,
+    ):
+        _check_mapping(placements)
+        check_missing(missing, for_an_axis_of_that_name="axis_rules({'missing': '@tp'})")
+        self.placements: dict[str, str] = {}
+        for name, placement in [*placements.items(), *more.items()]:
+            known = _axis_name(name, placement)
+            if known in self.placements:
+                raise EinshardError(
+                    f"axis_rules has two rules for axis '{known}'",
+                    facts={
+                        'rules': f"'{self.placements[known]}' and '{placement}'",
+                        'instead': 'one axis_rules inside the other, of which the inner wins',
+                    },
+                )
+            self.placements[known] = placement
+        self.missing: Missing = missing
         self._tokens: list[Token[Around | None]] = []
 
     def __enter__(self) -> axis_rules:
         outer = around.get() or Around()
-        merged = {**dict(outer.axis_rules), **self.placements}
-        inner = Around(outer.mesh, tuple(sorted(merged.items())))
-        self._tokens.append(around.set(inner))
+        lenient = self.missing == 'replicate'
+        merged = {rule[0]: rule for rule in outer.axis_rules}
+        merged |= {name: (name, text, lenient) for name, text in self.placements.items()}
+        self._tokens.append(around.set(Around(outer.mesh, tuple(sorted(merged.values())))))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,28 +91,71 @@ class axis_rules:
         @functools.wraps(function)
         def with_rules(*args: P.args, **kwargs: P.kwargs) -> R:
             # its own instance: tokens belong to the thread of the call
-            with axis_rules(**self.placements):
+            with axis_rules(self.placements, missing=self.missing):
                 return function(*args, **kwargs)
 
         return with_rules
 
 
-@cached
-def apply_axis_rules(expression: Expression, rules: AxisRules) -> Expression:
-    """The expression with the placements that its names have by rule."""
+def apply_axis_rules(
+    expression: Expression, rules: AxisRules, mesh_axes: tuple[str, ...]
+) -> Expression:
+    """The expression with the placements that its names have by rule, on a mesh of these axes."""
     if not expression.short:
         return expression
-    placements = dict(rules)
-    terms: list[Term] = []
-    for term in expression.right:
-        plain = term.name is not None and not term.placed and term.count is None
-        rule = placements.get(str(term.name)) if plain else None
-        terms.append(replace(_term(rule), name=term.name) if rule else term)
+    ruled = _ruled_terms(expression, rules)
+    terms = [_on_mesh(term, mesh_axes) if lenient else term for term, lenient in ruled]
     laid = [term for term in terms if term.laid]
     named = any(term.mesh_axes for term in terms)
     if not any(term.star for term in terms) and (laid or not named):
         terms.insert(0, Term(star=True))  # the rest of the devices hold replicas
-    return parse(' '.join(map(str, terms)))
+    try:
+        return parse(' '.join(map(str, terms)))
+    except EinshardError as error:  # the one thing that can be wrong: two claim one mesh axis
+        raise error.about(
+            written=f"'{expression.text}', placed by axis_rules",
+            instead='an axis that stays whole goes by a name without a rule',
+        ) from None
+
+
+def _ruled_terms(expression: Expression, rules: AxisRules) -> list[tuple[Term, bool]]:
+    """The terms as the rules place them, and whether mesh axes of theirs may be missing."""
+    by_name = {name: (placement, lenient) for name, placement, lenient in rules}
+    terms: list[tuple[Term, bool]] = []
+    for term in expression.right:
+        plain = expression.short and term.name is not None and term == Term(term.name)
+        placement, lenient = by_name.get(str(term.name), ('', False)) if plain else ('', False)
+        terms.append((replace(_term(placement), name=term.name) if placement else term, lenient))
+    return terms
+
+
+def named_axes(expression: Expression, rules: AxisRules) -> tuple[str, ...]:
+    """The mesh axes that an expression names, itself or by rule."""
+    terms = [term for term, _ in _ruled_terms(expression, rules)]
+    return tuple(dict.fromkeys(axis for term in terms for axis in term.mesh_axes))
+
+
+def drop_missing(expression: Expression, mesh_axes: tuple[str, ...]) -> Expression:
+    """The expression without the mesh axes that are not among these: nothing is cut over them."""
+    right = tuple(_on_mesh(term, mesh_axes) for term in expression.right)
+    if right == expression.right:
+        return expression
+    if not any(term.placed for term in right):
+        right = (Term(star=True), *right)  # nothing is cut at all: every device has the whole
+    return replace(expression, right=right)
+
+
+def _on_mesh(term: Term, mesh_axes: tuple[str, ...]) -> Term:
+    return replace(term, mesh_axes=tuple(axis for axis in term.mesh_axes if axis in mesh_axes))
+
+
+def check_missing(missing: object, **facts: str) -> None:
+    """Raises where `missing=` is neither of its values."""
+    if not isinstance(missing, str) or missing not in ('error', 'replicate'):
+        raise EinshardError(
+            f"missing= is 'error' or 'replicate', not {missing!r}",
+            facts={label.replace('_', ' '): fact for label, fact in facts.items()},
+        )
 
 
 def _term(placement: str) -> Term:
@@ -93,14 +163,26 @@ def _term(placement: str) -> Term:
     return term
 
 
-def _check(name: str, placement: object) -> None:
+def _check_mapping(placements: object) -> None:
+    if not isinstance(placements, Mapping):
+        raise EinshardError(
+            f'axis_rules takes a mapping from axis names to placements, not {placements!r}',
+            facts={'as in': "axis_rules({'batch': '@data'}), axis_rules(batch='@data')"},
+        )
+
+
+def _axis_name(name: object, placement: object) -> str:
+    """The name of a rule, as expressions have it; raises where name or placement is none."""
+    known = unicodedata.normalize('NFC', str(name))
     try:
-        is_name = parse(name).right == (Term(name),) and name != ELLIPSIS
-        terms = parse(f'x{placement}').right if isinstance(placement, str) else ()
+        ruled = parse(f'x{placement}') if isinstance(placement, str) else None
+        is_name = parse(known).right == (Term(known),) and known != ELLIPSIS
     except EinshardError:
-        is_name, terms = False, ()
-    if not is_name or [term.name for term in terms] != ['x']:
+        ruled, is_name = None, False
+    is_rule = ruled is not None and ruled.short and [term.name for term in ruled.right] == ['x']
+    if not (isinstance(name, str) and is_name and is_rule):
         raise EinshardError(
             f'axis_rules gives {name}={placement!r}, which is no placement of an axis',
             facts={'placements are': "'@data'  '@(data,fsdp)'  '4'  '*'  '2*'  '' (not sharded)"},
         )
+    return known

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
+import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -17,32 +18,53 @@ from ._mesh import device_mesh, is_device_mesh
 from ._sharding import make_sharding
 
 
-def describe(x: Any) -> str:
-    """The expression of where an array, or anything with a sharding, lives.
+@overload
+def describe(x: jax.Array | np.ndarray | jax.ShapeDtypeStruct | Sharding) -> str: ...
+@overload
+def describe(x: Any) -> Any: ...
+def describe(x: Any) -> Any:
+    """The expression of where an array, or anything with a sharding, lives; or a tree of those.
 
         >>> describe(make_sharding('x y -> x4 * y', n_dims=2, mesh=jax.devices()[:8]))
         'a ... -> a4 2 ...'
-        >>> describe(jax.numpy.zeros(3))
-        'on one device: ...'
+        >>> describe({'w': einshard(np.ones((16, 4)), 'x* y'), 'b': jax.numpy.zeros(3)})
+        {'b': 'on one device: ...', 'w': 'a b -> a16 b'}
 
     Axes are called a, b, c, ... in array order. `make_sharding(describe(s))` equals `s` for every
     `s` that `make_sharding` makes (with the same `mesh=`, if `s` is on a mesh of your own: such a
     sharding is described by its axis names, as in 'a b -> a@data b').
 
+    Of a tree whose arrays are all placed this is a spec: `einshard(other, describe(tree))` places
+    another tree of that structure in the same way.
+
     Args:
         x: an array, a sharding, a `ShapeDtypeStruct`, or a tracer. A sharding alone does not
-            know its rank, so axes after the last sharded one are '...'.
+            know its rank, so axes after the last sharded one are '...'. Or a tree of those.
 
     Returns:
         An expression; or words where there is none to give, as for host arrays, arrays on a single
-        device, and tracers whose placement the compiler decides.
+        device, and tracers whose placement the compiler decides: `einshard` refuses those. For a
+        tree, the tree of them, with None for leaves that are no arrays.
 
     Raises:
-        EinshardError: `x` has no sharding.
+        EinshardError: `x` is no tree, and has no sharding.
     """
+    if isinstance(x, Sharding) or jtu.all_leaves([x]):
+        text = _describe_leaf(x)
+        if text is None:
+            raise EinshardError(
+                f'a {type(x).__name__} has no sharding to describe',
+                facts={'give': 'an array, a ShapeDtypeStruct, a sharding, or a tree of those'},
+            )
+        return text
+    return jtu.tree_map(_describe_leaf, x)
+
+
+def _describe_leaf(x: Any) -> str | None:
+    """Where a leaf is; None for what is no array."""
     sharding: Any = x if isinstance(x, Sharding) else _sharding_of(x)
     n_dims = None if isinstance(x, Sharding) else np.ndim(x)
-    if isinstance(sharding, str):
+    if sharding is None or isinstance(sharding, str):
         return sharding
     if isinstance(sharding, NamedSharding):
         return describe_named(sharding, n_dims)
@@ -70,8 +92,8 @@ def describe_named(
     return f'{left} -> {" ".join([*by_name, *rest])}{_rest(sharding)}'
 
 
-def _sharding_of(x: Any) -> Sharding | str:
-    """The sharding of an array, or words for where it is."""
+def _sharding_of(x: Any) -> Sharding | str | None:
+    """The sharding of an array, or words for where it is; None for what is no array."""
     if isinstance(x, Tracer):
         sharding = jax.typeof(x).sharding
         if not any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
@@ -86,10 +108,7 @@ def _sharding_of(x: Any) -> Sharding | str:
         return sharding
     if isinstance(x, jax.ShapeDtypeStruct):
         return 'nowhere yet: a ShapeDtypeStruct without a sharding'
-    raise EinshardError(
-        f'a {type(x).__name__} has no sharding to describe',
-        facts={'give': 'an array, a ShapeDtypeStruct or a sharding; for trees, use jax.tree.map'},
-    )
+    return None
 
 
 def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:

@@ -41,7 +41,7 @@ class EinshardError(ValueError):
     def about(self, **facts: object) -> EinshardError:
         """The same error with what it is about, where that was not known when it arose."""
         named = {label.replace('_', ' '): fact for label, fact in facts.items()}
-        return EinshardError(
+        return type(self)(
             self.sentence,
             expression=self.expression,
             spans=self.spans,
@@ -51,7 +51,7 @@ class EinshardError(ValueError):
 
     def with_fix(self, fix: str | None) -> EinshardError:
         """The same error with another fix, or none."""
-        return EinshardError(
+        return type(self)(
             self.sentence,
             expression=self.expression,
             spans=self.spans,
@@ -74,17 +74,25 @@ class EinshardError(ValueError):
 
     def __reduce__(self):
         # args holds the rendered text: rebuilding from it alone would render the parts twice
-        return _rebuild, (self.sentence, self.expression, self.spans, self.facts, self.fix)
+        return _rebuild, (
+            type(self),
+            self.sentence,
+            self.expression,
+            self.spans,
+            self.facts,
+            self.fix,
+        )
 
 
 def _rebuild(
+    kind: type[EinshardError],
     sentence: str,
     expression: str | None,
     spans: tuple[Span, ...],
     facts: dict[str, str],
     fix: str | None,
 ) -> EinshardError:
-    return EinshardError(sentence, expression=expression, spans=spans, facts=facts, fix=fix)
+    return kind(sentence, expression=expression, spans=spans, facts=facts, fix=fix)
 
 
 EinshardError.__module__ = 'einshard'  # errors print their public name

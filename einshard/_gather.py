@@ -50,7 +50,7 @@ def gather(tree: T) -> T:
     }
     if spread:
         everywhere = {i: _replicated(leaf) for i, leaf in spread.items()}
-        whole = jax.jit(lambda arrays: arrays, out_shardings=everywhere)(spread)
+        whole = jax.jit(_same, out_shardings=everywhere)(spread)
         for i, leaf in whole.items():
             leaves[i] = leaf.addressable_data(0)
     host = jax.device_get([leaf if isinstance(leaf, jax.Array) else None for leaf in leaves])
@@ -58,6 +58,10 @@ def gather(tree: T) -> T:
         new if isinstance(leaf, jax.Array) else leaf for new, leaf in zip(host, leaves, strict=True)
     ]
     return jtu.tree_unflatten(treedef, kept)
+
+
+def _same(arrays: T) -> T:
+    return arrays
 
 
 def _replicated(x: Any) -> NamedSharding:

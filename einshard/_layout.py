@@ -92,6 +92,12 @@ def check_divisible(
         if size % parts:
             name = _name_at(expression, axis, len(shape))
             guilty = [term for term in expression.right if term.name == name]
+            if not isinstance(size, int):  # a symbol of jax.export
+                raise expression.error(
+                    f"axis '{name}' has size {size}, which {parts} parts need not divide",
+                    guilty,
+                    works_with=f"a multiple of {parts}, as in symbolic_shape('{parts}*n')",
+                )
             common = math.gcd(size, n_devices)
             divisors = [str(n) for n in range(1, common + 1) if common % n == 0]
             raise expression.error(

@@ -182,7 +182,8 @@ def is_device_mesh(mesh: AnyMesh) -> bool:
     return list(mesh.devices.flat) == list(device_mesh(mesh).devices.flat)
 
 
-AxisRules: TypeAlias = tuple[tuple[str, str], ...]  # (axis name, placement), sorted
+# (axis name, placement, whether mesh axes that the mesh lacks are left out of it), sorted
+AxisRules: TypeAlias = tuple[tuple[str, str, bool], ...]
 
 
 class Around(NamedTuple):
@@ -213,9 +214,10 @@ def context_mesh() -> AnyMesh | None:
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
         return None
-    if is_tracing():
+    try:
+        concrete = get_mesh()
+    except ValueError:  # as in is_tracing
         return abstract
-    concrete = jax.sharding.get_mesh()
     return abstract if concrete.empty else concrete
 
 

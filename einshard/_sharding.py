@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    get_abstract_mesh,
+)
 
-from ._axis_rules import apply_axis_rules
+from ._axis_rules import apply_axis_rules, drop_missing, named_axes
 from ._cache import cached
 from ._errors import EinshardError
 from ._expression import Expression, parse
@@ -27,7 +33,7 @@ from ._mesh import (
     resolve_mesh,
     sizes_of,
 )
-from ._specs import LeafSpec, Lenient
+from ._specs import LeafSpec, Lenient, allow
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,7 @@ class Placement:
     parts: tuple[tuple[int, int], ...]  # (array axis, parts): what a shape is checked against
     fixed: bool = False  # whether a mesh in context fixes the mesh axes
     given_up: tuple[int, ...] = ()  # array axes replicated since they are not divisible
+    missing: tuple[str, ...] = ()  # mesh axes that are named and not there, where that may be
 
     def check(self, shape: Sequence[int]) -> None:
         """Raises EinshardError where a sharded axis of `shape` is not divisible."""
@@ -59,7 +66,7 @@ class Placement:
         layout = without_axes(self.layout, given_up)
         sharding = lower(self.expression, layout, mesh, self.sharding.memory_kind, fixed=self.fixed)
         parts = tuple(layout.parts.items())
-        return Placement(self.expression, layout, sharding, parts, self.fixed, given_up)
+        return replace(self, layout=layout, sharding=sharding, parts=parts, given_up=given_up)
 
 
 def make_sharding(
@@ -100,12 +107,16 @@ Where: TypeAlias = tuple[AnyMesh | None, bool, AxisRules] | None
 
 
 def find_placement(
-    expression: str, n_dims: int | None, mesh: MeshLike | None, memory_kind: str | None
+    expression: str,
+    n_dims: int | None,
+    mesh: MeshLike | None,
+    memory_kind: str | None,
+    missing: bool = False,
 ) -> Placement:
     """The placement an expression means for arrays of `n_dims` dimensions, here and now."""
     where = find_mesh(mesh)
     try:
-        return _find_placement(expression, n_dims, where, memory_kind)
+        return _find_placement(expression, missing, n_dims, where, memory_kind)
     except TypeError:
         check_types(expression, n_dims, memory_kind)
         raise
@@ -117,13 +128,15 @@ def find_mesh(mesh: MeshLike | None) -> Where:
     Resolved once for a tree, not for every leaf: to find the mesh in context takes a microsecond,
     to hash a sequence of devices one for each few of them.
     """
-    no_context = jax.sharding.get_abstract_mesh().empty
+    no_context = get_abstract_mesh().empty
     surroundings = around.get()
     if mesh is None and no_context and surroundings is None:
         return None
     rules = surroundings.axis_rules if surroundings else ()
     if mesh is None and no_context and not (surroundings and surroundings.mesh):
         return None, False, rules
+    if isinstance(mesh, Mesh) and no_context:
+        return mesh, False, rules
     return resolve_mesh(mesh), mesh is None and not no_context, rules
 
 
@@ -135,27 +148,51 @@ def find_fitting(
 
     One look-up for the placement and for whether its parts divide the shape.
     """
-    if isinstance(spec, Lenient):
-        placement = _find_placement(spec.expression, len(shape), where, memory_kind)
+    known = spec if isinstance(spec, Lenient) else Lenient(spec)
+    placement = _find_placement(known.expression, known.missing, len(shape), where, memory_kind)
+    if known.indivisible:
         return placement.replicating(shape, (where and where[0]) or device_mesh())
-    placement = _find_placement(spec, len(shape), where, memory_kind)
     placement.check(shape)
     return placement
 
 
+def offer_missing(
+    error: EinshardError,
+    fix: str,
+    spec: LeafSpec,
+    shape: tuple[int, ...],
+    where: Where,
+    memory_kind: str | None,
+) -> EinshardError:
+    """The error with `fix`, which leaves missing mesh axes out, where that works.
+
+    Not where there is no mesh: the user has then more likely forgotten it.
+    """
+    lenient = allow(spec, missing=True)
+    if error.fix is not None or lenient == spec or where is None or where[0] is None:
+        return error
+    try:
+        placement = find_fitting(lenient, shape, where, memory_kind)
+    except EinshardError:
+        return error
+    return error.with_fix(fix) if placement.missing else error
+
+
 @cached
 def _find_placement(
-    text: str, n_dims: int | None, where: Where, memory_kind: str | None
+    text: str, missing: bool, n_dims: int | None, where: Where, memory_kind: str | None
 ) -> Placement:
     check_types(text, n_dims, memory_kind)
     try:
-        return _make_placement(text, n_dims, where, memory_kind)
+        return _make_placement(text, missing, n_dims, where, memory_kind)
     except EinshardError as error:
-        raise error.with_fix(_working_fix(error, n_dims, where, memory_kind)) from None
+        fix = _working_fix(error, missing, n_dims, where, memory_kind)
+        fix = fix or _lenient_rules(text, missing, n_dims, where, memory_kind)
+        raise error.with_fix(fix) from None
 
 
 def _working_fix(
-    error: EinshardError, n_dims: int | None, where: Where, memory_kind: str | None
+    error: EinshardError, missing: bool, n_dims: int | None, where: Where, memory_kind: str | None
 ) -> str | None:
     """The fix that an error offers, if it works here; else the fix of the fix.
 
@@ -166,8 +203,9 @@ def _working_fix(
     for _ in range(3):
         if fix is None:
             return None
+        text = fix.removeprefix("'").removesuffix("'")
         try:
-            _make_placement(fix.removeprefix("'").removesuffix("'"), n_dims, where, memory_kind)
+            _make_placement(text, missing, n_dims, where, memory_kind)
         except EinshardError as again:
             fix = again.fix
         else:
@@ -175,13 +213,33 @@ def _working_fix(
     return None
 
 
+def _lenient_rules(
+    text: str, missing: bool, n_dims: int | None, where: Where, memory_kind: str | None
+) -> str | None:
+    """The fix of axis rules for mesh axes that are not there, if it works."""
+    given, fixed, rules = where or (None, False, ())
+    lenient = tuple((name, placement, True) for name, placement, _ in rules)
+    if given is None or lenient == rules:
+        return None
+    try:
+        _make_placement(text, missing, n_dims, (given, fixed, lenient), memory_kind)
+    except EinshardError:
+        return None
+    return "axis_rules(..., missing='replicate')"
+
+
 def _make_placement(
-    text: str, n_dims: int | None, where: Where, memory_kind: str | None
+    text: str, missing: bool, n_dims: int | None, where: Where, memory_kind: str | None
 ) -> Placement:
     given, fixed, rules = where or (None, False, ())
-    expression = apply_axis_rules(parse(text), rules) if rules else parse(text)
     mesh = given or device_mesh()
     axis_sizes = sizes_of(mesh)
+    # the axes d0, d1, ... of the default mesh are names for nobody
+    names = tuple(axis_sizes) if given else ()
+    written = parse(text)
+    expression = apply_axis_rules(written, rules, names) if rules else written
+    if missing:
+        expression = drop_missing(expression, names)
     if mesh.axis_types and not axis_sizes:
         raise expression.error(
             'every mesh axis is manual here: in a per-device function each device '
@@ -189,10 +247,11 @@ def _make_placement(
             mesh=mesh_fact(mesh),
         )
     n_devices = math.prod(axis_sizes.values())
-    # the axes d0, d1, ... of the default mesh are names for nobody
     layout = lay_out(expression, n_dims, n_devices, axis_sizes if given else None)
     sharding = lower(expression, layout, mesh, memory_kind, fixed=fixed)
-    return Placement(expression, layout, sharding, tuple(layout.parts.items()), fixed)
+    parts = tuple(layout.parts.items())
+    left_out = tuple(axis for axis in named_axes(written, rules) if axis not in names)
+    return Placement(expression, layout, sharding, parts, fixed, missing=left_out)
 
 
 def lower(

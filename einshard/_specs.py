@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._cache import register
+from ._cache import cached, register
 from ._errors import EinshardError
 from ._expression import parse
 from ._mesh import AnyMesh, given_mesh
@@ -24,33 +24,50 @@ REPLICATED = '... -> * ...'
 
 @dataclass(frozen=True, slots=True)
 class Lenient:
-    """An expression of which axes that are not divisible are replicated."""
+    """An expression, and what of it may be left out where it does not fit."""
 
     expression: str
+    indivisible: bool = False  # axes that are not divisible are replicated
+    missing: bool = False  # nothing is cut over mesh axes that the mesh does not have
 
 
 LeafSpec: TypeAlias = str | Lenient
 
 
+@cached
+def allow(spec: LeafSpec, *, indivisible: bool = False, missing: bool = False) -> LeafSpec:
+    """The spec of a leaf, with more of it that may be left out."""
+    if not (indivisible or missing):
+        return spec
+    known = spec if isinstance(spec, Lenient) else Lenient(spec)
+    return Lenient(known.expression, known.indivisible or indivisible, known.missing or missing)
+
+
 def leaf_specs(
-    tree: Any, leaves: Sequence[Any], spec: Spec, mesh: AnyMesh | None = None
+    tree: Any,
+    leaves: Sequence[Any],
+    spec: Spec,
+    mesh: AnyMesh | None = None,
+    treedef: Any = None,
 ) -> Sequence[LeafSpec | None]:
     """The expression of each leaf of `tree`, whose leaves are `leaves`; None leaves it alone.
 
-    `mesh` is what functions among the specs find around them, where one is given.
+    `mesh` is what functions among the specs find around them, where one is given; `treedef` the
+    structure of the tree, where it is known.
     """
     if isinstance(spec, str) or spec is None:
         return [spec] * len(leaves)
     check_specs(spec)
     prefix, prefix_def = jtu.tree_flatten(spec, is_leaf=is_none)
-    subtrees = _subtrees(prefix_def, spec, tree)
+    alone = len(prefix) == 1 and prefix[0] is spec
+    subtrees = [tree] if alone else _subtrees(prefix_def, spec, tree)
     if all(isinstance(one, str) or one is None for one in prefix):
         counts = [len(jtu.tree_leaves(subtree)) for subtree in subtrees]
         return [one for one, count in zip(prefix, counts, strict=True) for _ in range(count)]
     specs: list[LeafSpec | None] = []
-    paths = leaf_paths(tree)
+    paths = leaf_paths(tree, treedef)
     for one, subtree in zip(prefix, subtrees, strict=True):
-        below = jtu.tree_leaves(subtree)
+        below = leaves if alone else jtu.tree_leaves(subtree)
         its_paths = paths[len(specs) : len(specs) + len(below)]
         with given_mesh(mesh):
             if hasattr(one, 'for_leaves'):  # Rules, which see all of their leaves at once
@@ -61,9 +78,9 @@ def leaf_specs(
     return specs
 
 
-def leaf_paths(tree: Any) -> Sequence[str]:
+def leaf_paths(tree: Any, treedef: Any = None) -> Sequence[str]:
     """The path of every leaf, kept by the structure of the tree."""
-    treedef = jtu.tree_structure(tree)
+    treedef = jtu.tree_structure(tree) if treedef is None else treedef
     try:
         known = _paths.get(treedef)
     except TypeError:  # a node whose static part has no hash

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from ._errors import EinshardError
+from ._errors import EinshardError, quoted
 from ._mesh import device_mesh
-from ._sharding import Placement, Where, find_fitting
+from ._sharding import Placement, Where, find_fitting, offer_missing
 from ._specs import LeafSpec, array_text, leaf_paths
+from ._words import amount
 
 _HEADS = ('path', 'array', 'rule', 'placement', 'on a device', 'bytes')
 
@@ -33,6 +34,7 @@ class Row:
     bytes: int  # on each device
     whole_bytes: int
     replicated_axes: tuple[int, ...]  # those that the expression cuts, but that do not divide
+    missing_axes: tuple[str, ...]  # mesh axes that it names, but that the mesh does not have
 
     @property
     def sharded(self) -> bool:
@@ -119,19 +121,22 @@ class Table:
 
     def _notes(self) -> list[str]:
         notes = [
-            f'{_amount(self.bytes_per_device)} on each of {self.n_devices} devices, of '
-            f'{_amount(self.whole_bytes)} in all; {self.sharded_share:.1%} of it is in arrays that '
+            f'{amount(self.bytes_per_device)} on each of {self.n_devices} devices, of '
+            f'{amount(self.whole_bytes)} in all; {self.sharded_share:.1%} of it is in arrays that '
             f'are cut, and the average byte is held {self.copies:.2f} times'
         ]
         replicated = [row for row in self.largest_replicated() if row.bytes]
         if replicated and self.n_devices > 1:
-            listed = ', '.join(f'{row.path} ({_amount(row.bytes)})' for row in replicated)
+            listed = ', '.join(f'{row.path} ({amount(row.bytes)})' for row in replicated)
             notes.append(f'largest on every device: {listed}')
         notes += [
             f'not divisible, so replicated: axis {axis} of {row.path}, size {row.shape[axis]}'
             for row in self.rows
             for axis in row.replicated_axes
         ]
+        missing = dict.fromkeys(axis for row in self.rows for axis in row.missing_axes)
+        if missing:
+            notes.append(f'not in the mesh, so nothing is cut over it: {quoted(missing)}')
         notes += [f"never matches: '{pattern}'" for pattern in self.unused]
         notes += [f"never reached: '{late}', behind '{early}'" for late, early in self.shadowed]
         return notes
@@ -156,6 +161,8 @@ def make_table(
             try:
                 placement = find_fitting(spec, tuple(aval.shape), where, None)
             except EinshardError as error:
+                fix = "Rules(..., missing='replicate')"
+                error = offer_missing(error, fix, spec, tuple(aval.shape), where, None)
                 array = f"{array_text(aval)}, leaf '{path}'"
                 raise error.about(array=array, rule=f"'{name}'") from None
         rows.append(_row(path, aval, name, placement))
@@ -191,10 +198,11 @@ def _aval(leaf: Any, path: str, spec: LeafSpec | None) -> Any:
 def _row(path: str, aval: Any, rule: str, placement: Placement | None) -> Row:
     shape = tuple(aval.shape)
     shard_shape, expression, lost = shape, None, ()
+    missing: tuple[str, ...] = ()
     if placement is not None:
         shard_shape = placement.sharding.shard_shape(shape)
         expression = placement.expression.text
-        lost = placement.given_up
+        lost, missing = placement.given_up, placement.missing
     itemsize = aval.dtype.itemsize
     return Row(
         path=path,
@@ -206,6 +214,7 @@ def _row(path: str, aval: Any, rule: str, placement: Placement | None) -> Row:
         bytes=math.prod(shard_shape) * itemsize,
         whole_bytes=math.prod(shape) * itemsize,
         replicated_axes=lost,
+        missing_axes=missing,
     )
 
 
@@ -216,18 +225,9 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.rule,
         row.expression or 'left alone',
         _shape_text(row.shard_shape),
-        _amount(row.bytes),
+        amount(row.bytes),
     )
 
 
 def _shape_text(shape: Sequence[int]) -> str:
     return f'[{",".join(map(str, shape))}]'
-
-
-def _amount(n_bytes: int) -> str:
-    """1,536 -> 1.5 KiB"""
-    size, units = float(n_bytes), ['B', 'KiB', 'MiB', 'GiB', 'TiB']
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f'{n_bytes} B' if units[0] == 'B' else f'{size:.1f} {units[0]}'

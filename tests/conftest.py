@@ -15,6 +15,8 @@ os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
 import jax
 import pytest
 
+pytest_plugins = ['einshard._pytest_plugin']
+
 
 @pytest.fixture(params=[1, 2, 3, 4, 6, 8, 12, 16])
 def devices(request):

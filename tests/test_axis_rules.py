@@ -3,14 +3,26 @@
 import asyncio
 import contextvars
 import threading
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from einshard import EinshardError, axis_rules, describe, einshard, make_sharding, sharded
+from einshard import (
+    DECODING_AXES,
+    TRAINING_AXES,
+    EinshardError,
+    axis_rules,
+    describe,
+    device_mesh,
+    einshard,
+    make_sharding,
+    sharded,
+)
 
 MESH = Mesh(
     np.array(jax.devices()[:8]).reshape(2, 2, 2),
@@ -138,7 +150,9 @@ def test_two_names_that_claim_one_mesh_axis():
     assert str(caught.value) == (
         "mesh axis 'fsdp' is used 2 times, but it can shard only one place\n"
         '    batch@(data,fsdp) embed@fsdp\n'
-        '    ^^^^^^^^^^^^^^^^^ ^^^^^^^^^^'
+        '    ^^^^^^^^^^^^^^^^^ ^^^^^^^^^^\n'
+        "  written: 'batch embed', placed by axis_rules\n"
+        '  instead: an axis that stays whole goes by a name without a rule'
     )
 
 
@@ -154,12 +168,323 @@ def test_a_rule_for_a_mesh_axis_that_is_not_there():
     )
 
 
-@pytest.mark.parametrize('placement', ['data', '@', 'x*', '0', '* *', ' *', None, 4, '...'])
+def test_an_expression_with_an_arrow_is_not_the_short_form_of_itself():
+    with axis_rules(batch='@data'):
+        assert spec('batch d') == P('data')
+        with pytest.raises(EinshardError, match='nothing is sharded'):
+            spec('batch d -> batch d')
+        assert spec('batch d -> batch d@tp') == P(None, 'tp')
+
+
+@pytest.mark.parametrize(
+    'placement', ['data', '@', 'x*', '0', '* *', ' *', None, 4, '...', ' -> x@data']
+)
 def test_placements_that_are_none(placement):
     with pytest.raises(EinshardError, match='which is no placement of an axis'):
         axis_rules(batch=placement)
 
 
-def test_a_name_that_is_none():
-    with pytest.raises(EinshardError, match='which is no placement'):
-        axis_rules(b1='@data')
+@pytest.mark.parametrize('name', ['b1', 'a b', '', '...', '2', ' a', 'a -> a', 'a@x', 3, None, ()])
+def test_names_that_are_none(name):
+    with pytest.raises(EinshardError, match='which is no placement of an axis'):
+        axis_rules({name: '@data'})
+
+
+# -------------------------------------------------------------------------------- ready mappings
+
+
+def test_a_mapping_and_keywords():
+    ready = types.MappingProxyType({'batch': '@data', 'heads': '@tp'})
+    with axis_rules(ready, d='@fsdp'):
+        assert spec('batch heads d') == P('data', 'tp', 'fsdp')
+    with axis_rules(ready), axis_rules(batch='@fsdp'):
+        assert spec('batch heads d') == P('fsdp', 'tp')
+    with axis_rules({'missing': '@data'}, placements='@tp', self='@fsdp'):
+        assert spec('missing placements self') == P('data', 'tp', 'fsdp')
+    with axis_rules({}), axis_rules(), pytest.raises(EinshardError, match='nothing is sharded'):
+        spec('batch')
+    with axis_rules({'e\u0301': '@data'}):  # as expressions have it: composed
+        assert spec('\u00e9 d') == P('data')
+
+
+def test_two_rules_for_one_axis():
+    with pytest.raises(EinshardError) as caught:
+        axis_rules({'batch': '@data', 'heads': '@tp'}, batch='@fsdp')
+    assert str(caught.value) == (
+        "axis_rules has two rules for axis 'batch'\n"
+        "  rules:   '@data' and '@fsdp'\n"
+        '  instead: one axis_rules inside the other, of which the inner wins'
+    )
+    with pytest.raises(EinshardError, match="two rules for axis '\u00e9'"):
+        axis_rules({'e\u0301': '@data', '\u00e9': '@data'})
+
+
+@pytest.mark.parametrize('placements', ['batch', [('batch', '@data')], None, 3, {'batch'}])
+def test_what_is_no_mapping(placements):
+    with pytest.raises(EinshardError) as caught:
+        axis_rules(placements)
+    assert str(caught.value) == (
+        f'axis_rules takes a mapping from axis names to placements, not {placements!r}\n'
+        "  as in: axis_rules({'batch': '@data'}), axis_rules(batch='@data')"
+    )
+
+
+# --------------------------------------------------------- mesh axes that are not there, dropped
+
+LENIENT = {
+    # rule, expression: what it is on (data=2, fsdp=2, tp=2)
+    ('@(data,pod)', 'batch d'): P('data'),
+    ('@(pod,data)', 'batch d'): P('data'),
+    ('@(tp,pod,data)', 'batch d'): P(('tp', 'data')),
+    ('@pod', 'batch d'): P(),
+    ('@pod', 'batch'): P(),
+    ('@pod', 'batch ...'): P(),
+    ('@pod', 'd batch'): P(),
+    ('@pod', 'batch d@tp'): P(None, 'tp'),
+    ('@pod', 'batch d*'): P(None, ('data', 'fsdp', 'tp')),
+    ('@pod', 'batch d2'): P(None, 'tp'),
+    ('@(pod,fsdp)', 'batch d2'): P('fsdp', 'tp'),
+    ('@(data,tp)', 'batch d'): P(('data', 'tp')),
+    ('4', 'batch d'): P(('fsdp', 'tp')),
+}
+
+
+@pytest.mark.parametrize(('rule', 'expression'), LENIENT)
+def test_rules_for_mesh_axes_that_are_not_there(rule, expression):
+    with axis_rules(batch=rule, missing='replicate'):
+        assert spec(expression) == LENIENT[rule, expression]
+
+
+def test_only_rules_that_say_so_may_name_missing_axes():
+    with axis_rules(batch='@(data,pod)', missing='replicate'):
+        for expression in ('batch d@pod', 'd@pod', 'batch d -> batch@(data,pod) d'):
+            with pytest.raises(EinshardError, match="the mesh has no axis 'pod'"):
+                spec(expression)
+        with axis_rules(heads='@pod'):
+            assert spec('batch d') == P('data')
+            with pytest.raises(EinshardError, match="the mesh has no axis 'pod'"):
+                spec('batch heads')
+        with axis_rules(batch='@(tp,pod)'), pytest.raises(EinshardError, match="no axis 'pod'"):
+            spec('batch d')
+        with axis_rules(heads='@(pod,tp)', missing='replicate'):
+            assert spec('batch heads') == P('data', 'tp')
+        assert spec('batch d') == P('data')
+
+
+def test_missing_axes_claim_nothing():
+    with axis_rules(batch='@(data,pod)', embed='@pod', missing='replicate'):
+        assert spec('batch embed') == P('data')
+        with pytest.raises(EinshardError, match="mesh axis 'pod' is used 2 times"):
+            make_sharding('batch embed', mesh=AbstractMesh((2,), ('pod',)))
+
+
+def test_on_the_mesh_of_all_devices_every_name_is_missing():
+    with axis_rules(batch='@(data,fsdp)', heads='@d0', missing='replicate'):
+        assert make_sharding('batch heads').spec == P()
+        assert make_sharding('batch heads*').spec == P(None, ('d0', 'd1', 'd2', 'd3'))
+        # a mesh that is given has its names
+        assert make_sharding('batch heads', mesh=device_mesh()).spec == P(None, 'd0')
+
+
+def test_as_a_decorator_missing_axes_are_left_out_too():
+    @axis_rules({'batch': '@(data,pod)'}, missing='replicate')
+    def inside():
+        return spec('batch d')
+
+    assert inside() == P('data')
+
+
+def test_sharded_tells_rules_apart_by_what_may_be_missing():
+    traced = []
+
+    @sharded('batch d', out='batch d', mesh=MESH)
+    def f(x):
+        traced.append(1)
+        return einshard(x + 1, 'd batch')
+
+    x = np.zeros((8, 8), np.float32)
+    for _ in range(2):
+        with axis_rules(batch='@(data,pod)', missing='replicate'):
+            y = f(x)
+            assert y.sharding.spec == P('data')
+        with axis_rules(batch='@(data,pod)'), pytest.raises(EinshardError, match='no axis'):
+            f(x)
+    assert len(traced) == 1
+    np.testing.assert_array_equal(y, x + 1)
+
+
+@pytest.mark.parametrize('missing', ['drop', None, True, '@tp', ['replicate'], b'error'])
+def test_what_missing_may_be(missing):
+    with pytest.raises(EinshardError) as caught:
+        axis_rules(missing=missing)
+    assert str(caught.value) == (
+        f"missing= is 'error' or 'replicate', not {missing!r}\n"
+        "  for an axis of that name: axis_rules({'missing': '@tp'})"
+    )
+
+
+def test_the_error_offers_to_leave_missing_axes_out_where_that_works():
+    with axis_rules(batch='@(data,pod)'), pytest.raises(EinshardError) as caught:
+        spec('batch d')
+    assert str(caught.value) == (
+        "the mesh has no axis 'pod'\n"
+        '    batch@(data,pod) d\n'
+        '    ^^^^^^^^^^^^^^^^\n'
+        "  mesh: 'data': 2, 'fsdp': 2, 'tp': 2\n"
+        "  here: axis_rules(..., missing='replicate')"
+    )
+    for expression in ('batch d3', 'batch d@other'):  # with it there would be another error
+        with axis_rules(batch='@(data,pod)'), pytest.raises(EinshardError) as caught:
+            spec(expression)
+        assert caught.value.fix is None
+    # without a mesh it is the mesh that is missing
+    with axis_rules(batch='@data'), pytest.raises(EinshardError, match='no mesh') as caught:
+        make_sharding('batch d')
+    assert caught.value.fix is None
+
+
+# ------------------------------------------------------------------ the sets for language models
+
+PARAMETERS = {
+    # name: its axes; its PartitionSpec with all five axes there, for training and for decoding
+    'embedding': ('vocab embed', P('tensor', 'fsdp'), P('tensor')),
+    'q': ('embed heads head_dim', P('fsdp', 'tensor'), P(None, 'tensor')),
+    'k': ('embed kv_heads head_dim', P('fsdp', 'tensor'), P(None, 'tensor')),
+    'o': ('heads head_dim embed', P('tensor', None, 'fsdp'), P('tensor')),
+    'norm': ('embed', P('fsdp'), P()),
+    'gate': ('embed mlp', P('fsdp', 'tensor'), P(None, 'tensor')),
+    'down': ('mlp embed', P('tensor', 'fsdp'), P('tensor')),
+    'router': ('embed expert', P('fsdp', 'expert'), P(None, 'expert')),
+    'expert up': (
+        'expert embed mlp',
+        P('expert', 'fsdp', 'tensor'),
+        P('expert', None, 'tensor'),
+    ),
+    'expert down': ('expert mlp embed', P('expert', 'tensor', 'fsdp'), P('expert', 'tensor')),
+    'stacked': ('layers embed mlp', P(None, 'fsdp', 'tensor'), P(None, None, 'tensor')),
+}
+BATCH = ('data', 'fsdp')
+ACTIVATIONS = {
+    'tokens': ('batch sequence', P(BATCH, 'sequence'), P(BATCH)),
+    'stream': ('batch sequence d', P(BATCH, 'sequence'), P(BATCH)),
+    'queries': (
+        'batch sequence heads head_dim',
+        P(BATCH, 'sequence', 'tensor'),
+        P(BATCH, None, 'tensor'),
+    ),
+    'cache': (
+        'batch sequence kv_heads head_dim',
+        P(BATCH, 'sequence', 'tensor'),
+        P(BATCH, None, 'tensor'),
+    ),
+    'hidden': ('batch sequence mlp', P(BATCH, 'sequence', 'tensor'), P(BATCH, None, 'tensor')),
+    'logits': ('batch sequence vocab', P(BATCH, 'sequence', 'tensor'), P(BATCH, None, 'tensor')),
+    'routed': ('expert tokens d', P('expert'), P('expert')),
+}
+MESHES = [
+    {'data': 2, 'fsdp': 2, 'tensor': 2, 'sequence': 2, 'expert': 1},
+    {'data': 1, 'fsdp': 4, 'expert': 2, 'tensor': 2, 'sequence': 1},
+    {'data': 2, 'fsdp': 4, 'tensor': 2},
+    {'data': 8, 'tensor': 2},
+    {'fsdp': 16},
+    {'tensor': 4, 'stage': 2},
+    {'stage': 4},
+]
+
+
+def among(entry, axes):
+    """An entry of a PartitionSpec by hand, on a mesh that has these axes only."""
+    if isinstance(entry, tuple):
+        kept = tuple(axis for axis in entry if axis in axes)
+        return kept[0] if len(kept) == 1 else kept or None
+    return entry if entry in axes else None
+
+
+@pytest.mark.parametrize('sizes', MESHES, ids=lambda sizes: ','.join(sizes))
+@pytest.mark.parametrize('name', [*PARAMETERS, *ACTIVATIONS])
+def test_ready_sets_are_as_by_hand(name, sizes):
+    axes, training, decoding = (PARAMETERS | ACTIVATIONS)[name]
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    for ready, by_hand in ((TRAINING_AXES, training), (DECODING_AXES, decoding)):
+        entries = [among(entry, sizes) for entry in by_hand]
+        while entries and entries[-1] is None:
+            entries.pop()
+        with axis_rules(ready, missing='replicate'):
+            assert make_sharding(axes, mesh=mesh).spec == P(*entries)
+        if {'data', 'fsdp', 'tensor', 'sequence', 'expert'} <= set(sizes):
+            with axis_rules(ready):  # nothing is missing
+                assert make_sharding(axes, mesh=mesh).spec == by_hand
+
+
+def test_ready_sets_are_read_only():
+    for ready in (TRAINING_AXES, DECODING_AXES):
+        with pytest.raises(TypeError):
+            ready['batch'] = '@tensor'
+    assert list(TRAINING_AXES) == list(DECODING_AXES)
+    with axis_rules({**TRAINING_AXES, 'batch': '@data'}, missing='replicate'):
+        assert spec('batch embed') == P('data', 'fsdp')
+
+
+def test_the_model_axis_of_activations_has_no_rule():
+    with axis_rules(TRAINING_AXES, missing='replicate'), pytest.raises(EinshardError) as caught:
+        spec('batch sequence embed')
+    assert str(caught.value) == (
+        "mesh axis 'fsdp' is used 2 times, but it can shard only one place\n"
+        '    batch@(data,fsdp) sequence embed@fsdp\n'
+        '    ^^^^^^^^^^^^^^^^^          ^^^^^^^^^^\n'
+        "  written: 'batch sequence embed', placed by axis_rules\n"
+        '  instead: an axis that stays whole goes by a name without a rule'
+    )
+
+
+def block(weights, x):
+    """Attention with grouped heads, and a gated feed-forward."""
+    q = einshard(jnp.einsum('bsd,dhe->bshe', x, weights['q']), 'batch sequence heads head_dim')
+    k = einshard(jnp.einsum('bsd,dke->bske', x, weights['k']), 'batch sequence kv_heads head_dim')
+    v = einshard(jnp.einsum('bsd,dke->bske', x, weights['v']), 'batch sequence kv_heads head_dim')
+    k, v = jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2)
+    shares = jax.nn.softmax(jnp.einsum('bshe,bthe->bhst', q, k))
+    mixed = jnp.einsum('bhst,bthe->bshe', shares, v)
+    x = einshard(x + jnp.einsum('bshe,hed->bsd', mixed, weights['o']), 'batch sequence d')
+    hidden = jax.nn.silu(x @ weights['gate']) * (x @ weights['up'])
+    hidden = einshard(hidden, 'batch sequence mlp')
+    return einshard(x + hidden @ weights['down'], 'batch sequence d')
+
+
+WEIGHTS = {
+    'q': ('embed heads head_dim', (16, 8, 2)),
+    'k': ('embed kv_heads head_dim', (16, 4, 2)),
+    'v': ('embed kv_heads head_dim', (16, 4, 2)),
+    'o': ('heads head_dim embed', (8, 2, 16)),
+    'gate': ('embed mlp', (16, 32)),
+    'up': ('embed mlp', (16, 32)),
+    'down': ('mlp embed', (32, 16)),
+}
+
+
+def block_by_hand(w, x):
+    """The same in numpy."""
+    q = np.einsum('bsd,dhe->bshe', x, w['q'])
+    k, v = (np.einsum('bsd,dke->bske', x, w[n]).repeat(2, axis=2) for n in 'kv')
+    scores = np.exp(np.einsum('bshe,bthe->bhst', q, k))
+    shares = scores / scores.sum(axis=-1, keepdims=True)
+    x = x + np.einsum('bshe,hed->bsd', np.einsum('bhst,bthe->bshe', shares, v), w['o'])
+    gate = x @ w['gate']
+    return x + (gate / (1 + np.exp(-gate)) * (x @ w['up'])) @ w['down']
+
+
+@pytest.mark.parametrize('ready', [TRAINING_AXES, DECODING_AXES], ids=['training', 'decoding'])
+@pytest.mark.parametrize('sizes', [{'data': 2, 'fsdp': 2, 'tensor': 2, 'sequence': 2}, {'data': 8}])
+def test_one_model_text_serves_any_mesh(ready, sizes):
+    n = np.prod(list(sizes.values()))
+    grid = np.array(jax.devices()[:n]).reshape(tuple(sizes.values()))
+    mesh = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    rng = np.random.default_rng(0)
+    host = {name: rng.normal(size=shape) / 4 for name, (_, shape) in WEIGHTS.items()}
+    x = rng.normal(size=(8, 4, 16))
+    with jax.set_mesh(mesh), axis_rules(ready, missing='replicate'):
+        weights = einshard(host, {name: axes for name, (axes, _) in WEIGHTS.items()})
+        # a function of its own: jit keeps the rules under which it traced another
+        y = jax.jit(lambda *args: block(*args))(weights, einshard(x, 'batch sequence d'))
+        assert y.sharding == make_sharding('batch sequence d')
+    np.testing.assert_allclose(y, block_by_hand(host, x), rtol=1e-4, atol=1e-5)

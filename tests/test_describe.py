@@ -1,8 +1,11 @@
 """describe: the expression that means a sharding, so that make_sharding takes it back."""
 
+import dataclasses
 import itertools
 import string
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -376,8 +379,125 @@ def test_shardings_of_other_types():
 
 
 @pytest.mark.parametrize(
-    'x', ['a', None, object(), {'x': np.ones(3)}, [1.0], P('x'), device_mesh(), len, jax.Array]
+    'x', ['a', object(), P('x'), device_mesh(), len, jax.Array, {1, 2}, b'w', range(3)]
 )
 def test_things_without_a_sharding(x):
-    with pytest.raises(EinshardError, match='has no sharding to describe'):
+    with pytest.raises(EinshardError) as caught:
         describe(x)
+    assert str(caught.value) == (
+        f'a {type(x).__name__} has no sharding to describe\n'
+        '  give: an array, a ShapeDtypeStruct, a sharding, or a tree of those'
+    )
+
+
+# ---------------------------------------------------------------------------------------- trees
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    w: Any
+    b: Any
+    act: Any = dataclasses.field(default=jax.nn.relu, metadata={'static': True})
+
+
+EXPRESSIONS = {
+    'embed': 'a b -> a8 b2',
+    'layers': [
+        Layer('a b -> 2 a8 b', 'a -> * a'),
+        Layer('a b -> b4 a4', 'a -> a2 8'),
+    ],
+    'keys': 'a -> a16',
+    'scalar': '... -> * ...',
+    'pair': ('a b c -> b2 8 a c', None),
+}
+HOST = {
+    'embed': np.ones((16, 4), np.float32),
+    'layers': [Layer(np.ones((8, 8)), np.ones(3)), Layer(np.ones((4, 8)), np.ones(2))],
+    'keys': jax.random.split(jax.random.key(0), 16),
+    'scalar': 2.5,
+    'pair': (np.ones((1, 2, 3)), 'no array'),
+}
+
+
+def test_trees():
+    placed = einshard(HOST, EXPRESSIONS)
+    assert describe(placed) == {
+        'embed': 'a b -> a8 b2',
+        'layers': [Layer('a b -> 2 a8 b', 'a -> 16 a'), Layer('a b -> b4 a4', 'a -> a2 8')],
+        'keys': 'a -> a16',
+        'scalar': '... -> 16 ...',
+        'pair': ('a b c -> a b2 c 8', None),
+    }
+    shardings = jax.tree.map(lambda x: x if isinstance(x, str) else x.sharding, placed)
+    assert describe(shardings)['embed'] == 'a b ... -> a8 b2 ...'
+    assert describe(shardings)['pair'] == ('a b ... -> a b2 8 ...', None)
+
+
+def test_what_describe_says_of_a_tree_is_a_spec():
+    placed = einshard(HOST, EXPRESSIONS)
+    spec = describe(placed)
+    shapes = jax.eval_shape(lambda: {**HOST, 'pair': (HOST['pair'][0], None)})
+    for other in (HOST, placed, shapes):
+        again = einshard(other, spec)
+        assert describe(again) == spec
+        assert again['embed'].sharding == placed['embed'].sharding
+        assert again['pair'][0].sharding == placed['pair'][0].sharding
+    grown = {**HOST, 'embed': np.ones((16, 4, 1))}
+    with pytest.raises(EinshardError, match='names 2 axes, but the array has 3 dimensions'):
+        einshard(grown, spec)
+
+
+def test_a_tree_on_a_mesh_of_the_user():
+    mesh = user_mesh((8, 2), ('data', 'tp'))
+    placed = einshard({'w': np.ones((8, 8)), 'b': np.ones(8)}, 'a@data ...', mesh=mesh)
+    assert describe(placed) == {'b': 'a -> a@data', 'w': 'a b -> a@data b'}
+    again = einshard({'w': np.ones((16, 2)), 'b': np.ones(8)}, describe(placed), mesh=mesh)
+    assert [x.sharding for x in jax.tree.leaves(again)] == [
+        x.sharding for x in jax.tree.leaves(placed)
+    ]
+
+
+def test_words_in_trees():
+    tree = {
+        'host': np.ones(3),
+        'one': jnp.ones(3),
+        'number': 3,
+        'f': len,
+        'none': None,
+        'mesh': device_mesh(),
+        'shape': jax.ShapeDtypeStruct((2,), np.float32),
+    }
+    words = describe(tree)
+    assert words == {
+        'host': 'on the host: numpy.ndarray',
+        'one': f'on one device: {DEVICES[0]}',
+        'number': 'on the host: int',
+        'f': None,
+        'none': None,
+        'mesh': None,
+        'shape': 'nowhere yet: a ShapeDtypeStruct without a sharding',
+    }
+    with pytest.raises(EinshardError):  # words are no placement
+        einshard(tree, words)
+
+
+@pytest.mark.parametrize('tree', [{}, [], (), None, {'a': {}, 'b': [None]}])
+def test_trees_without_leaves(tree):
+    assert describe(tree) == tree
+
+
+def test_modules():
+    mlp = eqx.nn.MLP(16, 16, 32, depth=1, key=jax.random.key(0))
+    placed = einshard(mlp, lambda path, leaf: 'o* ...')
+    spec = describe(placed)
+    assert spec.layers[0].weight == 'a b -> a16 b'
+    assert spec.activation is None
+    assert einshard(mlp, spec).layers[1].bias.sharding == make_sharding('a*')
+
+
+def test_keys():
+    keys = jax.random.split(jax.random.key(0), (16, 2))
+    assert describe(einshard(keys, 'a b -> a8 b2')) == 'a b -> a8 b2'
+    assert describe(jax.random.key(0)) == f'on one device: {DEVICES[0]}'
+    assert describe(einshard(jax.random.key(0), '... -> * ...')) == '... -> 16 ...'

@@ -1,206 +1,277 @@
-"""Two processes with four simulated devices each: every process places its own shards.
+"""Several processes with simulated devices: two with four of them, and four with two.
 
-This file is the test, and the program that each of the processes runs.
+Each process runs all checks of process_checks.py, since to start one takes seconds; here the
+results are read, and compared between the processes and with this process alone.
 """
 
+import functools
+import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
-import tempfile
+import textwrap
 import time
 
 import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
+import process_checks
 import pytest
+import test_docs
 
 import einshard
-from einshard import describe, device_mesh, make_sharding
 
-PROCESSES, DEVICES_EACH = 2, 4
-SECONDS = 120
+# one worker of pytest-xdist, so that all tests share the two runs
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group('processes')]
 
-# expression, and its device grid: (array axis or None for replicas, count)
-EXPRESSIONS = [
-    ('a b -> a8 b', [(0, 8)]),
-    ('a b -> a2 b4', [(0, 2), (1, 4)]),
-    ('a b -> b2 a4', [(1, 2), (0, 4)]),
-    ('a b -> 2 a b4', [(None, 2), (1, 4)]),  # each process has a replica
-    ('a b -> a4 2 b', [(0, 4), (None, 2)]),
-    ('a b -> 8 a b', [(None, 8)]),
-]
+ROOT = pathlib.Path(einshard.__file__).parents[1]
+PATIENCE = 60  # seconds in which no process finishes a check
 
 
-@pytest.mark.slow
-def test_two_processes():
+def launch(folder, n_processes):
+    """Runs all checks in new processes; returns what they wrote, and what else they said."""
+    folder.mkdir()
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
         port = listener.getsockname()[1]
-    root = str(pathlib.Path(einshard.__file__).parents[1])
-    path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
+    path = os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
     env = {
         **os.environ,
         'JAX_PLATFORMS': 'cpu',
-        'XLA_FLAGS': f'--xla_force_host_platform_device_count={DEVICES_EACH}',
+        'XLA_FLAGS': f'--xla_force_host_platform_device_count={8 // n_processes}',
         'PYTHONPATH': path,
     }
-    with tempfile.TemporaryFile('w+') as output:
+    program = [sys.executable, '-W', 'error::UserWarning', process_checks.__file__, str(port)]
+    with open(folder / 'output', 'w') as output:
         processes = [
             subprocess.Popen(
-                [sys.executable, '-W', 'error::UserWarning', __file__, str(port), str(i)],
+                [*program, str(n_processes), str(i), str(folder)],
                 env=env,
                 stdout=output,
                 stderr=output,
             )
-            for i in range(PROCESSES)
+            for i in range(n_processes)
         ]
         try:
-            deadline = time.monotonic() + SECONDS
-            # one that fails leaves the other waiting for it
-            while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
-                assert time.monotonic() < deadline, _read(output)
+            # one that fails leaves the others waiting for it
+            written, since = -1, time.monotonic()
+            while any(process.poll() is None for process in processes):
+                size = sum(path.stat().st_size for path in folder.glob('*.jsonl'))
+                if size != written:
+                    written, since = size, time.monotonic()
+                if time.monotonic() > since + PATIENCE:
+                    break
                 time.sleep(0.05)
-            assert [p.poll() for p in processes] == [0, 0], _read(output)
-            assert _read(output).count('all checks passed') == PROCESSES
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
+    results = []
+    for i in range(n_processes):
+        path = folder / f'{i}.jsonl'
+        lines = path.read_text().splitlines() if path.exists() else []
+        results.append({line['check']: line for line in map(json.loads, lines)})
+    return results, (folder / 'output').read_text()[-4000:]
 
 
-def _read(output):
-    output.seek(0)
-    return output.read()
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    """The results of a run with some number of processes; each is run once, that of two first."""
+    folder = tmp_path_factory.mktemp('processes')
+
+    @functools.cache
+    def run(n_processes):
+        if n_processes > 2:
+            run(2)  # which saves the checkpoint
+        return launch(folder / str(n_processes), n_processes)
+
+    run.folder = folder
+    return run
 
 
-# --- what each process runs -------------------------------------------------------------------
+def said(run, n_processes, check):
+    """What each process returned from a check, in which none failed."""
+    results, output = run(n_processes)
+    for process, result in enumerate(results):
+        assert check in result, f'process {process} never finished {check}:\n{output}'
+        assert result[check]['error'] is None, f'process {process}:\n{result[check]["error"]}'
+    return [result[check]['said'] for result in results]
 
 
-def check_shards(x, whole, grid):
-    """Compares the shards of this process with numpy slices."""
-    whole = np.asarray(whole)
-    devices = list(device_mesh().devices.flat)
-    shards = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
-    assert set(shards) == set(jax.local_devices())
-    for device, shard in shards.items():
-        place = np.unravel_index(devices.index(device), [count for _, count in grid])
-        expected = whole
-        for (axis, count), part in zip(grid, place, strict=True):
-            if axis is not None:
-                expected = np.split(expected, count, axis)[part]
-        assert shard.shape == expected.shape
-        np.testing.assert_array_equal(shard, expected)
+@pytest.mark.parametrize('check', process_checks.CHECKS)
+@pytest.mark.parametrize('n_processes', [2, 4])
+def test_check(run, n_processes, check):
+    if check == 'checkpoint':
+        pytest.importorskip('orbax.checkpoint')
+    assert len(said(run, n_processes, check)) == n_processes
 
 
-def check_mesh():
-    mesh = device_mesh()
-    assert mesh.axis_sizes == (2, 2, 2)
-    assert [d.process_index for d in mesh.devices.flat] == [0] * 4 + [1] * 4
-    assert mesh is device_mesh(jax.devices()[::-1])
+@pytest.fixture(scope='module')
+def trained():
+    """One process, on as many devices."""
+    return process_checks.train(mesh=jax.devices()[:8])
 
 
-def check_arrays():
-    whole = np.arange(128, dtype=np.float32).reshape(8, 16)
-    for expression, grid in EXPRESSIONS:
-        x = einshard.einshard(whole, expression)
-        check_shards(x, whole, grid)
-        assert x.sharding == make_sharding(expression)
-        assert make_sharding(describe(x)) == x.sharding
-        assert einshard.einshard(x, expression) is x
-    # host arrays that only this process's devices hold
-    x = einshard.einshard(whole, 'a b -> a4 b', mesh=jax.local_devices())
-    np.testing.assert_array_equal(x, whole)
-    # from placement to placement
-    y = einshard.einshard(einshard.einshard(whole, 'a b -> a8 b'), 'a b -> b8 a')
-    check_shards(y, whole, [(1, 8)])
-    # whole again, on every process; leaves that no device holds stay
-    tree = {'sharded': x, 'moved': y, 'host': whole, 'name': 'w', 'none': None}
-    tree['local'] = jnp.arange(3)
-    gathered = einshard.gather(tree)
-    assert gathered['host'] is whole
-    assert (gathered['name'], gathered['none']) == ('w', None)
-    for name in ('sharded', 'moved'):
-        assert type(gathered[name]) is np.ndarray
-        np.testing.assert_array_equal(gathered[name], whole)
-    np.testing.assert_array_equal(gathered['local'], np.arange(3))
-    # an array that one device of each process holds
-    check_shards(einshard.einshard(jnp.asarray(whole), 'a b -> a8 b'), whole, [(0, 8)])
+@pytest.mark.parametrize('n_processes', [2, 4])
+def test_training_is_that_of_one_process(run, trained, n_processes):
+    first, *others = said(run, n_processes, 'training')
+    assert all(other == first for other in others)  # bit for bit
+    assert first.keys() == trained.keys()
+    for name, array in first.items():
+        # gloo adds up in another order than one process does
+        np.testing.assert_allclose(array, trained[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert len(first['losses']) == 5
+    assert first['losses'][-1] < first['losses'][0]
 
 
-def check_kinds():
-    whole = np.arange(16)
-    for given, dtype in [
-        (np.float64, np.float32),
-        (np.int64, np.int32),
-        (np.complex128, np.complex64),
-        (np.bool_, np.bool_),
-        (ml_dtypes.bfloat16, ml_dtypes.bfloat16),
-    ]:
-        x = einshard.einshard(whole.astype(given), 'a -> a*')
-        assert x.dtype == dtype
-        check_shards(x, whole.astype(given).astype(dtype), [(0, 8)])
-    for scalar in (3, 2.5, True, 1j, np.float64(2), np.ones(())):
-        x = einshard.einshard(scalar, '... -> * ...')
-        assert x.shape == ()
-        assert x.dtype == jnp.asarray(scalar).dtype
-        check_shards(x, np.asarray(scalar, x.dtype), [(None, 8)])
-    with pytest.raises(einshard.EinshardError, match='size 6, which 8 parts'):
-        einshard.einshard(np.ones(6), 'a -> a*')
+def test_training_on_one_device_is_the_same(trained):
+    alone = process_checks.train(mesh=jax.devices()[:2])
+    for name, array in alone.items():
+        np.testing.assert_allclose(array, trained[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def check_trees():
-    whole = np.arange(128, dtype=np.float32).reshape(8, 16)
-    right = einshard.einshard(whole, 'a b -> a8 b')
-    tree = {'w': whole, 'right': right, 'n': 2, 'f': len, 'none': None}
-    placed = einshard.einshard(
-        tree, {'w': 'a b -> b8 a', 'right': 'a8 b', 'n': '* ...', 'f': None, 'none': None}
+def test_checkpoint_of_two_processes_is_read_by_one(run):
+    pytest.importorskip('orbax.checkpoint')
+    said(run, 2, 'checkpoint')
+    restored = process_checks.restore(run.folder / 'checkpoint', mesh=jax.devices()[:4])
+    assert einshard.describe(restored['w']) == 'a b -> a b4'
+
+
+# --- the documentation ------------------------------------------------------------------------
+
+
+def test_page_and_its_program_run(monkeypatch):
+    """The page starts two processes itself, which learn what one and four do."""
+    monkeypatch.setenv('PYTHONPATH', str(ROOT))
+    monkeypatch.chdir(test_docs.DOCS)
+    _, printed = test_docs.run(test_docs.DOCS / 'many_hosts.md')
+    lines = printed.strip().splitlines()
+    assert [line[:10] for line in lines] == ['process 0:', 'process 1:']
+    first, second = (line[10:] for line in lines)
+    assert first == second
+    before, after = map(float, re.search(r'loss ([\d.]+) -> ([\d.]+)', first).groups())
+    assert after < 0.8 * before
+    monkeypatch.syspath_prepend(test_docs.DOCS / 'examples')
+    import many_hosts
+
+    with jax.set_mesh(einshard.device_mesh(jax.devices()[:8])):
+        _, losses = many_hosts.train(30)
+    assert [f'{losses[0]:.5f}', f'{losses[-1]:.5f}'] == [f'{before:.5f}', f'{after:.5f}']
+
+
+def test_error_in_the_documentation(run):
+    text = said(run, 4, 'uneven_rows')[0]['other rows']
+    shown = textwrap.indent('einshard.EinshardError: ' + text, '    ')
+    assert f'\n\n{shown}\n\n' in (test_docs.DOCS / 'many_hosts.md').read_text()
+
+
+# --- the texts of errors ----------------------------------------------------------------------
+
+
+def different(*said, expression='batch d -> batch* d'):
+    width = max(len(label) for label in ('must agree', *dict(said))) + 1
+    return '\n'.join(
+        [
+            'the processes are about to build different arrays',
+            *([f'    {expression}'] if expression else []),
+            *(f'  {label + ":":<{width}} {text}' for label, text in said),
+            f'  {"must agree:":<{width}} shapes, dtypes, paths and expressions',
+        ]
     )
-    check_shards(placed['w'], whole, [(1, 8)])
-    check_shards(placed['n'], np.int32(2), [(None, 8)])
-    assert placed['right'] is right
-    assert placed['f'] is len
 
 
-def check_jit():
-    whole = np.arange(128, dtype=np.float32).reshape(8, 16)
-    x = einshard.einshard(whole, 'a b -> a8 b')
-    y = jax.jit(lambda x: einshard.einshard(x * 2, 'a b -> b8 a'))(x)
-    check_shards(y, 2 * whole, [(1, 8)])
-    total = jax.jit(lambda x: einshard.einshard(x.sum(), '... -> * ...'))(x)
-    assert float(total.addressable_shards[0].data) == whole.sum()
+@pytest.mark.parametrize('n', [2, 4])
+def test_what_differs_is_said_by_all_processes(run, n):
+    first, *others = said(run, n, 'uneven_rows')
+    rest = {2: 'process 1', 4: 'processes 1, 2, 3'}[n]
+    uneven = f"axis 'batch' has size 5 in this process, which its {8 // n} parts do not divide"
+    x, y = "float32[4,4], leaf 'x'", "float32[8,4], leaf 'y'"
+    one = 'float32[8,4]'
+    expected = {
+        'indivisible in one': [('process 0', f"float32[5,4], leaf 'x': {uneven}"), (rest, x)],
+        'other rows': [('process 0', y), (rest, "float32[4,4], leaf 'y'")],
+        'other dtype': [('process 0', 'int32[8,4]'), (rest, one)],
+        'other tree': [('process 0', 'no more arrays'), (rest, y)],
+        'other function': [('process 0', 'RuntimeError: no file'), (rest, one)],
+    }
+    for name, facts in expected.items():
+        assert first[name] == different(*facts)
+        assert all(other[name] == first[name] for other in others)
+    assert first['other expression'] == different(
+        ('process 0', "float32[8,4] as '* batch d'"),
+        (rest, "float32[8,4] as 'batch d -> batch* d'"),
+        expression=None,
+    )
+    assert all(other['other expression'] == first['other expression'] for other in others)
 
 
-def check_that_nothing_is_gathered(process):
-    """Host data is not compared between processes, and nobody waits for anybody."""
-    mine = np.full((8, 16), float(process), np.float32)
-    check_shards(einshard.einshard(mine, 'a b -> a8 b'), mine, [(0, 8)])
-    check_shards(einshard.einshard(mine, '* a b'), mine, [(None, 8)])
-    if process == 0:
-        # a collective would wait for process 1 here
-        check_shards(
-            einshard.einshard({'x': mine, 'n': 1.0}, '... -> ... *')['x'], mine, [(None, 8)]
+@pytest.mark.parametrize('n', [2, 4])
+def test_what_is_wrong_in_all_processes_each_says_itself(run, n):
+    each = 8 // n
+    for process, texts in enumerate(said(run, n, 'uneven_rows')):
+        assert texts['indivisible in all'] == (
+            f"axis 'batch' has size 5 in this process, which its {each} parts do not divide\n"
+            '    batch d -> batch* d\n'
+            '               ^^^^^^\n'
+            '  array:      float32[5,4]\n'
+            f'  process:    {process}\n'
+            f'  globally:   size {5 * n} in 8 parts\n'
+            f'  works with: multiples of {each}'
         )
-    # device_put does compare
-    with pytest.raises(AssertionError, match='the same'):
-        jax.device_put(mine, make_sharding('a b -> a8 b'))
+        assert texts['lenient rules'] == (
+            f"axis 'batch' has size 7 in this process, which its {each} parts do not divide\n"
+            '    batch d -> batch* d\n'
+            '               ^^^^^^\n'
+            "  array:          float32[7,4], leaf 'x'\n"
+            f'  process:        {process}\n'
+            f'  globally:       size {7 * n} in 8 parts\n'
+            f'  works with:     multiples of {each}\n'
+            '  not replicated: processes have different rows'
+        )
+        assert texts['bad expression'] == (
+            "'e' is on the right side only\n"
+            '    batch d -> batch* e\n'
+            '                      ^\n'
+            "  array:     float32[8,4], leaf 'x'\n"
+            '  left side: batch d'
+        )
+        assert texts['global'] == (
+            'the array is global already: it lies in several processes\n'
+            '    batch d -> batch* d\n'
+            f"  array:   float32[{8 * n},4], leaf 'x'\n"
+            '  instead: einshard, which moves it'
+        )
+        assert texts['strings'] == (
+            'JAX has no arrays of <U1\n    batch -> batch*\n  array: <U1[8]'
+        )
+        assert texts['abstract mesh'] == (
+            'an abstract mesh does not say which devices are of this process\n'
+            "  mesh: 'x': 8 (Auto)\n"
+            '  give: a mesh of devices'
+        )
+        if process:
+            sizes = ', '.join(f"'d{i}': 2" for i in range(each.bit_length() - 1))
+            assert texts['other mesh'] == (
+                f'process {process} has no device in the mesh, so it has no part to give\n'
+                f'  mesh:       {sizes} (Auto)\n'
+                '  devices of: process 0'
+            )
 
 
-def main(port, process):
-    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    jax.distributed.initialize(f'127.0.0.1:{port}', PROCESSES, process, initialization_timeout=60)
-    assert jax.device_count() == PROCESSES * DEVICES_EACH
-    check_mesh()
-    check_arrays()
-    check_kinds()
-    check_trees()
-    check_jit()
-    check_that_nothing_is_gathered(process)
-    print('all checks passed', flush=True)
-    jax.distributed.shutdown()
-
-
-if __name__ == '__main__':
-    main(*map(int, sys.argv[1:]))
+def test_cuts_that_tell_nothing_of_the_whole(run):
+    for texts in said(run, 2, 'uneven_rows'):
+        assert texts['cut unevenly'] == (
+            "axis 'batch' is cut unevenly across processes: its size in one does not tell the "
+            'whole\n'
+            '    batch d -> batch3 d 2\n'
+            '               ^^^^^^\n'
+            '  array:     float32[8,4]\n'
+            '  process 0: parts 0, 1\n'
+            '  process 1: parts 1, 2\n'
+            '  instead:   jax.make_array_from_callback'
+        )
+        assert (
+            '  process 0: parts 0, 1, 2, 3\n  process 1: parts 4, 5, 6\n' in texts['unlike numbers']
+        )

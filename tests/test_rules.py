@@ -156,8 +156,6 @@ def test_replicate_is_on_every_device(spec):
 def test_scalars_are_on_every_device_whatever_the_rules():
     tree = {
         'count': np.int32(3),
-        'rate': 0.1,
-        'flag': True,
         'zero_d': np.ones(()),
         'jax': jnp.ones(()),
         'key': jax.random.key(0),
@@ -167,11 +165,19 @@ def test_scalars_are_on_every_device_whatever_the_rules():
         for leaf in jax.tree.leaves(placed):
             assert leaf.sharding.device_set == set(jax.devices())
             assert leaf.is_fully_replicated
-    assert float(placed['rate']) == np.float32(0.1)
 
 
 def test_what_is_no_array_is_passed_through():
-    tree = {'f': jax.nn.relu, 's': 'gelu', 'none': None, 'mesh': BY_HAND, 'spec': P('x'), 'w': W}
+    tree = {
+        'f': jax.nn.relu,
+        's': 'gelu',
+        'rate': 0.1,
+        'flag': True,
+        'none': None,
+        'mesh': BY_HAND,
+        'spec': P('x'),
+        'w': W,
+    }
     placed = einshard(tree, Rules([('w$', ROWS)]))
     assert placed == tree | {'w': placed['w']}
     assert placed['none'] is None
@@ -546,7 +552,82 @@ def test_a_mesh_axis_that_is_not_there():
     error = refusal(einshard, {'w': W}, rules, mesh=MESH)
     assert error.sentence == "the mesh has no axis 'model'"
     assert error.facts['array'] == "float32[16,16], leaf 'w'"
-    assert 'there is no mesh' in refusal(einshard, {'w': W}, rules).sentence
+    assert error.fix == "missing='replicate'"
+    error = refusal(rules.table, {'w': W}, mesh=MESH)
+    assert str(error) == (
+        "the mesh has no axis 'model'\n"
+        '    a b -> a@data b@model\n'
+        '                  ^^^^^^^\n'
+        "  array: float32[16,16], leaf 'w'\n"
+        "  rule:  'w'\n"
+        f'  mesh:  {error.facts["mesh"]}\n'
+        "  here:  Rules(..., missing='replicate')"
+    )
+    error = refusal(einshard, {'w': W}, rules)
+    assert 'there is no mesh' in error.sentence
+    assert error.fix is None
+
+
+@pytest.mark.parametrize(
+    ('spec', 'expected'),
+    [
+        (P('data', 'model'), P('data')),
+        (P(('model', 'data')), P('data')),
+        (P('model', ('expert', 'data')), P(None, 'data')),
+        (P('model'), P()),
+        ('i o -> o@(model,tp) i@data', P('data', 'tp')),
+        ('i* o@model', P(('data', 'tp'))),
+        (lambda path, leaf: P('model', 'tp'), P(None, 'tp')),
+        (lambda path, leaf: Rules([('', P('model', 'tp'))]), P(None, 'tp')),
+        (P('data', 'tp'), P('data', 'tp')),
+    ],
+)
+def test_mesh_axes_that_are_not_there_replicate_where_asked(spec, expected):
+    mesh = mesh_of(data=2, tp=4)
+    for rules in (
+        Rules([('w', spec)], missing='replicate'),
+        Rules([], default=spec, missing='replicate'),
+        Rules([('w', spec)], missing='replicate', indivisible='replicate'),
+        Rules([('', lambda path, leaf: Rules([('w', spec)], missing='replicate'))]),
+    ):
+        assert spec_of({'w': W}, rules, mesh=mesh) == expected
+        assert spec_of({'w': np.ones((16, 16))}, rules, mesh=mesh) == expected
+        f = sharded(rules, out=rules, mesh=mesh)(lambda x: x)
+        made = f({'w': np.ones((16, 16))})['w'].sharding
+        assert made.is_equivalent_to(NamedSharding(mesh, expected), 2)
+
+
+def test_axes_may_be_missing_and_others_not_divisible():
+    mesh = mesh_of(data=2, tp=4)
+    rules = [('', P(('pod', 'data'), ('tp', 'seq')))]
+    shape = struct(16, 6)
+    both = Rules(rules, missing='replicate', indivisible='replicate')
+    assert spec_of(shape, both, mesh=mesh) == P('data')
+    error = refusal(einshard, shape, Rules(rules, missing='replicate'), mesh=mesh)
+    assert error.sentence == "axis 'b' has size 6, which 4 parts do not divide"
+    error = refusal(einshard, shape, Rules(rules, indivisible='replicate'), mesh=mesh)
+    assert error.sentence == "the mesh has no axis 'pod'"
+
+
+def test_what_missing_may_be():
+    for missing in ('drop', None, True, ['replicate']):
+        error = refusal(Rules, [], missing=missing)
+        assert str(error) == f"missing= is 'error' or 'replicate', not {missing!r}"
+
+
+def test_a_path_with_another_shape_is_looked_at_anew():
+    rules = Rules([('w', 'i* o')], min_size=8, indivisible='replicate')
+    for _ in range(2):
+        assert spec_of({'w': struct(16, 2)}, rules) == P(ALL)
+        assert spec_of({'w': struct(2, 2)}, rules) == P()
+        assert spec_of({'w': struct(5, 2)}, rules) == P()
+        assert refusal(einshard, {'w': struct(16)}, rules).facts['rule'] == "'w'"
+        assert spec_of({'w': struct()}, rules) == P()
+    seen = []
+    rules = Rules([('w', lambda path, leaf: seen.append(leaf.dtype))])
+    for dtype in (np.float32, np.int32):
+        einshard({'w': struct(4, dtype=dtype)}, rules)
+    assert seen == [np.float32, np.int32]
 
 
 @pytest.mark.parametrize(

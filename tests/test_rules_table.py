@@ -12,14 +12,14 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from einshard import EinshardError, Rules, device_mesh, einshard, shard_largest
+from einshard import EinshardError, Rules, axis_rules, device_mesh, einshard, shard_largest
 
 EVERYWHERE = '... -> * ...'
 TREE = {
     'embed': np.ones((50, 16), np.float32),
     'mlp': {'kernel': np.ones((16, 64), np.float32), 'bias': np.ones(64, np.float16)},
     'norm': np.ones(16, np.float32),
-    'step': 3,
+    'step': np.int32(3),
     'activation': jax.nn.relu,
     'none': None,
 }
@@ -117,8 +117,8 @@ def test_bytes_are_those_of_arrays_that_are_placed(rules, mesh):
         'half': jnp.ones((5, 16), jnp.bfloat16),
         'complex': np.ones((4, 4), np.complex64),
         'bits': np.ones((4, 6), bool),
-        'step': 3,
-        'rate': 0.5,
+        'step': np.int32(3),
+        'rate': np.float32(0.5),
     }
     table = rules.table(tree, mesh=mesh)
     placed = jax.tree.leaves(einshard(tree, rules, mesh=mesh))
@@ -233,6 +233,22 @@ def test_axes_that_did_not_divide():
         'not divisible, so replicated: axis 0 of z, size 3',
         'not divisible, so replicated: axis 1 of z, size 3',
     ]
+
+
+def test_mesh_axes_that_are_not_there():
+    rules = Rules(
+        [('w', P(('data', 'pod'), 'seq')), ('x', 'a b@(pod,tp)'), ('y', '* a b')],
+        missing='replicate',
+    )
+    table = rules.table({'w': struct(4, 4), 'x': struct(4, 4), 'y': struct(4, 4)}, mesh=MESH)
+    assert [row.missing_axes for row in table.rows] == [('pod', 'seq'), ('pod',), ()]
+    assert [row.shard_shape for row in table.rows] == [(2, 4), (4, 2), (4, 4)]
+    notes = [line for line in str(table).splitlines() if 'not in the mesh' in line]
+    assert notes == ["not in the mesh, so nothing is cut over it: 'pod' and 'seq'"]
+    with axis_rules({'rows': '@(data,pod)'}, missing='replicate'):
+        (row,) = Rules([('', 'rows b')]).table({'w': struct(4, 4)}, mesh=MESH).rows
+    assert (row.shard_shape, row.missing_axes) == ((2, 4), ('pod',))
+    assert 'not in the mesh' not in str(Rules([('', 'a@data')]).table(struct(4), mesh=MESH))
 
 
 # ------------------------------------------------------------------------------- how it is shown

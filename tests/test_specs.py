@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from einshard import EinshardError, device_mesh, einshard, make_sharding
+from einshard import EinshardError, Rules, device_mesh, einshard, make_sharding
 
 
 class Layer(NamedTuple):
@@ -270,3 +270,176 @@ def test_a_bad_expression_says_which_leaf():
     with pytest.raises(EinshardError) as caught:
         einshard(jax.ShapeDtypeStruct((6, 16), np.float32), 'i o -> i* o')
     assert caught.value.facts['array'] == 'float32[6,16]'
+
+
+# --- mesh axes that are not there ---------------------------------------------------------------
+
+MESH = Mesh(
+    np.array(jax.devices()[:8]).reshape(2, 2, 2),
+    ('data', 'fsdp', 'tp'),
+    axis_types=(AxisType.Auto,) * 3,
+)
+MISSING = [
+    # an expression, and what it is on this mesh
+    ('b@(data,pod) d', 'b@data d'),
+    ('b@(pod,data) d', 'b@data d'),
+    ('b@(tp,pod,data) d@seq', 'b@(tp,data) d'),
+    ('b@pod d', '* b d'),
+    ('b@pod d@(seq,expert)', '* b d'),
+    ('b@pod ...', '* ...'),
+    ('b d -> d@pod b@tp', 'b@tp d'),
+    ('b d -> d@(pod,tp) b@tq', 'b d@tp'),
+    # counts are laid over what there is
+    ('b@pod d*', 'b d*'),
+    ('b@pod d8', 'b d8'),
+    ('b@(pod,tp) d4', 'b@tp d4'),
+    ('b d -> b@pod d2 b*', 'b d -> d2 b*'),
+    ('b d -> 2 b@pod d*', 'b d -> 2 b d*'),
+    ('* b@pod d', '* b d'),
+    # nothing is missing
+    ('b@data d@(fsdp,tp)', 'b@data d@(fsdp,tp)'),
+    ('b* d', 'b* d'),
+    ('b d -> 2 b4 d', 'b d -> 2 b4 d'),
+]
+X = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+
+
+@pytest.mark.parametrize(('expression', 'same'), MISSING)
+def test_missing_mesh_axes_replicate_where_asked(expression, same):
+    expected = make_sharding(same, mesh=MESH, n_dims=2)
+    for x in (X, jnp.asarray(X), jax.ShapeDtypeStruct((8, 8), np.float32)):
+        placed = einshard(x, expression, mesh=MESH, missing='replicate')
+        assert placed.sharding == expected
+        again = einshard(placed, expression, mesh=MESH, missing='replicate')
+        assert isinstance(x, jax.ShapeDtypeStruct) or again is placed
+    tree = einshard({'w': X, 'f': len}, expression, mesh=MESH, missing='replicate')
+    assert tree['w'].sharding == expected
+    made = jax.jit(lambda x: einshard(2 * x, expression, mesh=MESH, missing='replicate'))(X)
+    assert made.sharding.is_equivalent_to(expected, 2)
+    with jax.set_mesh(MESH):
+        assert einshard(X, expression, missing='replicate').sharding == expected
+    if expression != same:
+        with pytest.raises(EinshardError, match='the mesh has no axis'):
+            einshard(X, expression, mesh=MESH)
+
+
+def test_missing_mesh_axes_of_explicit_and_abstract_meshes():
+    explicit = Mesh(MESH.devices, MESH.axis_names, axis_types=(AxisType.Explicit,) * 3)
+    with jax.set_mesh(explicit):
+        y = jax.jit(lambda x: einshard(2 * x, 'b@(data,pod) d@seq', missing='replicate'))(X)
+        assert jax.typeof(y).sharding.spec == P('data', None)
+    sizes, names = (2, 512), ('data', 'model')
+    shape = jax.ShapeDtypeStruct((1024, 16), np.float32)
+    mesh = AbstractMesh(sizes, names)
+    placed = einshard(shape, 'b@(data,model) d@tp', mesh=mesh, missing='replicate')
+    assert placed.sharding.spec == P(('data', 'model'))
+
+
+@pytest.mark.parametrize(
+    ('expression', 'same'),
+    [
+        ('b@data d', '* b d'),
+        ('b@(data,fsdp) d@tp', '* b d'),
+        ('b@data ...', '* ...'),
+        ('b@d0 d', '* b d'),  # the axes of the mesh of all devices are names for nobody
+        ('b@data d*', 'b d*'),
+        ('b2* d@tp 2', 'b d -> b2* d 2'),
+    ],
+)
+def test_without_a_mesh_every_name_is_missing(expression, same):
+    x = np.ones((16, 16))
+    placed = einshard(x, expression, missing='replicate')
+    assert placed.sharding == make_sharding(same, n_dims=2)
+    assert placed.sharding.device_set == set(jax.devices())
+
+
+def test_missing_mesh_axes_in_every_kind_of_spec():
+    tree = {'a': X, 'b': [X, X], 'c': X}
+    specs = {'a': 'x@pod y@tp', 'b': lambda path, leaf: 'x@(pod,data) y', 'c': None}
+    placed = einshard(tree, specs, mesh=MESH, missing='replicate')
+    assert placed['a'].sharding.spec == P(None, 'tp')
+    assert [leaf.sharding.spec for leaf in placed['b']] == [P('data')] * 2
+    assert placed['c'] is X
+    rules = Rules([('a', P('pod', 'tp')), ('', P(('pod', 'data')))])
+    placed = einshard(tree, rules, mesh=MESH, missing='replicate')
+    assert [leaf.sharding.spec for leaf in jax.tree.leaves(placed)] == [
+        P(None, 'tp'),
+        *[P('data')] * 3,
+    ]
+
+
+def test_other_errors_stay_where_mesh_axes_may_be_missing():
+    for expression, sentence in [
+        ('b@(pod,data) d d', 'the short form lists each axis once'),
+        ('b@pod d@pod', "mesh axis 'pod' is used 2 times"),
+        ('b@(pod,data) d -> b d', 'the left side lists'),
+        ('b@pod d4', "'d4' uses 4 of 8 devices"),
+        ('b@pod', 'names 1 axis, but the array has 2 dimensions'),
+    ]:
+        with pytest.raises(EinshardError, match=sentence):
+            einshard(X, expression, mesh=MESH, missing='replicate')
+    with pytest.raises(EinshardError, match='which 2 parts do not divide'):
+        einshard(np.ones((3, 2)), 'b@(pod,data) d', mesh=MESH, missing='replicate')
+
+
+def test_the_offer_to_leave_missing_axes_out():
+    with pytest.raises(EinshardError) as caught:
+        einshard({'w': X}, 'b@(data,pod) d@tp', mesh=MESH)
+    assert str(caught.value) == (
+        "the mesh has no axis 'pod'\n"
+        '    b@(data,pod) d@tp\n'
+        '    ^^^^^^^^^^^^\n'
+        "  array: float32[8,8], leaf 'w'\n"
+        "  mesh:  'data': 2, 'fsdp': 2, 'tp': 2\n"
+        "  here:  missing='replicate'"
+    )
+    with pytest.raises(EinshardError) as caught:
+        einshard(X, 'b@pod d', mesh=MESH)
+    assert caught.value.fix == "missing='replicate'"
+
+
+@pytest.mark.parametrize(
+    ('x', 'expression', 'fix'),
+    [
+        (X, 'b@dta d', "'b@data d'"),  # a name written wrongly
+        (X, 'b@pod d4', None),  # another error comes next
+        (X, 'b@pod', None),
+        (np.ones((3, 8)), 'b@(data,pod) d', None),
+        (np.ones((8, 8), object), 'b@data d', None),  # an error that has nothing to do with it
+        (np.ones((3, 8)), 'b@data d', None),
+    ],
+)
+def test_nothing_is_offered_that_would_not_work(x, expression, fix):
+    with pytest.raises(EinshardError) as caught:
+        einshard(x, expression, mesh=MESH)
+    assert caught.value.fix == fix
+    with pytest.raises(EinshardError) as caught:
+        einshard([x], expression, mesh=MESH)
+    assert caught.value.fix == fix
+
+
+def test_nothing_is_offered_where_the_mesh_is_what_is_missing():
+    with pytest.raises(EinshardError, match='there is no mesh') as caught:
+        einshard(X, 'b@pod d')
+    assert caught.value.fix is None
+
+
+@pytest.mark.parametrize('missing', ['drop', None, True, 0, ['replicate'], b'error'])
+@pytest.mark.parametrize('spec', ['a* b', None, [None]])
+def test_what_missing_may_be(missing, spec):
+    x = np.ones((16, 2))
+    with pytest.raises(EinshardError) as caught:
+        einshard([x] if spec == [None] else x, spec, missing=missing)
+    assert str(caught.value) == f"missing= is 'error' or 'replicate', not {missing!r}"
+
+
+# --- nothing to place ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('tree', [{}, [], (), None, {'a': None, 'b': {'c': []}}])
+@pytest.mark.parametrize(
+    'spec', ['a* b', None, Rules([('w', 'a* b')]), Rules([]), lambda path, leaf: 1 / 0]
+)
+def test_empty_trees(tree, spec):
+    assert einshard(tree, spec) == tree
+    assert einshard(tree, spec, missing='replicate') == tree

@@ -1,0 +1,82 @@
+"""An Equinox model on eight devices, trained by data and tensor parallelism with optax.
+
+    python docs/examples/equinox_mlp.py
+
+Where there is no accelerator, the processor stands in for eight devices. The model is a tree, with
+its activation function among the leaves; `einshard` takes it as it is, in `eqx.filter_jit` too.
+"""
+
+import os
+
+# before JAX starts; a count of your own stands later in the line and wins
+os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count=8 {os.getenv("XLA_FLAGS", "")}'
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from einshard import Rules, describe, einshard
+
+STEPS, BATCH = 60, 240
+X, HIDDEN, Z = 16, 128, 4
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
+
+# Pairs of devices share the hidden layer, the pairs share the batch. Weights are [out, in].
+RULES = Rules(
+    [
+        ('layers/0/weight', 'y x -> * y2 x'),
+        ('layers/0/bias', 'y -> * y2'),
+        ('layers/1/weight', 'z y -> * z y2'),
+    ],
+    default='... -> * ...',
+)
+ROWS = 'batch d -> batch* d 2'
+
+
+@eqx.filter_jit
+def init(key):
+    """The model and the state of its optimizer, born in shards."""
+    model = eqx.nn.MLP(X, Z, HIDDEN, depth=1, key=key)
+    return einshard((model, OPTIMIZER.init(eqx.filter(model, eqx.is_array))), RULES)
+
+
+def mean_loss(model, x, z):
+    return jnp.mean((jax.vmap(model)(x) - z) ** 2)
+
+
+@eqx.filter_jit
+def step(model, state, x, z):
+    """One step: the new model and state, and the loss before it."""
+    x, z = einshard((x, z), ROWS)
+    loss, gradient = eqx.filter_value_and_grad(mean_loss)(model, x, z)
+    updates, state = OPTIMIZER.update(gradient, state, eqx.filter(model, eqx.is_array))
+    model = eqx.apply_updates(model, updates)
+    return *einshard((model, state), RULES), loss
+
+
+def batches():
+    """What to learn: sines of sums of the inputs."""
+    rng = np.random.default_rng(0)
+    weights = rng.normal(scale=0.25, size=(X, Z))
+    for _ in range(STEPS):
+        x = np.float32(rng.normal(size=(BATCH, X)))
+        yield x, np.float32(np.sin(x @ weights))
+
+
+def main():
+    model, state = init(jax.random.key(0))
+    losses = []
+    for x, z in batches():
+        model, state, loss = step(model, state, x, z)
+        losses.append(float(loss))
+    adam = state[1][0]
+    print(f'loss {losses[0]:.3f}, after {STEPS} steps {losses[-1]:.3f}')
+    print('layers/0/weight      ', describe(model.layers[0].weight))
+    print('its first moment     ', describe(adam.mu.layers[0].weight))
+    return model, losses
+
+
+if __name__ == '__main__':
+    main()

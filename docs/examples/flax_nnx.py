@@ -1,0 +1,92 @@
+"""A Flax NNX model on eight devices: born in shards, and trained by data and tensor parallelism.
+
+    python docs/examples/flax_nnx.py
+
+Where there is no accelerator, the processor stands in for eight devices. `RULES` place the model
+and the optimizer. The training step is a function of their state, as NNX has it for `jax.jit`.
+"""
+
+import os
+
+# before JAX starts; a count of your own stands later in the line and wins
+os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count=8 {os.getenv("XLA_FLAGS", "")}'
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from einshard import Rules, describe, einshard, sharded
+
+STEPS, BATCH = 60, 240
+X, HIDDEN, Z = 16, 128, 4
+
+# Pairs of devices share the hidden layer, the pairs share the batch.
+RULES = Rules(
+    [
+        ('up/kernel', 'x y -> * x y2'),
+        ('up/bias', 'y -> * y2'),
+        ('down/kernel', 'y z -> * y2 z'),
+    ],
+    default='... -> * ...',
+)
+ROWS = 'batch d -> batch* d 2'
+
+
+class MLP(nnx.Module):
+    """Two layers, with dropout between them."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(X, HIDDEN, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, Z, rngs=rngs)
+
+    def __call__(self, x):
+        hidden = einshard(nnx.relu(self.up(x)), 'batch y -> batch* y2')
+        return self.down(self.dropout(hidden))
+
+
+def init():
+    """The model and its optimizer, as what is static of them and their state."""
+    model = MLP(nnx.Rngs(0))
+    return nnx.split((model, nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)))
+
+
+def mean_loss(model, x, z):
+    return jnp.mean((model(x) - z) ** 2)
+
+
+@sharded(None, RULES, ROWS, ROWS, out=(RULES, None), donate_argnames='state')
+def step(graphdef, state, x, z):
+    """One step: the new state, and the loss before it."""
+    model, optimizer = nnx.merge(graphdef, state)
+    loss, gradient = nnx.value_and_grad(mean_loss)(model, x, z)
+    optimizer.update(model, gradient)
+    return nnx.state((model, optimizer)), loss
+
+
+def batches():
+    """What to learn: sines of sums of the inputs."""
+    rng = np.random.default_rng(0)
+    weights = rng.normal(scale=0.25, size=(X, Z))
+    for _ in range(STEPS):
+        x = np.float32(rng.normal(size=(BATCH, X)))
+        yield x, np.float32(np.sin(x @ weights))
+
+
+def main():
+    graphdef, state = sharded(out=(None, RULES))(init)()  # no device has a whole kernel
+    losses = []
+    for x, z in batches():
+        state, loss = step(graphdef, state, x, z)
+        losses.append(float(loss))
+    model, optimizer = nnx.merge(graphdef, state)
+    moment = optimizer.opt_state[0].mu['up']['kernel']
+    print(f'loss {losses[0]:.3f}, after {STEPS} steps {losses[-1]:.3f}')
+    print('up/kernel            ', describe(model.up.kernel[...]))
+    print('its first moment     ', describe(moment[...]))
+    return model, losses
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,135 @@
+"""Training on several hosts, each with its own rows of every batch.
+
+    python docs/examples/many_hosts.py --processes 2
+
+Here the hosts are processes on one machine, which share eight simulated devices. Everything but
+`start` is what a program on real hosts has too: there the same command runs on each of them, and
+`jax.distributed.initialize()` finds out by itself who the others are.
+"""
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from einshard import Rules, describe, einshard, from_local, gather, sharded
+
+N_DEVICES = 8
+BATCH = 64  # rows, of all processes together
+
+# Groups of two neighbours, which are on one host: a group has its share of the batch, and each of
+# the two has half of the hidden units. Between hosts there is only the sum of the gradients.
+PARAMETERS = Rules(
+    [
+        ('up/kernel', 'x hidden -> * x hidden2'),
+        ('up/bias', 'hidden -> * hidden2'),
+        ('down/kernel', 'hidden y -> * hidden2 y'),
+        ('down/bias', 'y -> * y'),
+    ]
+)
+ROWS = 'batch x -> batch* x 2'
+
+
+def init() -> dict[str, Any]:
+    """The same numbers in every process, so that none has to send them to the others."""
+    rng = np.random.default_rng(0)
+
+    def dense(n_in: int, n_out: int) -> dict[str, np.ndarray]:
+        return {'kernel': rng.normal(scale=n_in**-0.5, size=(n_in, n_out)), 'bias': np.zeros(n_out)}
+
+    return {'up': dense(16, 128), 'down': dense(128, 1)}
+
+
+def own_rows(step: int, process: int, n_processes: int) -> dict[str, np.ndarray]:
+    """What the input pipeline of one host reads: some rows of each batch, and no others."""
+    rows = np.arange(BATCH).reshape(n_processes, -1)[process]
+    x = np.stack([np.random.default_rng([step, row]).normal(size=16) for row in rows])
+    return {'x': x, 'y': np.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:3]}
+
+
+def loss_of(parameters: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    hidden = jnp.tanh(x @ parameters['up']['kernel'] + parameters['up']['bias'])
+    hidden = einshard(hidden, 'batch hidden -> batch* hidden2')
+    out = hidden @ parameters['down']['kernel'] + parameters['down']['bias']
+    return jnp.mean((out - y) ** 2)
+
+
+@sharded(PARAMETERS, ROWS, ROWS, out=(PARAMETERS, '... -> * ...'))
+def train_step(parameters: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+    loss, gradients = jax.value_and_grad(loss_of)(parameters, x, y)
+    return jax.tree.map(lambda p, g: p - 0.05 * g, parameters, gradients), loss
+
+
+def train(steps: int) -> tuple[Any, np.ndarray]:
+    """The parameters and the loss of every step, the same in every process."""
+    process, n_processes = jax.process_index(), jax.process_count()
+    parameters = einshard(init(), PARAMETERS)
+    losses: list[float] = []
+    for step in range(steps):
+        rows = own_rows(step, process, n_processes)
+        # all batches have as many rows, so to compare the first will do
+        batch = from_local(rows, ROWS, check=step == 0)
+        parameters, loss = train_step(parameters, **batch)
+        losses.append(float(loss))
+    return parameters, np.array(losses)
+
+
+def main(steps: int) -> None:
+    """What every process does."""
+    parameters, losses = train(steps)
+    kernel = parameters['up']['kernel']
+    norm = np.linalg.norm(gather(kernel))
+    here = f'{len(kernel.addressable_shards)} of {kernel.sharding.num_devices} devices'
+    print(
+        f'process {jax.process_index()}: {here}, up/kernel {describe(kernel)!r}, '
+        f'loss {losses[0]:.5f} -> {losses[-1]:.5f}, norm {norm:.5f}',
+        flush=True,
+    )
+
+
+def start(n_processes: int, steps: int) -> None:
+    """Runs this program in several processes at once, and shows what they print."""
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        address = f'127.0.0.1:{listener.getsockname()[1]}'
+    devices = f'--xla_force_host_platform_device_count={N_DEVICES // n_processes}'
+    environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': devices}
+    common = ['--processes', str(n_processes), '--steps', str(steps), '--address', address]
+    command = [sys.executable, __file__, *common, '--process']
+    processes = [
+        subprocess.Popen([*command, str(i)], env=environment, stdout=subprocess.PIPE, text=True)
+        for i in range(n_processes)
+    ]
+    for process in processes:
+        said, _ = process.communicate()
+        # gloo, which here is the network, says on the same stream whom it has connected
+        print(*(line for line in said.splitlines() if line.startswith('process')), sep='\n')
+    if any(process.returncode for process in processes):
+        raise SystemExit('A process has failed.')
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or '').partition('\n')[0])
+    parser.add_argument('--processes', type=int, choices=(1, 2, 4), default=2)
+    parser.add_argument('--steps', type=int, default=30)
+    parser.add_argument('--address', help='where the processes meet; set by the first')
+    parser.add_argument('--process', type=int, help='which one this is; set by the first')
+    options = parser.parse_args(arguments)
+    if options.process is None:
+        start(options.processes, options.steps)
+        return
+    # before the first use of a device. On real hosts: jax.distributed.initialize()
+    jax.distributed.initialize(options.address, options.processes, options.process)
+    main(options.steps)
+    jax.distributed.shutdown()
+
+
+if __name__ == '__main__':
+    run()

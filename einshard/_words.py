@@ -1,0 +1,30 @@
+"""Sizes, arrays and places in a source, in few words."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+
+def amount(n_bytes: int) -> str:
+    """1536 -> '1.5 KiB'"""
+    size, units = float(n_bytes), ['B', 'KiB', 'MiB', 'GiB', 'TiB']
+    while abs(size) >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f'{n_bytes} B' if units[0] == 'B' else f'{size:.1f} {units[0]}'
+
+
+def short_arrays(text: str) -> str:
+    """Many arrays in short: '7 f32[8], f32[8,4] and 3 more'."""
+    counts = Counter(re.findall(r'\w+\[[^\]]*\]', text))
+    arrays = [f'{n} x {array}' if n > 1 else array for array, n in counts.items()]
+    if len(arrays) <= 2:
+        return ', '.join(arrays)
+    more = counts.total() - sum([*counts.values()][:2])
+    return f'{", ".join(arrays[:2])} and {more} more'
+
+
+def short_source(source: str | None) -> str:
+    """'/home/me/model.py:12' -> 'model.py:12'"""
+    return re.split(r'[\\/]', source)[-1] if source else ''

@@ -1,0 +1,569 @@
+"""What each of several processes checks; tests/test_processes.py starts them and reads the results.
+
+    python tests/process_checks.py PORT PROCESSES PROCESS FOLDER
+
+A process writes a line for each check into its own file in the folder. A check that fails in one
+process may leave the others waiting for it; whoever started them ends them then.
+"""
+
+import importlib.util
+import json
+import re
+import sys
+import traceback
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from einshard import (
+    EinshardError,
+    Rules,
+    describe,
+    device_mesh,
+    einshard,
+    from_local,
+    gather,
+    make_sharding,
+    shard_largest,
+    sharded,
+)
+
+CHECKS = {}
+WHOLE = np.arange(128, dtype=np.float32).reshape(8, 16)
+
+# expression, and its device grid on eight devices: (array axis or None for replicas, count)
+EXPRESSIONS = [
+    ('a b -> a8 b', [(0, 8)]),
+    ('a b -> b8 a', [(1, 8)]),
+    ('a b -> a2 b4', [(0, 2), (1, 4)]),
+    ('a b -> b2 a4', [(1, 2), (0, 4)]),
+    ('a b -> 2 a b4', [(None, 2), (1, 4)]),  # where there are two processes, each has a replica
+    ('a b -> a4 2 b', [(0, 4), (None, 2)]),
+    ('a b -> a2 b2 a2', [(0, 2), (1, 2), (0, 2)]),
+    ('a b -> 8 a b', [(None, 8)]),
+]
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def slice_of(whole, grid, number):
+    """What the device of a number holds of an array, by numpy."""
+    place = np.unravel_index(number, [count for _, count in grid])
+    for (axis, count), part in zip(grid, place, strict=True):
+        if axis is not None:
+            whole = np.split(whole, count, axis)[part]
+    return whole
+
+
+def check_shards(x, whole, grid):
+    """Compares the shards of this process with numpy slices."""
+    whole = np.asarray(whole)
+    devices = list(device_mesh().devices.flat)
+    shards = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
+    assert x.shape == whole.shape
+    assert set(shards) == set(jax.local_devices())
+    for device, shard in shards.items():
+        expected = slice_of(whole, grid, devices.index(device))
+        assert shard.shape == expected.shape
+        np.testing.assert_array_equal(shard, expected)
+
+
+def part_of(whole, grid):
+    """What this process gives to `from_local`: all that its devices hold, in order."""
+    devices = list(device_mesh().devices.flat)
+    numbers = np.arange(whole.size).reshape(whole.shape)
+    mine = [slice_of(numbers, grid, devices.index(device)) for device in jax.local_devices()]
+    kept = np.unravel_index(np.concatenate([part.ravel() for part in mine]), whole.shape)
+    return whole[np.ix_(*(np.unique(along) for along in kept))]
+
+
+def refused(function, *args, **kwargs):
+    with pytest.raises(EinshardError) as caught:
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+# --- einshard ---------------------------------------------------------------------------------
+
+
+@check
+def the_mesh():
+    n_each = jax.local_device_count()
+    mesh = device_mesh()
+    assert mesh.axis_sizes == (2, 2, 2)
+    assert [d.process_index for d in mesh.devices.flat] == sorted(
+        process for process in range(jax.process_count()) for _ in range(n_each)
+    )
+    assert mesh is device_mesh(jax.devices()[::-1])
+
+
+@check
+def arrays():
+    for expression, grid in EXPRESSIONS:
+        x = einshard(WHOLE, expression)
+        check_shards(x, WHOLE, grid)
+        assert x.sharding == make_sharding(expression)
+        assert make_sharding(describe(x)) == x.sharding
+        assert einshard(x, expression) is x
+    # an array that one device of each process holds
+    check_shards(einshard(jnp.asarray(WHOLE), 'a b -> a8 b'), WHOLE, [(0, 8)])
+    # from placement to placement
+    check_shards(einshard(einshard(WHOLE, 'a b -> a8 b'), 'a b -> b8 a'), WHOLE, [(1, 8)])
+
+
+@check
+def arrays_of_one_process():
+    local = einshard(WHOLE, 'a b -> a* b', mesh=jax.local_devices())
+    np.testing.assert_array_equal(local, WHOLE)
+    assert local.sharding.device_set == set(jax.local_devices())
+
+
+@check
+def kinds():
+    whole = np.arange(16)
+    for given, dtype in [
+        (np.float64, np.float32),
+        (np.int64, np.int32),
+        (np.complex128, np.complex64),
+        (np.bool_, np.bool_),
+        (ml_dtypes.bfloat16, ml_dtypes.bfloat16),
+    ]:
+        x = einshard(whole.astype(given), 'a -> a*')
+        assert x.dtype == dtype
+        check_shards(x, whole.astype(given).astype(dtype), [(0, 8)])
+    for scalar in (3, 2.5, True, 1j, np.float64(2), np.ones(())):
+        x = einshard(scalar, '... -> * ...')
+        assert x.shape == ()
+        assert x.dtype == jnp.asarray(scalar).dtype
+        check_shards(x, np.asarray(scalar, x.dtype), [(None, 8)])
+    assert 'size 6, which 8 parts' in refused(einshard, np.ones(6), 'a -> a*')
+
+
+@check
+def large_ints():
+    for place in (einshard, from_local):
+        with pytest.raises(OverflowError):
+            place(2**40, '... -> * ...')
+
+
+@check
+def random_keys():
+    keys = jax.random.split(jax.random.key(0), 8)
+    x = einshard(keys, 'a -> a*')
+    check_shards(jax.random.key_data(x), jax.random.key_data(keys), [(0, 8)])
+
+
+@check
+def trees():
+    right = einshard(WHOLE, 'a b -> a8 b')
+    tree = {'w': WHOLE, 'right': right, 'n': 2, 'f': len, 'none': None}
+    placed = einshard(
+        tree, {'w': 'a b -> b8 a', 'right': 'a8 b', 'n': '* ...', 'f': None, 'none': None}
+    )
+    check_shards(placed['w'], WHOLE, [(1, 8)])
+    check_shards(placed['n'], np.int32(2), [(None, 8)])
+    assert placed['right'] is right
+    assert placed['f'] is len
+
+
+@check
+def rules():
+    model = {
+        'embed': WHOLE,
+        'layers': [{'kernel': WHOLE + i, 'bias': np.ones(3, np.float32)} for i in range(2)],
+        'step': np.int32(0),
+    }
+    table = Rules([('kernel', 'i o -> * i o2'), ('bias', '... -> * ...')], default=shard_largest)
+    placed = einshard(model, table)
+    check_shards(placed['embed'], WHOLE, [(1, 8)])
+    for i, layer in enumerate(placed['layers']):
+        check_shards(layer['kernel'], WHOLE + i, [(None, 4), (1, 2)])
+        check_shards(layer['bias'], np.ones(3), [(None, 8)])
+    check_shards(placed['step'], np.int32(0), [(None, 8)])
+    assert 'matched by no rule' in refused(einshard, {'w': WHOLE}, Rules([]))
+
+
+@check
+def traced_values():
+    x = einshard(WHOLE, 'a b -> a8 b')
+    y = jax.jit(lambda x: einshard(x * 2, 'a b -> b8 a'))(x)
+    check_shards(y, 2 * WHOLE, [(1, 8)])
+    total = jax.jit(lambda x: einshard(x.sum(), '... -> * ...'))(x)
+    assert float(total.addressable_shards[0].data) == WHOLE.sum()
+
+
+@check
+def arguments_of_jitted_functions():
+    @sharded('a b -> a* b', '... -> * ...', out='a b -> b* a')
+    def add(x, y):
+        return x + y
+
+    first = jax.local_devices()[0]
+    for given in (WHOLE, jnp.asarray(WHOLE), jax.device_put(WHOLE, first), WHOLE):
+        check_shards(add(given, 1), WHOLE + 1, [(1, 8)])
+    check_shards(add(einshard(WHOLE, 'a* b'), np.float64(1)), WHOLE + 1, [(1, 8)])
+
+
+@check
+def host_data_is_not_compared():
+    """Every process takes what it has, and nobody waits for anybody."""
+    process = jax.process_index()
+    mine = np.full((8, 16), float(process), np.float32)
+    check_shards(einshard(mine, 'a b -> a8 b'), mine, [(0, 8)])
+    check_shards(einshard(mine, '* a b'), mine, [(None, 8)])
+    if process == 0:
+        # a collective would wait for the others here
+        tree = einshard({'x': mine, 'n': 1.0}, '... -> ... *')
+        check_shards(tree['x'], mine, [(None, 8)])
+    # device_put does compare
+    with pytest.raises(AssertionError, match='the same'):
+        jax.device_put(mine, make_sharding('a b -> a8 b'))
+
+
+@check
+def whole_again():
+    x = einshard(WHOLE, 'a b -> a* b', mesh=jax.local_devices())
+    y = einshard(WHOLE, 'a b -> b2 a4')
+    tree = {'local': x, 'global': y, 'host': WHOLE, 'name': 'w', 'none': None, 'one': jnp.arange(3)}
+    gathered = gather(tree)
+    assert gathered['host'] is WHOLE
+    assert (gathered['name'], gathered['none']) == ('w', None)
+    for name in ('local', 'global'):
+        assert type(gathered[name]) is np.ndarray
+        np.testing.assert_array_equal(gathered[name], WHOLE)
+    np.testing.assert_array_equal(gathered['one'], np.arange(3))
+    again = einshard(gathered['global'], describe(y))
+    assert again.sharding == y.sharding
+    check_shards(again, WHOLE, [(1, 2), (0, 4)])
+
+
+# --- from_local -------------------------------------------------------------------------------
+
+
+@check
+def own_parts():
+    for expression, grid in EXPRESSIONS:
+        mine = part_of(WHOLE, grid)
+        for given in (mine, jnp.asarray(mine)):
+            x = from_local(given, expression)
+            check_shards(x, WHOLE, grid)
+            assert x.sharding == make_sharding(expression)
+        np.testing.assert_array_equal(gather(x), WHOLE)
+    # an axis behind '...', and one that is empty
+    images = np.arange(8 * 2 * 4).reshape(8, 2, 4)
+    x = from_local(part_of(images, [(0, 8)]), 'batch ... c -> batch* ... c')
+    check_shards(x, images, [(0, 8)])
+    x = from_local(part_of(images, [(2, 4), (None, 2)]), '... c -> ... c4 2')
+    check_shards(x, images, [(2, 4), (None, 2)])
+    assert from_local(np.ones((0, 3)), 'a b -> a* b').shape == (0, 3)
+
+
+@check
+def rows_in_order_of_processes():
+    """The usual case, said without the tables above."""
+    process, n = jax.process_index(), jax.process_count()
+    rows = np.full((8, 3), float(process))
+    x = from_local(rows, 'batch d -> batch* d')
+    assert (x.shape, x.dtype) == ((8 * n, 3), np.float32)
+    np.testing.assert_array_equal(gather(x)[:, 0], np.repeat(np.arange(n), 8))
+    # 16 columns in groups of 8 / n devices, and the batch over the groups
+    x = from_local(np.full((2, 16), process), f'batch d -> batch{n} d*')
+    assert x.shape == (2 * n, 16)
+    np.testing.assert_array_equal(gather(x)[:, 5], np.repeat(np.arange(n), 2))
+
+
+@check
+def shapes_that_the_documentation_tells():
+    """The table of docs/many_hosts.md, which is about four processes with two devices each."""
+    if jax.process_count() != 4:
+        return
+    page = (Path(__file__).parents[1] / 'docs' / 'many_hosts.md').read_text()
+    rows = re.findall(r"\| `'(.+)'` \| (\d+) x (\d+) \| (\d+) x (\d+) \|", page)
+    assert len(rows) == 5
+    for expression, *sizes in rows:
+        x = from_local(np.zeros((32, 16)), expression)
+        shard = x.addressable_shards[0].data
+        assert (*x.shape, *shard.shape) == tuple(map(int, sizes))
+
+
+@check
+def local_trees():
+    process, n = jax.process_index(), jax.process_count()
+    batch = {
+        'images': np.full((8, 2, 2), process, np.float64),
+        'labels': np.arange(8) + 8 * process,
+        'keys': jax.random.split(jax.random.key(process), 8),
+        'step': 3,
+        'scale': np.ones(()),
+        'of': 'training',
+        'none': None,
+        'left': WHOLE,
+    }
+    specs = {
+        **dict.fromkeys(('images', 'labels', 'keys'), 'batch ... -> batch* ...'),
+        **dict.fromkeys(('step', 'scale', 'of'), '... -> * ...'),
+        'none': None,
+        'left': None,
+    }
+    table = Rules([('images', 'batch ... -> batch* ...')])
+
+    def by_path(path, leaf):
+        if path == 'left':
+            return None
+        return '... -> * ...' if np.ndim(leaf) == 0 else 'batch ... -> batch* ...'
+
+    for spec in (specs, by_path):
+        x = from_local(batch, spec)
+        np.testing.assert_array_equal(gather(x['labels']), np.arange(8 * n))
+        assert x['labels'].dtype == np.int32
+        assert x['images'].shape == (8 * n, 2, 2)
+        assert x['images'].dtype == np.float32
+        expected = [jax.random.key_data(jax.random.split(jax.random.key(p), 8)) for p in range(n)]
+        np.testing.assert_array_equal(
+            gather(jax.random.key_data(x['keys'])), np.concatenate(expected)
+        )
+        check_shards(x['step'], np.int32(3), [(None, 8)])
+        check_shards(x['scale'], np.float32(1), [(None, 8)])
+        assert (x['of'], x['none']) == ('training', None)
+        assert x['left'] is WHOLE
+    few = {name: batch[name] for name in ('images', 'scale')}
+    x = from_local(few, table)
+    assert x['images'].sharding == make_sharding('b ... -> b* ...')
+    assert x['scale'].sharding == make_sharding('... -> * ...')
+
+
+@check
+def shapes_alone():
+    n = jax.process_count()
+    struct = from_local(jax.ShapeDtypeStruct((8, 4), np.float32), 'b d -> b* d')
+    assert (struct.shape, struct.dtype) == ((8 * n, 4), np.float32)
+    assert struct.sharding == make_sharding('b d -> b* d')
+
+
+@check
+def meshes():
+    process, n, n_each = jax.process_index(), jax.process_count(), jax.local_device_count()
+    rows = np.full((8, 3), process)
+    # of this process alone: nobody else takes part
+    if process == 0:
+        x = from_local(rows, 'b d -> b* d', mesh=jax.local_devices())
+        assert x.shape == (8, 3)
+        assert len(x.addressable_shards) == n_each
+    # of two processes: the others take no part; and of unlike shares of their devices
+    few = jax.devices()[: n_each + 1]
+    if process < 2:
+        x = from_local(rows[:, :1] * 0, 'b d -> * b d', mesh=few)
+        assert x.shape == (8, 1)
+        assert len(x.addressable_shards) == (1 if process else n_each)
+    # a mesh of one's own, and one in context, with axes of either kind
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        grid = np.array(jax.devices()).reshape(n, n_each)
+        mesh = Mesh(grid, ('data', 'tp'), axis_types=(kind,) * 2)
+        x = from_local(rows, 'b d -> b@data d', mesh=mesh)
+        with jax.set_mesh(mesh):
+            y = from_local(rows, 'b d -> b@data d')
+        for one in (x, y):
+            assert one.sharding.mesh == mesh
+            np.testing.assert_array_equal(gather(one)[:, 0], np.repeat(np.arange(n), 8))
+    # where the processes lie crosswise in the mesh, each gives the rows of its devices in order
+    crosswise = Mesh(np.array(jax.devices()).reshape(n, n_each).T.reshape(-1), ('x',))
+    x = from_local(rows, 'b d -> b@x d', mesh=crosswise)
+    each = 8 // n_each
+    expected = np.concatenate([np.repeat(np.arange(n), each)] * n_each)
+    np.testing.assert_array_equal(gather(x)[:, 0], expected)
+
+
+@check
+def unchecked():
+    process = jax.process_index()
+    rows = np.full((8, 3), process)
+    if process == 0:  # with the check it would wait for the others here
+        from_local(rows, 'b d -> b* d', check=False)
+    # what differs between replicas is not noticed
+    x = from_local(rows, 'b d -> * b d')
+    assert all((np.asarray(shard.data) == process).all() for shard in x.addressable_shards)
+
+
+@check
+def uneven_rows():
+    """All of them are errors in every process, after which the next one works."""
+    process, n_each = jax.process_index(), jax.local_device_count()
+    first = process == 0
+    rows = np.ones((8, 4), np.float32)
+    spec = 'batch d -> batch* d'
+
+    def broken(path, leaf):
+        if first:
+            raise RuntimeError('no file')
+        return spec
+
+    cases = {
+        'indivisible in all': (rows[:5], spec),
+        'indivisible in one': ({'x': rows[: 5 if first else 4]}, spec),
+        'other rows': ({'x': rows, 'y': rows[: 8 if first else 4]}, spec),
+        'other dtype': (rows.astype(np.int32) if first else rows, spec),
+        'other tree': ({'x': rows} | ({} if first else {'y': rows}), spec),
+        'other expression': (rows, '* batch d' if first else spec),
+        'other function': (rows, broken),
+        'bad expression': ({'x': rows}, 'batch d -> batch* e'),
+        'lenient rules': (
+            {'x': rows[:7]},
+            Rules([('x', spec)], indivisible='replicate'),
+        ),
+        'global': ({'x': from_local(rows, spec)}, spec),
+        'strings': (np.array(['a'] * 8), 'batch -> batch*'),
+    }
+    said = {}
+    for name, (batch, one) in cases.items():
+        said[name] = refused(from_local, batch, one)
+        assert from_local(rows, spec).shape == (8 * jax.process_count(), 4)
+    if jax.process_count() == 2:
+        said['cut unevenly'] = refused(
+            from_local, rows, 'batch d -> batch3 d 2', mesh=jax.devices()[1:7]
+        )
+        said['unlike numbers'] = refused(from_local, rows, spec, mesh=jax.devices()[:7])
+    if not first:
+        said['other mesh'] = refused(from_local, rows, spec, mesh=jax.devices()[:n_each])
+    abstract = AbstractMesh((8,), ('x',), axis_types=(AxisType.Auto,))
+    said['abstract mesh'] = refused(from_local, rows, 'batch d -> batch@x d', mesh=abstract)
+    # cuts that stay in a process are replicated where they do not divide, if rules say so
+    inner = Rules([('x', f'b d -> b{jax.process_count()} d*')], indivisible='replicate')
+    x = from_local({'x': np.full((4, 3), process)}, inner)['x']
+    assert x.shape == (4 * jax.process_count(), 3)
+    assert x.sharding == make_sharding(f'a b -> a* {n_each} b')
+    return said
+
+
+# --- a model ----------------------------------------------------------------------------------
+
+TRAINING = Rules(
+    [
+        ('up/kernel', 'i h -> * i h2'),
+        ('up/bias', 'h -> * h2'),
+        ('down/kernel', 'h o -> * h2 o'),
+        ('down/bias', '... -> * ...'),
+    ]
+)
+
+
+def train(process=0, n_processes=1, mesh=None):
+    """Losses and parameters of five steps, of which each process has its rows of the batches."""
+    rng = np.random.default_rng(0)
+
+    def dense(n_in, n_out):
+        kernel = rng.normal(scale=n_in**-0.5, size=(n_in, n_out)).astype(np.float32)
+        return {'kernel': kernel, 'bias': np.zeros(n_out, np.float32)}
+
+    host = {'up': dense(8, 16), 'down': dense(16, 2)}
+    params = einshard(host, TRAINING, mesh=mesh)
+    momentum = einshard(jax.tree.map(np.zeros_like, host), TRAINING, mesh=mesh)
+
+    def loss_of(params, x, y):
+        hidden = jnp.tanh(x @ params['up']['kernel'] + params['up']['bias'])
+        return jnp.mean((hidden @ params['down']['kernel'] + params['down']['bias'] - y) ** 2)
+
+    batch_spec = 'batch d -> batch* d 2'
+
+    @sharded(
+        TRAINING, TRAINING, batch_spec, batch_spec, out=(TRAINING, TRAINING, '* ...'), mesh=mesh
+    )
+    def step(params, momentum, x, y):
+        loss, gradients = jax.value_and_grad(loss_of)(params, x, y)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradients)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum, loss
+
+    losses = []
+    for _ in range(5):
+        x = rng.normal(size=(32, 8))
+        batch = {'x': x, 'y': np.stack([x.sum(1), x[:, 0] * x[:, 1]], axis=1)}
+        mine = jax.tree.map(lambda rows: np.split(rows, n_processes)[process], batch)
+        batch = from_local(mine, batch_spec, mesh=mesh)
+        assert batch['x'].shape == (32, 8)
+        params, momentum, loss = step(params, momentum, **batch)
+        losses.append(loss)
+    leaves = jax.tree_util.tree_leaves_with_path(gather(params))
+    named = {jax.tree_util.keystr(path, simple=True, separator='/'): leaf for path, leaf in leaves}
+    return {'losses': np.array(gather(losses)), **named}
+
+
+@check
+def training():
+    process, n = jax.process_index(), jax.process_count()
+    return {name: array.tolist() for name, array in train(process, n).items()}
+
+
+# --- a checkpoint -----------------------------------------------------------------------------
+
+SAVED = {
+    'w': WHOLE,
+    'b': np.arange(16, dtype=np.float32).astype(ml_dtypes.bfloat16),
+    'step': np.int32(7),
+}
+SAVED_AS = {'w': 'a b -> a4 b2', 'b': 'a -> * a2', 'step': '... -> * ...'}
+RESTORED_AS = {'w': 'a b -> b* a', 'b': 'a -> a*', 'step': '... -> * ...'}
+
+
+def restore(folder, mesh=None):
+    """Reads the checkpoint into another layout than it was saved in."""
+    import orbax.checkpoint
+
+    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, SAVED))
+    target = einshard(shapes, RESTORED_AS, mesh=mesh)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(Path(folder).absolute(), target)
+    for name, struct in target.items():
+        assert restored[name].sharding == struct.sharding
+        assert restored[name].dtype == SAVED[name].dtype
+        np.testing.assert_array_equal(gather(restored[name]), SAVED[name])
+    return restored
+
+
+def has_orbax():
+    return importlib.util.find_spec('orbax') is not None
+
+
+@check
+def checkpoint(folder):
+    """The first run saves, the others restore; all in other layouts than the one saved."""
+    if not has_orbax():
+        return
+    saved = folder.parent / 'checkpoint'
+    if jax.process_count() == 2:
+        import orbax.checkpoint
+
+        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            checkpointer.save(saved, einshard(SAVED, SAVED_AS))
+    restored = restore(saved)
+    check_shards(restored['w'], WHOLE, [(1, 8)])
+    check_shards(restored['b'], SAVED['b'], [(0, 8)])
+
+
+# --- the program ------------------------------------------------------------------------------
+
+
+def main(port, n_processes, process, folder):
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    jax.distributed.initialize(f'127.0.0.1:{port}', n_processes, process, initialization_timeout=60)
+    assert jax.device_count() == 8
+    with open(folder / f'{process}.jsonl', 'w') as results:
+        for name, function in CHECKS.items():
+            said, error = None, None
+            try:
+                said = function(folder) if name == 'checkpoint' else function()
+            except BaseException:
+                error = traceback.format_exc()
+            results.write(json.dumps({'check': name, 'said': said, 'error': error}) + '\n')
+            results.flush()
+    jax.distributed.shutdown()
+
+
+if __name__ == '__main__':
+    main(*map(int, sys.argv[1:4]), Path(sys.argv[4]))

@@ -1,0 +1,141 @@
+"""jax.export: sharded functions as bytes, and called on as many devices again."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from placed import MESH, check_placed
+
+from einshard import EinshardError, Rules, device_mesh, einshard, sharded
+
+RNG = np.random.default_rng(0)
+X, W = np.float32(RNG.normal(size=(16, 8))), np.float32(RNG.normal(size=(8, 4)))
+ROWS, COLUMNS = 'b d -> b8 d 2', 'd f -> * d f2'
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+def through_bytes(exported, **options):
+    return export.deserialize(exported.serialize(**options))
+
+
+@sharded(ROWS, COLUMNS, out=ROWS)
+def layer(x, w):
+    return jax.nn.relu(einshard(x @ w, 'b f -> b8 f2'))
+
+
+@pytest.fixture(scope='module')
+def exported():
+    return through_bytes(export.export(layer)(struct(16, 8), struct(8, 4)), vjp_order=1)
+
+
+def placed_arguments():
+    return einshard(X, ROWS), einshard(W, COLUMNS)
+
+
+def test_what_is_exported_has_the_shardings_of_the_specs(exported):
+    assert exported.fun_name == 'layer'
+    assert exported.nr_devices == 16
+    mesh = device_mesh()
+    shardings = *exported.in_shardings_jax(mesh), *exported.out_shardings_jax(mesh)
+    expected = [P('data'), P(None, 'tp'), P('data')]
+    for sharding, spec in zip(shardings, expected, strict=True):
+        assert sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)
+
+
+def test_called_with_arrays_that_are_placed(exported):
+    y = exported.call(*placed_arguments())
+    check_placed(y, {'': P('data')})
+    np.testing.assert_allclose(y, np.maximum(X @ W, 0), rtol=1e-5)
+
+
+def test_called_with_host_arrays_by_sharded(exported):
+    y = sharded(ROWS, COLUMNS, out=ROWS)(exported.call)(X, W)
+    check_placed(y, {'': P('data')})
+    np.testing.assert_allclose(y, np.maximum(X @ W, 0), rtol=1e-5)
+
+
+def test_gradients_are_exported_too(exported):
+    x, w = placed_arguments()
+    gradient = jax.grad(lambda w: exported.call(x, w).sum())(w)
+    expected = jax.grad(lambda w: jax.nn.relu(jnp.asarray(X) @ w).sum())(jnp.asarray(W))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_jax_refuses_other_numbers_of_devices(exported):
+    with pytest.raises(ValueError, match='exported for 16 devices'):
+        exported.call(X, W)
+
+
+def test_a_model_by_rules_and_keywords():
+    rules = Rules([('w', COLUMNS)], default='... -> * ...')
+    params = {'w': W, 'b': np.ones(4, np.float32)}
+
+    @sharded(rules, x=ROWS, out=ROWS)
+    def apply(params, x):
+        return x @ params['w'] + params['b']
+
+    shapes = jax.tree.map(lambda leaf: struct(*leaf.shape), params)
+    exported = through_bytes(export.export(apply)(shapes, x=struct(16, 8)))
+    y = exported.call(einshard(params, rules), einshard(X, ROWS))
+    check_placed(y, {'': P('data')})
+    np.testing.assert_allclose(y, X @ W + 1, rtol=1e-5)
+
+
+def test_a_method():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Layer:
+        w: jax.Array
+
+        @sharded(ROWS, out=ROWS)
+        def __call__(self, x):
+            return x @ self.w
+
+    exported = export.export(Layer.__call__)(Layer(struct(8, 4)), struct(16, 8))
+    y = exported.call(Layer(einshard(W, COLUMNS)), einshard(X, ROWS))
+    check_placed(y, {'': P('data')})
+    np.testing.assert_allclose(y, X @ W, rtol=1e-5)
+
+
+def test_for_devices_that_are_not_here():
+    mesh = AbstractMesh((8, 2), ('data', 'tp'), axis_types=(AxisType.Auto,) * 2)
+    specs = 'b d -> b@data d', 'd f -> d f@tp'
+    function = sharded(*specs, out='b f -> b@data f', mesh=mesh)(lambda x, w: x @ w)
+    exported = export.export(function, platforms=['tpu', 'cpu'])(struct(16, 8), struct(8, 4))
+    assert exported.nr_devices == 16
+    assert exported.platforms == ('tpu', 'cpu')
+    x, w = (einshard(a, spec, mesh=MESH) for a, spec in zip((X, W), specs, strict=True))
+    y = through_bytes(exported).call(x, w)
+    check_placed(y, {'': P('data')})
+    np.testing.assert_allclose(y, X @ W, rtol=1e-5)
+
+
+def test_symbolic_sizes_that_parts_divide():
+    shape = export.symbolic_shape('8*n, d')
+    exported = through_bytes(
+        export.export(layer)(
+            jax.ShapeDtypeStruct(shape, np.float32), jax.ShapeDtypeStruct((shape[1], 4), np.float32)
+        )
+    )
+    for rows in (8, 24):
+        x = np.ones((rows, 8), np.float32)
+        y = exported.call(einshard(x, ROWS), einshard(W, COLUMNS))
+        check_placed(y, {'': P('data')})
+        np.testing.assert_allclose(y, np.maximum(x @ W, 0), rtol=1e-5)
+
+
+@pytest.mark.parametrize('traced', [layer, jax.jit(lambda x, w: einshard(x, ROWS) @ w)])
+def test_symbolic_sizes_that_parts_may_not_divide(traced):
+    n, d = export.symbolic_shape('n, d')
+    x = jax.ShapeDtypeStruct((n, d), np.float32)
+    with pytest.raises(EinshardError) as caught:
+        export.export(traced)(x, jax.ShapeDtypeStruct((d, 4), np.float32))
+    assert caught.value.sentence == "axis 'b' has size n, which 8 parts need not divide"

@@ -1,0 +1,470 @@
+"""Flax: modules of NNX by their state, variables of Linen, boxes with names of axes."""
+
+from pathlib import Path
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+from placed import MESH, check_equal, check_placed, mesh_of
+
+from einshard import Rules, axis_rules, describe, einshard, shard_largest, sharded
+
+X = np.float32(np.random.default_rng(0).normal(size=(16, 8)))
+CLOSE = {'rtol': 1e-4, 'atol': 1e-5}
+
+RULES = Rules(
+    [
+        ('up/kernel', 'd f -> * d f2'),
+        ('(up|norm)/', 'f -> * f2'),
+        ('down/kernel', 'f d -> * f2 d'),
+    ],
+    default='... -> * ...',
+)
+ROWS = 'batch d -> batch8 d 2'
+CUT = {
+    'up/kernel': P(None, 'tp'),
+    'up/bias': P('tp'),
+    'norm/bias': P('tp'),
+    'norm/scale': P('tp'),
+    'norm/mean': P('tp'),
+    'norm/var': P('tp'),
+    'down/kernel': P('tp'),
+}
+CUT_NNX = {f'{path}/value': spec for path, spec in CUT.items()}  # each array is in a Variable
+
+
+# ------------------------------------------------------------------------------------------ NNX
+
+
+class MLP(nnx.Module):
+    """What has state of every kind: parameters, statistics, keys and counters of a generator."""
+
+    def __init__(self, rngs, hidden='b f -> b8 f2'):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
+        self.hidden = hidden
+
+    def __call__(self, x):
+        hidden = self.drop(self.norm(nnx.relu(self.up(x))))
+        return self.down(einshard(hidden, self.hidden))
+
+
+def make(hidden='b f -> b8 f2'):
+    model = MLP(nnx.Rngs(0), hidden)
+    return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+
+def learn(model, optimizer, x):
+    loss, gradient = nnx.value_and_grad(lambda model: jnp.mean((model(x) - x) ** 2))(model)
+    optimizer.update(model, gradient)
+    return loss
+
+
+@pytest.fixture(scope='module')
+def unsharded():
+    """State of the same model on one device, then losses and state of four steps, all by Flax."""
+    # in one program: operation by operation it takes seconds
+    model, optimizer = nnx.jit(lambda: make(hidden=None))()
+    first = jax.tree.map(jnp.copy, nnx.state(model))  # the variables are the model's own
+    learn_jitted = nnx.jit(learn)
+    losses = [float(learn_jitted(model, optimizer, X)) for _ in range(4)]
+    return first, losses, nnx.state((model, optimizer))
+
+
+def test_state_of_a_module_is_placed_in_it(unsharded):
+    before, *_ = unsharded
+    placed = einshard(before, RULES)
+    check_placed(placed, CUT_NNX)
+    check_equal(placed, before)
+    assert isinstance(placed['up']['kernel'], nnx.Param)
+    assert isinstance(placed['norm']['mean'], nnx.BatchStat)
+    model = nnx.eval_shape(lambda: MLP(nnx.Rngs(0)))
+    nnx.update(model, placed)
+    check_placed(nnx.state(model), CUT_NNX)
+    # a part of the state is a tree like any other
+    check_placed(
+        einshard(nnx.state(model, nnx.BatchStat), RULES),
+        {'mean/value': P('tp'), 'var/value': P('tp')},
+    )
+
+
+def placed_by_constraint():
+    modules = make()
+    for module in modules:
+        nnx.update(module, einshard(nnx.state(module), RULES))
+    return modules
+
+
+@pytest.mark.parametrize(
+    'born',
+    [
+        lambda: sharded(out=RULES)(lambda: nnx.state(MLP(nnx.Rngs(0))))(),
+        lambda: sharded(out=(None, RULES))(lambda: nnx.split(MLP(nnx.Rngs(0))))()[1],
+        lambda: nnx.state(nnx.jit(placed_by_constraint)()[0]),
+    ],
+    ids=['state', 'split', 'nnx.jit'],
+)
+def test_modules_are_born_sharded(born, unsharded):
+    state = born()
+    check_placed(state, CUT_NNX)
+    check_equal(state, unsharded[0], rtol=1e-6)
+
+
+def test_no_device_holds_a_whole_kernel():
+    def init():
+        return nnx.state(nnx.Linear(1024, 1024, rngs=nnx.Rngs(0)))
+
+    figures = sharded(out=shard_largest)(init).lower().compile().memory_analysis()
+    assert figures.output_size_in_bytes + figures.temp_size_in_bytes < 4 * 1024 * 1024
+
+
+def test_training_by_sharded_stays_where_it_is(unsharded):
+    graphdef, state = sharded(out=(None, RULES))(lambda: nnx.split(make()))()
+    traces = []
+
+    @sharded(RULES, ROWS, out=(RULES, None), donate_argnames='state')
+    def step(state, x):
+        traces.append(1)
+        model, optimizer = nnx.merge(graphdef, state)
+        loss = learn(model, optimizer, x)
+        return nnx.state((model, optimizer)), loss
+
+    losses = []
+    for _ in range(4):
+        state, loss = step(state, X)
+        losses.append(float(loss))
+        check_placed(state, CUT_NNX)
+    assert len(traces) == 1
+    _, expected, expected_state = unsharded
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    check_equal(state, expected_state, **CLOSE)
+    # masks of dropout were drawn, and statistics taken
+    assert int(state[0]['drop']['rngs']['count'][...]) == 4
+    assert float(jnp.abs(state[0]['norm']['mean'][...]).sum()) > 0
+
+
+def test_training_by_nnx_jit_stays_where_it_is(unsharded):
+    model, optimizer = nnx.jit(placed_by_constraint)()
+    traces = []
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        traces.append(1)
+        loss = learn(model, optimizer, einshard(x, ROWS))
+        for module in (model, optimizer):
+            nnx.update(module, einshard(nnx.state(module), RULES))
+        return loss
+
+    losses = []
+    for _ in range(4):
+        losses.append(float(step(model, optimizer, X)))
+        check_placed(nnx.state((model, optimizer)), CUT_NNX)
+    assert len(traces) == 1
+    _, expected, expected_state = unsharded
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    check_equal(nnx.state((model, optimizer)), expected_state, **CLOSE)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.drop = nnx.Dropout(0.0, rngs=rngs)
+
+    def __call__(self, x):
+        return self.drop(jnp.tanh(einshard(self.linear(x), 'b d -> b8 d2')))
+
+
+class Deep(nnx.Module):
+    """Blocks stacked for a scan, and in a list, rematerialised."""
+
+    def __init__(self, rngs):
+        self.stacked = nnx.split_rngs(splits=4)(nnx.vmap(Block))(rngs)
+        self.listed = nnx.List([Block(rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            x, self.stacked
+        )
+        for block in self.listed:
+            x = nnx.remat(lambda block, x: block(x))(block, x)
+        return x
+
+
+def test_stacks_and_lists_of_modules():
+    rules = Rules(
+        [
+            ('stacked/linear/kernel', 'layer i o -> * layer i o2'),
+            (r'listed/\d+/linear/kernel', 'i o -> * i o2'),
+            ('stacked/drop/rngs/key', 'layer -> * layer2'),
+        ],
+        default='... -> * ...',
+    )
+    model = nnx.jit(lambda: Deep(nnx.Rngs(0)))()
+    nnx.update(model, einshard(nnx.state(model), rules))
+    cut = {
+        'stacked/linear/kernel/value': P(None, None, 'tp'),
+        'listed/0/linear/kernel/value': P(None, 'tp'),
+        'listed/1/linear/kernel/value': P(None, 'tp'),
+        'stacked/drop/rngs/key/value': P('tp'),
+    }
+    check_placed(nnx.state(model), cut)
+    assert nnx.state(model)['stacked']['drop']['rngs']['key'].shape == (4,)
+    expected = X
+    for kernel in (
+        *model.stacked.linear.kernel[...],
+        *(b.linear.kernel[...] for b in model.listed),
+    ):
+        expected = np.tanh(expected @ kernel)
+    y = nnx.jit(lambda model, x: model(x))(model, X)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_tied_weights_stay_tied():
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(16, 8, rngs=rngs)
+            self.again = self.embed
+            self.one = nnx.Linear(8, 8, rngs=rngs)
+            self.two = nnx.Linear(8, 8, rngs=rngs)
+            self.two.kernel = self.one.kernel
+
+    model = nnx.jit(lambda: Tied(nnx.Rngs(0)))()
+    rules = Rules([('embedding', 'v d -> v* d'), ('kernel', 'i o -> * i o2')], default='* f')
+    nnx.update(model, einshard(nnx.state(model), rules))
+    assert model.again is model.embed
+    assert model.two.kernel is model.one.kernel
+    cut = {'embedding/value': P(('data', 'tp')), 'kernel/value': P(None, 'tp')}
+    check_placed(nnx.state(model), cut)
+    # and through the state that a compiled function gives
+    model = nnx.merge(*sharded(out=(None, rules))(lambda: nnx.split(Tied(nnx.Rngs(0))))())
+    assert model.two.kernel is model.one.kernel
+    check_placed(nnx.state(model), cut)
+
+
+def test_methods_of_a_module():
+    class Linear(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+        @sharded(ROWS, out='batch z -> batch8 z 2')
+        def __call__(self, x):
+            return self.linear(x)
+
+    model = Linear()
+    for y in (model(X), nnx.jit(lambda model: model(X))(model)):
+        check_placed(y, {'': P('data')})
+        np.testing.assert_allclose(y, model.linear(X), rtol=1e-5)
+
+
+# ----------------------------------------------------------------------- names of axes, in boxes
+
+
+def short_form(spec):
+    """The names that Flax has for the axes of an array, as an expression in the short form."""
+    return ' '.join(name or free for name, free in zip(spec, 'abcdefgh', strict=False)) or '...'
+
+
+NAMED_CUT = {'up/kernel': P(None, 'tp'), 'down/kernel': P('tp')}
+
+
+def test_names_of_axes_of_nnx():
+    class Named(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.initializers.lecun_normal()
+            names = {'kernel_init': nnx.with_partitioning(init, ('embed', 'mlp'))}
+            self.up = nnx.Linear(8, 16, **names, rngs=rngs)
+            names = {'kernel_init': nnx.with_partitioning(init, ('mlp', None))}
+            self.down = nnx.Linear(16, 8, **names, rngs=rngs)
+
+    with nnx.use_eager_sharding(False):  # that Flax reads its names as axes of a mesh
+        names = nnx.get_partition_spec(nnx.eval_shape(lambda: nnx.state(Named(nnx.Rngs(0)))))
+        specs = jax.tree.map(short_form, names, is_leaf=lambda leaf: isinstance(leaf, P))
+        with axis_rules(mlp='2'):
+            state = sharded(out=specs)(lambda: nnx.state(Named(nnx.Rngs(0))))()
+        check_placed(state, {f'{path}/value': spec for path, spec in NAMED_CUT.items()})
+        with axis_rules(mlp='@tp'):
+            again = einshard(nnx.state(Named(nnx.Rngs(0))), specs, mesh=MESH)
+        check_placed(again, {f'{path}/value': spec for path, spec in NAMED_CUT.items()})
+        check_equal(again, state, rtol=1e-6)
+
+
+class Named(nn.Module):
+    """Of Linen, with boxes of both kinds around the kernels."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        up = nn.with_logical_partitioning(init, ('embed', 'mlp'))
+        down = nn.with_logical_partitioning(init, ('mlp', None))
+        hidden = nn.relu(nn.Dense(16, kernel_init=up, name='up')(x))
+        return nn.Dense(8, kernel_init=down, name='down')(einshard(hidden, 'batch mlp'))
+
+
+def test_names_of_axes_of_linen():
+    model = Named()
+    with axis_rules(batch='@data', mlp='@tp'), jax.set_mesh(MESH):
+        boxed = jax.jit(model.init)(jax.random.key(0), X)
+        specs = jax.tree.map(
+            short_form,
+            nn.get_partition_spec(boxed),
+            is_leaf=lambda leaf: isinstance(leaf, P),
+        )
+        assert specs['params']['down'] == {'kernel': 'mlp b', 'bias': '...'}
+        variables = einshard(nn.unbox(boxed), specs)
+        check_placed(variables, NAMED_CUT)
+        y = sharded(specs, 'batch embed', out='batch embed')(model.apply)(variables, X)
+        check_placed(y, {'': P('data')})
+    expected = nn.unbox(boxed)['params']
+    hidden = np.maximum(X @ expected['up']['kernel'], 0)
+    np.testing.assert_allclose(y, hidden @ expected['down']['kernel'], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize('with_names', [nn.with_partitioning, nn.with_logical_partitioning])
+def test_boxes_stay_around_what_is_placed(with_names):
+    init = with_names(nn.initializers.lecun_normal(), ('embed', 'mlp'))
+    boxed = jax.jit(nn.Dense(16, kernel_init=init, name='up').init)(jax.random.key(0), X)
+    placed = einshard({'up': boxed['params']}, RULES)
+    check_placed(placed, {'up/kernel/value': P(None, 'tp'), 'up/bias': P('tp')})
+    assert type(placed['up']['kernel']) is type(boxed['params']['kernel'])
+    assert placed['up']['kernel'].names == ('embed', 'mlp')
+    check_equal(placed, {'up': boxed['params']})
+    # a spec for the box is one for the array in it
+    placed = einshard(boxed, {'params': {'kernel': 'd f -> * d f2', 'bias': '* f'}})
+    check_placed(placed, {'kernel/value': P(None, 'tp')})
+
+
+# ---------------------------------------------------------------------------------------- Linen
+
+
+class LinenMLP(nn.Module):
+    hidden: str | None = 'b f -> b8 f2'
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        hidden = nn.relu(nn.Dense(16, name='up')(x))
+        hidden = nn.BatchNorm(use_running_average=not train, name='norm')(hidden)
+        hidden = nn.Dropout(0.5, deterministic=not train)(hidden)
+        return nn.Dense(8, name='down')(einshard(hidden, self.hidden))
+
+
+class State(TrainState):
+    batch_stats: dict
+    key: jax.Array
+
+
+def linen_state(model):
+    def init():
+        variables = model.init(jax.random.key(0), jnp.ones((16, 8)))
+        return State.create(
+            apply_fn=model.apply, tx=optax.adamw(1e-2), key=jax.random.key(1), **variables
+        )
+
+    return init
+
+
+def linen_step(state, x):
+    def mean_loss(params):
+        y, updates = state.apply_fn(
+            {'params': params, 'batch_stats': state.batch_stats},
+            x,
+            train=True,
+            mutable=['batch_stats'],
+            rngs={'dropout': jax.random.fold_in(state.key, state.step)},
+        )
+        return jnp.mean((y - x) ** 2), updates
+
+    (loss, updates), gradient = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+    return state.apply_gradients(grads=gradient, **updates), loss
+
+
+def test_variables_of_linen_are_born_sharded():
+    model = LinenMLP()
+    variables = sharded(None, '* b d', out=RULES)(model.init)(jax.random.key(0), X)
+    check_placed(variables, CUT)
+    expected = jax.jit(LinenMLP(hidden=None).init)(jax.random.key(0), X)
+    check_equal(variables, expected, rtol=1e-6)
+    y = sharded(RULES, ROWS, out=ROWS)(model.apply)(variables, X)
+    check_placed(y, {'': P('data')})
+    np.testing.assert_allclose(y, jax.jit(LinenMLP(None).apply)(expected, X), rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_dicts_stay_frozen():
+    variables = flax.core.freeze(jax.jit(LinenMLP().init)(jax.random.key(0), X))
+    placed = einshard(variables, RULES)
+    assert type(placed) is flax.core.FrozenDict
+    check_placed(placed, CUT)
+    specs = flax.core.freeze({'params': RULES, 'batch_stats': 'f -> * f2'})
+    check_placed(einshard(variables, specs), CUT)
+
+
+def test_a_train_state_stays_where_it_is():
+    model, unsharded = LinenMLP(), LinenMLP(hidden=None)
+    state, expected = sharded(out=RULES)(linen_state(model))(), jax.jit(linen_state(unsharded))()
+    check_placed(state, CUT)
+    traces = []
+
+    @sharded(RULES, ROWS, out=(RULES, None), donate_argnames='state')
+    def step(state, x):
+        traces.append(1)
+        return linen_step(state, x)
+
+    unsharded_step = jax.jit(linen_step)
+    for _ in range(4):
+        state, loss = step(state, X)
+        expected, expected_loss = unsharded_step(expected, X)
+        check_placed(state, CUT)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    assert len(traces) == 1
+    assert int(state.step) == 4
+    check_equal((state.params, state.batch_stats), (expected.params, expected.batch_stats), **CLOSE)
+
+
+def test_layers_that_linen_scans():
+    class Layer(nn.Module):
+        spec: str | None
+
+        @nn.compact
+        def __call__(self, x, _):
+            return jnp.tanh(einshard(nn.Dense(8, name='up')(x), self.spec)), None
+
+    class Tower(nn.Module):
+        spec: str | None = 'b d -> b8 d2'
+
+        @nn.compact
+        def __call__(self, x):
+            layers = nn.scan(
+                nn.remat(Layer), variable_axes={'params': 0}, split_rngs={'params': True}, length=3
+            )
+            return layers(self.spec, name='layers')(x, None)[0]
+
+    rules = Rules([('layers/up/kernel', 'l d f -> * l d f2')], default='... -> * ...')
+    variables = sharded(out=rules)(Tower().init)(jax.random.key(0), jnp.ones((16, 8)))
+    check_placed(variables, {'up/kernel': P(None, None, 'tp')})
+    y = sharded(rules, ROWS)(Tower().apply)(variables, X)
+    np.testing.assert_allclose(y, jax.jit(Tower(None).apply)(variables, X), rtol=1e-5, atol=1e-6)
+
+
+# -------------------------------------------------------------------------------------- example
+
+
+def test_the_example_learns(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / 'docs' / 'examples')
+    import flax_nnx
+
+    model, losses = flax_nnx.main()
+    assert losses[-1] < losses[0] / 2
+    check_placed(
+        nnx.state(model),
+        {'up/kernel/value': P(None, 'tp'), 'up/bias/value': P('tp'), 'down/kernel/value': P('tp')},
+        mesh_of(jax.devices(), data=8, tp=2),
+    )
+    assert describe(model.down.kernel[...]) == 'a b -> 8 a2 b'

@@ -1,0 +1,96 @@
+"""from_local in one process, where it is einshard; several are in test_processes.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import einshard as package
+from einshard import EinshardError, Rules, device_mesh, einshard, from_local, make_sharding
+
+X = np.arange(128, dtype=np.float64).reshape(8, 16)
+
+
+@pytest.mark.parametrize(
+    'expression', ['batch d -> batch* d', '* ...', 'b d -> d2 b*', 'a ... -> ... a8 *']
+)
+def test_array(expression, devices8):
+    for given in (X, jnp.asarray(X), jax.ShapeDtypeStruct((8, 16), np.float32)):
+        ours = from_local(given, expression, mesh=devices8)
+        theirs = einshard(given, expression, mesh=devices8)
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert ours.sharding == theirs.sharding
+        if not isinstance(given, jax.ShapeDtypeStruct):
+            np.testing.assert_array_equal(ours, X)
+
+
+def test_tree():
+    batch = {
+        'x': X,
+        'y': np.arange(16),
+        'step': np.int32(1),
+        'of': 'training',
+        'left': X,
+        'none': None,
+    }
+    rules = Rules([('^x$', 'b d -> b8 d 2'), ('y', 'b -> b*'), ('left', None)])
+    x = from_local(batch, rules, check=False)
+    assert x['x'].sharding == make_sharding('b d -> b8 2 d')
+    assert x['y'].sharding == make_sharding('b -> b16')
+    assert x['step'].sharding == make_sharding('... -> * ...')
+    assert (x['of'], x['none']) == ('training', None)
+    assert x['left'] is X
+
+
+def test_mesh_in_context():
+    mesh = device_mesh(jax.devices()[:4], axis_types=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        assert from_local(X, 'a b -> a4 b').sharding.mesh == mesh
+
+
+def test_what_is_placed_already_is_returned():
+    x = einshard(X, 'a b -> a8 2 b')
+    assert from_local(x, 'a b -> a8 2 b') is x
+
+
+TRACED = (
+    'from_local cannot be traced: it builds arrays of what the process has\n'
+    '  instead: call it outside; einshard constrains a traced value'
+)
+
+
+@pytest.mark.parametrize(
+    'trace',
+    [
+        lambda place: jax.jit(place)(X),
+        lambda place: jax.jit(lambda: place(X))(),
+        lambda place: jax.vmap(place)(X),
+        lambda place: jax.grad(lambda x: place(x).sum())(jnp.ones((8, 4))),
+        lambda place: package.sharded('a b -> a8 b2')(place)(X),
+    ],
+)
+def test_traced_values(trace):
+    with pytest.raises(EinshardError) as caught:
+        trace(lambda x: from_local(x, '* ...'))
+    assert str(caught.value) == TRACED
+
+
+def test_errors_are_those_of_einshard():
+    for batch, spec in [
+        (X[:7], 'a b -> a8 2 b'),
+        (X, 'a b -> a* c'),
+        ({'x': X}, {'y': '* ...'}),
+        (np.array(['a']), '* a'),
+        (X, AbstractMesh((2,), ('x',))),
+    ]:
+        with pytest.raises(EinshardError) as ours:
+            from_local(batch, spec)
+        with pytest.raises(EinshardError) as theirs:
+            einshard(batch, spec)
+        assert str(ours.value) == str(theirs.value)
+
+
+def test_mesh_is_no_mesh():
+    with pytest.raises(EinshardError, match='which is no mesh'):
+        from_local(X, '* ...', mesh='data')
