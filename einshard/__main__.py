@@ -1,4 +1,4 @@
-"""python -m einshard: the picture of an expression, on the command line."""
+"""python -m einshard: pictures of expressions, reports of functions, tables of rules."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jax.sharding import AbstractMesh, AxisType
-
+from ._commands import abstract_mesh, mesh_axis, run_explain, run_table
 from ._draw import show
 from ._errors import EinshardError
 
@@ -17,18 +16,30 @@ examples:
   python -m einshard 'a b -> a4 b2'
   python -m einshard 'b d -> b@data d@tp' --shape 32 512 --mesh data=4 tp=2
   python -m einshard '... -> * ...' --shape --devices 8
+other commands:
+  python -m einshard explain --help     what the compiler made of a function
+  python -m einshard table --help       what rules make of the arrays of a model
 """
 _ASCII = str.maketrans('─│┌┬┐├┼┤└┴┘', '-|+++++++++')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    parser = _parser()
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments:
-        parser.print_help()
+        _parser().print_help()
         return 0
-    return _draw(parser.parse_args(arguments))
+    commands = {'explain': run_explain, 'table': run_table}
+    try:
+        if arguments[0] in commands:
+            text = commands[arguments[0]](arguments[1:])
+        else:
+            text = _draw(arguments)
+    except EinshardError as error:
+        print(f'einshard.EinshardError: {error}', file=sys.stderr)
+        return 2
+    print(_printable(text, sys.stdout.encoding))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     devices.add_argument(
         '--mesh',
-        type=_mesh_axis,
+        type=mesh_axis,
         nargs='+',
         metavar='AXIS=SIZE',
         help="a mesh by its axes, slowest first, for expressions such as 'b d -> b@data d'",
@@ -64,34 +75,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _mesh_axis(text: str) -> tuple[str, int]:
-    name, _, size = text.partition('=')
-    if not name or not size.isdecimal() or int(size) == 0:
-        raise argparse.ArgumentTypeError(
-            f'{text!r} is not a mesh axis with its size, as in data=4 '
-            '(the expression goes before --mesh)'
-        )
-    return name, int(size)
-
-
-def _draw(options: argparse.Namespace) -> int:
-    try:
-        devices = options.devices if options.mesh is None else _abstract_mesh(options.mesh)
-        picture = show(options.expression, options.shape, devices)
-    except EinshardError as error:
-        print(f'einshard.EinshardError: {error}', file=sys.stderr)
-        return 2
-    print(_printable(repr(picture), sys.stdout.encoding))
-    return 0
-
-
-def _abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:
-    names = [name for name, _ in axes]
-    again = sorted({name for name in names if names.count(name) > 1})
-    if again:
-        raise EinshardError(f"--mesh gives the axis '{again[0]}' more than once")
-    sizes = tuple(size for _, size in axes)
-    return AbstractMesh(sizes, tuple(names), axis_types=(AxisType.Auto,) * len(axes))
+def _draw(arguments: Sequence[str]) -> str:
+    options = _parser().parse_args(arguments)
+    devices = options.devices if options.mesh is None else abstract_mesh(options.mesh)
+    return repr(show(options.expression, options.shape, devices))
 
 
 def _printable(text: str, encoding: str | None) -> str:

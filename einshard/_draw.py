@@ -12,7 +12,14 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+)
 
 from ._boxes import Blocks
 from ._describe import describe, describe_named
@@ -22,6 +29,8 @@ from ._layout import axis_positions, check_divisible, lay_out
 from ._mesh import MeshLike, context_mesh, device_mesh, is_device_mesh, resolve_mesh
 from ._picture import Gallery, Picture
 from ._picture_words import device_order, meaning
+from ._report import Report
+from ._report_rows import ArrayRow
 from ._sharding import find_placement, lower
 from ._specs import array_text, path_text
 
@@ -69,7 +78,7 @@ def show(
 
     Args:
         x_or_expression: an expression; or an array, a `ShapeDtypeStruct` or a sharding, to see
-            where it is; or a tree of them.
+            where it is; or a tree of them, or a report of `explain`.
         shape: the shape of the array. Without it the blocks are numbered, and '...' in an
             expression stands for no axis. Arrays know theirs.
         devices: for an expression, how many devices; or a mesh, whose axes the expression may
@@ -93,6 +102,8 @@ def show(
             'devices= is for expressions; arrays and shardings have their own',
             facts={'given': type(x_or_expression).__name__},
         )
+    if isinstance(x_or_expression, Report):
+        return _of_report(x_or_expression)
     if not jtu.all_leaves([x_or_expression]):
         return _of_tree(x_or_expression)
     return _of_value(x_or_expression, shape)
@@ -113,13 +124,43 @@ def _of_tree(tree: Any) -> Gallery:
             f'there is nothing to draw: no leaf of the {type(tree).__name__} has a sharding'
         )
     drawn = list(leaves.items())[:_MOST_PICTURES]
-    pictures = [(_caption(alike[key], leaf), _of_value(leaf, None)) for key, leaf in drawn]
+    pictures = [
+        (
+            _caption(alike[key], None if isinstance(leaf, Sharding) else array_text(leaf)),
+            _of_value(leaf, None),
+        )
+        for key, leaf in drawn
+    ]
     return Gallery(pictures, len(leaves) - len(drawn))
 
 
-def _caption(paths: Sequence[str], leaf: Any) -> str:
+def _of_report(report: Report) -> Gallery:
+    """Pictures of the arguments and results of a compiled program."""
+    devices: int | AbstractMesh = report.n_devices
+    if report.mesh:
+        names, sizes = zip(*report.mesh, strict=True)
+        mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+        devices = devices if is_device_mesh(mesh) else mesh
+    alike: dict[tuple[str, str], list[ArrayRow]] = {}
+    for row in (*report.arguments, *report.results):
+        if '->' in row.placement and '(with' not in row.placement:  # an expression, not words
+            alike.setdefault((row.array, row.placement), []).append(row)
+    if not alike:
+        raise EinshardError(f'there is nothing to draw: no array of {report.name} is on a mesh')
+    drawn = list(alike.items())[:_MOST_PICTURES]
+    pictures = [
+        (
+            _caption([row.path for row in rows], f'{array}, {placement}'),
+            _of_expression(parse(placement), rows[0].shape, devices),
+        )
+        for (array, placement), rows in drawn
+    ]
+    return Gallery(pictures, len(alike) - len(drawn))
+
+
+def _caption(paths: Sequence[str], about: str | None) -> str:
     listed = ', '.join(paths[:3]) + (f' and {len(paths) - 3} more' if len(paths) > 3 else '')
-    return listed if isinstance(leaf, Sharding) else f'{listed}: {array_text(leaf)}'
+    return listed if about is None else f'{listed}: {about}'
 
 
 def _of_expression(

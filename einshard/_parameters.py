@@ -53,22 +53,31 @@ class Parameters:
         self.rest_keywords = next(iter(kinds.get(inspect.Parameter.VAR_KEYWORD, [])), None)
         self.instance = int(_is_method(function) and self.names[:1] in (('self',), ('cls',)))
 
-    def form(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Form, list[Any]]:
-        """The form of a call and its values; keywords move to their positions, if they have any."""
-        values = list(args)
-        keywords = dict(kwargs)
-        for name in self.names[len(values) :]:
-            if name not in keywords or name in self.positional_only:
+    def form(self, n_args: int, keywords: Iterable[str]) -> tuple[Form, tuple[str, ...]]:
+        """The form of a call, and in which order what it gives by keyword follows its arguments.
+
+        Keywords move to their positions, if they have any.
+        """
+        others = set(keywords)
+        moved: list[str] = []
+        for name in self.names[n_args:]:
+            if name not in others or name in self.positional_only:
                 break
-            values.append(keywords.pop(name))
-        names = tuple(sorted(keywords))
-        return Form(len(values), names), [*values, *(keywords[name] for name in names)]
+            moved.append(name)
+        others.difference_update(moved)
+        by_keyword = tuple(sorted(others))
+        return Form(n_args + len(moved), by_keyword), (*moved, *by_keyword)
 
     def labels(self, form: Form) -> tuple[str, ...]:
-        """The name of each value: that of its parameter; 'args[2]' for one of `*args`."""
+        """The name of each value: that of its parameter; 'args[2]' for one of `*args`.
+
+        One of `**kwargs` may be called as a parameter that takes a position only: "kwargs['x']".
+        """
         named = self.names[: form.positional]
         rest = (f'{self.rest}[{i}]' for i in range(form.positional - len(named)))
-        return (*named, *rest, *form.keywords)
+        taken = self.positional_only
+        given = (f"{self.rest_keywords}['{k}']" if k in taken else k for k in form.keywords)
+        return (*named, *rest, *given)
 
     def assign(self, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """Spec by label, from specs by position and by name."""

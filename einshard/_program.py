@@ -20,18 +20,13 @@ from ._describe import describe, describe_named
 from ._errors import EinshardError
 from ._expression import ELLIPSIS, parse
 from ._layout import needs_rank
-from ._mesh import AnyMesh, Around, MeshLike, around, resolve_mesh
+from ._mesh import AnyMesh, Around, MeshLike, around, is_tracing, resolve_mesh
 from ._parameters import Form
+from ._placement import put
+from ._promises import Allowed, Guarded
 from ._sharding import Placement, find_fitting, find_mesh, find_placement
+from ._signals import Stale, Untyped
 from ._specs import Spec, array_text, is_none, leaf_specs, path_text
-
-
-class Stale(Exception):
-    """A program is traced for a mesh or for arguments other than those it was resolved for."""
-
-
-class Untyped(Exception):
-    """Arguments whose types, on explicit mesh axes, are not those that their specs say."""
 
 
 class Program:
@@ -55,6 +50,7 @@ class Program:
         values: Sequence[Any],
         mesh_given: MeshLike | None,
         options: Mapping[str, Any],
+        promise: Allowed | None,
     ):
         self.function = function
         self.name = name
@@ -65,7 +61,7 @@ class Program:
         self.static = [i for i, label in enumerate(labels) if label in static]
         self.mesh_given = mesh_given
         self.mesh = resolve_mesh(mesh_given)
-        self.signature = signature(specs, out, values, self.static)
+        self._looks_out = looks_at_leaves(out)
         self.check(values)
         traced = self._traced()
         self.in_shardings = [
@@ -76,15 +72,61 @@ class Program:
         if any(sharding is not None for sharding in dynamic):
             options = {**options, 'in_shardings': tuple(dynamic)}
         options = {**options, 'static_argnums': tuple(self.static)}
+        self.jitted: Any = None  # while the result's shapes are asked for
         self.out_shardings = self._out_shardings(jax.jit(traced, **options), values)
         if self.out_shardings is not None:
             options = {**options, 'out_shardings': self.out_shardings}
-        self.jitted: Any = jax.jit(traced, **options)
+        self.jitted = jax.jit(traced, **options)
+        self._guarded = None if promise is None else Guarded(name, traced, options, promise)
+        # what calls take
+        self.called: Any = self.jitted if self._guarded is None else self._guarded.call
+        # JAX compiles anew for arguments without a spec that are placed otherwise, and traces
+        # nothing: under a promise a program is for one placement of these
+        everyone = range(len(values))
+        self.unplaced = [] if promise is None else [i for i in everyone if self._is_unplaced(i)]
+        self.placements = placements(values, self.unplaced)
         self.tried = False
 
+    def run(self, *values: Any) -> Any:
+        """Calls it. Under a promise the first program is read before, unless part of another."""
+        guarded = self._guarded
+        if guarded is None or is_tracing():
+            return self.jitted(*values)
+        if guarded.unread:
+            with guarded.lock:
+                if guarded.unread:
+                    guarded.read(values)
+        return guarded.call(*values)
+
+    def clear_cache(self) -> None:
+        self.jitted.clear_cache()
+        if self._guarded is not None:
+            self._guarded.clear_cache()
+
+    def _is_unplaced(self, i: int) -> bool:
+        """Whether an argument, or a part of it, has no spec."""
+        shardings = jtu.tree_leaves(self.in_shardings[i], is_leaf=is_none)
+        return i not in self.static and any(map(is_none, shardings))
+
+    def places(self, values: Sequence[Any]) -> bool:
+        """Whether the shardings of the arguments are those of these too, whatever their shapes."""
+        rows = zip(self.specs, values, self.in_shardings, strict=True)
+        return all(
+            _same(self._shardings(spec, value, i), shardings)
+            for i, (spec, value, shardings) in enumerate(rows)
+            if looks_at_leaves(spec)
+        )
+
     def is_for(self, values: Sequence[Any]) -> bool:
-        """Whether the shardings are those of these arguments too."""
-        return self.signature == signature(self.specs, self.out, values, self.static)
+        """Whether the shardings of arguments and result are those of a call with these."""
+        if not self.places(values) or self.placements != placements(values, self.unplaced):
+            return False
+        if self._looks_out:
+            try:
+                self._shapes(self.jitted, values)
+            except Stale:
+                return False
+        return True
 
     def check(self, values: Sequence[Any]) -> None:
         """Raises for the first argument whose rank or sizes do not fit its spec."""
@@ -114,15 +156,14 @@ class Program:
                 if _is_misplaced(leaf, placement.sharding):
                     whole = len(leaf.sharding.device_set) == 1 or leaf.is_fully_replicated
                     if not (whole or reshard):
-                        raise self._partitioned_otherwise(i, path, leaf, placement)
-                    moved[j] = jax.device_put(leaf, placement.sharding)
-                elif uncommitted:
-                    traced = isinstance(leaf, Tracer)
-                    moved[j] = (
-                        constrain(leaf, placement)
-                        if traced
-                        else jax.device_put(leaf, placement.sharding)
-                    )
+                        raise self._partitioned_otherwise(i, path, leaf, placement) from None
+                    (moved[j],) = put([leaf], [placement.sharding])
+                elif uncommitted and isinstance(leaf, Tracer):
+                    moved[j] = constrain(leaf, placement)
+                elif uncommitted and isinstance(leaf, jax.ShapeDtypeStruct):
+                    moved[j] = leaf.update(sharding=placement.sharding)
+                elif uncommitted or _is_local(leaf):
+                    (moved[j],) = put([leaf], [placement.sharding])
             if any(new is not old for new, old in zip(moved, leaves, strict=True)):
                 placed[i] = jtu.tree_unflatten(treedef, moved)
         return placed if any(n is not o for n, o in zip(placed, values, strict=True)) else None
@@ -130,9 +171,7 @@ class Program:
     def _traced(self) -> Callable[..., Any]:
         def traced(*values: Any) -> Any:
             mesh = resolve_mesh(self.mesh_given)
-            if _abstract(mesh) != _abstract(self.mesh):
-                raise Stale
-            if not self.is_for(values):
+            if _abstract(mesh) != _abstract(self.mesh) or not self.places(values):
                 raise Stale
             if self._is_untyped(values):
                 raise Untyped
@@ -143,7 +182,10 @@ class Program:
                 result = self.function(*values[:n], **dict(zip(keywords, values[n:], strict=True)))
             finally:
                 around.reset(token)
-            if self.out is not None:
+            if self._looks_out and self.jitted is not None:
+                if not _same(self._shardings(self.out, result, None), self.out_shardings):
+                    raise Stale
+            elif self.out is not None:
                 deque(self._placed(self.out, result, None), maxlen=0)
             return result
 
@@ -203,10 +245,22 @@ class Program:
             raise error.about(function=self.name) from None
 
     def _out_shardings(self, jitted: Any, values: Sequence[Any]) -> Any:
-        if not looks_at_leaves(self.out):
-            return self._shardings(self.out, None, None)
-        # the one case that needs the result's shapes beforehand; jit keeps what it traces here
-        return self._shardings(self.out, jitted.eval_shape(*values), None)
+        # the one case that needs the result's shapes beforehand
+        result = self._shapes(jitted, values) if self._looks_out else None
+        return self._shardings(self.out, result, None)
+
+    def _shapes(self, jitted: Any, values: Sequence[Any]) -> Any:
+        """Those of the result, by a trace that jit keeps for the call."""
+        typed = list(values)
+        if AxisType.Explicit in self.mesh.axis_types:
+            for i, (spec, value) in enumerate(zip(self.specs, values, strict=True)):
+                types = {
+                    path: _typed(leaf, placement.sharding)
+                    for path, leaf, placement in self._placed(spec, value, i)
+                }
+                if types:
+                    typed[i] = jtu.tree_map_with_path(types.get, value)
+        return jitted.eval_shape(*typed)
 
     def _leaf(self, argument: int | None, path: Sequence[Any], leaf: Any) -> str:
         """A leaf as errors show it: float32[6,8], parameter 'params/w' of step."""
@@ -239,9 +293,7 @@ class Program:
         if isinstance(self.mesh, AbstractMesh) or not any(self.in_shardings):
             return
         for path, leaf in jtu.tree_leaves_with_path(value):
-            if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
-                continue
-            if leaf.sharding.device_set != set(self.mesh.devices.flat):
+            if _is_committed(leaf) and leaf.sharding.device_set != set(self.mesh.devices.flat):
                 raise EinshardError(
                     f'an argument without a spec is held by {len(leaf.sharding.device_set)} of '
                     f'the {self.mesh.size} devices',
@@ -250,7 +302,7 @@ class Program:
                         'it is': describe(leaf),
                         'give': f"a spec: {self.labels[i]}='... -> * ...' puts it on every device",
                     },
-                )
+                ) from None
 
 
 def looks_at_leaves(spec: Spec) -> bool:
@@ -276,6 +328,18 @@ def signature(
     return tuple(looked_at)
 
 
+def placements(values: Sequence[Any], which: Sequence[int]) -> tuple[Any, ...]:
+    """Where the arrays of some arguments are; None for what JAX places."""
+    # two thirds of the time that _is_committed takes for each
+    return tuple(
+        leaf.sharding
+        if not isinstance(leaf, Tracer) and getattr(leaf, 'committed', False)
+        else None
+        for i in which
+        for leaf in jtu.tree_leaves(values[i])
+    )
+
+
 def _shape_and_dtype(leaf: Any) -> Any:
     """The same for a value and for its tracer."""
     try:
@@ -285,15 +349,41 @@ def _shape_and_dtype(leaf: Any) -> Any:
     return aval.shape, aval.dtype
 
 
+def _typed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    aval: Any = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+
+
+def _same(some: Any, others: Any) -> bool:
+    """Whether trees of shardings are the same, be their meshes those of a trace or not."""
+    leaves, treedef = jtu.tree_flatten(some, is_leaf=is_none)
+    other_leaves, other_treedef = jtu.tree_flatten(others, is_leaf=is_none)
+    return treedef == other_treedef and all(
+        one is other is None or (one and other and _unbound(one) == _unbound(other))
+        for one, other in zip(leaves, other_leaves, strict=True)
+    )
+
+
+def _unbound(sharding: NamedSharding) -> Any:
+    return _abstract(sharding.mesh), sharding.spec
+
+
 def _abstract(mesh: AnyMesh) -> AbstractMesh:
     return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
 
+def _is_local(leaf: Any) -> bool:
+    """Whether an argument is host data of one of several processes, which jit does not spread."""
+    return jax.process_count() > 1 and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+
+
 def _is_misplaced(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether jit would refuse an argument; it places uncommitted arrays and host data itself."""
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
-        return False
-    return not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    return _is_committed(leaf) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def _is_committed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
 
 
 def _row_of(labels: Sequence[str]) -> inspect.Signature:

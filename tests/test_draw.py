@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from einshard import EinshardError, einshard, show
+from einshard import EinshardError, einshard, explain, sharded, show
 
 AUTO = AxisType.Auto
 
@@ -575,6 +575,37 @@ def test_a_large_tree_is_cut_short(devices8):
     assert len(gallery.pictures) == 12
     assert str(gallery).endswith('and 8 more placements')
     assert 'and 8 more placements' in gallery._repr_html_()
+
+
+def test_a_report_is_drawn(devices8):
+    @sharded('b x -> b2 x 4', 'x y -> 2 x y4', out='b y -> b2 y4', mesh=devices8)
+    def layer(x, w):
+        return x @ w
+
+    report = explain(layer, np.ones((8, 4), np.float32), np.ones((4, 16), np.float32))
+    gallery = show(report)
+    captions = [caption for caption, _ in gallery.pictures]
+    assert captions == [
+        'x: float32[8,4], b x -> b2 x 4',
+        'w: float32[4,16], x y -> 2 x y4',
+        'result: float32[8,16], b y -> b2 y4',
+    ]
+    assert drawn_blocks(gallery.pictures[1][1]) == drawn_blocks(show('x y -> 2 x y4', (4, 16), 8))
+
+
+def test_a_report_on_a_mesh_with_names_is_drawn(devices8):
+    mesh = Mesh(np.array(devices8).reshape(4, 2), ('data', 'tp'), axis_types=(AUTO,) * 2)
+    x = einshard(np.ones((8, 4), np.float32), 'b x -> b@data x@tp', mesh=mesh)
+    gallery = show(explain(lambda x: x + 1, x))
+    assert [caption for caption, _ in gallery.pictures] == [
+        'x, result: float32[8,4], a b -> a@data b@tp'
+    ]
+    assert 'over data' in str(gallery)
+
+
+def test_a_report_without_a_mesh_has_nothing_to_draw():
+    with pytest.raises(EinshardError, match=r'nothing to draw: no array of .* is on a mesh'):
+        show(explain(lambda x: x + 1, np.ones(3)))
 
 
 # -- no backend, and bad input

@@ -1,0 +1,62 @@
+"""Writes the programs that the JAX at hand compiles, for `tests/test_collectives.py` to read.
+
+    cd tests && python -m hlo.write
+
+One file for each machine and partitioner, `<machine>-<partitioner>-<JAX>.txt`, with the texts one
+after another. The files of other versions stay as they are, so that the forms which
+they wrote are still read. Of `backend_config`, which makes up half of a TPU program, only the
+trip counts are kept; nothing else in it is read. Paths are relative to the repository.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from conftest import jax  # which simulates CPU devices first, and lets libtpu be loaded
+from hlo.programs import partitioner, text_of
+
+HERE = Path(__file__).parent
+FORMS = (
+    'product_scattered',
+    'fully_sharded',
+    'scanned',
+    'ring',
+    'transposed',
+    'nested',
+    'branches',
+)
+WRITTEN = {
+    ('cpu_16', 'shardy'): FORMS,
+    ('cpu_16', 'gspmd'): FORMS,
+    ('v5e_4x4', 'shardy'): FORMS,
+    ('v5e_4x4', 'gspmd'): FORMS,
+    ('v5p_2x2x2', 'shardy'): ('product_scattered', 'summed_and_scattered'),
+    ('tpu7x_2x2x1', 'shardy'): ('product_reduced', 'summed_and_scattered'),  # on SparseCores
+    ('2_v5e_2x4', 'shardy'): ('data_parallel', 'tensor_parallel'),
+}
+
+
+def write(machine, partition, names):
+    with partitioner(partition):
+        text = '\n'.join(without_noise(text_of(name, machine)) for name in names)
+    path = HERE / f'{machine}-{partition}-{jax.__version__}.txt'
+    path.write_text(text)
+    print(f'{len(text):>8} {path.name}')
+
+
+def without_noise(text):
+    text = text.replace(f'{HERE.parent.parent}{os.sep}', '')
+    trips = re.compile(r'"known_trip_count":\{"n":"\d+"\}')
+    lines = []
+    for line in text.splitlines():
+        line, config, rest = line.partition(', backend_config={')
+        known = trips.search(rest)
+        lines.append(f'{line}{config}{known[0]}}}' if known else line)
+    return '\n'.join(lines) + '\n'
+
+
+if __name__ == '__main__':
+    for (machine, partition), names in WRITTEN.items():
+        # libtpu 0.0.51 writes what older JAX cannot print, and JAX 0.8 comes with an older one
+        if machine.startswith('cpu') or jax.__version_info__ >= (0, 12):
+            write(machine, partition, names)

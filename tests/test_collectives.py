@@ -1,0 +1,684 @@
+"""The collectives that einshard reads in optimised programs are those that theory asks for.
+
+The programs are plain JAX (`hlo/programs.py`), compiled here on simulated CPU devices and, ahead
+of time, for TPU; `hlo/*.txt` keeps texts of other versions of JAX and of the other partitioner.
+"""
+
+import functools
+import math
+import tracemalloc
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hlo import programs
+from hlo.programs import MACHINES, PROGRAMS, expected, partitioner
+
+from einshard._collectives import KINDS, read_collectives
+from einshard._device_groups import connected, read_groups
+from einshard._hlo import ArrayType, Sources, array_types, read_instruction
+
+HLO = Path(__file__).parent / 'hlo'
+ON_SPARSE_CORES = ('product_reduced', 'summed_and_scattered')
+# an older JAX cannot print all that libtpu 0.0.51 writes
+READS_TPU = jax.__version_info__ >= (0, 12)
+
+
+@functools.cache
+def compiled(name, machine, partition='shardy'):
+    if not machine.startswith('cpu'):
+        pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
+    with partitioner(partition):
+        return programs.text_of(name, machine)
+
+
+def read(text, machine):
+    """Programs over several slices tell devices by ids, 100000 apart from slice to slice."""
+    if machine.startswith('2_'):
+        return read_collectives(text, [100000 * i + j for i in (1, 2) for j in range(8)])
+    return read_collectives(text)
+
+
+def axes_of(groups, machine):
+    """Which axes of the machine's mesh these are the groups of."""
+    data, model = MACHINES[machine]
+    grid = np.arange(data * model).reshape(data, model)
+    found = {frozenset(map(frozenset, groups))}
+    if model > 1 and found == {frozenset(map(frozenset, grid.tolist()))}:
+        return 'model'
+    if data > 1 and found == {frozenset(map(frozenset, grid.T.tolist()))}:
+        return 'data'
+    return 'data model' if found == {frozenset([frozenset(grid.ravel().tolist())])} else groups
+
+
+def summary(collectives, machine):
+    """Bytes by kind, axes and times; where all devices are one axis it is called model."""
+    data, _ = MACHINES[machine]
+    total = Counter()
+    for c in collectives:
+        axes = axes_of(c.groups, machine)
+        total[c.kind, axes, c.times] += c.bytes
+    return total if data > 1 else Counter({(k, 'model', n): b for (k, _, n), b in total.items()})
+
+
+def by_theory(name, machine):
+    data, model = MACHINES[machine]
+    needed = expected(name, data, model, 'cpu' if machine.startswith('cpu') else 'tpu')
+    if data == 1:
+        needed = Counter({(kind, 'model', n): size for (kind, _, n), size in needed.items()})
+    return needed
+
+
+def check(name, machine, text):
+    collectives = read(text, machine)
+    needed = by_theory(name, machine)
+    assert summary(collectives, machine) == needed
+    assert bool(collectives) == bool(needed)
+    for c in collectives:
+        assert c.network_bytes == math.ceil(by_ring(c.kind, c.bytes, c.parties))
+        check_shapes(c)
+
+
+def by_ring(kind, n_bytes, n):
+    """What a device sends, by the steps of the algorithms, n - 1 of them or twice as many."""
+    piece = Fraction(n_bytes, n)
+    return {
+        'all-gather': (n - 1) * piece,  # in each step passes on the piece that came before
+        'reduce-scatter': (n - 1) * piece,  # in each step passes on a sum of pieces
+        'all-reduce': 2 * (n - 1) * piece,  # the one and then the other
+        'all-to-all': (n - 1) * piece,  # a piece to each other device
+        'collective-permute': n_bytes,
+    }[kind]
+
+
+def check_shapes(c):
+    operands = sum(math.prod(array.shape) for array in c.operands)
+    results = sum(math.prod(array.shape) for array in c.results)
+    factor = {'all-gather': Fraction(c.parties), 'reduce-scatter': Fraction(1, c.parties)}
+    assert results == operands * factor.get(c.kind, 1)
+    assert c.n_groups * c.parties == c.n_devices
+
+
+@pytest.mark.parametrize('machine', ['cpu_4', 'cpu_8', 'cpu_16', 'v5e_4x4', 'v5p_2x2x2'])
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_program_needs_what_theory_says(name, machine):
+    text = compiled(name, machine)
+    if machine.startswith('cpu') or READS_TPU:
+        check(name, machine, text)
+        return
+    # with that older JAX, groups may be unknown; the rest is not
+    found, needed = Counter(), Counter()
+    for c in read_collectives(text):
+        found[c.kind, c.times] += c.bytes
+        if c.groups:
+            assert (c.kind, axes_of(c.groups, machine), c.times) in by_theory(name, machine)
+    for (kind, _, times), size in by_theory(name, machine).items():
+        needed[kind, times] += size
+    assert found == needed
+
+
+@pytest.mark.parametrize('name', ['product_scattered', 'fully_sharded', 'scanned', 'transposed'])
+def test_program_of_the_other_partitioner(name):
+    if not hasattr(jax.config, 'jax_use_shardy_partitioner'):
+        pytest.skip('this JAX has one partitioner')
+    check(name, 'cpu_16', compiled(name, 'cpu_16', 'gspmd'))
+
+
+@pytest.mark.skipif(not READS_TPU, reason='this JAX does not know the machine')
+@pytest.mark.parametrize('name', ON_SPARSE_CORES)
+def test_collective_on_sparse_cores(name):
+    """There it is in a computation that an asynchronous custom call runs."""
+    text = compiled(name, 'tpu7x_2x2x1')
+    assert 'async_execution_thread="sparsecore"' in text
+    check(name, 'tpu7x_2x2x1', text)
+    assert all(c.is_async for c in read_collectives(text))
+
+
+# --- texts of other versions --------------------------------------------------------------------
+
+
+def kept(machine=''):
+    for path in sorted(HLO.glob(f'{machine}*.txt')):
+        where = path.stem.split('-')[0]
+        for module in path.read_text().split('HloModule jit_')[1:]:
+            yield where, module.split(',')[0], f'HloModule jit_{module}'
+
+
+KEPT = [pytest.param(*one, id=f'{one[0]}-{one[1]}-{i}') for i, one in enumerate(kept())]
+
+
+@pytest.mark.parametrize(('machine', 'name', 'text'), KEPT)
+def test_text_that_was_kept(machine, name, text):
+    check(name, machine, text)
+
+
+def test_forms_that_were_kept():
+    """Else the texts would be no test of what they are kept for."""
+    forms = [
+        'source_file="tests/hlo/programs.py" source_line=',  # JAX 0.8
+        'StackFrames\n',  # newer
+        'replica_groups={{0,',
+        'replica_groups=[2,8]<=[16]',
+        "replica_groups=mesh['data'=2,'model'=8] {'model'}",
+        'collective-permute-start(',
+        'custom_call_target="AsyncCollectiveStart"',
+        'calls=%async_collective_fusion',
+        'calls=%all-reduce-scatter',
+        'custom-call-start(',
+        '_xla_megascale_transfer_type="ALL_REDUCE"',
+        '"known_trip_count":{"n":"12"}',
+    ]
+    files = sorted(HLO.glob('*.txt'))
+    texts = [path.read_text() for path in files]
+    for form in forms:
+        assert any(form in text for text in texts), form
+    partitioners = {tuple(path.stem.split('-')[:2]) for path in files}
+    assert {(m, p) for m in ('cpu_16', 'v5e_4x4') for p in ('shardy', 'gspmd')} <= partitioners
+
+
+@pytest.mark.parametrize(('machine', 'name', 'text'), KEPT)
+def test_text_of_now_is_read_like_the_one_that_was_kept(machine, name, text):
+    if not machine.startswith('cpu') and not READS_TPU:
+        pytest.skip('this JAX cannot print what libtpu writes')
+    then, now = (read(text, machine), read(compiled(name, machine), machine))
+    assert summary(now, machine) == summary(then, machine)
+    assert sum(c.is_async for c in now) == sum(c.is_async for c in then)
+    files = {c.source.rpartition(':')[0].rpartition('/')[2] for c in now + then if c.source}
+    assert files <= {'programs.py'}
+
+
+# --- where from ---------------------------------------------------------------------------------
+
+
+def line_of(end):
+    lines = Path(programs.__file__).read_text().splitlines()
+    [number] = [i for i, line in enumerate(lines, 1) if line.endswith(end)]
+    return f'{programs.__file__}:{number}'
+
+
+@pytest.mark.parametrize('machine', ['cpu_8', 'v5e_4x4'])
+@pytest.mark.parametrize(
+    ('name', 'end', 'primitive'),
+    [
+        ('transposed', "all_to_all(x, 'model', 1, 0, tiled=True)", 'all_to_all'),
+        ('ring', "shard = jax.lax.ppermute(shard, 'model', right(m))", 'ppermute'),
+        ('summed_and_scattered', 'scatter_dimension=0, tiled=True)', 'reduce_scatter'),
+        ('nested', "return jax.lax.psum(jnp.sin(x), 'model'), None", 'psum'),
+        ('product_reduced', "return jnp.matmul(x, y, precision='highest')", 'dot_general'),
+    ],
+)
+def test_line_of_source(name, end, primitive, machine):
+    if machine != 'cpu_8' and not READS_TPU:
+        pytest.skip('libtpu gives this JAX no lines')
+    [c] = read_collectives(compiled(name, machine))
+    if name == 'product_reduced':
+        end = "precision='highest')  # else TPU would gather in bfloat16"
+    assert c.source == line_of(end)
+    assert c.op_name.startswith(f'jit({name})/')
+    assert c.op_name.endswith(f'/{primitive}')
+
+
+TABLES = """FileNames
+1 "/site-packages/jax/_src/pjit.py"
+2 "/home/user/train.py"
+3 "/home/user/model.py"
+4 "/lib/python3.13/site-packages/jax/_src/lax.py"
+5 "{einshard}/_constraint.py"
+
+FunctionNames
+1 "<module>"
+
+FileLocations
+1 {{file_name_id=2 function_name_id=1 line=70 end_line=70 column=1 end_column=2}}
+2 {{file_name_id=3 function_name_id=1 line=12 end_line=12 column=1 end_column=2}}
+3 {{file_name_id=4 function_name_id=1 line=99 end_line=99 column=1 end_column=2}}
+4 {{file_name_id=5 function_name_id=1 line=33 end_line=33 column=1 end_column=2}}
+
+StackFrames
+1 {{file_location_id=1 parent_frame_id={0}}}
+2 {{file_location_id=2 parent_frame_id={1}}}
+3 {{file_location_id=3 parent_frame_id={2}}}
+4 {{file_location_id=4 parent_frame_id={2}}}
+5 {{file_location_id=3 parent_frame_id={0}}}
+"""
+
+
+@pytest.mark.parametrize('parents', [(1, 2, 3), (0, 1, 2)], ids=['one more', 'as it is'])
+def test_innermost_line_of_the_user(parents):
+    import einshard
+
+    text = TABLES.format(*parents, einshard=Path(einshard.__file__).parent)
+    sources = Sources(text.splitlines())
+    lines = [sources.line(f'op_name="f" stack_frame_id={frame}') for frame in (1, 2, 3, 4, 5, 6)]
+    model = '/home/user/model.py:12'
+    jax_alone = '/lib/python3.13/site-packages/jax/_src/lax.py:99'
+    assert lines == ['/home/user/train.py:70', model, model, model, jax_alone, None]
+    assert sources.line('op_name="f"') is None
+    beside = 'op_name="f" source_file="/a b/m.py" source_line=7 source_end_line=9'
+    assert sources.line(beside) == '/a b/m.py:7'
+
+
+# --- loops --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', ['scanned', 'ring', 'nested', 'until_small'])
+def test_trip_count_is_what_the_compiler_notes(name):
+    """TPU programs have no note; without it, those for CPU give the same."""
+    text = compiled(name, 'cpu_16')
+    without = text.replace('"known_trip_count"', '"unknown"')
+    assert (without != text) == (name != 'until_small')
+    [c], [again] = read_collectives(text), read_collectives(without)
+    assert c == again
+
+
+LOOP = """HloModule m, num_partitions=2
+
+%body (s: (s32[], f32[4], s32[])) -> (s32[], f32[4], s32[]) {{
+  %s = (s32[], f32[4], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %step = s32[] constant({step})
+  %next = s32[] {add}
+  %x = f32[4]{{0}} get-tuple-element(%s), index=1
+  %n = s32[] get-tuple-element(%s), index=2
+  %sum = f32[4]{{0}} all-reduce(%x), channel_id=1, replica_groups={{{{0,1}}}}, to_apply=%add
+  ROOT %t = (s32[], f32[4], s32[]) tuple(%next, %sum, {handed_on})
+}}
+
+%condition (s.1: (s32[], f32[4], s32[])) -> pred[] {{
+  %s.1 = (s32[], f32[4], s32[]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%s.1), index=0
+  %n.1 = s32[] get-tuple-element(%s.1), index=2
+  %limit = s32[] constant({limit})
+  ROOT %less = pred[] compare({compared}), direction={direction}
+}}
+
+ENTRY %main (x.2: f32[4], k: s32[]) -> f32[4] {{
+  %x.2 = f32[4]{{0}} parameter(0)
+  %k = s32[] parameter(1)
+  %start = s32[] constant({start})
+  %twelve = s32[] constant(12)
+  %copied = s32[] copy(%start)
+  %state = (s32[], f32[4], s32[]) tuple({init}, %x.2, %twelve)
+  %w = (s32[], f32[4], s32[]) while(%state), condition=%condition, body=%body
+  ROOT %r = f32[4]{{0}} get-tuple-element(%w), index=1
+}}
+"""
+COUNTED = {
+    'start': 0,
+    'step': 1,
+    'limit': 12,
+    'direction': 'LT',
+    'add': 'add(%i, %step)',
+    'compared': '%i.1, %limit',
+    'init': '%copied',
+    'handed_on': '%n',
+}
+
+
+@pytest.mark.parametrize(
+    ('changed', 'times'),
+    [
+        ({}, 12),
+        ({'start': 2, 'step': 3}, 4),  # 2, 5, 8, 11
+        ({'direction': 'LE'}, 13),
+        ({'direction': 'NE'}, 12),
+        ({'direction': 'NE', 'step': 5}, None),  # goes past it
+        ({'direction': 'GT', 'compared': '%limit, %i.1'}, 12),
+        ({'add': 'add(%step, %i)'}, 12),
+        ({'start': 12, 'limit': 0, 'direction': 'GT', 'add': 'subtract(%i, %step)'}, 12),
+        ({'start': 12, 'limit': 1, 'direction': 'GE', 'step': -2}, 6),  # 12, 10, ..., 2
+        ({'start': 20}, 0),
+        ({'compared': '%i.1, %n.1'}, 12),  # a limit that the loop hands on
+        ({'compared': '%i.1, %n.1', 'handed_on': '%next'}, None),  # and one that it changes
+        ({'step': 0}, None),
+        ({'step': -1}, None),
+        ({'direction': 'EQ'}, None),
+        ({'init': '%k'}, None),
+        ({'add': 'subtract(%step, %i)'}, None),
+        ({'add': 'multiply(%i, %step)'}, None),
+    ],
+)
+def test_trip_count(changed, times):
+    [c] = read_collectives(LOOP.format(**{**COUNTED, **changed}))
+    assert c.times == times
+
+
+# --- forms that these machines do not write -----------------------------------------------------
+
+SUM = """%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+"""
+
+
+def module(*lines, computations=''):
+    lines = ['%x = f32[8,4]{1,0} parameter(0)', *lines]
+    body = ''.join(f'  {line}\n' for line in lines)
+    main = f'ENTRY %main (x: f32[8,4]) -> f32[8,4] {{\n{body}}}\n'
+    return f'HloModule jit_f, num_partitions=4\n\n{SUM}\n{computations}\n{main}'
+
+
+@pytest.mark.parametrize(
+    ('lines', 'kind', 'operand', 'result'),
+    [
+        pytest.param(
+            [
+                '%s = f32[8,4]{1,0} all-reduce-start(%x), channel_id=1, '
+                'replica_groups={{0,1,2,3}}, use_global_device_ids=true, to_apply=%add',
+                'ROOT %d = f32[8,4]{1,0} all-reduce-done(%s)',
+            ],
+            *('all-reduce', 'f32[8,4]', 'f32[8,4]'),
+            id='all-reduce-start',
+        ),
+        pytest.param(
+            [
+                '%s = (f32[8,4]{1,0}, f32[32,4]{1,0}) all-gather-start(%x), channel_id=1, '
+                'replica_groups=[1,4]<=[4], dimensions={0}, use_global_device_ids=true',
+                'ROOT %d = f32[32,4]{1,0} all-gather-done(%s)',
+            ],
+            *('all-gather', 'f32[8,4]', 'f32[32,4]'),
+            id='all-gather-start',
+        ),
+        pytest.param(
+            [
+                '%s = ((f32[8,4]{1,0}), f32[2,4]{1,0}) reduce-scatter-start(%x), channel_id=1, '
+                'replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add',
+                'ROOT %d = f32[2,4]{1,0} reduce-scatter-done(%s)',
+            ],
+            *('reduce-scatter', 'f32[8,4]', 'f32[2,4]'),
+            id='reduce-scatter-start',
+        ),
+        pytest.param(
+            [
+                '%s = (f32[8,4]{1,0}, f32[8,4]{1,0}, u32[], u32[]) collective-permute-start('
+                'f32[8,4]{1,0:T(8,128)} %x), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}',
+                'ROOT %d = f32[8,4]{1,0} collective-permute-done(%s)',
+            ],
+            *('collective-permute', 'f32[8,4]', 'f32[8,4]'),
+            id='collective-permute-start',
+        ),
+        pytest.param(
+            [
+                '%s = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-start(%x), calls=%wrapped, '
+                'metadata={op_name="jit(f)/here" source_file="m.py" source_line=3}',
+                '%u = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-update(%s), calls=%wrapped',
+                'ROOT %d = f32[2,4]{1,0} async-done(%u), calls=%wrapped',
+            ],
+            *('reduce-scatter', 'f32[8,4]', 'f32[2,4]'),
+            id='async-start',
+        ),
+    ],
+)
+def test_asynchronous_pair_is_one_collective(lines, kind, operand, result):
+    wrapped = (
+        '%wrapped (y: f32[8,4]) -> f32[2,4] {\n'
+        '  %y = f32[8,4]{1,0} parameter(0)\n'
+        '  ROOT %z = f32[2,4]{1,0} reduce-scatter(%y), replica_groups={{0,1,2,3}}, '
+        'dimensions={0}, to_apply=%add\n}\n'
+    )
+    [c] = read_collectives(module(*lines, computations=wrapped))
+    assert (c.kind, *map(str, c.operands), *map(str, c.results)) == (kind, operand, result)
+    assert (c.is_async, c.times, c.groups) == (True, 1, ((0, 1, 2, 3),))
+    if 'calls=%wrapped' in lines[0]:
+        assert (c.op_name, c.source) == ('jit(f)/here', 'm.py:3')
+
+
+def test_several_arrays_in_one_collective():
+    [c] = read_collectives(
+        module(
+            '%y = bf16[6]{0} constant({...})',
+            '%s = (f32[8,4]{1,0}, bf16[6]{0}) all-reduce(%x, /*index=1*/%y), '
+            'replica_groups={}, to_apply=%add',
+            'ROOT %r = f32[8,4]{1,0} get-tuple-element(%s), index=0',
+        )
+    )
+    assert (c.shape_text, c.bytes) == ('f32[8,4], bf16[6]', 8 * 4 * 4 + 6 * 2)
+    assert c.groups == ((0, 1, 2, 3),)  # no groups and no channel: all of them
+    assert c.network_bytes == 2 * 3 * 140 // 4
+
+
+@pytest.mark.parametrize(
+    ('line', 'pairs', 'groups', 'sent'),
+    [
+        ('{{0,1},{1,0},{2,3},{3,2}}', ((0, 1), (1, 0), (2, 3), (3, 2)), ((0, 1), (2, 3)), 128),
+        ('{{0,2}}', ((0, 2),), ((0, 2),), 128),
+        ('{{0,0},{1,1}}', ((0, 0), (1, 1)), ((0,), (1,)), 0),
+    ],
+)
+def test_permute(line, pairs, groups, sent):
+    [c] = read_collectives(
+        module(f'ROOT %p = f32[8,4]{{1,0}} collective-permute(%x), source_target_pairs={line}')
+    )
+    assert (c.pairs, c.groups, c.network_bytes) == (pairs, groups, sent)
+
+
+def test_broadcast_and_ragged():
+    broadcast, ragged = read_collectives(
+        module(
+            '%b = f32[8,4]{1,0} collective-broadcast(%x), channel_id=1, replica_groups={{0,1}}',
+            '%o = f32[16,4]{1,0} constant({...})',
+            '%i = s32[2]{0} constant({...})',
+            'ROOT %r = f32[16,4]{1,0} ragged-all-to-all(%x, %o, %i, %i, %i, /*index=5*/%i), '
+            'channel_id=2, replica_groups={{0,1},{2,3}}',
+        )
+    )
+    assert (broadcast.kind, broadcast.bytes, broadcast.network_bytes) == (KINDS[6], 128, 128)
+    assert (ragged.kind, ragged.shape_text, ragged.network_bytes) == (KINDS[5], 'f32[8,4]', 64)
+    assert [str(array) for array in ragged.results] == ['f32[16,4]']
+
+
+CALLED = """%called (y: f32[8,4]) -> f32[8,4] {
+  %y = f32[8,4]{1,0} parameter(0)
+  ROOT %z = f32[8,4]{1,0} all-reduce(%y), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+
+
+def test_computation_called_twice_runs_twice():
+    text = module(
+        '%one = f32[8,4]{1,0} call(%x), to_apply=%called',
+        'ROOT %two = f32[8,4]{1,0} call(%one), to_apply=%called',
+        computations=CALLED,
+    )
+    assert [c.times for c in read_collectives(text)] == [2]
+
+
+def test_several_modules_are_read_one_after_another():
+    text = module('ROOT %y = f32[8,4]{1,0} call(%x), to_apply=%called', computations=CALLED)
+    assert read_collectives(f'{text}\n\n{text}') == read_collectives(text) * 2
+
+
+@pytest.mark.parametrize(
+    'branches',
+    [
+        'true_computation=%called, false_computation=%other',
+        'branch_computations={%called, %other}',
+    ],
+)
+def test_branches_count_once_each(branches):
+    text = module(
+        '%p = pred[] constant(true)',
+        f'ROOT %c = f32[8,4]{{1,0}} conditional(%p, %x, %x), {branches}',
+        computations=CALLED + CALLED.replace('%called', '%other').replace('%z', '%w'),
+    )
+    assert [(c.name, c.times) for c in read_collectives(text)] == [('z', 1), ('w', 1)]
+
+
+def test_computation_that_nobody_calls_does_not_run():
+    assert read_collectives(module('ROOT %y = f32[8,4]{1,0} copy(%x)', computations=CALLED)) == ()
+
+
+def test_groups_that_cannot_be_printed_are_unknown():
+    """JAX 0.8 prints so the groups that libtpu 0.0.51 writes in the axes of a mesh."""
+    line = 'all-reduce(%x), channel_id=1, replica_groups={}, use_global_device_ids=true'
+    [c] = read_collectives(module(f'ROOT %y = f32[8,4]{{1,0}} {line}, to_apply=%add'))
+    assert (c.groups, c.parties, c.n_groups) == ((), 4, 1)
+
+
+def test_names_in_metadata_are_no_attributes():
+    text = module(
+        '%y = f32[8,4]{1,0} fusion(%x), calls=%add, metadata={op_name="calls=%called, f"}',
+        'ROOT %z = f32[8,4]{1,0} copy(%y), metadata={op_name="replica_groups={{0,1}} all-reduce("}',
+        computations=CALLED,
+    )
+    assert read_collectives(text) == ()
+    text = module(
+        'ROOT %y = f32[8,4]{1,0} call(%x), to_apply=%called, metadata={op_name="replica_groups="}',
+        computations=CALLED,
+    )
+    assert [c.name for c in read_collectives(text)] == ['z']
+
+
+@pytest.mark.parametrize('text', ['', 'HloModule jit_f\n', SUM])
+def test_no_collectives(text):
+    assert read_collectives(text) == ()
+
+
+# --- TPU slices ---------------------------------------------------------------------------------
+
+
+def test_collective_between_slices():
+    """There it is a send and a receive, whose text names devices by their ids."""
+    [text] = [text for _, name, text in kept('2_v5e_2x4') if name == 'data_parallel']
+    assert ' all-reduce(' not in text
+    [c] = read_collectives(text)
+    assert (c.kind, c.bytes, c.is_async) == ('all-reduce', 4 * 2 * programs.D * programs.F, True)
+    assert c.groups == tuple((i, 8 + i) for i in range(8))
+
+
+@pytest.mark.skipif(not READS_TPU, reason='this JAX cannot print what libtpu writes')
+@pytest.mark.parametrize('order', ['slices first', 'slices last', 'backwards'])
+def test_positions_of_devices_in_slices(order):
+    devices = np.array(programs.devices_of('4_v5e_2x2')).reshape(2, 2, 4)  # slices 2 by 2, chips
+    grid, axes = {
+        'slices first': (devices, ('a', 'b', 'chip')),
+        'slices last': (devices.transpose(2, 0, 1), ('chip', 'a', 'b')),
+        'backwards': (devices[::-1, ::-1, ::-1], ('a', 'b', 'chip')),
+    }[order]
+    mesh = jax.sharding.Mesh(grid, axes)
+    everywhere = jax.P(axes)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=everywhere, out_specs=everywhere)
+    def communicate(x):
+        x = jax.lax.psum(x, 'chip') + x
+        x = jax.lax.all_gather(x, 'a').sum(0) + x
+        return jax.lax.ppermute(x, 'b', [(0, 1), (1, 0)])
+
+    text = communicate.lower(programs.floats(16, 512)).compile().as_text()
+    found = read_collectives(text, [device.id for device in grid.flat])
+    positions = np.arange(16).reshape(grid.shape)
+
+    def along(axis):
+        rows = np.moveaxis(positions, axes.index(axis), -1).reshape(-1, mesh.shape[axis])
+        return set(map(frozenset, rows.tolist()))
+
+    assert {(c.kind, frozenset(map(frozenset, c.groups))) for c in found} == {
+        ('all-reduce', frozenset(along('chip'))),
+        ('all-gather', frozenset(along('a'))),
+        ('collective-permute', frozenset(along('b'))),
+    }
+    assert {c.n_devices for c in found} == {16}
+
+
+# --- the parts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        '{{0,2,4,6},{1,3,5,7}}',
+        '[2,4]<=[4,2]T(1,0)',
+        "mesh['d0'=2,'d1'=2,'d2'=2] {'d0','d1'}",
+        "mesh['data'=4,'model'=2] {'data'}",
+        "mesh['data'=4,'model'=2] {'data':(1)2,'data':(2)2}",
+        "mesh['x'=2,'y'=1,'z'=4], device_ids=([4,2]T(1,0)) {'z'}",
+    ],
+)
+def test_groups_in_each_form(text):
+    assert read_groups(text) == ((0, 2, 4, 6), (1, 3, 5, 7))
+
+
+@pytest.mark.parametrize(
+    ('text', 'groups'),
+    [
+        ('[1,4]<=[4]', ((0, 1, 2, 3),)),
+        ('[4,1]<=[4]', ((0,), (1,), (2,), (3,))),
+        ('[2,2,2]<=[8]', ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("mesh['x'=8] {'x':(2)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("mesh['x'=8,'y'=1] {'x':(1)4}", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("mesh['a'=2,'b'=2,'c'=2] {'b','a'}", ((0, 4, 2, 6), (1, 5, 3, 7))),
+        ("mesh['a'=2,'b'=2,'c'=2] {'c'}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ('{}', ()),
+    ],
+)
+def test_groups(text, groups):
+    assert read_groups(text) == groups
+
+
+def test_groups_in_no_known_form():
+    with pytest.raises(ValueError, match='unknown form of replica groups: new'):
+        read_groups('new[4]')
+
+
+def test_connected():
+    assert connected([]) == ()
+    assert connected([(3, 2), (1, 0), (2, 1), (5, 5)]) == ((0, 1, 2, 3), (5,))
+
+
+@pytest.mark.parametrize(
+    ('dtype', 'n_bytes'),
+    [
+        *(('pred', 15), ('s8', 15), ('u16', 30), ('bf16', 30), ('f32', 60), ('s64', 120)),
+        *(('c64', 120), ('c128', 240), ('f8e4m3fn', 15), ('f8e5m2', 15), ('f8e8m0fnu', 15)),
+        # rounded up: 60, 30 and 15 bits
+        *(('s4', 8), ('u2', 4), ('f4e2m1fn', 8), ('s1', 2)),
+    ],
+)
+def test_bytes(dtype, n_bytes):
+    assert ArrayType(dtype, (3, 5)).bytes == n_bytes
+
+
+def test_types():
+    nested = '((f32[8,128]{1,0:T(8,128)S(1)}, s4[5]{0:E(4)}), /*index=1*/pred[], f8e5m2[<=7,2])'
+    found = array_types(nested)
+    assert list(map(str, found)) == ['f32[8,128]', 's4[5]', 'pred[]', 'f8e5m2[7,2]']
+    assert array_types('token[]')[0].bytes == 0
+
+
+def test_instruction():
+    line = (
+        '  ROOT %f.1 = (f32[8]{0:T(8)}, u32[]) fusion(f32[8]{0:T(8,1)(2,1)} %a, %b), kind=kLoop, '
+        'calls=%c.2, metadata={op_name="f/g" stack_frame_id=3}'
+    )
+    made = read_instruction(line)
+    assert (made.name, made.opcode, made.operands) == ('f.1', 'fusion', ['a', 'b'])
+    assert (made.callee, made.metadata) == ('c.2', 'op_name="f/g" stack_frame_id=3}')
+    with pytest.raises(ValueError, match='no HLO instruction'):
+        read_instruction('}')
+
+
+# --- cost ---------------------------------------------------------------------------------------
+
+
+def test_memory_stays_below_four_texts():
+    """A long program, with a collective in every ten lines."""
+    lines = ['%y0 = f32[8,4]{1,0} copy(%x)']
+    for i in range(1, 5_000):
+        metadata = f'metadata={{op_name="jit(f)/jvp()/layer/dot_general" stack_frame_id={i}}}'
+        made = 'all-reduce(%y{}), channel_id=1, replica_groups={{{{0,1,2,3}}}}, to_apply=%add'
+        if i % 10:
+            made = 'multiply(%y{0}, %y{0})'
+        lines.append(f'%y{i} = f32[8,4]{{1,0}} {made.format(i - 1)}, {metadata}')
+    text = module(*lines)
+    tracemalloc.start()
+    collectives = read_collectives(text)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(collectives) == 499
+    assert peak + len(text) < 4 * len(text)

@@ -1,0 +1,824 @@
+"""explain: what it says of programs whose collectives and placements are known by theory."""
+
+import dataclasses
+import functools
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from counting import counting
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from einshard import EinshardError, Sharded, einshard, explain, make_sharding, sharded
+from einshard._along import along, mesh_axes_of, sharding_of
+from einshard._fold import fold
+from einshard._intermediates import _placement
+
+sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
+import transformer
+
+# half the time would go to LLVM, which comes after the HLO
+QUICKLY = {'compiler_options': {'xla_backend_optimization_level': 0}}
+quick = functools.partial(sharded, **QUICKLY)
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+def named_mesh(**axes):
+    devices = np.array(jax.devices()[: int(np.prod(list(axes.values())))])
+    grid = devices.reshape(list(axes.values()))
+    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def line_of(function, text):
+    """'test_explain.py:12', the line of a function that has this text."""
+    lines, first = inspect.getsourcelines(inspect.unwrap(function))
+    (found,) = [i for i, line in enumerate(lines) if text in line]
+    return f'{Path(inspect.getsourcefile(inspect.unwrap(function))).name}:{first + found}'
+
+
+def short(source):
+    return source and Path(source).name
+
+
+# --- collectives known by theory ----------------------------------------------------------------
+
+X, Y, Z = 32, 64, 48  # divisible by 16
+WHOLE = 4 * X * Z  # bytes of the product
+
+
+@pytest.mark.parametrize('n', [4, 8, 16])
+@pytest.mark.parametrize(
+    ('x', 'w', 'out', 'kind', 'array', 'sent', 'along'),
+    [
+        ('x y -> x* y', 'y z -> * y z', 'x z -> x* z', None, None, 0, ''),
+        ('x y -> * x y', 'y z -> y z*', 'x z -> x z*', None, None, 0, ''),
+        ('x y -> x* y', 'y z -> y z*', 'x z -> x* z', 'all-gather', (Y, Z), 4 * Y * Z, 'x|z'),
+        ('x y -> x y*', 'y z -> y* z', 'x z -> * x z', 'all-reduce', (X, Z), 2 * WHOLE, 'y'),
+    ],
+)
+def test_matrix_products(n, x, w, out, kind, array, sent, along):
+    product = quick(x, w, out=out, mesh=jax.devices()[:n])(lambda x, w: x @ w)
+    report = explain(product, floats(X, Y), floats(Y, Z))
+    assert report.n_devices == n
+    assert report.network_bytes == sent * (n - 1) // n
+    if kind is None:
+        assert report.collectives == ()
+        assert report.collectives.counts == {}
+        return
+    assert report.collectives.counts == {kind: 1}
+    assert report.collectives.network_bytes == {kind: report.network_bytes}
+    (row,) = report.collectives
+    assert row.arrays == f'f32[{array[0]},{array[1]}]'
+    assert row.bytes == 4 * array[0] * array[1]
+    assert (row.parties, row.groups, row.times, row.along) == (n, 1, 1, along)
+
+
+def test_groups_are_named_by_the_axes_that_they_are_along():
+    @quick('b x -> b4 2 x', 'x y -> 4 x y2', 'y x -> 4 y2 x', out='b x -> b4 2 x')
+    def mlp(x, w_in, w_out):
+        return jax.nn.relu(x @ w_in) @ w_out
+
+    arguments = (floats(16, 32), floats(32, 64), floats(64, 32))
+    report = explain(mlp, *arguments, mesh=jax.devices()[:8])
+    (row,) = report.collectives
+    assert (row.kind, row.groups, row.parties, row.along) == ('all-reduce', 4, 2, 'y')
+    assert row.arrays == 'f32[4,32]'
+    assert report.network_bytes == 2 * row.bytes // 2
+
+    def loss(x, w_in, w_out):
+        return jnp.mean(mlp.__wrapped__(x, w_in, w_out) ** 2)
+
+    step = quick('b x -> b4 2 x', 'x y -> 4 x y2', 'y x -> 4 y2 x')(jax.grad(loss, (1, 2)))
+    report = explain(step, *arguments, mesh=jax.devices()[:8])
+    # the gradients of the weights, over the devices that share the batch
+    over_batch = [row for row in report.collectives if row.along == 'b']
+    assert {(row.groups, row.parties) for row in over_batch} == {(2, 4)}
+    arrays = ', '.join(row.arrays for row in over_batch)
+    assert sorted(re.findall(r'f32\[[\d,]*\]', arrays)) == ['f32[32,32]', 'f32[32,32]']
+
+
+def test_both_axes_are_named_where_groups_are_along_both():
+    @quick('b x -> b4 x2')
+    def total(x):
+        return x.sum()
+
+    report = explain(total, floats(8, 8), mesh=jax.devices()[:8])
+    # one over both, or one after the other
+    assert {row.along for row in report.collectives} in ({'b,x'}, {'b', 'x'})
+
+
+def test_loops_are_multiplied():
+    @quick('l x y -> l x y*', 'l y x -> l y* x', 'b x -> * b x', out='b x -> * b x')
+    def layers(w_in, w_out, x):
+        def layer(x, w):
+            return jnp.tanh(x @ w[0]) @ w[1], None
+
+        return jax.lax.scan(layer, x, (w_in, w_out))[0]
+
+    arguments = (floats(12, 32, 64), floats(12, 64, 32), floats(16, 32))
+    report = explain(layers, *arguments, mesh=jax.devices()[:8])
+    (row,) = report.collectives
+    assert (row.kind, row.times, row.along) == ('all-reduce', 12, 'y')
+    assert report.collectives.counts == {'all-reduce': 1}
+    assert report.network_bytes == 12 * 2 * (16 * 32 * 4) * 7 // 8
+    assert '\n    12  all-reduce' in str(report)
+
+
+def test_loops_of_unknown_length_count_as_one_turn():
+    @quick('x y -> x y*', 'y x -> y* x', out='b x -> * b x')
+    def until(w_in, w_out):
+        x = jnp.ones((8, 32))
+        return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ w_in @ w_out, x)
+
+    report = explain(until, floats(32, 64), floats(64, 32), mesh=jax.devices()[:8])
+    assert None in {row.times for row in report.collectives}
+    assert report.network_bytes == sum(row.network_bytes for row in report.collectives)
+    assert 'sent in one run: at least ' in str(report)
+
+
+def test_named_meshes():
+    mesh = named_mesh(data=4, tp=2)
+
+    @quick('b x -> b@data x', 'x y -> x@tp y', out='b y -> b@data y', mesh=mesh)
+    def product(x, w):
+        return einshard(x, 'b x -> b@data x@tp') @ w
+
+    report = explain(product, floats(8, 16), floats(16, 4))
+    assert report.mesh == (('data', 4), ('tp', 2))
+    assert [row.along for row in report.collectives] == ['tp']
+    assert [row.placement for row in report.arguments] == [
+        'b x -> b@data x',
+        'x y -> x@tp y',
+    ]
+    assert str(report).startswith('product on 8 devices (cpu; data=4, tp=2)\n')
+
+
+# --- what is called what ------------------------------------------------------------------------
+
+
+def test_arguments_and_results_are_placed_and_named():
+    @quick({'w': 'i o -> i o4 2', 'b': None}, out=('b o -> b8 o', None))
+    def layer(params, x, *rest, scale=1.0, **more):
+        y = x @ params['w'] * scale + rest[1] * more['shift']
+        return y, {'sum': y.sum(), 'square': y.T @ y}
+
+    params = {'w': floats(8, 16), 'b': floats(3)}
+    report = explain(
+        layer, params, floats(8, 8), 1.0, 2.0, scale=3.0, shift=4.0, mesh=jax.devices()[:8]
+    )
+    assert [(row.path, row.array, row.placement, row.bytes) for row in report.arguments] == [
+        ('params/b', 'float32[3]', 'not used', 0),
+        ('params/w', 'float32[8,16]', 'i o -> i o4 2', 4 * 8 * 4),
+        ('x', 'float32[8,8]', report.arguments[2].placement, report.arguments[2].bytes),
+        ('rest[0]', 'float32[]', 'not used', 0),
+        ('rest[1]', 'float32[]', '... -> 8 ...', 4),
+        ('scale', 'float32[]', '... -> 8 ...', 4),
+        ('shift', 'float32[]', '... -> 8 ...', 4),
+    ]
+    paths = [row.path for row in report.results]
+    assert paths == ['result/0', 'result/1/square', 'result/1/sum']
+    first = report.results[0]
+    assert (first.placement, first.bytes, first.sharded) == ('b o -> b8 o', 4 * 16, True)
+
+
+def test_names_behind_dots_are_letters_that_are_free():
+    @quick('b ... -> b8 ...', out='... a -> ... a8')
+    def f(x):
+        return x.T
+
+    report = explain(f, floats(8, 4, 8), mesh=jax.devices()[:8])
+    assert report.arguments[0].placement == 'b a c -> b8 a c'
+    assert report.results[0].placement == 'b c a -> b c a8'
+
+
+def test_annotations_name_axes():
+    @sharded
+    def f(x: Sharded[Float[Array, 'rows cols'], 'rows cols*']):  # noqa: F722
+        return x + 1
+
+    assert explain(f, floats(4, 16)).arguments[0].placement == 'rows cols -> rows cols16'
+
+
+def step(w, x, *, rate=1.0):
+    return {'y': (x @ w) * rate}
+
+
+ROWS = [('w', 'a b -> 8 a b'), ('x', 'a b -> a8 b'), ('result/y', 'a b -> a8 b')]
+
+
+@pytest.mark.parametrize(
+    'of', ['function', 'jitted', 'traced', 'lowered', 'compiled', 'sharded', 'partial', 'keywords']
+)
+def test_every_kind_of_function(of):
+    w, x = (
+        jax.ShapeDtypeStruct(
+            shape, np.float32, sharding=make_sharding(spec, mesh=jax.devices()[:8])
+        )
+        for shape, spec in (((4, 2), '... -> * ...'), ((8, 4), 'a b -> a* b'))
+    )
+    jitted = jax.jit(step)
+    report = {
+        'function': lambda: explain(step, w, x),
+        'jitted': lambda: explain(jitted, w, x),
+        'traced': lambda: explain(jitted.trace(w, x)),
+        'lowered': lambda: explain(jitted.lower(w, x)),
+        'compiled': lambda: explain(jitted.lower(w, x).compile()),
+        'sharded': lambda: explain(
+            sharded('... -> * ...', out='a b -> a8 b', mesh=jax.devices()[:8])(step), w, x
+        ),
+        'partial': lambda: explain(functools.partial(step, np.ones((4, 2))), x),
+        'keywords': lambda: explain(jitted, x=x, w=w),
+    }[of]()
+    rows = [(row.path, row.placement) for row in (*report.arguments, *report.results)]
+    assert rows == [row for row in ROWS if (of, row[0]) != ('partial', 'w')]
+    assert report.name == 'step'
+    assert report.collectives == ()
+
+
+def test_static_arguments_and_those_not_used_do_not_shift_names():
+    @functools.partial(jax.jit, static_argnums=1)
+    def f(unused, power, x, *several):
+        return x**power + several[0] + several[1]
+
+    report = explain(f, 1.0, 2, floats(3), 4.0, 5.0)
+    paths = [row.path for row in report.arguments]
+    assert paths == ['args[0]', 'x', 'args[2]', 'args[3]']
+    assert report.arguments[0].placement == 'not used'
+
+
+def test_methods():
+    class Model:
+        @quick('b x -> b* x')
+        def forward(self, x, scale):
+            return x * scale
+
+    jax.tree_util.register_static(Model)
+    report = explain(Model().forward, floats(16, 2), 3.0)
+    assert [row.path for row in report.arguments] == ['x', 'scale']
+    assert report.arguments[0].placement == 'b x -> b16 x'
+
+
+def test_arrays_in_hand_and_one_device():
+    report = explain(lambda x: x * 2, np.ones((2, 3), np.float32))
+    assert (report.n_devices, report.mesh, report.collectives) == (1, (), ())
+    assert report.arguments[0].placement == f'on one device: {jax.devices()[0]}'
+    assert report.arguments[0].bytes == 24
+
+
+def test_keys_and_scalars_have_sizes():
+    report = explain(lambda key, n: jax.random.bits(key) + n, jax.random.key(0), 1)
+    assert [(row.dtype, row.bytes) for row in report.arguments] == [('key<fry>', 8), ('int32', 4)]
+
+
+# --- memory, flops, compilations ----------------------------------------------------------------
+
+
+def test_memory_and_flops_are_the_compilers():
+    @sharded('x y -> x* y', 'y z -> y z*', donate_argnums=0)
+    def f(x, w):
+        return jnp.tanh(x) @ w, x + 1
+
+    report = explain(f, floats(64, 64), floats(64, 32))
+    compiled = f.lower(floats(64, 64), floats(64, 32)).compile()
+    figures, memory = compiled.memory_analysis(), report.memory
+    assert memory.arguments == figures.argument_size_in_bytes
+    assert memory.results == figures.output_size_in_bytes
+    assert memory.temporaries == figures.temp_size_in_bytes
+    assert memory.code == figures.generated_code_size_in_bytes
+    assert memory.aliased == figures.alias_size_in_bytes > 0
+    assert memory.arguments == sum(row.bytes for row in report.arguments)
+    assert memory.total == (
+        memory.arguments + memory.results + memory.temporaries + memory.code - memory.aliased
+    )
+    assert report.flops == compiled.cost_analysis()['flops']
+
+
+@pytest.mark.parametrize('decorate', [jax.jit, sharded('a b -> a* b')], ids=['jit', 'sharded'])
+def test_a_later_call_reuses_the_compilation(decorate):
+    @decorate
+    def reused(x):
+        return x * 3
+
+    x = np.ones((16, 2), np.float32)
+    with counting() as counts:
+        explain(reused, x)
+        assert counts.of('reused') == (1, 1)
+        reused(x)
+        explain(reused, floats(16, 2))
+        assert counts.of('reused') == (1, 1)
+
+
+def test_a_promise_that_is_broken_is_reported_all_the_same():
+    @quick('x y -> x y*', 'y z -> y* z', collectives=())
+    def product(x, w):
+        return x @ w
+
+    assert explain(product, floats(16, 16), floats(16, 16)).collectives.counts == {'all-reduce': 1}
+
+
+# --- warnings -----------------------------------------------------------------------------------
+
+
+def warnings_of(report):
+    return [(caution.kind, caution.text, short(caution.source)) for caution in report.warnings]
+
+
+def test_large_arrays_on_every_device():
+    @quick('a b -> * a b', 'a b -> a* b')
+    def f(x, y):
+        return x.sum() + y, x * 2
+
+    arguments = (floats(512, 513), floats(512, 513))
+    text = 'float32[512,513], is whole on each of 16 devices: 1.0 MiB on each'
+    report = explain(f, *arguments)
+    assert report.results[1].placement == 'a b -> 16 a b'
+    assert warnings_of(report) == [
+        ('replicated', f'x, {text}', None),
+        ('replicated', f'result/1, {text}', None),
+    ]
+    assert not explain(f, *arguments, replicated_above=4 * 512 * 513).warnings
+    assert not explain(jax.jit(lambda x: x * 2), floats(512, 513)).warnings  # on one device
+
+
+@quick('a b -> a8 b')
+def moving(x):
+    y = jnp.tanh(x)
+    y = einshard(y, 'a b -> 2 a b4')
+    return y @ y.T
+
+
+def test_a_resharding_by_way_of_whole_copies():
+    report = explain(moving, floats(64, 64), mesh=jax.devices()[:8])
+    ((kind, text, line),) = warnings_of(report)
+    assert kind == 'moved whole'
+    assert text == (
+        "x, f32[64,64], is moved from 'a b -> a8 b' to 'a b -> 2 a b4' by way of a whole copy on "
+        'each device, which keeps a part of it: 16.0 KiB'
+    )
+    assert line == line_of(moving, 'tanh')
+    # what the partitioner says on standard error alone
+    assert 'all-gather' in report.collectives.counts
+
+
+def test_what_is_gathered_and_used_whole_is_no_such_resharding():
+    @quick('a b -> a8 b', None, out='a b -> 8 a b')
+    def sliced(x, i):
+        x = einshard(x, '... -> * ...')
+        return jax.lax.dynamic_slice(x, (i, 0), (4, 64))
+
+    report = explain(sliced, floats(64, 64), 3, mesh=jax.devices()[:8])
+    assert report.collectives.counts == {'all-gather': 1}
+    assert report.warnings == ()
+
+
+@quick('x y -> x* y', 'i y -> i* y')
+def rematerialised(w, x):
+    @jax.checkpoint
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    return jax.grad(lambda w: layer(w, layer(w, x)).sum())(w)
+
+
+def test_what_is_gathered_several_times():
+    report = explain(rematerialised, floats(64, 64), floats(64, 64), mesh=jax.devices()[:8])
+    n = report.collectives.counts['all-gather']
+    assert n > 1
+    ((kind, text, line),) = warnings_of(report)
+    assert kind == 'gathered again'
+    assert text.startswith(f'w, f32[64,64], is gathered {n} times')
+    assert line in (
+        line_of(rematerialised, 'tanh'),
+        line_of(rematerialised, 'jax.grad'),
+    )
+
+
+@quick('x y -> x* y')
+def idle(x):
+    einshard(x, 'a b -> a b*')
+    x = einshard(x, 'a b -> a* b')
+    y = einshard(jnp.tanh(x), 'a b -> a2 b2 4')
+    y = jax.device_put(einshard(y, 'a b -> a2 b2 *'), jax.devices()[0])
+    return jax.device_put(y, make_sharding('a b -> a b*'))
+
+
+def test_constraints_without_effect():
+    report = explain(idle, floats(16, 16))
+    already = 'already: this constraint changes nothing'
+    assert [caution.text for caution in report.warnings] == [
+        'the result of this constraint is not used: to constrain a value is to make another, '
+        'x = einshard(x, ...)',
+        f"the value is 'a b -> a16 b' {already}",
+        f"the value is 'a b -> a2 b2 4' {already}",
+        'jax.device_put in a jitted function leaves the placement to the compiler: einshard, or '
+        'jax.lax.with_sharding_constraint, constrains it',
+    ]
+    assert {caution.kind for caution in report.warnings} == {'no effect'}
+    texts = ("einshard(x, 'a b -> a b*')", "'a b -> a* b'", 'b2 *', 'return')
+    assert [short(c.source) for c in report.warnings] == [line_of(idle, text) for text in texts]
+
+
+def test_constraints_in_functions_inside_are_seen():
+    @quick('x y -> x* y')
+    def loop(x):
+        def turn(x, _):
+            einshard(x, 'a b -> a b*')
+            return einshard(x + 1, 'a b -> a b*'), None
+
+        return jax.lax.scan(turn, x, length=2)[0]
+
+    report = explain(loop, floats(16, 16))
+    assert [short(c.source) for c in report.warnings if c.kind == 'no effect'] == [
+        line_of(loop, "einshard(x, 'a b -> a b*')")
+    ]
+
+
+# --- a wrong sharding in a program of several hundred lines -------------------------------------
+
+
+def transformer_report(placement):
+    c = transformer.Config(
+        n_layers=2, d_model=32, n_heads=16, n_kv_heads=8, d_head=4, d_ff=64, sequence=16, batch=8
+    )
+    state = jax.eval_shape(lambda: transformer.init_state(jax.random.key(0), c))
+    tokens = jax.ShapeDtypeStruct((8, c.sequence + 1), np.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer, 'sharded', quick)
+        model = transformer.make_model(c, placement, mesh=jax.devices()[:8])
+    return explain(model.train_step, state, tokens)
+
+
+@pytest.fixture(scope='module')
+def right():
+    return transformer_report(transformer.BOTH)
+
+
+def test_the_transformer_only_sums(right):
+    assert set(right.collectives.counts) == {'all-reduce'}
+    assert {(row.groups, row.parties) for row in right.collectives} == {(4, 2), (2, 4)}
+    assert {row.along for row in right.collectives if row.parties == 4} == {'b'}
+    assert all(row.along.startswith('v|h|') for row in right.collectives if row.parties == 2)
+    assert right.warnings == ()
+    assert right.memory.arguments == sum(row.bytes for row in right.arguments)
+
+
+def test_a_wrong_sharding_in_the_transformer_is_found_with_its_line(right):
+    """The hidden units are cut along the wrong axis: positions, which the weights do not cut."""
+    wrong = transformer_report(transformer.BOTH._replace(hidden='b* s2 f'))
+    assert wrong.network_bytes > right.network_bytes
+    line = line_of(transformer.feed_forward, 'einshard(hidden, p.hidden)')
+    others = {row.kind: short(row.source) for row in wrong.collectives if row.kind != 'all-reduce'}
+    assert others, 'no collective tells of it'
+    lines = {short(row.source) for row in wrong.collectives if row.kind != 'all-reduce'}
+    near = {line, line_of(transformer.feed_forward, 'hidden = jax.nn.silu')}
+    assert lines & near
+    diff = right.diff(wrong)
+    assert diff.arrays == ()
+    added = [what for what, before, after in diff.collectives if not before]
+    assert any(what.startswith(tuple(others)) for what in added)
+
+
+# --- values in between ----------------------------------------------------------------------------
+
+
+@quick('b x -> b4 x 2', 'x y -> 4 x y2', 'y x -> 4 y2 x')
+def between(x, w_in, w_out):
+    def layer(x, _):
+        with jax.named_scope('hidden'):
+            y = jnp.tanh(x @ w_in)
+        return einshard(y @ w_out, 'b x -> b8 x'), None
+
+    return jax.lax.scan(layer, x, length=3)[0]
+
+
+def test_intermediates():
+    arguments = floats(16, 32), floats(32, 64), floats(64, 32)
+    report = explain(between, *arguments, mesh=jax.devices()[:8], intermediates=True)
+    found = {(row.path.split('/')[-1], row.array, row.placement) for row in report.intermediates}
+    assert found == {
+        ('dot_general', 'f32[16,64]', 'a b -> a4 b2'),
+        ('tanh', 'f32[16,64]', 'a b -> a4 b2'),
+        ('dot_general', 'f32[16,32]', 'a b -> a8 b'),
+    }
+    (tanh,) = [row for row in report.intermediates if row.path.endswith('tanh')]
+    assert (tanh.path.split('/')[-2], tanh.bytes, tanh.sharded) == ('hidden', 4 * 4 * 32, True)
+    assert short(tanh.source) == line_of(between, 'tanh')
+    assert report == dataclasses.replace(
+        explain(between, *arguments, mesh=jax.devices()[:8]), intermediates=report.intermediates
+    )
+    text = str(report)
+    assert '\nintermediates\n  name ' in text
+    assert 'hidden/tanh' in text
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+
+
+@pytest.mark.parametrize(
+    ('text', 'expression'),
+    [
+        ('replicated', 'a b -> 8 a b'),
+        ("mesh['d0'=2,'d1'=2,'d2'=2], replicated", 'a b -> 8 a b'),
+        ('devices=[4,2]<=[8]', 'a b -> a4 b2'),
+        ('devices=[2,4]<=[4,2]T(1,0)', 'a b -> b4 a2'),
+        ('devices=[4,1,2]<=[8] last_tile_dim_replicate', 'a b -> a4 b 2'),
+        ('devices=[1,2,4]<=[4,2]T(1,0) last_tile_dim_replicate', 'a b -> 4 a b2'),
+        ('devices=[8,1]0,1,2,3,4,5,6,7', 'a b -> a8 b'),
+        ("mesh['d0'=2,'d1'=2,'d2'=2], [{'d0', 'd1'}, {'d2'}]", 'a b -> a4 b2'),
+        ("mesh['d0'=2,'d1'=2,'d2'=2], [{}, {'d2'}]", 'a b -> 4 a b2'),
+        ("mesh['axis_0'=8], [{'axis_0':(2)4}, {'axis_0':(1)2}]", 'a b -> b2 a4'),
+        ('manual', 'manual'),
+        ('devices=[8,1]0,1,2,3,4,5,7,6', 'devices=[8,1]0,1,2,3,4,5,7,6'),
+    ],
+)
+def test_shardings_as_xla_writes_them(text, expression):
+    mesh = make_sharding('a -> a*', mesh=jax.devices()[:8]).mesh
+    assert _placement(text, 2, [mesh])[0] == expression
+
+
+def test_intermediates_of_what_has_none():
+    assert explain(lambda x: x + 1, floats(3), intermediates=True).intermediates == ()
+    text, _ = failing(jax.jit(lambda x: x).lower(floats(3)).compile(), intermediates=True)
+    assert text == (
+        'in a Compiled, the values in between are not to be found any more\n'
+        '  give: the function, or what lower(...) of it returns'
+    )
+
+
+# --- how it is shown, and compared --------------------------------------------------------------
+
+
+def product(x, w):
+    return x @ w
+
+
+@pytest.fixture(scope='module')
+def small():
+    decorate = quick('x y -> x* y', 'y z -> y z4 *', out='x z -> x* z', mesh=jax.devices()[:8])
+    return explain(decorate(product), floats(64, 32), floats(32, 16))
+
+
+def test_text(small):
+    memory, line = small.memory, line_of(product, 'x @ w')
+    assert memory.arguments == 8 * 32 * 4 + 32 * 4 * 4
+    shown = str(small)
+    known, _, resources = shown.partition('\non each device\n')
+    assert (
+        known
+        == f"""\
+product on 8 devices (cpu)
+
+arguments
+  path  array           placement      on a device
+  x     float32[64,32]  x y -> x8 y        1.0 KiB
+  w     float32[32,16]  y z -> y z4 2        512 B
+
+results
+  path    array           placement    on a device
+  result  float32[64,16]  x z -> x8 z        512 B
+
+collectives
+  runs  kind        array       groups  along     sent  line
+     1  all-gather  f32[32,16]  2 of 4  z      1.5 KiB  {line}
+"""
+    )
+    assert resources.startswith('  sent in one run: 1.5 KiB\n  memory: ')
+    assert f'arguments 1.5 KiB, results 512 B, temporaries {memory.temporaries / 1024:.1f} KiB' in (
+        resources
+    )
+    assert repr(small) == shown
+
+
+def test_to_dict_is_json(small, right):
+    for report in (small, right):
+        plain = report.to_dict()
+        assert json.loads(json.dumps(plain)) == plain
+    plain = small.to_dict()
+    assert plain['arguments'][0] == {
+        'path': 'x',
+        'shape': [64, 32],
+        'dtype': 'float32',
+        'placement': 'x y -> x8 y',
+        'bytes': 4 * 8 * 32,
+        'sharded': True,
+        'source': None,
+    }
+    assert plain['counts'] == dict(small.collectives.counts)
+    assert plain['network_bytes'] == small.network_bytes
+    assert plain['memory']['arguments'] == small.memory.arguments
+
+
+def test_html(small):
+    html = small._repr_html_()
+    assert html.count('<table') == html.count('</table>') == 3
+    assert 'x y -&gt; x8 y' in html
+    assert '-> ' not in html
+    for text in ('product on 8 devices (cpu)', 'all-gather', 'float32[64,32]', 'memory: '):
+        assert text in html
+
+
+def test_rich_has_the_text_in_colour(small):
+    import io
+
+    from rich.console import Console
+
+    plain, coloured = io.StringIO(), io.StringIO()
+    Console(file=plain, width=120).print(small)
+    Console(file=coloured, width=120, force_terminal=True).print(small)
+    assert [line.rstrip() for line in plain.getvalue().splitlines()] == str(small).splitlines()
+    assert '\x1b[1m' in coloured.getvalue()
+
+
+def test_no_line_is_wider_than_a_hundred_columns(right):
+    assert max(map(len, str(right).splitlines())) <= 100
+
+
+def test_a_model_is_shown_in_few_lines(right):
+    """Layers, and the means of Adam, are shown as one."""
+    assert len(right.arguments) == 38
+    text = str(right)
+    assert 'state/{weights,mean,square}/layers/q ' in text
+    assert len(text.splitlines()) < 50
+
+
+def test_diff():
+    specs = {'x': 'x y -> x y*', 'out': 'x z -> * x z'}
+    before, after = (
+        explain(quick(specs['x'], w, out=specs['out'])(product), floats(16, 32), floats(32, 16))
+        for w in ('y z -> y* z', 'y z -> y z*')
+    )
+    same = before.diff(before)
+    assert not same
+    assert str(same) == 'no difference'
+    diff = before.diff(after)
+    assert diff
+    assert diff.arrays == (('w', "float32[32,16] 'y z -> y16 z'", "float32[32,16] 'y z -> y z16'"),)
+    lines = str(diff).splitlines()
+    assert lines[0] == "  w: float32[32,16] 'y z -> y16 z'  =>  float32[32,16] 'y z -> y z16'"
+    assert '- all-reduce f32[16,16], 1 of 16 along y: 1' in lines
+    assert ('sent in one run', before.network_bytes, after.network_bytes) in diff.numbers
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+
+def failing(function, *args, **kwargs):
+    with pytest.raises(EinshardError) as caught:
+        explain(function, *args, **kwargs)
+    return str(caught.value), caught.value.__cause__
+
+
+def test_arguments_that_do_not_match():
+    text, _ = failing(step, floats(3, 4))
+    assert text == (
+        "the arguments do not match the parameters of step: missing a required argument: 'x'\n"
+        '  parameters: w, x, *, rate=1.0\n'
+        '  arguments:  float32[3,4]'
+    )
+    text, _ = failing(jax.jit(step), 1, 2, 3)
+    assert text.startswith('the arguments do not match the parameters of step: too many')
+
+
+def test_functions_that_cannot_be_traced():
+    text, cause = failing(step, floats(3, 4), floats(3, 5))
+    assert text.startswith('step cannot be traced with these arguments\n  JAX says:  ')
+    assert text.endswith('\n  arguments: float32[3,4], float32[3,5]')
+    assert 'dot_general' in str(cause)
+    text, cause = failing(jax.jit(lambda x: 1 if x else 2), floats(3))
+    assert isinstance(cause, TypeError | ValueError)
+
+
+def test_specs_that_do_not_fit_are_errors_as_in_a_call():
+    text, _ = failing(sharded('a b -> a* b')(lambda x: x), floats(15, 2))
+    assert text.startswith("axis 'a' has size 15, which 16 parts do not divide")
+
+
+def test_functions_that_do_not_compile():
+    @functools.partial(jax.jit, compiler_options={'xla_no_such_option': 1})
+    def f(x):
+        return x
+
+    text, cause = failing(f, floats(2))
+    assert text.startswith('f does not compile\n  the compiler says: ')
+    assert 'xla_no_such_option' in text
+    assert 'xla_no_such_option' in str(cause)
+
+
+def test_what_is_no_function():
+    assert failing(3)[0].startswith('a int cannot be explained\n  give: a function')
+
+
+def test_programs_have_their_arguments_and_devices():
+    lowered = jax.jit(step).lower(floats(2, 2), floats(2, 2))
+    text, _ = failing(lowered, floats(2, 2), floats(2, 2))
+    assert text == (
+        'a Lowered has its arguments and its devices: arguments cannot be given\n'
+        '  give: the function itself, or leave them out'
+    )
+    assert 'mesh= cannot be given' in failing(lowered.compile(), mesh=jax.devices()[:2])[0]
+
+
+def test_meshes_that_cannot_be_used():
+    mesh = AbstractMesh((8,), ('data',), axis_types=(AxisType.Auto,))
+    spec = sharded('a b -> a* b')(lambda x: x)
+    text, _ = failing(spec, floats(16, 2), mesh=mesh)
+    assert text == (
+        'to explain is to compile, and the mesh is abstract: it has no devices to compile for\n'
+        "  mesh: 'data': 8 (Auto)\n"
+        "  give: devices, or those of a TPU that is not here: topology('v5e:4x4')"
+    )
+    own = sharded('a b -> a* b', mesh=jax.devices()[:4])(step)
+    text, _ = failing(own, floats(16, 2), floats(16, 16), mesh=jax.devices()[:8])
+    assert text.startswith('step is for a mesh of its own, and cannot be explained on another\n')
+    text, _ = failing(jax.jit(step), floats(2, 2), floats(2, 2), mesh=jax.devices()[:8])
+    assert text.startswith('mesh= is for functions of einshard and for plain ones; step is jitted')
+    assert 'mesh= is 3, which is no mesh' in failing(spec, floats(16, 2), mesh=3)[0]
+
+
+# --- parts --------------------------------------------------------------------------------------
+
+
+def oracle_groups(sizes, along):
+    """The groups of devices that differ in these mesh axes alone, by their coordinates."""
+    groups = {}
+    for device, at in enumerate(np.ndindex(*sizes)):
+        key = tuple(i for axis, i in enumerate(at) if axis not in along)
+        groups.setdefault(key, []).append(device)
+    return tuple(map(tuple, groups.values()))
+
+
+@pytest.mark.parametrize('sizes', [(2, 2, 2), (4, 2), (3, 2, 2), (2, 1, 4), (16,)])
+def test_groups_along_mesh_axes(sizes):
+    mesh = AbstractMesh(sizes, tuple('abcd'[: len(sizes)]))
+    long_axes = [i for i, size in enumerate(sizes) if size > 1]
+    for bits in range(1, 2 ** len(long_axes)):
+        along = [axis for i, axis in enumerate(long_axes) if bits >> i & 1]
+        groups = oracle_groups(sizes, along)
+        expected = tuple('abcd'[axis] for axis in along)
+        assert mesh_axes_of(groups, mesh) == expected
+        assert mesh_axes_of(groups[::-1], mesh) == expected
+        assert mesh_axes_of(tuple(group[::-1] for group in groups), mesh) == expected
+    assert mesh_axes_of((), mesh) == tuple('abcd'[axis] for axis in long_axes)
+
+
+def test_groups_along_no_mesh_axes():
+    mesh = AbstractMesh((4, 2), ('a', 'b'))
+    assert mesh_axes_of(((0, 2), (1, 3), (4, 6), (5, 7)), mesh) is None  # half of a
+    assert mesh_axes_of(((0, 3), (1, 2), (4, 7), (5, 6)), mesh) is None
+    assert mesh_axes_of(((0,), (1,)), mesh) is None
+
+
+def test_mesh_axes_in_words():
+    mesh = AbstractMesh((2, 2, 2), ('d0', 'd1', 'd2'), axis_types=(AxisType.Auto,) * 3)
+    cuts = {'b': [('d0', 'd1')], 'h': [('d2',)], 'k': [('d2',)]}
+    assert along(('d2',), mesh, cuts) == 'h|k'
+    assert along(('d0', 'd1'), mesh, cuts) == 'b'
+    assert along(('d0', 'd1', 'd2'), mesh, cuts) == 'b,h'
+    assert along(('d1',), mesh, cuts) == 'd1'
+    assert along(('d0', 'd1', 'd2'), mesh, {}) == 'all'
+    assert along(None, mesh, cuts) == ''
+    many = {name: [('d2',)] for name in 'vwxyz'}
+    assert along(('d2',), mesh, many) == 'v|w|x|..'
+
+
+@pytest.mark.parametrize(
+    'expression', ['a b -> a4 b2', 'a b -> b2 a4', 'a b -> a2 b2 a2', 'a b -> 2 a b4']
+)
+def test_shardings_of_blocks(expression):
+    sharding = make_sharding(expression, mesh=jax.devices()[:8])
+    indices = sharding.devices_indices_map((8, 8))
+    blocks = []
+    for axis, step in enumerate(sharding.shard_shape((8, 8))):
+        starts = [indices[device][axis].start or 0 for device in sharding.mesh.devices.flat]
+        blocks.append([start // step for start in starts])
+    found = sharding_of(blocks, sharding.mesh)
+    assert found.is_equivalent_to(sharding, 2)
+    assert sharding_of([[0, 1, 1, 0, 2, 2, 3, 3], [0] * 8], sharding.mesh) is None
+
+
+def test_paths_of_equal_things_are_one():
+    paths = [f'{i}/{name}' for i in range(12) for name in ('q', 'k', 'b')] + ['embed', '12/q']
+    things = ['matrix', 'matrix', 'vector'] * 12 + ['matrix', 'other']
+    patterns = fold(paths, things)
+    assert [pattern for pattern, _ in patterns] == ['0-11/{q,k}', '0-11/b', 'embed', '12/q']
+    assert sorted(i for _, numbers in patterns for i in numbers) == list(range(len(paths)))
+    for pattern, numbers in patterns:
+        assert len({things[i] for i in numbers}) == 1, pattern
+    assert [pattern for pattern, _ in fold(paths[:5], things[:5])] == paths[:5]
+
+
+def test_reports_are_plain_and_frozen(small):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        small.name = 'other'
+    assert small == dataclasses.replace(small)
+    assert isinstance(make_sharding('a -> a*'), NamedSharding)
+    assert P is not None

@@ -1,0 +1,233 @@
+"""The commands explain and table of python -m einshard."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import einshard
+from einshard.__main__ import main
+
+MODEL = """
+import jax
+import jax.numpy as jnp
+from einshard import Rules, sharded
+
+
+@sharded('b x -> b* x', 'x y -> x y*', out='b y -> b* y')
+def layer(x, w, scale=1.0):
+    return jax.nn.relu(x @ w['kernel']) * scale
+
+
+def plain(x):
+    return x * 2
+
+
+def init(n=64):
+    return {'kernel': jnp.zeros((32, n)), 'bias': jnp.zeros(n)}
+
+
+def weights():
+    return {'kernel': jnp.zeros((32, 64))}
+
+
+class Config:
+    size = 3
+
+
+rules = Rules([('kernel', 'i o -> i o*')], default='... -> * ...')
+shapes = jax.eval_shape(init)
+"""
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    (tmp_path / 'model_on_command.py').write_text(MODEL)
+    (tmp_path / 'broken_on_command.py').write_text('import no_such_module_of_test')
+    monkeypatch.syspath_prepend(tmp_path)
+    yield 'model_on_command'
+    sys.modules.pop('model_on_command', None)
+
+
+def printed(capsys, *arguments):
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ''
+    return captured.out
+
+
+def refused(capsys, *arguments):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ''
+    return captured.err.removeprefix('einshard.EinshardError: ').rstrip('\n')
+
+
+def test_explain(capsys, model):
+    text = printed(
+        capsys, 'explain', f'{model}:layer', '--args', 'f32[16,32]', f'{model}:weights', 'scale=2.0'
+    )
+    assert text.startswith('layer on 16 devices (cpu)\n')
+    lines = text.splitlines()
+    assert '  x         float32[16,32]  b x -> b16 x         128 B' in lines
+    assert '  w/kernel  float32[32,64]  x y -> x y16         512 B' in lines
+    assert any(line.startswith('     1  all-gather  f32[32,64]  1 of 16  b|y') for line in lines)
+
+
+def test_explain_is_what_the_function_returns(capsys, model):
+    text = printed(capsys, 'explain', f'{model}:plain', '--args', 'bf16[4]', '--json')
+    import model_on_command
+
+    report = einshard.explain(model_on_command.plain, jax.ShapeDtypeStruct((4,), 'bfloat16'))
+    assert json.loads(text) == report.to_dict()
+
+
+@pytest.mark.parametrize(
+    ('text', 'array'),
+    [
+        ('f32[8,128]', 'float32[8,128]'),
+        ('float16[ 3 ]', 'float16[3]'),
+        ('i8[]', 'int8[]'),
+        ('pred[2,2]', 'bool[2,2]'),
+        ('0.5', 'float32[]'),
+        ('3', 'int32[]'),
+        ('x=u32[2]', 'uint32[2]'),
+    ],
+)
+def test_arguments(capsys, model, text, array):
+    plain = json.loads(printed(capsys, 'explain', f'{model}:plain', '--json', '--args', text))
+    (row,) = plain['arguments']
+    shape = ','.join(map(str, row['shape']))
+    assert (row['path'], f'{row["dtype"]}[{shape}]') == ('x', array)
+
+
+def test_explain_on_other_devices(capsys, model):
+    arguments = ['explain', f'{model}:layer', '--args', 'f32[16,32]', f'{model}:weights']
+    text = printed(capsys, *arguments, '--mesh', 'data=2', 'tp=4')
+    assert text.startswith('layer on 8 devices (cpu; data=2, tp=4)\n')
+    assert 'b x -> b@(data,tp) x' in text
+    assert printed(capsys, *arguments, '--devices', '4').startswith('layer on 4 devices (cpu)\n')
+
+
+def test_explain_for_a_tpu(capsys, model):
+    pytest.importorskip('libtpu')
+    arguments = ['explain', f'{model}:layer', '--args', 'f32[16,32]', f'{model}:weights']
+    text = printed(capsys, *arguments, '--topology', 'v5e:2x2')
+    assert text.startswith('layer on 4 devices (TPU v5 lite)\n')
+    text = printed(capsys, *arguments, '--topology', 'v5e:2x2', '--mesh', 'data=4')
+    assert text.startswith('layer on 4 devices (TPU v5 lite; data=4)\n')
+    text = refused(capsys, *arguments, '--topology', 'v5e:2x2', '--mesh', 'data=8')
+    assert text == '--mesh has 8 devices, but v5e:2x2 has 4'
+    text = refused(capsys, *arguments, '--topology', 'v5e:2x2', '--devices', '4')
+    assert text == '--topology and --devices are two kinds of devices: give one'
+
+
+def test_devices_are_simulated_in_a_process_of_its_own(model, tmp_path):
+    path = os.pathsep.join([str(tmp_path), str(Path(einshard.__file__).parents[1])])
+    environment = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}
+    command = ['explain', f'{model}:layer', '--devices', '8', '--args', 'f32[24,32]']
+    done = subprocess.run(
+        [sys.executable, '-m', 'einshard', *command, f'{model}:weights'],
+        env={**environment, 'PYTHONPATH': path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith('layer on 8 devices (cpu)\n')
+
+
+def test_table(capsys, model):
+    import model_on_command
+
+    expected = str(model_on_command.rules.table(model_on_command.shapes)) + '\n'
+    for tree in ('init', 'shapes'):
+        assert printed(capsys, 'table', f'{model}:rules', f'{model}:{tree}') == expected
+    text = printed(
+        capsys, 'table', f'{model}:rules', f'{model}:init', '--args', 'n=4096', '--devices', '512'
+    )
+    row = 'kernel float32[32,4096] kernel i o -> i o* [32,8] 1.0 KiB'
+    assert row.split() in [line.split() for line in text.splitlines()]
+    assert 'on each of 512 devices' in text
+    text = printed(capsys, 'table', f'{model}:rules', f'{model}:init', '--mesh', 'data=4', 'tp=4')
+    assert 'on each of 16 devices' in text
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'text'),
+    [
+        (
+            ['explain', 'MODEL'],
+            "'MODEL' does not name something in a module\n  as in: model:step",
+        ),
+        (
+            ['explain', 'no_module_of_test.inner:f'],
+            "there is no module 'no_module_of_test' here\n"
+            '  looked in: the current folder, and where Python looks for modules',
+        ),
+        (
+            ['explain', 'MODEL:layr'],
+            "module 'MODEL' has no 'layr'\n  it has: "
+            'Config, Rules, init, jax, jnp, layer, plain, rules, shapes, sharded, weights',
+        ),
+        (
+            ['explain', 'MODEL:plain', '--args', 'f33[2]'],
+            "'f33[2]' has no dtype of JAX: 'f33'\n"
+            '  dtypes: bf16, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64, c64, pred, or '
+            'their long names, as in float32',
+        ),
+        (
+            ['explain', 'MODEL:plain', '--args', 'f32[2'],
+            "'f32[2' is no argument\n  arrays: 'f32[8,128]'\n  values: 0.1, True, module:name",
+        ),
+        (
+            ['explain', 'MODEL:plain'],
+            "the arguments do not match the parameters of plain: missing a required argument: 'x'\n"
+            '  parameters: x\n  arguments:  none',
+        ),
+        (
+            ['explain', 'MODEL:Config.size'],
+            'a int cannot be explained\n  give: a function, or what lower(...) of one gives',
+        ),
+        (
+            ['explain', 'MODEL:plain', '--args', 'f32[2]', '--mesh', 'a=2', 'a=2'],
+            "--mesh gives the axis 'a' more than once",
+        ),
+        (
+            ['explain', 'MODEL:plain', '--args', 'f32[2]', '--devices', '64'],
+            'JAX has started with 16 CPU devices, and cannot simulate 64 now',
+        ),
+        (['table', 'MODEL:layer', 'MODEL:init'], 'MODEL:layer is no Rules, but a function'),
+        (
+            ['table', 'MODEL:rules', 'MODEL:shapes', '--args', '3'],
+            'MODEL:shapes is a dict, which takes no arguments',
+        ),
+    ],
+)
+def test_bad_input(capsys, model, arguments, text):
+    arguments = [argument.replace('MODEL', model) for argument in arguments]
+    assert refused(capsys, *arguments) == text.replace('MODEL', model)
+
+
+def test_what_a_module_lacks_itself_is_pythons_error(model):
+    with pytest.raises(ModuleNotFoundError, match='no_such_module_of_test'):
+        main(['explain', 'broken_on_command:f'])
+
+
+@pytest.mark.parametrize('command', ['explain', 'table'])
+def test_help(capsys, command):
+    with pytest.raises(SystemExit) as ended:
+        main([command, '--help'])
+    assert ended.value.code == 0
+    assert f'python -m einshard {command} model:' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('option', [['--devices', '0'], ['--devices', 'many'], ['--mesh', 'data']])
+def test_options_that_are_no_devices(capsys, model, option):
+    with pytest.raises(SystemExit):
+        main(['explain', f'{model}:plain', '--args', 'f32[2]', *option])
+    assert option[1] in capsys.readouterr().err

@@ -1,0 +1,415 @@
+"""The pytest plugin: golden files and assert_collectives, in sessions of pytest of their own."""
+
+import contextlib
+import functools
+import importlib.metadata
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import einshard
+from einshard import EinshardError, _pytest_plugin, explain, sharded
+from einshard._golden import Goldens, file_name, golden_text
+from einshard._report_rows import Collectives
+
+sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
+import transformer
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / 'docs' / 'testing.md').read_text(encoding='utf-8')
+ARGUMENTS = np.ones((8, 64)), np.ones((64, 8))
+PRODUCT = """\
+product on 8 devices
+
+arguments
+  x: float32[8,64]  x y -> x y8
+  w: float32[64,8]  y z -> y8 z
+results
+  result: float32[8,8]  a b -> 8 a b
+collectives
+  1 x all-reduce f32[8,8], 1 group of 8 along y
+"""
+# the beginning of test files
+MODULE = """\
+import jax
+import numpy as np
+import pytest
+from einshard import explain, sharded
+
+@sharded('x y -> x y*', 'y z -> y* z', mesh=jax.devices()[:8])
+def product(x, w):
+    return x @ w
+
+arguments = np.ones((8, 64)), np.ones((64, 8))
+"""
+
+
+@pytest.fixture(scope='module')
+def report():
+    @sharded('x y -> x y*', 'y z -> y* z', mesh=jax.devices()[:8])
+    def product(x, w):
+        return x @ w
+
+    return explain(product, *ARGUMENTS)
+
+
+@pytest.fixture
+def session(tmp_path, monkeypatch):
+    """Runs pytest in this process, with this plugin alone; its status and what it printed."""
+    monkeypatch.delenv('PYTEST_ADDOPTS', raising=False)
+    monkeypatch.setattr(sys, 'dont_write_bytecode', True)  # files change within a second
+    path = tmp_path / 'tests' / 'test_model.py'
+    without = [f'-pno:{name}' for name in ('einshard', 'xdist', 'cacheprovider')]
+    apart = ['-c', os.devnull, f'--rootdir={tmp_path}', '--import-mode=importlib', '-s']
+
+    def run(source, *options):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(source, encoding='utf-8')
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            status = pytest.main([*without, *apart, *options, str(path)], [_pytest_plugin])
+        ours = [name for name, m in sys.modules.items() if getattr(m, '__file__', '') == str(path)]
+        for name in ours:
+            del sys.modules[name]
+        return status, printed.getvalue()
+
+    return run
+
+
+def goldens_of(folder):
+    """The golden files of the test file in sessions, by name, and what they say."""
+    files = (folder / 'tests' / 'golden' / 'test_model').glob('*')
+    return {file.name: file.read_text(encoding='utf-8') for file in files}
+
+
+def failures(printed):
+    """What failing tests say."""
+    return re.sub(r'^E {7}(Failed: )?', '', printed, flags=re.MULTILINE)
+
+
+def test_the_page_tells_what_happens(session, tmp_path):
+    section = PAGE.partition('## Golden files')[2]
+    module, golden, difference = re.findall(r'^```\w*\n(.*?)^```$', section, re.M | re.S)
+
+    status, printed = session(module)
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert (
+        'there is no tests/golden/test_model/test_mlp.txt to compare mlp with\n'
+        '  to write it: pytest --einshard-update\n'
+    ) in failures(printed)
+    assert goldens_of(tmp_path) == {}
+
+    status, printed = session(module, '--einshard-update')
+    assert status == pytest.ExitCode.OK
+    assert 'einshard: golden files' in printed
+    assert '\nwrote tests/golden/test_model/test_mlp.txt\n' in printed
+    assert goldens_of(tmp_path) == {'test_mlp.txt': golden}
+
+    status, printed = session(module)
+    assert status == pytest.ExitCode.OK
+    assert 'golden' not in printed
+
+    changed = module.replace("'y z -> y* z'", "'y z -> y z*'")
+    status, printed = session(changed)
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert difference in failures(printed)
+    assert goldens_of(tmp_path) == {'test_mlp.txt': golden}
+
+    status, printed = session(changed, '--einshard-update')
+    assert status == pytest.ExitCode.OK
+    assert '\nrewrote tests/golden/test_model/test_mlp.txt\n' in printed
+    assert 'all-gather' in goldens_of(tmp_path)['test_mlp.txt']
+    status, printed = session(changed, '--einshard-update')
+    assert status == pytest.ExitCode.OK
+    assert 'golden' not in printed
+
+
+MANY = f"""{MODULE}
+REPORT = explain(product, *arguments)
+
+@pytest.mark.parametrize('n', [8, 0.5, 'a b -> a* b', 'a b -> a b*'])
+def test_parameters(einshard_golden, n):
+    einshard_golden(REPORT)
+
+class TestLayers:
+    class TestFirst:
+        def test_step(self, einshard_golden):
+            for name in (None, 'forward', None, 'a/b', None):
+                einshard_golden(REPORT, name)
+
+def test_step(einshard_golden):
+    einshard_golden(REPORT, name='forward')
+"""
+
+
+def test_each_report_has_a_file_of_its_own(session, tmp_path):
+    status, printed = session(MANY, '--einshard-update')
+    assert status == pytest.ExitCode.OK
+    files = goldens_of(tmp_path)
+    assert sorted(files) == [
+        'TestLayers.TestFirst.test_step+2.txt',
+        'TestLayers.TestFirst.test_step+3.txt',
+        'TestLayers.TestFirst.test_step+a-b-c14cddc0.txt',
+        'TestLayers.TestFirst.test_step+forward.txt',
+        'TestLayers.TestFirst.test_step.txt',
+        'test_parameters-0.5.txt',
+        'test_parameters-8.txt',
+        'test_parameters-a-b-a-b-70833276.txt',
+        'test_parameters-a-b-a-b-b2eefbac.txt',
+        'test_step+forward.txt',
+    ]
+    assert set(files.values()) == {PRODUCT}
+    written = re.findall(r'^wrote tests/golden/test_model/(.*)$', printed, re.MULTILINE)
+    assert sorted(written) == sorted(files)
+    # a test that runs again, as plugins do with failing ones, starts its numbers again
+    path = str(tmp_path / 'tests' / 'test_model.py')
+    status, printed = session(MANY, '--keep-duplicates', path)
+    assert status == pytest.ExitCode.OK
+    assert '12 passed' in printed
+
+
+def test_the_first_difference_ends_the_session_if_asked(session, tmp_path):
+    session(MANY, '--einshard-update')
+    files = goldens_of(tmp_path)
+    changed = MANY.replace("'y z -> y* z'", "'y z -> y z*'")
+    status, printed = session(changed, '-x')
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert '1 failed' in printed
+    assert 'passed' not in printed
+    # only the tests that run are written
+    status, printed = session(changed, '--einshard-update', '-k', 'TestLayers')
+    assert status == pytest.ExitCode.OK
+    after = goldens_of(tmp_path)
+    assert {name for name in files if after[name] != files[name]} == {
+        name for name in files if name.startswith('TestLayers')
+    }
+
+
+def test_assert_collectives_is_a_fixture(session):
+    source = f"""{MODULE}
+def test_it_keeps_to_it(assert_collectives):
+    assert_collectives(product, *arguments, allowed={{'all-reduce': 1}})
+
+def test_it_does_not(assert_collectives):
+    assert_collectives(product, *arguments, allowed=())
+"""
+    status, printed = session(source)
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert '1 failed, 1 passed' in printed
+    assert 'product communicates more than it may: 1 all-reduce' in printed
+
+
+def test_golden_text(report):
+    assert golden_text(report) == PRODUCT
+
+
+def test_what_a_golden_file_does_not_say(report):
+    """Nothing of the machine, of the lines of the source, or of the compiler's order."""
+    (row,) = report.collectives
+    other = replace(row, kind='all-gather', arrays='f32[2], f32[4], f32[2]', along='')
+    same = [
+        replace(row, source='elsewhere.py:1', op_name='', network_bytes=1, is_async=True),
+        replace(other, arrays='f32[4], f32[2], f32[2]'),
+    ]
+    before = replace(report, collectives=Collectives([row, other]))
+    after = replace(
+        report,
+        collectives=Collectives(same[::-1]),
+        device_kind='TPU v5 lite',
+        memory=None,
+        flops=None,
+    )
+    assert before != after
+    assert golden_text(before) == golden_text(after)
+    assert golden_text(before).endswith(
+        'collectives\n'
+        '  1 x all-gather 2 x f32[2], f32[4], 1 group of 8\n'
+        '  1 x all-reduce f32[8,8], 1 group of 8 along y\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ('times', 'shown'), [((3,), '3'), ((1, 1, 4), '6'), ((1, None), '?'), ((0,), '0')]
+)
+def test_collectives_count_as_often_as_they_run(report, times, shown):
+    (row,) = report.collectives
+    rows = Collectives(replace(row, times=n) for n in times)
+    text = golden_text(replace(report, collectives=rows))
+    assert text == PRODUCT.replace('1 x all-reduce', f'{shown} x all-reduce')
+
+
+def test_a_loop_counts_by_its_turns():
+    @sharded('l x y -> l x y*', '... -> * ...', mesh=jax.devices()[:8])
+    def layers(w, h):
+        return jax.lax.scan(lambda h, w: (jax.numpy.tanh(h + w.sum() * h), None), h, w)[0]
+
+    text = golden_text(explain(layers, np.ones((5, 4, 8)), np.float32(0)))
+    assert text.endswith('collectives\n  5 x all-reduce f32[], 1 group of 8 along y\n')
+
+
+def test_the_mesh_is_shown_where_it_has_names():
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), ('data', 'tp'), devices=jax.devices()[:8], axis_types=auto)
+
+    @sharded('b x@tp', 'x@tp y@data', mesh=mesh)
+    def product(x, w):
+        return x @ w
+
+    text = golden_text(explain(product, np.ones((8, 8)), np.ones((8, 8))))
+    assert text.startswith('product on 8 devices: data=4, tp=2\n')
+    assert text.endswith('  1 x all-reduce f32[8,2], 4 groups of 2 along tp\n')
+
+
+def test_one_device_has_no_name():
+    text = golden_text(explain(lambda: np.float32(0)))
+    assert (
+        text == '<lambda> on 1 device\n\narguments\n  none\n'
+        'results\n  result: float32[]  on one device\ncollectives\n  none\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ('name', 'file'),
+    [
+        ('test_step', 'test_step'),
+        ('test_step[8-float32]', 'test_step-8-float32'),
+        ('test_step[0.5]', 'test_step-0.5'),
+        ('test_step[a/b]', 'test_step-a-b-8f34a2f5'),
+        ('test_step[a:b]', 'test_step-a-b-990200dc'),
+        ('test_step[]', 'test_step-7e33b75a'),
+        ('ü', '-607474ca'),
+    ],
+)
+def test_file_names(name, file):
+    assert file_name(name) == file
+    assert len(file_name(name * 99)) < 150
+
+
+def test_two_files_of_one_name(report, tmp_path):
+    goldens = Goldens(tmp_path, 'test_step', tmp_path, update=True)
+    assert goldens.differs(report, 'forward') is None
+    with pytest.raises(EinshardError) as caught:
+        goldens.differs(report, 'forward')
+    assert str(caught.value) == (
+        "test_step has two golden files of the name 'forward'\n"
+        '  file: test_step+forward.txt\n'
+        '  give: another name='
+    )
+
+
+@pytest.mark.parametrize('name', ['', 3])
+def test_no_name(report, tmp_path, name):
+    with pytest.raises(EinshardError) as caught:
+        Goldens(tmp_path, 'test_step', tmp_path, update=True).differs(report, name)
+    assert str(caught.value) == (
+        f"{name!r} is no name for a golden file\n  give: text, as in name='forward'"
+    )
+
+
+def test_no_report(report, tmp_path):
+    with pytest.raises(EinshardError) as caught:
+        Goldens(tmp_path, 'test_step', tmp_path, update=True).differs(str(report))
+    assert str(caught.value) == (
+        'a golden file is made of a Report, and this is a str\n'
+        '  give: what explain(function, *arguments) returns'
+    )
+
+
+CONFTEST = """
+import sys
+
+def assert_nothing_heavy():
+    assert not {'jax', 'einshard', 'numpy', 'jaxtyping'} & set(sys.modules)
+
+assert_nothing_heavy()
+
+def pytest_unconfigure(config):
+    if not hasattr(config, 'workerinput'):
+        assert_nothing_heavy()
+        print('it never imported JAX')
+"""
+
+
+def test_jax_is_imported_only_for_tests_that_ask(tmp_path):
+    """A conftest.py can set what JAX reads when it is imported; other tests do not pay for it.
+
+    And what processes of xdist have written, the one that reports can say.
+    """
+    (tmp_path / 'tests').mkdir()
+    (tmp_path / 'tests' / 'conftest.py').write_text(CONFTEST)
+    source = """
+from conftest import assert_nothing_heavy
+
+def test_that_does_not_ask():
+    assert_nothing_heavy()
+
+def test_that_asks(einshard_golden, assert_collectives):
+    import einshard
+    assert assert_collectives is einshard.assert_collectives
+    einshard_golden(einshard.explain(abs, 1.5))
+"""
+    (tmp_path / 'tests' / 'test_model.py').write_text(source)
+    module = '_einshard_pytest_plugin'  # as it is installed
+    shutil.copy(_pytest_plugin.__file__, tmp_path / f'{module}.py')
+    paths = [str(tmp_path), str(ROOT), os.environ.get('PYTHONPATH', '')]
+    env = {
+        **os.environ,
+        'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1',
+        'PYTHONPATH': os.pathsep.join(filter(None, paths)),
+    }
+    env.pop('PYTEST_ADDOPTS', None)
+    plugins = ['-p', module, '-p', 'xdist', '-n', '1', '--einshard-update']
+    command = [sys.executable, '-m', 'pytest', '-c', os.devnull, f'--rootdir={tmp_path}', *plugins]
+    done = subprocess.run(
+        [*command, 'tests'], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '2 passed' in done.stdout
+    assert '\nwrote tests/golden/test_model/test_that_asks.txt\n' in done.stdout
+    assert 'it never imported JAX' in done.stdout
+    assert list(goldens_of(tmp_path)) == ['test_that_asks.txt']
+
+
+def test_a_wheel_has_the_plugin_beside_the_package():
+    project = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))
+    wheel = project['tool']['hatch']['build']['targets']['wheel']
+    source = Path(_pytest_plugin.__file__).relative_to(ROOT).as_posix()
+    module = project['project']['entry-points']['pytest11']['einshard']
+    assert wheel['force-include'] == {source: f'{module}.py'}
+    assert wheel['exclude'] == [f'/{source}']
+
+
+def test_the_installed_plugin_imports_no_jax():
+    points = importlib.metadata.entry_points(group='pytest11', name='einshard')
+    if not points:
+        pytest.skip('einshard is not installed here')
+    program = (
+        'import importlib.metadata, sys\n'
+        "(point,) = importlib.metadata.entry_points(group='pytest11', name='einshard')\n"
+        "assert hasattr(point.load(), 'einshard_golden')\n"
+        "assert not {'jax', 'einshard'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, '-c', program], check=True, cwd=Path.home())
+
+
+def test_training_step_of_the_transformer(einshard_golden, monkeypatch):
+    """Where another JAX, or a change here, makes other programs of it, the file shows it."""
+    quickly = functools.partial(
+        transformer.sharded, compiler_options={'xla_backend_optimization_level': 0}
+    )
+    monkeypatch.setattr(transformer, 'sharded', quickly)  # which is LLVM's, and half of the time
+    c = transformer.Config(n_layers=3, d_model=32, d_ff=64, sequence=12, batch=8)
+    model = transformer.make_model(c, transformer.BOTH, mesh=jax.devices()[:8])
+    state = jax.eval_shape(functools.partial(transformer.init_state, c=c), jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((c.batch, c.sequence + 1), np.int32)
+    einshard_golden(einshard.explain(model.train_step, state, tokens))

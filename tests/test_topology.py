@@ -1,0 +1,242 @@
+"""topology: slices of TPUs that are not here, and what explain says of programs for them."""
+
+import ast
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from einshard import EinshardError, device_mesh, einshard, explain, sharded, topology
+from einshard import _topology as module
+
+pytest.importorskip('libtpu', reason='libtpu describes TPUs, and is not installed')
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+@pytest.mark.parametrize(
+    ('name', 'n', 'kind'),
+    [
+        ('v5e:4x4', 16, 'TPU v5 lite'),
+        ('v6e:16x16', 256, 'TPU v6 lite'),
+        ('v5p:2x2x2', 8, 'TPU v5'),
+        ('v4:2x2x1', 8, 'TPU v4'),  # two cores to a chip
+        ('v5e:2x2x1', 4, 'TPU v5 lite'),
+    ],
+)
+def test_slices(name, n, kind):
+    mesh = topology(name)
+    assert mesh.size == n
+    assert {device.device_kind for device in mesh.devices.flat} == {kind}
+    assert mesh == device_mesh(mesh)
+    assert topology(name) is mesh
+
+
+def test_several_slices():
+    mesh = topology('v5e:2x2', n_slices=3)
+    assert mesh.axis_sizes == (3, 2, 2)
+    slices = [device.slice_index for device in mesh.devices.flat]
+    assert slices == [0] * 4 + [1] * 4 + [2] * 4
+    assert topology('v5e:2x2', n_slices=3) is mesh
+    assert topology('v5e:2x2').size == 4
+
+
+KNOWN = (
+    "  in 2 dimensions: v2, v3, v4 lite, v5e, v6e, as in 'v5e:4x4'\n"
+    "  in 3 dimensions: v4, v5p, tpu7x, as in 'v5p:2x2x2'"
+)
+
+
+@pytest.mark.parametrize(
+    ('name', 'sentence'),
+    [
+        ('v9:2x2', "no TPU is called 'v9'"),
+        ('V5E:2x2', "no TPU is called 'V5E'"),
+        ('v5e', "'v5e' is no name of a topology"),
+        ('v5e-16', "'v5e-16' is no name of a topology"),
+        ('', "'' is no name of a topology"),
+        ('v5e:16', "'v5e:16' has 1 dimension, and a slice of v5e has 2"),
+        ('v5e:2x2x2', "'v5e:2x2x2' has 3 dimensions, and a slice of v5e has 2"),
+        ('v5e:0x4', "'v5e:0x4' has no chips"),  # libtpu would divide by it, and end the process
+    ],
+)
+def test_names_of_nothing(name, sentence):
+    with pytest.raises(EinshardError) as caught:
+        topology(name)
+    assert str(caught.value) == f'{sentence}\n{KNOWN}'
+
+
+def test_slices_that_libtpu_does_not_have():
+    with pytest.raises(EinshardError) as caught:
+        topology('v5e:3x3')
+    first, says, *known = str(caught.value).splitlines()
+    assert first == "libtpu has no slice 'v5e:3x3'"
+    assert says.startswith('  libtpu says:     INVALID_ARGUMENT: ')
+    assert '\n'.join(known) == KNOWN
+
+
+@pytest.mark.parametrize('name', ['h100:8', 'cuda', 'A100', 'gpu:2x4'])
+def test_gpus_are_not_described_by_names(name):
+    with pytest.raises(EinshardError) as caught:
+        topology(name)
+    assert str(caught.value) == (
+        f"'{name}' is no slice of TPUs: JAX describes GPUs by those that are there, not by a name\n"
+        '  on such GPUs: mesh=jax.devices(), or leave it out\n'
+        '  elsewhere:    as many simulated CPU devices have the same layouts, and mostly the same '
+        'collectives'
+    )
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'text'),
+    [
+        ((4,), "the name of a topology is a string, not 4\n  as in: 'v5e:4x4'"),
+        (('v5e:2x2', 0), 'n_slices= is a positive number, not 0'),
+        (('v5e:2x2', True), 'n_slices= is a positive number, not True'),
+        (('v5e:2x2', 2.0), 'n_slices= is a positive number, not 2.0'),
+    ],
+)
+def test_wrong_types(arguments, text):
+    name, *slices = arguments
+    with pytest.raises(EinshardError) as caught:
+        topology(name, **({'n_slices': slices[0]} if slices else {}))
+    assert str(caught.value) == text
+
+
+def test_without_libtpu(monkeypatch):
+    monkeypatch.setattr(module.importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(EinshardError) as caught:
+        topology('v5e:2x4')
+    assert str(caught.value) == (
+        'to describe TPUs and to compile for them takes libtpu, which is not installed\n'
+        "  topology: 'v5e:2x4'\n"
+        "  install:  pip install 'einshard[tpu]'"
+    )
+
+
+PROGRAM = """
+import os
+import jax
+from einshard import topology
+from jax._src import xla_bridge
+assert topology('v5e:4x4').size == 16
+print({name: value for name, value in os.environ.items() if name.startswith('TPU_')})
+print(xla_bridge.backends_are_initialized())
+"""
+
+
+def run(**environment):
+    removed = {*module._WITHOUT_TPU, 'XLA_FLAGS'}
+    kept = {name: value for name, value in os.environ.items() if name not in removed}
+    return subprocess.run(
+        [sys.executable, '-c', PROGRAM],
+        env={**kept, 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1', **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_environment_is_set_where_it_is_not():
+    """And no backend is started, nor is there any word on standard error."""
+    done = run(TPU_WORKER_HOSTNAMES='here')
+    assert done.returncode == 0, done.stderr
+    variables, started = done.stdout.splitlines()
+    assert (
+        ast.literal_eval(variables).items()
+        >= {
+            'TPU_WORKER_HOSTNAMES': 'here',
+            'TPU_SKIP_MDS_QUERY': '1',
+            'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
+        }.items()
+    )
+    assert started == 'False'
+    assert done.stderr == ''
+
+
+def test_the_environment_of_a_tpu_is_left_alone(monkeypatch):
+    monkeypatch.setattr(module, '_has_tpu', lambda: True)
+    for name in module._WITHOUT_TPU:
+        monkeypatch.delenv(name, raising=False)
+    topology('v6e:2x2')
+    assert not module._WITHOUT_TPU.keys() & os.environ.keys()
+
+
+# --- reports of TPU programs ----------------------------------------------------------------------
+
+
+@sharded('x y -> x* y', 'y z -> y z*', out='x z -> x* z')
+def gathering(x, w):
+    return x @ w
+
+
+@sharded('x y -> x y*', 'y z -> y* z', out='x z -> * x z')
+def summing(x, w):
+    return x @ w
+
+
+@pytest.mark.parametrize('name', ['v5e:4x4', 'v5p:2x2x2'])
+@pytest.mark.parametrize(
+    ('function', 'kind', 'array', 'share', 'along'),
+    [
+        (gathering, 'all-gather', (512, 256), 1, 'x|z'),
+        (summing, 'all-reduce', (1024, 256), 2, 'y'),
+    ],
+)
+def test_matrix_products(name, function, kind, array, share, along):
+    mesh = topology(name)
+    report = explain(function, floats(1024, 512), floats(512, 256), mesh=mesh)
+    assert (report.n_devices, report.device_kind) == (mesh.size, mesh.devices.flat[0].device_kind)
+    assert report.collectives.counts == {kind: 1}
+    (row,) = report.collectives
+    width = {'f32': 4, 'bf16': 2}[row.arrays.partition('[')[0]]
+    assert row.arrays.endswith(f'[{array[0]},{array[1]}]')
+    assert row.bytes == width * array[0] * array[1]
+    assert report.network_bytes == share * row.bytes * (mesh.size - 1) // mesh.size
+    if row.parties == mesh.size and row.along:
+        assert row.along == along
+    assert report.memory.code > 0
+
+
+def test_arrays_in_hand_are_looked_at_for_their_shapes():
+    x, w = np.ones((1024, 512), np.float32), jnp.ones((512, 256))
+    report = explain(gathering, x, w, mesh=topology('v5e:4x4'))
+    assert report.device_kind == 'TPU v5 lite'
+    assert [row.bytes for row in report.arguments] == [4 * 1024 * 512 // 16, 4 * 512 * 256 // 16]
+
+
+def test_plain_functions_are_traced_for_the_mesh_each_time():
+    def f(x):
+        return einshard(x * 2, 'a b -> a* b')
+
+    for mesh in (topology('v5e:4x4'), topology('v5p:2x2x2'), device_mesh()):
+        report = explain(f, floats(64, 128), mesh=mesh)
+        assert report.device_kind == mesh.devices.flat[0].device_kind
+        assert report.results[0].placement == f'a b -> a{mesh.size} b'
+
+
+def test_a_loop_that_gathers_the_same_in_each_turn():
+    @sharded('x y -> x* y', 'i y -> i* y')
+    def loop(w, x):
+        return jax.lax.fori_loop(0, 12, lambda i, x: jnp.tanh(x @ w), x)
+
+    report = explain(loop, floats(64, 64), floats(64, 64), mesh=topology('v5e:2x4'))
+    (row,) = [row for row in report.collectives if row.kind == 'all-gather']
+    if row.times == 1:
+        pytest.skip('this libtpu gathers before the loop')
+    assert row.times == 12
+    text = f'w, {row.arrays}, is gathered in each of 12 turns of a loop that does not change it'
+    assert [caution.text for caution in report.warnings] == [text]
+
+
+def test_the_same_program_runs_here_afterwards():
+    """A function that was explained for TPUs still works on what there is."""
+    explain(gathering, floats(1024, 512), floats(512, 256), mesh=topology('v5e:4x4'))
+    x, w = np.ones((32, 16), np.float32), np.ones((16, 32), np.float32)
+    assert np.array_equal(gathering(x, w), x @ w)
