@@ -41,17 +41,17 @@ def place_constant(x: Any, placement: Placement) -> Any:
 def _constrain(x: Any, sharding: NamedSharding) -> Any:
     types = set(sharding.mesh.axis_types)
     if AxisType.Explicit in types:
-        x = jax.sharding.reshard(x, _only(sharding, AxisType.Explicit))
+        x = jax.sharding.reshard(x, only(sharding, AxisType.Explicit))
     if AxisType.Auto in types:
-        x = jax.lax.with_sharding_constraint(x, _only(sharding, AxisType.Auto))
+        x = jax.lax.with_sharding_constraint(x, only(sharding, AxisType.Auto))
     return x
 
 
 _constrain_in_jit = jax.jit(_constrain, static_argnums=1)
 
 
-def _only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
-    """The sharding over the mesh axes of one type."""
+def only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
+    """A sharding over the mesh axes of one type."""
     mesh = sharding.mesh
     if set(mesh.axis_types) == {kind}:
         return sharding
@@ -63,7 +63,7 @@ def _only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
 
 def has_type(x: Any, sharding: NamedSharding) -> bool:
     """Whether the type of a traced value says what the sharding does on explicit mesh axes."""
-    wanted, typed = _entries(_only(sharding, AxisType.Explicit)), _entries(jax.typeof(x).sharding)
+    wanted, typed = _entries(only(sharding, AxisType.Explicit)), _entries(jax.typeof(x).sharding)
     n_dims = max(len(wanted), len(typed))
     return wanted + [()] * (n_dims - len(wanted)) == typed + [()] * (n_dims - len(typed))
 

@@ -1,0 +1,264 @@
+"""einsum against numpy, and against jnp.einsum with constraints written by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from counting import counting
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from einshard import EinshardError, describe, device_mesh, einsum, make_sharding, sharded
+
+
+def array(*shape):
+    return np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ('expression', 'shapes'),
+    [
+        ('batch x, x y -> batch y', [(4, 16), (16, 8)]),
+        ('batch x*, x* y -> batch y', [(4, 16), (16, 8)]),
+        ('batch* x, x y -> batch y', [(16, 4), (4, 8)]),
+        ('batch x*, x* y -> batch y8 2', [(4, 16), (16, 8)]),
+        ('batch x, x y -> batch4 y4', [(4, 16), (16, 8)]),
+        ('b s4 h d 4, b t h d -> b h s t', [(2, 8, 4, 16), (2, 8, 4, 16)]),
+        ('n a4 b 4, n 4 b c4 -> n a4 c4', [(3, 4, 5), (3, 5, 8)]),
+        ('... x*, x* y -> ... y', [(2, 3, 16), (16, 8)]),
+        ('... x, x y -> * ... y4', [(2, 3, 16), (16, 8)]),
+        ('a, b -> a b', [(3,), (4,)]),
+        ('x, x ->', [(16,), (16,)]),
+        ('x16, x16 ->', [(16,), (16,)]),
+        (', x -> x', [(), (4,)]),
+        ('a b -> b a', [(4, 8)]),
+        ('a b* -> a', [(4, 16)]),
+        ('a b, b c, c d -> a d', [(2, 3), (3, 4), (4, 5)]),
+        ('α ключ, ключ β -> β α', [(2, 3), (3, 4)]),
+    ],
+)
+def test_numpy_agrees(expression, shapes):
+    arrays = [array(*shape) for shape in shapes]
+    left, right = expression.split('->')
+    letters = {}
+
+    def plain(operand):
+        words = [word.rstrip('0123456789*') for word in operand.split()]
+        kept = [word for word in words if word]
+        return ''.join(
+            word if word == '...' else letters.setdefault(word, 'abcdefgh'[len(letters)])
+            for word in kept
+        )
+
+    subscripts = ','.join(map(plain, left.split(','))) + '->' + plain(right)
+    wanted = np.einsum(subscripts, *arrays)
+    np.testing.assert_allclose(einsum(expression, *arrays), wanted, rtol=1e-5, atol=1e-5)
+    jitted = jax.jit(lambda *xs: einsum(expression, *xs))
+    np.testing.assert_allclose(jitted(*arrays), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_result_is_where_it_says():
+    y = einsum('b x*, x* y -> b2 y8', array(4, 16), array(16, 8))
+    assert y.sharding == make_sharding('b2 y8')
+    assert describe(y) == 'a b -> a2 b8'
+
+
+def test_sixty_axes():
+    """More than there are letters."""
+    names = [f'{a}{b}' for a in 'abcdef' for b in 'abcdefghij']
+    ones = np.ones((1,) * 30, np.float32)
+    expression = f'{" ".join(names[:30])}, {" ".join(names[30:])} ->'
+    assert einsum(expression, ones, ones) == 1
+
+
+def test_options_are_those_of_jnp_einsum():
+    x, w = (array(4, 16).astype(jnp.bfloat16), array(16, 8).astype(jnp.bfloat16))
+    y = einsum('b x, x y -> b y', x, w, preferred_element_type=jnp.float32, precision='highest')
+    assert y.dtype == jnp.float32
+    with pytest.raises(TypeError, match='unknown'):
+        einsum('b x, x y -> b y', x, w, unknown=1)
+
+
+def test_nothing_is_compiled_twice():
+    x, w = array(4, 16), array(16, 8)
+    einsum('b x*, x* y -> b y', x, w, precision='high')
+    with counting() as counts:
+        einsum('b x*, x* y -> b y', x, w, precision='high')
+    assert counts.compiled == []
+
+
+def test_the_program_is_that_written_by_hand(devices8):
+    mesh = device_mesh(devices8)
+    x_at, w_at = (NamedSharding(mesh, P(*spec)) for spec in [(None, mesh.axis_names), ()])
+    w_at = NamedSharding(mesh, P(mesh.axis_names))
+    y_at = NamedSharding(mesh, P(mesh.axis_names))
+
+    def by_hand(x, w):
+        x = jax.lax.with_sharding_constraint(x, x_at)
+        w = jax.lax.with_sharding_constraint(w, w_at)
+        return jax.lax.with_sharding_constraint(jnp.einsum('bx,xy->by', x, w), y_at)
+
+    def ours(x, w):
+        return einsum('b x8, x8 y -> b8 y', x, w, mesh=mesh)
+
+    x, w = array(8, 16), array(16, 8)
+    ours.__name__ = by_hand.__name__
+    texts = [jax.jit(f).lower(x, w).as_text() for f in (ours, by_hand)]
+    assert texts[0] == texts[1]
+
+
+def test_the_mesh_of_the_function_around(devices8):
+    @sharded('* b x', mesh=devices8)
+    def layer(x, w):
+        return einsum('b x*, x* y -> b y*', x, w)
+
+    assert layer(array(4, 16), array(16, 8)).sharding == make_sharding('b y*', mesh=devices8)
+
+
+def test_grad_and_vmap():
+    x, w = array(4, 16), array(16, 8)
+
+    def loss(w):
+        return (einsum('b x*, x* y -> b y', x, w) ** 2).sum()
+
+    wanted = jax.grad(lambda w: ((x @ w) ** 2).sum())(jnp.asarray(w))
+    np.testing.assert_allclose(jax.grad(loss)(jnp.asarray(w)), wanted, rtol=1e-4)
+    many = jax.vmap(lambda x: einsum('x*, x* y -> y', x, w))(jnp.asarray(x))
+    np.testing.assert_allclose(many, x @ w, rtol=1e-4, atol=1e-5)
+
+
+class TestExplicit:
+    @pytest.fixture(autouse=True)
+    def mesh(self):
+        with jax.set_mesh(device_mesh(axis_types=AxisType.Explicit)):
+            yield
+
+    def test_the_result_is_where_it_says(self):
+        x, w = array(4, 16), array(16, 8)
+        y = einsum('b x*, x* y -> b y8 2', x, w)
+        assert str(jax.typeof(y)) == 'float32[4,8@(d0,d1,d2)]'
+        np.testing.assert_allclose(y, x @ w, rtol=1e-5, atol=1e-5)
+
+    def test_free_axes_need_no_result(self):
+        y = einsum('b* x, * x y -> b y', array(16, 4), array(4, 8))
+        assert str(jax.typeof(y)) == 'float32[16@(d0,d1,d2,d3),8]'
+
+    def test_a_sum_over_a_sharded_axis_needs_one(self):
+        with pytest.raises(EinshardError) as caught:
+            einsum('batch x*, x* y -> batch y', array(4, 16), array(16, 8))
+        assert (
+            f'\n{caught.value}'
+            == """
+the sum is over 'x', which is sharded: under explicit axes the result has to say where it is
+    batch x*, x* y -> batch y
+          ^^
+  operand: 0, float32[4,16@(d0,d1,d2,d3)]
+  give:    a placement of the result, as in 'batch x*, x* y -> batch y *'"""
+        )
+        y = einsum('batch x*, x* y -> batch y *', array(4, 16), array(16, 8))
+        assert str(jax.typeof(y)) == 'float32[4,8]'
+
+
+@pytest.mark.parametrize(
+    ('expression', 'shapes', 'text'),
+    [
+        (
+            'b x, x y',
+            [(4, 16), (16, 8)],
+            """
+an einsum has one '->', this one has none
+    b x, x y
+  as in: 'b x, x y -> b y'""",
+        ),
+        (
+            'batch x, x y -> bach y',
+            [(4, 16), (16, 8)],
+            """
+'bach' is in the result, but in no operand
+    batch x, x y -> bach y
+                    ^^^^
+  operands have: batch x y
+  near:          'batch'""",
+        ),
+        (
+            'b x, x y -> b y',
+            [(4, 16)],
+            """
+the einsum has 2 operands, but 1 array is given
+    b x, x y -> b y""",
+        ),
+        (
+            'b x, x y -> b y',
+            [(4, 16), (8, 16)],
+            """
+axis 'x' has size 16 in operand 0, but 8 in operand 1
+    b x, x y -> b y
+      ^  ^""",
+        ),
+        (
+            '... x, ... x -> ...',
+            [(4, 16), (16,)],
+            """
+'...' stands for axes of sizes (4,) in operand 0, but () in 1
+    ... x, ... x -> ...
+    ^^^    ^^^
+  they are: the same axes in every operand""",
+        ),
+        (
+            'b x x, x y -> b y',
+            [(4, 16, 16), (16, 8)],
+            """
+the short form lists each axis once, but 'x' comes again
+    b x x, x y -> b y
+      ^ ^
+  with an arrow: an axis may come again on the right: 'i o -> i2 o4 i2'""",
+        ),
+        (
+            'b x, x y d -> b y',
+            [(4, 16), (16, 8)],
+            """
+the expression names 3 axes, but the array has 2 dimensions
+    b x, x y d -> b y
+         ^ ^ ^
+  operand: 1""",
+        ),
+        (
+            'b x, x y! -> b y',
+            [(4, 16), (16, 8)],
+            """
+'!' is not part of the notation
+    b x, x y! -> b y
+            ^
+  terms are: a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  ...""",
+        ),
+        (
+            'b x3, x y -> b y',
+            [(4, 16), (16, 8)],
+            """
+the counts ask for 3 devices, which do not divide the 16 there are
+    b x3
+      ^^
+  einsum:     'b x3, x y -> b y'
+  array:      float32[4,16]
+  devices:    16
+  works with: 3 devices, or a multiple of 3 with a replica '*'""",
+        ),
+        (
+            'b x, x y -> b16 y',
+            [(4, 16), (16, 8)],
+            """
+axis 'b' has size 4, which 16 parts do not divide
+    b16 y
+    ^^^
+  einsum:     'b x, x y -> b16 y'
+  devices:    16
+  works with: 1, 2, 4 parts""",
+        ),
+        (3, [], '\nan einsum is a string, not 3 of type int'),
+        ([], [], '\nan einsum is a string, not [] of type list'),
+    ],
+)
+def test_errors(expression, shapes, text):
+    with pytest.raises(EinshardError) as caught:
+        einsum(expression, *[array(*shape) for shape in shapes])
+    assert f'\n{caught.value}' == text

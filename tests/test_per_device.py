@@ -1,0 +1,514 @@
+"""per_device beside `jax.shard_map` written by hand, beside numpy, and in every mode of JAX."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from counting import counting
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_hlo import assert_same_program, compiled, floats
+
+from einshard import (
+    EinshardError,
+    axis_rules,
+    device_mesh,
+    einshard,
+    make_sharding,
+    per_device,
+    sharded,
+)
+
+EIGHT = jax.devices()[:8]
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(48, 48)).astype(np.float32)
+W = RANDOM.normal(size=(48, 48)).astype(np.float32) / 7
+close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+
+
+def mesh_of(types=AxisType.Auto, devices=EIGHT, **sizes):
+    grid = np.array(devices, dtype=object).reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes), axis_types=(types,) * len(sizes))
+
+
+def product(x, w):
+    return jax.lax.psum(x @ w, 'x')
+
+
+LAYER = per_device('b x -> b4 x2', 'x y -> x2 y', out='b y -> b4 y', mesh=EIGHT)
+
+
+# ----------------------------------------------------------------- beside shard_map, and numpy
+
+# by the part b, and the part x: expressions of x, w and the result that all say the same
+SPELLINGS = [
+    ('b x -> b{b} x{x}', 'x y -> x{x} y', 'b y -> b{b} y'),
+    ('b x -> b{b} x{x}', 'x y -> {b} x{x} y', 'b y -> b{b} {x} y'),
+    ('b x -> b* x{x}', 'x y -> x{x} y', 'b y -> b* y'),
+    ('b x -> b{b} x*', 'x* y', 'b* y'),
+    ('b x -> b{b} x*', 'x y -> * x{x} y', 'b ... -> b* ...'),
+    ('b{b} x{x}', 'x{x} ...', 'b{b} ...'),
+]
+
+
+@pytest.mark.parametrize(
+    ('n', 'spelling'),
+    [
+        *itertools.product((1, 2, 3, 4, 6, 12, 16), SPELLINGS[1:3]),
+        *itertools.product((8,), SPELLINGS),
+    ],
+    ids=str,
+)
+def test_product_on_every_number_of_devices(n, spelling):
+    devices = jax.devices()[:n]
+    for b in {1, 2 if n % 2 == 0 else 1, n}:
+        parts = {'b': b, 'x': n // b}
+        *specs, out = (text.format(**parts) for text in spelling)
+        f = per_device(*specs, out=out, mesh=devices)(product)
+        y = f(X, W)
+        close(y, X @ W)
+        assert y.sharding == make_sharding(f'b y -> b{b} {n // b} y', mesh=devices)
+
+
+def test_each_device_has_its_shard_and_its_place():
+    """What the body gets, by device, beside slices of numpy."""
+    seen = {}
+
+    @per_device('b r x -> x2 r2 b2', out='i j -> i@(x,r,b) j', mesh=EIGHT)
+    def show(x):
+        seen.update(shape=x.shape, sizes={a: jax.lax.axis_size(a) for a in 'brx'})
+        place = jnp.stack([jax.lax.axis_index(a) for a in 'xrb'])
+        return jnp.concatenate([place, x.reshape(-1)])[None]
+
+    x = np.arange(64).reshape(4, 2, 8)
+    rows = np.asarray(show(x))
+    assert seen == {'shape': (2, 1, 4), 'sizes': {'b': 2, 'r': 2, 'x': 2}}
+    for number, row in enumerate(rows):
+        i, j, k = np.unravel_index(number, (2, 2, 2))
+        assert row[:3].tolist() == [i, j, k]
+        expected = x[2 * k : 2 * k + 2, j : j + 1, 4 * i : 4 * i + 4]
+        assert row[3:].tolist() == expected.reshape(-1).tolist()
+
+
+def test_program_is_that_of_shard_map_by_hand():
+    mesh = mesh_of(b=4, x=2)
+    split = functools.partial(NamedSharding, mesh)
+    specs, out = (P('b', 'x'), P('x', None)), P('b', None)
+    by_hand = jax.jit(
+        jax.shard_map(product, mesh=mesh, in_specs=specs, out_specs=out),
+        in_shardings=tuple(map(split, specs)),
+        out_shardings=split(out),
+    )
+    arguments = floats(16, 32), floats(32, 64)
+    assert_same_program(compiled(LAYER(product), *arguments), compiled(by_hand, *arguments))
+
+
+def test_program_of_an_mlp_and_its_gradient_is_that_of_shard_map_by_hand():
+    def mlp(w_in, w_out, x):
+        x = jax.lax.all_gather(x, 'model', axis=1, tiled=True)
+        return jax.lax.psum_scatter(
+            jax.nn.relu(x @ w_in) @ w_out, 'model', scatter_dimension=1, tiled=True
+        )
+
+    def loss(f):
+        return jax.grad(lambda weights, x: (f(*weights, x) ** 2).sum())
+
+    mesh = mesh_of(data=4, model=2)
+    specs = P(None, 'model'), P('model'), P('data', 'model')
+    f = jax.shard_map(mlp, mesh=mesh, in_specs=specs, out_specs=P('data', 'model'))
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    weights, batch = (floats(32, 64), floats(64, 32)), floats(16, 32)
+    by_hand = jax.jit(
+        loss(f),
+        in_shardings=(tuple(shardings[:2]), shardings[2]),
+        out_shardings=tuple(shardings[:2]),
+    )
+
+    ours = per_device(
+        'd f -> d f@model',
+        'f d -> f@model d',
+        'data model -> data4 model2',
+        out='data model -> data4 model2',
+        mesh=EIGHT,
+    )(mlp)
+    places = 'd f -> 4 d f2', 'f d -> 4 f2 d'
+    step = sharded(places, 'b d -> b4 d2', out=places, mesh=EIGHT)(loss(ours))
+    assert_same_program(compiled(step, weights, batch), compiled(by_hand, weights, batch))
+
+
+def test_program_for_a_tpu_slice():
+    pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
+    from jax.experimental.topologies import get_topology_desc
+
+    devices = get_topology_desc('v5e:4x4', 'tpu').devices
+    in_order = device_mesh(devices).devices.reshape(4, 4)
+    mesh = Mesh(in_order, ('b', 'x'), axis_types=(AxisType.Auto,) * 2)
+    specs, out = (P('b', 'x'), P('x', None)), P('b', None)
+    by_hand = jax.jit(
+        jax.shard_map(product, mesh=mesh, in_specs=specs, out_specs=out),
+        in_shardings=tuple(NamedSharding(mesh, spec) for spec in specs),
+        out_shardings=NamedSharding(mesh, out),
+    )
+    ours = per_device('b x -> b* x4', 'x y -> x4 y', out='b y -> b* y', mesh=devices)(product)
+    arguments = floats(64, 128), floats(128, 64)
+    assert_same_program(
+        compiled(ours, *arguments, platform='tpu'), compiled(by_hand, *arguments, platform='tpu')
+    )
+
+
+# --------------------------------------------------------------------------------- collectives
+
+MATRIX = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+BLOCKS = MATRIX.reshape(4, 2, 8)  # by device along a
+
+COLLECTIVES = {
+    'psum': (lambda x: jax.lax.psum(x, 'a'), 'a b -> a b', BLOCKS.sum(0)),
+    'pmean': (lambda x: jax.lax.pmean(x, 'a'), 'a b -> a b', BLOCKS.mean(0)),
+    'pmax': (lambda x: jax.lax.pmax(x, 'a'), 'a b -> a b', BLOCKS.max(0)),
+    'all_gather': (
+        lambda x: jax.lax.all_gather(x, 'a', axis=1, tiled=True),
+        'a b -> a4 b',
+        np.concatenate([np.concatenate(BLOCKS, 1)] * 4),
+    ),
+    'psum_scatter': (
+        lambda x: jax.lax.psum_scatter(x, 'a', scatter_dimension=1, tiled=True),
+        'a b -> a b@a',
+        BLOCKS.sum(0),
+    ),
+    'all_to_all': (
+        lambda x: jax.lax.all_to_all(x, 'a', split_axis=1, concat_axis=0, tiled=True),
+        'a b -> a b@a',
+        MATRIX,
+    ),
+    'ppermute': (
+        lambda x: jax.lax.ppermute(x, 'a', [(i, (i + 1) % 4) for i in range(4)]),
+        'a b -> a4 b',
+        np.roll(BLOCKS, 1, 0).reshape(8, 8),
+    ),
+    'axis_index': (
+        lambda x: x + jax.lax.axis_index('a'),
+        'a b -> a4 b',
+        MATRIX + np.arange(8)[:, None] // 2,
+    ),
+    'axis_size': (lambda x: x * jax.lax.axis_size('a'), 'a b -> a4 b', MATRIX * 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', COLLECTIVES)
+def test_collectives_by_axis_name(name):
+    function, out, expected = COLLECTIVES[name]
+    f = per_device('a b -> a4 b', out=out, mesh=EIGHT[:4])(function)
+    np.testing.assert_array_equal(f(MATRIX), expected)
+    # the other axis of eight devices sees nothing of it
+    g = per_device('a b -> a4 2 b', out=out, mesh=EIGHT)(function)
+    np.testing.assert_array_equal(g(MATRIX), expected)
+
+
+def test_collective_over_two_axes():
+    f = per_device('a b -> a2 b4', out='a b -> a b', mesh=EIGHT)
+    np.testing.assert_array_equal(
+        f(lambda x: jax.lax.psum(x, ('a', 'b')))(MATRIX),
+        MATRIX.reshape(2, 4, 4, 2).sum((0, 2)),
+    )
+
+
+def test_weights_gathered_over_the_devices_of_the_batch():
+    @per_device('b x -> b* x', 'x y -> x@b y', out='b y -> b* y', mesh=EIGHT)
+    def fully_sharded(x, w):
+        return x @ jax.lax.all_gather(w, 'b', tiled=True)
+
+    close(fully_sharded(X, W), X @ W)
+
+
+# -------------------------------------------------------------------------- arguments and results
+
+
+def test_placed_arrays_enter_without_a_copy_and_results_are_on_the_one_mesh():
+    f = LAYER(product)
+    x, w = einshard(X, 'b x -> b4 x2', mesh=EIGHT), einshard(W, 'x y -> 4 x2 y', mesh=EIGHT)
+    with jax.transfer_guard('disallow'):
+        y = f(x, w)
+    assert y.sharding == make_sharding('b y -> b4 2 y', mesh=EIGHT)
+    assert f.in_shardings(x, w) == {'x': x.sharding, 'w': w.sharding}
+    text = f.lower(x, w).compile().as_text()
+    assert [kind for kind in ('all-gather', 'all-to-all', 'permute') if kind in text] == []
+
+
+def test_as_many_programs_as_by_hand_and_a_trace_for_each():
+    mesh = mesh_of(b=4, x=2)
+    specs, out = (P('b', 'x'), P('x', None)), P('b', None)
+    split = functools.partial(NamedSharding, mesh)
+    runs = []
+
+    def counted(x, w):
+        runs.append(x.shape)
+        return product(x, w)
+
+    mapped = jax.shard_map(counted, mesh=mesh, in_specs=specs, out_specs=out)
+    by_hand = jax.jit(mapped, in_shardings=tuple(map(split, specs)), out_shardings=split(out))
+    programs = []
+    for f, placed in (
+        (by_hand, jax.device_put(X, split(specs[0]))),
+        (LAYER(counted), einshard(X, 'b x -> b4 x2', mesh=EIGHT)),
+    ):
+        runs.clear()
+        with counting() as counts:
+            for x in (X, placed, X, X[:24], placed):
+                f(x, W)
+        programs.append(counts.compiled.count('jit(counted)'))
+    assert programs == [3, 3]  # from the host, placed, and of another shape
+    assert len(runs) == 3
+
+
+def test_trees_prefixes_and_specs_by_name():
+    specs = {'w': 'x y -> x2 y', 'rest': '...'}
+
+    @per_device('b x -> b4 x2', weights=specs, out=('b y -> b4 y', {'mean': '...'}), mesh=EIGHT)
+    def f(x, weights):
+        a, b = weights['rest']
+        y = jax.lax.psum(x @ weights['w'], 'x') * a + b
+        return y, {'mean': jax.lax.pmean(y.mean(), 'b')}
+
+    for y, rest in (
+        f(X, {'w': W, 'rest': (2.0, np.ones(48, np.float32))}),
+        f(weights={'w': W, 'rest': (2.0, np.ones(48, np.float32))}, x=X),
+    ):
+        close(y, 2 * (X @ W) + 1)
+        close(rest['mean'], np.mean(2 * (X @ W) + 1))
+
+
+def test_axes_behind_an_ellipsis():
+    @per_device('... x -> ... x4', out=('... x -> ... x@x', '... x -> ... x'), mesh=EIGHT[:4])
+    def f(x):
+        return jnp.stack([x, x]), jax.lax.psum(x, 'x')
+
+    doubled, added = f(MATRIX)
+    np.testing.assert_array_equal(doubled, np.stack([MATRIX, MATRIX]))
+    assert doubled.sharding == make_sharding('a b c -> a b c4', mesh=EIGHT[:4])
+    np.testing.assert_array_equal(added, MATRIX.reshape(8, 4, 2).sum(1))
+    row, _ = f(MATRIX[0])
+    assert row.shape == (2, 8)
+
+
+def test_static_arguments_defaults_methods_and_options():
+    @per_device('a -> a8', out='a -> a8', mesh=EIGHT, static_argnames='power', donate_argnames='x')
+    def f(x, *, power=2, scale=None):
+        return x**power if scale is None else scale * x**power
+
+    x = einshard(np.arange(8.0), 'a -> a8', mesh=EIGHT)
+    np.testing.assert_array_equal(f(x, power=3), np.arange(8.0) ** 3)
+    assert x.is_deleted()
+    np.testing.assert_array_equal(f(np.arange(8.0)), np.arange(8.0) ** 2)
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Model:
+        w: jax.Array
+
+        @per_device('b x -> b8 x', out='b y -> b8 y', mesh=EIGHT)
+        def __call__(self, x):
+            return x @ self.w
+
+        @staticmethod
+        @per_device('b -> b8', out='...', mesh=EIGHT)
+        def total(b):
+            return jax.lax.psum(b.sum(), 'b')
+
+    close(Model(jnp.asarray(W))(X), X @ W)
+    assert Model(W).total(np.arange(8.0)) == 28
+
+
+def test_scalars_and_functions_without_arguments():
+    numbers = per_device(out='a -> a8', mesh=EIGHT)(lambda: jax.lax.axis_index('a')[None])
+    np.testing.assert_array_equal(numbers(), np.arange(8))
+    add = per_device('a*', '...', out='...', mesh=EIGHT)(
+        lambda a, s: jax.lax.psum(a.sum(), 'a') + s
+    )
+    assert add(np.arange(16.0), 2.0) == 122
+
+
+def test_random_keys():
+    keys = jax.random.split(jax.random.key(0), 8)
+    f = per_device('k -> k8', out='k -> k8', mesh=EIGHT)(
+        lambda own: jax.random.uniform(own[0], (1,))
+    )
+    np.testing.assert_array_equal(f(keys), [jax.random.uniform(key) for key in keys])
+
+
+def test_counts_that_the_one_mesh_has_other_factors_for():
+    twelve = jax.devices()[:12]
+    f = per_device('b x -> b4 x3', 'x y -> x3 y', out='b y -> b4 y', mesh=twelve)(product)
+    close(f(X, W), X @ W)
+
+
+def test_decoration_asks_for_no_devices(monkeypatch):
+    def devices(*_):
+        raise AssertionError('decoration asks for devices')
+
+    with monkeypatch.context() as patch:
+        for name in ('devices', 'local_devices', 'device_count'):
+            patch.setattr(jax, name, devices)
+        f = per_device('b x -> b4 x2 2', 'x y -> x2 y', out='b y -> b4 y')(product)
+    close(f(X, W), X @ W)
+
+
+def test_other_numbers_of_devices_after_each_other():
+    f = per_device('b x -> b* x2', 'x2 y', out='b* y')(product)
+    for n in (2, 8, 4, 8):
+        with jax.set_mesh(mesh_of(devices=jax.devices()[:n], b=n // 2, x=2)):
+            y = f(X, W)
+        close(y, X @ W)
+        assert len(y.sharding.device_set) == n
+    assert len(f(X, W).sharding.device_set) == 16
+
+
+# --------------------------------------------------------------------------------- transformations
+
+
+@pytest.mark.parametrize(
+    'wrap', [lambda f: f, jax.jit, jax.checkpoint], ids=['eager', 'jit', 'remat']
+)
+def test_gradient(wrap):
+    f = wrap(LAYER(product))
+    gradient = jax.grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1))(X, W)
+    expected = jax.grad(lambda x, w: ((x @ w) ** 2).sum(), argnums=(0, 1))(X, W)
+    for ours, theirs in zip(gradient, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason='JAX cannot map a psum of shard_map')
+def test_vmap():
+    xs = np.stack([X, 2 * X, -X])
+    close(jax.vmap(LAYER(product), in_axes=(0, None))(xs, W), xs @ W)
+
+
+def test_scan():
+    f = LAYER(product)
+
+    @jax.jit
+    def tower(x, layers):
+        return jax.lax.scan(lambda x, w: (f(x, w), None), x, layers)[0]
+
+    close(tower(X, np.stack([W, W])), X @ W @ W)
+
+
+def test_inside_sharded_the_mesh_is_that_of_sharded():
+    f = per_device('b x -> b* x2', 'x2 y', out='b* y')(product)
+
+    @sharded('b x -> b4 x2', out='b y -> b4 2 y', mesh=EIGHT)
+    def layer(x):
+        return einshard(f(x, W), 'b y -> b4 y2')
+
+    y = layer(X)
+    close(y, X @ W)
+    assert y.sharding == make_sharding('b y -> b4 2 y', mesh=EIGHT)
+
+
+def test_ahead_of_time():
+    f = LAYER(product)
+    arguments = floats(48, 48), floats(48, 48)
+    assert f.eval_shape(*arguments).shape == (48, 48)
+    close(f.lower(*arguments).compile()(X, W), X @ W)
+    abstract = AbstractMesh((8,), ('any',), axis_types=(AxisType.Auto,))
+    g = per_device('b x -> b4 x2', 'x y -> x2 y', out='b y -> b4 y', mesh=device_mesh(abstract))(
+        product
+    )
+    assert g.eval_shape(*arguments).sharding.spec == P(('d0', 'd1'))
+    text = g.trace(*arguments).lower(lowering_platforms=('cpu',)).as_text()
+    assert text.count('all_reduce') >= 1
+
+
+# ------------------------------------------------------------------------------ meshes of the user
+
+
+@pytest.mark.parametrize('explicit', [False, True])
+@pytest.mark.parametrize('context', [False, True])
+@pytest.mark.parametrize(
+    'specs',
+    [
+        ('b x -> b@data x@tp', 'x y -> x@tp y', 'b y -> b@data y'),
+        ('b x -> b4 x2', 'x y -> x2 y', 'b y -> b4 y'),
+        ('b x -> b* x@tp', 'x y -> x@tp y', 'b y -> b@data y'),
+        ('b x -> b* x2', 'x y -> * x2 y', 'b y -> b@data y'),
+    ],
+    ids=str,
+)
+def test_on_a_mesh_the_body_sees_its_axes(specs, context, explicit):
+    mesh = mesh_of(AxisType.Explicit if explicit else AxisType.Auto, data=4, tp=2)
+    *specs, out = specs
+    f = per_device(*specs, out=out, mesh=None if context else mesh)(
+        lambda x, w: jax.lax.psum(x @ w, 'tp')
+    )
+    # explicit axes are good for nothing outside of their mesh
+    with jax.set_mesh(mesh) if context or explicit else contextlib.nullcontext():
+        y = f(X, W)
+    close(y, X @ W)
+    assert y.sharding == NamedSharding(mesh, P('data'))
+
+
+def test_in_the_one_mesh_in_context_axes_are_those_of_the_mesh():
+    for types in (AxisType.Auto, AxisType.Explicit):
+        f = per_device('b x -> b4 x2', 'x y -> x2 y', out='b y -> b4 y')(
+            lambda x, w: jax.lax.psum(x @ w, 'd2')
+        )
+        with jax.set_mesh(device_mesh(EIGHT, axis_types=types)):
+            y = f(X, W)
+            assert y.sharding == make_sharding('b y -> b4 2 y')
+        close(y, X @ W)
+
+
+def test_axis_rules():
+    f = per_device('b x', 'x y', out='b y')
+    with axis_rules(b='@data', x='@tp'), jax.set_mesh(mesh_of(data=4, tp=2)):
+        y = f(lambda x, w: jax.lax.psum(x @ w, 'tp'))(X, W)
+    close(y, X @ W)
+    assert y.sharding.spec == P('data')
+
+
+def test_partly_manual():
+    shapes = []
+
+    @per_device('b x -> b4 x2', 'x y -> x2 y', out='b y -> b4 y', mesh=EIGHT, manual=('x',))
+    def f(x, w):
+        shapes.append((x.shape, w.shape))
+        return einshard(jax.lax.psum(x @ w, 'x'), 'b y -> b* y')
+
+    y = f(X, W)
+    close(y, X @ W)
+    assert set(shapes) == {((48, 24), (24, 48))}
+    assert y.sharding == make_sharding('b y -> b4 2 y', mesh=EIGHT)
+
+
+def test_unchecked_replication():
+    f = per_device('a b -> a8 b', out='b -> b', mesh=EIGHT, check_vma=False)
+    np.testing.assert_array_equal(f(lambda x: x[0] * 0)(MATRIX), np.zeros(8))
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+def test_einshard_in_the_body():
+    with pytest.raises(EinshardError, match='each device has its own array'):
+        LAYER(lambda x, w: einshard(x, 'b x -> b* x'))(X, W)
+
+
+@pytest.mark.parametrize(
+    'error', [KeyError('x'), ValueError('x'), AssertionError(), NameError('x')]
+)
+def test_errors_of_the_body_are_not_touched(error):
+    def body(x, w):
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        LAYER(body)(X, W)
+    assert caught.value is error
+
+
+def test_nothing_is_moved_before_an_error():
+    with jax.transfer_guard('disallow'), pytest.raises(EinshardError, match='do not divide'):
+        LAYER(product)(X[:6], W)

@@ -1,0 +1,404 @@
+"""parallelism against the compiler: the same placements, collectives and bytes."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from einshard import EinshardError, make_sharding, parallelism
+from einshard._collectives import read_collectives
+from einshard._contraction import read_contraction
+from einshard._cuts import Cutting, moves
+
+EINSUMS = [
+    'b x, x y -> b y',  # a layer
+    'n a b, n b c -> n a c',  # batched
+    'a, b -> a b',  # outer
+    'x, x ->',  # inner
+    'b h s k, b h t k -> b h s t',  # attention: scores
+    'b h s t, b h t k -> b h s k',  # values
+    'a x y, x y b -> a b',  # two reduced axes
+    'a b, a b -> a b',
+    'a b -> b a',
+    'a b -> a',
+]
+SIZE = 16  # of every axis
+
+
+def assignments(names, n_devices):
+    """All ways to share devices out among the axes."""
+    counts = [n for n in range(1, n_devices + 1) if n_devices % n == 0]
+    for chosen in itertools.product(counts, repeat=len(names)):
+        if math.prod(chosen) == n_devices:
+            yield dict(zip(names, chosen, strict=True))
+
+
+def compiled(einsum, placements, devices, out=None):
+    contraction = read_contraction(einsum)
+    shapes = [
+        jax.ShapeDtypeStruct(
+            (SIZE,) * len(operand.names),
+            jnp.float32,
+            sharding=make_sharding(placement, mesh=devices),
+        )
+        for operand, placement in zip(contraction.operands, placements, strict=True)
+    ]
+    out = None if out is None else make_sharding(out, mesh=devices)
+    subscripts = contraction.of_letters()
+    program = jax.jit(lambda *xs: jnp.einsum(subscripts, *xs), out_shardings=out)
+    return program.lower(*shapes).compile()
+
+
+def total(collectives):
+    """Parties by kind and bytes: XLA may do one axis after the other, or all of them at once."""
+    parties = {}
+    for one in collectives:
+        parties[one.kind, one.bytes] = parties.get((one.kind, one.bytes), 1) * one.parties
+    return parties
+
+
+def collectives(program):
+    return read_collectives(program.as_text())
+
+
+@pytest.mark.parametrize('einsum', EINSUMS)
+def test_the_compiler_does_the_first_choice(einsum, devices8):
+    names = read_contraction(einsum).names
+    for counts in assignments(names, 8):
+        theory = parallelism(einsum, sizes=dict.fromkeys(names, SIZE), **counts)
+        program = compiled(einsum, theory.operands, devices8)
+        assert total(collectives(program)) == total(theory.collectives), (counts, str(theory))
+        wanted = make_sharding(theory.result, mesh=devices8)
+        n_dims = len(read_contraction(einsum).result.names)
+        assert program.output_shardings.is_equivalent_to(wanted, n_dims), counts
+
+
+@pytest.mark.parametrize('einsum', EINSUMS)
+def test_a_sum_that_is_asked_for_in_parts(einsum, devices8):
+    """A reduce-scatter; XLA for CPU adds up everywhere, and each device keeps its part.
+
+    Along an axis of both operands that is cut already, it also gathers the result over that axis
+    before it cuts it anew.
+    """
+    contraction = read_contraction(einsum)
+    names = contraction.names
+    for counts in assignments(names, 8):
+        theory = parallelism(einsum, sizes=dict.fromkeys(names, SIZE), **counts)
+        everywhere = total(theory.collectives)
+        for choice in theory.choices[1:]:
+            program = compiled(einsum, theory.operands, devices8, out=choice.result)
+            made = total(collectives(program))
+            scattered = {kind for kind, _ in total(choice.collectives)}
+            assert scattered == {'reduce-scatter'}
+            if made in (total(choice.collectives), everywhere):
+                continue
+            along = next(n for n in names if f'{n}' in choice.result and counts[n] > 1)
+            in_both = all(along in operand.names for operand in contraction.operands)
+            gathered = {key: n for key, n in made.items() if key[0] == 'all-gather'}
+            rest = {key: n for key, n in made.items() if key not in gathered}
+            assert in_both
+            assert gathered
+            assert rest == everywhere, (counts, str(choice), made)
+
+
+@pytest.mark.parametrize('left', ['8 b x', 'b8 x', 'b x8'])
+@pytest.mark.parametrize('right', ['8 x y', 'x8 y', 'x y8'])
+def test_operands_that_are_cut_each_by_itself(left, right, devices8):
+    theory = parallelism(f'{left}, {right} -> b y', sizes={'b': 16, 'x': 16, 'y': 16})
+    made = total(collectives(compiled('b x, x y -> b y', [left, right], devices8)))
+    assert made in [total(choice.collectives) for choice in theory.choices]
+    fits = (left, right) in [('8 b x', '8 x y'), ('b8 x', '8 x y'), ('8 b x', 'x y8')] or (
+        (left, right) == ('b x8', 'x8 y')
+    )
+    assert (theory.kind == 'resharding') != fits
+    assert bool(theory.conflicts) != fits
+
+
+def test_kinds():
+    def kind(**counts):
+        return parallelism('b x, x y -> b y', **counts).kind
+
+    assert kind(b=8) == kind(y=8) == kind(b=2, y=4) == 'data parallelism'
+    assert kind(x=8) == 'tensor parallelism'
+    assert kind(b=2, x=4) == 'hybrid'
+    assert kind() == kind(devices=4) == kind(x=1) == 'replicated'
+    assert parallelism('b8 x, x y8 -> b y').kind == 'resharding'
+
+
+def test_placements_are_in_the_order_of_the_keywords():
+    assert parallelism('b x, x y -> b y', b=2, x=4).operands == ('b x -> b2 x4', 'x y -> 2 x4 y')
+    assert parallelism('b x, x y -> b y', x=4, b=2).operands == ('b x -> x4 b2', 'x y -> x4 y 2')
+
+
+def test_devices_that_the_counts_leave_are_replicas():
+    theory = parallelism('b x, x y -> b y', x=4, devices=8)
+    assert theory.operands == ('b x -> 2 b x4', 'x y -> 2 x4 y')
+    assert [(c.parties, c.groups) for c in theory.collectives] == [(4, 2)]
+
+
+def test_a_result_where_the_einsum_asks_for_it():
+    def kinds(einsum):
+        (choice,) = parallelism(einsum).choices
+        return choice.result, [one.kind for one in choice.collectives]
+
+    assert kinds('b x8, x8 y -> 8 b y') == ('b y -> 8 b y', ['all-reduce'])
+    assert kinds('b x8, x8 y -> b8 y') == ('b y -> b8 y', ['reduce-scatter'])
+    assert kinds('b8 x, 8 x y -> 8 b y') == ('b y -> 8 b y', ['all-gather'])
+    assert kinds('b8 x, 8 x y -> b y8') == ('b y -> b y8', ['all-to-all'])
+    assert kinds('8 b x, 8 x y -> b y8') == ('b y -> b y8', [])
+    assert kinds('b2 x4, 2 x4 y -> b y2 4') == (
+        'b y -> b y2 4',
+        ['all-reduce', 'all-to-all'],
+    )
+
+
+def test_mesh_axes_by_name():
+    theory = parallelism('b@data x@tp, x@tp y -> b@data y', data=2, tp=4)
+    assert theory.kind == 'hybrid'
+    (only,) = theory.collectives
+    assert (only.kind, only.over, only.parties, only.groups) == ('all-reduce', ('tp',), 4, 2)
+    turned = parallelism('b@(tp,data) x, x y -> b@(tp,data) y', data=2, tp=4)
+    assert turned.operands[0] == 'b x -> b@(tp,data) x'
+    assert turned.collectives == ()
+
+
+def test_bytes_without_sizes():
+    theory = parallelism('b x, x y -> b y', x=8)
+    assert theory.choices[0].bytes is None
+    assert theory.collectives[0].block == 'b y'
+    assert theory.choices[0].block == '[b x/8] [x/8 y]'
+
+
+def test_a_chain_is_what_the_compiler_makes_of_an_mlp(devices8):
+    steps = ['b x, x y -> b y', 'b y, y z -> b z']
+    sizes = dict.fromkeys('bxyz', SIZE)
+    for counts in assignments('bxyz', 8):
+        theory = parallelism(steps, sizes=sizes, **counts)
+        placements = [theory[0].operands[0], theory[0].operands[1], theory[1].operands[1]]
+        shapes = [
+            jax.ShapeDtypeStruct(
+                (SIZE, SIZE), jnp.float32, sharding=make_sharding(one, mesh=devices8)
+            )
+            for one in placements
+        ]
+        program = jax.jit(lambda x, v, w: jax.nn.relu(x @ v) @ w).lower(*shapes).compile()
+        made = sorted((c.kind, c.bytes) for c in collectives(program))
+        wanted = sorted((c.kind, c.bytes) for c in theory.collectives)
+        assert set(made) == set(wanted), (counts, str(theory))
+
+
+def test_a_chain_is_what_the_compiler_makes_of_attention(devices8):
+    steps = [
+        'b s d, d h k -> b s h k',
+        'b t d, d h k -> b t h k',
+        'b s h k, b t h k -> b h s t',
+        'b h s t, b t h k -> b s h k',
+        'b s h k, h k d -> b s d',
+    ]
+    theory = parallelism(steps, b=2, h=4, sizes=dict.fromkeys('bsthkd', SIZE))
+    assert [step.kind for step in theory] == ['data parallelism'] * 4 + ['hybrid']
+
+    def attention(x, q, k, v, o):
+        q, k, v = (jnp.einsum('bsd,dhk->bshk', x, w) for w in (q, k, v))
+        scores = jax.nn.softmax(jnp.einsum('bshk,bthk->bhst', q, k))
+        return jnp.einsum('bshk,hkd->bsd', jnp.einsum('bhst,bthk->bshk', scores, v), o)
+
+    weights = [theory[0].operands[1]] * 3 + [theory[4].operands[1]]
+    shapes = [
+        jax.ShapeDtypeStruct((SIZE,) * 3, jnp.float32, sharding=make_sharding(one, mesh=devices8))
+        for one in [theory[0].operands[0], *weights]
+    ]
+    program = jax.jit(attention).lower(*shapes).compile()
+    assert total(collectives(program)) == total(theory.collectives)
+    assert make_sharding(theory[4].result, mesh=devices8).is_equivalent_to(
+        program.output_shardings, 3
+    )
+
+
+def test_words():
+    sizes = {'b': 8, 'x': 8, 'y': 8}
+    assert (
+        f'\n{parallelism("b2 x 2, 2 x2 y -> b y", sizes=sizes)}'
+        == """
+b x, x y -> b y   on 4 devices
+  free: b, y; reduced: x
+  resharding: the blocks do not fit together: an operand has to be cut otherwise first
+  'x' is cut in operand 1, and whole in operand 0
+  operand 0: 'b x -> b2 x 2'
+  operand 1: 'x y -> 2 x2 y'
+  1. each device multiplies [b/2 x/2] [x/2 y]
+     result 'b y -> b2 y 2'
+     slice operand 0 along x, which is no communication
+     all-reduce of the result over d1: [b/2 y], 128 bytes, among 2 groups of 2 devices
+  2. each device multiplies [b/2 x/2] [x/2 y]
+     result 'b y -> b4 y'
+     slice operand 0 along x, which is no communication
+     reduce-scatter of the result over d1: [b/2 y], 128 bytes, among 2 groups of 2 devices
+  3. each device multiplies [b/2 x/2] [x/2 y]
+     result 'b y -> b2 y2'
+     slice operand 0 along x, which is no communication
+     reduce-scatter of the result over d1: [b/2 y], 128 bytes, among 2 groups of 2 devices
+  4. each device multiplies [b/2 x] [x y]
+     result 'b y -> b2 y 2'
+     all-gather of operand 1 over d1: [x y], 256 bytes, among 2 groups of 2 devices"""
+    )
+    assert (
+        f'\n{parallelism(["a, a ->", "a, b -> a b"], a=4)}'
+        == """
+a, a ->   on 4 devices
+  free: none; reduced: a
+  tensor parallelism: only reduced axes are cut: each device computes a partial sum
+  operand 0: 'a -> a4'
+  operand 1: 'a -> a4'
+  each device multiplies [a/4] [a/4]
+  result '-> 4'
+  all-reduce of the result over a: [], among 4 devices
+
+a, b -> a b   on 4 devices
+  free: a, b; reduced: none
+  data parallelism: only free axes are cut: each device computes its part of the result
+  operand 0: 'a -> a4'
+  operand 1: 'b -> 4 b'
+  each device multiplies [a/4] [b]
+  result 'a b -> a4 b'
+  no communication
+
+1 collective in all"""
+    )
+
+
+def test_moves():
+    devices = {'d0': 2, 'd1': 4}
+
+    def kinds(old, new):
+        cutting = Cutting('the array', ('a', 'b'), old, devices)
+        return [(one.kind, one.over, one.block) for one in moves(cutting, new)]
+
+    a, b, ab, ba = {'a': ('d0',)}, {'b': ('d0',)}, {'a': ('d0', 'd1')}, {'a': ('d1', 'd0')}
+    assert kinds(a, a) == kinds({}, a) == kinds(a, ab) == []
+    assert kinds(a, {}) == [('all-gather', ('d0',), 'a b')]
+    assert kinds(ab, a) == [('all-gather', ('d1',), 'a/2 b')]
+    assert kinds(a, b) == [('all-to-all', ('d0',), 'a/2 b')]
+    assert kinds(ab, ba) == [('collective-permute', ('d0', 'd1'), 'a/8 b')]
+
+
+@pytest.mark.parametrize(
+    ('einsum', 'options', 'text'),
+    [
+        (
+            'b x, x y -> b y',
+            {'z': 8},
+            """
+no einsum has an axis 'z'
+  axes: b x y""",
+        ),
+        (
+            'batch x, x y -> batch y',
+            {'bach': 8},
+            """
+no einsum has an axis 'bach'
+  axes: batch x y
+  near: batch""",
+        ),
+        ('b x, x y -> b y', {'x': 0}, '\nx= is a number of parts, not 0'),
+        ('b x, x y -> b y', {'x': True}, '\nx= is a number of parts, not True'),
+        (
+            'b x, x y, y z -> b z',
+            {'x': 8},
+            """
+the einsum has 3 operands, and in which order they are multiplied is not said
+    b x, x y, y z -> b z
+  give: a list of einsums of two: ['a b, b c -> a c', 'a c, c d -> a d']""",
+        ),
+        (
+            '... x, x y -> ... y',
+            {'x': 8},
+            """
+axes need names here: '...' has none to cut
+    ... x, x y -> ... y""",
+        ),
+        (
+            'b x*, x* y -> b y',
+            {},
+            """
+stars share what devices there are, and nothing says how many
+    b x*, x* y -> b y
+  give: devices=""",
+        ),
+        (
+            'b8 x, x y8 -> b y',
+            {'b': 2},
+            """
+the axes are cut both by keyword and by placement
+    b8 x, x y8 -> b y
+    ^^      ^^
+  by keyword: b=2""",
+        ),
+        (
+            'b x, x y -> b y',
+            {'x': 8, 'sizes': {'b': 2, 'x': 9, 'y': 1}},
+            """
+axis 'x' has size 9, which 8 parts do not divide
+    b x, x y -> b y
+  of: operand 0""",
+        ),
+        (
+            'b x, x y -> b y',
+            {'sizes': {'b': 2, 'x': 9}},
+            """
+sizes= does not say how long 'y' is
+    b x, x y -> b y""",
+        ),
+        (
+            'b@data x, x y -> b y',
+            {},
+            """
+the size of mesh axis 'data' is not given
+    b@data x, x y -> b y
+  give: data=2""",
+        ),
+        ([], {}, '\na chain has at least one einsum, but none is given'),
+        (
+            'b x, x y -> b y',
+            {'x': 8, 'devices': 12},
+            """
+the counts ask for 8 devices, which do not divide 12
+    b x, x y -> b y""",
+        ),
+        (
+            'b6 2 x, x4 3 y -> b y',
+            {},
+            """
+the device grids of the operands do not fall on one another
+    b6 2 x, x4 3 y -> b y
+    ^^ ^    ^^ ^
+  devices: 12""",
+        ),
+        (
+            'b2 x, x4 y -> b y',
+            {'devices': 8},
+            """
+'b2' uses 2 of 8 devices, and nothing says that the others hold replicas
+    b2 x, x4 y -> b y
+    ^^
+  devices: 8
+  here:    '* b2 x, x4 y -> b y'""",
+        ),
+        (
+            'b8 x, x4 y -> b y',
+            {},
+            """
+'x4' uses 4 of 8 devices, and nothing says that the others hold replicas
+    b8 x, x4 y -> b y
+          ^^
+  devices: 8
+  here:    'b8 x, * x4 y -> b y'""",
+        ),
+    ],
+)
+def test_errors(einsum, options, text):
+    with pytest.raises(EinshardError) as caught:
+        parallelism(einsum, **options)
+    assert f'\n{caught.value}' == text
