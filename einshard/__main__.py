@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from ._commands import abstract_mesh, mesh_axis, run_explain, run_table
-from ._draw import show
 from ._errors import EinshardError
+from ._pictures.draw import show
 
 _EXAMPLES = """\
 examples:

@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ._errors import EinshardError
-from ._explain import explain
 from ._mesh import AnyMesh, device_mesh
+from ._reports.explain import explain
 from ._rules import Rules
 from ._topology import topology
 

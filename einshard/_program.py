@@ -157,13 +157,13 @@ class Program:
                     whole = len(leaf.sharding.device_set) == 1 or leaf.is_fully_replicated
                     if not (whole or reshard):
                         raise self._partitioned_otherwise(i, path, leaf, placement) from None
-                    (moved[j],) = put([leaf], [placement.sharding])
+                    moved[j] = _moved(leaf, placement.sharding)
                 elif uncommitted and isinstance(leaf, Tracer):
                     moved[j] = constrain(leaf, placement)
                 elif uncommitted and isinstance(leaf, jax.ShapeDtypeStruct):
                     moved[j] = leaf.update(sharding=placement.sharding)
                 elif uncommitted or _is_local(leaf):
-                    (moved[j],) = put([leaf], [placement.sharding])
+                    moved[j] = _moved(leaf, placement.sharding)
             if any(new is not old for new, old in zip(moved, leaves, strict=True)):
                 placed[i] = jtu.tree_unflatten(treedef, moved)
         return placed if any(n is not o for n, o in zip(placed, values, strict=True)) else None
@@ -370,6 +370,12 @@ def _unbound(sharding: NamedSharding) -> Any:
 
 def _abstract(mesh: AnyMesh) -> AbstractMesh:
     return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+
+
+def _moved(leaf: Any, sharding: NamedSharding) -> Any:
+    if jax.process_count() > 1:
+        return put([leaf], [sharding])[0]
+    return jax.device_put(leaf, sharding)  # to an abstract mesh too, which put refuses
 
 
 def _is_local(leaf: Any) -> bool:

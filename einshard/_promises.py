@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import jax
 
-from ._collectives import KINDS, Collective, read_collectives
 from ._errors import EinshardError, plural
+from ._hlo.collectives import KINDS, Collective, read_collectives
 from ._mesh import is_tracing
 from ._parameters import name_of
 from ._words import amount, short_arrays, short_source

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from einshard._report import Report
+    from einshard._reports.report import Report
 
 _WRITTEN = 'einshard_golden'
 
@@ -42,7 +42,7 @@ def einshard_golden(request: pytest.FixtureRequest) -> Callable[..., None]:
     +2, one with a name in that: `einshard_golden(report, name='forward')`. A test whose file is not
     there fails; only `pytest --einshard-update` writes.
     """
-    from einshard._golden import Goldens
+    from einshard._reports.golden import Goldens
 
     classes = [node.name for node in request.node.listchain() if isinstance(node, pytest.Class)]
     goldens = Goldens(

@@ -1,8 +1,9 @@
-"""Sizes, arrays and places in a source, in few words."""
+"""Sizes, arrays and places in a source in few words, and how wide words are."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 
 
@@ -28,3 +29,9 @@ def short_arrays(text: str) -> str:
 def short_source(source: str | None) -> str:
     """'/home/me/model.py:12' -> 'model.py:12'"""
     return re.split(r'[\\/]', source)[-1] if source else ''
+
+
+def columns(text: str) -> int:
+    """Terminal columns: wide East Asian characters take two, combining marks none."""
+    marks = sum(unicodedata.category(character) in ('Mn', 'Me', 'Cf') for character in text)
+    return len(text) - marks + sum(unicodedata.east_asian_width(c) in 'WF' for c in text)

@@ -17,9 +17,9 @@ import pytest
 from hlo import programs
 from hlo.programs import MACHINES, PROGRAMS, expected, partitioner
 
-from einshard._collectives import KINDS, read_collectives
-from einshard._device_groups import connected, read_groups
-from einshard._hlo import ArrayType, Sources, array_types, read_instruction
+from einshard._hlo.collectives import KINDS, read_collectives
+from einshard._hlo.device_groups import connected, read_groups
+from einshard._hlo.syntax import ArrayType, Sources, array_types, read_instruction
 
 HLO = Path(__file__).parent / 'hlo'
 ON_SPARSE_CORES = ('product_reduced', 'summed_and_scattered')

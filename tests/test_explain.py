@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from einshard import EinshardError, Sharded, einshard, explain, make_sharding, sharded
-from einshard._along import along, mesh_axes_of, sharding_of
-from einshard._fold import fold
-from einshard._intermediates import _placement
+from einshard._reports.along import along, mesh_axes_of, sharding_of
+from einshard._reports.fold import fold
+from einshard._reports.intermediates import _placement
 
 sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
 import transformer

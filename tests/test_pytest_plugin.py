@@ -19,8 +19,8 @@ import pytest
 
 import einshard
 from einshard import EinshardError, _pytest_plugin, explain, sharded
-from einshard._golden import Goldens, file_name, golden_text
-from einshard._report_rows import Collectives
+from einshard._reports.golden import Goldens, file_name, golden_text
+from einshard._reports.rows import Collectives
 
 sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
 import transformer

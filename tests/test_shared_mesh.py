@@ -15,8 +15,8 @@ from oracle import examples
 
 from einshard import EinshardError
 from einshard._expression import parse
-from einshard._mesh_members import Member
-from einshard._shared_mesh import share
+from einshard._per_device.mesh_members import Member
+from einshard._per_device.shared_mesh import share
 
 
 def shared(n, *texts):

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from einshard import EinshardError, make_sharding, parallelism
-from einshard._collectives import read_collectives
-from einshard._contraction import read_contraction
-from einshard._cuts import Cutting, moves
+from einshard._hlo.collectives import read_collectives
+from einshard._theory.contraction import read_contraction
+from einshard._theory.cuts import Cutting, moves
 
 EINSUMS = [
     'b x, x y -> b y',  # a layer

@@ -1,0 +1,312 @@
+"""Optimised HLO text -> all-gathers, what they gather and what becomes of it; no JAX.
+
+A resharding for which the partitioner knows no better way is an all-gather of the whole array, of
+which every device then keeps a part: "involuntary full rematerialization". XLA says so on standard
+error alone; in the program it is to be read: all that is done with the array is to take slices
+that start where the number of the device says.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .syntax import ArrayType, Instruction, Sources, read_instruction
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """An all-gather.
+
+    Attributes:
+        name: of its instruction.
+        array: what each device gets.
+        dimension: along which its parts are joined.
+        origin: computation and instruction that make what is gathered.
+        parameter: the number of the program's parameter that this is, or None.
+        invariant: whether it is in a loop, and gathers the same in each turn.
+        source: the line that uses it, 'model.py:12', or None.
+        kept: for each dimension, which block of it each device keeps; None where devices use the
+            array otherwise, too.
+    """
+
+    name: str
+    array: ArrayType
+    dimension: int
+    origin: tuple[str, str]
+    parameter: int | None
+    invariant: bool
+    source: str | None
+    kept: tuple[tuple[int, ...], ...] | None
+
+
+def read_gatherings(text: str, n_devices: int) -> list[Gathering]:
+    """The all-gathers of an optimised program that join one array each."""
+    return list(_Reader(text, n_devices).read())
+
+
+_GATHER = re.compile(r' all-gather(?:-start)?\(')
+_HEADER = re.compile(r'\n(ENTRY )?%?(\S+) [^\n]*\{(?=\n)')
+_LINE = re.compile(r'  (ROOT )?%?(\S+) = ([^\n]*)')
+_OPERAND = re.compile(r'%([^\s,()]+)')
+_DIMENSION = re.compile(r'dimensions=\{(\d+)\}')
+_CALLS, _BODY = (re.compile(rf' ({word})=%?([^\s,]+)') for word in ('calls', 'body'))
+_INDEX = re.compile(r'index=(\d+)')
+_SIZES = re.compile(r'dynamic_slice_sizes=\{([\d,]+)\}')
+# these pass an array on as it is, or in another form
+_COPIES = {'copy', 'copy-start', 'copy-done', 'all-gather-done', 'optimization-barrier'}
+_PASSES_ON = frozenset({'bitcast', 'reshape', 'transpose', 'convert', *_COPIES})
+
+
+class _Computation:
+    """Instructions by name. Lines are parsed when they are asked for: most are not."""
+
+    def __init__(self, name: str, text: str, is_entry: bool):
+        self.name = name
+        self.is_entry = is_entry
+        self.lines: dict[str, str] = {}
+        self.users: dict[str, list[str]] = {}
+        self.root = ''
+        self._parsed: dict[str, Instruction] = {}
+        for found in _LINE.finditer(text):
+            is_root, made, line = found.groups()
+            self.lines[made] = found[0]
+            if is_root:
+                self.root = made
+            for operand in _OPERAND.findall(line.partition('), ')[0]):
+                self.users.setdefault(operand, []).append(made)
+
+    def __getitem__(self, name: str) -> Instruction:
+        made = self._parsed.get(name)
+        if made is None:
+            made = self._parsed[name] = read_instruction(self.lines[name])
+        return made
+
+    def parameter(self, number: int) -> str:
+        at = f' parameter({number})'
+        return next(name for name, line in self.lines.items() if at in line)
+
+
+class _Value(NamedTuple):
+    """An instruction, and what the parameters of its computation stand for."""
+
+    computation: _Computation
+    name: str
+    given: tuple[_Value, ...] = ()
+
+
+class _Unknown(Exception):
+    """An instruction that is no plain arithmetic of the device's number."""
+
+
+class _Reader:
+    def __init__(self, text: str, n_devices: int):
+        self.text = text
+        self.n_devices = n_devices
+        headers = list(_HEADER.finditer(text))
+        self.starts = [header.start() for header in headers]
+        self.ends = [header.end() for header in headers]
+        self.names = [header[2] for header in headers]
+        self.entry = next((i for i, header in enumerate(headers) if header[1]), -1)
+        self.numbers = {name: i for i, name in enumerate(self.names)}
+        self.sources = Sources(text[: self.starts[0] if headers else 0].splitlines())
+
+    @functools.cache  # noqa: B019  (lives as long as the reader)
+    def computation(self, i: int) -> _Computation:
+        end = self.text.find('\n}', self.ends[i])
+        return _Computation(self.names[i], self.text[self.ends[i] : end], i == self.entry)
+
+    def line(self, at: int) -> Instruction:
+        start = self.text.rfind('\n', 0, at) + 1
+        return read_instruction(self.text[start : self.text.find('\n', start)])
+
+    def read(self) -> Iterator[Gathering]:
+        for found in _GATHER.finditer(self.text):
+            here = self.computation(bisect.bisect(self.starts, found.start()) - 1)
+            made = self.line(found.start())
+            dimension = _DIMENSION.search(made.attributes)
+            if len(made.operands) != 1 or dimension is None:
+                continue
+            made_in, origin, invariant = self.origin(here, made.operands[0])
+            is_parameter = made_in.is_entry and origin.opcode == 'parameter'
+            array = made.results[-1]
+            yield Gathering(
+                name=made.name,
+                array=array,
+                dimension=int(dimension[1]),
+                origin=(made_in.name, origin.name),
+                parameter=int(origin.given) if is_parameter else None,
+                invariant=invariant,
+                source=self.used_at(here, made.name),
+                kept=self.kept(_Value(here, made.name), array),
+            )
+
+    def origin(self, here: _Computation, name: str) -> tuple[_Computation, Instruction, bool]:
+        """What made an array, before it took other forms and went into fusions and loops.
+
+        And whether that is outside of a loop which gathers it.
+        """
+        made = here[name]
+        while made.opcode in _PASSES_ON and len(made.operands) == 1:
+            made = here[made.operands[0]]
+        outside = self.outside(here, made)
+        if outside is None:
+            return here, made, False
+        caller, operand = outside
+        made_in, origin, invariant = self.origin(caller, operand)
+        return made_in, origin, invariant or made.opcode == 'get-tuple-element'
+
+    def outside(self, here: _Computation, made: Instruction) -> tuple[_Computation, str] | None:
+        """Where what comes into a fusion or, unchanged by its turns, into a loop, comes from."""
+        if made.opcode == 'parameter' and not here.is_entry:
+            caller, call = self.caller('calls', here.name)
+            return (caller, call.operands[int(made.given)]) if caller and call else None
+        at = _carried(here, made)
+        caller, call = self.caller('body', here.name) if at is not None else (None, None)
+        if at is None or caller is None or call is None:
+            return None
+        start = caller[call.operands[0]]
+        return (caller, start.operands[at]) if start.opcode == 'tuple' else None
+
+    def caller(self, word: str, name: str) -> tuple[_Computation | None, Instruction | None]:
+        """The instruction that runs a computation as its 'calls' or its 'body'."""
+        at = self.calls.get((word, name))
+        if at is None:
+            return None, None
+        return self.computation(bisect.bisect(self.starts, at) - 1), self.line(at)
+
+    @functools.cached_property
+    def calls(self) -> dict[tuple[str, str], int]:
+        """Where computations are run from."""
+        found = itertools.chain(*(call.finditer(self.text) for call in (_CALLS, _BODY)))
+        return {(call[1], call[2]): call.start() for call in found}
+
+    def used_at(self, here: _Computation, name: str, far: int = 3) -> str | None:
+        """The line of the source of what uses an array; what only copies it may have none."""
+        for user in map(here.__getitem__, here.users.get(name, ())):
+            source = self.sources.line(user.metadata) if user.metadata else None
+            if source is None and user.callee in self.numbers:
+                callee = self.computation(self.numbers[user.callee])
+                source = self.sources.line(callee[callee.root].metadata)
+            if source is None and far:
+                source = self.used_at(here, user.name, far - 1)
+            if source is not None:
+                return source
+        return None
+
+    def kept(self, value: _Value, array: ArrayType) -> tuple[tuple[int, ...], ...] | None:
+        slices = list(self.slices(value, array))
+        if not slices or None in slices or len(set(slices)) > 1:
+            return None
+        blocks = slices[0]
+        return blocks if blocks and any(len(set(of_axis)) > 1 for of_axis in blocks) else None
+
+    def slices(
+        self, value: _Value, array: ArrayType
+    ) -> Iterator[tuple[tuple[int, ...], ...] | None]:
+        """The blocks that devices take of an array, for each use; None for another use."""
+        here = value.computation
+        if value.name == here.root:
+            yield None
+        for user in map(here.__getitem__, here.users.get(value.name, ())):
+            if user.opcode in _PASSES_ON and user.results[0].shape == array.shape:
+                yield from self.slices(value._replace(name=user.name), array)
+            elif user.opcode == 'fusion' and user.callee in self.numbers:
+                callee = self.computation(self.numbers[user.callee])
+                given = tuple(_Value(here, name, value.given) for name in user.operands)
+                for i, operand in enumerate(user.operands):
+                    if operand == value.name:
+                        yield from self.slices(_Value(callee, callee.parameter(i), given), array)
+            elif user.opcode == 'dynamic-slice' and user.operands[0] == value.name:
+                yield self.blocks(value, user)
+            else:
+                yield None
+
+    def blocks(self, value: _Value, user: Instruction) -> tuple[tuple[int, ...], ...] | None:
+        sizes = _SIZES.search(user.attributes)
+        if sizes is None:
+            return None
+        blocks: list[tuple[int, ...]] = []
+        for operand, size in zip(user.operands[1:], sizes[1].split(','), strict=True):
+            try:
+                start = [
+                    int(self.evaluate(value._replace(name=operand), device).reshape(-1)[0])
+                    for device in range(self.n_devices)
+                ]
+            except _Unknown:
+                return None
+            blocks.append(tuple(at // int(size) for at in start))
+        return tuple(blocks)
+
+    def evaluate(self, value: _Value, device: int) -> Any:
+        """What an integer is on a device."""
+        here = value.computation
+        made = here[value.name]
+        if made.opcode in ('partition-id', 'replica-id'):
+            return np.array(device)
+        if made.opcode == 'constant':
+            numbers = [int(number) for number in re.findall(r'-?\d+', made.given)]
+            if not numbers:
+                raise _Unknown
+            return np.array(numbers).reshape(made.results[0].shape)
+        if made.opcode == 'parameter' and value.given:
+            return self.evaluate(value.given[int(made.given)], device)
+        if made.opcode == 'get-tuple-element':
+            outside = self.outside(here, made)
+            if outside is not None:
+                return self.evaluate(_Value(*outside), device)
+        operands = (
+            self.evaluate(value._replace(name=operand), device) for operand in made.operands
+        )
+        if made.opcode == 'fusion' and made.callee in self.numbers:
+            callee = self.computation(self.numbers[made.callee])
+            given = tuple(_Value(here, name, value.given) for name in made.operands)
+            return self.evaluate(_Value(callee, callee.root, given), device)
+        if made.opcode in _PASSES_ON:
+            return next(operands).reshape(made.results[0].shape)
+        if made.opcode == 'dynamic-slice' and len(made.operands) == 2:
+            table, start = operands
+            size = made.results[0].shape[0]
+            first = min(max(int(start.reshape(-1)[0]), 0), len(table) - size)
+            return table[first : first + size]
+        if made.opcode == 'clamp':
+            low, number, high = operands
+            return np.minimum(np.maximum(number, low), high)
+        if made.opcode in _ARITHMETIC:
+            return _ARITHMETIC[made.opcode](*operands)
+        raise _Unknown
+
+
+_ARITHMETIC: Mapping[str, Any] = {
+    'add': np.add,
+    'subtract': np.subtract,
+    'multiply': np.multiply,
+    'divide': np.floor_divide,
+    'remainder': np.remainder,
+    'minimum': np.minimum,
+    'maximum': np.maximum,
+    'and': np.bitwise_and,
+    'shift-left': np.left_shift,
+    'shift-right-logical': np.right_shift,
+}
+
+
+def _carried(here: _Computation, made: Instruction) -> int | None:
+    """Where in what a loop carries along an element is, if each turn leaves it as it is."""
+    root, index = here[here.root], _INDEX.search(made.attributes)
+    if made.opcode != 'get-tuple-element' or root.opcode != 'tuple' or index is None:
+        return None
+    at = int(index[1])
+    if here[made.operands[0]].opcode != 'parameter' or at >= len(root.operands):
+        return None
+    last = here[root.operands[at]]
+    same = _INDEX.search(last.attributes)
+    unchanged = last.opcode == made.opcode and last.operands == made.operands
+    return at if unchanged and same is not None and same[1] == index[1] else None

@@ -1,0 +1,1 @@
+"""`jax.shard_map` in the notation: `per_device`."""

@@ -1,0 +1,1 @@
+"""Placements to pictures: `show`."""

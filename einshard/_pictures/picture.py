@@ -1,0 +1,133 @@
+"""Picture: which devices hold which block of an array, as text, in colour, as SVG."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .._errors import plural
+from .boxes import Blocks, arrange, colour
+from .svg import svg_text
+from .text import text_lines
+from .words import wrapped
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
+
+_WIDTH = 100
+
+
+class Shown:
+    """What prints as text, and in colour where there are colours and rich is installed."""
+
+    def __repr__(self) -> str:
+        try:
+            from rich.console import Console
+        except ImportError:
+            return str(self)
+        console = Console(force_jupyter=False)
+        if not console.is_terminal or console.color_system is None or console.no_color:
+            return str(self)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip('\n')
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Picture(Shown):
+    """What `show` returns: print it, or let a notebook or the prompt show it.
+
+    `str` is plain text. `repr`, which the prompt shows, is in colour where standard output is a
+    terminal with colours and rich is installed; `rich.print` has colour too. Notebooks draw it. A
+    device has the same colour in every picture; a block on several devices has the colours of all
+    of them when it is drawn, of the first in text.
+
+    Attributes:
+        blocks: the blocks of the array and the devices that hold them.
+        words: what the picture means, in sentences.
+    """
+
+    blocks: Blocks
+    words: tuple[str, ...]
+
+    @property
+    def svg(self) -> str:
+        """The drawing, for a page: text has the colour of what is around it."""
+        return svg_text(self.blocks)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the drawing to a file, which is an SVG for light and for dark."""
+        Path(path).write_text(_for_itself(self.svg), encoding='utf-8')
+
+    def __str__(self) -> str:
+        lines = text_lines(arrange(self.blocks, _WIDTH), _WIDTH)
+        texts = [''.join(text for text, _ in line).rstrip() for line in lines]
+        return '\n'.join([*texts, *wrapped(self.words, _WIDTH)])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
+        width = min(_WIDTH, options.max_width)
+        for line in text_lines(arrange(self.blocks, width), width):
+            text = Text()
+            for segment, device in line:
+                text.append(segment, '' if device is None else f'black on {colour(device)}')
+            yield text
+        for line in wrapped(self.words, width):
+            yield Text(line)
+
+    def _repr_html_(self) -> str:
+        lines = ''.join(f'<div>{html.escape(line)}</div>' for line in self.words)
+        return (
+            '<div style="font: 13px/1.35 ui-monospace, Menlo, Consolas, monospace">'
+            f'{self.svg}<div style="margin-top: 6px">{lines}</div></div>'
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Gallery(Shown):
+    """Pictures of the leaves of a tree, one for all that are of one shape and in one place.
+
+    Attributes:
+        pictures: of each its leaves, in words, and the picture.
+        rest: how many more there are, which are not drawn.
+    """
+
+    pictures: Sequence[tuple[str, Picture]]
+    rest: int
+
+    def __str__(self) -> str:
+        parts = [f'{caption}\n{picture}' for caption, picture in self.pictures]
+        return '\n\n'.join([*parts, *self._more()])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[object]:
+        from rich.text import Text
+
+        for i, (caption, picture) in enumerate(self.pictures):
+            yield Text(f'\n{caption}' if i else caption, style='bold')
+            yield picture
+        for line in self._more():
+            yield Text(f'\n{line}')
+
+    def _repr_html_(self) -> str:
+        figures = ''.join(
+            f'<figure style="margin: 0"><figcaption style="font: 13px sans-serif; '
+            f'margin-bottom: 6px">{html.escape(caption)}</figcaption>{picture.svg}</figure>'
+            for caption, picture in self.pictures
+        )
+        more = ''.join(f'<div>{line}</div>' for line in self._more())
+        return f'<div style="display: flex; flex-wrap: wrap; gap: 24px">{figures}{more}</div>'
+
+    def _more(self) -> list[str]:
+        return [f'and {plural(self.rest, "more placement")}'] if self.rest else []
+
+
+def _for_itself(svg: str) -> str:
+    dark = '@media (prefers-color-scheme: dark) { svg { color: #ddd } }'
+    start = svg.index('>') + 1
+    return f'{svg[:start]}<style>{dark}</style>{svg[start:]}\n'

@@ -1,0 +1,1 @@
+"""Contractions: `einsum`, and `parallelism`, which says what placements of one mean."""

@@ -1,0 +1,185 @@
+"""text -> Contraction: an einsum whose axes are words and may carry placements. Imports no jax."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from .._cache import cached
+from .._errors import EinshardError, Span, plural, quoted
+from .._expression import ELLIPSIS, Expression, parse
+from .._layout import axis_positions
+
+
+@dataclass(frozen=True, slots=True)
+class Contraction:
+    """A parsed einsum: its operands and its result, each an expression in the short form."""
+
+    operands: tuple[Expression, ...]
+    result: Expression
+    text: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All axes, in the order in which they come."""
+        return tuple(dict.fromkeys(name for operand in self.operands for name in operand.names))
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """The axes that are summed over: in an operand, and not in the result."""
+        return tuple(name for name in self.names if name not in self.result.names)
+
+    def of_letters(self) -> str:
+        """The einsum in the letters that numpy takes, without placements."""
+        named = [name for name in self.names if name != ELLIPSIS]
+        letters = {name: _letter(i) for i, name in enumerate(named)} | {ELLIPSIS: ELLIPSIS}
+        sides = [''.join(letters[name] for name in one.names) for one in self._all()]
+        return f'{",".join(sides[:-1])}->{sides[-1]}'
+
+    def plain(self) -> str:
+        """The einsum without placements."""
+        sides = [' '.join(one.names) for one in self._all()]
+        return f'{", ".join(sides[:-1])} -> {sides[-1]}'.rstrip()
+
+    def error(self, sentence: str, spans: Iterable[Span] = (), **facts: object) -> EinshardError:
+        """An error about a part of the text."""
+        labelled = {label.replace('_', ' '): fact for label, fact in facts.items()}
+        return EinshardError(sentence, expression=self.text, spans=spans, facts=labelled)
+
+    def _all(self) -> tuple[Expression, ...]:
+        return (*self.operands, self.result)
+
+
+def written(operand: Expression) -> str:
+    """An operand as an expression of its own."""
+    return ' '.join(map(str, operand.right))
+
+
+def read_contraction(text: str) -> Contraction:
+    """Reads 'b x*, x* y -> b y'; raises EinshardError where it breaks a rule."""
+    if not isinstance(text, str):
+        raise EinshardError(f'an einsum is a string, not {text!r} of type {type(text).__name__}')
+    return _read(text)
+
+
+@cached
+def _read(text: str) -> Contraction:
+    text = unicodedata.normalize('NFC', text)
+    arrows = [match.span() for match in re.finditer('->', text)]
+    if len(arrows) != 1:
+        raise EinshardError(
+            f"an einsum has one '->', this one has {len(arrows) or 'none'}",
+            expression=text,
+            spans=arrows,
+            facts={'as in': "'b x, x y -> b y'"},
+        )
+    ((end, start),) = arrows
+    operands = tuple(_operand(text, *span) for span in _between_commas(text, end))
+    contraction = Contraction(operands, _operand(text, start, len(text)), text)
+    _check_result(contraction)
+    return contraction
+
+
+def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape of the result; raises where arrays do not fit the einsum, or one another."""
+    if len(shapes) != len(contraction.operands):
+        raise contraction.error(
+            f'the einsum has {plural(len(contraction.operands), "operand")}, '
+            f'but {plural(len(shapes), "array")} {"is" if len(shapes) == 1 else "are"} given'
+        )
+    sizes: dict[str, tuple[int, ...]] = {}  # one size for each name, any number of them for '...'
+    holder: dict[str, int] = {}
+    for i, shape in enumerate(shapes):
+        for name, its in _sizes_by_name(contraction, i, tuple(shape)).items():
+            known = sizes.setdefault(name, its)
+            if known != its:
+                raise _two_sizes(contraction, name, known, holder[name], its, i)
+            holder.setdefault(name, i)
+    return tuple(size for name in contraction.result.names for size in sizes[name])
+
+
+def _sizes_by_name(
+    contraction: Contraction, i: int, shape: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
+    operand = contraction.operands[i]
+    try:
+        positions = axis_positions(operand, len(shape))
+    except EinshardError as error:
+        raise contraction.error(error.sentence, error.spans, operand=i) from None
+    n_more = len(shape) - len(positions)
+    sizes: dict[str, tuple[int, ...]] = {}
+    for at, name in enumerate(operand.names):
+        more = name == ELLIPSIS
+        sizes[name] = shape[at : at + n_more] if more else (shape[positions[name]],)
+    return sizes
+
+
+def _two_sizes(
+    contraction: Contraction,
+    name: str,
+    known: tuple[int, ...],
+    holder: int,
+    other: tuple[int, ...],
+    i: int,
+) -> EinshardError:
+    spans = [term.span for one in contraction.operands for term in one.right if term.name == name]
+    if name == ELLIPSIS:
+        sentence = f"'...' stands for axes of sizes {known} in operand {holder}, but {other} in {i}"
+        return contraction.error(sentence, spans, they_are='the same axes in every operand')
+    return contraction.error(
+        f"axis '{name}' has size {known[0]} in operand {holder}, but {other[0]} in operand {i}",
+        spans,
+    )
+
+
+def _between_commas(text: str, end: int) -> Iterable[Span]:
+    """The operands: commas part them, but for those in '@(fsdp,tp)'."""
+    start = depth = 0
+    for at, character in enumerate(text[:end]):
+        depth += (character == '(') - (character == ')')
+        if character == ',' and depth <= 0:
+            yield start, at
+            start = at + 1
+    yield start, end
+
+
+def _operand(text: str, start: int, end: int) -> Expression:
+    written = text[start:end]
+    if not written.strip():  # a scalar
+        return Expression((), (), short=True, text=text)
+    try:
+        # behind blanks, so that carets and fixes are those of the whole text
+        parsed = parse(' ' * start + written)
+        return replace(parsed, text=text)
+    except EinshardError as error:
+        # without its fix, which is for the operand alone
+        raise EinshardError(
+            error.sentence, expression=text, spans=error.spans, facts=error.facts
+        ) from None
+
+
+def _check_result(contraction: Contraction) -> None:
+    known = contraction.names
+    unknown = [term for term in contraction.result.left if term.name not in known]
+    if not unknown:
+        return
+    names = [str(term.name) for term in unknown]
+    facts: dict[str, object] = {'operands have': ' '.join(known) or 'no axes'}
+    near = difflib.get_close_matches(names[0], known, n=1)
+    if near:
+        facts['near'] = f"'{near[0]}'"
+    raise EinshardError(
+        f'{quoted(names)} {"is" if len(names) == 1 else "are"} in the result, but in no operand',
+        expression=contraction.text,
+        spans=[term.span for term in unknown],
+        facts=facts,
+    )
+
+
+def _letter(i: int) -> str:
+    """a to z, A to Z, and then as opt_einsum goes on: letters beyond ASCII."""
+    ascii_letters = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'
+    return ascii_letters[i] if i < len(ascii_letters) else chr(i + 140)
