@@ -50,7 +50,7 @@ def assert_collectives(fn: Callable[..., Any], *args: Any, allowed: Promise, **k
 
     Args:
         fn: a `sharded` or jitted function, or any other, which is jitted.
-        args: what it is called with; arrays, or `ShapeDtypeStruct`s instead.
+        args: what it is called with; arrays, or a `ShapeDtypeStruct` for one.
         allowed: `()` for none, 'all-reduce' or a collection of kinds, or the most there may be of
             each kind, as in `{'all-reduce': 2}`; of others there may be none.
         kwargs: what it is called with by keyword.

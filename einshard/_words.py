@@ -27,8 +27,10 @@ def short_arrays(text: str) -> str:
 
 
 def short_source(source: str | None) -> str:
-    """'/home/me/model.py:12' -> 'model.py:12'"""
-    return re.split(r'[\\/]', source)[-1] if source else ''
+    """'/home/me/model.py:12' -> 'model.py:12'; 'cell:3' in a notebook."""
+    # IPython keeps each cell in a file of its own, whose name is a hash
+    source = re.sub(r'.*ipykernel_\d+[\\/]\d+\.py', 'cell', source or '')
+    return re.split(r'[\\/]', source)[-1]
 
 
 def columns(text: str) -> int:

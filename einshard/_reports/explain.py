@@ -54,7 +54,7 @@ def explain(
     Args:
         fn: a `sharded` or jitted function, any other function (it is jitted), or what its
             `lower(...)` gives, compiled or not.
-        args, kwargs: what it is called with; arrays, or `ShapeDtypeStruct`s instead. None for a
+        args, kwargs: what it is called with; arrays, or a `ShapeDtypeStruct` for one. None for a
             program that is lowered already. By position for a parameter called as one below.
         mesh: the mesh to compile for, of a `sharded` function without a mesh of its own; also one
             that is not here, as `topology` makes. Of arguments only shapes are looked at then.
