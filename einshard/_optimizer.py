@@ -236,10 +236,9 @@ def _without_values(leaf: Any) -> Any:
 
 
 def _shape_of(leaf: Any) -> Shape | None:
-    """The shape of an array, a struct or a number; None for anything else."""
-    if hasattr(leaf, 'dtype'):  # a Mesh has a shape too, but is no array
-        return tuple(leaf.shape)
-    return () if isinstance(leaf, int | float | complex) else None
+    """The shape of an array or a struct; None for anything else, numbers of Python too."""
+    # a Mesh has a shape too, but is no array
+    return tuple(leaf.shape) if hasattr(leaf, 'dtype') else None
 
 
 def _ends(path: str) -> Iterator[str]:

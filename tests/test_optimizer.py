@@ -666,7 +666,7 @@ def test_sequences_and_records():
         opt_state: Any
 
     params = [Pair(struct(16, 16), struct(32, 16)), struct(16, 32)]
-    state = TrainState(0, params, jax.eval_shape(optax.adamw(1e-3).init, params))
+    state = TrainState(np.int32(0), params, jax.eval_shape(optax.adamw(1e-3).init, params))
     specs = [Pair(ROWS, COLUMNS), '* x y']
     each = [DOWN, ACROSS, WHOLE]
     spec = for_optimizer(params, specs)
@@ -746,7 +746,7 @@ def test_equinox_modules():
 
 def test_leaves_that_follow_nothing():
     params = {'w': struct(16, 16)}
-    state = {'key': struct(2, dtype=np.uint32), 'stats': struct(32), 'mu': params, 'n': 3, 'f': max}
+    state = {'key': struct(2, dtype=np.uint32), 'stats': struct(32), 'mu': params, 'n': np.int32(3), 'f': max}
     for default, key, stats in (
         (EVERYWHERE, 'a -> 16 a', 'a -> 16 a'),
         (shard_largest, 'a -> 16 a', 'a -> a16'),
