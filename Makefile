@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test bench lint types docs clean
+.PHONY: demo test bench bench-page lint types docs serve-docs clean
 
 # an environment of its own: the tests' libtpu would look for a TPU and say so in the demo
 demo: $(VENV)-demo/demo.installed
@@ -15,6 +15,15 @@ test: $(VENV)/test.installed
 # under five minutes; where there is no accelerator, on eight simulated devices
 bench: $(VENV)-bench/rich.installed
 	@$(VENV)-bench/bin/python -m benchmarks all
+
+# every figure of docs/performance.md anew; takes long. RESULT names the file of figures, BENCH has
+# more options, as --published PYTHON
+RESULT ?= cpu
+bench-page: $(VENV)-page/rich.installed $(VENV)-page/tpu.installed
+	@mkdir -p benchmarks/results
+	@$(VENV)-page/bin/python -m benchmarks all --large --topology v5e:4x4 \
+	    --topology v5e:16x16 --topology '2*v5e:4x4' $(BENCH) --json benchmarks/results/$(RESULT).json
+	@$(VENV)-page/bin/python -m benchmarks page
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .
@@ -28,6 +37,12 @@ types: $(VENV)/dev.installed
 docs: $(VENV)/docs.installed
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	@echo 'docs/_build/html/index.html'
+
+# PORT names another one
+PORT ?= 8000
+serve-docs: docs
+	@echo 'http://127.0.0.1:$(PORT), until Ctrl-C'
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory docs/_build/html $(PORT)
 
 # one stamp for each extra: installed again when pyproject.toml changes
 %.installed: pyproject.toml

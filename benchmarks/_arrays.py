@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from ._harness import Bench, ratio_at_most
+from ._table import quantity
 
 EXPRESSION = 'a b -> a* b'
 
@@ -64,4 +65,4 @@ def ones_at(offset: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
 
 
 def size_text(n_bytes: int) -> str:
-    return f'{n_bytes / 2**20:g} MiB' if n_bytes >= 2**20 else f'{n_bytes:,} bytes'
+    return quantity(n_bytes, 'bytes')

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import importlib.metadata
 import math
 import os
 import platform
@@ -25,6 +26,7 @@ from ._schema import Environment, Report, Result, Row, Spread, Target
 
 Call = Callable[[], Any]
 Clock = Callable[[], float]
+Agree = Callable[[int], int]
 
 BLOCK = 0.5e-3  # seconds: calls much shorter than this are timed several at once
 MAX_CALLS = 4096
@@ -49,8 +51,10 @@ class Bench:
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
     subject: str = 'einshard'
     rows: list[Row] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     progress: Callable[[str], None] = lambda text: None
     clock: Clock = time.perf_counter
+    agree: Agree = lambda n: n
 
     def compare(
         self,
@@ -60,13 +64,15 @@ class Bench:
         theirs: Call,
         target: Target | None = None,
         n_calls: int = 1,
+        rounds: int | None = None,
         **parameters: str | int | float,
     ) -> Row:
         """A row for the time of `ours`, beside that of `theirs`, in interleaved rounds.
 
-        Where each of them stands for a loop of `n_calls` calls, the figures are of one.
+        Where each of them stands for a loop of `n_calls` calls, the figures are of one. Calls that
+        take seconds are given their number of `rounds`, and are warmed up before by who gives it.
         """
-        figures, others = self._times(name, ours, compared_with, theirs, n_calls)
+        figures, others = self._times(name, ours, compared_with, theirs, n_calls, rounds)
         return self.record(name, 's', figures, compared_with, others, target, **parameters)
 
     def difference(
@@ -86,10 +92,16 @@ class Bench:
         return self.record(f'{name}: how much more', 's', more, target=target, **parameters)
 
     def _times(
-        self, name: str, ours: Call, compared_with: str, theirs: Call, n_calls: int
+        self,
+        name: str,
+        ours: Call,
+        compared_with: str,
+        theirs: Call,
+        n_calls: int,
+        rounds: int | None = None,
     ) -> tuple[list[float], list[float]]:
         self.progress(f'{name}, against {compared_with}')
-        a, b = interleave(ours, theirs, self.seconds, self.tiny, self.clock)
+        a, b = interleave(ours, theirs, self.seconds, self.tiny, self.clock, rounds, self.agree)
         return [time / n_calls for time in a], [time / n_calls for time in b]
 
     def record(
@@ -102,8 +114,13 @@ class Bench:
         target: Target | None = None,
         **parameters: str | int | float,
     ) -> Row:
-        """A row for figures that were measured round by round, `others` in the same rounds."""
-        ratios = [a / b for a, b in zip(figures, others, strict=True)] if others else None
+        """A row for figures that were measured round by round, `others` in the same rounds.
+
+        There is no ratio to what is 0, as the bytes that a program without collectives sends.
+        """
+        ratios = None
+        if others and all(others):
+            ratios = [a / b for a, b in zip(figures, others, strict=True)]
         figure, ratio = spread(figures), spread(ratios) if ratios else None
         met = None
         if target is not None:
@@ -127,6 +144,10 @@ class Bench:
         self.rows.append(row)
         return row
 
+    def leave_out(self, what: str, why: str) -> None:
+        """Says what is not measured here."""
+        self.left_out.append(f'{what}: {why}')
+
     def result(self, about: str) -> Result:
         return {
             'name': self.name,
@@ -134,28 +155,42 @@ class Bench:
             'tiny': self.tiny,
             'seconds_a_figure': float(self.seconds),
             'rows': self.rows,
+            'left_out': self.left_out,
         }
 
 
 def interleave(
-    a: Call, b: Call, seconds: float, tiny: bool = False, clock: Clock = time.perf_counter
+    a: Call,
+    b: Call,
+    seconds: float,
+    tiny: bool = False,
+    clock: Clock = time.perf_counter,
+    rounds: int | None = None,
+    agree: Agree = lambda n: n,
 ) -> tuple[list[float], list[float]]:
     """Seconds for a call of `a` and of `b`, round by round, for about `seconds` in all.
+
+    With `rounds` just so many, of one call each. `agree` makes a number the same in all processes,
+    which otherwise would wait for each other in collectives.
 
     The garbage collector rests meanwhile, as in `timeit`: it would fall on whichever call happens
     to come when it is due.
     """
-    a_calls, a_estimate = _calls_for_a_block(a, 0.0 if tiny else BLOCK, clock)
-    b_calls, b_estimate = _calls_for_a_block(b, 0.0 if tiny else BLOCK, clock)
-    a_round = a_calls * a_estimate + b_calls * b_estimate
-    rounds = min(max(int(seconds / max(a_round, 1e-9)), MIN_ROUNDS), MAX_ROUNDS)
+    a_calls = b_calls = 1
+    if rounds is None:
+        a_calls, a_estimate = _calls_for_a_block(a, 0.0 if tiny else BLOCK, clock)
+        b_calls, b_estimate = _calls_for_a_block(b, 0.0 if tiny else BLOCK, clock)
+        a_round = a_calls * a_estimate + b_calls * b_estimate
+        rounds = min(max(int(seconds / max(a_round, 1e-9)), MIN_ROUNDS), MAX_ROUNDS)
+        rounds = 4 if tiny else rounds
+        a_calls, b_calls, rounds = agree(a_calls), agree(b_calls), agree(rounds)
     a_times: list[float] = []
     b_times: list[float] = []
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        for i in range(4 if tiny else rounds):
+        for i in range(rounds):
             if i % 2 == 0:
                 a_times.append(_time(a, a_calls, clock))
                 b_times.append(_time(b, b_calls, clock))
@@ -166,6 +201,14 @@ def interleave(
         if enabled:
             gc.enable()
     return a_times, b_times
+
+
+def agree(n: int) -> int:
+    """The number that the first process has, in all processes."""
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(np.int32(n)))
 
 
 def _calls_for_a_block(call: Call, block: float, clock: Clock) -> tuple[int, float]:
@@ -183,10 +226,11 @@ def _time(call: Call, calls: int, clock: Clock) -> float:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median and quartiles; of one value, that value."""
-    if len(values) == 1:
-        return {'q1': float(values[0]), 'median': float(values[0]), 'q3': float(values[0])}
-    q1, median, q3 = statistics.quantiles(values, n=4, method='inclusive')
+    """Median and quartiles, in six digits; of one value, that value."""
+    quartiles = [values[0]] * 3
+    if len(values) > 1:
+        quartiles = statistics.quantiles(values, n=4, method='inclusive')
+    q1, median, q3 = (float(f'{value:.6g}') for value in quartiles)
     return {'q1': q1, 'median': median, 'q3': q3}
 
 
@@ -203,6 +247,7 @@ def environment() -> Environment:
         'python': platform.python_version(),
         'jax': jax.__version__,
         'jaxlib': jaxlib.__version__,
+        'libtpu': version_of('libtpu'),
         'einshard': einshard.__version__,
         'platform': device.platform,
         'device_kind': device.device_kind,
@@ -212,6 +257,13 @@ def environment() -> Environment:
         'system': f'{platform.system()} {platform.machine()}',
         'date': datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def report(results: list[Result]) -> Report:

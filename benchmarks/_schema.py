@@ -6,7 +6,7 @@ import types
 import typing
 from typing import Any, Literal, TypedDict
 
-VERSION = 1
+VERSION = 2
 
 
 class Spread(TypedDict):
@@ -30,11 +30,11 @@ class Row(TypedDict):
     name: str
     subject: str  # whose figure it is: 'einshard 0.3.0'
     parameters: dict[str, str | int | float]
-    unit: str  # of figure and other: 's' for one call; 'backends'; ...
+    unit: str  # of figure and other: 's' for one call; 'bytes'; 'programs'; ...
     figure: Spread
     compared_with: str | None
     other: Spread | None  # the same of what it is compared with
-    ratio: Spread | None  # figure / other, round by round
+    ratio: Spread | None  # figure / other, round by round; None to what is 0
     rounds: int
     target: Target | None
     met: bool | None
@@ -48,6 +48,7 @@ class Result(TypedDict):
     tiny: bool  # whether it was only tried, at a size where figures mean nothing
     seconds_a_figure: float
     rows: list[Row]
+    left_out: list[str]  # what cannot be measured here, and why
 
 
 class Environment(TypedDict):
@@ -56,6 +57,7 @@ class Environment(TypedDict):
     python: str
     jax: str
     jaxlib: str
+    libtpu: str | None  # None where it is not installed
     einshard: str
     platform: str
     device_kind: str

@@ -6,8 +6,12 @@ import sys
 
 from ._schema import Environment, Result, Row, Spread
 
-HEADINGS = ('what', 'time', 'compared with', 'its time', 'ratio', 'quartiles', 'target', '')
-PREFIXES = ((1.0, 's'), (1e-3, 'ms'), (1e-6, 'us'), (1e-9, 'ns'))
+HEADINGS = ('what', 'figure', 'compared with', 'its figure', 'ratio', 'quartiles', 'target', '')
+PREFIXES = {
+    's': ((1.0, 's'), (1e-3, 'ms'), (1e-6, 'us'), (1e-9, 'ns')),
+    'bytes': ((2**30, 'GiB'), (2**20, 'MiB'), (2**10, 'KiB'), (1, 'bytes')),
+    'bytes/s': ((1e9, 'GB/s'), (1e6, 'MB/s')),
+}
 
 
 def print_environment(env: Environment) -> None:
@@ -23,6 +27,12 @@ def print_result(result: Result) -> None:
     if result['tiny']:
         title += ' (tiny: the figures mean nothing)'
     rows = [cells(row) for row in result['rows']]
+    print_rows(title, rows)
+    for text in result['left_out']:
+        print(f'left out: {text}')
+
+
+def print_rows(title: str, rows: list[tuple[str, ...]]) -> None:
     try:
         import rich.console
         import rich.table
@@ -34,8 +44,8 @@ def print_result(result: Result) -> None:
     table = rich.table.Table(title=title, title_justify='left')
     for heading in HEADINGS:
         table.add_column(heading, justify='left' if heading in ('what', HEADINGS[2]) else 'right')
-    for row, texts in zip(result['rows'], rows, strict=True):
-        style = {True: 'green', False: 'red', None: None}[row['met']]
+    for texts in rows:
+        style = {'met': 'green', 'not met': 'red'}.get(texts[-1])
         table.add_row(*texts[:-1], f'[{style}]{texts[-1]}[/]' if style else texts[-1])
     console.print(table)
 
@@ -58,7 +68,7 @@ def cells(row: Row) -> tuple[str, ...]:
         limit = f'<= {ratio_text(at_most) if of_ratio else quantity(at_most, row["unit"])}'
     return (
         row['name'] if row['subject'] == 'einshard' else f'{row["subject"]}: {row["name"]}',
-        quantity(row['figure']['median'], row['unit']),
+        figure_text(row),
         row['compared_with'] or '',
         quantity(row['other']['median'], row['unit']) if row['other'] else '',
         ratio_text(ratio['median']) if ratio else '',
@@ -66,6 +76,12 @@ def cells(row: Row) -> tuple[str, ...]:
         limit,
         {True: 'met', False: 'not met', None: ''}[row['met']],
     )
+
+
+def figure_text(row: Row) -> str:
+    """The median; of collectives, how many there are of each kind."""
+    kinds = row['parameters'].get('kinds') if row['unit'] == 'collectives' else None
+    return str(kinds or quantity(row['figure']['median'], row['unit']))
 
 
 def quartiles(ratio: Spread) -> str:
@@ -80,8 +96,9 @@ def ratio_text(ratio: float) -> str:
 
 
 def quantity(value: float, unit: str) -> str:
-    """12.5 us; -40 ns, of a difference; 0 backends"""
-    if unit != 's':
-        return f'{value:g} {unit}'
-    scale, prefixed = next((p for p in PREFIXES if abs(value) >= p[0]), PREFIXES[-1])
+    """12.5 us; -40 ns, of a difference; 1.5 MiB; 0 backends; 1 backend"""
+    if unit not in PREFIXES:
+        return f'{value:.4g} {unit.removesuffix("s") if value == 1 else unit}'
+    prefixes = PREFIXES[unit]
+    scale, prefixed = next((p for p in prefixes if abs(value) >= p[0]), prefixes[-1])
     return f'{value / scale:.3g} {prefixed}'

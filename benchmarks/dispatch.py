@@ -30,6 +30,8 @@ BY_HAND = 'jax.jit, shardings by hand'
 POSITIONAL = f'{BY_HAND}, by position'
 ONE_DEVICE, SEVERAL, TREE = ratio_at_most(1.1), ratio_at_most(1.03), ratio_at_most(1.05)
 KEYWORDS = figure_at_most(20e-6)
+PROMISE = ratio_at_most(1.1)
+WITHOUT = 'sharded, without the promise'
 
 
 def run(bench: Bench) -> None:
@@ -37,6 +39,7 @@ def run(bench: Bench) -> None:
         setting = Setting(n_devices)
         one_argument(bench, setting)
         parameter_tree(bench, setting, 4 if bench.tiny else 200)
+        promise(bench, setting, 4 if bench.tiny else 200)
     one_device = Setting(1)
     keywords(bench, one_device, 4 if bench.tiny else 200)
     method(bench, one_device)
@@ -214,6 +217,29 @@ def method(bench: Bench, setting: Setting) -> None:
     n_calls = setting.calls_in_a_loop
     size = {'devices': setting.n_devices}
     bench.compare(name, calls(ours), BY_HAND, calls(by_hand), ONE_DEVICE, n_calls, **size)
+
+
+def promise(bench: Bench, setting: Setting, n_leaves: int) -> None:
+    """Calls under a promise, beside calls without; the programs have no collectives."""
+    x, tree = setting.array(setting.split), setting.tree(n_leaves)
+    cases = {
+        'one argument': (SPLIT, x),
+        f'{n_leaves} leaves, a function of the path': (by_the_path, tree),
+        # where arrays without a spec are is looked at in every call
+        f'{n_leaves} leaves without a spec': ((SPLIT, None), (x, tree)),
+    }
+    for name, (spec, value) in cases.items():
+        plain = sharded(spec, out=spec, mesh=setting.devices)(each_plus_one)
+        ours = sharded(spec, out=spec, mesh=setting.devices, collectives=())(each_plus_one)
+        bench.compare(
+            f'a promise, {name}, {setting.on}',
+            setting.calls(ours, value),
+            WITHOUT,
+            setting.calls(plain, value),
+            PROMISE,
+            setting.calls_in_a_loop,
+            devices=setting.n_devices,
+        )
 
 
 def model(decorate: Callable[[Any], Any]) -> type:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
+import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from einshard import clear_caches, device_mesh, make_sharding
@@ -39,8 +40,12 @@ def measure(bench: Bench, n_devices: int) -> None:
         # what the number of devices has no part in
         texts = new_expressions('{0} b -> {0}* b2')
         bench.compare('parse a new expression', lambda: parse(next(texts)), BY_HAND, by_hand)
-        default = partial(make_sharding, known, n_dims=2)
-        bench.compare('make_sharding, cached', default, BY_HAND, by_hand, figure_at_most(1e-6))
+        if jax.device_count() % 2 == 0:
+            default = partial(make_sharding, known, n_dims=2)
+            limit = figure_at_most(1e-6)
+            bench.compare('make_sharding, cached', default, BY_HAND, by_hand, limit)
+        else:
+            bench.leave_out('make_sharding, cached', f"'{known}' takes an even number of devices")
     on = f'{n_devices:,} devices'
     size = {'devices': n_devices}
     cached = partial(make_sharding, known, n_dims=2, mesh=mesh)

@@ -34,7 +34,7 @@ def run(bench: Bench) -> None:
     theirs: list[float] = []
     backends: list[float] = []
     # a process takes a second or two, whatever the time for a figure
-    while len(ours) < (1 if bench.tiny else max(9, int(bench.seconds * 5))):
+    while len(ours) < (1 if bench.tiny else max(5, int(bench.seconds * 5))):
         bench.progress(f'fresh process {len(ours) + 1}')
         jax_time, einshard_time, initialised = one_import(PROGRAM)
         theirs.append(jax_time)

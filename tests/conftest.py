@@ -1,5 +1,6 @@
 """Sixteen simulated CPU devices for every test; set before jax starts its backend."""
 
+import importlib.util
 import os
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -15,7 +16,9 @@ os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
 import jax
 import pytest
 
-pytest_plugins = ['einshard._pytest_plugin']
+# a wheel has it beside the package
+in_checkout = importlib.util.find_spec('einshard._pytest_plugin')
+pytest_plugins = ['einshard._pytest_plugin' if in_checkout else '_einshard_pytest_plugin']
 
 
 @pytest.fixture(params=[1, 2, 3, 4, 6, 8, 12, 16])

@@ -554,6 +554,7 @@ def test_collective_between_slices():
 @pytest.mark.skipif(not READS_TPU, reason='this JAX cannot print what libtpu writes')
 @pytest.mark.parametrize('order', ['slices first', 'slices last', 'backwards'])
 def test_positions_of_devices_in_slices(order):
+    pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
     devices = np.array(programs.devices_of('4_v5e_2x2')).reshape(2, 2, 4)  # slices 2 by 2, chips
     grid, axes = {
         'slices first': (devices, ('a', 'b', 'chip')),

@@ -55,7 +55,7 @@ EXAMPLES = {path.stem for path in (DOCS / 'examples').glob('*.py')}
 def test_page_runs(page, monkeypatch):
     monkeypatch.chdir(DOCS)
     names, _ = run(page)
-    assert page.stem == 'api' or len(names) > 2
+    assert page.stem in ('api', 'performance') or len(names) > 2
 
 
 def test_digits_page_runs(monkeypatch):
@@ -161,7 +161,8 @@ def public_names():
 
 @pytest.mark.parametrize('name', public_names())
 def test_public_name_has_a_docstring_in_the_reference(name):
-    assert inspect.getdoc(getattr(einshard, name)).strip()
+    value = getattr(einshard, name)
+    assert not callable(value) or inspect.getdoc(value).strip()
     reference = (DOCS / 'api.md').read_text()
     assert re.search(rf'^\.\. auto\w+:: einshard\.{name}$', reference, re.MULTILINE), name
 

@@ -51,7 +51,7 @@ def test_example(name):
     assert result.attempted > 0
 
 
-@pytest.mark.parametrize('name', PUBLIC)
+@pytest.mark.parametrize('name', [name for name, value in PUBLIC.items() if callable(value)])
 def test_public_names_have_a_docstring(name):
     doc = inspect.getdoc(PUBLIC[name])
     assert doc

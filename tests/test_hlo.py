@@ -1,30 +1,31 @@
 """einshard compiles to what a mesh, PartitionSpecs and `jax.jit` by hand compile to.
 
 On eight CPU devices and, ahead of time, on slices of TPU v5e. The optimised programs are compared
-line by line in a canonical form: without metadata, with instructions and computations numbered as
-they appear, and with the groups of a collective written out. XLA writes some in the axes of the
-mesh, `mesh['d0'=2,'d1'=2,'d2'=2] {'d0','d1'}` or `mesh['data'=4,'model'=2] {'data'}`, others as
-`[2,4]<=[4,2]T(1,0)`: all three are {0,2,4,6},{1,3,5,7}. Nothing else has to be made equal. A
-program numbers its devices from 0 whichever they are, so the shardings of arguments and results
-are compared too.
+line by line in the canonical form of benchmarks/_canonical.py. A program numbers its devices from 0
+whichever they are, so the shardings of arguments and results are compared too.
 """
 
 import difflib
 import itertools
 import os
-import re
-from collections import Counter
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import handwritten
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import transformer
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
-from einshard import device_mesh, einshard, sharded
+from einshard import einshard, sharded
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks import _handwritten as handwritten
+from benchmarks._canonical import canonical, collectives, groups, str_of
+from benchmarks._handwritten import transformer
+from benchmarks._models import mesh_by_hand, mlp_forward, mlp_step
 
 # libtpu guards the chips of a machine by a lock file; several test workers may describe slices
 os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
@@ -47,40 +48,7 @@ def _devices(name):
     return get_topology_desc(name, 'tpu').devices
 
 
-def mesh_by_hand(devices, model):
-    """A mesh such as people make, over the devices in einshard's order."""
-    in_order = np.array(device_mesh(devices).devices).reshape(-1, model)
-    return Mesh(in_order, ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
-
-
-# --- the programs, as in handwritten.py but for the shardings -----------------------------------
-
-
-def mlp_forward(devices, m):
-    batch = f'b x -> b* x {m}'
-
-    @sharded((f'x y -> * x y{m}', f'y z -> * y{m} z'), batch, out=batch, mesh=devices)
-    def forward(weights, x):
-        w_in, w_out = weights
-        return einshard(jax.nn.relu(x @ w_in), f'b y -> b* y{m}') @ w_out
-
-    return forward
-
-
-def mlp_step(devices, m):
-    batch, weights_spec = f'b x -> b* x {m}', (f'x y -> * x y{m}', f'y z -> * y{m} z')
-
-    def mean_loss(weights, x, y):
-        w_in, w_out = weights
-        predicted = einshard(jax.nn.relu(x @ w_in), f'b y -> b* y{m}') @ w_out
-        return jnp.mean((predicted - y) ** 2)
-
-    @sharded(weights_spec, batch, batch, out=(weights_spec, None), mesh=devices, donate_argnums=0)
-    def step(weights, x, y):
-        loss, gradient = jax.value_and_grad(mean_loss)(weights, x, y)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient), loss
-
-    return step
+# --- the programs, as in benchmarks/_handwritten.py but for the shardings ------------------------
 
 
 def attention(devices, m):
@@ -186,7 +154,7 @@ def test_transformer_is_that_of_hand_written_jax(name, parallelism, tied):
         assert found == {('all-reduce', among) for among in partners}
 
 
-# --- the canonical form -------------------------------------------------------------------------
+# --- the comparison ------------------------------------------------------------------------------
 
 
 class Compiled(NamedTuple):
@@ -212,100 +180,6 @@ def assert_same_program(ours, by_hand):
     assert len(ours.shardings) == len(by_hand.shardings)
     for (sharding, n_dims), (other, _) in zip(ours.shardings, by_hand.shardings, strict=True):
         assert sharding.is_equivalent_to(other, n_dims)
-
-
-_STRING = r'"(?:[^"\\]|\\.)*"'
-_METADATA = re.compile(rf', metadata=\{{(?:[^{{}}"]|{_STRING}|\{{[^{{}}]*\}})*\}}')
-_STACK_FRAMES = re.compile(
-    r'^(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\d+ .*\n)+\n*', re.MULTILINE
-)
-_NAME = re.compile(r'%[\w.-]+')
-_HEADER = re.compile(r'^(?:ENTRY )?%\d+ \(.*\{$', re.MULTILINE)  # of a computation
-_PARAMETER = re.compile(r'(?<=[( ])[\w.-]+(?=: )')
-_GROUPS = re.compile(
-    r'replica_groups=(\{\}|\{\{[\d,{} ]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?'
-    r'|mesh\[[^\]]*\](?:, device_ids=\(\[[\d,]+\](?:T\([\d,]+\))?\))? \{[^}]*\})(?=[,\n])'
-)
-_COLLECTIVE = re.compile(
-    r' = (\S.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\('
-)
-
-
-def canonical(text):
-    """The lines of an optimised program, without what may differ between equal ones."""
-    text = _STACK_FRAMES.sub('', _METADATA.sub('', text))
-    text = re.sub(r'^HloModule [\w.-]+', 'HloModule', text)
-    numbers = {}
-    text = _NAME.sub(lambda found: numbers.setdefault(found[0], f'%{len(numbers)}'), text)
-    text = _HEADER.sub(lambda found: _PARAMETER.sub('_', found[0]), text)
-    n_groups = text.count('replica_groups=')
-    assert len(_GROUPS.findall(text)) == n_groups, 'groups in a form that is not known here'
-    text = _GROUPS.sub(lambda found: f'replica_groups={groups(found[1])}', text)
-    return text.splitlines()
-
-
-def groups(text):
-    """The groups of a collective in plain numbers, whichever form they are written in."""
-    if text.startswith('{'):
-        listed = [[int(n) for n in g.split(',')] for g in re.findall(r'\{([\d, ]+)\}', text)]
-    elif text.startswith('['):
-        shape, dims, order = re.fullmatch(r'\[(.*)\]<=\[(.*?)\](?:T\((.*)\))?', text).groups()
-        listed = _iota(_numbers(dims), _numbers(order or '')).reshape(_numbers(shape)).tolist()
-    else:
-        listed = _groups_of_mesh(text)
-    return str_of(listed)
-
-
-def str_of(listed):
-    rows = sorted([int(number) for number in group] for group in listed)
-    return '{' + ','.join('{' + ','.join(map(str, row)) + '}' for row in rows) + '}'
-
-
-def _groups_of_mesh(text):
-    """mesh['a'=2,'b'=4] {'b'}; {'b':(1)2} is the slower half of b, {'b':(2)2} the faster one.
-
-    Device ids, if any, say which devices form the mesh: device_ids=([4,2]T(1,0)).
-    """
-    mesh, shape, order, axes = re.fullmatch(
-        r'mesh\[(.*?)\](?:, device_ids=\(\[(.*?)\](?:T\((.*?)\))?\))? \{(.*)\}', text
-    ).groups()
-    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
-    parts = [
-        (name, int(before or 1), int(size or sizes[name]))
-        for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)
-    ]
-    dims, at = [], {}  # mesh axes, cut where a part begins or ends; and where each part is
-    for name, size in sizes.items():
-        edges = {1, size}
-        for other, before, part in parts:
-            edges |= {before, before * part} if other == name else set()
-        for before, end in itertools.pairwise(sorted(edges)):
-            at[name, before] = len(dims)
-            dims.append(end // before)
-    last = [at[name, before] for name, before, size in parts if size > 1]
-    first = [i for i in range(len(dims)) if i not in last]
-    n_groups = int(np.prod([dims[i] for i in first], dtype=int))
-    ids = _iota(_numbers(shape) if shape else dims, _numbers(order or '')).reshape(dims)
-    return ids.transpose(first + last).reshape(n_groups, -1).tolist()
-
-
-def _iota(dims, order):
-    numbers = np.arange(np.prod(dims, dtype=int)).reshape(dims)
-    return numbers.transpose(order) if order else numbers
-
-
-def _numbers(text):
-    return [int(number) for number in text.split(',') if number]
-
-
-def collectives(lines):
-    """How often there is each kind of collective, by shape of the result and by groups."""
-    found = Counter()
-    for line in lines:
-        if match := _COLLECTIVE.search(line):
-            among = re.search(r'(?:replica_groups|source_target_pairs)=(\{\}|\{\{.*?\}\})', line)
-            found[match[2], match[1], among and among[1]] += 1
-    return found
 
 
 # --- that the canonical form keeps what matters -------------------------------------------------

@@ -746,7 +746,13 @@ def test_equinox_modules():
 
 def test_leaves_that_follow_nothing():
     params = {'w': struct(16, 16)}
-    state = {'key': struct(2, dtype=np.uint32), 'stats': struct(32), 'mu': params, 'n': np.int32(3), 'f': max}
+    state = {
+        'key': struct(2, dtype=np.uint32),
+        'stats': struct(32),
+        'mu': params,
+        'n': np.int32(3),
+        'f': max,
+    }
     for default, key, stats in (
         (EVERYWHERE, 'a -> 16 a', 'a -> 16 a'),
         (shard_largest, 'a -> 16 a', 'a -> a16'),

@@ -157,10 +157,9 @@ def _box(sheet: _Sheet, row: int, column: int, holders: np.ndarray) -> Iterator[
         )
     numbers = ', '.join(map(str, holders)) if len(holders) <= 1024 else device_list(holders)
     about = f'<title>device {numbers}</title>'
-    if width >= 6 and height >= 6:
-        line = 'stroke="#555" stroke-width="1"'
-        yield f'<rect x="{_px(x)}" y="{_px(y)}" width="{_px(width)}" height="{_px(height)}" '
-        yield f'fill="none" pointer-events="all" {line}>{about}</rect>'
+    line = 'stroke="#555"' if width >= 6 and height >= 6 else 'stroke="none"'
+    yield f'<rect x="{_px(x)}" y="{_px(y)}" width="{_px(width)}" height="{_px(height)}" '
+    yield f'fill="none" pointer-events="all" {line}>{about}</rect>'
     own = [str(device) for device in stripes]
     middle = y + height / 2
     size = min(_FONT, height * 0.8, (step - 2) / max(map(len, own)) / _CHARACTER)

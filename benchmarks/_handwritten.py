@@ -1,4 +1,4 @@
-"""The programs of tests/test_hlo.py by hand: a mesh, PartitionSpecs and `jax.jit`, no einshard.
+"""The programs that einshard is compared with: a mesh, PartitionSpecs and `jax.jit` by hand.
 
 Every mesh has the axes 'data' and 'model'; where one of them has a single device, the same specs
 are tensor or data parallelism alone.
@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
-# types alone: what a program is given and gives must be the same tree
+# what a program is given and gives must be the same tree: types alone are taken from there
+import transformer as transformer
 from transformer import Layers, State, Weights
 
 BATCH, HIDDEN = P('data', None), P('data', 'model')
@@ -102,10 +103,9 @@ def scan(mesh):
     return layers
 
 
-def transformer_step(c, mesh):
-    """The training step of docs/examples/transformer.py."""
-    tokens_spec, stream = P('data', None), P('data', None, None)
-    heads = P('data', None, 'model', None)
+def _transformer(c, mesh):
+    """Specs of the weights, and the functions from weights and tokens to logits."""
+    stream, heads = P('data', None, None), P('data', None, 'model', None)
     hidden = logits_spec = P('data', None, 'model')
     weights_spec = Weights(
         embed=P('model', None),
@@ -123,7 +123,6 @@ def transformer_step(c, mesh):
         norm=P(),
         head=None if c.tied else P(None, 'model'),
     )
-    state_sharding = on(mesh, State(weights_spec, weights_spec, weights_spec))
 
     def rms_norm(x, scale):
         return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
@@ -155,19 +154,40 @@ def transformer_step(c, mesh):
         x = constrain(x + attend(rms_norm(x, w.attention_norm), w), mesh, stream)
         return constrain(x + feed_forward(rms_norm(x, w.mlp_norm), w), mesh, stream), None
 
-    def mean_loss(weights, tokens):
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        x = constrain(weights.embed[inputs], mesh, stream)
+    def to_logits(weights, tokens):
+        x = constrain(weights.embed[tokens], mesh, stream)
         x, _ = lax.scan(layer, x, weights.layers)
         head = weights.embed.T if c.tied else weights.head
-        logits = constrain(rms_norm(x, weights.norm) @ head, mesh, logits_spec)
+        return constrain(rms_norm(x, weights.norm) @ head, mesh, logits_spec)
+
+    return weights_spec, to_logits
+
+
+def transformer_forward(c, mesh):
+    """The logits of docs/examples/transformer.py."""
+    weights_spec, to_logits = _transformer(c, mesh)
+    return jax.jit(
+        to_logits,
+        in_shardings=on(mesh, (weights_spec, P('data', None))),
+        out_shardings=on(mesh, P('data', None, 'model')),
+    )
+
+
+def transformer_step(c, mesh):
+    """The training step of docs/examples/transformer.py."""
+    weights_spec, to_logits = _transformer(c, mesh)
+    state_sharding = on(mesh, State(weights_spec, weights_spec, weights_spec))
+
+    def mean_loss(weights, tokens):
+        targets = tokens[:, 1:]
+        logits = to_logits(weights, tokens[:, :-1])
         right = targets[:, :, None] == jnp.arange(c.vocab)
         picked = jnp.sum(jnp.where(right, logits, 0), axis=-1)
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
     @functools.partial(
         jax.jit,
-        in_shardings=(state_sharding, on(mesh, tokens_spec)),
+        in_shardings=(state_sharding, on(mesh, P('data', None))),
         out_shardings=(state_sharding, None),
         donate_argnums=0,
     )
