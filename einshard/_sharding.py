@@ -135,7 +135,7 @@ def find_mesh(mesh: MeshLike | None) -> Where:
     rules = surroundings.axis_rules if surroundings else ()
     if mesh is None and no_context and not (surroundings and surroundings.mesh):
         return None, False, rules
-    if isinstance(mesh, Mesh) and no_context:
+    if isinstance(mesh, (Mesh, AbstractMesh)) and no_context:
         return mesh, False, rules
     return resolve_mesh(mesh), mesh is None and not no_context, rules
 
