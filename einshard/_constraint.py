@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ._errors import EinshardError
-from ._mesh import mesh_fact
+from ._mesh import entry_axes, mesh_fact
 from ._sharding import Placement
 
 
@@ -56,23 +56,20 @@ def only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
     if set(mesh.axis_types) == {kind}:
         return sharding
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    kept = [tuple(axis for axis in entry if types[axis] == kind) for entry in _entries(sharding)]
+    kept = [
+        tuple(axis for axis in entry if types[axis] == kind)
+        for entry in map(entry_axes, sharding.spec)
+    ]
     spec = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
     return NamedSharding(mesh, spec)
 
 
 def has_type(x: Any, sharding: NamedSharding) -> bool:
     """Whether the type of a traced value says what the sharding does on explicit mesh axes."""
-    wanted, typed = _entries(only(sharding, AxisType.Explicit)), _entries(jax.typeof(x).sharding)
+    both = only(sharding, AxisType.Explicit), jax.typeof(x).sharding
+    wanted, typed = (list(map(entry_axes, one.spec)) for one in both)
     n_dims = max(len(wanted), len(typed))
     return wanted + [()] * (n_dims - len(wanted)) == typed + [()] * (n_dims - len(typed))
-
-
-def _entries(sharding: NamedSharding) -> list[tuple[Any, ...]]:
-    return [
-        entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-        for entry in sharding.spec
-    ]
 
 
 def _check_context(placement: Placement) -> None:
@@ -103,7 +100,7 @@ def _check_context(placement: Placement) -> None:
             mesh_in_context=mesh_fact(around),
         )
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    for entry in _entries(sharding):
+    for entry in map(entry_axes, sharding.spec):
         kinds = [types[axis] == AxisType.Explicit for axis in entry]
         if kinds != sorted(kinds, reverse=True):
             raise error(

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, Singl
 
 from ._errors import EinshardError
 from ._expression import axis_letters
-from ._mesh import device_mesh, is_device_mesh
+from ._layout import with_unsharded
+from ._mesh import device_mesh, entry_axes, is_device_mesh
 from ._sharding import make_sharding
 
 
@@ -118,7 +119,7 @@ def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
         if entry is PartitionSpec.UNCONSTRAINED:
             entries.append(None)
         else:
-            entries.append(() if entry is None else entry if isinstance(entry, tuple) else (entry,))
+            entries.append(entry_axes(entry))
     return entries
 
 
@@ -133,25 +134,8 @@ def _by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[str]:
             grid[-1] = (holder, grid[-1][1] * size)
         elif size > 1:
             grid.append((holder, size))
-    return _with_unsharded([f'{holder}{count}' for holder, count in grid], grid, axes)
-
-
-def _with_unsharded(
-    terms: list[str], grid: Sequence[tuple[str, int]], axes: Sequence[str]
-) -> list[str]:
-    """Adds unsharded axes where array order has them: behind the axis before, or first."""
-    holders = [holder for holder, _ in grid]
-    for i, axis in enumerate(axes):
-        if axis in holders:
-            continue
-        if i and axes[i - 1] in holders:
-            at = len(holders) - holders[::-1].index(axes[i - 1])
-        else:
-            followers = [holders.index(other) for other in axes[i:] if other in holders]
-            at = min(followers, default=len(holders))
-        holders.insert(at, axis)
-        terms.insert(at, axis)
-    return terms
+    terms = [f'{holder}{count}' for holder, count in grid]
+    return with_unsharded(terms, [holder for holder, _ in grid], axes)
 
 
 def _by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[str]:

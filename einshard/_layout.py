@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ._cache import cached
-from ._errors import EinshardError, plural, quoted
+from ._counts import Devices, solve_counts
+from ._errors import plural, quoted
 from ._expression import ELLIPSIS, Expression, Term
 
 
@@ -66,7 +67,7 @@ def lay_out(
     if by_name and not any(term.laid for term in laid):
         return Layout(tuple(by_name))
     left = n_devices // taken
-    counts = _counts(expression, laid, left, _Devices(n_devices, named, taken))
+    counts = solve_counts(expression, laid, left, Devices(n_devices, named, taken))
     named_splits, laid_counts = iter(by_name), iter(counts)
     written: list[Split] = []
     for term in expression.right:
@@ -168,6 +169,25 @@ def without_axes(layout: Layout, axes: Collection[int]) -> Layout:
     return Layout(tuple(_merged(splits)))
 
 
+def with_unsharded(terms: Sequence[str], holders: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Adds the axes that are not cut: each behind the axis before it, or first.
+
+    `holders` are the names of the axes that the terms cut.
+    """
+    terms, holders = list(terms), list(holders)
+    for i, name in enumerate(names):
+        if name in holders:
+            continue
+        if i and names[i - 1] in holders:
+            at = len(holders) - holders[::-1].index(names[i - 1])
+        else:
+            followers = [holders.index(other) for other in names[i:] if other in holders]
+            at = min(followers, default=len(holders))
+        holders.insert(at, name)
+        terms.insert(at, name)
+    return terms
+
+
 def needs_rank(expression: Expression) -> bool:
     """Whether the sharding depends on the rank of the array: a sharded axis comes after '...'."""
     names = expression.names
@@ -256,140 +276,6 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
 def mesh_text(axis_sizes: Mapping[str, int]) -> str:
     """'data': 4, 'tp': 2"""
     return ', '.join(f"'{name}': {size}" for name, size in axis_sizes.items())
-
-
-@dataclass(frozen=True)
-class _Devices:
-    """How many devices there are, for errors: in all, and those that names take."""
-
-    total: int
-    named: Sequence[Term]
-    taken: int
-
-    def fact(self, counted: Sequence[Term] = ()) -> str:
-        text = str(self.total)
-        if self.named:
-            text += f', of which {quoted(map(str, self.named))} '
-            text += f'{"takes" if len(self.named) == 1 else "take"} {self.taken}'
-            text += f', leaving {self.total // self.taken}'
-        if counted:
-            left = self.total // self.taken
-            replicas = all(term.name is None for term in counted)
-            verb = 'replicates' if replicas else 'takes'
-            verb = verb if len(counted) == 1 else ('replicate' if replicas else 'take')
-            text += f', of which {quoted(map(str, counted))} {verb}'
-            used = math.prod(term.factor for term in counted)
-            text += '' if replicas and len(counted) == 1 else f' {used}'
-            text += f', leaving {left // used}'
-        return text
-
-
-def _counts(
-    expression: Expression, terms: Sequence[Term], n: int, devices: _Devices
-) -> tuple[int, ...]:
-    """The count of every term, its star solved: r ** stars = n / product of counts."""
-    stars = [term for term in terms if term.star]
-    fixed = [term for term in terms if not term.star]
-    unstarred = math.prod(term.factor for term in fixed)
-    product = math.prod(term.factor for term in terms)
-    if not stars and product != n:
-        raise _wrong_product(expression, terms, product, n, devices)
-    if n % product:
-        raise _not_a_multiple(expression, terms, product, n, devices)
-    share = _root(n // product, len(stars)) if stars else 1
-    if share is None:
-        counted = [term for term in fixed if term.factor > 1]
-        raise expression.error(
-            f'{n // unstarred} devices cannot be shared '
-            f'{" : ".join(str(term.factor) for term in stars)} '
-            f'{"between" if len(stars) == 2 else "among"} {quoted(map(str, stars))}',
-            stars,
-            fix=_first_star_takes_all(expression, stars, n // unstarred),
-            devices=devices.fact(counted),
-            works_with=_works_with(product * devices.taken, len(stars)),
-        )
-    return tuple(term.factor * (share if term.star else 1) for term in terms)
-
-
-def _root(n: int, k: int) -> int | None:
-    """The integer r with r ** k == n, if there is one."""
-    if k == 1:
-        return n
-    root = 1
-    while root**k < n:  # a float root is wrong from 64 ** (1 / 3) = 3.9999999999999996 on
-        root += 1
-    return root if root**k == n else None
-
-
-def _works_with(multiple: int, stars: int) -> str:
-    return ', '.join(str(multiple * r**stars) for r in range(1, 5)) + ', ... devices'
-
-
-def _wrong_product(
-    expression: Expression, terms: Sequence[Term], product: int, n: int, devices: _Devices
-) -> EinshardError:
-    counted = [term for term in terms if term.factor > 1]
-    guilty = counted or [term for term in terms if term.name != ELLIPSIS]
-    guilty = guilty or list(expression.right)
-    fact = devices.fact()
-    if product > n or n % product:
-        shown = ' x '.join(str(term.factor) for term in counted)
-        times = f'{shown} = {product}' if len(counted) > 1 else shown
-        relation = 'more than' if product > n else 'which do not divide'
-        there = 'that the names leave' if devices.named else 'there is' if n == 1 else 'there are'
-        needed = product * devices.taken
-        return expression.error(
-            f'the counts ask for {times} devices, {relation} the {n} {there}',
-            guilty,
-            devices=fact,
-            works_with=f"{needed} devices, or a multiple of {needed} with a replica '*'",
-        )
-    fix = _with_replica(expression)
-    if not counted:
-        return expression.error(
-            f'nothing is sharded, and nothing says that {n} devices hold replicas',
-            guilty,
-            fix=fix,
-            devices=fact,
-        )
-    return expression.error(
-        f'{quoted(map(str, counted))} {"uses" if len(counted) == 1 else "use"} {product} of '
-        f'{n} devices, and nothing says that the others hold replicas',
-        guilty,
-        fix=fix,
-        devices=fact,
-    )
-
-
-def _not_a_multiple(
-    expression: Expression, terms: Sequence[Term], product: int, n: int, devices: _Devices
-) -> EinshardError:
-    counted = [term for term in terms if term.factor > 1]
-    shown = ' x '.join(str(term.factor) for term in counted)
-    times = f'{shown} = {product}' if len(counted) > 1 else shown
-    stars = sum(term.star for term in terms)
-    return expression.error(
-        f'{plural(n, "device")} cannot be shared out in multiples of {times}',
-        counted,
-        devices=devices.fact(),
-        works_with=_works_with(product * devices.taken, stars),
-    )
-
-
-def _with_replica(expression: Expression) -> str:
-    """The expression with '*' before its first placement: the rest of the devices replicate."""
-    start = expression.right[0].span[0]
-    return f"'{expression.text[:start]}* {expression.text[start:]}'"
-
-
-def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -> str:
-    text = expression.text
-    taker = next((term for term in stars if term.name is not None), stars[0])
-    for term in reversed(stars):
-        start, end = term.span
-        placed = str(Term(term.name, n if term is taker else None))
-        text = f'{text[:start]}{placed}{text[end:] if placed else text[end:].lstrip()}'
-    return f"'{text.strip()}'"
 
 
 def _merged(splits: Sequence[Split]) -> list[Split]:

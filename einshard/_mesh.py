@@ -172,6 +172,11 @@ def sizes_of(mesh: AnyMesh) -> dict[str, int]:
     return {name: size for name, size, kind in sizes if kind != AxisType.Manual}
 
 
+def entry_axes(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes of one entry of a PartitionSpec: of P('x', None, ('y', 'z'))[2], y and z."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
 def is_device_mesh(mesh: AnyMesh) -> bool:
     """Whether a mesh is the one mesh of its devices, or that with other factors."""
     types = set(mesh.axis_types)

@@ -18,7 +18,15 @@ from ._describe import describe_named
 from ._errors import EinshardError, plural, quoted
 from ._expression import axis_letters
 from ._layout import axis_positions
-from ._mesh import AnyMesh, MeshLike, given_mesh, is_device_mesh, mesh_fact, sizes_of
+from ._mesh import (
+    AnyMesh,
+    MeshLike,
+    entry_axes,
+    given_mesh,
+    is_device_mesh,
+    mesh_fact,
+    sizes_of,
+)
 from ._rules import Rules
 from ._sharding import Where, find_fitting, find_mesh
 from ._specs import REPLICATED, LeafSpec, Spec, array_text, check_specs, leaf_paths, leaf_specs
@@ -54,7 +62,7 @@ def for_optimizer(
       makes a difference, `v_row` and `v_col` in the path mean what they mean in optax;
     * with axes added in front, as in the history of L-BFGS: these are not cut.
 
-    Leaves of one element, counters and placeholders, are on every device. So one spec places the
+    Leaves of one element, such as counters, are on every device. So one spec places the
     state of any chain of transformations, and a train state that holds parameters and moments. It
     goes wherever `Rules` go, and has a `table` as they do.
 
@@ -278,7 +286,7 @@ def _followers(
     """
     placement = find_fitting(spec, whole, where, None)
     mesh = placement.sharding.mesh
-    cuts = list(map(_mesh_axes, placement.sharding.spec))
+    cuts = list(map(entry_axes, placement.sharding.spec))
     cuts += [()] * (len(whole) - len(cuts))
     free = [axis for axis in mesh.axis_names if axis not in itertools.chain(*cuts)]
     free = [axis for axis in free if zero is True or str(axis) in zero]
@@ -331,11 +339,6 @@ def _share_out(
 
 def _parts(axes: Sequence[Any], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[str(axis)] for axis in axes)
-
-
-def _mesh_axes(entry: Any) -> MeshAxes:
-    """The mesh axes of one array axis, as a PartitionSpec has them."""
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def _checked(zero: object) -> Zero:

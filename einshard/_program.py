@@ -18,14 +18,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from ._constraint import constrain, has_type
 from ._describe import describe, describe_named
 from ._errors import EinshardError
-from ._expression import ELLIPSIS, parse
-from ._layout import needs_rank
-from ._mesh import AnyMesh, Around, MeshLike, around, is_tracing, resolve_mesh
+from ._expression import ELLIPSIS
+from ._mesh import Around, MeshLike, around, is_tracing, resolve_mesh
 from ._parameters import Form
 from ._placement import put
 from ._promises import Allowed, Guarded
 from ._sharding import Placement, find_fitting, find_mesh, find_placement
 from ._signals import Stale, Untyped
+from ._signature import abstract_mesh, is_committed, looks_at_leaves, placements, same_shardings
 from ._specs import Spec, array_text, is_none, leaf_specs, path_text
 
 
@@ -112,7 +112,7 @@ class Program:
         """Whether the shardings of the arguments are those of these too, whatever their shapes."""
         rows = zip(self.specs, values, self.in_shardings, strict=True)
         return all(
-            _same(self._shardings(spec, value, i), shardings)
+            same_shardings(self._shardings(spec, value, i), shardings)
             for i, (spec, value, shardings) in enumerate(rows)
             if looks_at_leaves(spec)
         )
@@ -171,7 +171,7 @@ class Program:
     def _traced(self) -> Callable[..., Any]:
         def traced(*values: Any) -> Any:
             mesh = resolve_mesh(self.mesh_given)
-            if _abstract(mesh) != _abstract(self.mesh) or not self.places(values):
+            if abstract_mesh(mesh) != abstract_mesh(self.mesh) or not self.places(values):
                 raise Stale
             if self._is_untyped(values):
                 raise Untyped
@@ -183,7 +183,7 @@ class Program:
             finally:
                 around.reset(token)
             if self._looks_out and self.jitted is not None:
-                if not _same(self._shardings(self.out, result, None), self.out_shardings):
+                if not same_shardings(self._shardings(self.out, result, None), self.out_shardings):
                     raise Stale
             elif self.out is not None:
                 deque(self._placed(self.out, result, None), maxlen=0)
@@ -293,7 +293,7 @@ class Program:
         if isinstance(self.mesh, AbstractMesh) or not any(self.in_shardings):
             return
         for path, leaf in jtu.tree_leaves_with_path(value):
-            if _is_committed(leaf) and leaf.sharding.device_set != set(self.mesh.devices.flat):
+            if is_committed(leaf) and leaf.sharding.device_set != set(self.mesh.devices.flat):
                 raise EinshardError(
                     f'an argument without a spec is held by {len(leaf.sharding.device_set)} of '
                     f'the {self.mesh.size} devices',
@@ -305,71 +305,9 @@ class Program:
                 ) from None
 
 
-def looks_at_leaves(spec: Spec) -> bool:
-    """Whether the shardings of a spec depend on the leaves: their ranks, paths or shapes."""
-    return any(
-        needs_rank(parse(one)) if isinstance(one, str) else one is not None
-        for one in jtu.tree_leaves(spec, is_leaf=is_none)
-    )
-
-
-def signature(
-    specs: Sequence[Spec], out: Spec, values: Sequence[Any], static: Sequence[int]
-) -> Any:
-    """What the shardings depend on: structure, shapes and dtypes of the arguments looked at."""
-    all_of_them = looks_at_leaves(out)
-    looked_at: list[Any] = []
-    for i, (spec, value) in enumerate(zip(specs, values, strict=True)):
-        if all_of_them and i in static:
-            looked_at.append(value)
-        elif all_of_them or looks_at_leaves(spec):
-            leaves, treedef = jtu.tree_flatten(value)
-            looked_at.append((treedef, tuple(map(_shape_and_dtype, leaves))))
-    return tuple(looked_at)
-
-
-def placements(values: Sequence[Any], which: Sequence[int]) -> tuple[Any, ...]:
-    """Where the arrays of some arguments are; None for what JAX places."""
-    # two thirds of the time that _is_committed takes for each
-    return tuple(
-        leaf.sharding
-        if not isinstance(leaf, Tracer) and getattr(leaf, 'committed', False)
-        else None
-        for i in which
-        for leaf in jtu.tree_leaves(values[i])
-    )
-
-
-def _shape_and_dtype(leaf: Any) -> Any:
-    """The same for a value and for its tracer."""
-    try:
-        aval: Any = jax.typeof(leaf)
-    except TypeError:  # no array: jit will say so
-        return type(leaf)
-    return aval.shape, aval.dtype
-
-
 def _typed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     aval: Any = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
-
-
-def _same(some: Any, others: Any) -> bool:
-    """Whether trees of shardings are the same, be their meshes those of a trace or not."""
-    leaves, treedef = jtu.tree_flatten(some, is_leaf=is_none)
-    other_leaves, other_treedef = jtu.tree_flatten(others, is_leaf=is_none)
-    return treedef == other_treedef and all(
-        one is other is None or (one and other and _unbound(one) == _unbound(other))
-        for one, other in zip(leaves, other_leaves, strict=True)
-    )
-
-
-def _unbound(sharding: NamedSharding) -> Any:
-    return _abstract(sharding.mesh), sharding.spec
-
-
-def _abstract(mesh: AnyMesh) -> AbstractMesh:
-    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
 
 def _moved(leaf: Any, sharding: NamedSharding) -> Any:
@@ -385,11 +323,7 @@ def _is_local(leaf: Any) -> bool:
 
 def _is_misplaced(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether jit would refuse an argument; it places uncommitted arrays and host data itself."""
-    return _is_committed(leaf) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-
-
-def _is_committed(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
+    return is_committed(leaf) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
 def _row_of(labels: Sequence[str]) -> inspect.Signature:

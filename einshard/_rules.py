@@ -20,7 +20,7 @@ from ._cache import cached
 from ._errors import EinshardError, plural, quoted
 from ._expression import axis_letters, parse
 from ._layout import axis_positions
-from ._mesh import MeshLike, given_mesh, resolve_mesh, sizes_of
+from ._mesh import MeshLike, entry_axes, given_mesh, resolve_mesh, sizes_of
 from ._sharding import find_mesh
 from ._specs import REPLICATED, LeafSpec, Lenient, Spec, allow, array_text, leaf_paths
 from ._table import Table, make_table
@@ -283,7 +283,7 @@ def _of_rank(spec: str | PartitionSpec, n_dims: int) -> str:
     names = list(itertools.islice(axis_letters(), n_dims))
     terms: list[str] = []
     for name, entry in itertools.zip_longest(names, spec):
-        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        axes = entry_axes(entry)
         listed = ','.join(map(str, axes))
         listed = listed if listed.isidentifier() else f'({listed})'
         terms.append(f'{name}@{listed}' if axes else name)

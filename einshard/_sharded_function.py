@@ -26,16 +26,17 @@ from ._mesh import (
     resolve_mesh,
 )
 from ._parameters import Form, Parameters, name_of
-from ._program import Program, looks_at_leaves, placements, signature
+from ._program import Program
 from ._promises import Promise, UnexpectedCollectives, read_promise
 from ._signals import Signal, Stale, Untyped
+from ._signature import looks_at_leaves, placements, signature
 from ._specs import Spec, check_specs
 
 P = ParamSpec('P')
 Q = ParamSpec('Q')
 R = TypeVar('R')
 
-_JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {'fun'}
+JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {'fun'}
 
 
 class ShardedFunction(Generic[P, R]):
@@ -57,7 +58,7 @@ class ShardedFunction(Generic[P, R]):
         functools.update_wrapper(self, function)
         self.__wrapped__ = function
         self._name = name_of(function)
-        self._parameters = Parameters(function, sorted(_JIT_OPTIONS))
+        self._parameters = Parameters(function, sorted(JIT_OPTIONS))
         self.is_method = bool(self._parameters.instance)
         self._mesh = mesh
         self._reshard = reshard
@@ -384,4 +385,4 @@ def _jit_options(named: Mapping[str, Any]) -> dict[str, Any]:
                 f'sharded makes {option} of the specs and does not take them as an option',
                 facts={'give': 'specs by position or by parameter name, and out='},
             )
-    return {name: value for name, value in named.items() if name in _JIT_OPTIONS}
+    return {name: value for name, value in named.items() if name in JIT_OPTIONS}

@@ -282,7 +282,7 @@ def test_factored_moments_of_models(model):
     def lacking(which):
         def left(shape, axes):
             if not is_factored(shape):
-                return []  # a placeholder
+                return []  # one element in the place of a moment
             axis = sorted(range(len(shape)), key=shape.__getitem__)[which]
             return [one for i, one in enumerate(axes) if i != axis]
 

@@ -13,7 +13,7 @@ from .._cache import cached
 from .._errors import quoted
 from .._expression import Expression, parse
 from .._layout import axis_positions, check_divisible, lay_out, needs_rank
-from .._mesh import AnyMesh, AxisRules, is_device_mesh, sizes_of
+from .._mesh import AnyMesh, AxisRules, entry_axes, is_device_mesh, sizes_of
 from .._sharding import make_sharding
 from .mesh_members import Member
 from .shared_mesh import SharedMesh, share
@@ -63,14 +63,14 @@ class View(NamedTuple):
         spec = make_sharding(self._in_mesh(text), n_dims=n_dims, mesh=self.mesh).spec
         if not manual:
             return spec
-        rows = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+        rows = map(entry_axes, spec)
         return PartitionSpec(*(tuple(axis for axis in row if axis in manual) for row in rows))
 
     def mesh_axes_of(self, axis: str) -> str:
         """The mesh axes that an array axis is over, where they have other names."""
         text = self.shared.complete(parse(f'{axis}{self.shared.sizes[axis]}'))
         entry = next(iter(make_sharding(text, mesh=self.mesh).spec), ())
-        return quoted([entry] if isinstance(entry, str) else entry or ['none'])
+        return quoted(entry_axes(entry) or ['none'])
 
     def _in_mesh(self, text: str) -> str:
         return self.shared.by_name(self.expression(text)) if self.by_name else self.completed(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -19,7 +18,8 @@ from .._expression import parse
 from .._layout import axis_positions, mesh_text
 from .._mesh import MeshLike, around, mesh_fact, resolve_mesh
 from .._parameters import Form, Parameters, name_of
-from .._sharded import ShardedFunction, sharded
+from .._sharded import sharded
+from .._sharded_function import JIT_OPTIONS, ShardedFunction
 from .._specs import Spec, array_text, check_specs, is_none, leaf_specs, path_text
 from .device_view import View, make_view
 from .mesh_members import Member
@@ -84,8 +84,8 @@ def per_device(
             return type(function)(decorate(function.__func__))
         if not callable(function):
             raise EinshardError(f'per_device decorates a function, not {function!r}')
-        its_specs = {name: spec for name, spec in named.items() if name not in _JIT_OPTIONS}
-        options = {name: value for name, value in named.items() if name in _JIT_OPTIONS}
+        its_specs = {name: spec for name, spec in named.items() if name not in JIT_OPTIONS}
+        options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
         mapped = _Mapped(function, in_specs, its_specs, out, mesh, manual, check_vma)
         return sharded(
             *map(mapped.lazy, in_specs),
@@ -99,7 +99,6 @@ def per_device(
     return decorate
 
 
-_JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {'fun'}
 _WHOLE = '...'
 
 
@@ -118,7 +117,7 @@ class _Mapped:
     ):
         self.function = function
         self.name = name_of(function)
-        self.parameters = Parameters(function, sorted(_JIT_OPTIONS))
+        self.parameters = Parameters(function, sorted(JIT_OPTIONS))
         self.out = out
         self.mesh = mesh
         self.check_vma = check_vma

@@ -25,7 +25,14 @@ from .._describe import describe, describe_named
 from .._errors import EinshardError, plural
 from .._expression import ELLIPSIS, Expression, parse
 from .._layout import axis_positions, check_divisible, lay_out
-from .._mesh import MeshLike, context_mesh, device_mesh, is_device_mesh, resolve_mesh
+from .._mesh import (
+    MeshLike,
+    context_mesh,
+    device_mesh,
+    entry_axes,
+    is_device_mesh,
+    resolve_mesh,
+)
 from .._reports.report import Report
 from .._reports.rows import ArrayRow
 from .._sharding import find_placement, lower
@@ -305,7 +312,7 @@ def _entries(
             facts={'sharding': sharding.spec},
         )
     spec += [None] * (n_dims - len(spec))
-    return [e if isinstance(e, tuple) else () if e is None else (e,) for e in spec]
+    return list(map(entry_axes, spec))
 
 
 def _of_other(sharding: Sharding, shape: tuple[int, ...], dtype: str) -> Picture:

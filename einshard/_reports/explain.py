@@ -18,7 +18,7 @@ from .._describe import describe, describe_named
 from .._expression import ELLIPSIS, axis_letters, parse
 from .._hlo.collectives import Collective, read_collectives
 from .._hlo.movements import read_gatherings
-from .._mesh import MeshLike, is_device_mesh
+from .._mesh import MeshLike, entry_axes, is_device_mesh
 from .._specs import LeafSpec, Lenient, path_text
 from .along import Cuts, along, mesh_axes_of
 from .cautions import gathered_again, moved_whole, replicated
@@ -243,7 +243,7 @@ def _cuts(arrays: Sequence[_Array]) -> dict[str, list[tuple[str, ...]]]:
         if array.names is None or not isinstance(array.sharding, NamedSharding):
             continue
         for name, entry in zip(array.names, array.sharding.spec, strict=False):
-            axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+            axes = entry_axes(entry)
             if axes and axes not in cuts.setdefault(name, []):
                 cuts[name].append(axes)
     return cuts

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from .._layout import with_unsharded
+
 # The device axes that cut each array axis, major first; axes that are not cut may be left out.
 Cuts: TypeAlias = Mapping[str, tuple[str, ...]]
 Devices: TypeAlias = Mapping[str, int]  # the device axes, slowest first, with their sizes
@@ -148,22 +150,3 @@ def moves(old: Cutting, new: Cuts) -> tuple[Communication, ...]:
 def _without(cuts: Cuts, axes: Iterable[str]) -> Cuts:
     gone = set(axes)
     return {name: tuple(axis for axis in cut if axis not in gone) for name, cut in cuts.items()}
-
-
-def with_unsharded(terms: Sequence[str], holders: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Adds the axes that are not cut: each behind the axis before it, or first.
-
-    `holders` are the names of the axes that the terms cut.
-    """
-    terms, holders = list(terms), list(holders)
-    for i, name in enumerate(names):
-        if name in holders:
-            continue
-        if i and names[i - 1] in holders:
-            at = len(holders) - holders[::-1].index(names[i - 1])
-        else:
-            followers = [holders.index(other) for other in names[i:] if other in holders]
-            at = min(followers, default=len(holders))
-        holders.insert(at, name)
-        terms.insert(at, name)
-    return terms

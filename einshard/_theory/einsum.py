@@ -14,7 +14,7 @@ from .._constraint import constrain, only
 from .._errors import EinshardError
 from .._expression import Expression
 from .._layout import axis_positions
-from .._mesh import MeshLike, is_tracing
+from .._mesh import MeshLike, entry_axes, is_tracing
 from .._placement import einshard
 from .._sharding import Placement, find_fitting, find_mesh
 from .contraction import Contraction, read_contraction, result_shape, written
@@ -103,8 +103,7 @@ def _check_types(contraction: Contraction, operands: Sequence[Any]) -> None:
         positions = axis_positions(operand, len(array.shape))
         for name, at in positions.items():
             entry = sharding.spec[at] if at < len(sharding.spec) else None
-            axes = entry if isinstance(entry, tuple) else (entry,)
-            if name in reduced and explicit.intersection(axes):
+            if name in reduced and explicit.intersection(entry_axes(entry)):
                 raise contraction.error(
                     f"the sum is over '{name}', which is sharded: under explicit axes the result "
                     'has to say where it is',
