@@ -9,8 +9,9 @@ BIN = $(VENV)/bin
 demo: $(VENV)-demo/demo.installed
 	@$(VENV)-demo/bin/python docs/examples/digits.py
 
+# a file to a process, so that its tests share what they have set up
 test: $(VENV)/test.installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # under five minutes; where there is no accelerator, on eight simulated devices
 bench: $(VENV)-bench/rich.installed

@@ -5,7 +5,10 @@ import os
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = (
-    os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=16'
+    os.environ.get('XLA_FLAGS', '')
+    + ' --xla_force_host_platform_device_count=16'
+    # a quarter of the tests' time was LLVM's; programs as the tests read them come before it
+    + ' --xla_backend_optimization_level=0'
 )
 # libtpu, where it is installed, describes TPU slices without looking for a TPU
 os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')

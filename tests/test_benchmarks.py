@@ -46,10 +46,10 @@ from benchmarks.__main__ import (  # noqa: E402
     simulate_devices,
 )
 
-# one worker of pytest-xdist, so that all tests share one run of all benchmarks
-pytestmark = pytest.mark.xdist_group('benchmarks')
-
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'} | {'JAX_PLATFORMS': 'cpu'}
+ENVIRONMENT = os.environ | {
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': '--xla_backend_optimization_level=0',
+}
 
 
 def run(*arguments, **environment):

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.xdist_group('examples')  # one process, so that one run serves all
-
 EXAMPLES = Path(__file__).parents[1] / 'docs' / 'examples'
 
 # What a run of the demo leaves behind, as JSON; the comparison of the curves is the test's own.

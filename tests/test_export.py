@@ -53,13 +53,13 @@ def test_what_is_exported_has_the_shardings_of_the_specs(exported):
 def test_called_with_arrays_that_are_placed(exported):
     y = exported.call(*placed_arguments())
     check_placed(y, {'': P('data')})
-    np.testing.assert_allclose(y, np.maximum(X @ W, 0), rtol=1e-5)
+    np.testing.assert_allclose(y, np.maximum(X @ W, 0), rtol=1e-5, atol=1e-6)
 
 
 def test_called_with_host_arrays_by_sharded(exported):
     y = sharded(ROWS, COLUMNS, out=ROWS)(exported.call)(X, W)
     check_placed(y, {'': P('data')})
-    np.testing.assert_allclose(y, np.maximum(X @ W, 0), rtol=1e-5)
+    np.testing.assert_allclose(y, np.maximum(X @ W, 0), rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_are_exported_too(exported):
@@ -86,7 +86,7 @@ def test_a_model_by_rules_and_keywords():
     exported = through_bytes(export.export(apply)(shapes, x=struct(16, 8)))
     y = exported.call(einshard(params, rules), einshard(X, ROWS))
     check_placed(y, {'': P('data')})
-    np.testing.assert_allclose(y, X @ W + 1, rtol=1e-5)
+    np.testing.assert_allclose(y, X @ W + 1, rtol=1e-5, atol=1e-6)
 
 
 def test_a_method():
@@ -102,7 +102,7 @@ def test_a_method():
     exported = export.export(Layer.__call__)(Layer(struct(8, 4)), struct(16, 8))
     y = exported.call(Layer(einshard(W, COLUMNS)), einshard(X, ROWS))
     check_placed(y, {'': P('data')})
-    np.testing.assert_allclose(y, X @ W, rtol=1e-5)
+    np.testing.assert_allclose(y, X @ W, rtol=1e-5, atol=1e-6)
 
 
 def test_for_devices_that_are_not_here():
@@ -115,7 +115,7 @@ def test_for_devices_that_are_not_here():
     x, w = (einshard(a, spec, mesh=MESH) for a, spec in zip((X, W), specs, strict=True))
     y = through_bytes(exported).call(x, w)
     check_placed(y, {'': P('data')})
-    np.testing.assert_allclose(y, X @ W, rtol=1e-5)
+    np.testing.assert_allclose(y, X @ W, rtol=1e-5, atol=1e-6)
 
 
 def test_symbolic_sizes_that_parts_divide():
@@ -129,7 +129,7 @@ def test_symbolic_sizes_that_parts_divide():
         x = np.ones((rows, 8), np.float32)
         y = exported.call(einshard(x, ROWS), einshard(W, COLUMNS))
         check_placed(y, {'': P('data')})
-        np.testing.assert_allclose(y, np.maximum(x @ W, 0), rtol=1e-5)
+        np.testing.assert_allclose(y, np.maximum(x @ W, 0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize('traced', [layer, jax.jit(lambda x, w: einshard(x, ROWS) @ w)])

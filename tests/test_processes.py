@@ -23,8 +23,7 @@ import test_docs
 
 import einshard
 
-# one worker of pytest-xdist, so that all tests share the two runs
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group('processes')]
+pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(einshard.__file__).parents[1]
 PATIENCE = 60  # seconds in which no process finishes a check

@@ -16,8 +16,6 @@ sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
 import transformer
 from transformer import PLACEMENTS, UNSHARDED, Config
 
-pytestmark = pytest.mark.xdist_group('transformer')  # one process, so that one run serves all
-
 UNTIED = Config(
     n_layers=2,
     d_model=32,
