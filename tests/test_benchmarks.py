@@ -172,7 +172,7 @@ def test_import_starts_no_backend(results):
 def test_a_backend_that_was_started_is_noticed():
     started = importing.PROGRAM.replace('import einshard\n', 'import einshard; jax.devices()\n')
     assert started != importing.PROGRAM
-    assert importing.one_import(started)[2] == 1
+    assert importing.one_import(started, str(tmp_path))[2] == 1
 
 
 def test_list_needs_no_jax():
