@@ -71,6 +71,8 @@ class Program:
         dynamic = [s for i, s in enumerate(self.in_shardings) if i not in self.static]
         if any(sharding is not None for sharding in dynamic):
             options = {**options, 'in_shardings': tuple(dynamic)}
+            if self.mesh.size == 1:
+                promise = None  # a program that is held to one device communicates with none
         options = {**options, 'static_argnums': tuple(self.static)}
         self.jitted: Any = None  # while the result's shapes are asked for
         self.out_shardings = self._out_shardings(jax.jit(traced, **options), values)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
-from ._errors import EinshardError
+from ._errors import EinshardError, plural
 from ._mesh import MeshLike
 from ._parameters import name_of
 from ._promises import Promise
@@ -89,8 +90,10 @@ def sharded(
     if bare and len(in_specs) == 1 and _is_function(in_specs[0]):
         return _decorate(in_specs[0], (), None, None, False, None, {})
 
-    def decorate(function: Callable[P, R]) -> ShardedFunction[P, R]:
-        return _decorate(function, in_specs, out, mesh, reshard, collectives, named)
+    def decorate(*functions: Any, **unexpected: Any) -> Any:
+        if len(functions) != 1 or unexpected or not _is_function(functions[0]):
+            raise _called_too_early([*functions, *unexpected.values()], in_specs)
+        return _decorate(functions[0], in_specs, out, mesh, reshard, collectives, named)
 
     return decorate
 
@@ -99,6 +102,17 @@ def _is_function(x: Any) -> bool:
     # specs that see all leaves at once, as Rules do, are callable too
     is_spec = hasattr(x, 'for_leaves')
     return isinstance(x, staticmethod | classmethod) or (callable(x) and not is_spec)
+
+
+def _called_too_early(given: Sequence[Any], in_specs: Sequence[Spec]) -> EinshardError:
+    """For what `sharded(...)` gives, called without a function."""
+    found = reprlib.repr(given[0]) if len(given) == 1 else plural(len(given), 'argument')
+    facts: dict[str, Any] = {}
+    if len(in_specs) == 1 and _is_function(in_specs[0]):
+        name = name_of(in_specs[0])
+        facts['given first'] = f'{name}, which beside options is a spec: a function of the path'
+        facts['to decorate it'] = f'sharded(...)({name})'
+    return EinshardError(f'sharded decorates a function, not {found}', facts=facts)
 
 
 def _decorate(
@@ -113,8 +127,6 @@ def _decorate(
     if isinstance(function, staticmethod | classmethod):
         inner = _decorate(function.__func__, in_specs, out, mesh, reshard, collectives, named)
         return type(function)(inner)
-    if not callable(function):
-        raise EinshardError(f'sharded decorates a function, not {function!r}')
     for kind, what in (
         (inspect.isgeneratorfunction, 'a generator'),
         (inspect.iscoroutinefunction, 'a coroutine'),

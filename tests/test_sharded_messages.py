@@ -296,6 +296,21 @@ def test_functions_that_jax_cannot_trace(function, what):
 def test_things_that_are_no_functions():
     assert decorate(3, 'a*') == 'sharded decorates a function, not 3'
     assert decorate(None) == 'sharded decorates a function, not None'
+    assert message(sharded('a*'), 1, 2) == 'sharded decorates a function, not 2 arguments'
+    assert message(sharded('a*'), x=1) == 'sharded decorates a function, not 1'
+
+
+def test_a_function_given_beside_options():
+    def step(x):
+        return x
+
+    # jax.jit would take it for the function
+    text = '''
+        sharded decorates a function, not [0, 1, 2, 3, 4, 5, ...]
+          given first:    step, which beside options is a spec: a function of the path
+          to decorate it: sharded(...)(step)
+    '''
+    assert message(sharded(step, donate_argnums=0), list(range(100))) == expected(text)
 
 
 @pytest.mark.parametrize('mesh', ['data', 3, {'data': 8}])
