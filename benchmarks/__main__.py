@@ -73,9 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # only now: importing them imports jax
     modules = {name: importlib.import_module(MODULES[name]) for name in names}
     parser.add_argument('-h', '--help', action='help', help='show this message')
-    for name, module in modules.items():
+    # of those that follow one of them too
+    several = [module for one in modules.values() for module in (one, *getattr(one, 'ALSO', ()))]
+    for module in dict.fromkeys(several):
         if hasattr(module, 'add_options'):
-            module.add_options(parser.add_argument_group(name))
+            module.add_options(parser.add_argument_group(module.__name__.rpartition('.')[2]))
     options = parser.parse_args(arguments)
     if options.name == 'page':
         from ._page import write_page

@@ -30,7 +30,8 @@ Agree = Callable[[int], int]
 
 BLOCK = 0.5e-3  # seconds: calls much shorter than this are timed several at once
 MAX_CALLS = 4096
-MIN_ROUNDS, MAX_ROUNDS = 15, 5000
+SLOW = 0.05  # seconds: one such call says what others will take
+MIN_ROUNDS, MAX_ROUNDS = 9, 5000
 
 
 def ratio_at_most(limit: float) -> Target:
@@ -214,7 +215,9 @@ def agree(n: int) -> int:
 def _calls_for_a_block(call: Call, block: float, clock: Clock) -> tuple[int, float]:
     """How many calls to time at once, and what one takes; warms it up too."""
     call()
-    estimate = max(min(_time(call, 1, clock) for _ in range(3)), 1e-9)
+    estimate = max(_time(call, 1, clock), 1e-9)
+    if estimate < SLOW:
+        estimate = max(min(estimate, _time(call, 1, clock), _time(call, 1, clock)), 1e-9)
     return min(max(math.ceil(block / estimate), 1), MAX_CALLS), estimate
 
 
@@ -284,7 +287,9 @@ def progress_line(name: str) -> Callable[[str], None]:
 
     def show(text: str) -> None:
         line = f'{name} {time.perf_counter() - start:4.0f} s  {text}' if text else ''
-        sys.stderr.write(f'\r\x1b[K{line[:100]}')
+        # a line that is folded could not be written over; a terminal may have no width
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        sys.stderr.write(f'\r\x1b[K{line[: width - 1]}')
         sys.stderr.flush()
 
     return show

@@ -45,6 +45,11 @@ LARGE = Sizes(
 )
 
 
+def device_counts(n: int) -> list[int]:
+    """1, 2, 4, ... and n itself."""
+    return sorted({*(2**i for i in range(n.bit_length()) if 2**i <= n), n})
+
+
 def sizes_for(bench: Bench) -> Sizes:
     """Such as take tens of milliseconds, on processors as on accelerators."""
     return TINY if bench.tiny else SMALL if jax.default_backend() == 'cpu' else LARGE

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import pathlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ._plot import scaling_svg
 from ._schema import Environment, Report, Result, Row, check
-from ._table import HEADINGS, cells, figure_text, quartiles, ratio_text
+from ._table import cells, columns, figure_text, legend, quantity, quartiles, ratio_text
 
 HERE = pathlib.Path(__file__).parent
 RESULTS, PAGE = HERE / 'results', HERE.parent / 'docs' / 'performance.md'
@@ -26,6 +27,36 @@ measured in pairs: einshard and what it is compared with took turns in one proce
 a ratio, and the median of the ratios is the result, with its quartiles for the spread. Below 1
 einshard is faster. Where a program is compiled and not run, the figures are counts, and exact.
 """
+# The rows that answer most questions: benchmark, name of the row, what it is in words.
+MAIN = (
+    (
+        'programs',
+        r'transformer, training step: differences',
+        'Lines in which a compiled training step of a transformer is another than by hand',
+    ),
+    ('tpu', r'(.*), transformer, training step: differences', 'The same, compiled for {0}'),
+    ('programs', r'transformer, training step: time', 'That training step'),
+    ('programs', r'transformer, training step: compile time', 'Tracing and compiling it'),
+    ('dispatch', r'one argument, 1 device', 'A call of a `sharded` function, one device'),
+    ('dispatch', r'one argument, (\d+ devices)', 'The same, {0}'),
+    (
+        'dispatch',
+        r'a function of the path, (\d+) leaves, 1 device',
+        'A call with {0} arrays, one device',
+    ),
+    ('placement', r'array placed already', '`einshard` of an array that is there already'),
+    ('placement', r'tree of (1,000|10,000) jax leaves', '`einshard` of {0} arrays'),
+    ('memory', r'numpy tree of (.*): peak of host', 'Memory of the host at most, placing {0}'),
+    ('expressions', r'make_sharding, cached', 'The sharding of an expression met before'),
+    ('expressions', r'make_sharding, a new expression, (9,216 devices)', 'Of a new one, {0}'),
+    (
+        'rules',
+        r'([\d,]+) leaves, the first time, (4,096 devices)',
+        'Shardings of {0} arrays by their paths, {1}',
+    ),
+    ('import', r'import einshard, after import jax', '`import einshard`'),
+)
+LONG = 12  # lines; a longer table is folded
 REPEAT = """\
 ## How to repeat
 
@@ -41,6 +72,19 @@ make bench-page                          # everything, and this page from it
 
 Accelerators are used where there are any, else eight simulated devices; `--devices` says how many.
 On several hosts start it in each, with `--distributed`.
+"""
+
+
+READING = """\
+## How to read the tables
+
+* *figure*: what einshard takes; *its figure*: what stands beside it takes, as is said above each
+  table; both are medians. Where there are several such things, *beside* has the letter of one.
+* *ratio*: of the two, round by round; 1/20 where einshard is twenty times faster. *quartiles*: half
+  of the rounds gave a ratio between these. Where they lie on both sides of 1, no difference was
+  seen.
+* *target*: what einshard sets itself for the median of the ratio or, where the target has a unit,
+  of the figure.
 """
 
 
@@ -69,8 +113,9 @@ def page_of(reports: Sequence[Report]) -> str:
             if result['tiny']:
                 raise ValueError(f'{result["name"]} was only tried: its figures mean nothing')
             by_name.setdefault(result['name'], []).append(Measured(report['environment'], result))
-    parts = [INTRODUCTION, machines([report['environment'] for report in reports]), REPEAT]
-    parts.append(targets([measured for both in by_name.values() for measured in both]))
+    every = [measured for both in by_name.values() for measured in both]
+    parts = [INTRODUCTION, in_short(every), targets(every)]
+    parts += [machines([report['environment'] for report in reports]), REPEAT, READING]
     for name, measured in by_name.items():
         parts += [f'## {name}', about(name)]
         for environment, result in measured:
@@ -78,6 +123,34 @@ def page_of(reports: Sequence[Report]) -> str:
                 parts.append(f'### {machine(environment)}')
             parts += tables(result)
     return '\n\n'.join(part.strip() for part in parts) + '\n'
+
+
+def in_short(every: Sequence[Measured]) -> str:
+    """The rows of MAIN; where there are several machines, of each."""
+    where = {machine(environment) for environment, _ in every}
+    lines: list[list[str]] = []
+    for name, pattern, words in MAIN:
+        for environment, result in every:
+            found = {}  # by name: the first of a name is beside what is hardest to beat
+            for row in result['rows'] if result['name'] == name else ():
+                if match := re.fullmatch(pattern, row['name']):
+                    found.setdefault(row['name'], (row, words.format(*match.groups())))
+            for row, text in found.values():
+                on = [machine(environment)] if len(where) > 1 else []
+                lines.append([text, *on, *short(row)])
+    head = ['', *(['devices'] if len(where) > 1 else []), 'einshard', 'compared with', 'ratio']
+    return f'## In short\n\n{markdown(head, lines)}'
+
+
+def short(row: Row) -> list[str]:
+    """The figure, what it is compared with, and the ratio."""
+    if row['ratio'] is None or row['other'] is None:
+        return [figure_text(row), '', '']
+    other = quantity(row['other']['median'], row['unit'])
+    ratio = ratio_text(row['ratio']['median'])
+    if row['rounds'] > 1:
+        ratio += f' ({quartiles(row["ratio"])})'
+    return [figure_text(row), f'{other}, {row["compared_with"]}', ratio]
 
 
 def machines(environments: Sequence[Environment]) -> str:
@@ -106,28 +179,25 @@ def machine(environment: Environment) -> str:
 
 
 def targets(measured: Sequence[Measured]) -> str:
-    counts: list[tuple[str, ...]] = []
+    several = len({machine(environment) for environment, _ in measured}) > 1
+    n_judged = n_met = 0
     missed: list[tuple[str, ...]] = []
     for environment, result in measured:
         judged = [row for row in result['rows'] if row['met'] is not None]
-        if judged:
-            n_met = sum(row['met'] is True for row in judged)
-            where = machine(environment)
-            counts.append((result['name'], where, str(len(judged)), str(n_met)))
-            missed += [
-                (result['name'], where, *(cells(row)[i] for i in (0, 1, 4, 5, 6)))
-                for row in judged
-                if not row['met']
-            ]
-    text = (
-        '## Targets\n\nWhat einshard sets itself, judged by the median: of the ratio, or of the '
-        'figure where the\ntarget has a unit.\n\n'
-        + markdown(('benchmark', 'devices', 'targets', 'met'), counts)
-    )
-    if missed:
-        head = ('benchmark', 'devices', 'not met', 'figure', 'ratio', 'quartiles', 'target')
-        return f'{text}\n\n{markdown(head, missed)}'
-    return f'{text}\n\nAll of them are met.'
+        n_judged += len(judged)
+        n_met += sum(row['met'] is True for row in judged)
+        where = [machine(environment)] if several else []
+        missed += [
+            (result['name'], *where, *(cells(row, '')[i] for i in (0, 1, 4, 5, 6)))
+            for row in judged
+            if not row['met']
+        ]
+    text = f'## Targets\n\nEinshard sets itself a target for {n_judged} of the figures'
+    if not missed:
+        return f'{text}. All of them are met.'
+    on = ['devices'] if several else []
+    head = ['benchmark', *on, 'not met', 'figure', 'ratio', 'quartiles', 'target']
+    return f'{text}, and meets {n_met}.\n\n{markdown(head, missed)}'
 
 
 def about(name: str) -> str:
@@ -150,7 +220,8 @@ def tables(result: Result) -> Iterator[str]:
         for compared_with, group in groups.items():
             yield by_case(group, compared_with)
     elif rows:
-        yield markdown([heading or 'met' for heading in HEADINGS], [cells(row) for row in rows])
+        yield '\n'.join(f'* {text}' for text in legend(rows))
+        yield folded(*columns(rows))
     if any('problem' in row['parameters'] for row in rows):
         yield scaling_svg(rows)
     if result['left_out']:
@@ -165,7 +236,7 @@ def by_case(rows: Sequence[Row], compared_with: str) -> str:
         case, measure = (str(row['parameters'][name]) for name in ('case', 'measure'))
         table.setdefault(case, {})[measure] = cell(row)
     lines = [[case, *(texts.get(m, '') for m in measures)] for case, texts in table.items()]
-    text = markdown(['case', *measures], lines)
+    text = folded(['case', *measures], lines)
     others = {row['parameters']['measure']: row['compared_with'] for row in rows}
     beside = [f'; of {m}, to: {o}' for m, o in others.items() if o not in (None, compared_with)]
     return (
@@ -179,6 +250,14 @@ def cell(row: Row) -> str:
         return text
     spread = f', {quartiles(row["ratio"])}' if row['rounds'] > 1 else ''
     return f'{text} ({ratio_text(row["ratio"]["median"])}{spread})'
+
+
+def folded(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The table, behind a line to click on where it is long."""
+    text = markdown(head, rows)
+    if len(rows) <= LONG:
+        return text
+    return f'<details>\n<summary>{len(rows)} rows</summary>\n\n{text}\n\n</details>'
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,6 +1,7 @@
 """The process in which the memory benchmark places a tree; it writes what it measured as JSON.
 
-python -m benchmarks._placing ours|theirs|both BYTES ROUNDS
+python -m benchmarks._placing ours|theirs BYTES ROUNDS: first that side alone, for its peaks; then
+both turn by turn, for their times.
 """
 
 from __future__ import annotations
@@ -32,17 +33,15 @@ def main(side: str, n_bytes: int, rounds: int) -> None:
     def theirs() -> None:
         jax.block_until_ready(jax.device_put(tree, shardings))
 
+    first, second = (ours, theirs) if side == 'ours' else (theirs, ours)
+    first()
     measured: dict[str, object] = {'leaves': N_LEAVES, 'devices': n}
-    if side == 'both':
-        ours()
-        theirs()
-        measured['ours'], measured['theirs'] = interleave(ours, theirs, 0, rounds=rounds)
-    else:
-        {'ours': ours, 'theirs': theirs}[side]()
-        # in kilobytes, but on macOS in bytes
-        scale = 1 if sys.platform == 'darwin' else 1024
-        measured['host'] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-        measured['device'] = (jax.devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
+    # in kilobytes, but on macOS in bytes
+    scale = 1 if sys.platform == 'darwin' else 1024
+    measured['host'] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+    measured['device'] = (jax.devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
+    second()
+    measured['ours'], measured['theirs'] = interleave(ours, theirs, 0, rounds=rounds)
     print(json.dumps(measured))
 
 

@@ -47,6 +47,7 @@ def scaling_svg(rows: Sequence[Row]) -> str:
         *(text(MARGIN - 8, y(s) + 4, f'{s:.0%}', 'end') for s in (0, 0.25, 0.5, 0.75, 1)),
         *(text(x(n), HEIGHT - BOTTOM + 18, str(n)) for n in numbers),
         text((MARGIN + WIDTH - 20) / 2, HEIGHT - 8, 'devices'),
+        text(WIDTH - 20, 16, 'speed, of the best', 'end'),
     ]
     for i, (problem, points) in enumerate(curves.items()):
         parts += curve(points, COLOURS[problem], x, y)

@@ -2,8 +2,8 @@
 
 Both sides are compiled before and are given the same arrays, placed as asked. A call stands in a
 loop, as in a user's program: by way of a `functools.partial` it would be a call from C, and the one
-more Python frame that `sharded` is would cost half as much again. With several devices each call is
-waited for, else a side would be charged for what the other has left in the queue.
+more Python frame that `sharded` is would cost half as much again. On one device the last of a loop
+is waited for, on several each: else a side would be charged for what the other left in the queue.
 
 The rows of jit beside itself show what noise there is. Those that count come last.
 """
@@ -24,6 +24,7 @@ from einshard import device_mesh, sharded
 
 from ._counting import count_calls
 from ._harness import Bench, Call, figure_at_most, ratio_at_most
+from ._models import device_counts
 
 SPLIT, WHOLE = 'a b -> a* b', 'a b -> * a b'
 BY_HAND = 'jax.jit, shardings by hand'
@@ -35,13 +36,18 @@ WITHOUT = 'sharded, without the promise'
 
 
 def run(bench: Bench) -> None:
+    n_leaves = 4 if bench.tiny else 200
     for n_devices in sorted({1, jax.device_count()}):
         setting = Setting(n_devices)
         one_argument(bench, setting)
-        parameter_tree(bench, setting, 4 if bench.tiny else 200)
-        promise(bench, setting, 4 if bench.tiny else 200)
+        parameter_tree(bench, setting, n_leaves)
+        promise(bench, setting, n_leaves)
+    for n_devices in device_counts(jax.device_count())[: 2 if bench.tiny else None]:
+        leaves(bench, Setting(n_devices), 2 if bench.tiny else 20)
     one_device = Setting(1)
-    keywords(bench, one_device, 4 if bench.tiny else 200)
+    for n in () if bench.tiny else (2, 500):
+        leaves(bench, one_device, n)
+    keywords(bench, one_device, n_leaves)
     method(bench, one_device)
     count(bench, Setting(jax.device_count()), 4)
 
@@ -69,24 +75,22 @@ class Setting:
         return {f'layer{i}': {'w': w + 0, 'b': b + 0} for i in range(n_leaves // 2)}
 
     def calls(self, function: Callable[..., Any], x: Any) -> Call:
-        """`calls_in_a_loop` calls of `function(x)`."""
-        if self.n_devices > 1:
-            return lambda: jax.block_until_ready(function(x))
+        """`calls_in_a_loop` calls of `function(x)`, the last of them waited for."""
 
         def loop() -> None:
-            for _ in range(self.calls_in_a_loop):
+            for _ in range(self.calls_in_a_loop - 1):
                 function(x)
+            jax.block_until_ready(function(x))
 
         return loop
 
     def keyword_calls(self, function: Callable[..., Any], x: Any) -> Call:
-        """`calls_in_a_loop` calls of `function(x=x)`."""
-        if self.n_devices > 1:
-            return lambda: jax.block_until_ready(function(x=x))
+        """`calls_in_a_loop` calls of `function(x=x)`, the last of them waited for."""
 
         def loop() -> None:
-            for _ in range(self.calls_in_a_loop):
+            for _ in range(self.calls_in_a_loop - 1):
                 function(x=x)
+            jax.block_until_ready(function(x=x))
 
         return loop
 
@@ -169,6 +173,24 @@ def parameter_tree(bench: Bench, setting: Setting, n_leaves: int) -> None:
     compare('a function of the path, after other shapes', ours, by_hand, mixed, TREE)
 
 
+def leaves(bench: Bench, setting: Setting, n_leaves: int) -> None:
+    """Trees of several sizes on several numbers of devices, under the spec that looks at most."""
+    tree = setting.tree(n_leaves)
+    shardings = jax.tree.map(lambda x: x.sharding, tree)
+    by_hand = jax.jit(each_plus_one, in_shardings=(shardings,), out_shardings=shardings)
+    ours = sharded(by_the_path, out=by_the_path, mesh=setting.devices)(each_plus_one)
+    bench.compare(
+        f'a tree of {n_leaves} leaves, {setting.on}',
+        setting.calls(ours, tree),
+        BY_HAND,
+        setting.calls(by_hand, tree),
+        TREE,
+        setting.calls_in_a_loop,
+        devices=setting.n_devices,
+        leaves=n_leaves,
+    )
+
+
 def keywords(bench: Bench, setting: Setting, n_leaves: int) -> None:
     """Keyword calls, which jit with `in_shardings` refuses, beside positional calls of jit."""
     shardings = jax.tree.map(lambda x: x.sharding, setting.tree(n_leaves))
@@ -208,8 +230,9 @@ def method(bench: Bench, setting: Setting) -> None:
 
     def calls(instance: Any) -> Call:
         def loop() -> None:
-            for _ in range(setting.calls_in_a_loop):
+            for _ in range(setting.calls_in_a_loop - 1):
                 instance.scaled(x)
+            jax.block_until_ready(instance.scaled(x))
 
         return loop
 

@@ -28,20 +28,22 @@ print(jax_done - start, einshard_done - jax_done, initialised)
 
 
 def run(bench: Bench) -> None:
+    if bench.tiny:
+        measure(bench, rounds=1)
+        return
     with tempfile.TemporaryDirectory() as bytecode:
-        measure(bench, bytecode)
-
-
-def measure(bench: Bench, bytecode: str) -> None:
-    bench.progress('fresh processes')
-    if not bench.tiny:
+        bench.progress('fresh processes')
         one_import(PROGRAM, bytecode)  # writes it, reads the files from disk
+        # a process takes a second or two, whatever the time for a figure
+        measure(bench, max(5, int(bench.seconds * 5)), bytecode)
+
+
+def measure(bench: Bench, rounds: int, bytecode: str | None = None) -> None:
     ours: list[float] = []
     theirs: list[float] = []
     backends: list[float] = []
-    # a process takes a second or two, whatever the time for a figure
-    while len(ours) < (1 if bench.tiny else max(5, int(bench.seconds * 5))):
-        bench.progress(f'fresh process {len(ours) + 1}')
+    for i in range(rounds):
+        bench.progress(f'fresh process {i + 1}')
         jax_time, einshard_time, initialised = one_import(PROGRAM, bytecode)
         theirs.append(jax_time)
         ours.append(einshard_time)
@@ -59,14 +61,18 @@ def measure(bench: Bench, bytecode: str) -> None:
     )
 
 
-def one_import(program: str, bytecode: str) -> tuple[float, float, int]:
-    """Seconds for jax, seconds for einshard, and whether a backend was initialised."""
+def one_import(program: str, bytecode: str | None = None) -> tuple[float, float, int]:
+    """Seconds for jax, seconds for einshard, and whether a backend was initialised.
+
+    `bytecode` is a folder for it; without one, it is where Python has it, if anywhere.
+    """
     environment = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
     environment.pop('JAX_NUM_CPU_DEVICES', None)
     environment['JAX_PLATFORMS'] = 'cpu'
-    # as after any first import; without it two thirds of the time are Python's compiler
-    environment.pop('PYTHONDONTWRITEBYTECODE', None)
-    environment['PYTHONPYCACHEPREFIX'] = bytecode
+    if bytecode is not None:
+        # as after any first import; without it two thirds of the time are Python's compiler
+        environment.pop('PYTHONDONTWRITEBYTECODE', None)
+        environment['PYTHONPYCACHEPREFIX'] = bytecode
     done = subprocess.run(
         [sys.executable, '-c', program],
         env=environment,

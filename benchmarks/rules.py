@@ -45,9 +45,18 @@ def run(bench: Bench) -> None:
     n_leaves = 100 if bench.tiny else 10_000
     tree = model(n_leaves // len(KINDS))
     few = mesh_of(4, 4)
-    for mesh in (few, mesh_of(64, 64)):
-        measure(bench, tree, mesh, n_leaves)
     rules, many = Rules(PAIRS), mesh_of(64, 64)
+    for mesh in (few, many):
+        measure(bench, tree, mesh, n_leaves)
+    bench.compare(
+        f'einshard of {n_leaves:,} shapes, {many.size:,} devices',
+        partial(einshard, tree, rules, mesh=many),
+        BY_HAND,
+        partial(annotate_by_hand, tree, many),
+        leaves=n_leaves,
+        rules=len(PAIRS),
+        devices=many.size,
+    )
     bench.compare(
         f'{n_leaves:,} leaves, again, {many.size:,} devices',
         partial(resolve, tree, rules, many),
@@ -73,9 +82,6 @@ def measure(bench: Bench, tree: Any, mesh: AbstractMesh, n_leaves: int) -> None:
     again = partial(resolve, tree, rules, mesh)
     limit = figure_at_most(0.03)
     bench.compare(f'{what}, again, {on}', again, BY_HAND, by_hand, limit, **size)
-    annotated = partial(einshard, tree, rules, mesh=mesh)
-    theirs = partial(annotate_by_hand, tree, mesh)
-    bench.compare(f'einshard of {n_leaves:,} shapes, {on}', annotated, BY_HAND, theirs, **size)
 
 
 def resolve(tree: Any, rules: Rules, mesh: AbstractMesh) -> list[NamedSharding]:

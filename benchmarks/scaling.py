@@ -19,7 +19,7 @@ import jax
 
 from ._handwritten import transformer
 from ._harness import Bench, Call
-from ._models import config_on, sizes_for, state_shapes, token_shapes
+from ._models import config_on, device_counts, sizes_for, state_shapes, token_shapes
 from ._plot import scaling_svg
 from ._programs import compiled, host_values, runner
 
@@ -54,11 +54,6 @@ def run(bench: Bench) -> None:
             bench.compare(f'{case}: time', call, 'one device', alone, devices=n, **size)
     if bench.options.plot:
         bench.options.plot.write_text(scaling_svg(bench.rows), encoding='utf-8')
-
-
-def device_counts(n: int) -> list[int]:
-    """1, 2, 4, ... and n itself."""
-    return sorted({*(2**i for i in range(n.bit_length()) if 2**i <= n), n})
 
 
 def step(bench: Bench, devices: Sequence[Any], batches: int) -> Call:

@@ -4,7 +4,8 @@ Without a TPU libtpu compiles for slices that are named, `--topology v5e:4x4`, a
 `--topology '2*v5e:4x4'` is two of them, joined by the data centre's network. Training steps of
 einshard and of the same JAX by hand side by side: lines in which the optimised programs differ,
 time to compile, collectives, and on each device the bytes that it sends in a step and the memory
-that it needs. On a TPU, `programs`, `layouts`, `collectives` and `scaling` follow.
+that it needs. On a TPU, `placement`, `dispatch`, `programs`, `layouts`, `collectives` and `scaling`
+follow.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import jax
 
 from einshard import topology
 
-from . import collectives, layouts, programs, scaling
+from . import collectives, dispatch, layouts, placement, programs, scaling
 from ._harness import Bench
 from ._models import MEDIUM, TINY, cases
 from ._programs import compare_programs
+
+ALSO = placement, dispatch, programs, layouts, collectives, scaling  # on a TPU
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +44,10 @@ def run(bench: Bench) -> None:
     if jax.default_backend() != 'tpu':
         bench.leave_out('runs', 'there is no TPU')
     elif bench.options.name != 'all':  # which has them anyway
-        for module in (programs, layouts, collectives, scaling):
-            module.run(bench)
+        alone = (placement, dispatch) if jax.process_count() > 1 else ()  # are about one process
+        for module in ALSO:
+            if module not in alone:
+                module.run(bench)
 
 
 def compile_for(bench: Bench, name: str) -> None:
@@ -53,6 +58,5 @@ def compile_for(bench: Bench, name: str) -> None:
     bench.progress(f'{name}: the first program, for which libtpu gets ready')
     mlp.by_hand().lower(*mlp.arguments).compile()
     size = {'topology': name, 'devices': len(devices)}
-    compare_programs(bench, mlp, 1 if bench.tiny else 3, f'{name}, ', **size)
-    if not bench.tiny:  # it takes ten seconds and more
-        compare_programs(bench, model, 1, f'{name}, ', **size)
+    for case in (mlp,) if bench.tiny else (mlp, model):
+        compare_programs(bench, case, 1 if bench.tiny else 2, f'{name}, ', **size)

@@ -3,11 +3,13 @@
 No time is asserted anywhere: on a machine that does other things it says nothing.
 """
 
+import argparse
 import copy
 import importlib.util
 import itertools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -37,6 +39,9 @@ from benchmarks import (  # noqa: E402
     collectives,
     importing,
     layouts,
+    memory,
+    programs,
+    tpu,
 )
 from benchmarks.__main__ import (  # noqa: E402
     DISTRIBUTED,
@@ -130,6 +135,7 @@ def test_dispatch_has_a_row_for_every_target(results):
     for kind in ('one expression', 'a tree of expressions', 'a function of the path'):
         for on in ('4 leaves, 1 device', '4 leaves, 8 devices'):
             expected |= {f'{kind}, {on}': 1.05, f'{kind}, jax.set_mesh, {on}': 1.05}
+    expected |= {f'a tree of 2 leaves, {on}': 1.05 for on in ('1 device', '2 devices')}
     targets = {name: rows[name]['target'] for name in expected}
     assert {name: target['at_most'] for name, target in targets.items()} == expected
     for name, target in targets.items():
@@ -172,7 +178,7 @@ def test_import_starts_no_backend(results):
 def test_a_backend_that_was_started_is_noticed():
     started = importing.PROGRAM.replace('import einshard\n', 'import einshard; jax.devices()\n')
     assert started != importing.PROGRAM
-    assert importing.one_import(started, str(tmp_path))[2] == 1
+    assert importing.one_import(started)[2] == 1
 
 
 def test_list_needs_no_jax():
@@ -258,13 +264,13 @@ def test_interleaved_rounds_alternate():
     assert set(a_times) == {3.0}
     assert set(b_times) == {2.0}
     assert len(a_times) == len(b_times) == 20  # of 5 seconds each
-    assert ''.join(clock.calls[8:]) == 'abba' * 10  # after a warm-up and three estimates each
+    assert ''.join(clock.calls) == 'aabb' + 'abba' * 10  # after a warm-up and an estimate each
 
 
 def test_short_calls_are_timed_in_blocks():
     clock = Clock()
     a, b = clock.call('a', 2**-20), clock.call('b', 2**-7)
-    a_times, b_times = _harness.interleave(a, b, 0.1, clock=lambda: clock.now)
+    a_times, b_times = _harness.interleave(a, b, 0.05, clock=lambda: clock.now)
     assert set(a_times) == {2**-20}
     assert set(b_times) == {2**-7}
     rounds = len(a_times)
@@ -363,11 +369,53 @@ def test_quantity(value, unit, text):
 def test_plain_table(capsys):
     bench = _harness.Bench('b')
     bench.record('a call', 's', [4e-7] * 3, 'another', [8e-6] * 3, _harness.ratio_at_most(1 / 15))
-    _table.print_plain('b: about', [_table.cells(row) for row in bench.rows])
-    title, headings, row = capsys.readouterr().out.splitlines()[1:]
+    bench.record('b call', 's', [4e-7] * 3, 'a third', [8e-6] * 3)
+    assert _table.legend(bench.rows) == ['beside a: another', 'beside b: a third']
+    _table.print_plain('b: about', *_table.columns(bench.rows))
+    title, headings, row, other = capsys.readouterr().out.splitlines()[1:]
     assert title == 'b: about'
-    assert ' '.join(headings.split()) == ' '.join(_table.HEADINGS).strip()
-    assert row == ('a call  400 ns  another        8 us        1/20   1/20 .. 1/20  <= 1/15  met')
+    assert headings.split() == ' '.join(_table.HEADINGS).split()
+    assert row == 'a call  400 ns  a       8 us        1/20   1/20 .. 1/20  <= 1/15  met'
+    assert other == 'b call  400 ns  b       8 us        1/20   1/20 .. 1/20'
+
+
+def test_empty_columns_are_left_out():
+    bench = _harness.Bench('b')
+    bench.record('x', 's', [0.5], 'y', [1.0])
+    assert _table.columns(bench.rows) == (
+        ['what', 'figure', 'its figure', 'ratio', 'quartiles'],
+        [['x', '500 ms', '1 s', '0.500', '0.500 .. 0.500']],
+    )
+    assert _table.legend(bench.rows) == ['beside y']
+
+
+@pytest.mark.parametrize('width', [60, 120])
+def test_terminal(monkeypatch, capsys, width):
+    """A narrow one folds names, and no numbers."""
+    pytest.importorskip('rich')
+    monkeypatch.setenv('COLUMNS', str(width))
+    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
+    bench = _harness.Bench('b')
+    name = 'a tree of 1,000 leaves [each] on the host'
+    bench.record(name, 's', [4e-7] * 3, 'another', [8e-6] * 3, _harness.ratio_at_most(1 / 15))
+    _table.print_rows('b: about', *_table.columns(bench.rows))
+    lines = re.sub(r'\x1b\[[\d;]*m', '', capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= width
+    assert ('quartiles' in ''.join(lines)) == (width == 120)
+    assert any('400 ns' in line and '1/20' in line and '<= 1/15' in line for line in lines)
+    assert '[each]' in ''.join(lines)
+
+
+@pytest.mark.parametrize('width', [0, 40])
+def test_progress_is_one_line(monkeypatch, capsys, width):
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: True, raising=False)
+    monkeypatch.setattr(sys.stderr, 'fileno', lambda: 2, raising=False)
+    monkeypatch.setattr(os, 'get_terminal_size', lambda fd: os.terminal_size((width, 24)))
+    show = _harness.progress_line('memory')
+    show('x' * 200)
+    show('')
+    line, end = capsys.readouterr().err.split('\r\x1b[K')[1:]
+    assert (len(line), end) == ((width or 80) - 1, '')
 
 
 # --- the programs and what is made of them ------------------------------------------------------
@@ -515,6 +563,82 @@ def test_bandwidth_is_what_is_sent_in_the_time(results):
         assert bandwidths[case] * time == pytest.approx(sent, rel=1e-4), case
 
 
+def test_other_collectives_are_named():
+    assert collectives.instead({'all-gather': 1}, 'all-gather') == ''
+    assert collectives.instead({'all-reduce': 1}, 'reduce-scatter') == ' (as 1 all-reduce)'
+    assert collectives.instead({}, 'all-reduce') == ' (as none)'
+
+
+def test_utilisation(monkeypatch):
+    """The model's flops in what so many devices can do in that time."""
+    bench = _harness.Bench('programs')
+    size = {'case': 'c', 'measure': 'time', 'devices': 16}
+    row = bench.record('c: time', 's', [2.0], 'by hand', [4.0], **size)
+    programs.utilisation(bench, row, 1e12)
+    assert bench.left_out == [
+        f'model flops utilisation: no published peak is known of {jax.devices()[0].device_kind}'
+    ]
+    monkeypatch.setattr(programs, 'peak_flops', lambda kind: 1e11)
+    programs.utilisation(bench, row, 1e12)
+    found = bench.rows[-1]
+    assert found['figure']['median'] == 1e12 / (2.0 * 16 * 1e11)
+    assert found['ratio']['median'] == 2
+    assert _table.figure_text(found) == '0.3125 of the peak'
+
+
+def test_on_a_tpu_all_follow(monkeypatch):
+    """With the options of those that follow; of several processes, not what is about one."""
+    ran = []
+    for module in tpu.ALSO:
+        monkeypatch.setattr(module, 'run', lambda bench, name=module.__name__: ran.append(name))
+    monkeypatch.setattr(tpu, 'compile_for', lambda bench, name: None)
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
+    names = [module.__name__.split('.')[1] for module in tpu.ALSO]
+    for count, expected in ((1, names), (2, [name for name in names if name in LATER])):
+        monkeypatch.setattr(jax, 'process_count', lambda count=count: count)
+        ran.clear()
+        options = argparse.Namespace(name='tpu', topology=None)
+        bench = _harness.Bench('tpu', options=options)
+        tpu.run(bench)
+        assert [name.split('.')[1] for name in ran] == expected
+    finished = run('tpu', '--help')
+    assert {'--plot', '--large', '--topology'} <= set(finished.stdout.split()), finished.stderr
+
+
+LATER = {*DISTRIBUTED, 'scaling'}
+
+
+def test_bandwidth_beside_what_is_published(monkeypatch):
+    monkeypatch.setattr(collectives, 'link_bandwidth', lambda kind: 1e9)
+    bench = _harness.Bench('collectives', tiny=True)
+    collectives.measure(bench, 'all-gather', collectives.groups(16)[0], 2**12)
+    time, bandwidth = bench.rows
+    assert bandwidth['compared_with'] == collectives.PUBLISHED
+    assert bandwidth['other']['median'] == 1e9
+    assert bandwidth['ratio']['median'] == pytest.approx(bandwidth['figure']['median'] / 1e9)
+    assert time['parameters']['devices'] == 16
+
+
+def test_peaks_of_devices_are_recorded(monkeypatch):
+    """As of accelerators, which say how much they held."""
+    asked = []
+
+    def in_a_process(side, n_bytes, rounds):
+        asked.append(side)
+        both = {'ours': [1.0] * rounds, 'theirs': [2.0] * rounds}
+        peak = 300 if side == 'ours' else 200
+        return {'leaves': 64, 'devices': 4, 'host': 100, 'device': peak, **both}
+
+    monkeypatch.setattr(memory, 'in_a_process', in_a_process)
+    bench = _harness.Bench('memory')
+    memory.run(bench)
+    assert asked == ['ours', 'theirs', 'theirs', 'ours']
+    time, host, device = bench.rows
+    assert (time['ratio']['median'], time['rounds']) == (0.5, 12)
+    assert (host['met'], device['met']) == (True, False)
+    assert device['ratio']['median'] == 1.5
+
+
 def test_hardware():
     assert set(_hardware._PEAK_FLOPS) == set(_hardware._LINK_BANDWIDTH)
     v5e, v5p = _hardware.peak_flops('TPU v5 lite'), _hardware.peak_flops('TPU v5p')
@@ -556,7 +680,7 @@ def test_rounds_are_agreed_upon():
     )
     assert asked == [1, 1, 20]
     assert times == ([3.0] * 2, [2.0] * 2)
-    assert ''.join(clock.calls[8:]) == 'aabbbbaa'
+    assert ''.join(clock.calls[4:]) == 'aabbbbaa'
 
 
 # --- one device, several processes --------------------------------------------------------------
@@ -635,6 +759,13 @@ def scaling_rows():
     return bench.rows
 
 
+@pytest.mark.parametrize(
+    ('n', 'counts'), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])]
+)
+def test_device_counts(n, counts):
+    assert _models.device_counts(n) == counts
+
+
 def test_points_are_shares_of_the_best():
     points = [_plot.point(row, row['parameters']['problem']) for row in scaling_rows()]
     shares = [(devices, share['median']) for devices, share in points]
@@ -678,8 +809,31 @@ def test_page_shows_every_figure(tried):
             assert _table.figure_text(row) in page, row['name']
             if row['met'] is False:
                 name = row['name'].replace('*', '\\*')
-                assert f'| {result["name"]} | 8 x simulated | {name} |' in page
+                assert f'| {result["name"]} | {name} |' in page, name
     assert '<svg' in page
+
+
+def test_main_figures_are_found():
+    """Each row that the page shows first is there, in what it is written from."""
+    names = {
+        (result['name'], row['name'])
+        for report in _page.read_results()
+        for result in report['benchmarks']
+        for row in result['rows']
+    }
+    for benchmark, pattern, words in _page.MAIN:
+        found = [re.fullmatch(pattern, row) for name, row in names if name == benchmark]
+        assert any(found), pattern
+        for match in filter(None, found):
+            assert '{' not in words.format(*match.groups())
+
+
+def test_long_tables_are_folded():
+    short, long = ([[str(i)] for i in range(n)] for n in (_page.LONG, _page.LONG + 1))
+    assert _page.folded(['a'], short) == _page.markdown(['a'], short)
+    folded = _page.folded(['a'], long)
+    assert folded.startswith('<details>\n<summary>13 rows</summary>\n\n| a |')
+    assert folded.endswith('| 12 |\n\n</details>')
 
 
 def test_page_names_machines_where_there_are_several():
@@ -691,6 +845,6 @@ def test_page_names_machines_where_there_are_several():
     page = _page.page_of([one, other])
     assert '### 16 x simulated\n' in page
     assert '### 4 x TPU v5 lite in 2 processes\n' in page
-    assert 'All of them are met.' in page
+    assert 'a target for 2 of the figures. All of them are met.' in page
     assert page.count('| a \\| b\\* | 1 s |') == 2
     assert '###' not in _page.page_of([one])
