@@ -13,10 +13,14 @@ copyright = 'the einshard authors'
 version = release = einshard.__version__
 
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
-exclude_patterns = ['_build', 'jupyter_execute']
+exclude_patterns = ['_build', 'jupyter_execute', 'conf.py']
+
+# an example is one file: a script, which is its page and its notebook too
+nb_custom_formats = {'.py': ['jupytext.reads', {'fmt': 'py:percent'}]}
 
 nb_execution_mode = 'force'  # a page shows what this version does, never what a cache remembers
 nb_execution_raise_on_error = True
+nb_execution_in_temp = True  # in an empty folder, as whoever downloads a notebook has it
 nb_execution_timeout = 120
 nb_merge_streams = True
 

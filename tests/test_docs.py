@@ -1,7 +1,6 @@
 """Every line of code in the README and in the pages of the documentation, run."""
 
 import contextlib
-import functools
 import inspect
 import io
 import re
@@ -48,62 +47,21 @@ def test_there_are_pages():
     assert {page.stem for page in PAGES} >= pages
 
 
-EXAMPLES = {path.stem for path in (DOCS / 'examples').glob('*.py')}
-
-
-@pytest.mark.parametrize('page', [p for p in PAGES if p.stem not in EXAMPLES], ids=lambda p: p.stem)
+# tests/test_processes.py runs this one, which starts processes
+@pytest.mark.parametrize('page', [p for p in PAGES if p.stem != 'many_hosts'], ids=lambda p: p.stem)
 def test_page_runs(page, monkeypatch):
     monkeypatch.chdir(DOCS)
     names, _ = run(page)
-    assert page.stem in ('api', 'performance') or len(names) > 2
+    assert page.stem in ('api', 'notebooks', 'performance') or len(names) > 2
 
 
-def test_digits_page_runs(monkeypatch):
-    """The page of the demo, whose program tests/test_examples.py has run in full."""
-    monkeypatch.chdir(DOCS)
-    monkeypatch.syspath_prepend(DOCS / 'examples')
-    import digits
-
-    full = digits.main
-    monkeypatch.setattr(digits, 'main', lambda console: full(console, epochs=1))
-    names, printed = run(DOCS / 'digits.md')
-    assert names['describe'](names['tensor'].weights['w1']) in printed
-
-
-def test_transformer_page_runs(monkeypatch):
-    """The page of the transformer, with weights from numpy: to compile JAX's takes ten seconds."""
-    monkeypatch.chdir(DOCS)
-    monkeypatch.syspath_prepend(DOCS / 'examples')
-    import transformer
-
-    shapes, rng = transformer.init_state, np.random.default_rng(0)
-    made = {}
-
-    def init_state(key, c):
-        if c not in made:
-            state = jax.eval_shape(functools.partial(shapes, c=c), jax.random.key(0))
-            normal = [
-                np.float32(rng.normal(scale=0.1, size=leaf.shape))
-                for leaf in jax.tree.leaves(state.weights)
-            ]
-            weights = jax.tree.unflatten(jax.tree.structure(state.weights), normal)
-            zeros = jax.tree.map(np.zeros_like, weights)
-            made[c] = transformer.State(weights, zeros, zeros, np.int32(0))
-        return jax.tree.map(jax.numpy.asarray, made[c])
-
-    monkeypatch.setattr(transformer, 'init_state', init_state)
-    names, _ = run(DOCS / 'transformer.md')
-    unsharded, both = names['unsharded'].losses, names['both'].losses
-    np.testing.assert_allclose(both, unsharded, rtol=1e-5)
-    assert both[-1] < both[0]
-    sharding = names['both'].weights.layers.o.sharding
-    n = len(jax.devices())
-    assert sharding == einshard.make_sharding(f'l h e d -> {n // 2} l h2 e d')
-
-
-def test_every_example_has_a_page():
-    pages = ''.join(page.read_text(encoding='utf-8') for page in PAGES)
-    assert [name for name in EXAMPLES if f'{name}.py' not in pages] == []
+def test_every_example_is_offered_as_page_script_and_notebook():
+    offered = (DOCS / 'notebooks.md').read_text(encoding='utf-8')
+    for path in (DOCS / 'examples').glob('*.py'):
+        name = f'examples/{path.stem}'
+        assert f'({name}.py)' in offered
+        assert f'{{download}}`script <{name}.py>`' in offered
+        assert f'{{nb-download}}`notebook <{name}.ipynb>`' in offered
 
 
 def test_readme_runs():
@@ -147,7 +105,8 @@ def test_every_page_is_in_the_table_of_contents():
         r'^```\{toctree\}\n(.*?)^```$', (DOCS / 'index.md').read_text(), re.MULTILINE | re.DOTALL
     )
     listed = {line for tree in trees for line in tree.split() if not line.startswith(':')}
-    assert {page.stem for page in PAGES} - {'index'} <= listed
+    examples = {f'examples/{path.stem}' for path in (DOCS / 'examples').glob('*.py')}
+    assert {page.stem for page in PAGES} - {'index'} | examples <= listed
 
 
 def public_names():

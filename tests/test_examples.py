@@ -1,54 +1,78 @@
-"""The examples of the documentation, run as a reader runs them."""
+"""The examples of the documentation, run as a reader runs them.
+
+`make docs` runs each as a notebook, in an empty folder. Here their code is run without Jupyter.
+"""
 
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+import einshard
+
 EXAMPLES = Path(__file__).parents[1] / 'docs' / 'examples'
 
-# What a run of the demo leaves behind, as JSON; the comparison of the curves is the test's own.
+# What a run of the notebook leaves behind, as JSON; the comparison of the curves is the test's own.
 DIGITS = """
-import io, json, sys
-import digits, jax
-from rich.console import Console
-
-console = Console(file=io.StringIO(), width=100)
-runs = digits.main(console)
-print(json.dumps({
+import json
+print('\\0', json.dumps({
     'devices': jax.device_count(),
-    'output': console.file.getvalue(),
-    'tolerance': digits.TOLERANCE,
+    'tolerance': TOLERANCE,
     'runs': [{
         'name': run.layout.name,
         'losses': run.losses.tolist(),
         'accuracy': run.accuracy,
-        'reported': digits.difference(run, runs[0]),
+        'reported': difference(run, unsharded),
         'shards': {name: [list(s.data.shape) for s in w.addressable_shards]
                    for name, w in run.weights.items()},
-    } for run in runs],
+    } for run in (unsharded, tensor, both)],
 }))
 """
 
 
-def python(*arguments, **environment):
-    """Runs Python as a user does: without the devices that the tests have set up."""
-    environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(EXAMPLES), **environment}
-    environment = {name: value for name, value in environment.items() if value is not None}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+def cells(name):
+    """The cells of an example: the tags of each, and its code."""
+    text = (EXAMPLES / f'{name}.py').read_text(encoding='utf-8')
+    parts = re.split(r'^# %%(.*)\n', text, flags=re.MULTILINE)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def code(cell):
+    """The code of a cell in the notebook; what is for that alone is a comment in the script."""
+    tags, text = cell
+    return re.sub(r'^# ?', '', text, flags=re.MULTILINE) if 'active-ipynb' in tags else text
+
+
+def notebook(name):
+    """The code of an example as the cells of its notebook have it."""
+    left_out = re.compile(r'\[markdown\]|active-py"')
+    return '\n'.join(code(cell) for cell in cells(name) if not left_out.search(cell[0]))
 
 
 @pytest.fixture(scope='module')
-def digits():
-    done = python('-c', DIGITS, XLA_FLAGS=None)
+def digits(tmp_path_factory):
+    """A run of the notebook in an empty folder, without the devices that the tests have set up."""
+    environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(EXAMPLES.parents[1])}
+    del environment['XLA_FLAGS']
+    done = subprocess.run(
+        [sys.executable, '-c', notebook('digits') + DIGITS],
+        cwd=tmp_path_factory.mktemp('empty'),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    output, _, result = done.stdout.partition('\0')
+    return {'output': output, **json.loads(result)}
 
 
 def test_digits_has_eight_devices_unless_told_otherwise(digits):
@@ -78,6 +102,7 @@ def test_digits_is_sharded_as_it_says(digits):
     assert unsharded == {'w1': [[64, 480]], 'w2': [[480, 10]]}
     assert tensor == {'w1': [[64, 60]] * 8, 'w2': [[60, 10]] * 8}
     assert both == {'w1': [[64, 240]] * 8, 'w2': [[240, 10]] * 8}
+    assert digits['output'].splitlines()[-2:] == ['a b -> a b8', 'a b -> 4 a b2']
 
 
 def test_digits_tells_what_it_does(digits):
@@ -92,9 +117,57 @@ def test_digits_tells_what_it_does(digits):
     assert '\x1b' not in output  # no colours where there is no terminal
 
 
-def test_digits_runs_on_one_device():
-    program = 'import digits; print(digits.main(epochs=1)[-1].layout.images)'
-    done = python('-c', program, XLA_FLAGS='--xla_force_host_platform_device_count=1')
-    assert done.returncode == 0, done.stderr
-    assert 'devices: 1 simulated' in done.stdout
-    assert done.stdout.splitlines()[-1] == 'b x -> b1 x 1'
+@pytest.fixture
+def one_device(monkeypatch):
+    """One device, as a laptop with a GPU has it; JAX started with the sixteen of the tests."""
+    mesh = einshard.device_mesh(jax.devices()[:1])
+    monkeypatch.setattr(jax, 'device_count', lambda: 1)
+    monkeypatch.setenv('XLA_FLAGS', os.environ['XLA_FLAGS'])  # which examples change
+    with jax.set_mesh(mesh):
+        yield
+
+
+def test_digits_runs_on_one_device(one_device):
+    example = runpy.run_path(str(EXAMPLES / 'digits.py'))
+    layout = example['data_and_tensor'](1)
+    assert layout.images == 'b x -> b1 x 1'
+    losses = [example['train'](p, epochs=1).losses for p in (example['UNSHARDED'], layout)]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize(('name', 'package'), [('flax_nnx', 'flax'), ('equinox_mlp', 'equinox')])
+def test_models_of_other_packages_run_on_one_device(name, package, one_device):
+    pytest.importorskip(package)
+    example = runpy.run_path(str(EXAMPLES / f'{name}.py'))
+    names = example['main'].__globals__
+    names['STEPS'] = 3
+    model, losses = names['main']()
+    assert len(losses) == 3
+    arrays = [leaf for leaf in jax.tree.leaves(model) if isinstance(leaf, jax.Array)]
+    assert {leaf.sharding.num_devices for leaf in arrays} == {1}
+
+
+def test_tpu_slice_counts_what_a_step_sends(capsys):
+    """A smaller model, to compile sooner; bytes against those of ring algorithms, by hand."""
+    pytest.importorskip('libtpu')
+    program, sizes = notebook('tpu_slice'), 'LAYERS, D, F, BATCH = 64, 2048, 8192, 4096\n'
+    assert sizes in program
+    n, d, f, batch = 4, 256, 1024, 512
+    names = {'__name__': '__main__'}
+    exec(program.replace(sizes, f'LAYERS, D, F, BATCH = {n}, {d}, {f}, {batch}\n'), names)
+    tensor, both = names['tensor'], names['both']
+    assert {tensor.n_devices, both.n_devices} == {16}
+    weights, rows = 2 * n * d * f, batch * d
+    # sums over k chips: each sends 2 (k - 1) / k of the array, in 2 bytes a number
+    assert tensor.network_bytes == pytest.approx(2 * n * 2 * 15 / 16 * rows * 2, rel=1e-3)
+    stream, gradients = 2 * n * rows / 4, weights / 4
+    assert both.network_bytes == pytest.approx(2 * 3 / 4 * (stream + gradients) * 2, rel=1e-3)
+    # weights and velocity, and the two batches
+    assert tensor.memory.arguments == 2 * (2 * weights / 16 + 2 * rows)
+    assert both.memory.arguments == 2 * (2 * weights / 4 + 2 * rows / 4)
+    printed = capsys.readouterr().out
+    assert f'{tensor}\n' in printed
+    assert textwrap.dedent(f'{tensor.diff(both)}\n') in textwrap.dedent(printed)
+    assert (
+        len(re.findall(r'GB sent by each chip in a step, \d+% of its memory$', printed, re.M)) == 2
+    )

@@ -1,13 +1,17 @@
-"""Handwritten digits on eight devices: tensor parallelism, then data parallelism with it.
+# %% [markdown]
+"""# Handwritten digits
 
+    pip install 'einshard[demo]'
     python docs/examples/digits.py
 
-A perceptron of two layers learns the handwritten digits that come with scikit-learn. Where there
-is no accelerator, the processor stands in for eight devices. One line for each array shares the
-model out: `sharded` puts them to the arguments of the training step, `einshard` to a value inside
-it. The sharded model learns just what the unsharded one does.
+A perceptron of two layers learns the handwritten digits that come with scikit-learn: unsharded, by
+tensor parallelism, then by data and tensor parallelism together. Where there is no accelerator, the
+processor stands in for eight devices. One line for each array shares the model out: `sharded` puts
+them to the arguments of the training step, `einshard` to a value inside it. The sharded model
+learns just what the unsharded one does.
 """
 
+# %%
 import os
 import time
 from typing import NamedTuple
@@ -31,7 +35,17 @@ TRAINING, BATCH, EPOCHS = 1440, 240, 50  # 480 and 240 divide by most numbers of
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 TOLERANCE = 1e-5  # relative, on the loss of every step
 
+# %% [markdown]
+# ## What lives where
+#
+# The network multiplies the images, `[batch, x]`, by `w1`, `[x, y]`, and the hidden layer by `w2`,
+# `[y, z]`. A layout is an expression for each array. In the first one every device holds all the
+# images and a slice of both weights, those columns of `w1` and rows of `w2` that belong to its
+# share of the hidden layer. The hidden layer needs no communication; the products with `w2` are
+# partial sums that the devices add up.
 
+
+# %%
 class Layout(NamedTuple):
     """Where everything lives: an expression for each array; None leaves it on one device."""
 
@@ -44,8 +58,6 @@ class Layout(NamedTuple):
 
 
 UNSHARDED = Layout('no sharding')
-
-# Every device has all images, and a slice of the hidden layer.
 TENSOR = Layout(
     'tensor parallelism',
     images='... -> * ...',
@@ -55,7 +67,19 @@ TENSOR = Layout(
     w2='y z -> y* z',
 )
 
+# %% tags=["active-ipynb"]
+# show(TENSOR.w1, devices=8)
 
+# %% tags=["active-ipynb"]
+# show(TENSOR.w2, devices=8)
+
+# %% [markdown]
+# In the second one, the devices form groups of two. The groups share the images, which is data
+# parallelism; the two members of a group share the hidden layer. Groups stand on the left, where
+# the network is slow, for they meet only once a step, to add up the gradients.
+
+
+# %%
 def data_and_tensor(n_devices: int) -> Layout:
     """Groups of two devices. A group has its share of the images, a device half a hidden layer.
 
@@ -74,6 +98,19 @@ def data_and_tensor(n_devices: int) -> Layout:
     )
 
 
+# %% tags=["active-ipynb"]
+# show(data_and_tensor(8).images, devices=8)
+
+# %% tags=["active-ipynb"]
+# show(data_and_tensor(8).w1, devices=8)
+
+# %% [markdown]
+# ## Images and weights
+#
+# Both are on the host, as numpy.
+
+
+# %%
 class Digits(NamedTuple):
     images: np.ndarray
     labels: np.ndarray
@@ -96,6 +133,15 @@ def init() -> dict[str, np.ndarray]:
     return {'w1': np.float32(w1), 'w2': np.float32(w2)}
 
 
+# %% [markdown]
+# ## The model knows little of it
+#
+# The layout meets the program in two places. Within the model there is one constraint, on the
+# hidden layer. And the training step is decorated with the expressions of its arguments and
+# results, so that weights and batches come to it from the host as they are.
+
+
+# %%
 def scores(weights, images, layout: Layout = UNSHARDED) -> jax.Array:
     """How much each image looks like each digit, [images, 10]."""
     hidden = jax.nn.relu(images @ weights['w1'])
@@ -121,6 +167,13 @@ def make_step(layout: Layout):
     return step
 
 
+# %% [markdown]
+# ## Training
+#
+# All runs start from the same weights and see the same batches in the same order.
+
+
+# %%
 class Run(NamedTuple):
     layout: Layout
     weights: dict[str, jax.Array]
@@ -154,6 +207,13 @@ def difference(run: Run, other: Run) -> float:
     return float(np.max(np.abs(run.losses - other.losses) / other.losses))
 
 
+# %% [markdown]
+# ## Sharded and unsharded learn the same
+#
+# The rest is what the demo shows meanwhile.
+
+
+# %% tags=["hide-cell"]
 def main(console: Console | None = None, epochs: int = EPOCHS) -> list[Run]:
     """Trains unsharded and with both layouts, tells how it went, and returns the runs."""
     console = console or Console(highlight=False)
@@ -204,5 +264,22 @@ def summary(runs: list[Run]) -> Table:
     return table
 
 
+# %% tags=["active-ipynb"]
+# page = Console(force_jupyter=False, force_terminal=False, width=100, highlight=False)
+# unsharded, tensor, both = main(page)
+
+# %% [markdown]
+# The last column is the largest relative difference between the loss of a step and the loss of the
+# same step without sharding, over all steps. It is not zero, because sums over shards are taken in
+# another order, and floating-point numbers mind the order. The new weights are where the layout has
+# them:
+
+# %% tags=["active-ipynb"]
+# from einshard import describe
+#
+# print(describe(tensor.weights['w1']))
+# print(describe(both.weights['w1']))
+
+# %% tags=["active-py"]
 if __name__ == '__main__':
     main()

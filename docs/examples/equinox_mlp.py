@@ -1,11 +1,15 @@
-"""An Equinox model on eight devices, trained by data and tensor parallelism with optax.
+# %% [markdown]
+"""# An Equinox model
 
+    pip install 'einshard[examples]'
     python docs/examples/equinox_mlp.py
 
-Where there is no accelerator, the processor stands in for eight devices. The model is a tree, with
-its activation function among the leaves; `einshard` takes it as it is, in `eqx.filter_jit` too.
+It is trained by data and tensor parallelism, with optax. Where there is no accelerator, the
+processor stands in for eight devices. The model is a tree, with its activation function among the
+leaves; `einshard` takes it as it is, in `eqx.filter_jit` too.
 """
 
+# %%
 import os
 
 # before JAX starts; a count of your own stands later in the line and wins
@@ -23,18 +27,34 @@ STEPS, BATCH = 60, 240
 X, HIDDEN, Z = 16, 128, 4
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
 
-# Pairs of devices share the hidden layer, the pairs share the batch. Weights are [out, in].
+# %% [markdown]
+# ## What lives where
+#
+# Pairs of devices share the hidden layer, the pairs share the batch: `'y x -> * y2 x'` for a
+# weight, which is [out, in], is two halves of y on neighbours, and the same on every pair. The
+# rules find the optimizer's moments too, whose paths end as those of their parameters do. An odd
+# number of devices makes no pairs; then each stands alone, and that is data parallelism.
+
+# %%
+MEMBERS = 2 if jax.device_count() % 2 == 0 else 1
+
 RULES = Rules(
     [
-        ('layers/0/weight', 'y x -> * y2 x'),
-        ('layers/0/bias', 'y -> * y2'),
-        ('layers/1/weight', 'z y -> * z y2'),
+        ('layers/0/weight', f'y x -> * y{MEMBERS} x'),
+        ('layers/0/bias', f'y -> * y{MEMBERS}'),
+        ('layers/1/weight', f'z y -> * z y{MEMBERS}'),
     ],
     default='... -> * ...',
 )
-ROWS = 'batch d -> batch* d 2'
+ROWS = f'batch d -> batch* d {MEMBERS}'
+
+# %% [markdown]
+# ## The training step
+#
+# Model and optimizer are constrained where they are made and where a step ends.
 
 
+# %%
 @eqx.filter_jit
 def init(key):
     """The model and the state of its optimizer, born in shards."""
@@ -56,6 +76,11 @@ def step(model, state, x, z):
     return *einshard((model, state), RULES), loss
 
 
+# %% [markdown]
+# ## Training
+
+
+# %%
 def batches():
     """What to learn: sines of sums of the inputs."""
     rng = np.random.default_rng(0)
@@ -78,5 +103,6 @@ def main():
     return model, losses
 
 
+# %%
 if __name__ == '__main__':
     main()

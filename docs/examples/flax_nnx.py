@@ -1,16 +1,20 @@
-"""A Flax NNX model on eight devices: born in shards, and trained by data and tensor parallelism.
+# %% [markdown]
+"""# A Flax NNX model
 
+    pip install 'einshard[examples]'
     python docs/examples/flax_nnx.py
 
-Where there is no accelerator, the processor stands in for eight devices. `RULES` place the model
-and the optimizer. The training step is a function of their state, as NNX has it for `jax.jit`.
+It is born in shards, and trained by data and tensor parallelism. Where there is no accelerator, the
+processor stands in for eight devices.
 """
 
+# %%
 import os
 
 # before JAX starts; a count of your own stands later in the line and wins
 os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count=8 {os.getenv("XLA_FLAGS", "")}'
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -21,18 +25,34 @@ from einshard import Rules, describe, einshard, sharded
 STEPS, BATCH = 60, 240
 X, HIDDEN, Z = 16, 128, 4
 
-# Pairs of devices share the hidden layer, the pairs share the batch.
+# %% [markdown]
+# ## What lives where
+#
+# Pairs of devices share the hidden layer, the pairs share the batch: `'x y -> * x y2'` for a kernel
+# is two halves of y on neighbours, and the same on every pair. The rules find the optimizer's
+# moments too, whose paths end as those of their parameters do. An odd number of devices makes no
+# pairs; then each stands alone, and that is data parallelism.
+
+# %%
+MEMBERS = 2 if jax.device_count() % 2 == 0 else 1
+
 RULES = Rules(
     [
-        ('up/kernel', 'x y -> * x y2'),
-        ('up/bias', 'y -> * y2'),
-        ('down/kernel', 'y z -> * y2 z'),
+        ('up/kernel', f'x y -> * x y{MEMBERS}'),
+        ('up/bias', f'y -> * y{MEMBERS}'),
+        ('down/kernel', f'y z -> * y{MEMBERS} z'),
     ],
     default='... -> * ...',
 )
-ROWS = 'batch d -> batch* d 2'
+ROWS = f'batch d -> batch* d {MEMBERS}'
+
+# %% [markdown]
+# ## The model
+#
+# One line in it is about shards, the constraint on the hidden layer.
 
 
+# %%
 class MLP(nnx.Module):
     """Two layers, with dropout between them."""
 
@@ -42,10 +62,17 @@ class MLP(nnx.Module):
         self.down = nnx.Linear(HIDDEN, Z, rngs=rngs)
 
     def __call__(self, x):
-        hidden = einshard(nnx.relu(self.up(x)), 'batch y -> batch* y2')
+        hidden = einshard(nnx.relu(self.up(x)), f'batch y -> batch* y{MEMBERS}')
         return self.down(self.dropout(hidden))
 
 
+# %% [markdown]
+# ## The training step
+#
+# It is a function of the state of model and optimizer, as NNX has it for `jax.jit`.
+
+
+# %%
 def init():
     """The model and its optimizer, as what is static of them and their state."""
     model = MLP(nnx.Rngs(0))
@@ -65,6 +92,13 @@ def step(graphdef, state, x, z):
     return nnx.state((model, optimizer)), loss
 
 
+# %% [markdown]
+# ## Training
+#
+# Where `init` is sharded too, no device ever has a whole kernel.
+
+
+# %%
 def batches():
     """What to learn: sines of sums of the inputs."""
     rng = np.random.default_rng(0)
@@ -75,7 +109,7 @@ def batches():
 
 
 def main():
-    graphdef, state = sharded(out=(None, RULES))(init)()  # no device has a whole kernel
+    graphdef, state = sharded(out=(None, RULES))(init)()
     losses = []
     for x, z in batches():
         state, loss = step(graphdef, state, x, z)
@@ -88,5 +122,6 @@ def main():
     return model, losses
 
 
+# %%
 if __name__ == '__main__':
     main()

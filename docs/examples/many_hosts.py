@@ -1,12 +1,23 @@
-"""Training on several hosts, each with its own rows of every batch.
+# ---
+# jupyter:
+#   mystnb:
+#     execution_in_temp: false
+# ---
+
+# %% [markdown]
+"""# Several hosts, each with its own rows of every batch
 
     python docs/examples/many_hosts.py --processes 2
 
 Here the hosts are processes on one machine, which share eight simulated devices. Everything but
 `start` is what a program on real hosts has too: there the same command runs on each of them, and
 `jax.distributed.initialize()` finds out by itself who the others are.
+
+As a notebook it needs a file beside it: this program as a script, `many_hosts.py`, which is what
+the other processes run.
 """
 
+# %%
 import argparse
 import os
 import socket
@@ -24,8 +35,13 @@ from einshard import Rules, describe, einshard, from_local, gather, sharded
 N_DEVICES = 8
 BATCH = 64  # rows, of all processes together
 
+# %% [markdown]
+# ## What lives where
+#
 # Groups of two neighbours, which are on one host: a group has its share of the batch, and each of
 # the two has half of the hidden units. Between hosts there is only the sum of the gradients.
+
+# %%
 PARAMETERS = Rules(
     [
         ('up/kernel', 'x hidden -> * x hidden2'),
@@ -36,7 +52,13 @@ PARAMETERS = Rules(
 )
 ROWS = 'batch x -> batch* x 2'
 
+# %% [markdown]
+# ## What each process makes and reads
+#
+# All have the same parameters from the same seed, and rows of their own.
 
+
+# %%
 def init() -> dict[str, Any]:
     """The same numbers in every process, so that none has to send them to the others."""
     rng = np.random.default_rng(0)
@@ -54,6 +76,11 @@ def own_rows(step: int, process: int, n_processes: int) -> dict[str, np.ndarray]
     return {'x': x, 'y': np.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:3]}
 
 
+# %% [markdown]
+# ## The training step
+
+
+# %%
 def loss_of(parameters: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     hidden = jnp.tanh(x @ parameters['up']['kernel'] + parameters['up']['bias'])
     hidden = einshard(hidden, 'batch hidden -> batch* hidden2')
@@ -67,6 +94,13 @@ def train_step(parameters: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Ar
     return jax.tree.map(lambda p, g: p - 0.05 * g, parameters, gradients), loss
 
 
+# %% [markdown]
+# ## Training
+#
+# `from_local` makes one batch of the rows of all processes.
+
+
+# %%
 def train(steps: int) -> tuple[Any, np.ndarray]:
     """The parameters and the loss of every step, the same in every process."""
     process, n_processes = jax.process_index(), jax.process_count()
@@ -94,7 +128,12 @@ def main(steps: int) -> None:
     )
 
 
-def start(n_processes: int, steps: int) -> None:
+# %% [markdown]
+# ## Starting the processes
+
+
+# %%
+def start(program: str, n_processes: int, steps: int) -> None:
     """Runs this program in several processes at once, and shows what they print."""
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
@@ -102,7 +141,7 @@ def start(n_processes: int, steps: int) -> None:
     devices = f'--xla_force_host_platform_device_count={N_DEVICES // n_processes}'
     environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': devices}
     common = ['--processes', str(n_processes), '--steps', str(steps), '--address', address]
-    command = [sys.executable, __file__, *common, '--process']
+    command = [sys.executable, program, *common, '--process']
     processes = [
         subprocess.Popen([*command, str(i)], env=environment, stdout=subprocess.PIPE, text=True)
         for i in range(n_processes)
@@ -116,14 +155,14 @@ def start(n_processes: int, steps: int) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or '').partition('\n')[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or '').partition('\n')[0].strip('# '))
     parser.add_argument('--processes', type=int, choices=(1, 2, 4), default=2)
     parser.add_argument('--steps', type=int, default=30)
     parser.add_argument('--address', help='where the processes meet; set by the first')
     parser.add_argument('--process', type=int, help='which one this is; set by the first')
     options = parser.parse_args(arguments)
     if options.process is None:
-        start(options.processes, options.steps)
+        start(__file__, options.processes, options.steps)
         return
     # before the first use of a device. On real hosts: jax.distributed.initialize()
     jax.distributed.initialize(options.address, options.processes, options.process)
@@ -131,5 +170,12 @@ def run(arguments: Sequence[str] | None = None) -> None:
     jax.distributed.shutdown()
 
 
+# %% [markdown]
+# Two processes say the same, and so do one or four:
+
+# %% tags=["active-ipynb"]
+# start('many_hosts.py', 2, steps=30)
+
+# %% tags=["active-py"]
 if __name__ == '__main__':
     run()

@@ -1,15 +1,18 @@
-"""A decoder-only transformer, sharded by expressions alone: data parallel, tensor parallel, both.
+# %% [markdown]
+"""# A transformer
 
+    pip install einshard
     python docs/examples/transformer.py --parallelism both --steps 120
 
-RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, a tied or an untied head; it learns to
-write byte by byte what Python says about itself, its licence and its docstrings, and then goes on
-writing with a cache of keys and values. The model is plain JAX. Where everything lives stands in
-the three tables below, an expression for each array; and however the model is sharded, it learns
-just what the unsharded one does. Where there is no accelerator, the processor stands in for eight
-devices.
+RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, a tied or an untied head: a
+decoder-only transformer learns to write byte by byte what Python says about itself, its licence and
+its docstrings, and then goes on writing with a cache of keys and values. The model is plain JAX.
+Where everything lives stands in the three tables below, an expression for each array; and however
+the model is sharded, it learns just what the unsharded one does. Where there is no accelerator, the
+processor stands in for eight devices.
 """
 
+# %%
 import argparse
 import importlib
 import inspect
@@ -37,7 +40,11 @@ TOLERANCE = 1e-5  # relative, on the loss of every step
 DOCUMENTED = 'builtins argparse collections datetime inspect json logging pathlib random statistics'
 T = TypeVar('T')
 
+# %% [markdown]
+# ## Configuration, weights, state
 
+
+# %% tags=["hide-cell"]
 @dataclass(frozen=True)
 class Config:
     """Sizes of the model and how it learns. `n_kv_heads` divides `n_heads`; `d_head` is even."""
@@ -93,12 +100,21 @@ class State(NamedTuple):
     step: Any = None
 
 
-# Axes: l layers, v vocabulary, d model, h heads of queries, k of keys and values, e inside a head,
-# f feed-forward; b batch, s positions of a sequence, t positions of the cache. The tables use the
-# short form: 'l d h* e' is 'l d h e -> l d h* e', axes in array order, and a number or a lone star
-# says where among the devices the replicas are.
+# %% [markdown]
+# ## Three tables
+#
+# The letters are the axes: l layers, v vocabulary, d model, h heads of queries, k of keys and
+# values, e inside a head, f feed-forward; b batch, s positions of a sequence, t positions of the
+# cache. The tables use the short form: `'l d h* e'` is `'l d h e -> l d h* e'`, axes in array
+# order, and a number or a lone star says where among the devices the replicas are.
+#
+# In data parallelism a device has all the weights and its share of the batch. In tensor parallelism
+# it has the whole batch and its share of everything that comes in numbers: heads, hidden units,
+# vocabulary. What makes such values is cut along the output axis, what reads them along the input
+# axis. The third table has both, in groups of two neighbours.
 
 
+# %%
 class Placement(NamedTuple):
     """Where everything lives: an expression for each array; None leaves it on one device."""
 
@@ -124,8 +140,7 @@ DATA = Placement(
     logits='b* s v',
 )
 
-# Every device has the whole batch, and its share of the heads, the hidden units, the vocabulary:
-# what makes them is cut along the output axis, what reads them (o and down) along the input axis.
+# Every device has the whole batch, and its share of the heads, the hidden units, the vocabulary.
 TENSOR = Placement(
     tokens='* b s',
     weights=Weights(
@@ -179,7 +194,21 @@ BOTH = Placement(
 
 PLACEMENTS = {'data': DATA, 'tensor': TENSOR, 'both': BOTH}
 
+# %% [markdown]
+# In the third, the output matrix of attention is cut over heads; the four groups hold copies:
 
+# %% tags=["active-ipynb"]
+# from einshard import show
+#
+# show(BOTH.weights.layers.o, devices=8)
+
+# %% [markdown]
+# ## The model
+#
+# Inside, `einshard` says where the residual stream, the heads and the hidden units are.
+
+
+# %% tags=["hide-cell"]
 def init_state(key: jax.Array, c: Config) -> State:
     """Random weights: of variance 1 / inputs, so that values keep their size."""
     keys = iter(jax.random.split(key, 9))
@@ -290,6 +319,15 @@ def adam(state: State, gradient: Weights[jax.Array], c: Config) -> State:
     return State(jax.tree.map(update, state.weights, mean, square), mean, square, step)
 
 
+# %% [markdown]
+# ## Four jitted functions
+#
+# Training carries the weights and Adam's two means of their gradients, which live where the weights
+# live: one spec is for all three, and ends early, as specs of trees may. The step gives up the
+# memory of the old state, and decoding that of the old cache.
+
+
+# %%
 class Model(NamedTuple):
     """The jitted functions of one configuration in one placement."""
 
@@ -328,6 +366,11 @@ def make_model(c: Config, p: Placement, mesh: Any = None) -> Model:
     return Model(init, train_step, empty_cache, decode_step)
 
 
+# %% [markdown]
+# ## Writing, texts, training
+
+
+# %% tags=["hide-cell"]
 def generate(
     model: Model, weights: Weights[jax.Array], prompts: np.ndarray, length: int
 ) -> np.ndarray:
@@ -387,10 +430,34 @@ def difference(run: Run, other: Run) -> float:
     return float(np.max(np.abs(run.losses - other.losses) / other.losses))
 
 
+# %% [markdown]
+# ## A few steps of it
+#
+# A smaller model takes ten steps, unsharded and with both parallelisms. The losses are the same, up
+# to the order of the sums.
+
+# %% tags=["active-ipynb"]
+# c = Config(n_layers=2, d_model=32, d_ff=64, sequence=32, batch=8)
+# placement = BOTH if jax.device_count() % 2 == 0 else DATA  # an odd number makes no pairs
+# with jax.default_matmul_precision('float32'):
+#     unsharded, both = (train(make_model(c, p), c, steps=10) for p in (UNSHARDED, placement))
+# print(both.losses.round(3))
+# difference(both, unsharded)
+
+# %% [markdown]
+# The weights are where the table has them, after every step:
+
+# %% tags=["active-ipynb"]
+# from einshard import describe
+#
+# jax.tree.map(describe, both.weights.layers)._asdict()
+
+
+# %% tags=["active-py"]
 def main(arguments: Sequence[str] | None = None) -> list[Run]:
     """Trains unsharded and sharded, tells how it went, and returns the two runs."""
     devices = jax.devices()
-    parser = argparse.ArgumentParser(description=(__doc__ or '').partition('\n')[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or '').partition('\n')[0].strip('# '))
     best = 'both' if len(devices) % 2 == 0 else 'data'
     parser.add_argument('--parallelism', choices=PLACEMENTS, default=best)
     parser.add_argument('--steps', type=int, default=120)
