@@ -1,8 +1,9 @@
 """Optimised HLO text to the collectives of the program; no JAX.
 
 XLA shows one collective in many ways: as an instruction, as a pair of -start and -done, inside a
-computation that a fusion, a call or an async-start runs, and on TPU as a chain of fusions that all
-contain it while they compute something else. Here each is one `Collective`.
+computation that a fusion, a call or an async-start runs, as a send with its recv, and on TPU as a
+chain of fusions that all contain it while they compute something else. Here each is one
+`Collective`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class Collective:
         Collective Communication Operations in MPICH, 2005): of the array in full, (n-1)/n for an
         all-gather, a reduce-scatter or an all-to-all, and an all-reduce is a reduce-scatter and an
         all-gather. In a permute a device sends its operand, if to another; in a broadcast each but
-        the last passes the array on. A ragged all-to-all sends at most this.
+        the last passes the array on. Of a ragged all-to-all, which is told how much goes where
+        when it runs, this is what it sends if all pieces are equal.
         """
         n = self.parties
         if self.kind == 'collective-permute':
@@ -154,7 +156,7 @@ _CALLEES = re.compile(
 )
 _GROUPS = re.compile(
     r'replica_groups=(\{\{[\d,{} ]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?'
-    r'|mesh\[[^\]]*\](?:, device_ids=\(\[[\d,]+\](?:T\([\d,]+\))?\))? \{[^}]*\}|\{\})'
+    r'|mesh\[[^\]]*\](?:, device_ids=\((?:\[[\d,]+\](?:T\([\d,]+\))?|[\d,]+)\))? \{[^}]*\}|\{\})'
 )
 _PAIRS = re.compile(r'source_target_pairs=(\{\{[\d,{}]*\}\})')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
@@ -211,12 +213,16 @@ class _Reader:
     def read_collective(self, line: str, here: _Computation) -> None:
         made = read_instruction(line)
         kind = made.opcode.removesuffix('-start')
-        if kind not in KINDS:  # a name of the user's was taken for groups
+        # jax.lax.psend is one, and GPU programs may take a permute apart
+        is_send = kind == 'send' and 'source_target_pairs=' in made.attributes
+        if kind not in KINDS and not is_send:  # a name of the user's was taken for groups
             return self.read_call(line, here)
         operands = self.operands(made, here)
         results = made.results
         if kind != made.opcode and len(results) > len(operands):  # it shows its operands, too
             results = results[len(operands) : 2 * len(operands)]
+        if is_send:
+            kind, results = 'collective-permute', operands[:1]
         pairs: tuple[tuple[int, int], ...] = ()
         groups: Groups = ()
         if found := _PAIRS.search(made.attributes):
@@ -230,12 +236,13 @@ class _Reader:
             Collective(
                 kind=kind,
                 name=made.name,
-                operands=operands[:1] if kind == 'ragged-all-to-all' else operands,
+                # the others are offsets and sizes, or a token
+                operands=operands[:1] if is_send or kind == 'ragged-all-to-all' else operands,
                 results=results,
                 groups=groups,
                 pairs=pairs,
                 times=1,
-                is_async=kind != made.opcode,
+                is_async=is_send or _is_async(made),
                 source=self.sources.line(made.metadata),
                 op_name=_op_name(made),
                 n_devices=self.slices.n_devices,
@@ -328,7 +335,7 @@ class _Reader:
             known = None not in (runs, times, before)
             here.times[i] = (before or 0) + (runs or 0) * (times or 0) if known else None
             found = self.found[i]
-            if made.opcode.endswith('-start') or callee.phase == 'Start':
+            if _is_async(made) or callee.phase == 'Start':
                 found = replace(found, is_async=True)
             if made.opcode not in ('while', 'conditional') and not found.op_name:
                 source = self.sources.line(made.metadata)
@@ -341,6 +348,12 @@ class _Reader:
 
 
 _TRANSFERS = {'ONE_TO_ONE': 'collective-permute'}
+
+
+def _is_async(made: Instruction) -> bool:
+    """Whether other work goes on after it; on GPU, JAX 0.8 also writes a -start where none does."""
+    waits = '"is_sync":true' in made.attributes + made.metadata
+    return made.opcode.endswith('-start') and not waits
 
 
 def _op_name(made: Instruction) -> str:

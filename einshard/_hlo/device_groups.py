@@ -36,14 +36,18 @@ def read_groups(text: str) -> Groups:
     raise ValueError(f'unknown form of replica groups: {text}')
 
 
-_MESH = re.compile(r'mesh\[(.*?)\](?:, device_ids=\(\[(.*?)\](?:T\((.*?)\))?\))? \{(.*)\}')
+_MESH = re.compile(
+    r'mesh\[(.*?)\](?:, device_ids=\((?:\[(.*?)\](?:T\((.*?)\))?|([\d,]+))\))? \{(.*)\}'
+)
 
 
-def _groups_of_mesh(mesh: str, dims: str | None, order: str | None, axes: str) -> Groups:
+def _groups_of_mesh(
+    mesh: str, dims: str | None, order: str | None, listed: str | None, axes: str
+) -> Groups:
     """The devices along some axes of a mesh.
 
     Of axes such as 'b':(2)4 that part of b which has size 4 and comes after one of size 2. `dims`
-    and `order`, if any, say which devices form the mesh.
+    and `order`, or `listed`, if any, say which devices form the mesh.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     parts = [
@@ -64,7 +68,7 @@ def _groups_of_mesh(mesh: str, dims: str | None, order: str | None, axes: str) -
         if other == name and before <= at < before * n
     ]
     first = [dim for dim in range(len(shape)) if dim not in last]
-    ids = _iota(_numbers(dims) if dims else shape, _numbers(order or ''))
+    ids = _numbers(listed or '') or _iota(_numbers(dims or '') or shape, _numbers(order or ''))
     in_groups = [ids[i] for i in _iota(shape, first + last)]
     return _rows(in_groups, prod(shape[dim] for dim in last))
 

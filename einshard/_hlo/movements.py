@@ -12,7 +12,7 @@ import bisect
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -216,8 +216,10 @@ class _Reader:
         if value.name == here.root:
             yield None
         for user in map(here.__getitem__, here.users.get(value.name, ())):
-            if user.opcode in _PASSES_ON and user.results[0].shape == array.shape:
-                yield from self.slices(value._replace(name=user.name), array)
+            axes = _axes(user, here[value.name], array)
+            if axes is not None:
+                for blocks in self.slices(value._replace(name=user.name), user.results[0]):
+                    yield blocks and tuple(blocks[axes.index(axis)] for axis in range(len(axes)))
             elif user.opcode == 'fusion' and user.callee in self.numbers:
                 callee = self.computation(self.numbers[user.callee])
                 given = tuple(_Value(here, name, value.given) for name in user.operands)
@@ -296,6 +298,33 @@ _ARITHMETIC: Mapping[str, Any] = {
     'shift-left': np.left_shift,
     'shift-right-logical': np.right_shift,
 }
+
+
+def _axes(made: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:
+    """Which axis of an array each axis is in another form of it; None if it has others.
+
+    On GPU a bitcast to another layout stands for a transpose.
+    """
+    if made.opcode not in _PASSES_ON:
+        return None
+    shape, axes = made.results[0].shape, range(len(array.shape))
+    if made.opcode == 'transpose':
+        (dimensions,) = re.findall(r'dimensions=\{([\d,]*)\}', made.attributes)
+        return [int(axis) for axis in dimensions.split(',') if axis]
+    if made.opcode == 'bitcast' and len(shape) == len(axes):
+        axis_of = dict(zip(_layout(made), _layout(before), strict=True))
+        axes = [axis_of[axis] for axis in axes]
+    same = len(shape) == len(axes) and all(
+        shape[i] == array.shape[axis] for i, axis in enumerate(axes)
+    )
+    return axes if same else None
+
+
+def _layout(made: Instruction) -> Sequence[int]:
+    """The axes of an array as they lie in memory, the fastest first."""
+    found = re.search(r'\{([\d,]+)', made.type)
+    rank = len(made.results[0].shape)
+    return [int(axis) for axis in found[1].split(',')] if found else range(rank)[::-1]
 
 
 def _carried(here: _Computation, made: Instruction) -> int | None:

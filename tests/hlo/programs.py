@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import tempfile
 from collections import Counter
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,33 @@ MACHINES = {
     'v5p_2x2x2': (2, 4),
     'tpu7x_2x2x1': (2, 4),
     '2_v5e_2x4': (2, 8),  # two slices
+    'gpu_8': (2, 4),
 }
+
+# what the compiler asks of a GPU: these are the figures of an H100
+GPU = """
+platform_name: "CUDA"
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  l2_cache_size: 52428800
+  device_memory_size: 84978434048
+  memory_bandwidth: 3352320000000
+  clock_rate_ghz: 1.98
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}
+"""
 
 
 def mesh_of(machine):
@@ -43,6 +71,8 @@ def devices_of(machine):
         return jax.devices()[: int(size)]
     from jax.experimental.topologies import get_topology_desc
 
+    if kind == 'gpu':
+        return get_topology_desc('', 'cuda', topology=f'1x1x{size}', target_config=GPU).devices
     several = {'num_slices': int(slices[0])} if slices else {}
     return get_topology_desc(f'{kind}:{size}', 'tpu', **several).devices
 
@@ -50,9 +80,21 @@ def devices_of(machine):
 def text_of(name, machine):
     """The optimised program."""
     function, arguments = PROGRAMS[name](mesh_of(machine))
-    # on a CPU half the time would go to LLVM, which comes after the HLO
-    options = {'xla_backend_optimization_level': 0} if machine.startswith('cpu') else None
-    return function.lower(*arguments).compile(compiler_options=options).as_text()
+    lowered = function.lower(*arguments)
+    options = {
+        'cpu': {'xla_backend_optimization_level': 0},  # half the time would go to LLVM, after HLO
+        'gpu': {'xla_gpu_autotune_level': 0},  # by running on one
+    }.get(machine.split('_')[0])
+    return lowered.compile(compiler_options=options).as_text() or dumped(lowered, options)
+
+
+def dumped(lowered, options):
+    """The optimised program; `as_text` has none with JAX 0.8 for GPUs that are not there."""
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {'xla_dump_to': folder, 'xla_dump_hlo_as_text': True}
+        lowered.compile(compiler_options=options | dump)
+        [path] = Path(folder).glob('*after_optimizations.txt')
+        return path.read_text()
 
 
 @contextlib.contextmanager
@@ -246,8 +288,10 @@ def called_twice(x, m):
 def expected(name, data, model, platform):
     """Bytes of the arrays in full, on one device, by (kind, axes, times)."""
     both = 'data model'
-    # XLA makes an all-reduce whose sum is sliced into a reduce-scatter on TPU alone
-    scatter = {'cpu': 'all-reduce', 'tpu': 'reduce-scatter'}[platform]
+    # XLA makes an all-reduce whose sum is sliced into a reduce-scatter on TPU and GPU alone
+    scatter = 'all-reduce' if platform == 'cpu' else 'reduce-scatter'
+    # as small as these, on TPU gradients are summed on every device, and then sliced
+    gradients = 'reduce-scatter' if platform == 'gpu' else 'all-reduce'
     needed = {
         'product_of_free_axes': [],
         'product_gathered': [('all-gather', 'model', 1, B * D)],
@@ -257,8 +301,7 @@ def expected(name, data, model, platform):
         'product_on_one_axis': [('all-gather', 'model', 1, D * F)],
         'data_parallel': [('all-reduce', 'data', 1, 2 * D * F)],
         'tensor_parallel': [('all-reduce', 'model', 1, B // data * D)],
-        # as small as these, gradients are summed on every device, and then sliced
-        'fully_sharded': [('all-gather', both, 1, 2 * D * F), ('all-reduce', both, 1, 2 * D * F)],
+        'fully_sharded': [('all-gather', both, 1, 2 * D * F), (gradients, both, 1, 2 * D * F)],
         'scanned': [('all-reduce', 'model', LAYERS, B // data * D)],
         'ring': [('collective-permute', 'model', model - 1, B // model * D)],
         'transposed': [('all-to-all', 'model', 1, B // model * D)],

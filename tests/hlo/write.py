@@ -1,15 +1,19 @@
 """Writes the programs that the JAX at hand compiles, for `tests/test_collectives.py` to read.
 
     cd tests && python -m hlo.write
+    cd tests && JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m hlo.write gpu_8
+
+The second takes JAX's plugin for CUDA, but no GPU.
 
 One file for each machine and partitioner, `<machine>-<partitioner>-<JAX>.txt`, with the texts one
 after another. The files of other versions stay as they are, so that the forms which
-they wrote are still read. Of `backend_config`, which makes up half of a TPU program, only the
-trip counts are kept; nothing else in it is read. Paths are relative to the repository.
+they wrote are still read. Of `backend_config`, which makes up half of a TPU program, only trip
+counts and what waits are kept; nothing else in it is read. Paths are relative to the repository.
 """
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from conftest import jax  # which simulates CPU devices first, and lets libtpu be loaded
@@ -33,6 +37,7 @@ WRITTEN = {
     ('v5p_2x2x2', 'shardy'): ('product_scattered', 'summed_and_scattered'),
     ('tpu7x_2x2x1', 'shardy'): ('product_reduced', 'summed_and_scattered'),  # on SparseCores
     ('2_v5e_2x4', 'shardy'): ('data_parallel', 'tensor_parallel'),
+    ('gpu_8', 'shardy'): FORMS,
 }
 
 
@@ -46,17 +51,18 @@ def write(machine, partition, names):
 
 def without_noise(text):
     text = text.replace(f'{HERE.parent.parent}{os.sep}', '')
-    trips = re.compile(r'"known_trip_count":\{"n":"\d+"\}')
+    read = re.compile(r'"known_trip_count":\{"n":"\d+"\}|"is_sync":true')
     lines = []
     for line in text.splitlines():
         line, config, rest = line.partition(', backend_config={')
-        known = trips.search(rest)
-        lines.append(f'{line}{config}{known[0]}}}' if known else line)
+        kept = read.search(rest)
+        lines.append(f'{line}{config}{kept[0]}}}' if kept else line)
     return '\n'.join(lines) + '\n'
 
 
 if __name__ == '__main__':
     for (machine, partition), names in WRITTEN.items():
         # libtpu 0.0.51 writes what older JAX cannot print, and JAX 0.8 comes with an older one
-        if machine.startswith('cpu') or jax.__version_info__ >= (0, 12):
+        readable = machine.startswith('cpu') or jax.__version_info__ >= (0, 12)
+        if machine in sys.argv[1:] or (not sys.argv[1:] and machine != 'gpu_8' and readable):
             write(machine, partition, names)
