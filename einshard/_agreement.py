@@ -37,8 +37,8 @@ def check_agreement(intentions: Sequence[Intention], mesh: Mesh) -> None:
     first = bisect.bisect_left(range(MOST), True, key=differ) - 1
     text = mine[first] if first < len(mine) else 'no more arrays'
     said = _from_all(text.encode()[:LONGEST].ljust(LONGEST, b'\0'), mesh)
-    texts = {process: text.rstrip(b'\0').decode(errors='ignore') for process, text in said.items()}
-    raise _difference({process: text.split('\0') for process, text in texts.items()})
+    texts = {process: its.rstrip(b'\0').decode(errors='ignore') for process, its in said.items()}
+    raise _difference({process: its.split('\0') for process, its in texts.items()})
 
 
 def _from_all(mine: bytes, mesh: Mesh) -> dict[int, bytes]:

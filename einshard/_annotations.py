@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 
 from ._constraint import has_type
-from ._describe import describe, describe_named
+from ._describe import describe_in
 from ._errors import EinshardError
 from ._expression import ELLIPSIS, Expression, parse
 from ._parameters import name_of
@@ -235,10 +235,7 @@ def _checker(spec: str) -> Callable[[Any], bool]:
             is_so = sharding.is_equivalent_to(placement.sharding, x.ndim)
         if is_so:
             return True
-        names = placement.expression.names
-        known = None if ELLIPSIS in names or len(names) != x.ndim else names
-        named = isinstance(sharding, NamedSharding)
-        text = describe_named(sharding, x.ndim, known) if named else describe(x)
+        text = describe_in(placement.expression, sharding, x.ndim)
         raise _misplaced(
             placement.expression.error(
                 f"the array is placed otherwise than its type says: it is '{text}'",
@@ -261,13 +258,7 @@ def _misplaced_class() -> type[EinshardError]:
 
 
 def _misplaced(error: EinshardError) -> EinshardError:
-    return _misplaced_class()(
-        error.sentence,
-        expression=error.expression,
-        spans=error.spans,
-        facts=error.facts,
-        fix=error.fix,
-    )
+    return _misplaced_class()(**error.parts())
 
 
 def _known_sharding(x: Any) -> Any:
@@ -275,7 +266,4 @@ def _known_sharding(x: Any) -> Any:
     if not isinstance(x, Tracer):
         return x.sharding
     sharding: Any = jax.typeof(x).sharding
-    explicit = sharding.mesh.axis_types and all(
-        kind == AxisType.Explicit for kind in sharding.mesh.axis_types
-    )
-    return sharding if explicit else None
+    return sharding if set(sharding.mesh.axis_types) == {AxisType.Explicit} else None

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
-from ._errors import EinshardError
+from ._errors import EinshardError, labelled
 from ._expression import ELLIPSIS, Expression, Term, parse
 from ._mesh import Around, AxisRules, around
 
@@ -153,8 +153,7 @@ def check_missing(missing: object, **facts: str) -> None:
     """Raises where `missing=` is neither of its values."""
     if not isinstance(missing, str) or missing not in ('error', 'replicate'):
         raise EinshardError(
-            f"missing= is 'error' or 'replicate', not {missing!r}",
-            facts={label.replace('_', ' '): fact for label, fact in facts.items()},
+            f"missing= is 'error' or 'replicate', not {missing!r}", facts=labelled(facts)
         )
 
 
@@ -174,15 +173,39 @@ def _check_mapping(placements: object) -> None:
 def _axis_name(name: object, placement: object) -> str:
     """The name of a rule, as expressions have it; raises where name or placement is none."""
     known = unicodedata.normalize('NFC', str(name))
-    try:
-        ruled = parse(f'x{placement}') if isinstance(placement, str) else None
-        is_name = parse(known).right == (Term(known),) and known != ELLIPSIS
-    except EinshardError:
-        ruled, is_name = None, False
-    is_rule = ruled is not None and ruled.short and [term.name for term in ruled.right] == ['x']
-    if not (isinstance(name, str) and is_name and is_rule):
+    if not (isinstance(name, str) and known != ELLIPSIS and _right_side(known) == [Term(known)]):
+        raise EinshardError(
+            f'axis_rules has a rule for {name!r}, which is no name of an axis',
+            facts={'names are': 'of letters and underscores, as in expressions'},
+        )
+    if not isinstance(placement, str) or not _is_placement(placement):
         raise EinshardError(
             f'axis_rules gives {name}={placement!r}, which is no placement of an axis',
             facts={'placements are': "'@data'  '@(data,fsdp)'  '4'  '*'  '2*'  '' (not sharded)"},
+            fix=_as_placement(placement),
         )
     return known
+
+
+def _is_placement(text: str) -> bool:
+    return [term.name for term in _right_side(f'x{text}')] == ['x']
+
+
+def _right_side(short: str) -> list[Term]:
+    """The terms of an expression in the short form; none where it is no such expression."""
+    try:
+        expression = parse(short)
+    except EinshardError:
+        return []
+    return list(expression.right) if expression.short else []
+
+
+def _as_placement(mesh_axes: object) -> str | None:
+    """What other tables of rules give a name, mesh axes or None, as a placement."""
+    names = [mesh_axes] if isinstance(mesh_axes, str) else mesh_axes
+    if names is None or names == () or names == []:
+        return "''"
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        return None
+    placement = f'@{names[0]}' if len(names) == 1 else f'@({",".join(names)})'
+    return repr(placement) if _is_placement(placement) else None

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from ._errors import EinshardError
-from ._mesh import entry_axes, mesh_fact
+from ._mesh import entry_axes, mesh_fact, partition_spec
 from ._sharding import Placement
 
 
@@ -60,8 +60,7 @@ def only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
         tuple(axis for axis in entry if types[axis] == kind)
         for entry in map(entry_axes, sharding.spec)
     ]
-    spec = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
-    return NamedSharding(mesh, spec)
+    return NamedSharding(mesh, partition_spec(kept))
 
 
 def has_type(x: Any, sharding: NamedSharding) -> bool:
@@ -83,21 +82,21 @@ def _check_context(placement: Placement) -> None:
             'for arrays',
             instead='place the argument or the result',
         )
-    around = jax.sharding.get_abstract_mesh()
+    context = jax.sharding.get_abstract_mesh()
     is_abstract = isinstance(mesh, AbstractMesh)
-    if is_abstract and around.empty:
+    if is_abstract and context.empty:
         raise error(
             'an abstract mesh can be used in a traced function only while it is in context',
             mesh=mesh_fact(mesh),
             give="'with jax.set_mesh(mesh):', or a mesh of devices",
         )
-    explicit = AxisType.Explicit in (*mesh.axis_types, *around.axis_types)
-    other = not around.empty and around != (mesh if is_abstract else mesh.abstract_mesh)
+    explicit = AxisType.Explicit in (*mesh.axis_types, *context.axis_types)
+    other = not context.empty and context != (mesh if is_abstract else mesh.abstract_mesh)
     if other and (is_abstract or explicit):
         raise error(
             'the mesh given is not the mesh in context',
             mesh_given=mesh_fact(mesh),
-            mesh_in_context=mesh_fact(around),
+            mesh_in_context=mesh_fact(context),
         )
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for entry in map(entry_axes, sharding.spec):

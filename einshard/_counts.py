@@ -27,8 +27,7 @@ class Devices:
         if counted:
             left = self.total // self.taken
             replicas = all(term.name is None for term in counted)
-            verb = 'replicates' if replicas else 'takes'
-            verb = verb if len(counted) == 1 else ('replicate' if replicas else 'take')
+            verb = ('replicate' if replicas else 'take') + 's' * (len(counted) == 1)
             text += f', of which {quoted(map(str, counted))} {verb}'
             used = math.prod(term.factor for term in counted)
             text += '' if replicas and len(counted) == 1 else f' {used}'
@@ -41,8 +40,6 @@ def solve_counts(
 ) -> tuple[int, ...]:
     """The count of every term, its star solved: r ** stars = n / product of counts."""
     stars = [term for term in terms if term.star]
-    fixed = [term for term in terms if not term.star]
-    unstarred = math.prod(term.factor for term in fixed)
     product = math.prod(term.factor for term in terms)
     if not stars and product != n:
         raise _wrong_product(expression, terms, product, n, devices)
@@ -50,13 +47,14 @@ def solve_counts(
         raise _not_a_multiple(expression, terms, product, n, devices)
     share = _root(n // product, len(stars)) if stars else 1
     if share is None:
-        counted = [term for term in fixed if term.factor > 1]
+        counted = [term for term in terms if term.factor > 1 and not term.star]
+        left = n // math.prod(term.factor for term in counted)
         raise expression.error(
-            f'{n // unstarred} devices cannot be shared '
+            f'{left} devices cannot be shared '
             f'{" : ".join(str(term.factor) for term in stars)} '
             f'{"between" if len(stars) == 2 else "among"} {quoted(map(str, stars))}',
             stars,
-            fix=_first_star_takes_all(expression, stars, n // unstarred),
+            fix=_first_star_takes_all(expression, stars, left),
             devices=devices.fact(counted),
             works_with=_works_with(product * devices.taken, len(stars)),
         )
@@ -85,13 +83,11 @@ def _wrong_product(
     guilty = guilty or list(expression.right)
     fact = devices.fact()
     if product > n or n % product:
-        shown = ' x '.join(str(term.factor) for term in counted)
-        times = f'{shown} = {product}' if len(counted) > 1 else shown
         relation = 'more than' if product > n else 'which do not divide'
         there = 'that the names leave' if devices.named else 'there is' if n == 1 else 'there are'
         needed = product * devices.taken
         return expression.error(
-            f'the counts ask for {times} devices, {relation} the {n} {there}',
+            f'the counts ask for {_product_text(counted)} devices, {relation} the {n} {there}',
             guilty,
             devices=fact,
             works_with=f"{needed} devices, or a multiple of {needed} with a replica '*'",
@@ -117,15 +113,20 @@ def _not_a_multiple(
     expression: Expression, terms: Sequence[Term], product: int, n: int, devices: Devices
 ) -> EinshardError:
     counted = [term for term in terms if term.factor > 1]
-    shown = ' x '.join(str(term.factor) for term in counted)
-    times = f'{shown} = {product}' if len(counted) > 1 else shown
     stars = sum(term.star for term in terms)
     return expression.error(
-        f'{plural(n, "device")} cannot be shared out in multiples of {times}',
+        f'{plural(n, "device")} cannot be shared out in multiples of {_product_text(counted)}',
         counted,
         devices=devices.fact(),
         works_with=_works_with(product * devices.taken, stars),
     )
+
+
+def _product_text(counted: Sequence[Term]) -> str:
+    """4; 2 x 4 = 8"""
+    factors = [term.factor for term in counted]
+    text = ' x '.join(map(str, factors))
+    return f'{text} = {math.prod(factors)}' if len(factors) > 1 else text
 
 
 def _with_replica(expression: Expression) -> str:

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ._errors import EinshardError
-from ._expression import axis_letters
+from ._expression import ELLIPSIS, Expression, Term, axis_letters
 from ._layout import with_unsharded
 from ._mesh import device_mesh, entry_axes, is_device_mesh
 from ._sharding import make_sharding
@@ -93,6 +93,14 @@ def describe_named(
     return f'{left} -> {" ".join([*by_name, *rest])}{_rest(sharding)}'
 
 
+def describe_in(expression: Expression, sharding: Sharding, n_dims: int) -> str:
+    """Where an array lives that an expression is for, in the axis names of that."""
+    if not isinstance(sharding, NamedSharding):
+        return describe(sharding)
+    names = expression.names
+    return describe_named(sharding, n_dims, None if ELLIPSIS in names else names)
+
+
 def _sharding_of(x: Any) -> Sharding | str | None:
     """The sharding of an array, or words for where it is; None for what is no array."""
     if isinstance(x, Tracer):
@@ -114,13 +122,8 @@ def _sharding_of(x: Any) -> Sharding | str | None:
 
 def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
     """The mesh axes of each array axis; None for an axis left unconstrained."""
-    entries: list[tuple[Any, ...] | None] = []
-    for entry in sharding.spec:
-        if entry is PartitionSpec.UNCONSTRAINED:
-            entries.append(None)
-        else:
-            entries.append(entry_axes(entry))
-    return entries
+    free = PartitionSpec.UNCONSTRAINED
+    return [None if entry is free else entry_axes(entry) for entry in sharding.spec]
 
 
 def _by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[str]:
@@ -140,15 +143,8 @@ def _by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[str]:
 
 def _by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[str]:
     entries = [*_entries(sharding), *[()] * len(axes)]
-    terms: list[str] = []
-    for axis, entry in zip(axes, entries, strict=False):
-        if not entry:
-            terms.append(axis)
-        elif len(entry) == 1:
-            terms.append(f'{axis}@{entry[0]}')
-        else:
-            terms.append(f'{axis}@({",".join(map(str, entry))})')
-    return terms
+    pairs = zip(axes, entries, strict=False)
+    return [str(Term(axis, mesh_axes=tuple(map(str, entry or ())))) for axis, entry in pairs]
 
 
 def _rest(sharding: NamedSharding) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import unicodedata
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ._words import columns
 
 Span = tuple[int, int]
 
@@ -40,24 +43,22 @@ class EinshardError(ValueError):
 
     def about(self, **facts: object) -> EinshardError:
         """The same error with what it is about, where that was not known when it arose."""
-        named = {label.replace('_', ' '): fact for label, fact in facts.items()}
-        return type(self)(
-            self.sentence,
-            expression=self.expression,
-            spans=self.spans,
-            facts={**named, **self.facts},
-            fix=self.fix,
-        )
+        return type(self)(**self.parts(facts={**labelled(facts), **self.facts}))
 
     def with_fix(self, fix: str | None) -> EinshardError:
         """The same error with another fix, or none."""
-        return type(self)(
-            self.sentence,
-            expression=self.expression,
-            spans=self.spans,
-            facts=self.facts,
-            fix=fix,
-        )
+        return type(self)(**self.parts(fix=fix))
+
+    def parts(self, **others: Any) -> dict[str, Any]:
+        """What the class takes to make the same error, or one with other parts."""
+        return {
+            'sentence': self.sentence,
+            'expression': self.expression,
+            'spans': self.spans,
+            'facts': self.facts,
+            'fix': self.fix,
+            **others,
+        }
 
     def _render(self) -> str:
         lines = [shown(self.sentence)]
@@ -74,36 +75,22 @@ class EinshardError(ValueError):
 
     def __reduce__(self):
         # args holds the rendered text: rebuilding from it alone would render the parts twice
-        return _rebuild, (
-            type(self),
-            self.sentence,
-            self.expression,
-            self.spans,
-            self.facts,
-            self.fix,
-        )
-
-
-def _rebuild(
-    kind: type[EinshardError],
-    sentence: str,
-    expression: str | None,
-    spans: tuple[Span, ...],
-    facts: dict[str, str],
-    fix: str | None,
-) -> EinshardError:
-    return kind(sentence, expression=expression, spans=spans, facts=facts, fix=fix)
+        return functools.partial(type(self), **self.parts()), ()
 
 
 EinshardError.__module__ = 'einshard'  # errors print their public name
 
 
-def _carets(text: str, spans: Iterable[Span]) -> str:
-    spans = tuple(spans)
+def labelled(facts: Mapping[str, object]) -> dict[str, object]:
+    """Facts given by keyword, with blanks in their labels."""
+    return {label.replace('_', ' '): fact for label, fact in facts.items()}
+
+
+def _carets(text: str, spans: Sequence[Span]) -> str:
     guilty = {i for start, end in spans for i in range(start, end)}
     line = ''
     for i, character in enumerate(text):
-        line += ('^' if i in guilty else ' ') * _columns(character)
+        line += ('^' if i in guilty else ' ') * columns(shown(character))
     past_the_end = any(start >= len(text) for start, _ in spans)
     return (line + '^' if past_the_end else line).rstrip()
 
@@ -111,14 +98,6 @@ def _carets(text: str, spans: Iterable[Span]) -> str:
 def shown(text: str) -> str:
     """Text for one line of a terminal: white space as blanks, what cannot be seen as a mark."""
     return ''.join(' ' if c.isspace() else c if c.isprintable() else '\ufffd' for c in text)
-
-
-def _columns(character: str) -> int:
-    """Terminal columns of one character: wide East Asian ones take two, combining marks none."""
-    character = shown(character)
-    if unicodedata.category(character) in ('Mn', 'Me'):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in 'WF' else 1
 
 
 def quoted(words: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ._cache import cached
-from ._errors import EinshardError, Span, quoted
+from ._errors import EinshardError, Span, labelled, quoted
 
 ELLIPSIS = '...'
 
@@ -84,8 +84,9 @@ class Expression:
     ) -> EinshardError:
         """An error about `terms` of this expression."""
         spans = [term.span for term in terms]
-        labelled = {label.replace('_', ' '): fact for label, fact in facts.items()}
-        return EinshardError(sentence, expression=self.text, spans=spans, facts=labelled, fix=fix)
+        return EinshardError(
+            sentence, expression=self.text, spans=spans, facts=labelled(facts), fix=fix
+        )
 
     def __str__(self) -> str:
         left, right = (' '.join(map(str, side)) for side in (self.left, self.right))
@@ -109,13 +110,14 @@ def parse(text: str) -> Expression:
             spans=arrows,
         )
     if not arrows:
-        right = tuple(_terms(text, 0, len(text)))
-        _check_short(text, right)
+        right = _terms(text, 0, len(text))
         left = tuple(Term(term.name, span=term.span) for term in right if term.name is not None)
-        return Expression(left, right, short=True, text=text)
+        expression = Expression(left, right, short=True, text=text)
+        _check_right(expression)
+        _check_short(expression)
+        return expression
     ((start, end),) = arrows
-    left = tuple(_terms(text, 0, start))
-    right = tuple(_terms(text, end, len(text)))
+    left, right = _terms(text, 0, start), _terms(text, end, len(text))
     expression = Expression(left, right, text=text)
     _check_left(expression)
     _check_sides(expression)
@@ -136,9 +138,8 @@ _MESH_AXIS = re.compile(r'[^\s(),@*]+')
 _MOST_DIGITS = 12
 
 
-def _terms(text: str, start: int, end: int) -> Iterable[Term]:
-    for match in _WORD.finditer(text, start, end):
-        yield _term(text, *match.span())
+def _terms(text: str, start: int, end: int) -> tuple[Term, ...]:
+    return tuple(_term(text, *match.span()) for match in _WORD.finditer(text, start, end))
 
 
 def _term(text: str, start: int, end: int) -> Term:
@@ -223,44 +224,42 @@ def _unreadable(text: str, start: int, at: int, end: int) -> EinshardError:
         return _two_terms(text, start, at, end)
     facts: dict[str, object] = {}
     fix = None
-    spans = [(at, at + 1)]
+    span = (start, end)
     if character == '*' and text[at - 1 : at] == '*':
         sentence = f"'{word}' has more than one star; several stars are several terms"
-        spans = [(start, end)]
     elif character in '0123456789':
         sentence = f"in '{word}' the count comes after the star"
-        spans = [(start, end)]
         if _digits(text, at, end) == rest:
             fix = _fix(f'{text[: at - 1]}{rest}*{text[end:]}')
     elif character == '@':
         sentence = f"'{word}' gives mesh axes to no array axis; a name goes before '@'"
-        spans = [(start, end)]
     elif character == '.' and word.strip('.') and ELLIPSIS in word:
         other = word.replace(ELLIPSIS, '', 1)
         if word.startswith(ELLIPSIS) and (other[0] in '*@' or _digits(other, 0, 1)):
             sentence = f"'...' stands for unsharded axes and carries no placement: '{word}'"
         else:
             sentence = f"'...' stands apart from other terms, here it is glued to '{other}'"
-        spans = [(start, end)]
     elif character == '.':
         sentence = f"'{word}' is no term; unnamed axes are written '...'"
-        spans = [(start, end)]
     elif character in '→⟶⇒' or rest.startswith('=>'):
         arrow = rest[: 2 if character == '=' else 1]
         sentence = f"'{arrow}' is not part of the notation; the arrow is '->'"
-        spans = [(at, at + len(arrow))]
+        span = (at, at + len(arrow))
         fix = _fix(f'{text[:at]}->{text[at + len(arrow) :]}')
     elif character in '->':
         sentence = f"'{character}' alone is not part of the notation; the arrow is '->'"
+        span = (at, at + 1)
     elif character.isdigit():
         sentence = f"'{character}' is not a digit of the notation; counts are written in 0 to 9"
+        span = (at, at + 1)
     else:
+        span = (at, at + 1)
         written = f"'{character}'"
         if not character.isprintable():
             written = f'the character U+{ord(character):04X}, which does not show,'
         sentence = f'{written} is not part of the notation'
         facts['terms are'] = 'a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  ...'
-    return EinshardError(sentence, expression=text, spans=spans, facts=facts, fix=fix)
+    return EinshardError(sentence, expression=text, spans=[span], facts=facts, fix=fix)
 
 
 def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
@@ -280,25 +279,23 @@ def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
     return EinshardError(sentence, expression=text, spans=[(start, end)], facts=facts)
 
 
-def _check_short(text: str, terms: Sequence[Term]) -> None:
-    """The rules of the short form: each axis once."""
-    _check_right(Expression((), tuple(terms), short=True, text=text))
-    again = _repeated(terms)
+def _check_short(expression: Expression) -> None:
+    again = _repeated(expression.right)
     if again:
-        raise EinshardError(
-            f'the short form lists each axis once, but {quoted([str(again[0].name)])} comes again',
-            expression=text,
-            spans=[term.span for term in again],
-            facts={'with an arrow': "an axis may come again on the right: 'i o -> i2 o4 i2'"},
+        raise expression.error(
+            f"the short form lists each axis once, but '{again[0].name}' comes again",
+            again,
+            with_an_arrow="an axis may come again on the right: 'i o -> i2 o4 i2'",
         )
 
 
 def _check_left(expression: Expression) -> None:
     for term in expression.left:
         if term.name is None or term.star or term.count is not None or term.mesh_axes:
+            written = expression.text[slice(*term.span)]
             raise expression.error(
-                f"'{_written(expression, term)}' is a placement, but the left side lists the "
-                "array's axes by name alone",
+                f"'{written}' is a placement, but the left side lists the array's axes by name "
+                'alone',
                 [term],
                 to_place='write counts, stars and mesh axes on the right side',
                 in_names='letters and underscores, no digits',
@@ -383,10 +380,6 @@ def _repeated(terms: Sequence[Term]) -> list[Term]:
         if times > 1:
             return [term for term in terms if term.name == name]
     return []
-
-
-def _written(expression: Expression, term: Term) -> str:
-    return expression.text[slice(*term.span)]
 
 
 def _fix(text: str) -> str | None:

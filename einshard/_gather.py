@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ._errors import EinshardError
 from ._mesh import device_mesh
-from ._specs import leaf_text
+from ._specs import leaf_paths, leaf_text
 
 T = TypeVar('T')
 
@@ -37,27 +37,22 @@ def gather(tree: T) -> T:
         EinshardError: a leaf is a traced value, which has no contents yet.
     """
     leaves, treedef = jtu.tree_flatten(tree)
-    for path, leaf in jtu.tree_leaves_with_path(tree):
+    for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tracer):
+            array = leaf_text(leaf_paths(tree, treedef)[i], leaf)
             raise EinshardError(
                 'a traced value cannot be gathered: it has no contents yet',
-                facts={'array': leaf_text(path, leaf), 'instead': 'return it, and gather that'},
+                facts={'array': array, 'instead': 'return it, and gather that'},
             )
-    spread = {
-        i: leaf
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    }
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+    spread = {i: leaf for i, leaf in arrays.items() if not leaf.is_fully_addressable}
     if spread:
         everywhere = {i: _replicated(leaf) for i, leaf in spread.items()}
         whole = jax.jit(_same, out_shardings=everywhere)(spread)
-        for i, leaf in whole.items():
-            leaves[i] = leaf.addressable_data(0)
-    host = jax.device_get([leaf if isinstance(leaf, jax.Array) else None for leaf in leaves])
-    kept = [
-        new if isinstance(leaf, jax.Array) else leaf for new, leaf in zip(host, leaves, strict=True)
-    ]
-    return jtu.tree_unflatten(treedef, kept)
+        arrays |= {i: leaf.addressable_data(0) for i, leaf in whole.items()}
+    for i, host in jax.device_get(arrays).items():
+        leaves[i] = host
+    return jtu.tree_unflatten(treedef, leaves)
 
 
 def _same(arrays: T) -> T:

@@ -91,8 +91,7 @@ def check_divisible(
     for axis, parts in layout.parts.items():
         size = shape[axis]
         if size % parts:
-            name = _name_at(expression, axis, len(shape))
-            guilty = [term for term in expression.right if term.name == name]
+            name, guilty = terms_of_axis(expression, axis, len(shape))
             if not isinstance(size, int):  # a symbol of jax.export
                 raise expression.error(
                     f"axis '{name}' has size {size}, which {parts} parts need not divide",
@@ -209,11 +208,9 @@ def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]
     before = names.index(ELLIPSIS)
     after = len(names) - before - 1
     if n_dims is None:
-        late = names[before + 1 :]
-        sharded = [t for t in expression.right if t.name in late and t.placed]
-        if sharded:
+        if needs_rank(expression):
             raise expression.error(
-                f"where {quoted(map(str, late))} {'is' if after == 1 else 'are'} behind '...' "
+                f"where {quoted(names[before + 1 :])} {'is' if after == 1 else 'are'} behind '...' "
                 'depends on the rank of the array, which is not known here',
                 [t for t in expression.left if t.name == ELLIPSIS],
                 give='n_dims=, the number of dimensions of the array',
@@ -230,8 +227,11 @@ def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]
     return first | last
 
 
-def _name_at(expression: Expression, axis: int, n_dims: int) -> str:
-    return next(name for name, i in axis_positions(expression, n_dims).items() if i == axis)
+def terms_of_axis(expression: Expression, axis: int, n_dims: int) -> tuple[str, list[Term]]:
+    """The name of an array axis, and the terms that place it."""
+    positions = axis_positions(expression, n_dims)
+    name = next(name for name, position in positions.items() if position == axis)
+    return name, [term for term in expression.right if term.name == name]
 
 
 def _named_splits(
@@ -240,7 +240,9 @@ def _named_splits(
     positions: Mapping[str, int],
     axis_sizes: Mapping[str, int] | None,
 ) -> list[Split]:
-    if terms and axis_sizes is None:
+    if not terms:
+        return []
+    if axis_sizes is None:
         raise expression.error(
             f'{quoted(map(str, terms))} {"names" if len(terms) == 1 else "name"} mesh axes, '
             'but there is no mesh',
@@ -249,7 +251,7 @@ def _named_splits(
         )
     splits: list[Split] = []
     for term in terms:
-        sizes = [_axis_size(expression, term, axis, axis_sizes or {}) for axis in term.mesh_axes]
+        sizes = [_axis_size(expression, term, axis, axis_sizes) for axis in term.mesh_axes]
         splits.append(Split(math.prod(sizes), positions[str(term.name)], term.mesh_axes))
     return splits
 
@@ -284,7 +286,7 @@ def _merged(splits: Sequence[Split]) -> list[Split]:
     for split in splits:
         last = merged[-1] if merged else None
         if last and last.axis == split.axis and not (last.mesh_axes or split.mesh_axes):
-            merged[-1] = Split(merged[-1].count * split.count, split.axis)
+            merged[-1] = Split(last.count * split.count, split.axis)
         else:
             merged.append(split)
     return merged

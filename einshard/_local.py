@@ -15,12 +15,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from ._agreement import Intention, by_process, check_agreement, process_text
 from ._cache import cached
 from ._errors import EinshardError
-from ._expression import Expression, Term
-from ._layout import axis_positions
-from ._mesh import AnyMesh, MeshLike, device_mesh, is_tracing, mesh_fact
-from ._placement import einshard
-from ._sharding import Placement, Where, find_fitting, find_mesh
-from ._specs import LeafSpec, Lenient, Spec, array_text, leaf_paths, leaf_specs
+from ._layout import Layout, terms_of_axis
+from ._mesh import AnyMesh, MeshLike, is_tracing, mesh_fact
+from ._placement import as_host, check_dtype, einshard
+from ._sharding import Placement, Where, find_fitting, find_mesh, mesh_at
+from ._specs import LeafSpec, Spec, as_lenient, leaf_paths, leaf_specs, leaf_text
 
 T = TypeVar('T')
 
@@ -69,7 +68,7 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
     where = find_mesh(mesh)
     if jax.process_count() == 1:
         return einshard(batch, spec, mesh=mesh)
-    shared = _check_shared((where and where[0]) or device_mesh())
+    shared = _check_shared(mesh_at(where))
     if not shared.is_multi_process:
         return einshard(batch, spec, mesh=mesh)
     plan = _make_plan(batch, leaves, spec, where)
@@ -133,46 +132,33 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, where: Where) -> _
             continue
         array, said = leaf, ''
         try:
-            array = _canonical(leaf, one)
+            array = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else as_host(leaf)
             plan.parts[i] = _find_part(array, one, where)
         except Exception as error:
             said = f': {_sentence(error)}'
             if isinstance(error, EinshardError):
-                error = error.about(array=_name(array, path))
+                error = error.about(array=leaf_text(path, array))
             plan.wrong = plan.wrong or error
-        plan.intentions.append((_name(array, path) + said, _expression(one)))
+        plan.intentions.append((leaf_text(path, array) + said, as_lenient(one).expression))
     return plan
 
 
 _ARRAYS = jax.Array | np.ndarray | np.generic | bool | int | float | complex | jax.ShapeDtypeStruct
 
 
-def _canonical(leaf: Any, spec: LeafSpec) -> Any:
-    """The leaf as an array of a dtype that JAX has."""
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return leaf
-    # numpy has a dtype for every int, JAX refuses those that are too large
-    host = np.asarray(jax.numpy.asarray(leaf) if type(leaf) is int else leaf)
-    try:
-        jax.typeof(np.empty((), host.dtype))
-    except TypeError:
-        raise EinshardError(
-            f'JAX has no arrays of {host.dtype}', expression=_expression(spec)
-        ) from None
-    return host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
-
-
 def _find_part(array: Any, spec: LeafSpec, where: Where) -> _Part:
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         raise EinshardError(
             'the array is global already: it lies in several processes',
-            expression=_expression(spec),
+            expression=as_lenient(spec).expression,
             facts={'instead': 'einshard, which moves it'},
         )
     # the global shape is not known yet; size 0 is divisible by everything
     placement = find_fitting(spec, (0,) * array.ndim, where, None)
+    if isinstance(array, np.ndarray):
+        check_dtype(placement.expression, array.dtype)
     sizes = list(array.shape)
-    for axis, held in _held_parts(placement.sharding, placement.parts, array.ndim).items():
+    for axis, held in _held_parts(placement.sharding, placement.layout, array.ndim).items():
         mine, different = held[jax.process_index()], set(held.values())
         if len(different) == 1:
             continue  # every process has the whole axis
@@ -189,10 +175,10 @@ def _find_part(array: Any, spec: LeafSpec, where: Where) -> _Part:
 
 @cached
 def _held_parts(
-    sharding: NamedSharding, parts: tuple[tuple[int, int], ...], n_dims: int
+    sharding: NamedSharding, layout: Layout, n_dims: int
 ) -> dict[int, dict[int, frozenset[int]]]:
     """For each axis that is cut: which parts of it the devices of each process hold."""
-    counts = dict(parts)
+    counts = layout.parts
     # where an axis is as long as it has parts, an index is the number of a part
     indices = sharding.devices_indices_map(tuple(counts.get(axis, 1) for axis in range(n_dims)))
     held: dict[int, dict[int, frozenset[int]]] = {axis: {} for axis in counts}
@@ -208,8 +194,8 @@ def _indivisible(
     placement: Placement, axis: int, array: Any, n_here: int, spec: LeafSpec
 ) -> EinshardError:
     size, n_parts = array.shape[axis], placement.layout.parts[axis]
-    name, terms = _name_and_terms(placement.expression, axis, array.ndim)
-    lenient = isinstance(spec, Lenient) and spec.indivisible
+    name, terms = terms_of_axis(placement.expression, axis, array.ndim)
+    lenient = as_lenient(spec).indivisible
     return placement.expression.error(
         f"axis '{name}' has size {size} in this process, which its {n_here} parts do not divide",
         terms,
@@ -223,7 +209,7 @@ def _indivisible(
 def _unevenly_cut(
     placement: Placement, axis: int, array: Any, held: Mapping[int, frozenset[int]]
 ) -> EinshardError:
-    name, terms = _name_and_terms(placement.expression, axis, array.ndim)
+    name, terms = terms_of_axis(placement.expression, axis, array.ndim)
     numbers = {process: ', '.join(map(str, sorted(parts))) for process, parts in held.items()}
     return placement.expression.error(
         f"axis '{name}' is cut unevenly across processes: its size in one does not tell the whole",
@@ -233,24 +219,10 @@ def _unevenly_cut(
     )
 
 
-def _name_and_terms(expression: Expression, axis: int, n_dims: int) -> tuple[str, list[Term]]:
-    positions = axis_positions(expression, n_dims).items()
-    name = next(name for name, position in positions if position == axis)
-    return name, [term for term in expression.right if term.name == name]
-
-
 def _build(part: _Part) -> Any:
     if isinstance(part.array, jax.ShapeDtypeStruct):
         return part.array.update(shape=part.shape, sharding=part.sharding)
     return jax.make_array_from_process_local_data(part.sharding, part.array, part.shape)
-
-
-def _expression(spec: LeafSpec) -> str:
-    return spec.expression if isinstance(spec, Lenient) else spec
-
-
-def _name(array: Any, path: str) -> str:
-    return f"{array_text(array)}, leaf '{path}'" if path else array_text(array)
 
 
 def _sentence(error: Exception) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, overload
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, get_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec, get_mesh
 
 from ._cache import cached
 from ._errors import EinshardError
@@ -25,7 +25,7 @@ from ._layout import mesh_text, prime_factors
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 Device: TypeAlias = Any  # a jax.Device, for which JAX has no static type
 # What `mesh=` takes: a mesh, or devices to build the one mesh of.
-MeshLike: TypeAlias = Mesh | AbstractMesh | Sequence[Device]
+MeshLike: TypeAlias = AnyMesh | Sequence[Device]
 
 
 @overload
@@ -126,7 +126,7 @@ def axis_names(sizes: Sequence[int]) -> tuple[str, ...]:
     return tuple(f'd{i}' for i in range(len(sizes)))
 
 
-def position(device: Any) -> tuple[int, ...]:
+def position(device: Device) -> tuple[int, ...]:
     """Where a device is in the hardware, the slowest network first.
 
     Plain coordinates, not host by host: a host of a TPU holds a 2 x 2 block of chips, and a term
@@ -175,6 +175,12 @@ def sizes_of(mesh: AnyMesh) -> dict[str, int]:
 def entry_axes(entry: Any) -> tuple[Any, ...]:
     """The mesh axes of one entry of a PartitionSpec: of P('x', None, ('y', 'z'))[2], y and z."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def partition_spec(entries: Iterable[tuple[Any, ...]]) -> PartitionSpec:
+    """The PartitionSpec with these mesh axes for each array axis."""
+    # normalised, since PartitionSpec('x') != PartitionSpec(('x',))
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
 
 
 def is_device_mesh(mesh: AnyMesh) -> bool:
@@ -269,16 +275,16 @@ def check_mesh(mesh: object) -> None:
 
 def _check_not_manual(mesh: AnyMesh) -> None:
     """In a per-device function only what is left of its own mesh can shard."""
-    around = jax.sharding.get_abstract_mesh()
-    if AxisType.Manual in around.axis_types and mesh != around:
+    context = jax.sharding.get_abstract_mesh()
+    if AxisType.Manual in context.axis_types and mesh != context:
         raise EinshardError(
             'in a per-device function another mesh cannot be used: each device has its own array',
-            facts={'mesh around': mesh_fact(around), 'mesh given': mesh_fact(mesh)},
+            facts={'mesh around': mesh_fact(context), 'mesh given': mesh_fact(mesh)},
         )
 
 
 def mesh_fact(mesh: AnyMesh) -> str:
     """A mesh as errors show it: 'data': 4, 'tp': 2"""
-    kinds = {str(kind).rpartition('.')[2] for kind in mesh.axis_types}
+    kinds = {kind.name for kind in mesh.axis_types}
     sizes = dict(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
     return f'{mesh_text(sizes)} ({", ".join(sorted(kinds))})'

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from ._cache import cached
 from ._describe import describe_named
@@ -25,12 +25,23 @@ from ._mesh import (
     given_mesh,
     is_device_mesh,
     mesh_fact,
+    partition_spec,
     sizes_of,
 )
 from ._rules import Rules
 from ._sharding import Where, find_fitting, find_mesh
-from ._specs import REPLICATED, LeafSpec, Spec, array_text, check_specs, leaf_paths, leaf_specs
+from ._specs import (
+    REPLICATED,
+    LeafSpec,
+    Spec,
+    array_text,
+    check_specs,
+    leaf_paths,
+    leaf_specs,
+    leaf_text,
+)
 from ._table import Table, make_table
+from ._words import first_of
 
 Shape: TypeAlias = tuple[int, ...]
 Zero: TypeAlias = Literal[True] | tuple[str, ...]  # every mesh axis, or those of these names
@@ -206,14 +217,14 @@ class StateSpec:
         try:
             found = _followers(spec, whole.shape, tuple(leaf.shape), ways, self._zero, where)
         except EinshardError as error:
-            raise error.about(array=_named(self._paths[i], whole, 'parameter')) from None
+            raise error.about(array=leaf_text(self._paths[i], whole, 'parameter')) from None
         if len(found) == 1:
             return found[0]
         raise EinshardError(
             'the sizes do not tell which axes of its parameter an array has',
             facts={
-                'array': _named(path, leaf, 'leaf'),
-                'parameter': _named(self._paths[i], whole, 'parameter'),
+                'array': leaf_text(path, leaf),
+                'parameter': leaf_text(self._paths[i], whole, 'parameter'),
                 'may be': ' or '.join(f"'{text}'" for text in found),
                 'give': 'a function (path, leaf) -> spec that knows, and asks this one otherwise',
             },
@@ -232,8 +243,8 @@ class StateSpec:
             f'{plural(len(lost), "array")} {"follows" if len(lost) == 1 else "follow"} '
             'no parameter',
             facts={
-                'arrays': _some_of(lost, 8),
-                'parameters': _some_of(some, 3) if some else 'none',
+                'arrays': first_of(lost, 8),
+                'parameters': first_of(some, 3) or 'none',
                 'give': "default=, the spec of such arrays: default='... -> * ...'",
             },
         )
@@ -295,7 +306,7 @@ def _followers(
     for way in ways:
         left = [() if axis is None else cuts[axis] for axis in way]
         shared = _share_out(left, shape, free, mesh)
-        sharding = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in shared)))
+        sharding = NamedSharding(mesh, partition_spec(shared))
         letters = (letter for letter in axis_letters() if letter not in names.values())
         called = [names[axis] if axis in names else next(letters) for axis in way]
         text = describe_named(sharding, len(shape), called) if any(shared) else REPLICATED
@@ -355,9 +366,9 @@ def _checked(zero: object) -> Zero:
 
 def _check_mesh_axes(zero: Zero, where: Where) -> None:
     """Raises where `zero=` names mesh axes that are not there."""
-    mesh = where[0] if where else None
     if zero is True or not zero:
         return
+    mesh = where[0] if where else None
     if mesh is None:
         raise EinshardError(
             f'zero= names {quoted(zero)}, but there is no mesh',
@@ -372,12 +383,3 @@ def _check_mesh_axes(zero: Zero, where: Where) -> None:
                 facts={'mesh': mesh_fact(mesh)},
                 fix=f"zero='{near[0]}'" if near and len(zero) == 1 else None,
             )
-
-
-def _named(path: str, leaf: Any, what: str) -> str:
-    return f"{array_text(leaf)}, {what} '{path}'" if path else array_text(leaf)
-
-
-def _some_of(texts: Sequence[str], n: int) -> str:
-    more = f', and {len(texts) - n} more' if len(texts) > n else ''
-    return ', '.join(texts[:n]) + more

@@ -125,11 +125,11 @@ class Parameters:
             fix=f'{near[0]}=' if near else None,
         )
 
-    def indices(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
+    def chosen(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
         """Labels of the parameters that `static_argnums`, `static_argnames` and their like name."""
-        chosen: set[str] = set(_as_tuple(names, str))
+        labels: set[str] = set(_as_tuple(names, str))
         known = (*self.names, *self.by_keyword)
-        for name in chosen:
+        for name in labels:
             if name not in known and self.rest_keywords is None:
                 raise EinshardError(
                     f"{self.function} has no parameter '{name}', which {option} names",
@@ -137,15 +137,15 @@ class Parameters:
                 )
         for number in _as_tuple(numbers, int):
             if self.rest is not None and number >= len(self.names):
-                chosen.add(f'{self.rest}[{number - len(self.names)}]')
+                labels.add(f'{self.rest}[{number - len(self.names)}]')
             elif -len(self.names) <= number < len(self.names):
-                chosen.add(self.names[number])
+                labels.add(self.names[number])
             else:
                 raise EinshardError(
                     f'{self.function} has no parameter number {number}',
                     facts={'parameters': ', '.join(self.names) or 'none'},
                 )
-        return frozenset(chosen)
+        return frozenset(labels)
 
 
 def name_of(function: Any) -> str:

@@ -18,7 +18,7 @@ from ._errors import EinshardError
 from ._expression import Expression
 from ._mesh import MeshLike, is_tracing
 from ._sharding import Placement, Where, check_types, find_fitting, find_mesh, offer_missing
-from ._specs import LeafSpec, Spec, allow, leaf_specs, leaf_text
+from ._specs import LeafSpec, Spec, allow, leaf_paths, leaf_specs, leaf_text
 
 T = TypeVar('T')
 
@@ -164,7 +164,7 @@ def _new_placement(
         if not tracing and _is_placed(leaf, placement.sharding):
             return None
     elif kind == _HOST:
-        _check_dtype(placement.expression, leaf.dtype)
+        check_dtype(placement.expression, leaf.dtype)
     return placement
 
 
@@ -201,15 +201,18 @@ def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
     see that it is the same; each process takes its own shards instead.
     """
     is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
-    is_key = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
     if is_global or sharding.is_fully_addressable:
         return jax.device_put(x, sharding, donate=donate)
-    if is_key:
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    is_key = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
+    whole = x if is_key else as_host(x)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def as_host(x: Any) -> np.ndarray[Any, Any]:
+    """An array or a number as numpy has it, of a dtype that JAX has, if there is one."""
     # an int that JAX has no room for overflows here, as it does in one process
     host = np.asarray(jax.numpy.asarray(x) if type(x) is int else x)
-    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    return host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
 
 
 _ARRAY, _TRACER, _HOST, _SCALAR, _STRUCT, _OTHER = range(6)
@@ -233,7 +236,8 @@ def _kind(leaf_type: type) -> int:
 
 
 @cached
-def _check_dtype(expression: Expression, dtype: np.dtype[Any]) -> None:
+def check_dtype(expression: Expression, dtype: np.dtype[Any]) -> None:
+    """Raises for a dtype of numpy's that JAX has no arrays of."""
     try:
         jax.typeof(np.empty((), dtype))
     except TypeError:
@@ -248,7 +252,7 @@ def _about_leaf(
     where: Where,
     memory_kind: str | None,
 ) -> EinshardError:
-    path, leaf = jtu.tree_leaves_with_path(tree)[index]
+    path, leaf = leaf_paths(tree)[index], jtu.tree_leaves(tree)[index]
     shape: tuple[int, ...] = np.shape(leaf)
     error = offer_missing(error, "missing='replicate'", spec, shape, where, memory_kind)
     return error.about(array=leaf_text(path, leaf))

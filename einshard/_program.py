@@ -16,9 +16,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from ._constraint import constrain, has_type
-from ._describe import describe, describe_named
+from ._describe import describe, describe_in
 from ._errors import EinshardError
-from ._expression import ELLIPSIS
 from ._mesh import Around, MeshLike, around, is_tracing, resolve_mesh
 from ._parameters import Form
 from ._placement import put
@@ -275,13 +274,7 @@ class Program:
     def _partitioned_otherwise(
         self, i: int, path: Sequence[Any], leaf: Any, placement: Placement
     ) -> EinshardError:
-        names = placement.expression.names
-        known = None if ELLIPSIS in names else names
-        is_placed = leaf.sharding
-        if isinstance(is_placed, NamedSharding):
-            text = describe_named(is_placed, leaf.ndim, known)
-        else:
-            text = describe(leaf)
+        text = describe_in(placement.expression, leaf.sharding, leaf.ndim)
         terms = [term for term in placement.expression.right if term.placed]
         return placement.expression.error(
             f"the argument is partitioned otherwise: it is '{text}'",

@@ -94,12 +94,7 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
 
 def check_promise(name: str, compiled: Any, allowed: Allowed) -> None:
     """Raises for the collectives of a compiled program that are not allowed."""
-    text = compiled.as_text()
-    if text is None:
-        raise EinshardError(
-            f'which collectives {name} has is not known: its compiler does not show the program'
-        )
-    found = read_collectives(text)
+    found = read_collectives(program_text(name, compiled))
     counts = Counter(one.kind for one in found)
     too_many = {kind for kind, n in counts.items() if n > allowed.get(kind, 0)}
     if not too_many:
@@ -112,6 +107,16 @@ def check_promise(name: str, compiled: Any, allowed: Allowed) -> None:
             **_rows([one for one in found if one.kind in too_many]),
         },
     ) from None
+
+
+def program_text(name: str, compiled: Any) -> str:
+    """The optimised program, as text; raises where the compiler does not show it."""
+    text = compiled.as_text()
+    if text is None:
+        raise EinshardError(
+            f'which collectives {name} has is not known: its compiler does not show the program'
+        )
+    return text
 
 
 def _allowed_text(allowed: Allowed) -> str:

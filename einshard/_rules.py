@@ -22,8 +22,9 @@ from ._expression import axis_letters, parse
 from ._layout import axis_positions
 from ._mesh import MeshLike, entry_axes, given_mesh, resolve_mesh, sizes_of
 from ._sharding import find_mesh
-from ._specs import REPLICATED, LeafSpec, Lenient, Spec, allow, array_text, leaf_paths
+from ._specs import REPLICATED, LeafSpec, Lenient, Spec, allow, array_text, leaf_paths, leaf_text
 from ._table import Table, make_table
+from ._words import first_of
 
 _NO_DEFAULT: Any = ...  # stays itself in a copy and in a pickle, as an object() does not
 # the position of a rule, or why there is none; and the spec of the leaf
@@ -163,11 +164,10 @@ class Rules:
         return make_table(tree, found, self.patterns, where)
 
     def _unmatched(self, leaves: Sequence[tuple[str, Any]]) -> EinshardError:
-        shown = [f"'{path}' {array_text(leaf)}" for path, leaf in leaves[:8]]
-        more = f', and {len(leaves) - 8} more' if len(leaves) > 8 else ''
+        shown = [f"'{path}' {array_text(leaf)}" for path, leaf in leaves]
         patterns = [pattern for pattern, _ in self.rules]
         near = difflib.get_close_matches(leaves[0][0], patterns, n=3, cutoff=0.3)
-        facts = {'paths': ', '.join(shown) + more}
+        facts = {'paths': first_of(shown, 8)}
         if near:
             facts['nearest rules'] = quoted(near)
         facts['give'] = "a rule that matches, or default='... -> * ...'"
@@ -242,10 +242,9 @@ def _check_partition(spec: PartitionSpec) -> None:
 
 def _size(size: Any) -> int:
     try:
-        size = operator.index(size)
+        return operator.index(size)
     except TypeError:
         raise EinshardError(f'min_size= is a number of elements, not {size!r}') from None
-    return size
 
 
 def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
@@ -264,8 +263,7 @@ def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
             )
         return _of_rank(spec, len(leaf.shape))
     except EinshardError as error:
-        array = f"{array_text(leaf)}, leaf '{path}'"
-        raise error.about(array=array, rule=f"'{rule}'") from None
+        raise error.about(array=leaf_text(path, leaf), rule=f"'{rule}'") from None
 
 
 @cached

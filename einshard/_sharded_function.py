@@ -152,7 +152,7 @@ class ShardedFunction(Generic[P, R]):
         """The labels that options like `static_argnums` and `static_argnames` name."""
         numbers = self._options.pop(f'{kind}_argnums', None)
         names = self._options.pop(f'{kind}_argnames', None)
-        chosen = self._parameters.indices(numbers, names, f'{kind}_argnames')
+        chosen = self._parameters.chosen(numbers, names, f'{kind}_argnames')
         # a class is no pytree, but it is constant
         of_class = (
             kind == 'static' and self._parameters.instance and 'cls' in self._parameters.names

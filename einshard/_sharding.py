@@ -12,7 +12,6 @@ from jax.sharding import (
     AxisType,
     Mesh,
     NamedSharding,
-    PartitionSpec,
     get_abstract_mesh,
 )
 
@@ -29,11 +28,12 @@ from ._mesh import (
     device_mesh,
     is_device_mesh,
     mesh_fact,
+    partition_spec,
     refactored_mesh,
     resolve_mesh,
     sizes_of,
 )
-from ._specs import LeafSpec, Lenient, allow
+from ._specs import LeafSpec, Lenient, allow, as_lenient
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +43,21 @@ class Placement:
     expression: Expression
     layout: Layout
     sharding: NamedSharding
-    parts: tuple[tuple[int, int], ...]  # (array axis, parts): what a shape is checked against
     fixed: bool = False  # whether a mesh in context fixes the mesh axes
     given_up: tuple[int, ...] = ()  # array axes replicated since they are not divisible
     missing: tuple[str, ...] = ()  # mesh axes that are named and not there, where that may be
-
-    def check(self, shape: Sequence[int]) -> None:
-        """Raises EinshardError where a sharded axis of `shape` is not divisible."""
-        for axis, parts in self.parts:
-            if shape[axis] % parts:
-                n_devices = self.sharding.mesh.size
-                check_divisible(self.expression, self.layout, shape, n_devices)
 
     def replicating(self, shape: Sequence[int], mesh: AnyMesh) -> Placement:
         """The same, but for axes of `shape` that are not divisible: the devices replicate them.
 
         On `mesh`: that of the sharding may have other factors, which are needed no more.
         """
-        given_up = tuple(axis for axis, parts in self.parts if shape[axis] % parts)
+        given_up = tuple(axis for axis, parts in self.layout.parts.items() if shape[axis] % parts)
         if not given_up:
             return self
         layout = without_axes(self.layout, given_up)
         sharding = lower(self.expression, layout, mesh, self.sharding.memory_kind, fixed=self.fixed)
-        parts = tuple(layout.parts.items())
-        return replace(self, layout=layout, sharding=sharding, parts=parts, given_up=given_up)
+        return replace(self, layout=layout, sharding=sharding, given_up=given_up)
 
 
 def make_sharding(
@@ -140,6 +131,11 @@ def find_mesh(mesh: MeshLike | None) -> Where:
     return resolve_mesh(mesh), mesh is None and not no_context, rules
 
 
+def mesh_at(where: Where) -> AnyMesh:
+    """The mesh that expressions are lowered onto there."""
+    return (where and where[0]) or device_mesh()
+
+
 @cached
 def find_fitting(
     spec: LeafSpec, shape: tuple[int, ...], where: Where, memory_kind: str | None
@@ -148,12 +144,29 @@ def find_fitting(
 
     One look-up for the placement and for whether its parts divide the shape.
     """
-    known = spec if isinstance(spec, Lenient) else Lenient(spec)
-    placement = _find_placement(known.expression, known.missing, len(shape), where, memory_kind)
+    known = as_lenient(spec)
+    try:
+        placement = _find_placement(known.expression, known.missing, len(shape), where, memory_kind)
+    except EinshardError as error:
+        raise _fix_that_fits(error, known, shape, where, memory_kind) from None
     if known.indivisible:
-        return placement.replicating(shape, (where and where[0]) or device_mesh())
-    placement.check(shape)
+        return placement.replicating(shape, mesh_at(where))
+    n_devices = placement.sharding.mesh.size
+    check_divisible(placement.expression, placement.layout, shape, n_devices)
     return placement
+
+
+def _fix_that_fits(
+    error: EinshardError, spec: Lenient, shape: tuple[int, ...], where: Where, memory_kind: str | None
+) -> EinshardError:
+    """The error, without an expression that would do here but for the sizes of the array."""
+    if error.fix is None or not error.fix.startswith("'"):
+        return error
+    try:
+        find_fitting(replace(spec, expression=error.fix[1:-1]), shape, where, memory_kind)
+    except EinshardError:
+        return error.with_fix(None)
+    return error
 
 
 def offer_missing(
@@ -249,9 +262,8 @@ def _make_placement(
     n_devices = math.prod(axis_sizes.values())
     layout = lay_out(expression, n_dims, n_devices, axis_sizes if given else None)
     sharding = lower(expression, layout, mesh, memory_kind, fixed=fixed)
-    parts = tuple(layout.parts.items())
     left_out = tuple(axis for axis in named_axes(written, rules) if axis not in names)
-    return Placement(expression, layout, sharding, parts, fixed, missing=left_out)
+    return Placement(expression, layout, sharding, fixed, missing=left_out)
 
 
 def lower(
@@ -267,10 +279,8 @@ def lower(
         mesh, fitted = _fit_other_factors(expression, layout, mesh, fixed)
     names = {str(name): name for name in mesh.axis_names}
     entries = [tuple(names[axis] for axis in axes) for axes in spec_entries(layout, fitted)]
-    # normalised, since PartitionSpec('x') != PartitionSpec(('x',)) != PartitionSpec('x', None)
-    spec = PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries))
     _check_memory_kind(expression, mesh, memory_kind)
-    return NamedSharding(mesh, spec, memory_kind=memory_kind)
+    return NamedSharding(mesh, partition_spec(entries), memory_kind=memory_kind)
 
 
 def _fit_other_factors(

@@ -13,11 +13,11 @@ from ._cache import cached, register
 from ._errors import EinshardError
 from ._expression import parse
 from ._mesh import AnyMesh, given_mesh
+from ._words import shape_text
 
 # An expression, None, a function (path, leaf) -> spec, or a pytree of those that is a prefix of
 # the tree it is for. Python has no type for the last.
 Spec: TypeAlias = Any
-
 
 REPLICATED = '... -> * ...'
 
@@ -34,12 +34,17 @@ class Lenient:
 LeafSpec: TypeAlias = str | Lenient
 
 
+def as_lenient(spec: LeafSpec) -> Lenient:
+    """The spec of a leaf with what may be left out of it: of an expression nothing."""
+    return spec if isinstance(spec, Lenient) else Lenient(spec)
+
+
 @cached
 def allow(spec: LeafSpec, *, indivisible: bool = False, missing: bool = False) -> LeafSpec:
     """The spec of a leaf, with more of it that may be left out."""
     if not (indivisible or missing):
         return spec
-    known = spec if isinstance(spec, Lenient) else Lenient(spec)
+    known = as_lenient(spec)
     return Lenient(known.expression, known.indivisible or indivisible, known.missing or missing)
 
 
@@ -122,26 +127,22 @@ def array_text(x: Any) -> str:
     """An array as in float32[6,8]; anything else by its type."""
     shape, dtype = getattr(x, 'shape', None), getattr(x, 'dtype', None)
     if shape is None or dtype is None:
-        return (
-            f'{type(x).__name__} {x!r}'
-            if isinstance(x, int | float | complex)
-            else type(x).__name__
-        )
-    return f'{dtype}[{",".join(map(str, shape))}]'
+        value = f' {x!r}' if isinstance(x, int | float | complex) else ''
+        return f'{type(x).__name__}{value}'
+    return f'{dtype}{shape_text(shape)}'
 
 
-def leaf_text(path: Sequence[Any], leaf: Any) -> str:
+def leaf_text(path: str, leaf: Any, what: str = 'leaf') -> str:
     """An array with its place in a tree: float32[6,8], leaf 'layers/0/w'."""
-    return f"{array_text(leaf)}, leaf '{path_text(path)}'" if path else array_text(leaf)
+    return f"{array_text(leaf)}, {what} '{path}'" if path else array_text(leaf)
 
 
 def _called(spec: Spec, path: str, leaf: Any) -> LeafSpec | None:
     while spec is not None and not isinstance(spec, str | Lenient):
         if not callable(spec):
-            where = f", leaf '{path}'" if path else ''
             raise EinshardError(
                 f'a function of the path gave {spec!r} for a leaf, which is no spec for one',
-                facts={'array': f'{array_text(leaf)}{where}', 'give': 'an expression or None'},
+                facts={'array': leaf_text(path, leaf), 'give': 'an expression or None'},
             )
         spec = spec(path, leaf)
     return spec

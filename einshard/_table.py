@@ -13,10 +13,9 @@ import jax
 import jax.tree_util as jtu
 
 from ._errors import EinshardError, quoted
-from ._mesh import device_mesh
-from ._sharding import Placement, Where, find_fitting, offer_missing
-from ._specs import LeafSpec, array_text, leaf_paths
-from ._words import amount
+from ._sharding import Placement, Where, find_fitting, mesh_at, offer_missing
+from ._specs import LeafSpec, leaf_paths, leaf_text
+from ._words import amount, shape_text
 
 _HEADS = ('path', 'array', 'rule', 'placement', 'on a device', 'bytes')
 
@@ -163,23 +162,19 @@ def make_table(
             except EinshardError as error:
                 fix = "Rules(..., missing='replicate')"
                 error = offer_missing(error, fix, spec, tuple(aval.shape), where, None)
-                array = f"{array_text(aval)}, leaf '{path}'"
-                raise error.about(array=array, rule=f"'{name}'") from None
+                raise error.about(array=leaf_text(path, aval), rule=f"'{name}'") from None
         rows.append(_row(path, aval, name, placement))
     unused: list[str] = []
     shadowed: list[tuple[str, str]] = []
     for i, pattern in enumerate(patterns):
-        taken = [
-            rule
-            for path, (rule, _) in zip(paths, found, strict=True)
-            if isinstance(rule, int) and pattern.search(path)
-        ]
-        if not any(pattern.search(path) for path in paths):
+        pairs = zip(paths, found, strict=True)
+        matched = [rule for path, (rule, _) in pairs if pattern.search(path)]
+        taken = [rule for rule in matched if isinstance(rule, int)]
+        if not matched:
             unused.append(pattern.pattern)
         elif taken and i not in taken:
             shadowed.append((pattern.pattern, patterns[taken[0]].pattern))
-    n_devices = ((where and where[0]) or device_mesh()).size
-    return Table(tuple(rows), n_devices, tuple(unused), tuple(shadowed))
+    return Table(tuple(rows), mesh_at(where).size, tuple(unused), tuple(shadowed))
 
 
 def _aval(leaf: Any, path: str, spec: LeafSpec | None) -> Any:
@@ -191,43 +186,35 @@ def _aval(leaf: Any, path: str, spec: LeafSpec | None) -> Any:
     except TypeError:
         if spec is None:
             return None
-        array = f"{array_text(leaf)}, leaf '{path}'"
-        raise EinshardError(f'JAX has no arrays of {leaf.dtype}', facts={'array': array}) from None
+        raise EinshardError(
+            f'JAX has no arrays of {leaf.dtype}', facts={'array': leaf_text(path, leaf)}
+        ) from None
 
 
 def _row(path: str, aval: Any, rule: str, placement: Placement | None) -> Row:
     shape = tuple(aval.shape)
-    shard_shape, expression, lost = shape, None, ()
-    missing: tuple[str, ...] = ()
-    if placement is not None:
-        shard_shape = placement.sharding.shard_shape(shape)
-        expression = placement.expression.text
-        lost, missing = placement.given_up, placement.missing
+    shard_shape = placement.sharding.shard_shape(shape) if placement else shape
     itemsize = aval.dtype.itemsize
     return Row(
         path=path,
         shape=shape,
         dtype=str(aval.dtype),
         rule=rule,
-        expression=expression,
+        expression=placement.expression.text if placement else None,
         shard_shape=shard_shape,
         bytes=math.prod(shard_shape) * itemsize,
         whole_bytes=math.prod(shape) * itemsize,
-        replicated_axes=lost,
-        missing_axes=missing,
+        replicated_axes=placement.given_up if placement else (),
+        missing_axes=placement.missing if placement else (),
     )
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.path,
-        f'{row.dtype}{_shape_text(row.shape)}',
+        f'{row.dtype}{shape_text(row.shape)}',
         row.rule,
         row.expression or 'left alone',
-        _shape_text(row.shard_shape),
+        shape_text(row.shard_shape),
         amount(row.bytes),
     )
-
-
-def _shape_text(shape: Sequence[int]) -> str:
-    return f'[{",".join(map(str, shape))}]'

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from ._cache import cached
-from ._errors import EinshardError
+from ._errors import EinshardError, plural
 from ._mesh import device_mesh
 
 # The dimensions of a slice by generation; v5e and v6e are tori of two dimensions, the others of
@@ -119,8 +119,7 @@ def _check_name(name: str) -> None:
     n_dims, dims = _GENERATIONS[generation], len(sizes)
     if dims == 1 or any(int(size) > 1 for size in sizes[n_dims:]):
         raise EinshardError(
-            f"'{name}' has {dims} dimension{'s' * (dims > 1)}, and a slice of {generation} "
-            f'has {n_dims}',
+            f"'{name}' has {plural(dims, 'dimension')}, and a slice of {generation} has {n_dims}",
             facts=_known(),
         )
 

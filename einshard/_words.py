@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 
 
 def amount(n_bytes: int) -> str:
@@ -14,6 +15,11 @@ def amount(n_bytes: int) -> str:
         size /= 1024
         units.pop(0)
     return f'{n_bytes} B' if units[0] == 'B' else f'{size:.1f} {units[0]}'
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """[6,8]"""
+    return f'[{",".join(map(str, shape))}]'
 
 
 def short_arrays(text: str) -> str:
@@ -26,6 +32,12 @@ def short_arrays(text: str) -> str:
     return f'{", ".join(arrays[:2])} and {more} more'
 
 
+def first_of(texts: Sequence[str], n: int) -> str:
+    """The first n of some texts, and how many more there are."""
+    more = f', and {len(texts) - n} more' if len(texts) > n else ''
+    return ', '.join(texts[:n]) + more
+
+
 def short_source(source: str | None) -> str:
     """'/home/me/model.py:12' -> 'model.py:12'; 'cell:3' in a notebook."""
     # IPython keeps each cell in a file of its own, whose name is a hash
@@ -35,5 +47,5 @@ def short_source(source: str | None) -> str:
 
 def columns(text: str) -> int:
     """Terminal columns: wide East Asian characters take two, combining marks none."""
-    marks = sum(unicodedata.category(character) in ('Mn', 'Me', 'Cf') for character in text)
-    return len(text) - marks + sum(unicodedata.east_asian_width(c) in 'WF' for c in text)
+    seen = [c for c in text if unicodedata.category(c) not in ('Mn', 'Me', 'Cf')]
+    return len(seen) + sum(unicodedata.east_asian_width(c) in 'WF' for c in seen)

@@ -186,8 +186,33 @@ def test_placements_that_are_none(placement):
 
 @pytest.mark.parametrize('name', ['b1', 'a b', '', '...', '2', ' a', 'a -> a', 'a@x', 3, None, ()])
 def test_names_that_are_none(name):
-    with pytest.raises(EinshardError, match='which is no placement of an axis'):
+    with pytest.raises(EinshardError, match='which is no name of an axis'):
         axis_rules({name: '@data'})
+
+
+@pytest.mark.parametrize(
+    ('given', 'placement'),
+    [
+        (None, ''),
+        ('tensor', '@tensor'),
+        (('data',), '@data'),
+        (('data', 'fsdp'), '@(data,fsdp)'),
+        (['data', 'fsdp'], '@(data,fsdp)'),
+        ((), ''),
+    ],
+)
+def test_mesh_axes_as_other_tables_give_them(given, placement):
+    with pytest.raises(EinshardError) as caught:
+        axis_rules({'batch': given})
+    assert caught.value.fix == repr(placement)
+    assert axis_rules({'batch': placement}).placements == {'batch': placement}
+
+
+@pytest.mark.parametrize('given', [4, 'x*', ('a b',), (3,), ('data', 'data'), ('',)])
+def test_what_is_no_mesh_axis_is_not_offered(given):
+    with pytest.raises(EinshardError) as caught:
+        axis_rules({'batch': given})
+    assert caught.value.fix is None
 
 
 # -------------------------------------------------------------------------------- ready mappings

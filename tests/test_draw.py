@@ -431,6 +431,30 @@ def test_rich_keeps_to_the_width_of_the_terminal():
     assert 'devices' in lines[0]
 
 
+def test_wide_blocks_are_stretched_within_the_width_of_the_terminal():
+    console_module = pytest.importorskip('rich.console')
+    console = console_module.Console(width=24, force_terminal=True, color_system=None)
+    with console.capture() as capture:
+        console.print(show('2 y8 z', (8, 800)))
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    assert lines[:3] == [
+        '           z 0:800',
+        '      ┌────────────────┐',
+        'y 0:1 │      0,8       │',
+    ]
+    assert lines[17:] == [
+        '      └────────────────┘',
+        'y is in 8 parts;',
+        'each shard is on 2',
+        'devices;',
+        'a device holds [1,800],',
+        '1/8 of the array',
+        'devices, slowest first:',
+        '2 replicas x 8 parts of',
+        'y',
+    ]
+
+
 def test_repr_is_in_colour_where_the_terminal_is(monkeypatch):
     pytest.importorskip('rich')
     picture = show('a b -> a2 b2')
@@ -522,6 +546,14 @@ def test_labels_fit_their_boxes():
     assert sorted(int(text.text) for text in labels) == list(range(256))
     step = stripes_of(svg)[0][2]
     assert all(len(t.text) * 0.6 * float(t.get('font-size')) <= step for t in labels)
+
+
+@pytest.mark.parametrize('expression', ['a b -> 2 a b8', 'a b -> a b16', 'a b -> a4 b4'])
+def test_numbers_of_devices_are_all_of_one_size(expression):
+    root = ElementTree.fromstring(show(expression, (16, 16), 16).svg)
+    labels = [text for text in root.iter(f'{SVG}text') if text.get('fill') == '#000']
+    assert sorted(int(text.text) for text in labels) == list(range(16))
+    assert len({text.get('font-size') for text in labels}) == 1
 
 
 def test_notebooks_get_the_drawing_and_the_words():

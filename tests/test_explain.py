@@ -17,7 +17,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from einshard import EinshardError, Sharded, einshard, explain, make_sharding, sharded
+from einshard import (
+    EinshardError,
+    Sharded,
+    assert_collectives,
+    einshard,
+    explain,
+    make_sharding,
+    sharded,
+)
 from einshard._reports.along import along, mesh_axes_of, sharding_of
 from einshard._reports.fold import fold
 from einshard._reports.intermediates import _placement
@@ -536,6 +544,8 @@ def test_intermediates():
         ("mesh['d0'=2,'d1'=2,'d2'=2], [{'d0', 'd1'}, {'d2'}]", 'a b -> a4 b2'),
         ("mesh['d0'=2,'d1'=2,'d2'=2], [{}, {'d2'}]", 'a b -> 4 a b2'),
         ("mesh['axis_0'=8], [{'axis_0':(2)4}, {'axis_0':(1)2}]", 'a b -> b2 a4'),
+        ("mesh['x'=2,'y'=4], device_ids=(0,2,4,6,1,3,5,7), [{'y'}, {'x'}]", 'a b -> a4 b2'),
+        ("mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)), [{'y'}, {}]", 'a b -> a4 b 2'),
         ('manual', 'manual'),
         ('devices=[8,1]0,1,2,3,4,5,7,6', 'devices=[8,1]0,1,2,3,4,5,7,6'),
     ],
@@ -711,6 +721,19 @@ def test_functions_that_do_not_compile():
     assert text.startswith('f does not compile\n  the compiler says: ')
     assert 'xla_no_such_option' in text
     assert 'xla_no_such_option' in str(cause)
+
+
+def test_a_compiler_that_does_not_show_its_program(monkeypatch):
+    """As with JAX 0.8 for GPUs that are not there; to report no collectives would be wrong."""
+    monkeypatch.setattr(jax.stages.Compiled, 'as_text', lambda self: None)
+    arguments = floats(2, 2), floats(2, 2)
+    unknown = 'has is not known: its compiler does not show the program'
+    assert failing(step, *arguments)[0] == f'which collectives step {unknown}'
+    compiled = jax.jit(step).lower(*arguments).compile()
+    assert failing(compiled)[0] == f'which collectives the program {unknown}'
+    with pytest.raises(EinshardError) as caught:
+        assert_collectives(step, *arguments, allowed=())
+    assert str(caught.value) == f'which collectives step {unknown}'
 
 
 def test_what_is_no_function():

@@ -955,3 +955,9 @@ def test_parameters_are_born_sharded():
     # and the figures tell the difference
     replicated_outputs, _ = memory(sharded(out=Rules([], default=EVERYWHERE))(init))
     assert replicated_outputs > 3 * whole
+
+
+def test_an_array_alone_has_no_path_in_errors():
+    with pytest.raises(EinshardError) as raised:
+        einshard(np.ones((8, 4), np.float32), Rules([('', 'x y* z')]))
+    assert raised.value.facts['array'] == 'float32[8,4]'

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
 
 from einshard import EinshardError, make_sharding, parallelism
 from einshard._hlo.collectives import read_collectives
@@ -282,6 +283,32 @@ def test_moves():
     assert kinds(ab, a) == [('all-gather', ('d1',), 'a/2 b')]
     assert kinds(a, b) == [('all-to-all', ('d0',), 'a/2 b')]
     assert kinds(ab, ba) == [('collective-permute', ('d0', 'd1'), 'a/8 b')]
+    # what is to be cut is cut first
+    assert kinds(a, {'b': ('d1',)}) == [('all-gather', ('d0',), 'a b/4')]
+    assert kinds(a, {'b': ('d0', 'd1')}) == [('all-to-all', ('d0',), 'a/2 b/4')]
+    assert kinds({'a': ('d1',)}, ab) == [('collective-permute', ('d1', 'd0'), 'a/8 b')]
+
+
+@pytest.mark.parametrize(
+    ('before', 'after', 'n_bytes'),
+    [
+        ('a@d0 b', 'a b@d1', 4 * 16 * 16 // 4),  # gathered over d0 from parts of b
+        ('a@d1 b', 'a b@d0', 4 * 16 * 16 // 2),
+        ('a@d0 b', 'a b@(d1,d0)', 4 * 16 * 16 // 8),
+        ('a@d1 b', 'a b@(d0,d1)', 4 * 16 * 16 // 8),
+    ],
+)
+def test_the_compiler_too_cuts_before_it_moves(before, after, n_bytes, devices8):
+    mesh = jax.make_mesh((2, 4), ('d0', 'd1'), devices=devices8, axis_types=(AxisType.Auto,) * 2)
+    theory = parallelism(f'{before} -> {after}', d0=2, d1=4, sizes={'a': 16, 'b': 16})
+    here, there = (make_sharding(one, mesh=mesh) for one in (before, after))
+    program = jax.jit(lambda x: x + 1, in_shardings=here, out_shardings=there)
+    made = collectives(program.lower(jax.ShapeDtypeStruct((16, 16), jnp.float32)).compile())
+    assert [one.bytes for one in theory.collectives] == [n_bytes]
+    # the order of parts in b may take a permute, too
+    assert total(one for one in made if one.kind != 'collective-permute') == total(
+        theory.collectives
+    )
 
 
 @pytest.mark.parametrize(

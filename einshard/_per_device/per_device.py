@@ -20,7 +20,7 @@ from .._mesh import MeshLike, around, mesh_fact, resolve_mesh
 from .._parameters import Form, Parameters, name_of
 from .._sharded import sharded
 from .._sharded_function import JIT_OPTIONS, ShardedFunction
-from .._specs import Spec, array_text, check_specs, is_none, leaf_specs, path_text
+from .._specs import Spec, array_text, check_specs, is_none, leaf_specs, leaf_text, path_text
 from .device_view import View, make_view
 from .mesh_members import Member
 
@@ -201,8 +201,7 @@ class _Mapped:
         try:
             view.check(text, np.shape(leaf))
         except EinshardError as error:
-            where = f", leaf '{path}'" if path else ''
-            raise error.about(array=f'{array_text(leaf)}{where}') from None
+            raise error.about(array=leaf_text(path, leaf)) from None
         return view.completed(text)
 
     def _map(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

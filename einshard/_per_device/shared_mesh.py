@@ -193,12 +193,15 @@ def _left_over(
         share(fixed, n_devices)
     except EinshardError:
         fix = None
-    use = 'uses' if len(cut) == 1 else 'use'
-    used = f'{quoted(cut)} {use} {math.prod(counts.values())} of {n_devices} devices' if cut else ''
+    sentence = f'nothing is sharded, and nothing says that {n_devices} devices hold replicas'
+    if cut:
+        use = f'{"uses" if len(cut) == 1 else "use"} {math.prod(counts.values())}'
+        sentence = (
+            f'{quoted(cut)} {use} of {n_devices} devices, and nothing says that the others hold '
+            'replicas'
+        )
     return expression.error(
-        f'{used}, and nothing says that the others hold replicas'
-        if cut
-        else f'nothing is sharded, and nothing says that {n_devices} devices hold replicas',
+        sentence,
         most.cuts.values() or expression.right,
         **texts_of(members),
         devices=n_devices,

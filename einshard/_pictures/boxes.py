@@ -156,7 +156,7 @@ def _boxes(blocks: Blocks, leading: list[int], axes: list[int], width: int) -> B
                 continue
             if thin:
                 return replace(page, column_heads=_thinned(heads, box))
-            return _in_proportion(blocks, row_axis, column_axis, page)
+            return _in_proportion(blocks, row_axis, column_axis, page, width)
     return None
 
 
@@ -227,7 +227,7 @@ def _thinned(heads: Sequence[str], box_width: int) -> tuple[str, ...]:
 
 
 def _in_proportion(
-    blocks: Blocks, row_axis: int | None, column_axis: int | None, page: Boxes
+    blocks: Blocks, row_axis: int | None, column_axis: int | None, page: Boxes, width: int
 ) -> Boxes:
     """Boxes about as wide and high as the blocks are; a character is twice as high as wide."""
     if row_axis is None or column_axis is None or not page.ruled or len(page.slices) > 1:
@@ -237,11 +237,11 @@ def _in_proportion(
     height = round(page.box_width * rows / cols / 2)
     height = min(height, _HIGHEST_BOX, 2 * _MOST_RULED_ROWS // len(page.row_heads))
     height -= height % 2 == 0  # odd, so that a label is in the middle
-    width = page.box_width
+    box = page.box_width
     if height <= 1:
-        room = (_WIDEST_STRETCHED - page.margin) // len(page.column_heads) - 1
-        width = max(width, min(round(2 * cols / rows), _WIDEST_BOX, room))
-    return replace(page, box_width=width, box_height=max(height, 1))
+        room = (min(_WIDEST_STRETCHED, width - 1) - page.margin) // len(page.column_heads) - 1
+        box = max(box, min(round(2 * cols / rows), _WIDEST_BOX, room))
+    return replace(page, box_width=box, box_height=max(height, 1))
 
 
 def _table(blocks: Blocks, width: int) -> Table:

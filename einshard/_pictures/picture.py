@@ -85,7 +85,8 @@ class Picture(Shown):
         lines = ''.join(f'<div>{html.escape(line)}</div>' for line in self.words)
         return (
             '<div style="font: 13px/1.35 ui-monospace, Menlo, Consolas, monospace">'
-            f'{self.svg}<div style="margin-top: 6px">{lines}</div></div>'
+            f'<div style="overflow-x: auto">{self.svg}</div>'
+            f'<div style="margin-top: 6px">{lines}</div></div>'
         )
 
 
@@ -116,8 +117,9 @@ class Gallery(Shown):
 
     def _repr_html_(self) -> str:
         figures = ''.join(
-            f'<figure style="margin: 0"><figcaption style="font: 13px sans-serif; '
-            f'margin-bottom: 6px">{html.escape(caption)}</figcaption>{picture.svg}</figure>'
+            '<figure style="margin: 0; text-align: left; overflow-x: auto">'
+            '<figcaption style="font: 13px sans-serif; margin-bottom: 6px">'
+            f'{html.escape(caption)}</figcaption>{picture.svg}</figure>'
             for caption, picture in self.pictures
         )
         more = ''.join(f'<div>{line}</div>' for line in self._more())

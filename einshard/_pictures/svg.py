@@ -18,6 +18,7 @@ _FONT, _LEAST_FONT = 12, 7
 _CHARACTER = 0.62  # the width of a monospaced character, in font sizes
 _GAP = 18
 _LEAST_STRIPE = 5  # pixels; thinner ones would be a grey
+_LEAST_SCALE = 0.7  # on a narrow page; smaller text could not be read, so the picture scrolls
 _MOST_BOXES = 20_000
 
 
@@ -31,12 +32,12 @@ class _Sheet:
     box_height: float
     margin: float  # to the left, for the heads of rows
     top: float  # for a title and the heads of columns
-
-    title: float  # the widest of the titles
+    reach: float  # of titles and of the heads of columns, from the margin on
+    digits: int  # of the largest device: all numbers are of one size
 
     @property
     def width(self) -> float:
-        return self.margin + max(self.n_columns * self.box_width, self.title)
+        return self.margin + max(self.n_columns * self.box_width, self.reach)
 
     @property
     def height(self) -> float:
@@ -79,7 +80,8 @@ def svg_text(blocks: Blocks) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_px(width)}" height="{_px(height)}" '
         f'viewBox="-0.5 -0.5 {_px(width)} {_px(height)}" fill="currentColor" '
-        f'style="max-width: 100%; height: auto; overflow: visible" '
+        f'style="max-width: 100%; min-width: {_px(_LEAST_SCALE * width)}px; height: auto; '
+        'overflow: visible" '
         f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="{_FONT}">'
         f'{"".join(parts)}</svg>'
     )
@@ -113,9 +115,13 @@ def _sheet(
     row_heads = [_row_head(blocks, row_axis, row) for row in range(n_rows)]
     margin = max(map(columns, row_heads), default=0) * _FONT * _CHARACTER
     margin += 6 * bool(margin)
-    title = max(map(columns, titles)) * _FONT * _CHARACTER
-    top = (bool(title) + (column_axis is not None)) * 1.5 * _FONT
-    return _Sheet(n_rows, n_columns, box_width, box_height, margin, top, title)
+    reach = max(map(columns, titles)) * _FONT * _CHARACTER
+    top = (bool(reach) + (column_axis is not None)) * 1.5 * _FONT
+    for text, centre in _column_heads(blocks, column_axis, n_columns, box_width):
+        half = columns(text) * _FONT * _CHARACTER / 2
+        margin, reach = max(margin, half - centre), max(reach, centre + half)
+    digits = len(str(blocks.devices.max()))
+    return _Sheet(n_rows, n_columns, box_width, box_height, margin, top, reach, digits)
 
 
 def _slice(
@@ -128,14 +134,8 @@ def _slice(
     row_axis, column_axis = drawn
     if title:
         yield _text(title, sheet.margin, _FONT, 'start')
-    if column_axis is not None:
-        heads = [blocks.named_head(column_axis, i) for i in range(sheet.n_columns)]
-        at = sheet.top - 0.5 * _FONT
-        for i in _thinned(
-            max(map(columns, heads)) * _FONT * _CHARACTER + 6, sheet.box_width, len(heads)
-        ):
-            centre = sheet.margin + (i + 0.5) * sheet.box_width
-            yield _text(heads[i], centre, at, 'middle')
+    for text, centre in _column_heads(blocks, column_axis, sheet.n_columns, sheet.box_width):
+        yield _text(text, sheet.margin + centre, sheet.top - 0.5 * _FONT, 'middle')
     for row in _thinned(_FONT + 2, sheet.box_height, sheet.n_rows):
         at = sheet.top + (row + 0.5) * sheet.box_height + 0.35 * _FONT
         yield _text(_row_head(blocks, row_axis, row), sheet.margin - 6, at, 'end')
@@ -162,7 +162,7 @@ def _box(sheet: _Sheet, row: int, column: int, holders: np.ndarray) -> Iterator[
     yield f'fill="none" pointer-events="all" {line}>{about}</rect>'
     own = [str(device) for device in stripes]
     middle = y + height / 2
-    size = min(_FONT, height * 0.8, (step - 2) / max(map(len, own)) / _CHARACTER)
+    size = min(_FONT, height * 0.8, (step - 2) / sheet.digits / _CHARACTER)
     if size >= _LEAST_FONT and len(stripes) == len(holders):
         for i, text in enumerate(own):
             yield _label(text, x + (i + 0.5) * step, middle, size)
@@ -183,6 +183,17 @@ def _box(sheet: _Sheet, row: int, column: int, holders: np.ndarray) -> Iterator[
 
 def _row_head(blocks: Blocks, axis: int | None, row: int) -> str:
     return '' if axis is None else blocks.named_head(axis, row)
+
+
+def _column_heads(
+    blocks: Blocks, axis: int | None, n: int, box_width: float
+) -> Iterator[tuple[str, float]]:
+    """As many heads as there is room for, and the middles of their boxes."""
+    if axis is None:
+        return
+    heads = [blocks.named_head(axis, i) for i in range(n)]
+    for i in _thinned(max(map(columns, heads)) * _FONT * _CHARACTER + 6, box_width, n):
+        yield heads[i], (i + 0.5) * box_width
 
 
 def _thinned(needed: float, box: float, n: int) -> range:

@@ -10,6 +10,7 @@ from typing import Any
 
 from .._errors import plural
 from .._mesh import AnyMesh, is_device_mesh
+from .._words import shape_text
 from .boxes import Blocks
 
 
@@ -17,7 +18,7 @@ def meaning(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> s
     """The picture in a sentence; with the mesh axes of each array axis, where they have names."""
     n_shards, replicas = math.prod(blocks.parts), blocks.devices.shape[-1]
     cut = [axis for axis, count in enumerate(blocks.parts) if count > 1]
-    whole = '' if blocks.sizes is None else f', {_array_text(dtype, blocks.sizes)}'
+    whole = '' if blocks.sizes is None else f', {dtype}{shape_text(blocks.sizes)}'
     if not cut:
         thing = 'scalar' if blocks.sizes == () else 'whole array'
         holders = 'the one device' if replicas == 1 else f'each of the {replicas} devices'
@@ -32,7 +33,7 @@ def meaning(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> s
     held = f'1/{n_shards} of the array'
     if blocks.sizes is not None:
         sizes = zip(blocks.sizes, blocks.parts, strict=True)
-        held = f'{_array_text(dtype, [size // count for size, count in sizes])}, {held}'
+        held = f'{dtype}{shape_text([size // count for size, count in sizes])}, {held}'
     on = 'one device' if replicas == 1 else plural(replicas, 'device')
     return f'{", ".join(clauses)}; each shard is on {on}; a device holds {held}'
 
@@ -65,15 +66,11 @@ def _group(mesh_axes: Sequence[Any]) -> str:
     return axes if len(mesh_axes) == 1 else f'({axes})'
 
 
-def _array_text(dtype: str, sizes: Sequence[int]) -> str:
-    return f'{dtype}[{",".join(map(str, sizes))}]'
-
-
 def wrapped(words: Sequence[str], width: int) -> Iterator[str]:
     """Lines of at most `width` columns, broken between clauses where that will do."""
     for line in words:
         clauses = ''
-        for clause in re.split('(?<=;) ', line):
+        for clause in re.split('(?<=[;:]) ', line):
             if clauses and len(clauses) + len(clause) >= width:
                 yield from textwrap.wrap(clauses, width)
                 clauses = clause

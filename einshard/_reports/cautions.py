@@ -9,7 +9,7 @@ from .._errors import plural
 from .._hlo.collectives import Collective
 from .._hlo.movements import Gathering
 from .._mesh import AnyMesh
-from .._words import amount
+from .._words import amount, short_source
 from .along import sharding_of
 from .rows import ArrayRow, Caution
 
@@ -45,7 +45,9 @@ def moved_whole(
         what, whole = str(gathering.array), one.n_groups == 1
         if gathering.parameter is not None:
             path, shape, names = inputs[gathering.parameter]
-            what, whole = f'{path}, {what},', whole or shape == gathering.array.shape
+            is_as_given = shape == gathering.array.shape
+            names = names if is_as_given else None
+            what, whole = f'{path}, {what},', whole or is_as_given
         ways = _from_and_to(gathering, one, meshes, names) if whole else None
         route = f" from '{ways[0]}' to '{ways[1]}'" if ways else ''
         if ways and ways[0] == ways[1]:
@@ -94,7 +96,7 @@ def gathered_again(
             what = f'{inputs[gathering.parameter][0]}, {what},'
         if len(several) > 1:
             lines = dict.fromkeys(other.source for _, other in several if other.source)
-            elsewhere = [line.rpartition('/')[2] for line in lines][1:]
+            elsewhere = list(map(short_source, lines))[1:]
             also = f', also at {", ".join(elsewhere)}' if elsewhere else ''
             yield Caution(
                 'gathered again', f'{what} is gathered {len(several)} times{also}', one.source

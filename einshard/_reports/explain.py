@@ -19,7 +19,8 @@ from .._expression import ELLIPSIS, axis_letters, parse
 from .._hlo.collectives import Collective, read_collectives
 from .._hlo.movements import read_gatherings
 from .._mesh import MeshLike, entry_axes, is_device_mesh
-from .._specs import LeafSpec, Lenient, path_text
+from .._promises import program_text
+from .._specs import LeafSpec, as_lenient, path_text
 from .along import Cuts, along, mesh_axes_of
 from .cautions import gathered_again, moved_whole, replicated
 from .constraints import idle_constraints
@@ -67,11 +68,12 @@ def explain(
         A `Report`, which `print`, the prompt, rich and notebooks show.
 
     Raises:
-        EinshardError: the arguments do not fit the function, or it does not compile.
+        EinshardError: the arguments do not fit the function, it does not compile, or the compiler
+            does not show the program.
     """
     stages = lower(fn, args, kwargs, mesh)
     compiled = stages.compile()
-    text = compiled.as_text() or ''
+    text = program_text(stages.name or 'the program', compiled)
     arguments = _arguments(stages, compiled, text)
     results = _results(stages, compiled)
     shardings = [array.sharding for array in (*arguments, *results)]
@@ -107,16 +109,11 @@ def explain(
                 replicated([*in_rows, *out_rows], len(devices), replicated_above),
                 moved_whole(gatherings, collectives, meshes, inputs),
                 gathered_again(gatherings, collectives, inputs),
-                _of_constraints(stages, shardings),
+                _of_constraints(stages, arguments),
             )
         ),
         intermediates=tuple(find_intermediates(stages.lower(), meshes)) if intermediates else None,
     )
-
-
-def _of_constraints(stages: Stages, shardings: Sequence[Sharding | None]) -> Iterator[Caution]:
-    if stages.traced is not None:
-        yield from idle_constraints(stages.traced.jaxpr, dict(enumerate(shardings)))
 
 
 @dataclass(frozen=True)
@@ -128,6 +125,12 @@ class _Array:
     dtype: Any
     sharding: Sharding | None  # None: the program does not use it
     names: tuple[str, ...] | None
+
+
+def _of_constraints(stages: Stages, arguments: Sequence[_Array]) -> Iterator[Caution]:
+    if stages.traced is not None:
+        shardings = {i: array.sharding for i, array in enumerate(arguments)}
+        yield from idle_constraints(stages.traced.jaxpr, shardings)
 
 
 def _arguments(stages: Stages, compiled: Compiled, text: str) -> list[_Array]:
@@ -194,7 +197,7 @@ def _names(spec: LeafSpec | None, n_dims: int) -> tuple[str, ...] | None:
     """The names of an array's axes; those behind '...' are letters that are free."""
     if spec is None:
         return None
-    names = parse(spec.expression if isinstance(spec, Lenient) else spec).names
+    names = parse(as_lenient(spec).expression).names
     if ELLIPSIS not in names:
         return names
     if len(names) == 1:

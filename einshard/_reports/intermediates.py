@@ -28,7 +28,7 @@ _LINE = re.compile(r'^  .* sharding=\{(?!\{).*op_name="jit\(.*$', re.MULTILINE)
 _SHARDING = re.compile(r'\bsharding=\{((?:[^{}]|\{[^{}]*\})*)\}')
 _OP_NAME = re.compile(r'op_name="(?:jit\([^)]*\)/)?([^"]*)"')
 _TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
-_MESH = re.compile(r'(@?mesh\w*\[.*?\](?:, device_ids=\(.*?\))?), \[(.*)\]')
+_MESH = re.compile(r'(mesh\[.*?\](?:, device_ids=\(.*?\))?), \[(.*)\]')
 # these make no value that anyone named
 _NO_VALUES = {'parameter', 'constant', 'tuple', 'get-tuple-element', 'broadcast', 'copy', 'bitcast'}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from .._words import shape_text
+
 
 @dataclass(frozen=True, slots=True)
 class ArrayRow:
@@ -30,7 +32,7 @@ class ArrayRow:
     @property
     def array(self) -> str:
         """float32[8,16]"""
-        return f'{self.dtype}[{",".join(map(str, self.shape))}]'
+        return f'{self.dtype}{shape_text(self.shape)}'
 
 
 @dataclass(frozen=True, slots=True)

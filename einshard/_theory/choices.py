@@ -18,7 +18,7 @@ class Choice:
     Attributes:
         result: the placement of the result.
         collectives: what it costs, in order.
-        slices: operands of which each device first drops a part; no communication.
+        slices: operands of which each device drops a part, which is no communication.
         operands: the placements in which the operands meet.
         block: what each device multiplies, as in '[b/2 x/4] [x/4 y]'.
     """
@@ -97,7 +97,8 @@ def _in_written_order(
     """The device axes that cut an axis, in the order of the operand that has most of them."""
     cuts = [operand.cuts.get(name, ()) for operand in operands]
     longest = max(cuts, key=len)
-    return tuple(sorted(axes, key=lambda axis: longest.index(axis) if axis in longest else 99))
+    others = [axis for axis in axes if axis not in longest]
+    return tuple(sorted(axes, key=[*longest, *others].index))
 
 
 def choices_for(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .._cache import cached
-from .._errors import EinshardError, Span, plural, quoted
+from .._errors import EinshardError, Span, labelled, plural, quoted
 from .._expression import ELLIPSIS, Expression, parse
 from .._layout import axis_positions
 
@@ -46,11 +46,15 @@ class Contraction:
 
     def error(self, sentence: str, spans: Iterable[Span] = (), **facts: object) -> EinshardError:
         """An error about a part of the text."""
-        labelled = {label.replace('_', ' '): fact for label, fact in facts.items()}
-        return EinshardError(sentence, expression=self.text, spans=spans, facts=labelled)
+        return EinshardError(sentence, expression=self.text, spans=spans, facts=labelled(facts))
 
     def _all(self) -> tuple[Expression, ...]:
         return (*self.operands, self.result)
+
+
+def is_placed(operand: Expression) -> bool:
+    """Whether it says where it lives."""
+    return any(term.placed for term in operand.right)
 
 
 def written(operand: Expression) -> str:

@@ -12,12 +12,11 @@ from jax.sharding import AxisType
 
 from .._constraint import constrain, only
 from .._errors import EinshardError
-from .._expression import Expression
 from .._layout import axis_positions
 from .._mesh import MeshLike, entry_axes, is_tracing
 from .._placement import einshard
 from .._sharding import Placement, find_fitting, find_mesh
-from .contraction import Contraction, read_contraction, result_shape, written
+from .contraction import Contraction, is_placed, read_contraction, result_shape, written
 
 
 def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **options: Any) -> Any:
@@ -51,11 +50,11 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
     shape = result_shape(contraction, [np.shape(array) for array in arrays])
     try:
         operands = [
-            einshard(array, written(operand), mesh=mesh) if _is_placed(operand) else array
+            einshard(array, written(operand), mesh=mesh) if is_placed(operand) else array
             for operand, array in zip(contraction.operands, arrays, strict=True)
         ]
         placement = None
-        if _is_placed(contraction.result):
+        if is_placed(contraction.result):
             placement = find_fitting(written(contraction.result), shape, find_mesh(mesh), None)
     except EinshardError as error:
         raise error.about(einsum=f"'{contraction.text}'") from None
@@ -86,10 +85,6 @@ def _contract(
 _jitted = jax.jit(_contract, static_argnums=(0, 1, 2))
 
 
-def _is_placed(operand: Expression) -> bool:
-    return any(term.placed for term in operand.right)
-
-
 def _check_types(contraction: Contraction, operands: Sequence[Any]) -> None:
     """Raises where explicit axes leave open what is to become of a sum."""
     reduced = contraction.reduced
@@ -109,9 +104,5 @@ def _check_types(contraction: Contraction, operands: Sequence[Any]) -> None:
                     'has to say where it is',
                     [term.span for term in operand.right if term.name == name],
                     operand=f'{i}, {jax.typeof(array)}',
-                    give=f"a placement of the result, as in '{_everywhere(contraction)}'",
+                    give=f"a placement of the result, as in '{contraction.text.rstrip()} *'",
                 )
-
-
-def _everywhere(contraction: Contraction) -> str:
-    return f'{contraction.text.rstrip()} *'

@@ -20,7 +20,7 @@ from .._errors import EinshardError, plural, quoted
 from .._expression import ELLIPSIS, Expression
 from .._layout import fit, lay_out
 from .choices import Choice, choices_for, find_conflicts, find_targets
-from .contraction import Contraction, read_contraction
+from .contraction import Contraction, is_placed, read_contraction
 from .cuts import Communication, Cuts, Cutting
 
 Kind: TypeAlias = Literal[
@@ -241,7 +241,7 @@ def _cuttings(
     mesh_axes = [axis for one in every for term in one.right for axis in term.mesh_axes]
     if mesh_axes:
         return _on_mesh(contraction, _named_devices(contraction, mesh_axes, counts))
-    if any(term.placed for one in every for term in one.right):
+    if any(map(is_placed, every)):
         if counts:
             raise contraction.error(
                 'the axes are cut both by keyword and by placement',
@@ -268,12 +268,12 @@ def _on_mesh(
     contraction: Contraction, devices: dict[str, int]
 ) -> tuple[dict[str, int], list[Cuts], Cuts | None]:
     cuts = [_cuts_of(operand, devices) for operand in contraction.operands]
-    asked = any(term.placed for term in contraction.result.right)
-    return devices, cuts, _cuts_of(contraction.result, devices) if asked else None
+    result = contraction.result
+    return devices, cuts, _cuts_of(result, devices) if is_placed(result) else None
 
 
 def _cuts_of(operand: Expression, devices: Mapping[str, int]) -> Cuts:
-    if not any(term.placed for term in operand.right):
+    if not is_placed(operand):
         return {}
     layout = lay_out(operand, len(operand.names), math.prod(devices.values()), devices)
     fitted = fit(layout, devices)
@@ -300,7 +300,7 @@ def _named_devices(
 
 def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str, int]:
     """Device axes on which the counts of all operands fall."""
-    every = [one for one in (*contraction.operands, contraction.result) if _is_placed(one)]
+    every = [one for one in (*contraction.operands, contraction.result) if is_placed(one)]
     if n_devices is None:
         counted = [one for one in every if not any(term.star for term in one.right)]
         if not counted:
@@ -321,10 +321,6 @@ def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str,
             devices=n_devices,
         )
     return {f'd{i}': after // before for i, (after, before) in enumerate(ratios)}
-
-
-def _is_placed(operand: Expression) -> bool:
-    return any(term.placed for term in operand.right)
 
 
 def _check_form(contraction: Contraction) -> None:

@@ -1,0 +1,43 @@
+"""Sizes, arrays and widths in few words, against values known beforehand."""
+
+import pytest
+
+from einshard._words import amount, columns, first_of, shape_text
+
+
+@pytest.mark.parametrize(
+    ('text', 'width'),
+    [
+        ('', 0),
+        ('ab', 2),
+        ('行3', 3),
+        ('e\u0301', 1),
+        ('か\u309a', 2),  # the mark is listed as wide itself, and stands over the letter
+        ('a\u200b', 1),
+    ],
+)
+def test_columns(text, width):
+    assert columns(text) == width
+
+
+@pytest.mark.parametrize(
+    ('n_bytes', 'text'),
+    [(0, '0 B'), (1023, '1023 B'), (1536, '1.5 KiB'), (2**20, '1.0 MiB'), (2**50, '1024.0 TiB')],
+)
+def test_amount(n_bytes, text):
+    assert amount(n_bytes) == text
+
+
+def test_shape_text():
+    assert [shape_text(()), shape_text((6,)), shape_text((6, 8))] == ['[]', '[6]', '[6,8]']
+
+
+def test_first_of():
+    texts = ['a', 'b', 'c']
+    assert [first_of(texts, n) for n in (1, 2, 3, 4)] == [
+        'a, and 2 more',
+        'a, b, and 1 more',
+        'a, b, c',
+        'a, b, c',
+    ]
+    assert first_of([], 3) == ''
