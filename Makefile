@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test bench bench-page lint types docs serve-docs clean
+.PHONY: demo test bench bench-page lint types docs serve-docs links clean
 
 # an environment of its own: the tests' libtpu would look for a TPU and say so in the demo
 demo: $(VENV)-demo/demo.installed
@@ -38,6 +38,11 @@ types: $(VENV)/dev.installed
 docs: $(VENV)/docs.installed
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	@echo 'docs/_build/html/index.html'
+
+# that links to other sites lead somewhere; needs the network
+links: $(VENV)/docs.installed
+	$(BIN)/sphinx-build --keep-going -q -b linkcheck -D nb_execution_mode=off \
+	    -D suppress_warnings=myst-nb.lexer docs docs/_build/links
 
 # PORT names another one
 PORT ?= 8000

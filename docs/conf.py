@@ -6,6 +6,7 @@ import einshard
 
 # for the kernels that run the pages, which inherit it: they simulate their devices
 os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'  # no lines of XLA's log in the pages
 
 project = 'einshard'
 author = 'the einshard authors'
@@ -28,10 +29,35 @@ myst_enable_extensions = ['colon_fence']
 myst_heading_anchors = 2
 
 default_role = 'code'
-smartquotes = False  # '...' is notation, and no ellipsis of one character
+highlight_language = 'none'  # a page that means Python says so, or runs it
+highlight_options = {'python': {'stripnl': True}}
+smartquotes_action = 'D'  # dashes; '...' is notation, and no ellipsis of one character
 autodoc_typehints = 'none'  # the signature shows them
 autodoc_preserve_defaults = True
 
 html_theme = 'sphinx_book_theme'
 html_title = 'einshard'
-html_theme_options = {'show_toc_level': 2, 'use_download_button': False}
+html_theme_options = {'show_toc_level': 2, 'use_download_button': False, 'navbar_persistent': []}
+html_static_path = ['_static']
+html_css_files = ['page.css']
+
+
+def plain_defaults(app, what, name, obj, options, signature, returns):
+    """Defaults as they are written, where the objects themselves have other names."""
+    if signature is None:
+        return None
+    shown = {'_NO_DEFAULT': '...', 'mappingproxy({})': '{}', 'MappingProxyType({})': '{}'}
+    for text, written in shown.items():
+        signature = signature.replace(text, written)
+    return signature, returns
+
+
+def without_docstring_of_type(app, what, name, obj, options, lines):
+    """Data has what the page says of it, and not the docstring of its type."""
+    if what == 'data':
+        lines.clear()
+
+
+def setup(app):
+    app.connect('autodoc-process-signature', plain_defaults)
+    app.connect('autodoc-process-docstring', without_docstring_of_type)

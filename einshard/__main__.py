@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ._commands import abstract_mesh, mesh_axis, run_explain, run_table
 from ._errors import EinshardError
@@ -34,12 +35,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[0] in commands:
             text = commands[arguments[0]](arguments[1:])
         else:
+            _check_command(arguments[0], commands)
             text = _draw(arguments)
     except EinshardError as error:
         print(f'einshard.EinshardError: {error}', file=sys.stderr)
         return 2
     print(_printable(text, sys.stdout.encoding))
     return 0
+
+
+def _check_command(word: str, commands: Iterable[str]) -> None:
+    """Raises for a command with a slip in it, which as an expression is an axis that is not cut."""
+    near = difflib.get_close_matches(word, commands, n=1, cutoff=0.7)
+    if near:
+        raise EinshardError(f"'{word}' is no command", fix=f'python -m einshard {near[0]}')
 
 
 def _parser() -> argparse.ArgumentParser:

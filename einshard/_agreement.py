@@ -8,6 +8,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,6 +40,24 @@ def check_agreement(intentions: Sequence[Intention], mesh: Mesh) -> None:
     said = _from_all(text.encode()[:LONGEST].ljust(LONGEST, b'\0'), mesh)
     texts = {process: its.rstrip(b'\0').decode(errors='ignore') for process, its in said.items()}
     raise _difference({process: its.split('\0') for process, its in texts.items()})
+
+
+def check_same(arrays: Sequence[tuple[Intention, Any]], mesh: Mesh) -> None:
+    """Raises in every process of `mesh` where what each has to itself is not the same in all."""
+    mine = [(f'{text}, contents {_digest(x)}', expression) for (text, expression), x in arrays]
+    try:
+        check_agreement(mine, mesh)
+    except EinshardError as error:
+        facts = {**error.facts, 'must agree': 'the arrays: each process is to give the whole'}
+        facts['rows of its own'] = 'from_local(x, ...) makes one array of what all processes have'
+        raise EinshardError(**error.parts(facts=facts)) from None
+
+
+def _digest(x: Any) -> str:
+    if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    return hashlib.blake2b(data, digest_size=4).hexdigest()
 
 
 def _from_all(mine: bytes, mesh: Mesh) -> dict[int, bytes]:

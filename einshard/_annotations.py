@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
+import jax.tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import AxisType
 
@@ -20,7 +22,7 @@ from ._errors import EinshardError
 from ._expression import ELLIPSIS, Expression, parse
 from ._parameters import name_of
 from ._sharding import find_placement
-from ._specs import Spec, array_text, check_specs
+from ._specs import Spec, array_text, check_specs, path_text
 
 if TYPE_CHECKING:
     Sharded = Annotated
@@ -73,7 +75,10 @@ class Placed:
 
 def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spec]:
     """Specs by parameter name and of the result, from the `Sharded` annotations of a function."""
-    target = function.__call__ if not hasattr(function, '__annotations__') else function
+    target: Any = function
+    while isinstance(target, functools.partial):
+        target = typing.cast('functools.partial[Any]', target).func
+    target = target.__call__ if not hasattr(target, '__annotations__') else target
     try:
         hints = typing.get_type_hints(target, include_extras=True)
     except NameError as error:
@@ -81,6 +86,12 @@ def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spe
             f'the annotations of {name_of(function)} cannot be read: {error}',
             facts={'define': f"'{error.name}' in the module, before the function is decorated"},
         ) from None
+    if isinstance(function, functools.partial):
+        left = (*inspect.signature(function).parameters, 'return')
+        hints = {name: hint for name, hint in hints.items() if name in left}
+    for name, hint in [*hints.items()]:
+        if typing.get_origin(hint) is typing.Unpack:  # of **kwargs, a TypedDict
+            hints |= _fields(_unwrapped(*typing.get_args(hints.pop(name))))
     specs = {name: _spec_of(hint) for name, hint in hints.items()}
     out = specs.pop('return', None)
     return {name: spec for name, spec in specs.items() if spec is not None}, out
@@ -88,6 +99,7 @@ def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spe
 
 def _spec_of(hint: Any) -> Spec:
     """The spec that a type carries: None if there is no `Sharded` in it."""
+    hint = _unwrapped(hint)
     placed = _placed(hint)
     if placed is not None:
         return placed.spec
@@ -96,6 +108,29 @@ def _spec_of(hint: Any) -> Spec:
         if not any(isinstance(spec, _ByPath) for spec in specs):
             return specs if any(spec is not None for spec in specs) else None
     return _ByPath(hint) if _mentions_sharded(hint, ()) else None
+
+
+def _unwrapped(hint: Any) -> Any:
+    """The type that an alias, a NewType, a bound or a qualifier such as NotRequired stands for."""
+    while True:
+        if typing.get_origin(hint) in _QUALIFIERS:
+            (hint,) = typing.get_args(hint)
+        elif type(hint).__name__ == 'TypeAliasType':  # in typing from Python 3.12 on
+            hint = hint.__value__
+        elif isinstance(hint, typing.NewType):
+            hint = hint.__supertype__
+        elif isinstance(hint, typing.TypeVar) and hint.__bound__ is not None:
+            hint = hint.__bound__
+        else:
+            return hint
+
+
+_QUALIFIERS = {
+    typing.Required,
+    typing.NotRequired,
+    typing.Final,
+    getattr(typing, 'ReadOnly', typing.Final),  # from Python 3.13 on
+}
 
 
 def _placed(hint: Any) -> Placed | None:
@@ -113,8 +148,16 @@ class _ByPath:
         self.hint = hint
 
     def __call__(self, path: str, leaf: Any) -> Spec:
+        return self._follow(path.split('/') if path else ())
+
+    def for_tree(self, tree: Any) -> list[Spec]:
+        """For all leaves, by their keys: those of a dict may have a '/'."""
+        paths = [path for path, _ in jtu.tree_leaves_with_path(tree)]
+        return [self._follow([path_text([key]) for key in path]) for path in paths]
+
+    def _follow(self, keys: Iterable[str]) -> Spec:
         hints = [self.hint]
-        for key in path.split('/') if path else ():
+        for key in keys:
             hints = [inner for hint in hints for inner in _step(hint, key)]
         found = (_placed(member) for hint in hints for member in _members(hint))
         return next((placed.spec for placed in found if placed is not None), None)
@@ -122,6 +165,7 @@ class _ByPath:
 
 def _members(hint: Any) -> list[Any]:
     """The types of a union, of unions in it too; of another type, that type."""
+    hint = _unwrapped(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [inner for member in typing.get_args(hint) for inner in _members(member)]
     return [hint]
@@ -129,6 +173,7 @@ def _members(hint: Any) -> list[Any]:
 
 def _step(hint: Any, key: str) -> list[Any]:
     """The types that a value of type `hint` may have at a key; several where it is a union."""
+    hint = _unwrapped(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if _placed(hint) is not None:
         return [hint]  # a tree type: the spec is for all below
@@ -155,6 +200,7 @@ def _fields(cls: Any) -> dict[str, Any]:
 
 
 def _mentions_sharded(hint: Any, within: tuple[Any, ...]) -> bool:
+    hint = _unwrapped(hint)
     if _placed(hint) is not None:
         return True
     if hint in within:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import inspect
 import json
 import os
 import re
@@ -20,7 +21,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ._errors import EinshardError
 from ._mesh import AnyMesh, device_mesh
+from ._parameters import name_of
 from ._reports.explain import explain
+from ._reports.lowered import check_arguments
 from ._rules import Rules
 from ._topology import topology
 
@@ -108,20 +111,22 @@ def run_table(arguments: Sequence[str]) -> str:
     options = parser.parse_args(arguments)
     rules, tree = _load(options.rules), _load(options.tree)
     if not isinstance(rules, Rules):
-        raise EinshardError(f'{options.rules} is no Rules, but {_kind(rules)}')
+        raise EinshardError(f'{options.rules} is no Rules, but of type {type(rules).__name__}')
     args, kwargs = _read_arguments(options.args)
     if callable(tree):
         tree = _result_shapes(tree, args, kwargs)
     elif args or kwargs:
-        raise EinshardError(f'{options.tree} is {_kind(tree)}, which takes no arguments')
+        kind = type(tree).__name__
+        raise EinshardError(f'{options.tree} is of type {kind}, which takes no arguments')
     mesh = None if options.mesh is None else abstract_mesh(options.mesh)
     if options.devices is not None:
-        mesh = device_mesh(AbstractMesh((options.devices,), ('d0',)))
+        mesh = device_mesh(AbstractMesh((options.devices,), ('d0',), axis_types=(AxisType.Auto,)))
     return str(rules.table(tree, mesh=mesh))
 
 
 def _result_shapes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The shapes that a function makes, which may depend on numbers among its arguments."""
+    check_arguments(function, name_of(function), args, kwargs)
     leaves, treedef = jtu.tree_flatten((args, kwargs))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
 
@@ -208,20 +213,34 @@ def _load(text: str) -> Any:
     found: Any = _import(module_name)
     for name in path.split('.'):
         if not hasattr(found, name):
-            names = [n for n in vars(_module_of(found)) if not n.startswith('_')]
             raise EinshardError(
                 f"module '{module_name}' has no '{path}'",
-                facts={'it has': ', '.join(sorted(names)[:20]) or 'nothing'},
+                facts={'it has': ', '.join(_names_in(found, module_name)[:20]) or 'nothing'},
             )
         found = getattr(found, name)
     return found
 
 
-def _module_of(found: Any) -> Any:
-    return found if isinstance(found, ModuleType | type) else type(found)
+def _names_in(found: Any, module_name: str) -> list[str]:
+    """What a module or a class has of its own; what it imports, if that is all."""
+    holder = found if isinstance(found, ModuleType | type) else type(found)
+    names = sorted(name for name in vars(holder) if not name.startswith('_'))
+    values = vars(holder)
+    return [name for name in names if not _is_imported(values[name], module_name)] or names
+
+
+def _is_imported(value: Any, module_name: str) -> bool:
+    if inspect.isroutine(value) or inspect.isclass(value) or hasattr(value, '__wrapped__'):
+        return getattr(value, '__module__', module_name) != module_name
+    return inspect.ismodule(value)
 
 
 def _import(name: str) -> ModuleType:
+    if name.startswith('.'):
+        raise EinshardError(
+            f"'{name}' is no module: its name starts with a dot, and there is no package around it",
+            facts={'as in': 'package.model:step'},
+        )
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -257,7 +276,7 @@ def _read_argument(text: str) -> Any:
         return jax.ShapeDtypeStruct(sizes, _dtype(array[1], text))
     if ':' in text:
         value = _load(text)
-        return jax.eval_shape(value) if callable(value) else value
+        return _result_shapes(value, (), {}) if callable(value) else value
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -275,7 +294,3 @@ def _dtype(name: str, text: str) -> Any:
             f"'{text}' has no dtype of JAX: '{name}'",
             facts={'dtypes': f'{", ".join(_DTYPES)}, or their long names, as in float32'},
         ) from None
-
-
-def _kind(value: Any) -> str:
-    return f'a {type(value).__name__}'

@@ -33,7 +33,7 @@ def describe(x: Any) -> Any:
 
     Axes are called a, b, c, ... in array order. `make_sharding(describe(s))` equals `s` for every
     `s` that `make_sharding` makes (with the same `mesh=`, if `s` is on a mesh of your own: such a
-    sharding is described by its axis names, as in 'a b -> a@data b').
+    sharding is described by its axis names, as in `'a b -> a@data b'`).
 
     Of a tree whose arrays are all placed this is a spec: `einshard(other, describe(tree))` places
     another tree of that structure in the same way.
@@ -54,7 +54,7 @@ def describe(x: Any) -> Any:
         text = _describe_leaf(x)
         if text is None:
             raise EinshardError(
-                f'a {type(x).__name__} has no sharding to describe',
+                f'{type(x).__name__} has no sharding to describe',
                 facts={'give': 'an array, a ShapeDtypeStruct, a sharding, or a tree of those'},
             )
         return text

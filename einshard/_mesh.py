@@ -10,6 +10,7 @@ the devices by the shape that it is asked for.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias, overload
@@ -67,9 +68,11 @@ def device_mesh(devices: MeshLike | None = None, *, axis_types: AxisType | None 
             facts={'give': 'AxisType.Auto or AxisType.Explicit'},
         )
     if isinstance(devices, AbstractMesh):
+        _check_size(devices)
         return _abstract_mesh(devices.size, axis_type)
     if isinstance(devices, Mesh):
         return _device_mesh(tuple(devices.devices.flat), axis_type)
+    check_mesh(devices, 'devices=')
     chosen = tuple(jax.devices() if devices is None else devices)
     for device in chosen:
         if not isinstance(device, jax.Device):
@@ -168,8 +171,20 @@ def sizes_of(mesh: AnyMesh) -> dict[str, int]:
             'the axes of a mesh need names, which differ',
             facts={'mesh axes': ', '.join(map(repr, mesh.axis_names))},
         )
+    _check_size(mesh)
     sizes = zip(names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return {name: size for name, size, kind in sizes if kind != AxisType.Manual}
+
+
+def _check_size(mesh: AnyMesh) -> None:
+    if math.prod(mesh.axis_sizes) > _MOST_DEVICES:
+        raise EinshardError(
+            f'JAX has no shardings over more than {_MOST_DEVICES} devices',
+            facts={'mesh': mesh_fact(mesh)},
+        )
+
+
+_MOST_DEVICES = 2**31 - 1  # beyond, it is a C++ exception: std::bad_cast
 
 
 def entry_axes(entry: Any) -> tuple[Any, ...]:
@@ -263,14 +278,39 @@ def resolve_mesh(mesh: MeshLike | None) -> AnyMesh:
     return given
 
 
-def check_mesh(mesh: object) -> None:
+def check_mesh(mesh: Any, option: str = 'mesh=') -> None:
     """Raises where `mesh=` can be none; asks for no devices."""
-    known = isinstance(mesh, Mesh | AbstractMesh | Iterable) and not isinstance(mesh, str | Mapping)
-    if mesh is not None and not known:
+    if mesh is None or isinstance(mesh, Mesh | AbstractMesh):
+        return
+    n_dims = getattr(mesh, 'ndim', 1)
+    if n_dims > 1:
         raise EinshardError(
-            f'mesh= is {mesh!r}, which is no mesh',
-            facts={'give': 'a Mesh, an AbstractMesh or a sequence of devices'},
+            f'{option} is an array of {n_dims} dimensions, which does not name its axes',
+            facts={'instead': f'jax.sharding.Mesh(devices, {tuple(_NAMES[:n_dims])})'},
         )
+    made = _making(mesh)
+    several = isinstance(mesh, Iterable) and not isinstance(mesh, str | Mapping) and n_dims == 1
+    if made or not several:
+        facts = {'give': 'a Mesh, an AbstractMesh or a sequence of devices'}
+        facts |= {'as in': made} if made else {}
+        raise EinshardError(f'{option} is {mesh!r}, which is no mesh', facts=facts)
+
+
+_NAMES = 'xyzuvw'
+
+
+def _making(sizes: Any) -> str | None:
+    """How a mesh is made of these sizes, if they are sizes: (4, 2) or {'data': 4}."""
+    if isinstance(sizes, Mapping):
+        names, numbers = tuple(sizes), tuple(sizes.values())
+    elif isinstance(sizes, tuple):
+        names, numbers = tuple(_NAMES[: len(sizes)]), sizes
+    else:
+        return None
+    are_sizes = all(type(number) is int and number > 0 for number in numbers)
+    if not numbers or not are_sizes or len(names) != len(numbers):
+        return None
+    return f'jax.make_mesh({numbers}, {names})'
 
 
 def _check_not_manual(mesh: AnyMesh) -> None:

@@ -74,8 +74,8 @@ def for_optimizer(
     * with axes added in front, as in the history of L-BFGS: these are not cut.
 
     Leaves of one element, such as counters, are on every device. So one spec places the
-    state of any chain of transformations, and a train state that holds parameters and moments. It
-    goes wherever `Rules` go, and has a `table` as they do.
+    state of any chain of transformations and, without `zero=`, a train state that holds parameters
+    and moments. It goes wherever `Rules` go, and has a `table` as they do.
 
     With `zero=`, devices that hold replicas of a parameter share its moments out (ZeRO, stage 1).
     The mesh axes that do not cut the parameter are given to the array axis that is largest on a
@@ -85,8 +85,9 @@ def for_optimizer(
     the new parameters to gather. In expressions by count a replica is cut in its place instead,
     first along axes that are not cut to the right of it, for which the same is true.
 
-    Parameters in one tree with their moments would be shared out too: give those a spec of their
-    own, as in `TrainState(params=rules, opt_state=for_optimizer(params, rules, zero=True))`.
+    Parameters in one tree with their moments would be shared out too. Rules tell them apart:
+    `Rules([('opt_state/', for_optimizer(params, rules, zero=True))], default=rules)`; without '^',
+    since paths may begin with a place among several results.
 
     Args:
         params: the parameters: arrays, or the shapes of `jax.eval_shape`. Only their paths, shapes
@@ -97,7 +98,7 @@ def for_optimizer(
         default: the spec of leaves that follow no parameter; where left out, they are an error.
 
     Returns:
-        A spec: a function `(path, leaf) -> spec`.
+        A spec, a function `(path, leaf) -> spec`.
 
     Raises:
         EinshardError: `spec` or `default` is no spec, or `spec` no prefix of `params`. In use: a

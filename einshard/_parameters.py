@@ -6,8 +6,10 @@ form: the values in one row, and how many of them are positional, how the others
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
+import numbers as numeric
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +39,7 @@ class Parameters:
 
     def __init__(self, function: Callable[..., Any], options: Iterable[str] = ()):
         self.function = name_of(function)
+        self.qualname = getattr(function, '__qualname__', self.function)
         self.options = tuple(options)
         try:
             self.signature = inspect.signature(function)
@@ -59,6 +62,10 @@ class Parameters:
         Keywords move to their positions, if they have any.
         """
         others = set(keywords)
+        for name in self.names[:n_args]:
+            if name in others and name not in self.positional_only:
+                # before any spec is held against one of the two, and as Python says it
+                raise TypeError(f"{self.qualname}() got multiple values for argument '{name}'")
         moved: list[str] = []
         for name in self.names[n_args:]:
             if name not in others or name in self.positional_only:
@@ -127,7 +134,7 @@ class Parameters:
 
     def chosen(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
         """Labels of the parameters that `static_argnums`, `static_argnames` and their like name."""
-        labels: set[str] = set(_as_tuple(names, str))
+        labels: set[str] = set(_items(names, str, option, 'names', "('x',)"))
         known = (*self.names, *self.by_keyword)
         for name in labels:
             if name not in known and self.rest_keywords is None:
@@ -135,7 +142,8 @@ class Parameters:
                     f"{self.function} has no parameter '{name}', which {option} names",
                     facts={'parameters': ', '.join(known) or 'none'},
                 )
-        for number in _as_tuple(numbers, int):
+        by_number = option.replace('argnames', 'argnums')
+        for number in _items(numbers, numeric.Integral, by_number, 'numbers', '(0,)'):
             if self.rest is not None and number >= len(self.names):
                 labels.add(f'{self.rest}[{number - len(self.names)}]')
             elif -len(self.names) <= number < len(self.names):
@@ -161,7 +169,16 @@ def _is_method(function: Any) -> bool:
     return len(parts) > 1 and parts[-2] != '<locals>'
 
 
-def _as_tuple(values: Any, single: type) -> Iterable[Any]:
+def _items(values: Any, single: type, option: str, what: str, example: str) -> Iterable[Any]:
     if values is None:
         return ()
-    return (values,) if isinstance(values, single) else tuple(values)
+    items: list[Any] = [values]
+    if not isinstance(values, str):
+        with contextlib.suppress(TypeError):  # of what has no items, an array of no dimensions too
+            items = [*values]
+    if not all(isinstance(item, single) for item in items):
+        raise EinshardError(
+            f'{option}= is {values!r}, and no {what} of parameters',
+            facts={'as in': f'{option}={example}'},
+        )
+    return items

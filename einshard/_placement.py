@@ -18,7 +18,7 @@ from ._errors import EinshardError
 from ._expression import Expression
 from ._mesh import MeshLike, is_tracing
 from ._sharding import Placement, Where, check_types, find_fitting, find_mesh, offer_missing
-from ._specs import LeafSpec, Spec, allow, leaf_paths, leaf_specs, leaf_text
+from ._specs import LeafSpec, Spec, allow, check_visible, leaf_paths, leaf_specs, leaf_text
 
 T = TypeVar('T')
 
@@ -45,7 +45,8 @@ def einshard(
     * a traced value, inside `jax.jit` and its like, is constrained: by
       `jax.lax.with_sharding_constraint`, under explicit axes by `jax.reshard`;
     * a `jax.ShapeDtypeStruct` gets the sharding;
-    * a leaf that is no array (a function, a string, None) is passed through.
+    * a leaf that is no array (a function, a string, None) is passed through; one that has arrays
+      in it and is no tree that JAX knows is an error.
 
     Args:
         x: an array or a tree of arrays.
@@ -120,7 +121,10 @@ def _place_leaves(
     tracing = is_tracing()
     for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         kind = _kind(type(leaf))
-        if spec is None or kind == _OTHER:
+        if spec is None:
+            continue
+        if kind == _OTHER:
+            check_visible(leaf, leaf_paths(tree)[i])
             continue
         try:
             placement = _new_placement(leaf, kind, spec, where, memory_kind, tracing)

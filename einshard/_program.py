@@ -13,8 +13,9 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 
+from ._agreement import Intention, check_same
 from ._constraint import constrain, has_type
 from ._describe import describe, describe_in
 from ._errors import EinshardError
@@ -25,7 +26,7 @@ from ._promises import Allowed, Guarded
 from ._sharding import Placement, find_fitting, find_mesh, find_placement
 from ._signals import Stale, Untyped
 from ._signature import abstract_mesh, is_committed, looks_at_leaves, placements, same_shardings
-from ._specs import Spec, array_text, is_none, leaf_specs, path_text
+from ._specs import Spec, array_text, check_visible, is_none, leaf_specs, path_text
 
 
 class Program:
@@ -136,15 +137,17 @@ class Program:
                 deque(self._placed(spec, value, i), maxlen=0)
 
     def place(
-        self, values: Sequence[Any], reshard: bool, uncommitted: bool = False
+        self, values: Sequence[Any], reshard: bool, running: bool, uncommitted: bool = False
     ) -> list[Any] | None:
         """The arguments, those that jit refuses for their placement moved; None if there are none.
 
         `uncommitted` ones, which jit places itself, only if asked. Raises for arrays that are
-        partitioned otherwise, unless `reshard`.
+        partitioned otherwise, unless `reshard`; and, where all processes are `running` the program,
+        for one that each of them has to itself, if these are not the same.
         """
         self.check(values)
         placed = list(values)
+        spread: list[tuple[Intention, Any]] = []
         for i, (spec, value) in enumerate(zip(self.specs, values, strict=True)):
             if i in self.static:
                 continue
@@ -165,8 +168,13 @@ class Program:
                     moved[j] = leaf.update(sharding=placement.sharding)
                 elif uncommitted or _is_local(leaf):
                     moved[j] = _moved(leaf, placement.sharding)
+                if moved[j] is not leaf and _is_spread(leaf, placement.sharding):
+                    intention = self._leaf(i, path, leaf), placement.expression.text
+                    spread.append((intention, leaf))
             if any(new is not old for new, old in zip(moved, leaves, strict=True)):
                 placed[i] = jtu.tree_unflatten(treedef, moved)
+        if spread and running and isinstance(self.mesh, Mesh) and not is_tracing():
+            check_same(spread, self.mesh)
         return placed if any(n is not o for n, o in zip(placed, values, strict=True)) else None
 
     def _traced(self) -> Callable[..., Any]:
@@ -193,6 +201,7 @@ class Program:
         # jit names the program and its arguments by these
         traced.__name__ = self.name
         traced.__qualname__ = self.name
+        traced.__wrapped__ = self.function  # type: ignore[attr-defined]
         traced.__signature__ = _row_of(self.labels)  # type: ignore[attr-defined]
         return traced
 
@@ -220,14 +229,18 @@ class Program:
             specs = leaf_specs(value, leaves, spec, where[0] if where else None)
         except EinshardError as error:
             label = 'the result' if argument is None else f"parameter '{self.labels[argument]}'"
-            raise error.about(of=f'{label} of {self.name}') from None
+            of: dict[str, str] = {'of': f'{label} of {self.name}'}
+            if argument is not None and isinstance(spec, list | tuple) and jtu.all_leaves([value]):
+                of['instead'] = 'a spec for each parameter, not a list: sharded(spec, spec, ...)'
+            raise error.about(**of) from None
         for (path, leaf), one in zip(jtu.tree_leaves_with_path(value), specs, strict=True):
             if one is None:
                 continue
             try:
                 yield path, leaf, find_fitting(one, np.shape(leaf), where, None)
             except EinshardError as error:
-                raise error.about(array=self._leaf(argument, path, leaf)) from None
+                text = self._leaf(argument, path, leaf)
+                raise (_no_array(leaf, text) or error.about(array=text)) from None
 
     def _shardings(self, spec: Spec, value: Any, argument: int | None) -> Any:
         """What `jax.jit` is given for a spec: shardings, as a prefix of the argument or whole."""
@@ -284,20 +297,48 @@ class Program:
         )
 
     def _check_devices(self, i: int, value: Any) -> None:
-        """Raises where an argument without a spec is held by other devices than the mesh."""
-        if isinstance(self.mesh, AbstractMesh) or not any(self.in_shardings):
+        """Raises where an argument without a spec is not on the devices of the mesh, in order."""
+        placed = any(self.in_shardings) or bool(jtu.tree_leaves(self.out_shardings))
+        if isinstance(self.mesh, AbstractMesh) or not placed:
             return
+        row = tuple(self.mesh.devices.flat)
         for path, leaf in jtu.tree_leaves_with_path(value):
-            if is_committed(leaf) and leaf.sharding.device_set != set(self.mesh.devices.flat):
-                raise EinshardError(
-                    f'an argument without a spec is held by {len(leaf.sharding.device_set)} of '
-                    f'the {self.mesh.size} devices',
-                    facts={
-                        'array': self._leaf(i, path, leaf),
-                        'it is': describe(leaf),
-                        'give': f"a spec: {self.labels[i]}='... -> * ...' puts it on every device",
-                    },
-                ) from None
+            if not is_committed(leaf):
+                continue
+            if leaf.sharding.device_set != set(row):
+                held = f'{len(leaf.sharding.device_set)} of the {self.mesh.size} devices'
+            elif _row_of_devices(leaf.sharding) not in (None, row):
+                held = 'the devices of the mesh, but in another order'
+            else:
+                continue
+            raise EinshardError(
+                f'an argument without a spec is held by {held}',
+                facts={
+                    'array': self._leaf(i, path, leaf),
+                    'it is': describe(leaf),
+                    'give': f"a spec: {self.labels[i]}='... -> * ...' puts it on every device",
+                },
+            ) from None
+
+
+def _row_of_devices(sharding: Sharding) -> tuple[Any, ...] | None:
+    """The devices in the order that jit compares; None where nothing public tells it."""
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
+
+
+def _no_array(leaf: Any, text: str) -> EinshardError | None:
+    """For a leaf with a spec that is no array: to speak of its dimensions would mislead."""
+    if hasattr(leaf, 'dtype') or isinstance(leaf, int | float | complex):
+        return None
+    try:
+        check_visible(leaf)
+    except EinshardError as error:
+        return error.about(it_is=text)
+    return EinshardError(
+        f'{type(leaf).__name__} is no array, and no tree that JAX knows',
+        facts={'it is': text, 'give': 'no spec for it; jit takes it if it is static'},
+    )
 
 
 def _typed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -314,6 +355,14 @@ def _moved(leaf: Any, sharding: NamedSharding) -> Any:
 def _is_local(leaf: Any) -> bool:
     """Whether an argument is host data of one of several processes, which jit does not spread."""
     return jax.process_count() > 1 and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+
+
+def _is_spread(leaf: Any, sharding: NamedSharding) -> bool:
+    """Whether of what each process has to itself each gets a part. JAX compares it, or refuses."""
+    if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
+        return False
+    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    return not (is_global or isinstance(leaf, Tracer | jax.ShapeDtypeStruct))
 
 
 def _is_misplaced(leaf: Any, sharding: NamedSharding) -> bool:

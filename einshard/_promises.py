@@ -15,7 +15,6 @@ import jax
 from ._errors import EinshardError, plural
 from ._hlo.collectives import KINDS, Collective, read_collectives
 from ._mesh import is_tracing
-from ._parameters import name_of
 from ._words import amount, short_arrays, short_source
 
 # One kind of collective, several, or how many of each there may be at most.
@@ -29,39 +28,6 @@ class UnexpectedCollectives(EinshardError):
 
 
 UnexpectedCollectives.__module__ = 'einshard'  # errors print their public name
-
-
-def assert_collectives(fn: Callable[..., Any], *args: Any, allowed: Promise, **kwargs: Any) -> None:
-    """Raises if the program of a call has other collectives than those allowed. It does not run.
-
-        >>> @sharded('x y -> x y*', 'y z -> y* z', mesh=jax.devices()[:8])
-        ... def product(x, w):
-        ...     return x @ w
-        >>> x, w = np.ones((8, 64)), np.ones((64, 8))
-        >>> assert_collectives(product, x, w, allowed={'all-reduce': 1})
-        >>> assert_collectives(product, x, w, allowed=())
-        Traceback (most recent call last):
-        ...
-        einshard.UnexpectedCollectives: product communicates more than it may: 1 all-reduce
-        ...
-
-    Each collective of the optimised program counts once, also where a loop repeats it, and whether
-    the compiler shows it plain, as a pair of start and done, or in a fusion.
-
-    Args:
-        fn: a `sharded` or jitted function, or any other, which is jitted.
-        args: what it is called with; arrays, or a `ShapeDtypeStruct` for one.
-        allowed: `()` for none, 'all-reduce' or a collection of kinds, or the most there may be of
-            each kind, as in `{'all-reduce': 2}`; of others there may be none.
-        kwargs: what it is called with by keyword.
-
-    Raises:
-        UnexpectedCollectives: the program has other collectives, or more of them.
-        EinshardError: an unknown kind.
-    """
-    promise = read_promise(allowed, 'allowed=')
-    jitted: Any = fn if hasattr(fn, 'lower') else jax.jit(fn)
-    check_promise(name_of(fn), jitted.lower(*args, **kwargs).compile(), promise)
 
 
 def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
@@ -95,18 +61,24 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
 def check_promise(name: str, compiled: Any, allowed: Allowed) -> None:
     """Raises for the collectives of a compiled program that are not allowed."""
     found = read_collectives(program_text(name, compiled))
-    counts = Counter(one.kind for one in found)
-    too_many = {kind for kind, n in counts.items() if n > allowed.get(kind, 0)}
+    too_many = more_than(allowed, found)
     if not too_many:
         return
-    listed = [plural(n, kind) for kind, n in counts.items() if kind in too_many]
     raise UnexpectedCollectives(
-        f'{name} communicates more than it may: {", ".join(listed)}',
-        facts={
-            'allowed': _allowed_text(allowed),
-            **_rows([one for one in found if one.kind in too_many]),
-        },
+        f'{name} communicates more than it may: {counts_text(too_many)}',
+        facts={'allowed': allowed_text(allowed), **_rows(too_many)},
     ) from None
+
+
+def more_than(allowed: Allowed, found: Sequence[Collective]) -> list[Collective]:
+    """The collectives of the kinds of which there are too many."""
+    counts = Counter(one.kind for one in found)
+    return [one for one in found if counts[one.kind] > allowed.get(one.kind, 0)]
+
+
+def counts_text(found: Sequence[Collective]) -> str:
+    """2 all-reduces, 1 all-gather"""
+    return ', '.join(plural(n, kind) for kind, n in Counter(one.kind for one in found).items())
 
 
 def program_text(name: str, compiled: Any) -> str:
@@ -119,7 +91,8 @@ def program_text(name: str, compiled: Any) -> str:
     return text
 
 
-def _allowed_text(allowed: Allowed) -> str:
+def allowed_text(allowed: Allowed) -> str:
+    """at most 1 all-reduce, all-gather"""
     texts = [
         kind if most == math.inf else f'at most {plural(int(most), kind)}'
         for kind, most in allowed.items()
@@ -146,7 +119,7 @@ def _row(one: Collective) -> str:
     groups = f'{one.n_groups} groups of ' if one.n_groups > 1 else ''
     source = f', {short_source(one.source)}' if one.source else ''
     among = f'{groups}{plural(one.parties, "device")}'
-    return f'{short_arrays(one.shape_text)}, {amount(one.bytes)}, {among}{times}{source}'
+    return f'{short_arrays(one.shape_text)} of {amount(one.bytes)}, {among}{times}{source}'
 
 
 class Guarded:

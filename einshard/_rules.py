@@ -22,7 +22,17 @@ from ._expression import axis_letters, parse
 from ._layout import axis_positions
 from ._mesh import MeshLike, entry_axes, given_mesh, resolve_mesh, sizes_of
 from ._sharding import find_mesh
-from ._specs import REPLICATED, LeafSpec, Lenient, Spec, allow, array_text, leaf_paths, leaf_text
+from ._specs import (
+    REPLICATED,
+    LeafSpec,
+    Lenient,
+    Spec,
+    allow,
+    array_text,
+    check_visible,
+    leaf_paths,
+    leaf_text,
+)
 from ._table import Table, make_table
 from ._words import first_of
 
@@ -43,10 +53,11 @@ class Rules:
         'a b -> 8 a b2'
 
     The spec of a leaf is that of the first pattern which `re.search` finds in its path: the keys of
-    the tree, joined by '/'. `Rules` are a spec, so they go wherever one does: into `einshard` and
-    `sharded`, for arrays and for the shapes of `jax.eval_shape`. The moments of an optimizer have
-    the paths of their parameters in their own, so the same rules place them. Arrays without
-    dimensions are on every device; what is no array, a number of Python too, is left alone.
+    the tree, joined by '/'; it begins with a place, '0/w', where rules are part of a tuple of
+    specs. `Rules` are a spec, so they go wherever one does: into `einshard` and `sharded`, for
+    arrays and for the shapes of `jax.eval_shape`. The moments of an optimizer have the paths of
+    their parameters in their own, so the same rules place them. Arrays without dimensions are on
+    every device; what is no array, a number of Python too, is left alone.
 
     Args:
         rules: pairs of a pattern and a spec: an expression, None to leave the leaf alone, a
@@ -122,6 +133,7 @@ class Rules:
         # a Mesh has a shape too, but is no array
         shape = leaf.shape if hasattr(leaf, 'dtype') else None
         if shape is None:  # numbers of Python too: modules hold them as settings
+            check_visible(leaf, path)
             return 'no array', None
         # known: 0.5 us a leaf; else 2 us beside some 10 to match it against 50 patterns
         known = self._found.get((path, shape))
@@ -170,6 +182,11 @@ class Rules:
         facts = {'paths': first_of(shown, 8)}
         if near:
             facts['nearest rules'] = quoted(near)
+        path = leaves[0][0]
+        too_short = (p for p in patterns if p.endswith('$') and not p.endswith(r'\$'))
+        one = next((p for p in too_short if re.search(p[:-1], path)), None)
+        if one is not None:
+            facts['without its $'] = f"'{one}' would match '{path}'"
         facts['give'] = "a rule that matches, or default='... -> * ...'"
         verb = 'is' if len(leaves) == 1 else 'are'
         return EinshardError(

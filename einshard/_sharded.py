@@ -132,7 +132,7 @@ def _decorate(
         (inspect.iscoroutinefunction, 'a coroutine'),
         (inspect.isasyncgenfunction, 'an asynchronous generator'),
     ):
-        if kind(function):
+        if kind(function) or kind(type(function).__call__):
             raise EinshardError(
                 f'{name_of(function)} is {what}, which JAX cannot trace: sharded decorates '
                 'functions that return arrays'

@@ -11,7 +11,9 @@ from contextlib import nullcontext
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
-from jax.sharding import AbstractMesh
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from ._annotations import read_annotations
 from ._errors import EinshardError
@@ -77,8 +79,11 @@ class ShardedFunction(Generic[P, R]):
             self._out = out
             self._static = self._chosen('static')
             self._donated = self._chosen('donate')
+            self._defaults = self._placed_defaults()
             self._check_specs()
             check_mesh(mesh)
+            if not isinstance(mesh, Mesh | AbstractMesh | None):
+                self._mesh = tuple(mesh)  # as it is now
             self._promise = None if collectives is None else read_promise(collectives)
             # whether programs differ by the shapes and structure of the arguments
             self._looks = any(map(looks_at_leaves, [*self._specs.values(), self._out]))
@@ -159,6 +164,18 @@ class ShardedFunction(Generic[P, R]):
         )
         return chosen | {'cls'} if of_class else chosen
 
+    def _placed_defaults(self) -> dict[str, Any]:
+        """Arrays that are defaults of parameters with a spec; a call gives them, too."""
+        return {
+            name: parameter.default
+            for name, parameter in self._parameters.signature.parameters.items()
+            if self._specs.get(name) is not None
+            and name not in self._parameters.positional_only
+            and any(
+                isinstance(x, jax.Array | np.ndarray) for x in jtu.tree_leaves(parameter.default)
+            )
+        }
+
     def _check_specs(self) -> None:
         both = sorted(self._static & self._donated)
         if both:
@@ -187,11 +204,12 @@ class ShardedFunction(Generic[P, R]):
             )
         if not program.tried:
             # jit takes an array on the same devices in another order, and then fails on the next
-            values = program.place(values, self._reshard) or values
+            values = program.place(values, self._reshard, act is _run) or values
             program.tried = True
         try:
             result = act(program)(*values)
-            if act is _run and not (self._careful or around.get()):
+            as_written = len(values) == len(args) + len(kwargs)
+            if act is _run and as_written and not (self._careful or around.get()):
                 self._known[(len(args), *kwargs)] = (program.called, order)
                 if not kwargs:
                     self.fast = (len(args), program.called)
@@ -230,7 +248,8 @@ class ShardedFunction(Generic[P, R]):
                 raise
             except (Untyped, ValueError) as other:
                 error = other
-        placed = program.place(values, self._reshard, uncommitted=isinstance(error, Untyped))
+        untyped = isinstance(error, Untyped)
+        placed = program.place(values, self._reshard, act is _run, uncommitted=untyped)
         if placed is None:
             raise error
         return act(program)(*placed)
@@ -247,6 +266,10 @@ class ShardedFunction(Generic[P, R]):
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Form, tuple[str, ...], list[Any]]:
         """The form of a call, the order of what is given by keyword, and all values in one row."""
+        if self._defaults:
+            taken = self._parameters.names[: len(args)]
+            left = {name: x for name, x in self._defaults.items() if name not in taken}
+            kwargs = {**left, **kwargs}
         form, order = self._parameters.form(len(args), kwargs)
         return form, order, [*args, *map(kwargs.__getitem__, order)]
 
@@ -362,6 +385,9 @@ class _BoundMethod(functools.partial[Any]):
     @property
     def __doc__(self) -> str | None:  # type: ignore[override]
         return self.__func__.__doc__
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.__self__, self.__func__.__name__)  # as methods are pickled
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self.__func__, name)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import jax
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -34,6 +36,8 @@ from ._mesh import (
     sizes_of,
 )
 from ._specs import LeafSpec, Lenient, allow, as_lenient
+
+_MOST_DIMS = 2**16  # far more than arrays have: '...' has an entry for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +161,11 @@ def find_fitting(
 
 
 def _fix_that_fits(
-    error: EinshardError, spec: Lenient, shape: tuple[int, ...], where: Where, memory_kind: str | None
+    error: EinshardError,
+    spec: Lenient,
+    shape: tuple[int, ...],
+    where: Where,
+    memory_kind: str | None,
 ) -> EinshardError:
     """The error, without an expression that would do here but for the sizes of the array."""
     if error.fix is None or not error.fix.startswith("'"):
@@ -260,7 +268,14 @@ def _make_placement(
             mesh=mesh_fact(mesh),
         )
     n_devices = math.prod(axis_sizes.values())
-    layout = lay_out(expression, n_dims, n_devices, axis_sizes if given else None)
+    try:
+        layout = lay_out(expression, n_dims, n_devices, axis_sizes if given else None)
+    except EinshardError as error:
+        alone = mesh.size == 1 and jax.device_count() == 1 and jax.default_backend() == 'cpu'
+        if alone and 'works with' in error.facts:
+            simulated = 'XLA_FLAGS=--xla_force_host_platform_device_count=8'
+            raise error.about(to_simulate_8=f'{simulated}, set before JAX starts') from None
+        raise
     sharding = lower(expression, layout, mesh, memory_kind, fixed=fixed)
     left_out = tuple(axis for axis in named_axes(written, rules) if axis not in names)
     return Placement(expression, layout, sharding, fixed, missing=left_out)
@@ -318,10 +333,11 @@ def _check_memory_kind(expression: Expression, mesh: AnyMesh, memory_kind: str |
 def check_types(expression: object, n_dims: object, memory_kind: object) -> None:
     if not isinstance(expression, str):
         raise EinshardError(
-            f'an expression is a string, not {expression!r} of type {type(expression).__name__}'
+            'an expression is a string, not '
+            f'{reprlib.repr(expression)} of type {type(expression).__name__}'
         )
     if n_dims is not None and (
-        not isinstance(n_dims, int) or isinstance(n_dims, bool) or n_dims < 0
+        not isinstance(n_dims, int) or isinstance(n_dims, bool) or not 0 <= n_dims < _MOST_DIMS
     ):
         raise EinshardError(
             f'n_dims= is the number of dimensions of an array, not {n_dims!r}',

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from types import FunctionType
 from typing import Any, TypeAlias
 
+import jax
 import jax.tree_util as jtu
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ._cache import cached, register
@@ -75,7 +78,10 @@ def leaf_specs(
         below = leaves if alone else jtu.tree_leaves(subtree)
         its_paths = paths[len(specs) : len(specs) + len(below)]
         with given_mesh(mesh):
-            if hasattr(one, 'for_leaves'):  # Rules, which see all of their leaves at once
+            if hasattr(one, 'for_tree'):  # a type, which is followed by the keys of each leaf
+                found = zip(one.for_tree(subtree), its_paths, below, strict=True)
+                specs += [_called(spec, path, leaf) for spec, path, leaf in found]
+            elif hasattr(one, 'for_leaves'):  # Rules, which see all of their leaves at once
                 specs += one.for_leaves(its_paths, below)
             else:
                 both = zip(its_paths, below, strict=True)
@@ -151,9 +157,45 @@ def _called(spec: Spec, path: str, leaf: Any) -> LeafSpec | None:
 def _no_spec(path: Sequence[Any], spec: Any) -> EinshardError:
     where = f" at '{path_text(path)}'" if path else ''
     facts = {'specs are': 'an expression, None, a function (path, leaf) -> spec, a tree of those'}
+    text = repr(spec)
     if isinstance(spec, NamedSharding | PartitionSpec):
         facts['instead'] = "name the mesh axes in an expression: 'b d -> b@data d'"
-    return EinshardError(f'{spec!r}{where} is no spec', facts=facts)
+    elif hasattr(spec, 'shape') and hasattr(spec, 'dtype'):
+        text = array_text(spec)
+        facts['order'] = 'the array, then its spec: einshard(x, spec)'
+    return EinshardError(f'{text}{where} is no spec', facts=facts)
+
+
+def check_visible(leaf: Any, path: str = '') -> None:
+    """Raises for a leaf that has arrays which JAX does not see, and so would leave where they are.
+
+    Other leaves that are no arrays, functions and strings, are parts of models.
+    """
+    kind = type(leaf)
+    if hasattr(kind, '__array__'):
+        give = 'numpy.asarray(x)'
+    elif isinstance(leaf, FunctionType) or not _has_arrays(leaf):
+        return
+    elif is_dataclass(leaf):
+        give = f'it registered by jax.tree_util.register_dataclass({kind.__name__})'
+    else:
+        give = f'it registered by jax.tree_util.register_pytree_node({kind.__name__}, ...)'
+    raise EinshardError(
+        f'{kind.__name__} has arrays, but is no tree that JAX knows',
+        facts={**({'leaf': path} if path else {}), 'give': give},
+    )
+
+
+def _has_arrays(node: Any) -> bool:
+    inside = getattr(node, '__dict__', None)
+    if inside is None and is_dataclass(node):
+        inside = {field.name: getattr(node, field.name, None) for field in fields(node)}
+    if not isinstance(inside, dict):
+        return False
+    # a Mesh has an array of devices
+    return any(
+        isinstance(x, jax.Array | np.ndarray) and x.dtype != object for x in jtu.tree_leaves(inside)
+    )
 
 
 def _subtrees(prefix_def: Any, spec: Spec, tree: Any) -> list[Any]:

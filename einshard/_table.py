@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 from ._errors import EinshardError, quoted
 from ._sharding import Placement, Where, find_fitting, mesh_at, offer_missing
 from ._specs import LeafSpec, leaf_paths, leaf_text
-from ._words import amount, shape_text
+from ._words import MONO, amount, shape_text
 
 _HEADS = ('path', 'array', 'rule', 'placement', 'on a device', 'bytes')
 
@@ -48,13 +48,15 @@ class Table:
         rows: one for each array of the tree, in its order.
         n_devices: how many devices share it.
         unused: patterns that no path matches.
-        shadowed: patterns whose every match an earlier rule takes, with that rule's pattern.
+        shadowed: patterns whose every match one earlier rule takes, with that rule's pattern.
+        unneeded: patterns whose matches several earlier rules take.
     """
 
     rows: tuple[Row, ...]
     n_devices: int
     unused: tuple[str, ...]
     shadowed: tuple[tuple[str, str], ...]
+    unneeded: tuple[str, ...]
 
     @property
     def bytes_per_device(self) -> int:
@@ -100,18 +102,18 @@ class Table:
 
     def _repr_html_(self) -> str:
         lines = [
-            ('th', _HEADS),
-            *(('td', tuple(map(html.escape, _cells(row)))) for row in self.rows),
+            ('th', '', _HEADS),
+            *(('td', f';{MONO}', tuple(map(html.escape, _cells(row)))) for row in self.rows),
         ]
         body = ''.join(
             '<tr>'
             + ''.join(
                 f'<{tag} style="white-space:nowrap;padding:0 0.6em;'
-                f'text-align:{"right" if name == "bytes" else "left"}">{cell}</{tag}>'
+                f'text-align:{"right" if name == "bytes" else "left"}{style}">{cell}</{tag}>'
                 for name, cell in zip(_HEADS, line, strict=True)
             )
             + '</tr>'
-            for tag, line in lines
+            for tag, style, line in lines
         )
         notes = ''.join(f'<li>{html.escape(note)}</li>' for note in self._notes())
         # a model has hundreds of leaves: they scroll, and the totals stay in sight
@@ -138,6 +140,10 @@ class Table:
             notes.append(f'not in the mesh, so nothing is cut over it: {quoted(missing)}')
         notes += [f"never matches: '{pattern}'" for pattern in self.unused]
         notes += [f"never reached: '{late}', behind '{early}'" for late, early in self.shadowed]
+        notes += [
+            f"never needed: '{pattern}', whose matches the rules before it take"
+            for pattern in self.unneeded
+        ]
         return notes
 
 
@@ -166,15 +172,18 @@ def make_table(
         rows.append(_row(path, aval, name, placement))
     unused: list[str] = []
     shadowed: list[tuple[str, str]] = []
+    unneeded: list[str] = []
     for i, pattern in enumerate(patterns):
         pairs = zip(paths, found, strict=True)
         matched = [rule for path, (rule, _) in pairs if pattern.search(path)]
         taken = [rule for rule in matched if isinstance(rule, int)]
         if not matched:
             unused.append(pattern.pattern)
+        elif len(set(taken)) > 1 and i not in taken:
+            unneeded.append(pattern.pattern)
         elif taken and i not in taken:
             shadowed.append((pattern.pattern, patterns[taken[0]].pattern))
-    return Table(tuple(rows), mesh_at(where).size, tuple(unused), tuple(shadowed))
+    return Table(tuple(rows), mesh_at(where).size, tuple(unused), tuple(shadowed), tuple(unneeded))
 
 
 def _aval(leaf: Any, path: str, spec: LeafSpec | None) -> Any:

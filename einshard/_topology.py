@@ -77,7 +77,7 @@ def _topology(name: str, n_slices: int) -> Mesh:
     if importlib.util.find_spec('libtpu') is None:
         raise EinshardError(
             'to describe TPUs and to compile for them takes libtpu, which is not installed',
-            facts={'topology': f"'{name}'", 'install': "pip install 'einshard[tpu]'"},
+            facts={'topology': f"'{name}'", 'install': 'pip install libtpu'},
         )
     if not _has_tpu():
         for variable, value in _WITHOUT_TPU.items():

@@ -7,6 +7,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
+MONO = 'font-family: ui-monospace, Menlo, Consolas, monospace'  # of words in columns, in HTML
+
 
 def amount(n_bytes: int) -> str:
     """1536 -> '1.5 KiB'"""

@@ -213,6 +213,28 @@ def arguments_of_jitted_functions():
 
 
 @check
+def arguments_that_differ():
+    """As where each process gives the rows that it has read, and has forgotten `from_local`."""
+
+    @sharded('a b -> a* b')
+    def total(x):
+        return x.sum()
+
+    rows = np.full((8, 16), float(jax.process_index()), np.float32)
+    first = jax.device_put(rows, jax.local_devices()[0])
+    for given in (rows, first, rows):  # the first call, and later ones
+        with pytest.raises(EinshardError, match='about to build different arrays') as caught:
+            total(given)
+        assert "parameter 'x' of total, contents" in caught.value.facts['process 0']
+        assert 'from_local' in caught.value.facts['rows of its own']
+    n = jax.process_count()
+    assert float(total(from_local(rows, 'a b -> a* b'))) == 128 * sum(range(n))
+    assert float(total(WHOLE)) == WHOLE.sum()
+    if jax.process_index() == 0:
+        total.lower(rows)  # does not run, so that others need not take part
+
+
+@check
 def host_data_is_not_compared():
     """Every process takes what it has, and nobody waits for anybody."""
     process = jax.process_index()

@@ -2,6 +2,7 @@
 """Sharded[...]: read by @sharded, checked by beartype, and seen through by type checkers."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -9,12 +10,19 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import typing
 from typing import (
     Annotated,
     Any,
+    Final,
     NamedTuple,
+    NewType,
+    NotRequired,
     Optional,
+    Required,
     TypedDict,
+    TypeVar,
+    Unpack,
     get_args,
     get_origin,
     get_type_hints,
@@ -211,6 +219,101 @@ def test_annotations_of_callable_objects_and_methods():
     for f in (Scaler(), Scaler().method):
         assert on_eight(f).in_shardings(X) == {'x': ROWS}
         assert on_eight(f)(X).sharding == COLUMNS
+
+
+W = Sharded[Array, 'a* b']
+IsW = NewType('IsW', W)
+BoundW = TypeVar('BoundW', bound=W)
+
+
+class Behind(TypedDict):
+    required: Required[W]
+    not_required: NotRequired[W]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Constant:
+    w: Final[W]
+
+
+@pytest.mark.parametrize(
+    ('hint', 'value', 'expected'),
+    [
+        (Behind, {'required': X, 'not_required': X}, {'required': ROWS, 'not_required': ROWS}),
+        (Behind, {'required': X}, {'required': ROWS}),
+        (Constant, Constant(X), {'w': ROWS}),
+        (IsW, X, {'': ROWS}),
+        (BoundW, X, {'': ROWS}),
+        (IsW | None, X, {'': ROWS}),
+        (dict[str, IsW], {'p': X}, {'p': ROWS}),
+        (tuple[BoundW, Array], (X, X), {'0': ROWS}),
+        (list[NewType('IsLayer', Layer)], [LAYER], {f'0/{n}': s for n, s in OF_LAYER}),
+        (TypeVar('Free'), X, {}),
+    ],
+)
+def test_types_behind_others(hint, value, expected):
+    test_types_of_trees(hint, value, expected)
+
+
+@pytest.mark.skipif(not hasattr(typing, 'TypeAliasType'), reason='Python has it from 3.12 on')
+def test_aliases():
+    alias = typing.TypeAliasType('Alias', W)
+    test_types_of_trees(alias, X, {'': ROWS})
+    test_types_of_trees(typing.TypeAliasType('Second', alias), X, {'': ROWS})
+    test_types_of_trees(dict[str, alias | None], {'p': X}, {'p': ROWS})
+    names = {'W': W}
+    exec('type Nested = dict[str, Nested] | W', names)  # no syntax of Python 3.11
+    test_types_of_trees(names['Nested'], {'p': {'q': X}, 'r': X}, {'p/q': ROWS, 'r': ROWS})
+
+
+@pytest.mark.skipif(not hasattr(typing, 'ReadOnly'), reason='Python has it from 3.13 on')
+def test_read_only():
+    names = {'w': typing.ReadOnly[W], 'v': typing.NotRequired[typing.ReadOnly[W]]}
+    frozen = TypedDict('frozen', names)
+    test_types_of_trees(frozen, {'w': X, 'v': X}, {'w': ROWS, 'v': ROWS})
+
+
+def test_keywords_of_a_typed_dict():
+    def f(x, **more: Unpack[Behind]):
+        return x
+
+    found = on_eight(f).in_shardings(X, required=X, not_required=X)
+    assert found == {'x': None, 'required': ROWS, 'not_required': ROWS}
+
+
+def test_partials():
+    def f(x: W, y: Sharded[Array, 'a b*'], z: W = 1.0) -> Sharded[Array, 'a b*']:
+        return x + y + z
+
+    first = on_eight(functools.partial(f, X))
+    assert first.in_shardings(X, z=X) == {'y': COLUMNS, 'z': ROWS}
+    assert first(X).sharding == COLUMNS
+    by_name = on_eight(functools.partial(functools.partial(f, z=2.0), X))
+    assert by_name.in_shardings(X) == {'y': COLUMNS}
+    np.testing.assert_array_equal(by_name(X), 2 * X + 2)
+
+    class Scaler:
+        def __call__(self, x: W, scale):
+            return x * scale
+
+    assert on_eight(functools.partial(Scaler(), scale=3.0)).in_shardings(X) == {'x': ROWS}
+
+
+def test_keys_with_a_slash():
+    hint = dict[str, tuple[W, Sharded[Array, 'a b*']]]
+    for key in ['a/b', 'a/0', '/', '1']:
+        expected = {f'{key}/0': ROWS, f'{key}/1': COLUMNS}
+        assert _asked_of(hint, {key: (X, X)}) == expected
+
+
+def _asked_of(hint, value):
+    def f(x):
+        return 0
+
+    f.__annotations__ = {'x': hint}
+    found = asked(on_eight(f), value)
+    return {path.removeprefix('x/'): sharding for path, sharding in found.items()}
 
 
 def test_types_that_contain_themselves():

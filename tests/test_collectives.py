@@ -20,7 +20,7 @@ from hlo.programs import MACHINES, PROGRAMS, expected, partitioner
 from einshard._hlo.collectives import KINDS, read_collectives
 from einshard._hlo.device_groups import connected, read_groups
 from einshard._hlo.movements import read_gatherings
-from einshard._hlo.syntax import ArrayType, Sources, array_types, read_instruction
+from einshard._hlo.syntax import ArrayType, Sources, array_types, op_name, read_instruction
 
 HLO = Path(__file__).parent / 'hlo'
 ON_SPARSE_CORES = ('product_reduced', 'summed_and_scattered')
@@ -273,6 +273,14 @@ def test_innermost_line_of_the_user(parents):
     model = '/home/user/model.py:12'
     jax_alone = '/lib/python3.13/site-packages/jax/_src/lax.py:99'
     assert lines == ['/home/user/train.py:70', model, model, model, jax_alone, None]
+    flax = text.replace('/home/user/model.py', '/lib/python3.13/site-packages/flax/nnx/linear.py')
+    lines = [
+        Sources(flax.splitlines()).line(f'op_name="f" stack_frame_id={frame}') for frame in (2, 3)
+    ]
+    assert lines == ['/home/user/train.py:70'] * 2
+    nobody = flax.replace('/home/user/train.py', '/usr/lib/python3.13/runpy.py')
+    line = Sources(nobody.splitlines()).line('op_name="f" stack_frame_id=2')
+    assert line == '/lib/python3.13/site-packages/flax/nnx/linear.py:12'
     assert sources.line('op_name="f"') is None
     beside = 'op_name="f" source_file="/a b/m.py" source_line=7 source_end_line=9'
     assert sources.line(beside) == '/a b/m.py:7'
@@ -781,3 +789,9 @@ def test_memory_stays_below_four_texts():
     tracemalloc.stop()
     assert len(collectives) == 499
     assert peak + len(text) < 4 * len(text)
+
+
+def test_names_as_jax_has_them():
+    name = op_name(r'op_name="gr\303\266\303\237e[\'w\'][\"a\\b\"]" stack_frame_id=3')
+    assert name == 'größe[\'w\']["a\\b"]'
+    assert op_name('stack_frame_id=3') == ''

@@ -385,7 +385,7 @@ def test_things_without_a_sharding(x):
     with pytest.raises(EinshardError) as caught:
         describe(x)
     assert str(caught.value) == (
-        f'a {type(x).__name__} has no sharding to describe\n'
+        f'{type(x).__name__} has no sharding to describe\n'
         '  give: an array, a ShapeDtypeStruct, a sharding, or a tree of those'
     )
 

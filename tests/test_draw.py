@@ -17,6 +17,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from einshard import EinshardError, einshard, explain, sharded, show
+from einshard._pictures.words import wrapped
+from einshard._words import columns
 
 AUTO = AxisType.Auto
 
@@ -706,7 +708,7 @@ def mesh8():
         ),
         (([1],), 'there is nothing to draw: no leaf of the list has a sharding'),
         (({},), 'there is nothing to draw: no leaf of the dict has a sharding'),
-        ((abs,), 'a builtin_function_or_method cannot be drawn'),
+        ((abs,), 'builtin_function_or_method cannot be drawn'),
         ((NamedSharding(mesh8(), P('data')), (6,)), 'axis 0 has size 6, which 4 parts do not'),
         ((NamedSharding(mesh8(), P('data')), ()), 'the sharding is for 1 dimension or more'),
         ((NamedSharding(mesh8(), P(P.UNCONSTRAINED)),), 'the sharding leaves axes unconstrained'),
@@ -744,3 +746,11 @@ def test_the_errors_are_those_of_einshard(devices8):
         assert ours.value.sentence == theirs.value.sentence
         assert ours.value.spans == theirs.value.spans
         assert ours.value.fix == theirs.value.fix
+
+
+def test_wide_words_keep_to_the_width():
+    words = ['nothing is sharded: ' + '幅広 ' * 20]
+    lines = list(wrapped(words, 30))
+    assert len(lines) > 3
+    assert all(columns(line) <= 30 for line in lines)
+    assert ' '.join(lines).split() == words[0].split()

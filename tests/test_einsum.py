@@ -262,3 +262,48 @@ def test_errors(expression, shapes, text):
     with pytest.raises(EinshardError) as caught:
         einsum(expression, *[array(*shape) for shape in shapes])
     assert f'\n{caught.value}' == text
+
+
+@pytest.mark.parametrize(
+    ('text', 'shapes', 'fix'),
+    [
+        ('bx,xy->by', [(2, 3), (3, 4)], 'b x, x y -> b y'),
+        ('ij, ij -> ', [(2, 3), (2, 3)], 'i j, i j ->'),
+        ('ab->ba', [(2, 3)], 'a b -> b a'),
+        ('bhqd,bhkd->bhqk', [(2, 3, 4, 5)] * 2, 'b h q d, b h k d -> b h q k'),
+    ],
+)
+def test_letters_that_are_not_apart(text, shapes, fix):
+    arrays = [array(*shape) for shape in shapes]
+    with pytest.raises(EinshardError) as caught:
+        einsum(text, *arrays)
+    assert caught.value.fix == f"'{fix}'"
+    np.testing.assert_allclose(einsum(fix, *arrays), np.einsum(text, *arrays), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ('text', 'shapes'),
+    [
+        ('bx,xy->by', [(2,), (2, 3)]),
+        ('bx,xy->bz', [(2, 3), (3, 4)]),
+        ('b x, xy->b', [(2, 3), (3, 4)]),
+    ],
+)
+def test_words_that_letters_do_not_mend(text, shapes):
+    with pytest.raises(EinshardError) as caught:
+        einsum(text, *(array(*shape) for shape in shapes))
+    assert caught.value.fix is None
+
+
+def test_a_path_of_contractions():
+    arrays = [array(2, 3), array(3, 4), array(4, 5)]
+    product = np.linalg.multi_dot(arrays)
+    for path in ([(1, 2), (0, 1)], ((0, 1), (0, 1)), [[0, 1], [0, 1]], 'greedy', True):
+        found = einsum('a b, b c, c d -> a d', *arrays, optimize=path)
+        np.testing.assert_allclose(found, product, rtol=1e-5)
+    with pytest.raises(EinshardError) as caught:
+        einsum('a b, b c, c d -> a d', *arrays, optimize=['greedy'])
+    assert str(caught.value) == (
+        "optimize= is ['greedy'], which is no path of contractions\n"
+        "  give: 'greedy', 'optimal' or the operands of each step, [(0, 1), (0, 1)]"
+    )

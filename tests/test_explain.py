@@ -26,9 +26,11 @@ from einshard import (
     make_sharding,
     sharded,
 )
+from einshard._hlo.ends import read_ends
 from einshard._reports.along import along, mesh_axes_of, sharding_of
 from einshard._reports.fold import fold
 from einshard._reports.intermediates import _placement
+from einshard._reports.rows import Caution
 
 sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
 import transformer
@@ -599,6 +601,7 @@ results
 collectives
   runs  kind        array       groups  along     sent  line
      1  all-gather  f32[32,16]  2 of 4  z      1.5 KiB  {line}
+        of w
 """
     )
     assert resources.startswith('  sent in one run: 1.5 KiB\n  memory: ')
@@ -737,7 +740,7 @@ def test_a_compiler_that_does_not_show_its_program(monkeypatch):
 
 
 def test_what_is_no_function():
-    assert failing(3)[0].startswith('a int cannot be explained\n  give: a function')
+    assert failing(3)[0].startswith('int cannot be explained\n  give: a function')
 
 
 def test_programs_have_their_arguments_and_devices():
@@ -845,3 +848,89 @@ def test_reports_are_plain_and_frozen(small):
     assert small == dataclasses.replace(small)
     assert isinstance(make_sharding('a -> a*'), NamedSharding)
     assert P is not None
+
+
+# --- what a collective is of --------------------------------------------------------------------
+
+
+def train(params, x, clip):
+    def loss(params):
+        y = x
+        for layer in params['layers']:
+            y = jnp.tanh(y @ layer['w'])
+        return (y**2).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    scale = jnp.minimum(1, clip / norm)
+    return value, jax.tree.map(lambda p, g: p - scale * g, params, grads)
+
+
+@pytest.mark.parametrize('weights', ['i o -> * i o', 'i o -> i* o'])
+def test_what_is_gathered_and_what_sums_become(weights):
+    params = {'layers': [{'w': floats(32, 64)}, {'w': floats(64, 16)}]}
+    step = quick(weights, 'b d -> b* d', None, out=('... -> * ...', weights), mesh=jax.devices())
+    report = explain(step(train), params, floats(64, 32), floats())
+    of = {}
+    for row in report.collectives:
+        of.setdefault(row.kind, set()).update(row.of)
+    given, made = ({f'{at}/layers/{i}/w' for i in (0, 1)} for at in ('params', 'result/1'))
+    if weights == 'i o -> * i o':  # data parallelism: gradients are added up, and nothing else is
+        assert of == {'all-reduce': {'result/0', *made}}
+        assert 'of result/0, result/1/layers/0-1/w' in str(report)
+    else:
+        assert of['all-gather'] == given
+        assert made <= of.get('reduce-scatter', set()) | of['all-reduce']
+        assert re.search(r'\n        of params/layers/(0|1|0-1)/w\n', str(report))
+        assert re.search(r'>params/layers/(0|1|0-1)/w</td>', report._repr_html_())
+
+
+def test_the_norm_of_gradients_is_of_none_of_them():
+    text = """HloModule jit_f, num_partitions=4
+
+%scaled (g: f32[8], n: f32[]) -> (f32[8], f32[8]) {
+  %g = f32[8]{0} parameter(0)
+  %n = f32[] parameter(1)
+  %each = f32[8]{0} broadcast(%n), dimensions={}
+  %by = f32[8]{0} multiply(%g, %each)
+  ROOT %two = (f32[8]{0}, f32[8]{0}) tuple(%by, %each)
+}
+
+ENTRY %main (g: f32[8], h: f32[8], m: f32[]) -> (f32[8], f32[8]) {
+  %g = f32[8]{0} parameter(0)
+  %h = f32[8]{0} parameter(1)
+  %m = f32[] parameter(2)
+  %sums = (f32[8]{0}, f32[8]{0}) all-reduce(%g, %h), channel_id=1, to_apply=%add
+  %sum = f32[8]{0} get-tuple-element(%sums), index=0
+  %norm = f32[] all-reduce(%m), channel_id=2, to_apply=%add
+  %fused = (f32[8]{0}, f32[8]{0}) fusion(%sum, %norm), kind=kLoop, calls=%scaled
+  %first = f32[8]{0} get-tuple-element(%fused), index=0
+  %second = f32[8]{0} get-tuple-element(%fused), index=1
+  ROOT %both = (f32[8]{0}, f32[8]{0}) tuple(%second, %first)
+}
+"""
+    assert read_ends(text, ['sums', 'norm', 'none']) == {'sums': (1,), 'norm': (), 'none': ()}
+
+
+def test_a_broken_promise_is_warned_of():
+    f = quick('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-gather')(product)
+    arguments = floats(16, 16), floats(16, 16)
+    text = 'collectives= promises all-gather, and here is 1 all-reduce'
+    assert warnings_of(explain(f, *arguments)) == [('promise broken', text, line_of(product, '@'))]
+    kept = quick('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-reduce')
+    assert not explain(kept(product), *arguments).warnings
+
+
+def test_a_warning_is_printed_once():
+    report = explain(lambda x: x, 1.0)
+    caution = Caution('no effect', 'this changes nothing', 'a.py:1')
+    report = dataclasses.replace(report, warnings=(caution, Caution('replicated', 'x'), caution))
+    end = '\nwarnings\n  - a.py:1: this changes nothing (2 times)\n  - x'
+    assert str(report).endswith(end)
+
+
+def test_figures_that_look_the_same_are_no_difference():
+    report = explain(lambda x: x, 1.0)
+    flops = [dataclasses.replace(report, flops=n) for n in (776208384.0, 776306688.0, 8e8)]
+    assert not flops[0].diff(flops[1])
+    assert str(flops[0].diff(flops[2])) == '  flops: 776 Mflop => 800 Mflop (x 1.03)'

@@ -12,6 +12,8 @@ import pytest
 import einshard
 from einshard.__main__ import main
 
+TOO_MANY = 'JAX has no shardings over more than 2147483647 devices'
+
 MODEL = """
 import jax
 import jax.numpy as jnp
@@ -172,7 +174,7 @@ def test_table(capsys, model):
         (
             ['explain', 'MODEL:layr'],
             "module 'MODEL' has no 'layr'\n  it has: "
-            'Config, Rules, init, jax, jnp, layer, plain, rules, shapes, sharded, weights',
+            'Config, init, layer, plain, rules, shapes, weights',
         ),
         (
             ['explain', 'MODEL:plain', '--args', 'f33[2]'],
@@ -191,7 +193,7 @@ def test_table(capsys, model):
         ),
         (
             ['explain', 'MODEL:Config.size'],
-            'a int cannot be explained\n  give: a function, or what lower(...) of one gives',
+            'int cannot be explained\n  give: a function, or what lower(...) of one gives',
         ),
         (
             ['explain', 'MODEL:plain', '--args', 'f32[2]', '--mesh', 'a=2', 'a=2'],
@@ -201,14 +203,41 @@ def test_table(capsys, model):
             ['explain', 'MODEL:plain', '--args', 'f32[2]', '--devices', '64'],
             'JAX has started with 16 CPU devices, and cannot simulate 64 now',
         ),
-        (['table', 'MODEL:layer', 'MODEL:init'], 'MODEL:layer is no Rules, but a function'),
+        (['table', 'MODEL:layer', 'MODEL:init'], 'MODEL:layer is no Rules, but of type function'),
+        (
+            ['explain', '.MODEL:plain'],
+            "'.MODEL' is no module: its name starts with a dot, and there is no package around it\n"
+            '  as in: package.model:step',
+        ),
+        (
+            ['table', 'MODEL:rules', 'MODEL:plain'],
+            "the arguments do not match the parameters of plain: missing a required argument: 'x'\n"
+            '  parameters: x\n  arguments:  none',
+        ),
+        (
+            ['explain', 'MODEL:plain', '--args', 'MODEL:plain'],
+            "the arguments do not match the parameters of plain: missing a required argument: 'x'\n"
+            '  parameters: x\n  arguments:  none',
+        ),
+        (
+            ['table', 'MODEL:rules', 'MODEL:init', '--devices', '99999999999999999999'],
+            f"{TOO_MANY}\n  mesh: 'd0': 99999999999999999999 (Auto)",
+        ),
+        (
+            ['table', 'MODEL:rules', 'MODEL:init', '--mesh', 'a=65536', 'b=32768'],
+            f"{TOO_MANY}\n  array: float32[64], leaf 'bias'\n  rule:  'default'\n"
+            "  mesh:  'a': 65536, 'b': 32768 (Auto)",
+        ),
+        (['tabel', 'MODEL:rules'], "'tabel' is no command\n  here: python -m einshard table"),
+        (['explian'], "'explian' is no command\n  here: python -m einshard explain"),
         (
             ['table', 'MODEL:rules', 'MODEL:shapes', '--args', '3'],
-            'MODEL:shapes is a dict, which takes no arguments',
+            'MODEL:shapes is of type dict, which takes no arguments',
         ),
     ],
 )
 def test_bad_input(capsys, model, arguments, text):
+    jax.devices()  # started, as by the tests before this one
     arguments = [argument.replace('MODEL', model) for argument in arguments]
     assert refused(capsys, *arguments) == text.replace('MODEL', model)
 

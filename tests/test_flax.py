@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 from placed import MESH, check_equal, check_placed, mesh_of
 
-from einshard import Rules, axis_rules, describe, einshard, shard_largest, sharded
+from einshard import Rules, axis_rules, describe, einshard, explain, shard_largest, sharded
 
 X = np.float32(np.random.default_rng(0).normal(size=(16, 8)))
 CLOSE = {'rtol': 1e-4, 'atol': 1e-5}
@@ -468,3 +468,29 @@ def test_the_example_learns(monkeypatch):
         mesh_of(jax.devices(), data=8, tp=2),
     )
     assert describe(model.down.kernel[...]) == 'a b -> 8 a2 b'
+
+
+def test_a_report_tells_the_layer():
+    class Mlp(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    graph, state = nnx.split(Mlp(nnx.Rngs(0)))
+    rules = Rules([('kernel', 'i o -> i* o')], default='... -> * ...')
+
+    @sharded(rules, 'b d -> b* d', mesh=jax.devices()[:8])
+    def apply(state, x):
+        return nnx.merge(graph, state)(x)
+
+    rows = explain(apply, state, X).collectives
+    assert {row.of for row in rows} == {(f'state/layers/{i}/kernel/value',) for i in (0, 1)}
+    assert rows.counts == {'all-gather': 2}
+    line = Mlp.__call__.__code__.co_firstlineno + 2
+    # before 0.10 or so JAX writes one line alone, which is the innermost that is not its own
+    if jax.__version_info__ >= (0, 10):
+        assert {row.source for row in rows} == {f'{__file__}:{line}'}

@@ -184,6 +184,96 @@ def test_mesh_that_is_none(mesh):
         make_sharding('a -> a*', mesh=mesh)
 
 
+SIXTEEN = np.array(jax.devices(), dtype=object)
+
+
+@pytest.mark.parametrize(
+    ('mesh', 'text'),
+    [
+        (8, 'is 8, which is no mesh\n  give: a Mesh, an AbstractMesh or a sequence of devices'),
+        (
+            np.array(3),
+            'is array(3), which is no mesh\n'
+            '  give: a Mesh, an AbstractMesh or a sequence of devices',
+        ),
+        (
+            (4, 2),
+            'is (4, 2), which is no mesh\n'
+            '  give:  a Mesh, an AbstractMesh or a sequence of devices\n'
+            "  as in: jax.make_mesh((4, 2), ('x', 'y'))",
+        ),
+        (
+            {'data': 4},
+            "is {'data': 4}, which is no mesh\n"
+            '  give:  a Mesh, an AbstractMesh or a sequence of devices\n'
+            "  as in: jax.make_mesh((4,), ('data',))",
+        ),
+        (
+            SIXTEEN.reshape(8, 2),
+            'is an array of 2 dimensions, which does not name its axes\n'
+            "  instead: jax.sharding.Mesh(devices, ('x', 'y'))",
+        ),
+    ],
+)
+def test_no_mesh_wherever_one_is_taken(mesh, text):
+    def f(x):
+        return x
+
+    x = np.ones((16, 16), np.float32)
+    with pytest.raises(EinshardError) as caught:
+        device_mesh(mesh)
+    assert str(caught.value) == f'devices= {text}'
+    for taker in (
+        lambda: make_sharding('a -> a*', mesh=mesh),
+        lambda: einshard.einshard(x, 'a b -> a* b', mesh=mesh),
+        lambda: einshard.sharded('a b -> a* b', mesh=mesh)(f),
+        lambda: einshard.per_device('a* b', out='a* b', mesh=mesh)(f)(x),
+        lambda: einshard.Rules([('', 'a b -> a* b')]).table(x, mesh=mesh),
+    ):
+        with pytest.raises(EinshardError) as caught:
+            taker()
+        assert f'mesh= {text.partition(chr(10))[0]}\n' in str(caught.value)
+    with pytest.raises(EinshardError):
+        einshard.explain(f, x, mesh=mesh)
+    if not isinstance(mesh, int):  # for `show` a number of devices
+        with pytest.raises(EinshardError):
+            einshard.show('a* b', (16, 16), mesh)
+
+
+@pytest.mark.filterwarnings('ignore:The default axis_types will change')  # JAX 0.8
+def test_the_lines_that_make_a_mesh_make_one():
+    for given in [(4, 2), {'data': 4}]:
+        with pytest.raises(EinshardError) as caught:
+            make_sharding('a -> a*', mesh=given)
+        mesh = eval(caught.value.facts['as in'], {'jax': jax})
+        assert make_sharding('a*', mesh=mesh).num_devices == mesh.size
+    grid = SIXTEEN.reshape(8, 2)
+    with pytest.raises(EinshardError) as caught:
+        make_sharding('a -> a*', mesh=grid)
+    mesh = eval(caught.value.facts['instead'], {'jax': jax, 'devices': grid})
+    assert make_sharding('a@x b@y', mesh=mesh).spec == P('x', 'y')
+    assert make_sharding('a*', mesh=SIXTEEN) == make_sharding('a*')  # one dimension needs no names
+
+
+@pytest.mark.parametrize('thing', [jax.devices()[0], make_sharding('*'), [SIXTEEN], 'data', object])
+def test_things_that_are_no_devices(thing):
+    with pytest.raises(EinshardError, match=r'no mesh|a mesh is made of devices'):
+        device_mesh(thing)
+
+
+def test_more_devices_than_jax_can_count():
+    most = AbstractMesh((2**31 - 1,), ('x',))
+    assert make_sharding('a@x', mesh=most).spec == P('x')
+    shapes = [(2**31,), (2**16, 2**16), (2**61 - 1,)]
+    takers = [device_mesh, lambda mesh: make_sharding('a', mesh=mesh)]
+    for shape, taker in itertools.product(shapes, takers):
+        with pytest.raises(EinshardError) as caught:
+            taker(AbstractMesh(shape, ('x', 'y')[: len(shape)], axis_types=(AUTO,) * len(shape)))
+        assert str(caught.value).startswith(
+            "JAX has no shardings over more than 2147483647 devices\n  mesh: 'x': "
+        )
+
+
 def test_clear_caches_gives_an_equal_mesh():
     mesh = device_mesh()
     sharding = make_sharding('a b -> a4 b4')

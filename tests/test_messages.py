@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from einshard import EinshardError, device_mesh, einshard, make_sharding
+from einshard import EinshardError, clear_caches, device_mesh, einshard, make_sharding
 
 
 def message(function, *args, **kwargs):
@@ -1512,3 +1512,18 @@ def test_a_named_sharding_is_no_spec(devices8):
         '  specs are: an expression, None, a function (path, leaf) -> spec, a tree of those\n'
         "  instead:   name the mesh axes in an expression: 'b d -> b@data d'"
     )
+
+
+def test_on_a_machine_with_one_device(monkeypatch):
+    monkeypatch.setattr(jax, 'device_count', lambda: 1)
+    clear_caches()
+    text = """
+        the counts ask for 8 devices, more than the 1 there is
+            a b -> a8 b
+                   ^^
+          to simulate 8: XLA_FLAGS=--xla_force_host_platform_device_count=8, set before JAX starts
+          devices:       1
+          works with:    8 devices, or a multiple of 8 with a replica '*'
+    """
+    assert message(make_sharding, 'a b -> a8 b', mesh=jax.devices()[:1]) == expected(text)
+    clear_caches()

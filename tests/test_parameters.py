@@ -10,13 +10,14 @@ import subprocess
 import sys
 import textwrap
 import weakref
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from einshard import make_sharding, sharded
+from einshard import EinshardError, make_sharding, sharded
 
 X = np.arange(16, dtype=np.float32).reshape(4, 4)
 FOUR = jax.devices()[:4]
@@ -138,6 +139,59 @@ def test_wrong_calls_raise_what_the_function_raises(args, kwargs):
     with pytest.raises(TypeError) as caught:
         on_four(ROWS)(f)(*args, **kwargs)
     assert str(caught.value).split('f() ')[-1] == str(plain.value).split('f() ')[-1]
+
+
+def test_a_parameter_given_twice_whatever_the_ranks():
+    class Model:
+        def method(self, x):
+            return x
+
+    model, on_rows = Model(), on_four(ROWS)
+    Model.sharded = on_rows(Model.method)
+    for plain, ours in [
+        (lambda: weighted(X, x=3), lambda: on_rows(weighted)(X, x=3)),
+        (lambda: weighted(X, X, 2, y=3), lambda: on_rows(weighted)(X, X, 2, y=3)),
+        (lambda: model.method(X, x=3), lambda: model.sharded(X, x=3)),
+    ]:
+        with pytest.raises(TypeError) as caught:
+            plain()
+        with pytest.raises(TypeError) as raised:
+            ours()
+        assert str(raised.value) == str(caught.value)
+        assert 'got multiple values for argument' in str(caught.value)
+    g = on_rows(weighted)
+    np.testing.assert_array_equal(g(X), g(X))  # known, and called by its fast path from here on
+    with pytest.raises(TypeError, match='multiple values'):
+        g(X, x=3)
+
+
+@pytest.mark.parametrize(
+    ('options', 'text'),
+    [
+        ({'static_argnums': 'x'}, "static_argnums= is 'x', and no numbers of parameters"),
+        ({'static_argnums': 2.5}, 'static_argnums= is 2.5, and no numbers of parameters'),
+        (
+            {'static_argnums': np.array(0)},
+            'static_argnums= is array(0), and no numbers of parameters',
+        ),
+        ({'donate_argnums': ('x',)}, "donate_argnums= is ('x',), and no numbers of parameters"),
+        ({'static_argnames': 0}, 'static_argnames= is 0, and no names of parameters'),
+        ({'donate_argnames': 0}, 'donate_argnames= is 0, and no names of parameters'),
+        ({'donate_argnames': ['x', 0]}, "donate_argnames= is ['x', 0], and no names of parameters"),
+    ],
+)
+def test_options_of_jit_that_name_no_parameters(options, text):
+    (option,) = options
+    example = '(0,)' if option.endswith('nums') else "('x',)"
+    with pytest.raises(EinshardError) as caught:
+        sharded('a*', **options)(weighted)
+    assert str(caught.value) == (f'{text}\n  function: weighted\n  as in:    {option}={example}')
+
+
+def test_numbers_of_numpy_name_parameters():
+    for number in (np.int64(2), [np.int64(2)]):
+        g = on_four(ROWS, static_argnums=number)(weighted)
+        np.testing.assert_array_equal(g(X, X, 2.0), weighted(X, X, 2.0))
 
 
 def test_names_that_are_words_of_sharded():
@@ -411,6 +465,19 @@ def test_pickling_by_name():
 def test_copies_and_weak_references():
     assert copy.deepcopy(of_the_module) is of_the_module
     assert weakref.ref(of_the_module)() is of_the_module
+
+
+class Scaled(NamedTuple):
+    factor: int
+
+    @sharded('a*', mesh=jax.devices()[:8], static_argnums=0)
+    def times(self, x):
+        return x * self.factor
+
+
+def test_a_bound_method_is_pickled_with_its_instance():
+    again = pickle.loads(pickle.dumps(Scaled(3).times))
+    np.testing.assert_array_equal(again(np.ones(8)), np.full(8, 3.0))
 
 
 def test_pickled_in_one_process_and_loaded_in_another(tmp_path, monkeypatch):

@@ -512,3 +512,62 @@ def test_errors_of_the_body_are_not_touched(error):
 def test_nothing_is_moved_before_an_error():
     with jax.transfer_guard('disallow'), pytest.raises(EinshardError, match='do not divide'):
         LAYER(product)(X[:6], W)
+
+
+# ------------------------------------------------------------------------ axes of one part
+
+AT_ONE = np.arange(16, dtype=np.float32).reshape(2, 8)
+OVER_ONE = {
+    'nothing': lambda x: x + 1,
+    'psum': lambda x: jax.lax.psum(x, 'i'),
+    'pmean over both': lambda x: x + jax.lax.pmean(x, ('i', 'j')),
+    'all_gather': lambda x: jax.lax.all_gather(x, 'i', axis=0, tiled=True),
+    'psum_scatter': lambda x: jax.lax.psum_scatter(x, 'i', scatter_dimension=0, tiled=True),
+    'ppermute': lambda x: jax.lax.ppermute(x, 'i', [(0, 0)]),
+    'axis_index': lambda x: x + jax.lax.axis_index('i'),
+}
+MEANS = AT_ONE + AT_ONE.mean(1, keepdims=True)
+OF_ONE = {'nothing': AT_ONE + 1, 'pmean over both': MEANS}
+
+
+@pytest.mark.parametrize('what', OVER_ONE)
+def test_results_need_not_name_an_axis_of_one_part(what):
+    expected = OF_ONE.get(what, AT_ONE)
+    for spec, out in itertools.product(['i1 j8', 'i* j8'], ['i j8', 'i1 j8', '... j -> ... j8']):
+        y = per_device(spec, out=out, mesh=EIGHT)(OVER_ONE[what])(AT_ONE)
+        close(y, expected)
+        assert y.sharding == make_sharding('i j8', mesh=EIGHT)
+
+
+@pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
+def test_results_need_not_name_a_mesh_axis_of_one_device(types):
+    mesh = mesh_of(types, i=1, j=8)
+    placed = jax.device_put(AT_ONE, NamedSharding(mesh, P('i', 'j')))
+    for what, out in itertools.product(['pmean over both', 'axis_index'], ['i@i j@j', 'i j@j']):
+        y = per_device('i@i j@j', out=out, mesh=mesh)(OVER_ONE[what])(placed)
+        close(y, OF_ONE.get(what, AT_ONE))
+        assert y.sharding == make_sharding(out, mesh=mesh)
+
+
+def test_results_in_other_orders_and_trees_with_an_axis_of_one_part():
+    @per_device('i1 j8', out={'t': 'j i -> j8 i', 'sum': '... -> * ...'}, mesh=EIGHT)
+    def f(x):
+        return {'t': x.T, 'sum': jax.lax.psum(x, 'j')}
+
+    found = f(AT_ONE)
+    np.testing.assert_array_equal(found['t'], AT_ONE.T)
+    np.testing.assert_array_equal(found['sum'], AT_ONE.sum(1, keepdims=True))
+    assert found['t'].sharding == make_sharding('j8 i', mesh=EIGHT)
+    with pytest.raises(EinshardError, match="the same result along 'j'"):
+        per_device('i1 j8', out='i j -> * i j', mesh=EIGHT)(lambda x: x)(AT_ONE)
+
+
+def test_axes_of_one_part_cost_no_collectives():
+    f = per_device('i1 j8', out='j i -> j8 i', mesh=EIGHT)(lambda x: x.T)
+    assert 'all-' not in f.lower(AT_ONE).compile().as_text()
+
+
+def test_manual_takes_any_iterable_of_names():
+    mesh = mesh_of(p=4, q=2)
+    f = per_device('i@p j', out='i@p j', mesh=mesh, manual=(name for name in ['p']))
+    np.testing.assert_array_equal(f(lambda x: x + x.shape[0])(AT_ONE.T), AT_ONE.T + 2)

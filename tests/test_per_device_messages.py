@@ -580,6 +580,39 @@ DECORATED = [
         per_device decorates a function, not 3
         """,
     ),
+    (
+        lambda: per_device(layer, out='...')(list(range(100))),
+        """
+        per_device decorates a function, not [0, 1, 2, 3, 4, 5, ...]
+          to decorate it: per_device(..., out=...)(layer)
+        """,
+    ),
+    (
+        lambda: per_device('b x', out='...')(X, W),
+        """
+        per_device decorates a function, not 2 arguments
+        """,
+    ),
+    (
+        lambda: per_device('b x', out='...')(layer, x=X),
+        """
+        per_device decorates a function, not 2 arguments
+        """,
+    ),
+    (
+        lambda: per_device('b x', out='...')(),
+        """
+        per_device decorates a function, not 0 arguments
+        """,
+    ),
+    (
+        lambda: per_device('b x', out='...', manual=np.array('a'))(layer),
+        """
+        manual= is array('a', dtype='<U1'), and no names of mesh axes
+          function: layer
+          as in:    manual=('x',)
+        """,
+    ),
 ]
 
 

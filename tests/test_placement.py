@@ -1,8 +1,12 @@
 """einshard: arrays placed, tracers constrained, structs annotated, trees moved together."""
 
 import concurrent.futures
+import dataclasses
+import functools
 import itertools
+import pathlib
 import threading
+import types
 from typing import NamedTuple
 
 import jax
@@ -14,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import einshard as package
-from einshard import EinshardError, device_mesh, einshard, make_sharding
+from einshard import EinshardError, Rules, describe, device_mesh, einshard, make_sharding
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 # expression, and its device grid on eight devices: (array axis or None for replicas, count)
@@ -767,3 +771,59 @@ def test_threads_with_meshes_of_their_own():
 
     with concurrent.futures.ThreadPoolExecutor(len(meshes)) as pool:
         assert all(pool.map(work, meshes))
+
+
+# ---------------------------------------------------------------- arrays that JAX does not see
+
+
+@dataclasses.dataclass
+class Unregistered:
+    w: np.ndarray
+
+
+@dataclasses.dataclass(slots=True)
+class UnregisteredSlots:
+    w: np.ndarray
+
+
+class Foreign:
+    def __array__(self):
+        return np.ones(8)
+
+
+@pytest.mark.parametrize(
+    ('thing', 'give'),
+    [
+        (Unregistered(np.ones(8)), 'it registered by jax.tree_util.register_dataclass'),
+        (UnregisteredSlots(np.ones(8)), 'it registered by jax.tree_util.register_dataclass'),
+        (types.SimpleNamespace(w=jax.numpy.ones(8)), 'jax.tree_util.register_pytree_node'),
+        (types.SimpleNamespace(w=[np.ones(8)]), 'jax.tree_util.register_pytree_node'),
+        (Foreign(), 'numpy.asarray(x)'),
+    ],
+)
+def test_arrays_that_jax_does_not_see_are_not_left_behind(thing, give):
+    rules = Rules([('.*', '* ...')])
+    for act in (
+        lambda: einshard(thing, 'a*'),
+        lambda: einshard({'inner': [thing]}, 'a*'),
+        lambda: einshard(thing, rules),
+        lambda: rules.table({'inner': thing}),
+    ):
+        with pytest.raises(
+            EinshardError, match='has arrays, but is no tree that JAX knows'
+        ) as caught:
+            act()
+        assert give in caught.value.facts['give']
+
+
+def test_other_things_stay_what_they_are():
+    tree = {
+        'functions': [jax.nn.relu, jax.nn.gelu, np.sin, functools.partial(jax.nn.relu), len],
+        'types': [Unregistered, np.float32, jax.numpy.float32, np.dtype('int8')],
+        'settings': [Unregistered('w'), types.SimpleNamespace(n=1), 'text', pathlib.Path()],
+        'array': np.ones(16),
+    }
+    placed = einshard(tree, 'a*')
+    array = placed.pop('array')
+    assert describe(array) == 'a -> a16'
+    assert placed == {name: things for name, things in tree.items() if name != 'array'}

@@ -46,6 +46,16 @@ BY_THEORY = {
 }
 
 
+def test_a_program_for_a_mesh_that_is_given():
+    f = sharded('x y*', 'y* z')(product)
+    assert_collectives(f, X, W, allowed={'all-reduce': 1}, mesh=EIGHT)
+    assert_collectives(f, X, W, allowed=(), mesh=EIGHT[:1])
+    with pytest.raises(UnexpectedCollectives, match='16 B, 4 devices'):
+        assert_collectives(f, X[:1, :4], W[:4, :4], allowed=(), mesh=EIGHT[:4])
+    with pytest.raises(EinshardError, match='the arguments do not match the parameters of product'):
+        assert_collectives(f, X, allowed=())
+
+
 @pytest.mark.parametrize('case', BY_THEORY)
 def test_promises_about_products_known_by_theory(case):
     (x, w, out), has = BY_THEORY[case]
@@ -202,7 +212,7 @@ def test_a_loop_counts_once():
 
     x, layers = np.ones((2, 16), np.float32), np.ones((5, 16, 16), np.float32)
     ours({'all-reduce': 1, 'all-gather': 1})(x, layers)  # the last result is gathered
-    with pytest.raises(UnexpectedCollectives, match=r'f32\[2,16\], 128 B, 8 devices, 5 times'):
+    with pytest.raises(UnexpectedCollectives, match=r'f32\[2,16\] of 128 B, 8 devices, 5 times'):
         ours(())(x, layers)
 
 
@@ -425,8 +435,8 @@ def test_the_message_lists_every_offender():
     assert found == (
         'layer communicates more than it may: 2 all-gathers\n'
         '  allowed:      at most 1 all-reduce\n'
-        '  all-gather 1: f32[64,16], 4.0 KiB, 8 devices\n'
-        '  all-gather 2: f32[16,64], 4.0 KiB, 8 devices'
+        '  all-gather 1: f32[64,16] of 4.0 KiB, 8 devices\n'
+        '  all-gather 2: f32[16,64] of 4.0 KiB, 8 devices'
     )
 
 
@@ -439,7 +449,7 @@ def test_the_message_has_the_line_where_the_program_has_it():
     assert message_of(lambda: layer(X, W)) == (
         'layer communicates more than it may: 1 all-reduce\n'
         '  allowed:    no collectives\n'
-        f'  all-reduce: f32[8,16], 512 B, 8 devices, {HERE}:{line}'
+        f'  all-reduce: f32[8,16] of 512 B, 8 devices, {HERE}:{line}'
     )
 
 

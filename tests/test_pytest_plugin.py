@@ -320,7 +320,7 @@ def test_no_report(report, tmp_path):
     with pytest.raises(EinshardError) as caught:
         Goldens(tmp_path, 'test_step', tmp_path, update=True).differs(str(report))
     assert str(caught.value) == (
-        'a golden file is made of a Report, and this is a str\n'
+        'a golden file is made of a Report, and this is of type str\n'
         '  give: what explain(function, *arguments) returns'
     )
 

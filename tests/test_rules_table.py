@@ -197,27 +197,34 @@ def test_a_function_is_asked_once_for_each_leaf():
 
 def odd(pairs, *paths):
     table = Rules(pairs, default=EVERYWHERE).table({path: struct(16) for path in paths})
-    return table.unused, table.shadowed
+    return table.unused, table.shadowed, table.unneeded
 
 
 @pytest.mark.parametrize(
-    ('patterns', 'paths', 'unused', 'shadowed'),
+    ('patterns', 'paths', 'unused', 'shadowed', 'unneeded'),
     [
-        (['a', 'b'], ['a', 'b'], (), ()),
-        (['a', 'c'], ['a', 'b'], ('c',), ()),
-        (['a', 'a'], ['a'], (), (('a', 'a'),)),
-        (['', 'a'], ['a'], (), (('a', ''),)),
-        (['a', ''], ['a', 'b'], (), ()),
-        (['a', ''], ['a'], (), (('', 'a'),)),
-        (['a', 'ab'], ['ab', 'ac'], (), (('ab', 'a'),)),
-        (['ab', 'a'], ['ab', 'ac'], (), ()),
-        (['a', 'b', 'a|b', 'a|b|c'], ['a', 'b'], (), (('a|b', 'a'), ('a|b|c', 'a'))),
-        (['b', 'a', 'a|b', 'x', 'y'], ['a', 'b'], ('x', 'y'), (('a|b', 'a'),)),
-        ([], ['a'], (), ()),
+        (['a', 'b'], ['a', 'b'], (), (), ()),
+        (['a', 'c'], ['a', 'b'], ('c',), (), ()),
+        (['a', 'a'], ['a'], (), (('a', 'a'),), ()),
+        (['', 'a'], ['a'], (), (('a', ''),), ()),
+        (['a', ''], ['a', 'b'], (), (), ()),
+        (['a', ''], ['a'], (), (('', 'a'),), ()),
+        (['a', 'ab'], ['ab', 'ac'], (), (('ab', 'a'),), ()),
+        (['ab', 'a'], ['ab', 'ac'], (), (), ()),
+        (['a', 'b', 'a|b', 'a|b|c'], ['a', 'b'], (), (), ('a|b', 'a|b|c')),
+        (['b', 'a', 'a|b', 'x', 'y'], ['a', 'b'], ('x', 'y'), (), ('a|b',)),
+        ([], ['a'], (), (), ()),
     ],
 )
-def test_rules_never_used(patterns, paths, unused, shadowed):
-    assert odd([(pattern, EVERYWHERE) for pattern in patterns], *paths) == (unused, shadowed)
+def test_rules_never_used(patterns, paths, unused, shadowed, unneeded):
+    rules = [(pattern, EVERYWHERE) for pattern in patterns]
+    assert odd(rules, *paths) == (unused, shadowed, unneeded)
+
+
+def test_a_rule_that_others_leave_nothing_to_is_said():
+    rules = [('a', EVERYWHERE), ('b', EVERYWHERE), ('.*', EVERYWHERE)]
+    text = str(Rules(rules).table({'a': struct(16), 'b': struct(16)}))
+    assert text.endswith("\nnever needed: '.*', whose matches the rules before it take")
 
 
 def test_axes_that_did_not_divide():
@@ -307,6 +314,7 @@ class Page(html.parser.HTMLParser):
 
 def test_the_html_says_what_the_text_says():
     page = Page(RULES.table(TREE)._repr_html_())
+    assert 'monospace' in RULES.table(TREE)._repr_html_()
     table, notes = TEXT.strip().split('\n\n')
     head, dashes, *lines = table.splitlines()
     columns = [found.span() for found in re.finditer('-+', dashes)]

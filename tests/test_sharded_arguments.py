@@ -10,7 +10,7 @@ from counting import counting
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from einshard import EinshardError, einshard, make_sharding, sharded
+from einshard import EinshardError, describe, einshard, make_sharding, sharded
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 EIGHT = jax.devices()[:8]
@@ -277,3 +277,59 @@ def test_under_a_mesh_in_context_arrays_of_the_one_mesh_are_known():
         np.testing.assert_array_equal(f(result), X + 2)
         np.testing.assert_array_equal(f(X), X + 1)
         np.testing.assert_array_equal(f(jnp.asarray(X)), X + 1)
+
+
+# ------------------------------------------------------------------- defaults that are arrays
+
+ONES, SIX_ONES = np.ones(8), np.ones(6)
+
+
+@pytest.mark.parametrize('form', ['by position', 'by keyword'])
+def test_a_default_is_placed_by_its_spec(devices8, form):
+    @sharded(y='a*', mesh=devices8)
+    def f(x, y=ONES):
+        return y
+
+    for _ in range(2):
+        y = f(np.ones(3)) if form == 'by position' else f(x=np.ones(3))
+        assert describe(y) == 'a -> a8'
+        assert describe(f(np.ones(3), np.zeros(16))) == 'a -> a8'
+
+
+def test_a_default_has_to_fit_its_spec(devices8):
+    @sharded(y='a*', mesh=devices8)
+    def f(x, y=SIX_ONES):
+        return y
+
+    with pytest.raises(EinshardError, match="axis 'a' has size 6, which 8 parts do not divide"):
+        f(np.ones(3))
+    assert describe(f(np.ones(3), np.ones(8))) == 'a -> a8'
+
+
+# ------------------------------------------------- arguments without a spec, on other devices
+
+
+def test_without_a_spec_in_another_order(devices8):
+    other = Mesh(np.array([devices8[i] for i in (3, 1, 7, 0, 2, 4, 6, 5)]), ('p',))
+
+    @sharded(x='a*', mesh=devices8)
+    def add(x, y):
+        return x + y
+
+    y = einshard(np.arange(8), 'a*', mesh=other)
+    for _ in range(2):
+        with pytest.raises(EinshardError, match='held by the devices of the mesh, but in another'):
+            add(np.arange(8), y)
+    assert add(np.arange(8), np.arange(8)).tolist() == list(range(0, 16, 2))
+    with pytest.raises(EinshardError, match='but in another order'):
+        add(np.arange(8), y)
+
+
+def test_without_a_spec_elsewhere_where_only_the_result_has_one(devices8):
+    @sharded(out='a* b', mesh=devices8)
+    def same(x):
+        return x
+
+    with pytest.raises(EinshardError, match='held by 1 of the 8 devices'):
+        same(jax.device_put(X, jax.devices()[12]))
+    assert describe(same(X)) == 'a b -> a8 b'

@@ -276,9 +276,17 @@ async def asynchronous_generator(x):
     yield x
 
 
+class Asynchronous:
+    __name__ = 'asynchronous'
+
+    async def __call__(self, x):
+        return x
+
+
 @pytest.mark.parametrize(
     ('function', 'what'),
     [
+        (Asynchronous(), 'a coroutine'),
         (generator, 'a generator'),
         (coroutine, 'a coroutine'),
         (asynchronous_generator, 'an asynchronous generator'),
@@ -305,15 +313,15 @@ def test_a_function_given_beside_options():
         return x
 
     # jax.jit would take it for the function
-    text = '''
+    text = """
         sharded decorates a function, not [0, 1, 2, 3, 4, 5, ...]
           given first:    step, which beside options is a spec: a function of the path
           to decorate it: sharded(...)(step)
-    '''
+    """
     assert message(sharded(step, donate_argnums=0), list(range(100))) == expected(text)
 
 
-@pytest.mark.parametrize('mesh', ['data', 3, {'data': 8}])
+@pytest.mark.parametrize('mesh', ['data', 3])
 def test_things_that_are_no_mesh_name_the_function(mesh):
     """At decoration: to see that it is none needs no devices."""
     assert decorate(same, 'a b*', mesh=mesh) == expected(
@@ -614,3 +622,29 @@ def test_annotations_that_cannot_be_read():
           function: f
           define:   'Missing' in the module, before the function is decorated
         """)
+
+
+def plus(x, y=0.0):
+    return x + y
+
+
+def test_things_that_are_no_arrays():
+    assert message(sharded('a* b')(plus), 'hello') == expected("""
+        str is no array, and no tree that JAX knows
+          it is: str, parameter 'x' of plus
+          give:  no spec for it; jit takes it if it is static
+    """)
+
+
+def test_a_list_of_specs():
+    text = message(sharded(['a b -> a* b', 'b c -> * b c'])(plus), np.ones((8, 8), np.float32))
+    assert 'instead: a spec for each parameter, not a list: sharded(spec, spec, ...)' in text
+
+
+def test_errors_of_jax_name_the_function_and_not_ours():
+    def chosen(x, flag):
+        return x if flag else x + 1
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        sharded('a*')(chosen)(np.ones(16), True)
+    assert f'the function chosen at {__file__}' in str(caught.value)

@@ -250,7 +250,7 @@ b x, x y -> b y   on 4 devices
         == """
 a, a ->   on 4 devices
   free: none; reduced: a
-  tensor parallelism: only reduced axes are cut: each device computes a partial sum
+  only reduced axes are cut: each device computes a partial sum
   operand 0: 'a -> a4'
   operand 1: 'a -> a4'
   each device multiplies [a/4] [a/4]
@@ -259,7 +259,7 @@ a, a ->   on 4 devices
 
 a, b -> a b   on 4 devices
   free: a, b; reduced: none
-  data parallelism: only free axes are cut: each device computes its part of the result
+  only free axes are cut: each device computes its part of the result
   operand 0: 'a -> a4'
   operand 1: 'b -> 4 b'
   each device multiplies [a/4] [b]
@@ -429,3 +429,17 @@ def test_errors(einsum, options, text):
     with pytest.raises(EinshardError) as caught:
         parallelism(einsum, **options)
     assert f'\n{caught.value}' == text
+
+
+def test_letters_that_are_not_apart():
+    with pytest.raises(EinshardError) as caught:
+        parallelism('bx,xy->by', b=2)
+    assert caught.value.fix == "'b x, x y -> b y'"
+    assert parallelism('b x, x y -> b y', b=2).kind == 'data parallelism'
+
+
+@pytest.mark.parametrize('given', [3, None])
+def test_what_is_no_einsum(given):
+    for einsum in (given, [given]):
+        with pytest.raises(EinshardError, match=f'an einsum is a string, not {given} of type'):
+            parallelism(einsum)

@@ -116,7 +116,7 @@ def test_without_libtpu(monkeypatch):
     assert str(caught.value) == (
         'to describe TPUs and to compile for them takes libtpu, which is not installed\n'
         "  topology: 'v5e:2x4'\n"
-        "  install:  pip install 'einshard[tpu]'"
+        '  install:  pip install libtpu'
     )
 
 

@@ -1,7 +1,7 @@
 # %% [markdown]
 """# Handwritten digits
 
-    pip install 'einshard[demo]'
+    pip install '.[demo]'
     python docs/examples/digits.py
 
 A perceptron of two layers learns the handwritten digits that come with scikit-learn: unsharded, by

@@ -1,7 +1,7 @@
 # %% [markdown]
 """# An Equinox model
 
-    pip install 'einshard[examples]'
+    pip install '.[examples]'
     python docs/examples/equinox_mlp.py
 
 It is trained by data and tensor parallelism, with optax. Where there is no accelerator, the

@@ -1,7 +1,7 @@
 # %% [markdown]
 """# A Flax NNX model
 
-    pip install 'einshard[examples]'
+    pip install '.[examples]'
     python docs/examples/flax_nnx.py
 
 It is born in shards, and trained by data and tensor parallelism. Where there is no accelerator, the

@@ -1,7 +1,7 @@
 # %% [markdown]
 """# A slice of sixteen TPUs that is not there
 
-    pip install 'einshard[tpu]'
+    pip install '.[tpu]'
     python docs/examples/tpu_slice.py
 
 The compiler for TPUs, libtpu, runs on any Linux machine. So what a training step will cost on a

@@ -1,7 +1,7 @@
 # %% [markdown]
 """# A transformer
 
-    pip install einshard
+    pip install .
     python docs/examples/transformer.py --parallelism both --steps 120
 
 RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, a tied or an untied head: a

@@ -20,6 +20,7 @@ from .syntax import (
     Sources,
     array_types,
     number_of,
+    op_name,
     read_instruction,
 )
 from .trip_counts import trip_count
@@ -159,7 +160,6 @@ _GROUPS = re.compile(
     r'|mesh\[[^\]]*\](?:, device_ids=\((?:\[[\d,]+\](?:T\([\d,]+\))?|[\d,]+)\))? \{[^}]*\}|\{\})'
 )
 _PAIRS = re.compile(r'source_target_pairs=(\{\{[\d,{}]*\}\})')
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _ASYNC_FUSION = 'custom_call_target="AsyncCollective'
 _BETWEEN_SLICES = '_xla_megascale_transfer_type="'
 _MEETING = re.compile(
@@ -244,7 +244,7 @@ class _Reader:
                 times=1,
                 is_async=is_send or _is_async(made),
                 source=self.sources.line(made.metadata),
-                op_name=_op_name(made),
+                op_name=op_name(made.metadata),
                 n_devices=self.slices.n_devices,
             ),
             number_of('channel_id', made.attributes),
@@ -274,7 +274,7 @@ class _Reader:
                     times=1,
                     is_async=True,
                     source=self.sources.line(made.metadata),
-                    op_name=_op_name(made),
+                    op_name=op_name(made.metadata),
                     n_devices=self.slices.n_devices,
                 ),
                 number_of('channel_id', made.attributes),
@@ -339,7 +339,7 @@ class _Reader:
                 found = replace(found, is_async=True)
             if made.opcode not in ('while', 'conditional') and not found.op_name:
                 source = self.sources.line(made.metadata)
-                found = replace(found, op_name=_op_name(made), source=source)
+                found = replace(found, op_name=op_name(made.metadata), source=source)
             is_sliced = made.opcode == 'fusion' and callee.root == 'dynamic-slice'
             if is_sliced and found.kind == 'all-reduce':  # so TPU writes a reduce-scatter
                 results = array_types(callee.header.rpartition(' -> ')[2])
@@ -354,8 +354,3 @@ def _is_async(made: Instruction) -> bool:
     """Whether other work goes on after it; on GPU, JAX 0.8 also writes a -start where none does."""
     waits = '"is_sync":true' in made.attributes + made.metadata
     return made.opcode.endswith('-start') and not waits
-
-
-def _op_name(made: Instruction) -> str:
-    found = _OP_NAME.search(made.metadata)
-    return found[1] if found else ''

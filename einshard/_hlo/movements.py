@@ -9,8 +9,6 @@ that start where the number of the device says.
 from __future__ import annotations
 
 import bisect
-import functools
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .syntax import ArrayType, Instruction, Sources, read_instruction
+from .computations import Computation, Computations
+from .syntax import ArrayType, Instruction
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,7 @@ def read_gatherings(text: str, n_devices: int) -> list[Gathering]:
 
 
 _GATHER = re.compile(r' all-gather(?:-start)?\(')
-_HEADER = re.compile(r'\n(ENTRY )?%?(\S+) [^\n]*\{(?=\n)')
-_LINE = re.compile(r'  (ROOT )?%?(\S+) = ([^\n]*)')
-_OPERAND = re.compile(r'%([^\s,()]+)')
 _DIMENSION = re.compile(r'dimensions=\{(\d+)\}')
-_CALLS, _BODY = (re.compile(rf' ({word})=%?([^\s,]+)') for word in ('calls', 'body'))
 _INDEX = re.compile(r'index=(\d+)')
 _SIZES = re.compile(r'dynamic_slice_sizes=\{([\d,]+)\}')
 # these pass an array on as it is, or in another form
@@ -65,39 +60,10 @@ _COPIES = {'copy', 'copy-start', 'copy-done', 'all-gather-done', 'optimization-b
 _PASSES_ON = frozenset({'bitcast', 'reshape', 'transpose', 'convert', *_COPIES})
 
 
-class _Computation:
-    """Instructions by name. Lines are parsed when they are asked for: most are not."""
-
-    def __init__(self, name: str, text: str, is_entry: bool):
-        self.name = name
-        self.is_entry = is_entry
-        self.lines: dict[str, str] = {}
-        self.users: dict[str, list[str]] = {}
-        self.root = ''
-        self._parsed: dict[str, Instruction] = {}
-        for found in _LINE.finditer(text):
-            is_root, made, line = found.groups()
-            self.lines[made] = found[0]
-            if is_root:
-                self.root = made
-            for operand in _OPERAND.findall(line.partition('), ')[0]):
-                self.users.setdefault(operand, []).append(made)
-
-    def __getitem__(self, name: str) -> Instruction:
-        made = self._parsed.get(name)
-        if made is None:
-            made = self._parsed[name] = read_instruction(self.lines[name])
-        return made
-
-    def parameter(self, number: int) -> str:
-        at = f' parameter({number})'
-        return next(name for name, line in self.lines.items() if at in line)
-
-
 class _Value(NamedTuple):
     """An instruction, and what the parameters of its computation stand for."""
 
-    computation: _Computation
+    computation: Computation
     name: str
     given: tuple[_Value, ...] = ()
 
@@ -106,26 +72,10 @@ class _Unknown(Exception):
     """An instruction that is no plain arithmetic of the device's number."""
 
 
-class _Reader:
+class _Reader(Computations):
     def __init__(self, text: str, n_devices: int):
-        self.text = text
+        super().__init__(text)
         self.n_devices = n_devices
-        headers = list(_HEADER.finditer(text))
-        self.starts = [header.start() for header in headers]
-        self.ends = [header.end() for header in headers]
-        self.names = [header[2] for header in headers]
-        self.entry = next((i for i, header in enumerate(headers) if header[1]), -1)
-        self.numbers = {name: i for i, name in enumerate(self.names)}
-        self.sources = Sources(text[: self.starts[0] if headers else 0].splitlines())
-
-    @functools.cache  # noqa: B019  (lives as long as the reader)
-    def computation(self, i: int) -> _Computation:
-        end = self.text.find('\n}', self.ends[i])
-        return _Computation(self.names[i], self.text[self.ends[i] : end], i == self.entry)
-
-    def line(self, at: int) -> Instruction:
-        start = self.text.rfind('\n', 0, at) + 1
-        return read_instruction(self.text[start : self.text.find('\n', start)])
 
     def read(self) -> Iterator[Gathering]:
         for found in _GATHER.finditer(self.text):
@@ -148,13 +98,13 @@ class _Reader:
                 kept=self.kept(_Value(here, made.name), array),
             )
 
-    def origin(self, here: _Computation, name: str) -> tuple[_Computation, Instruction, bool]:
+    def origin(self, here: Computation, name: str) -> tuple[Computation, Instruction, bool]:
         """What made an array, before it took other forms and went into fusions and loops.
 
         And whether that is outside of a loop which gathers it.
         """
         made = here[name]
-        while made.opcode in _PASSES_ON and len(made.operands) == 1:
+        while self.passes_on(made):
             made = here[made.operands[0]]
         outside = self.outside(here, made)
         if outside is None:
@@ -163,7 +113,19 @@ class _Reader:
         made_in, origin, invariant = self.origin(caller, operand)
         return made_in, origin, invariant or made.opcode == 'get-tuple-element'
 
-    def outside(self, here: _Computation, made: Instruction) -> tuple[_Computation, str] | None:
+    def passes_on(self, made: Instruction) -> bool:
+        """Whether it is its operand in another form; on CPU a copy is in a fusion of its own."""
+        if len(made.operands) != 1 or made.opcode in _PASSES_ON:
+            return len(made.operands) == 1
+        if made.opcode != 'fusion' or made.callee not in self.numbers:
+            return False
+        callee = self.computation(self.numbers[made.callee])
+        inner = callee[callee.root]
+        while inner.opcode in _PASSES_ON and len(inner.operands) == 1:
+            inner = callee[inner.operands[0]]
+        return inner.opcode == 'parameter'
+
+    def outside(self, here: Computation, made: Instruction) -> tuple[Computation, str] | None:
         """Where what comes into a fusion or, unchanged by its turns, into a loop, comes from."""
         if made.opcode == 'parameter' and not here.is_entry:
             caller, call = self.caller('calls', here.name)
@@ -175,20 +137,7 @@ class _Reader:
         start = caller[call.operands[0]]
         return (caller, start.operands[at]) if start.opcode == 'tuple' else None
 
-    def caller(self, word: str, name: str) -> tuple[_Computation | None, Instruction | None]:
-        """The instruction that runs a computation as its 'calls' or its 'body'."""
-        at = self.calls.get((word, name))
-        if at is None:
-            return None, None
-        return self.computation(bisect.bisect(self.starts, at) - 1), self.line(at)
-
-    @functools.cached_property
-    def calls(self) -> dict[tuple[str, str], int]:
-        """Where computations are run from."""
-        found = itertools.chain(*(call.finditer(self.text) for call in (_CALLS, _BODY)))
-        return {(call[1], call[2]): call.start() for call in found}
-
-    def used_at(self, here: _Computation, name: str, far: int = 3) -> str | None:
+    def used_at(self, here: Computation, name: str, far: int = 3) -> str | None:
         """The line of the source of what uses an array; what only copies it may have none."""
         for user in map(here.__getitem__, here.users.get(name, ())):
             source = self.sources.line(user.metadata) if user.metadata else None
@@ -327,7 +276,7 @@ def _layout(made: Instruction) -> Sequence[int]:
     return [int(axis) for axis in found[1].split(',')] if found else range(rank)[::-1]
 
 
-def _carried(here: _Computation, made: Instruction) -> int | None:
+def _carried(here: Computation, made: Instruction) -> int | None:
     """Where in what a loop carries along an element is, if each turn leaves it as it is."""
     root, index = here[here.root], _INDEX.search(made.attributes)
     if made.opcode != 'get-tuple-element' or root.opcode != 'tuple' or index is None:

@@ -137,6 +137,10 @@ class Program:
 
 _HERE = str(Path(__file__).parent.parent)  # of the package
 _OF_JAX = re.compile(r'[\\/](?:site|dist)-packages[\\/]jax(?:lib)?[\\/]|[\\/]jax[\\/]_src[\\/]')
+# a layer of Flax is in Flax, and its user wants the line of the model that calls it
+_OF_LIBRARY = re.compile(
+    r'[\\/](?:(?:site|dist)-packages|lib[\\/]python3\.\d+)[\\/]|^<frozen ', re.IGNORECASE
+)
 _ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})')
 
 
@@ -168,20 +172,36 @@ class Sources:
         self._beyond = 1 if self._frames.get(1, (0, 0))[1] == 1 else 0
 
     def line(self, metadata: str) -> str | None:
-        """'model.py:12' of the innermost frame that is neither JAX's nor einshard's."""
+        """'model.py:12' of the innermost frame that is of no library; else of none but JAX."""
         if file := re.search(r'source_file="([^"]*)"', metadata):
             return f'{file[1]}:{number_of("source_line", metadata)}'
         frame = number_of('stack_frame_id', metadata)
-        innermost = None
+        innermost = of_library = None
         while frame in self._frames:
             place, parent = self._frames[frame]
             file_id, line = self._places.get(place, (0, 0))
             if file := self._files.get(file_id):
-                if not (file.startswith(_HERE) or _OF_JAX.search(file)):
-                    return f'{file}:{line}'
                 innermost = innermost or f'{file}:{line}'
+                if not (file.startswith(_HERE) or _OF_JAX.search(file)):
+                    if not _OF_LIBRARY.search(file):
+                        return f'{file}:{line}'
+                    of_library = of_library or f'{file}:{line}'
             frame = parent - self._beyond
-        return innermost
+        return of_library or innermost
+
+
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+
+
+def op_name(metadata: str) -> str:
+    """JAX's name for what became an instruction, '' if there is none; XLA escapes what is in it."""
+    found = _OP_NAME.search(metadata)
+    escaped = found[1].encode() if found else b''
+    return re.sub(rb'\\([0-7]{3}|.)', _unescaped, escaped).decode(errors='replace')
+
+
+def _unescaped(found: re.Match[bytes]) -> bytes:
+    return bytes([int(found[1], 8)]) if len(found[1]) == 3 else found[1]
 
 
 def number_of(name: str, text: str) -> int:

@@ -13,7 +13,7 @@ from .._cache import cached
 from .._errors import quoted
 from .._expression import Expression, parse
 from .._layout import axis_positions, check_divisible, lay_out, needs_rank
-from .._mesh import AnyMesh, AxisRules, entry_axes, is_device_mesh, sizes_of
+from .._mesh import AnyMesh, AxisRules, entry_axes, is_device_mesh, partition_spec, sizes_of
 from .._sharding import make_sharding
 from .mesh_members import Member
 from .shared_mesh import SharedMesh, share
@@ -65,6 +65,23 @@ class View(NamedTuple):
             return spec
         rows = map(entry_axes, spec)
         return PartitionSpec(*(tuple(axis for axis in row if axis in manual) for row in rows))
+
+    def uncut(self, manual: frozenset[str]) -> tuple[str, ...]:
+        """The mesh axes of one device that the function works on."""
+        sizes = sizes_of(self.mesh)
+        return tuple(a for a in sizes if sizes[a] == 1 and (not manual or a in manual))
+
+    def result_spec(self, text: str, n_dims: int, manual: frozenset[str]) -> PartitionSpec:
+        """The same for a result, where there may be axes of one device."""
+        spec = self.partition_spec(text, n_dims, manual)
+        if not n_dims:
+            return spec
+        # JAX takes what was over an axis of one device to differ along it, and a result that does
+        # not name it to be wrong
+        first, *others = [*map(entry_axes, spec)] or [()]
+        named = {axis for row in (first, *others) for axis in row}
+        unnamed = (axis for axis in self.uncut(manual) if axis not in named)
+        return partition_spec([(*first, *unnamed), *others])
 
     def mesh_axes_of(self, axis: str) -> str:
         """The mesh axes that an array axis is over, where they have other names."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -13,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from .._errors import EinshardError, quoted
+from .._errors import EinshardError, plural, quoted
 from .._expression import parse
 from .._layout import axis_positions, mesh_text
 from .._mesh import MeshLike, around, mesh_fact, resolve_mesh
@@ -79,11 +81,12 @@ def per_device(
     """
     named = named_specs_and_jit_options
 
-    def decorate(function: Any) -> Any:
+    def decorate(*functions: Any, **unexpected: Any) -> Any:
+        function = functions[0] if len(functions) == 1 and not unexpected else None
         if isinstance(function, staticmethod | classmethod):
             return type(function)(decorate(function.__func__))
         if not callable(function):
-            raise EinshardError(f'per_device decorates a function, not {function!r}')
+            raise _called_too_early([*functions, *unexpected.values()], in_specs)
         its_specs = {name: spec for name, spec in named.items() if name not in JIT_OPTIONS}
         options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
         mapped = _Mapped(function, in_specs, its_specs, out, mesh, manual, check_vma)
@@ -97,6 +100,16 @@ def per_device(
         )(mapped.whole_function())
 
     return decorate
+
+
+def _called_too_early(given: Sequence[Any], in_specs: Sequence[Spec]) -> EinshardError:
+    """For what `per_device(...)` gives, called without a function."""
+    found = reprlib.repr(given[0]) if len(given) == 1 else plural(len(given), 'argument')
+    facts: dict[str, str] = {}
+    if len(in_specs) == 1 and callable(in_specs[0]):
+        name = name_of(in_specs[0])
+        facts = {'to decorate it': f'per_device(..., out=...)({name})'}
+    return EinshardError(f'per_device decorates a function, not {found}', facts=facts)
 
 
 _WHOLE = '...'
@@ -251,12 +264,12 @@ class _Mapped:
 
     def _out_specs(self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         texts = [one for one in jtu.tree_leaves(self.out) if one is not None]
-        if any(view.needs_rank(text) for text in texts):
+        if view.uncut(self.manual) or any(view.needs_rank(text) for text in texts):
             # the ranks are those of any other specs
             unplaced = mapped(out_specs=PartitionSpec(), check_vma=False)
             shapes = jax.eval_shape(unplaced, *arguments)
             found = self._result_leaves(view, shapes)
-            specs = [view.partition_spec(text, n_dims, self.manual) for text, n_dims in found]
+            specs = [view.result_spec(text, n_dims, self.manual) for text, n_dims in found]
             return jtu.tree_unflatten(jtu.tree_structure(shapes), specs)
         return jtu.tree_map(lambda text: view.partition_spec(text, None, self.manual), self.out)
 
@@ -334,9 +347,12 @@ _REPLICATED = re.compile(
 )
 
 
-def _names(manual: object) -> frozenset[str]:
-    names = (manual,) if isinstance(manual, str) else () if manual is None else manual
-    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+def _names(manual: Any) -> frozenset[str]:
+    names: list[Any] = [manual]
+    if not isinstance(manual, str):
+        with contextlib.suppress(TypeError):  # of what has no items, an array of no dimensions too
+            names = [] if manual is None else [*manual]
+    if not all(isinstance(name, str) for name in names):
         raise EinshardError(
             f'manual= is {manual!r}, and no names of mesh axes', facts={'as in': "manual=('x',)"}
         )

@@ -233,7 +233,7 @@ def _of_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
     own_shape = getattr(x, 'shape', None)
     if own_shape is None:
         raise EinshardError(
-            f'a {type(x).__name__} cannot be drawn',
+            f'{type(x).__name__} cannot be drawn',
             facts={
                 'give': 'an expression, an array, a ShapeDtypeStruct or a sharding; '
                 'for trees, use jax.tree.map'

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .._errors import plural
 from .._mesh import AnyMesh, is_device_mesh
-from .._words import shape_text
+from .._words import columns, shape_text
 from .boxes import Blocks
 
 
@@ -71,9 +70,21 @@ def wrapped(words: Sequence[str], width: int) -> Iterator[str]:
     for line in words:
         clauses = ''
         for clause in re.split('(?<=[;:]) ', line):
-            if clauses and len(clauses) + len(clause) >= width:
-                yield from textwrap.wrap(clauses, width)
+            if clauses and columns(clauses) + columns(clause) >= width:
+                yield from _filled(clauses, width)
                 clauses = clause
             else:
                 clauses = f'{clauses} {clause}'.lstrip()
-        yield from textwrap.wrap(clauses, width)
+        yield from _filled(clauses, width)
+
+
+def _filled(text: str, width: int) -> Iterator[str]:
+    # textwrap counts characters, of which some are two columns wide
+    line = ''
+    for word in text.split():
+        if line and columns(f'{line} {word}') > width:
+            yield line
+            line = word
+        else:
+            line = f'{line} {word}'.lstrip()
+    yield line

@@ -9,11 +9,20 @@ from .._errors import plural
 from .._hlo.collectives import Collective
 from .._hlo.movements import Gathering
 from .._mesh import AnyMesh
+from .._promises import Allowed, allowed_text, counts_text, more_than
 from .._words import amount, short_source
 from .along import sharding_of
 from .rows import ArrayRow, Caution
 
 Names = tuple[str, ...] | None
+
+
+def promise_broken(allowed: Allowed | None, collectives: Sequence[Collective]) -> Iterator[Caution]:
+    """The `collectives=` of a function, where its program has others: a call of it raises."""
+    too_many = [] if allowed is None else more_than(allowed, collectives)
+    if allowed is not None and too_many:
+        text = f'collectives= promises {allowed_text(allowed)}, and here is {counts_text(too_many)}'
+        yield Caution('promise broken', text, too_many[0].source)
 
 
 def replicated(rows: Sequence[ArrayRow], n_devices: int, above: int) -> Iterator[Caution]:

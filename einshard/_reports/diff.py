@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .._words import amount, short_arrays
 from .fold import fold
+from .page import flops_text
 from .rows import ArrayRow, CollectiveRow
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class Diff:
             placement: "float32[8,4] 'a b -> a8 b'"; None where there is no such array.
         collectives: (collective, how often before, how often after), with loops. A collective is
             its kind, its arrays and what it is along.
-        numbers: (name, before, after) of bytes and flops that differ.
+        numbers: (name, before, after) of bytes and flops that differ in the digits shown.
     """
 
     arrays: tuple[tuple[str, str | None, str | None], ...]
@@ -50,9 +51,8 @@ class Diff:
             runs = f'{before} => {after}' if before and after else f'{before or after}'
             yield f'{sign} {what}: {runs}'
         for name, before, after in self.numbers:
-            show = amount if name != 'flops' else str
             times = f' (x {after / before:.3g})' if before and after else ''
-            yield f'  {name}: {show(before)} => {show(after)}{times}'
+            yield f'  {name}: {_shown(name, before)} => {_shown(name, after)}{times}'
 
 
 def make_diff(before: Report, after: Report) -> Diff:
@@ -65,8 +65,16 @@ def make_diff(before: Report, after: Report) -> Diff:
     return Diff(
         arrays=tuple((p, old.get(p), new.get(p)) for p in paths if old.get(p) != new.get(p)),
         collectives=tuple((k, ours[k], theirs[k]) for k in kinds if ours[k] != theirs[k]),
-        numbers=tuple((n, v, others[n]) for n, v in numbers.items() if v != others[n]),
+        numbers=tuple(
+            (name, number, others[name])
+            for name, number in numbers.items()
+            if _shown(name, number) != _shown(name, others[name])
+        ),
     )
+
+
+def _shown(name: str, number: int) -> str:
+    return flops_text(number) if name == 'flops' else amount(number)
 
 
 def _arrays(report: Report) -> Mapping[str, str]:

@@ -17,12 +17,13 @@ from jax.stages import Compiled
 from .._describe import describe, describe_named
 from .._expression import ELLIPSIS, axis_letters, parse
 from .._hlo.collectives import Collective, read_collectives
-from .._hlo.movements import read_gatherings
+from .._hlo.ends import read_ends
+from .._hlo.movements import Gathering, read_gatherings
 from .._mesh import MeshLike, entry_axes, is_device_mesh
 from .._promises import program_text
 from .._specs import LeafSpec, as_lenient, path_text
 from .along import Cuts, along, mesh_axes_of
-from .cautions import gathered_again, moved_whole, replicated
+from .cautions import gathered_again, moved_whole, promise_broken, replicated
 from .constraints import idle_constraints
 from .intermediates import find_intermediates
 from .lowered import Stages, lower
@@ -93,6 +94,11 @@ def explain(
     in_rows, out_rows = ([_array_row(array) for array in part] for part in (arguments, results))
     used = [array for array in arguments if array.sharding is not None]
     inputs = [(array.path, array.shape, array.names) for array in used]
+    ends = read_ends(text, [one.name for one in collectives]) if collectives else {}
+    of = {
+        one.name: _of(gatherings.get(one.name), ends[one.name], inputs, out_rows)
+        for one in collectives
+    }
     flops = (compiled.cost_analysis() or {}).get('flops', 0)
     return Report(
         name=stages.name or _module_name(text),
@@ -101,11 +107,14 @@ def explain(
         mesh=_mesh_axes(meshes),
         arguments=tuple(in_rows),
         results=tuple(out_rows),
-        collectives=Collectives(_collective_row(one, meshes, cuts) for one in collectives),
+        collectives=Collectives(
+            _collective_row(one, of[one.name], meshes, cuts) for one in collectives
+        ),
         memory=_memory(compiled),
         flops=flops if flops > 0 else None,
         warnings=tuple(
             itertools.chain(
+                promise_broken(stages.promise, collectives),
                 replicated([*in_rows, *out_rows], len(devices), replicated_above),
                 moved_whole(gatherings, collectives, meshes, inputs),
                 gathered_again(gatherings, collectives, inputs),
@@ -252,7 +261,21 @@ def _cuts(arrays: Sequence[_Array]) -> dict[str, list[tuple[str, ...]]]:
     return cuts
 
 
-def _collective_row(one: Collective, meshes: Sequence[Any], cuts: Cuts) -> CollectiveRow:
+def _of(
+    gathering: Gathering | None,
+    ends: Sequence[int],
+    inputs: Sequence[tuple[str, Any, Any]],
+    results: Sequence[ArrayRow],
+) -> tuple[str, ...]:
+    """The argument that a collective gathers, or the results that it becomes."""
+    if gathering is not None and gathering.parameter is not None:
+        return (inputs[gathering.parameter][0],)
+    return tuple(results[i].path for i in ends)
+
+
+def _collective_row(
+    one: Collective, of: tuple[str, ...], meshes: Sequence[Any], cuts: Cuts
+) -> CollectiveRow:
     words = ''
     for mesh in meshes:
         axes = mesh_axes_of(one.groups, mesh)
@@ -270,6 +293,7 @@ def _collective_row(one: Collective, meshes: Sequence[Any], cuts: Cuts) -> Colle
         network_bytes=one.network_bytes,
         is_async=one.is_async,
         source=one.source,
+        of=of,
         op_name=one.op_name,
     )
 

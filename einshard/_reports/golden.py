@@ -112,7 +112,7 @@ class Goldens:
         """Writes the file of a report, or says how the report differs from it."""
         if not isinstance(report, Report):
             raise EinshardError(
-                f'a golden file is made of a Report, and this is a {type(report).__name__}',
+                f'a golden file is made of a Report, and this is of type {type(report).__name__}',
                 facts={'give': 'what explain(function, *arguments) returns'},
             )
         path = self._path(name)

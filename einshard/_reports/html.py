@@ -5,9 +5,9 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from .._words import MONO
 from .page import Column, Page, Section
 
-_MONO = 'font-family: ui-monospace, Menlo, Consolas, monospace'
 _FRAME = 'font: 13px/1.45 system-ui, sans-serif; text-align: left; max-width: 70em'
 _TITLE = 'font-size: 15px; font-weight: 600; margin: 2px 0 8px'
 _SECTION = 'font-weight: 600; margin: 12px 0 2px'
@@ -49,7 +49,7 @@ def _row(tag: str, style: str, cells: Sequence[str], along: Sequence[Column]) ->
     made: list[str] = []
     for cell, column in zip(cells, along, strict=True):
         align = 'right' if column.right else 'left'
-        family = f'; {_MONO}' if tag == 'td' else ''
+        family = f'; {MONO}' if tag == 'td' else ''
         made.append(
             f'<{tag} style="{style}; text-align: {align}; white-space: nowrap{family}">'
             f'{html.escape(cell)}</{tag}>'

@@ -19,14 +19,14 @@ from jax.stages import Lowered
 from .._describe import describe_named
 from .._errors import EinshardError
 from .._hlo.device_groups import read_groups
-from .._hlo.syntax import Sources, read_instruction
+from .._hlo.syntax import Sources, op_name, read_instruction
 from .._mesh import AnyMesh
 from .along import sharding_of
 from .rows import ArrayRow
 
 _LINE = re.compile(r'^  .* sharding=\{(?!\{).*op_name="jit\(.*$', re.MULTILINE)
 _SHARDING = re.compile(r'\bsharding=\{((?:[^{}]|\{[^{}]*\})*)\}')
-_OP_NAME = re.compile(r'op_name="(?:jit\([^)]*\)/)?([^"]*)"')
+_OUTERMOST = re.compile(r'jit\([^)]*\)/')
 _TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
 _MESH = re.compile(r'(mesh\[.*?\](?:, device_ids=\(.*?\))?), \[(.*)\]')
 # these make no value that anyone named
@@ -62,8 +62,8 @@ def _read(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
     for found in _LINE.finditer(text):
         made = read_instruction(found[0])
         source = sources.line(made.metadata)
-        sharding, name = _SHARDING.search(made.attributes), _OP_NAME.search(made.metadata)
-        if made.opcode in _NO_VALUES or source is None or sharding is None or name is None:
+        sharding, name = _SHARDING.search(made.attributes), op_name(made.metadata)
+        if made.opcode in _NO_VALUES or source is None or sharding is None or not name:
             continue
         (array,) = made.results
         key = sharding[1], len(array.shape)
@@ -71,7 +71,7 @@ def _read(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
             known[key] = _placement(*key, meshes)
         placement, parts = known[key]
         yield ArrayRow(
-            path=name[1],
+            path=_OUTERMOST.sub('', name, count=1),
             shape=array.shape,
             dtype=array.dtype,
             placement=placement,

@@ -21,6 +21,7 @@ from .._errors import EinshardError
 from .._mesh import AnyMesh, MeshLike, given_mesh, mesh_fact, resolve_mesh
 from .._parameters import name_of
 from .._program import Program
+from .._promises import Allowed
 from .._sharded_function import ShardedFunction
 from .._specs import LeafSpec, array_text, leaf_specs
 
@@ -35,6 +36,7 @@ class Stages:
         compiled: None where the user gave what comes before.
         labels: the names of the arguments by position; None where they are not known.
         program: of a `sharded` function, and the values it is called with.
+        promise: what that may communicate; None where it promises nothing.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Stages:
     labels: Mapping[int, str] | None = None
     program: Program | None = None
     values: tuple[Any, ...] = ()
+    promise: Allowed | None = None
 
     def lower(self) -> Lowered:
         """The lowered program."""
@@ -92,12 +95,12 @@ def lower(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLik
         return _given(fn, args, kwargs, mesh)
     if not callable(fn):
         raise EinshardError(
-            f'a {type(fn).__name__} cannot be explained',
+            f'{type(fn).__name__} cannot be explained',
             facts={'give': 'a function, or what lower(...) of one gives'},
         )
     _leave_out_our_lines()
     name = name_of(fn)
-    _check_arguments(fn, name, args, kwargs)
+    check_arguments(fn, name, args, kwargs)
     target = None if mesh is None else _concrete(resolve_mesh(mesh))
     if target is not None:
         # what is placed here cannot be moved to devices that need not be there
@@ -149,7 +152,12 @@ def _trace(
             program, values, traced = made._call(args, kwargs, _trace_with)  # type: ignore[reportPrivateUsage]
             labels = [p for i, p in enumerate(program.labels) if i not in program.static]
             return Stages(
-                name, traced=traced, labels=dict(enumerate(labels)), program=program, values=values
+                name,
+                traced=traced,
+                labels=dict(enumerate(labels)),
+                program=program,
+                values=values,
+                promise=made._promise,  # type: ignore[reportPrivateUsage]
             )
         if not hasattr(fn, 'trace'):
             # a fresh function where the mesh is given: jit knows by the function what it has traced
@@ -192,7 +200,8 @@ def _concrete(mesh: AnyMesh) -> AnyMesh:
     return mesh
 
 
-def _check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises where a function has no parameters for these arguments, or more of them."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # some builtins; JAX will say what it thinks

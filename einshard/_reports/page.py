@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ class Column:
     head: str
     right: bool = False  # numbers are aligned to the right
     elastic: str = ''  # where the page is too narrow, the 'middle' or 'start' is left out
+    below: bool = False  # text has it on a line of its own, for paths are long
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ _COLLECTIVES = (
     Column('along'),
     Column('sent', right=True),
     _SOURCE,
+    Column('of', below=True),
 )
 
 
@@ -72,12 +75,13 @@ def lay_out_report(report: Report) -> Page:
     mesh = ', '.join(f'{name}={size}' for name, size in report.mesh)
     devices = plural(report.n_devices, 'device')
     title = f'{report.name} on {devices} ({report.device_kind}{"; " * bool(mesh)}{mesh})'
-    warnings = tuple(
+    warnings = Counter(
         f'{f"{short_source(caution.source)}: " if caution.source else ""}{caution.text}'
         for caution in report.warnings
     )
+    listed = tuple(f'{text} ({n} times)' if n > 1 else text for text, n in warnings.items())
     shown = tuple(section for section in sections if section.rows or section.words)
-    return Page(title, shown, warnings)
+    return Page(title, shown, listed)
 
 
 def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:
@@ -115,7 +119,10 @@ def _collective_section(report: Report) -> Section:
     shown = [collective_cells(rows) for rows in in_order]
     if not shown:
         return Section('collectives', words=('none',))
-    return Section('collectives', _COLLECTIVES, *_first(shown))
+    columns = _COLLECTIVES
+    if not any(cells[-1] for cells in shown):
+        columns, shown = columns[:-1], [cells[:-1] for cells in shown]
+    return Section('collectives', columns, *_first(shown))
 
 
 def collective_cells(rows: Sequence[CollectiveRow]) -> tuple[str, ...]:
@@ -136,7 +143,15 @@ def collective_cells(rows: Sequence[CollectiveRow]) -> tuple[str, ...]:
         row.along,
         amount(_sent(rows)),
         short_source(row.source),
+        _of(rows),
     )
+
+
+def _of(rows: Sequence[CollectiveRow]) -> str:
+    """What several collectives are of, in a few words: 'params/0-3/{q,k}'."""
+    # 'result' is the whole of it, and tells nothing
+    paths = list(dict.fromkeys(path for row in rows for path in row.of if path != 'result'))
+    return ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
 
 
 def _sent(rows: Sequence[CollectiveRow]) -> int:
@@ -154,7 +169,7 @@ def _resources(report: Report) -> list[str]:
     if report.memory is not None:
         words.append(f'memory: {memory_text(report.memory)}')
     if report.flops is not None:
-        words.append(f'compute: {_number(report.flops)}flop in one run')
+        words.append(f'compute: {flops_text(report.flops)} in one run')
     return words
 
 
@@ -171,10 +186,10 @@ def memory_text(memory: Memory) -> str:
     return f'{amount(memory.total)}{": " * bool(listed)}{", ".join(listed.values())}'
 
 
-def _number(n: float) -> str:
-    """1.5e9 -> '1.5 G'"""
+def flops_text(n: float) -> str:
+    """1.5e9 -> '1.5 Gflop'"""
     units = ['', 'k', 'M', 'G', 'T', 'P']
     while n >= 1000 and len(units) > 1:
         n /= 1000
         units.pop(0)
-    return f'{n:.3g} {units[0]}'
+    return f'{n:.3g} {units[0]}flop'

@@ -54,6 +54,8 @@ class CollectiveRow:
         network_bytes: that a device sends each time.
         is_async: whether the program computes something else meanwhile.
         source: 'model.py:12', or None.
+        of: the path of the argument that is gathered, or those of the results that it becomes, as
+            a sum of gradients becomes weights; empty where it is neither.
         op_name: JAX's name for what became it.
     """
 
@@ -67,6 +69,7 @@ class CollectiveRow:
     network_bytes: int
     is_async: bool
     source: str | None
+    of: tuple[str, ...]
     op_name: str
 
 
@@ -116,7 +119,7 @@ class Caution:
     """Something that is probably not meant.
 
     Attributes:
-        kind: 'replicated', 'moved whole', 'gathered again' or 'no effect'.
+        kind: 'promise broken', 'replicated', 'moved whole', 'gathered again' or 'no effect'.
         text: what it is, in a sentence.
         source: 'model.py:12', or None.
     """

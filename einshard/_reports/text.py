@@ -38,23 +38,28 @@ def page_lines(page: Page, width: int) -> Iterator[list[Segment]]:
 def _section_lines(section: Section, width: int) -> Iterator[list[Segment]]:
     yield [(section.title, 'bold')]
     if section.rows:
-        widths = _widths(section, width - 2)
-        heads = [column.head for column in section.columns]
-        yield [('  ', ''), (_line(heads, section.columns, widths), 'dim')]
+        beside = [column for column in section.columns if not column.below]
+        below = section.columns[len(beside) :]
+        widths = _widths(beside, section.rows, width - 2)
+        heads = [column.head for column in beside]
+        yield [('  ', ''), (_line(heads, beside, widths), 'dim')]
         for row in section.rows:
-            cut = zip(row, section.columns, widths, strict=True)
+            cut = zip(row, beside, widths, strict=False)
             cells = [_cut(cell, column, width) for cell, column, width in cut]
-            yield [('  ', ''), (_line(cells, section.columns, widths), '')]
+            yield [('  ', ''), (_line(cells, beside, widths), '')]
+            for cell, column in zip(row[len(beside) :], below, strict=True):
+                if cell:
+                    yield [(' ' * 8, ''), (f'{column.head} {cell}', 'dim')]
     for words in section.words:
         lines = textwrap.wrap(words, width - 4, break_long_words=False)
         yield from ([('    ' if i else '  ', ''), (line, '')] for i, line in enumerate(lines))
 
 
-def _widths(section: Section, width: int) -> list[int]:
+def _widths(along: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[int]:
     """Widths of the columns; the widest elastic ones give way until the page is wide enough."""
-    texts = [[column.head for column in section.columns], *section.rows]
+    texts = [[column.head for column in along], *(row[: len(along)] for row in rows)]
     widths = [max(map(columns, column)) for column in zip(*texts, strict=True)]
-    elastic = [i for i, column in enumerate(section.columns) if column.elastic]
+    elastic = [i for i, column in enumerate(along) if column.elastic]
     while sum(widths) + 2 * (len(widths) - 1) > width:
         widest = max(elastic, key=lambda i: widths[i], default=None)
         if widest is None or widths[widest] <= _NARROWEST:

@@ -87,6 +87,26 @@ def _read(text: str) -> Contraction:
     return contraction
 
 
+def of_words(text: object) -> str | None:
+    """An einsum in which every letter is an axis, as numpy has it, in words; None if it is none.
+
+    >>> from einshard._theory.contraction import of_words
+    >>> of_words('bx,xy->by')
+    "'b x, x y -> b y'"
+    """
+    sides = re.split(',|->', text) if isinstance(text, str) else []
+    words = [side.strip() for side in sides]
+    if not all(word.isalpha() or not word for word in words) or max(map(len, words), default=0) < 2:
+        return None
+    *operands, result = [' '.join(word) for word in words]
+    einsum = f'{", ".join(operands)} -> {result}'.rstrip()
+    try:
+        read_contraction(einsum)
+    except EinshardError:
+        return None
+    return f"'{einsum}'"
+
+
 def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The shape of the result; raises where arrays do not fit the einsum, or one another."""
     if len(shapes) != len(contraction.operands):

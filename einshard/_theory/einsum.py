@@ -16,7 +16,7 @@ from .._layout import axis_positions
 from .._mesh import MeshLike, entry_axes, is_tracing
 from .._placement import einshard
 from .._sharding import Placement, find_fitting, find_mesh
-from .contraction import Contraction, is_placed, read_contraction, result_shape, written
+from .contraction import Contraction, is_placed, of_words, read_contraction, result_shape, written
 
 
 def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **options: Any) -> Any:
@@ -46,8 +46,12 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         EinshardError: the expression breaks a rule; arrays do not fit it or one another; a
             placement does not fit its array or the mesh.
     """
-    contraction = read_contraction(expression)
-    shape = result_shape(contraction, [np.shape(array) for array in arrays])
+    shapes = [np.shape(array) for array in arrays]
+    try:
+        contraction = read_contraction(expression)
+        shape = result_shape(contraction, shapes)
+    except EinshardError as error:
+        raise error.with_fix(_of_words(expression, shapes) or error.fix) from None
     try:
         operands = [
             einshard(array, written(operand), mesh=mesh) if is_placed(operand) else array
@@ -62,7 +66,31 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         _check_types(contraction, operands)
     # eagerly one program, in which the sum goes straight to where the result is to be
     contract = _contract if is_tracing() else _jitted
+    if isinstance(options.get('optimize'), list | tuple):
+        options['optimize'] = _path(options['optimize'])
     return contract(contraction.of_letters(), placement, tuple(options.items()), *operands)
+
+
+def _path(given: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """A path of contractions, in tuples: lists cannot be hashed."""
+    steps = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in given]
+    if not all(isinstance(operand, int) for step in steps for operand in step):
+        raise EinshardError(
+            f'optimize= is {given!r}, which is no path of contractions',
+            facts={'give': "'greedy', 'optimal' or the operands of each step, [(0, 1), (0, 1)]"},
+        )
+    return tuple(steps)
+
+
+def _of_words(expression: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
+    """The einsum with an axis for every letter, where the arrays have as many axes."""
+    fix = of_words(expression)
+    try:
+        if fix is not None:
+            result_shape(read_contraction(fix.strip("'")), shapes)
+    except EinshardError:
+        return None
+    return fix
 
 
 def _contract(

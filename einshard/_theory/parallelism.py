@@ -20,19 +20,22 @@ from .._errors import EinshardError, plural, quoted
 from .._expression import ELLIPSIS, Expression
 from .._layout import fit, lay_out
 from .choices import Choice, choices_for, find_conflicts, find_targets
-from .contraction import Contraction, is_placed, read_contraction
+from .contraction import Contraction, is_placed, of_words, read_contraction
 from .cuts import Communication, Cuts, Cutting
 
 Kind: TypeAlias = Literal[
     'replicated', 'data parallelism', 'tensor parallelism', 'hybrid', 'resharding'
 ]
 
-_MEANS: dict[str, str] = {
-    'replicated': 'every device computes the whole',
+# To cut free axes is data parallelism if they are the batch, and tensor parallelism too if they are
+# columns or heads: axes do not say which they are.
+_MEANS: dict[Kind, str] = {
+    'replicated': 'replicated: every device computes the whole',
     'data parallelism': 'only free axes are cut: each device computes its part of the result',
     'tensor parallelism': 'only reduced axes are cut: each device computes a partial sum',
     'hybrid': 'free and reduced axes are cut: each device computes a partial sum of its part',
-    'resharding': 'the blocks do not fit together: an operand has to be cut otherwise first',
+    'resharding': 'resharding: the blocks do not fit together: an operand has to be cut otherwise '
+    'first',
 }
 
 
@@ -42,8 +45,9 @@ class Parallelism:
 
     Attributes:
         einsum: the einsum, without placements.
-        kind: 'replicated', 'data parallelism' (only free axes are cut), 'tensor parallelism' (only
-            reduced axes), 'hybrid' (both), or 'resharding' (the blocks do not fit together).
+        kind: 'replicated', 'data parallelism' (only free axes are cut; also columns or heads, as in
+            tensor parallelism too), 'tensor parallelism' (only reduced axes), 'hybrid' (both), or
+            'resharding' (the blocks do not fit together).
         devices: the device axes with their sizes, slowest first.
         free: the axes of the result.
         reduced: the axes that are summed over.
@@ -77,7 +81,7 @@ class Parallelism:
         lines = [
             f'{self.einsum}   on {plural(n_devices, "device")}',
             f'  free: {_listed(self.free)}; reduced: {_listed(self.reduced)}',
-            f'  {self.kind}: {_MEANS[self.kind]}',
+            f'  {_MEANS[self.kind]}',
             *(f'  {why}' for why in self.conflicts),
             *(f"  operand {i}: '{one}'" for i, one in enumerate(self.operands)),
         ]
@@ -142,7 +146,7 @@ def parallelism(
         >>> print(parallelism('b x, x y -> b y', x=8, sizes={'b': 32, 'x': 512, 'y': 64}))
         b x, x y -> b y   on 8 devices
           free: b, y; reduced: x
-          tensor parallelism: only reduced axes are cut: each device computes a partial sum
+          only reduced axes are cut: each device computes a partial sum
           operand 0: 'b x -> b x8'
           operand 1: 'x y -> x8 y'
           1. each device multiplies [b x/8] [x/8 y]
@@ -163,13 +167,13 @@ def parallelism(
 
     Args:
         einsum: as for `einsum`, with one operand or two; or a list of them. Axes are words. An
-            operand may carry its placement ('b x8, x y8 -> b y'), on `devices` devices; one that
+            operand may carry its placement (`'b x8, x y8 -> b y'`), on `devices` devices; one that
             does not is on every device.
         devices: how many devices there are, where placements in `einsum` do not tell.
         sizes: the size of every axis, for bytes.
         item_bytes: bytes of an element.
         counts: into how many parts an axis is cut, in every operand that has it; in device order,
-            the slowest first. If `einsum` names mesh axes ('b@data x'), these are their sizes.
+            the slowest first. If `einsum` names mesh axes (`'b@data x'`), these are their sizes.
 
     Returns:
         A `Parallelism`; for a list, a `Chain` of them. Printed they are sentences.
@@ -177,15 +181,22 @@ def parallelism(
     Raises:
         EinshardError: the einsum breaks a rule, or counts and sizes do not fit it.
     """
-    if not isinstance(einsum, str):
-        steps = [read_contraction(one) for one in einsum]
+    if isinstance(einsum, list | tuple):
+        steps = [_read(one) for one in einsum]
         if not steps:
             raise EinshardError('a chain has at least one einsum, but none is given')
         _check_counts(steps, counts)
         return Chain(_explain(one, devices, sizes, item_bytes, counts) for one in steps)
-    contraction = read_contraction(einsum)
+    contraction = _read(einsum)
     _check_counts([contraction], counts)
     return _explain(contraction, devices, sizes, item_bytes, counts)
+
+
+def _read(einsum: str) -> Contraction:
+    try:
+        return read_contraction(einsum)
+    except EinshardError as error:
+        raise error.with_fix(of_words(einsum) or error.fix) from None
 
 
 def _explain(
