@@ -92,7 +92,7 @@ def sharded(
 
     def decorate(*functions: Any, **unexpected: Any) -> Any:
         if len(functions) != 1 or unexpected or not _is_function(functions[0]):
-            raise _called_too_early([*functions, *unexpected.values()], in_specs)
+            raise called_too_early('sharded', [*functions, *unexpected.values()], in_specs)
         return _decorate(functions[0], in_specs, out, mesh, reshard, collectives, named)
 
     return decorate
@@ -104,15 +104,17 @@ def _is_function(x: Any) -> bool:
     return isinstance(x, staticmethod | classmethod) or (callable(x) and not is_spec)
 
 
-def _called_too_early(given: Sequence[Any], in_specs: Sequence[Spec]) -> EinshardError:
-    """For what `sharded(...)` gives, called without a function."""
+def called_too_early(
+    decorator: str, given: Sequence[Any], in_specs: Sequence[Spec]
+) -> EinshardError:
+    """For what `sharded(...)` and the like give, called with other things than a function."""
     found = reprlib.repr(given[0]) if len(given) == 1 else plural(len(given), 'argument')
     facts: dict[str, Any] = {}
     if len(in_specs) == 1 and _is_function(in_specs[0]):
         name = name_of(in_specs[0])
-        facts['given first'] = f'{name}, which beside options is a spec: a function of the path'
-        facts['to decorate it'] = f'sharded(...)({name})'
-    return EinshardError(f'sharded decorates a function, not {found}', facts=facts)
+        facts['given first'] = f'{name}, which beside options is taken for a spec'
+        facts['to decorate it'] = f'{decorator}(...)({name})'
+    return EinshardError(f'{decorator} decorates a function, not {found}', facts=facts)
 
 
 def _decorate(

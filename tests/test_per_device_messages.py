@@ -584,7 +584,8 @@ DECORATED = [
         lambda: per_device(layer, out='...')(list(range(100))),
         """
         per_device decorates a function, not [0, 1, 2, 3, 4, 5, ...]
-          to decorate it: per_device(..., out=...)(layer)
+          given first:    layer, which beside options is taken for a spec
+          to decorate it: per_device(...)(layer)
         """,
     ),
     (

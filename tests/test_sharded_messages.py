@@ -315,7 +315,7 @@ def test_a_function_given_beside_options():
     # jax.jit would take it for the function
     text = """
         sharded decorates a function, not [0, 1, 2, 3, 4, 5, ...]
-          given first:    step, which beside options is a spec: a function of the path
+          given first:    step, which beside options is taken for a spec
           to decorate it: sharded(...)(step)
     """
     assert message(sharded(step, donate_argnums=0), list(range(100))) == expected(text)

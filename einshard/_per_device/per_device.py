@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,12 +14,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from .._errors import EinshardError, plural, quoted
+from .._errors import EinshardError, quoted
 from .._expression import parse
 from .._layout import axis_positions, mesh_text
 from .._mesh import MeshLike, around, mesh_fact, resolve_mesh
 from .._parameters import Form, Parameters, name_of
-from .._sharded import sharded
+from .._sharded import called_too_early, sharded
 from .._sharded_function import JIT_OPTIONS, ShardedFunction
 from .._specs import Spec, array_text, check_specs, is_none, leaf_specs, leaf_text, path_text
 from .device_view import View, make_view
@@ -86,7 +85,8 @@ def per_device(
         if isinstance(function, staticmethod | classmethod):
             return type(function)(decorate(function.__func__))
         if not callable(function):
-            raise _called_too_early([*functions, *unexpected.values()], in_specs)
+            given = [*functions, *unexpected.values()]
+            raise called_too_early('per_device', given, in_specs)
         its_specs = {name: spec for name, spec in named.items() if name not in JIT_OPTIONS}
         options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
         mapped = _Mapped(function, in_specs, its_specs, out, mesh, manual, check_vma)
@@ -100,16 +100,6 @@ def per_device(
         )(mapped.whole_function())
 
     return decorate
-
-
-def _called_too_early(given: Sequence[Any], in_specs: Sequence[Spec]) -> EinshardError:
-    """For what `per_device(...)` gives, called without a function."""
-    found = reprlib.repr(given[0]) if len(given) == 1 else plural(len(given), 'argument')
-    facts: dict[str, str] = {}
-    if len(in_specs) == 1 and callable(in_specs[0]):
-        name = name_of(in_specs[0])
-        facts = {'to decorate it': f'per_device(..., out=...)({name})'}
-    return EinshardError(f'per_device decorates a function, not {found}', facts=facts)
 
 
 _WHOLE = '...'
