@@ -131,5 +131,6 @@ def quantity(value: float, unit: str) -> str:
     if unit not in PREFIXES:
         return f'{value:.4g} {unit.removesuffix("s") if value == 1 else unit}'
     prefixes = PREFIXES[unit]
-    scale, prefixed = next((p for p in prefixes if abs(value) >= p[0]), prefixes[-1])
+    # three digits of 999.6 ns are those of 1 us
+    scale, prefixed = next((p for p in prefixes if abs(value) >= 0.9995 * p[0]), prefixes[-1])
     return f'{value / scale:.3g} {prefixed}'

@@ -352,6 +352,7 @@ def test_schema_refuses_what_is_wrong(tried, results):
     [
         (1.25e-5, 's', '12.5 us'),
         (-4e-8, 's', '-40 ns'),
+        (9.996e-7, 's', '1 us'),
         (-2.5e-3, 's', '-2.5 ms'),
         (0.0, 's', '0 ns'),
         (3.0, 's', '3 s'),
