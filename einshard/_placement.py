@@ -123,10 +123,10 @@ def _place_leaves(
         kind = _kind(type(leaf))
         if spec is None:
             continue
-        if kind == _OTHER:
-            check_visible(leaf, leaf_paths(tree)[i])
-            continue
         try:
+            if kind == _OTHER:
+                check_visible(leaf)
+                continue
             placement = _new_placement(leaf, kind, spec, where, memory_kind, tracing)
             if placement is None:
                 continue

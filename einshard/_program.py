@@ -334,7 +334,7 @@ def _no_array(leaf: Any, text: str) -> EinshardError | None:
     try:
         check_visible(leaf)
     except EinshardError as error:
-        return error.about(it_is=text)
+        return error.about(array=text)
     return EinshardError(
         f'{type(leaf).__name__} is no array, and no tree that JAX knows',
         facts={'it is': text, 'give': 'no spec for it; jit takes it if it is static'},

@@ -133,7 +133,10 @@ class Rules:
         # a Mesh has a shape too, but is no array
         shape = leaf.shape if hasattr(leaf, 'dtype') else None
         if shape is None:  # numbers of Python too: modules hold them as settings
-            check_visible(leaf, path)
+            try:
+                check_visible(leaf)
+            except EinshardError as error:
+                raise error.about(array=leaf_text(path, leaf)) from None
             return 'no array', None
         # known: 0.5 us a leaf; else 2 us beside some 10 to match it against 50 patterns
         known = self._found.get((path, shape))

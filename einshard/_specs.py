@@ -166,7 +166,7 @@ def _no_spec(path: Sequence[Any], spec: Any) -> EinshardError:
     return EinshardError(f'{text}{where} is no spec', facts=facts)
 
 
-def check_visible(leaf: Any, path: str = '') -> None:
+def check_visible(leaf: Any) -> None:
     """Raises for a leaf that has arrays which JAX does not see, and so would leave where they are.
 
     Other leaves that are no arrays, functions and strings, are parts of models.
@@ -181,8 +181,7 @@ def check_visible(leaf: Any, path: str = '') -> None:
     else:
         give = f'it registered by jax.tree_util.register_pytree_node({kind.__name__}, ...)'
     raise EinshardError(
-        f'{kind.__name__} has arrays, but is no tree that JAX knows',
-        facts={**({'leaf': path} if path else {}), 'give': give},
+        f'{kind.__name__} has arrays, but is no tree that JAX knows', facts={'give': give}
     )
 
 
