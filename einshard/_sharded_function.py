@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
@@ -16,6 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from ._annotations import read_annotations
+from ._bound_method import CALLED, BoundMethod
 from ._errors import EinshardError
 from ._mesh import (
     AnyMesh,
@@ -111,7 +111,7 @@ class ShardedFunction(Generic[P, R]):
         self: ShardedFunction[Concatenate[Any, Q], R], instance: object, owner: Any = None
     ) -> ShardedFunction[Q, R]: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else _BoundMethod(self.function, instance)
+        return self if instance is None else BoundMethod(self.function, instance)
 
     def __repr__(self) -> str:
         return f'<sharded function {self._name}>'
@@ -357,46 +357,11 @@ def _as_function(made: ShardedFunction[..., Any]) -> Any:
         return made.call_again(again, jitted, args, kwargs)
 
     functools.update_wrapper(call, made.__wrapped__)
-    for name in (*_CALLED, 'clear_cache'):
+    for name in (*CALLED, 'clear_cache'):
         setattr(call, name, getattr(made, name))
     return call
 
 
-class _BoundMethod(functools.partial[Any]):
-    """A sharded method with its instance: called, lowered, traced without naming it.
-
-    To call a partial is C: beside a method of `jax.jit` it takes 1.13 of the time, where an object
-    with a `__call__` of its own takes 1.21.
-    """
-
-    @property
-    def __func__(self) -> Any:
-        return self.func
-
-    @property
-    def __self__(self) -> Any:
-        return self.args[0]
-
-    # so that the signature is that without the instance
-    @property
-    def __wrapped__(self) -> Any:
-        return types.MethodType(self.__func__.__wrapped__, self.__self__)
-
-    @property
-    def __doc__(self) -> str | None:  # type: ignore[override]
-        return self.__func__.__doc__
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.__self__, self.__func__.__name__)  # as methods are pickled
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self.__func__, name)
-        if name in _CALLED:
-            return functools.partial(attribute, self.__self__)
-        return attribute
-
-
-_CALLED = ('lower', 'trace', 'eval_shape', 'in_shardings', 'out_shardings')
 _Act: TypeAlias = Callable[[Program], Any]  # what of a program is called: itself, its lower, ...
 
 

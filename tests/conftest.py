@@ -19,6 +19,26 @@ os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
 import jax
 import pytest
 
+# files about packages that the extra `test` brings; without it the others run
+PACKAGES = {
+    'test_equinox.py': ('equinox', 'optax'),
+    'test_examples.py': ('rich', 'sklearn', 'equinox', 'flax', 'optax'),
+    'test_export.py': ('flatbuffers',),
+    'test_flax.py': ('flax', 'optax'),
+    'test_optimizer.py': ('optax',),
+    'test_orbax.py': ('flax', 'optax', 'orbax'),
+}
+LACKING = {
+    file: [package for package in packages if importlib.util.find_spec(package) is None]
+    for file, packages in PACKAGES.items()
+}
+collect_ignore = [file for file, packages in LACKING.items() if packages]
+
+
+def pytest_report_header():
+    return [f'left out: {file}, for want of {", ".join(LACKING[file])}' for file in collect_ignore]
+
+
 # a wheel has it beside the package
 in_checkout = importlib.util.find_spec('einshard._pytest_plugin')
 pytest_plugins = ['einshard._pytest_plugin' if in_checkout else '_einshard_pytest_plugin']

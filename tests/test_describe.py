@@ -5,7 +5,6 @@ import itertools
 import string
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -488,6 +487,7 @@ def test_trees_without_leaves(tree):
 
 
 def test_modules():
+    eqx = pytest.importorskip('equinox')
     mlp = eqx.nn.MLP(16, 16, 32, depth=1, key=jax.random.key(0))
     placed = einshard(mlp, lambda path, leaf: 'o* ...')
     spec = describe(placed)

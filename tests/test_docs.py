@@ -47,9 +47,20 @@ def test_there_are_pages():
     assert {page.stem for page in PAGES} >= pages
 
 
+# what pages show, of packages that the extra `test` brings
+PACKAGES = {
+    'coming_from': ['flax'],
+    'explain': ['libtpu'],
+    'packages': ['equinox', 'flax', 'optax', 'orbax'],
+    'whole_models': ['optax'],
+}
+
+
 # tests/test_processes.py runs this one, which starts processes
 @pytest.mark.parametrize('page', [p for p in PAGES if p.stem != 'many_hosts'], ids=lambda p: p.stem)
 def test_page_runs(page, monkeypatch):
+    for package in PACKAGES.get(page.stem, ()):
+        pytest.importorskip(package)
     monkeypatch.chdir(DOCS)
     names, _ = run(page)
     assert page.stem in ('api', 'notebooks', 'performance') or len(names) > 2
@@ -146,6 +157,8 @@ def imports(module):
 @pytest.mark.parametrize('page', ['CONTRIBUTING.md', 'docs/how_it_works.md'])
 def test_tables_of_modules_are_complete_and_in_the_order_of_imports(page):
     package = ROOT / 'einshard'
+    if not package.exists():
+        pytest.skip('no checkout')
     table = (ROOT / page).read_text(encoding='utf-8').partition('| module | holds |')[2]
     rows = re.findall(r'`(_\w+)(\.py|/)`', table.partition('Imports go one way')[0])
     listed = [name for name, _ in rows]

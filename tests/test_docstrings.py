@@ -44,6 +44,8 @@ EXAMPLES = examples()
 
 @pytest.mark.parametrize('name', EXAMPLES)
 def test_example(name):
+    if name.startswith('einshard._topology.'):
+        pytest.importorskip('libtpu')
     said = []
     runner = doctest.DocTestRunner(optionflags=FLAGS)
     result = runner.run(EXAMPLES[name], out=said.append, clear_globs=False)

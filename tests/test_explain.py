@@ -642,11 +642,11 @@ def test_html(small):
 def test_rich_has_the_text_in_colour(small):
     import io
 
-    from rich.console import Console
+    console_module = pytest.importorskip('rich.console')
 
     plain, coloured = io.StringIO(), io.StringIO()
-    Console(file=plain, width=120).print(small)
-    Console(file=coloured, width=120, force_terminal=True).print(small)
+    console_module.Console(file=plain, width=120).print(small)
+    console_module.Console(file=coloured, width=120, force_terminal=True).print(small)
     assert [line.rstrip() for line in plain.getvalue().splitlines()] == str(small).splitlines()
     assert '\x1b[1m' in coloured.getvalue()
 

@@ -18,9 +18,14 @@ import numpy as np
 import pytest
 
 import einshard
-from einshard import EinshardError, _pytest_plugin, explain, sharded
+from einshard import EinshardError, explain, sharded
 from einshard._reports.golden import Goldens, file_name, golden_text
 from einshard._reports.rows import Collectives
+
+try:
+    from einshard import _pytest_plugin
+except ImportError:  # of a wheel
+    import _einshard_pytest_plugin as _pytest_plugin
 
 sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
 import transformer

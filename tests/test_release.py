@@ -30,6 +30,8 @@ def test_citation_is_of_this_version():
 
 @pytest.mark.parametrize('path', SOURCES)
 def test_what_the_source_distribution_names_is_there(path):
+    if not (ROOT / 'einshard').exists():
+        pytest.skip('no checkout')
     assert (ROOT / path.removeprefix('/')).exists()
 
 

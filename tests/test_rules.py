@@ -5,7 +5,6 @@ import pickle
 import re
 import threading
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import model_shapes
@@ -185,6 +184,7 @@ def test_what_is_no_array_is_passed_through():
 
 
 def test_an_equinox_module():
+    eqx = pytest.importorskip('equinox')
     mlp = eqx.nn.MLP(16, 16, 32, depth=2, key=jax.random.key(0))
     rules = Rules([('weight$', 'o i -> o* i'), ('bias$', 'o -> o*')])
     placed = einshard(mlp, rules)
@@ -195,6 +195,7 @@ def test_an_equinox_module():
         np.testing.assert_array_equal(new.weight, old.weight)
     np.testing.assert_allclose(placed(jnp.ones(16)), mlp(jnp.ones(16)), rtol=1e-5)
     # a layer without a bias has None there
+    eqx = pytest.importorskip('equinox')
     linear = einshard(eqx.nn.Linear(16, 16, use_bias=False, key=jax.random.key(0)), rules)
     assert linear.bias is None
 
