@@ -57,7 +57,7 @@ def _digest(x: Any) -> str:
     if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    return hashlib.blake2b(data, digest_size=4).hexdigest()
+    return hashlib.blake2b(data.data, digest_size=4).hexdigest()
 
 
 def _from_all(mine: bytes, mesh: Mesh) -> dict[int, bytes]:
