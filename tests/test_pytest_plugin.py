@@ -388,7 +388,8 @@ def test_that_asks(einshard_golden, assert_collectives):
 def test_a_wheel_has_the_plugin_beside_the_package():
     project = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))
     wheel = project['tool']['hatch']['build']['targets']['wheel']
-    source = Path(_pytest_plugin.__file__).relative_to(ROOT).as_posix()
+    source = 'einshard/_pytest_plugin.py'
+    assert Path(_pytest_plugin.__file__) == ROOT / source or not (ROOT / 'einshard').exists()
     module = project['project']['entry-points']['pytest11']['einshard']
     assert wheel['force-include'] == {source: f'{module}.py'}
     assert wheel['exclude'] == [f'/{source}']
