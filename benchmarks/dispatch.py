@@ -94,6 +94,29 @@ class Setting:
 
         return loop
 
+    def compare(
+        self,
+        bench: Bench,
+        name: str,
+        ours: Any,
+        beside: str,
+        theirs: Any,
+        x: Any,
+        limit: Any,
+        **size: int,
+    ) -> None:
+        """Calls of two functions with the same argument."""
+        bench.compare(
+            f'{name}, {self.on}',
+            self.calls(ours, x),
+            beside,
+            self.calls(theirs, x),
+            limit,
+            self.calls_in_a_loop,
+            devices=self.n_devices,
+            **size,
+        )
+
 
 def plus_one(x: Any) -> Any:
     return x + 1
@@ -108,17 +131,13 @@ def by_the_path(path: str, leaf: Any) -> str:
 
 
 def one_argument(bench: Bench, setting: Setting) -> None:
-    x, split, on = setting.array(setting.split), setting.split, setting.on
-    n_calls = setting.calls_in_a_loop
-    size = {'devices': setting.n_devices}
+    x, split = setting.array(setting.split), setting.split
     limit = ONE_DEVICE if setting.n_devices == 1 else SEVERAL
     by_hand = jax.jit(plus_one, in_shardings=split, out_shardings=split)
     again = jax.jit(lambda x: x + 1, in_shardings=split, out_shardings=split)
-    bare = setting.calls(by_hand, x)
 
     def compare(name: str, ours: Any, limit: Any) -> None:
-        calls = setting.calls(ours, x)
-        bench.compare(f'{name}, {on}', calls, BY_HAND, bare, limit, n_calls, **size)
+        setting.compare(bench, name, ours, BY_HAND, by_hand, x, limit)
 
     compare('jax.jit beside itself', again, None)
     ours = sharded(SPLIT, out=SPLIT, mesh=setting.devices)(plus_one)
@@ -135,13 +154,10 @@ def parameter_tree(bench: Bench, setting: Setting, n_leaves: int) -> None:
     in_parts = jax.tree.map(lambda x: jax.device_put(x, setting.split), mixed)
     by_leaf = jax.tree.map(lambda x: x.sharding, mixed)
     expressions = {layer: {'w': SPLIT, 'b': WHOLE} for layer in mixed}
-    on = f'{n_leaves} leaves, {setting.on}'
-    n_calls = setting.calls_in_a_loop
-    size = {'devices': setting.n_devices, 'leaves': n_leaves}
 
     def compare(name: str, ours: Any, by_hand: Any, tree: Any, limit: Any) -> None:
-        calls, bare = setting.calls(ours, tree), setting.calls(by_hand, tree)
-        bench.compare(f'{name}, {on}', calls, BY_HAND, bare, limit, n_calls, **size)
+        name = f'{name}, {n_leaves} leaves'
+        setting.compare(bench, name, ours, BY_HAND, by_hand, tree, limit, leaves=n_leaves)
 
     kinds = {
         'one expression': (SPLIT, setting.split, in_parts),
@@ -179,16 +195,8 @@ def leaves(bench: Bench, setting: Setting, n_leaves: int) -> None:
     shardings = jax.tree.map(lambda x: x.sharding, tree)
     by_hand = jax.jit(each_plus_one, in_shardings=(shardings,), out_shardings=shardings)
     ours = sharded(by_the_path, out=by_the_path, mesh=setting.devices)(each_plus_one)
-    bench.compare(
-        f'a tree of {n_leaves} leaves, {setting.on}',
-        setting.calls(ours, tree),
-        BY_HAND,
-        setting.calls(by_hand, tree),
-        TREE,
-        setting.calls_in_a_loop,
-        devices=setting.n_devices,
-        leaves=n_leaves,
-    )
+    name = f'a tree of {n_leaves} leaves'
+    setting.compare(bench, name, ours, BY_HAND, by_hand, tree, TREE, leaves=n_leaves)
 
 
 def keywords(bench: Bench, setting: Setting, n_leaves: int) -> None:
@@ -254,15 +262,7 @@ def promise(bench: Bench, setting: Setting, n_leaves: int) -> None:
     for name, (spec, value) in cases.items():
         plain = sharded(spec, out=spec, mesh=setting.devices)(each_plus_one)
         ours = sharded(spec, out=spec, mesh=setting.devices, collectives=())(each_plus_one)
-        bench.compare(
-            f'a promise, {name}, {setting.on}',
-            setting.calls(ours, value),
-            WITHOUT,
-            setting.calls(plain, value),
-            PROMISE,
-            setting.calls_in_a_loop,
-            devices=setting.n_devices,
-        )
+        setting.compare(bench, f'a promise, {name}', ours, WITHOUT, plain, value, PROMISE)
 
 
 def model(decorate: Callable[[Any], Any]) -> type:

@@ -224,8 +224,8 @@ def _load(text: str) -> Any:
 def _names_in(found: Any, module_name: str) -> list[str]:
     """What a module or a class has of its own; what it imports, if that is all."""
     holder = found if isinstance(found, ModuleType | type) else type(found)
-    names = sorted(name for name in vars(holder) if not name.startswith('_'))
     values = vars(holder)
+    names = sorted(name for name in values if not name.startswith('_'))
     return [name for name in names if not _is_imported(values[name], module_name)] or names
 
 

@@ -134,7 +134,7 @@ class Parameters:
 
     def chosen(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
         """Labels of the parameters that `static_argnums`, `static_argnames` and their like name."""
-        labels: set[str] = set(_items(names, str, option, 'names', "('x',)"))
+        labels: set[str] = set(listed(names, str, option, 'names of parameters', "('x',)"))
         known = (*self.names, *self.by_keyword)
         for name in labels:
             if name not in known and self.rest_keywords is None:
@@ -143,7 +143,7 @@ class Parameters:
                     facts={'parameters': ', '.join(known) or 'none'},
                 )
         by_number = option.replace('argnames', 'argnums')
-        for number in _items(numbers, numeric.Integral, by_number, 'numbers', '(0,)'):
+        for number in listed(numbers, numeric.Integral, by_number, 'numbers of parameters', '(0,)'):
             if self.rest is not None and number >= len(self.names):
                 labels.add(f'{self.rest}[{number - len(self.names)}]')
             elif -len(self.names) <= number < len(self.names):
@@ -169,16 +169,17 @@ def _is_method(function: Any) -> bool:
     return len(parts) > 1 and parts[-2] != '<locals>'
 
 
-def _items(values: Any, single: type, option: str, what: str, example: str) -> Iterable[Any]:
+def listed(values: Any, single: type, option: str, what: str, example: str) -> list[Any]:
+    """One thing or several that an option gives, as a list; raises for others."""
     if values is None:
-        return ()
+        return []
     items: list[Any] = [values]
     if not isinstance(values, str):
         with contextlib.suppress(TypeError):  # of what has no items, an array of no dimensions too
             items = [*values]
     if not all(isinstance(item, single) for item in items):
         raise EinshardError(
-            f'{option}= is {values!r}, and no {what} of parameters',
+            f'{option}= is {values!r}, and no {what}',
             facts={'as in': f'{option}={example}'},
         )
     return items

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from .._errors import EinshardError, quoted
 from .._expression import parse
 from .._layout import axis_positions, mesh_text
 from .._mesh import MeshLike, around, mesh_fact, resolve_mesh
-from .._parameters import Form, Parameters, name_of
+from .._parameters import Form, Parameters, listed, name_of
 from .._sharded import called_too_early, sharded
 from .._sharded_function import JIT_OPTIONS, ShardedFunction
 from .._specs import Spec, array_text, check_specs, is_none, leaf_specs, leaf_text, path_text
@@ -125,7 +124,8 @@ class _Mapped:
         self.mesh = mesh
         self.check_vma = check_vma
         try:
-            self.manual = _names(manual)
+            names = listed(manual, str, 'manual', 'names of mesh axes', "('x',)")
+            self.manual = frozenset(names)
             self.specs = self.parameters.assign(in_specs, named_specs)
             self.members = tuple(self._members())
         except EinshardError as error:
@@ -335,18 +335,6 @@ _REPLICATED = re.compile(
     r"out_specs(\S*) is .* which implies that .* (?:replicated across mesh axis '(\w+)'"
     r'|and not \{([^}]+)\})'
 )
-
-
-def _names(manual: Any) -> frozenset[str]:
-    names: list[Any] = [manual]
-    if not isinstance(manual, str):
-        with contextlib.suppress(TypeError):  # of what has no items, an array of no dimensions too
-            names = [] if manual is None else [*manual]
-    if not all(isinstance(name, str) for name in names):
-        raise EinshardError(
-            f'manual= is {manual!r}, and no names of mesh axes', facts={'as in': "manual=('x',)"}
-        )
-    return frozenset(names)
 
 
 def _is_traced(value: Any) -> bool:

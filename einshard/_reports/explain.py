@@ -81,24 +81,11 @@ def explain(
     meshes = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
     devices = _devices(shardings)
     cuts = _cuts([*arguments, *results])
-    collectives = read_collectives(text, [device.id for device in devices])
-    gathers = any(one.kind == 'all-gather' for one in collectives)
-    gatherings = {one.name: one for one in read_gatherings(text, len(devices))} if gathers else {}
-    # the compiler's own all-gathers have no line: what caused them is who reads their result
-    collectives = [
-        replace(one, source=gatherings[one.name].source)
-        if one.source is None and one.name in gatherings
-        else one
-        for one in collectives
-    ]
+    collectives, gatherings = _read_communication(text, [device.id for device in devices])
     in_rows, out_rows = ([_array_row(array) for array in part] for part in (arguments, results))
     used = [array for array in arguments if array.sharding is not None]
     inputs = [(array.path, array.shape, array.names) for array in used]
     ends = read_ends(text, [one.name for one in collectives]) if collectives else {}
-    of = {
-        one.name: _of(gatherings.get(one.name), ends[one.name], inputs, out_rows)
-        for one in collectives
-    }
     flops = (compiled.cost_analysis() or {}).get('flops', 0)
     return Report(
         name=stages.name or _module_name(text),
@@ -108,7 +95,10 @@ def explain(
         arguments=tuple(in_rows),
         results=tuple(out_rows),
         collectives=Collectives(
-            _collective_row(one, of[one.name], meshes, cuts) for one in collectives
+            _collective_row(
+                one, _of(gatherings.get(one.name), ends[one.name], inputs, out_rows), meshes, cuts
+            )
+            for one in collectives
         ),
         memory=_memory(compiled),
         flops=flops if flops > 0 else None,
@@ -134,6 +124,22 @@ class _Array:
     dtype: Any
     sharding: Sharding | None  # None: the program does not use it
     names: tuple[str, ...] | None
+
+
+def _read_communication(
+    text: str, device_ids: Sequence[int]
+) -> tuple[Sequence[Collective], dict[str, Gathering]]:
+    """The collectives of a program, and by their names what its all-gathers gather."""
+    collectives = read_collectives(text, device_ids)
+    if all(one.kind != 'all-gather' for one in collectives):
+        return collectives, {}
+    gatherings = {one.name: one for one in read_gatherings(text, len(device_ids))}
+    # the compiler's own all-gathers have no line: what caused them is who reads their result
+    sources = {name: one.source for name, one in gatherings.items()}
+    return [
+        replace(one, source=sources.get(one.name)) if one.source is None else one
+        for one in collectives
+    ], gatherings
 
 
 def _of_constraints(stages: Stages, arguments: Sequence[_Array]) -> Iterator[Caution]:
