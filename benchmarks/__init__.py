@@ -1,4 +1,4 @@
-"""What einshard costs, measured against the JAX one would write by hand.
+"""What einshard costs, measured against hand-written JAX.
 
 `python -m benchmarks` lists the benchmarks; `python -m benchmarks placement` runs one.
 """

@@ -1,9 +1,9 @@
-"""Optimised programs in a form in which equal ones are equal, line by line.
+"""Optimized HLO in a canonical form: equal programs are equal line by line.
 
-Without metadata, with instructions and computations numbered as they appear, and with the groups of
-a collective written out. XLA writes some in the axes of the mesh, `mesh['d0'=2,'d1'=2,'d2'=2]
+Metadata is removed, instructions and computations are numbered in order, and replica groups are
+written out. XLA writes some groups in mesh axes, `mesh['d0'=2,'d1'=2,'d2'=2]
 {'d0','d1'}` or `mesh['data'=4,'model'=2] {'data'}`, others as `[2,4]<=[4,2]T(1,0)`: all three are
-{0,2,4,6},{1,3,5,7}. Nothing else has to be made equal.
+{0,2,4,6},{1,3,5,7}. Nothing else differs between equal programs.
 """
 
 import itertools
@@ -30,7 +30,7 @@ _COLLECTIVE = re.compile(
 
 
 def canonical(text):
-    """The lines of an optimised program, without what may differ between equal ones."""
+    """The lines of an optimized program, without what may differ between equal ones."""
     text = _STACK_FRAMES.sub('', _METADATA.sub('', text))
     text = re.sub(r'^HloModule [\w.-]+', 'HloModule', text)
     numbers = {}
@@ -38,13 +38,13 @@ def canonical(text):
     text = _HEADER.sub(lambda found: _PARAMETER.sub('_', found[0]), text)
     n_groups = text.count('replica_groups=')
     if len(_GROUPS.findall(text)) != n_groups:
-        raise ValueError('groups in a form that is not known here')
+        raise ValueError('replica groups in an unknown form')
     text = _GROUPS.sub(lambda found: f'replica_groups={groups(found[1])}', text)
     return text.splitlines()
 
 
 def groups(text):
-    """The groups of a collective in plain numbers, whichever form they are written in."""
+    """The replica groups as plain numbers, from any of their forms."""
     if text.startswith('{'):
         listed = [[int(n) for n in g.split(',')] for g in re.findall(r'\{([\d, ]+)\}', text)]
     elif text.startswith('['):
@@ -73,7 +73,7 @@ def _groups_of_mesh(text):
         (name, int(before or 1), int(size or sizes[name]))
         for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)
     ]
-    dims, at = [], {}  # mesh axes, cut where a part begins or ends; and where each part is
+    dims, at = [], {}  # mesh axes, split where a part begins or ends; the position of each part
     for name, size in sizes.items():
         edges = {1, size}
         for other, before, part in parts:
@@ -98,7 +98,7 @@ def _numbers(text):
 
 
 def collectives(lines):
-    """How often there is each kind of collective, by shape of the result and by groups."""
+    """Counts the collectives by kind, shape of the result and replica groups."""
     found = Counter()
     for line in lines:
         if match := _COLLECTIVE.search(line):

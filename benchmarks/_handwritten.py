@@ -1,7 +1,7 @@
-"""The programs that einshard is compared with: a mesh, PartitionSpecs and `jax.jit` by hand.
+"""The hand-written programs: a mesh, PartitionSpecs and `jax.jit`.
 
-Every mesh has the axes 'data' and 'model'; where one of them has a single device, the same specs
-are tensor or data parallelism alone.
+Every mesh has the axes 'data' and 'model'; if one of them has size 1, the same specs mean tensor or
+data parallelism alone.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
-# what a program is given and gives must be the same tree: types alone are taken from there
+# only the types: arguments and results must be the same pytrees
 import transformer as transformer
 from transformer import Layers, State, Weights
 

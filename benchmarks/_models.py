@@ -1,6 +1,6 @@
-"""The programs that several benchmarks run: a perceptron, and the transformer of the docs.
+"""The programs that several benchmarks run: an MLP, and the transformer of the docs.
 
-Each as einshard writes it, here and in docs/examples/transformer.py, and by hand, in
+Their einshard versions are here and in docs/examples/transformer.py, the hand-written ones in
 `_handwritten.py`.
 """
 
@@ -19,13 +19,13 @@ from einshard import device_mesh, einshard, sharded
 
 from . import _handwritten
 from ._handwritten import transformer  # from docs/examples
-from ._harness import Bench
+from ._measure import Bench
 
 Config = transformer.Config
 
 
 class Sizes(NamedTuple):
-    """What the programs are about. The batches are those of one device."""
+    """Sizes of the programs. Batches are per device."""
 
     mlp: tuple[int, int, int]  # batch, width, width of the hidden layer
     transformer: Any  # a Config
@@ -51,22 +51,22 @@ def device_counts(n: int) -> list[int]:
 
 
 def sizes_for(bench: Bench) -> Sizes:
-    """Such as take tens of milliseconds, on processors as on accelerators."""
+    """Sizes that take tens of milliseconds, on CPUs as on accelerators."""
     return TINY if bench.tiny else SMALL if jax.default_backend() == 'cpu' else LARGE
 
 
 class Case(NamedTuple):
-    """A program in two ways: functions that make a new function of it, jitted or sharded."""
+    """A program in two ways: each returns a new function, `sharded` or jitted."""
 
     name: str
     ours: Callable[[], Any]
     by_hand: Callable[[], Any]
     arguments: tuple[Any, ...]  # shapes and dtypes
-    carries: bool  # whether its first result is its first argument the next time
+    carries: bool  # whether the first result is the first argument of the next call
 
 
 def cases(devices: Sequence[Any], sizes: Sizes) -> list[Case]:
-    """All of them, on these devices: the model in two parts, where their number is even."""
+    """All programs on these devices; on an even number, with tensor parallelism over two."""
     n = len(devices)
     m = 2 if n % 2 == 0 else 1
     placement = transformer.BOTH if m == 2 else transformer.DATA
@@ -108,13 +108,13 @@ def cases(devices: Sequence[Any], sizes: Sizes) -> list[Case]:
 
 
 def config_on(n_devices: int, sizes: Sizes) -> Any:
-    """The transformer with the batch of so many devices."""
+    """The transformer, with the batch of that many devices."""
     c = sizes.transformer
     return Config(**{**vars(c), 'batch': c.batch * n_devices})
 
 
 def mesh_by_hand(devices: Sequence[Any], model: int) -> Mesh:
-    """A mesh such as people make, over the devices in einshard's order."""
+    """A typical hand-written mesh, over the devices in einshard's order."""
     in_order = np.array(device_mesh(devices).devices).reshape(-1, model)
     return Mesh(in_order, ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
 
@@ -132,11 +132,10 @@ def token_shapes(c: Any) -> jax.ShapeDtypeStruct:
 
 
 def model_flops(c: Any) -> float:
-    """What the matrix products of a training step take, as a model and not as a program.
+    """Flops of a training step's matrix products, by the usual formula.
 
-    Per token six for each weight that is multiplied with, and 12 x layers x width of the heads x
-    positions for attention (Chowdhery et al.: PaLM, 2022, appendix B). Looking up an embedding is
-    no product.
+    Per token, six for each weight in a product, and 12 x layers x width of the heads x positions
+    for attention (Chowdhery et al.: PaLM, 2022, appendix B). An embedding lookup is not a product.
     """
     heads = c.d_head * (2 * c.n_heads + 2 * c.n_kv_heads)
     weights = c.n_layers * c.d_model * (heads + 3 * c.d_ff) + c.d_model * c.vocab

@@ -1,11 +1,11 @@
-"""What a program in two ways compiles to and how it runs: rows of a case and a measure."""
+"""Compile a program in two ways, compare the results, and run them."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,124 +13,65 @@ import numpy as np
 from einshard import explain
 
 from ._canonical import canonical
-from ._harness import Bench, Call, figure_at_most
+from ._measure import Bench, Call
 from ._models import Case
-from ._schema import Row
+from ._report import Detail
 
-BY_HAND = 'jax.jit, mesh and PartitionSpecs by hand'
-
-
-class Made(NamedTuple):
-    """A function, and its program compiled for shapes."""
-
-    function: Any
-    compiled: Any
+BY_HAND = 'jax.jit with hand-written mesh and PartitionSpecs'
 
 
-def make(new: Callable[[], Any], arguments: tuple[Any, ...]) -> Made:
-    function = new()
-    return Made(function, function.lower(*arguments).compile())
+def compiled(new: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+    """A new function, compiled for these shapes.
 
-
-def compiled(new: Callable[[], Any], arguments: tuple[Any, ...]) -> Made:
-    """With the program for the function: what a call costs beside the program is not of interest.
-
-    A state has leaves whose placement is left to the compiler. When the compiler's choice comes
-    back as an argument, a function compiles once more, and the program does not.
+    The compiled program is what runs: some leaves of a state are left to the compiler, and when its
+    choice comes back as an argument, a call of the function would compile once more.
     """
-    program = make(new, arguments).compiled
-    return Made(program, program)
+    return new().lower(*arguments).compile()
 
 
-def compare_programs(
-    bench: Bench, case: Case, rounds: int, prefix: str = '', **size: str | int | float
-) -> tuple[Made, Made]:
-    """The rows of what can be said without running the program; both sides of it, made."""
+def compare_programs(bench: Bench, case: Case, rounds: int, prefix: str = '') -> tuple[Any, Any]:
+    """Rows that do not run the program: compile time and differing lines. Returns both programs."""
     name = prefix + case.name
-    made: dict[str, Made] = {}
+    programs: dict[str, Any] = {}
 
-    def make_anew(side: str, new: Callable[[], Any]) -> None:
-        made[side] = make(new, case.arguments)
+    def compile_anew(side: str, new: Callable[[], Any]) -> None:
+        programs[side] = compiled(new, case.arguments)
 
     for new in () if bench.tiny else (case.ours, case.by_hand):
-        # what all functions of the kind have in common is traced once in a process
+        # trace once what all functions of the kind share
         new().lower(*case.arguments)
-    bench.compare(
-        f'{name}: compile time',
-        partial(make_anew, 'ours', case.ours),
+    row = bench.compare(
+        f'{name}: trace and compile',
+        partial(compile_anew, 'ours', case.ours),
         BY_HAND,
-        partial(make_anew, 'by hand', case.by_hand),
+        partial(compile_anew, 'by hand', case.by_hand),
         rounds=rounds,
-        case=name,
-        measure='compile time',
-        **size,
     )
-    ours, by_hand = made['ours'], made['by hand']
-    record(
-        bench,
-        name,
-        'differences',
-        'lines',
-        differences(ours.compiled, by_hand.compiled),
-        target=figure_at_most(0),
-        **size,
-    )
-    record_report(bench, name, ours, BY_HAND, by_hand, **size)
+    ours, by_hand = programs['ours'], programs['by hand']
+    row.details |= communication_and_memory(ours)
+    bench.record(f'{name}: different lines', 'lines', [different_lines(ours, by_hand)])
     return ours, by_hand
 
 
-def record_report(
-    bench: Bench, case: str, ours: Made, compared_with: str, theirs: Made, **size: Any
-) -> None:
-    """Rows of collectives, of the bytes they send, and of memory."""
-    report, other = explain(ours.compiled), explain(theirs.compiled)
-    counts = report.collectives.counts
-    size |= {'kinds': ', '.join(f'{count} {kind}' for kind, count in counts.items()) or 'none'}
-    both = len(report.collectives), len(other.collectives)
-    record(bench, case, 'collectives', 'collectives', *both, compared_with, **size)
-    both = report.network_bytes, other.network_bytes
-    record(bench, case, 'network bytes', 'bytes', *both, compared_with, **size)
-    if report.memory is None or other.memory is None:
-        bench.leave_out(f'{case}: memory', 'this compiler does not say')
-        return
-    both = report.memory.total, other.memory.total
-    record(bench, case, 'memory', 'bytes', *both, compared_with, **size)
+def communication_and_memory(program: Any) -> dict[str, Detail]:
+    """Of one device in one run, as `explain` reports it."""
+    report = explain(program)
+    counts = report.collectives.counts.items()
+    kinds = ', '.join(f'{count} {kind}' for kind, count in counts)
+    details: dict[str, Detail] = {'collectives': kinds or 'none'}
+    details['sent'] = report.network_bytes, 'bytes'
+    if report.memory is not None:  # not every compiler reports it
+        details['memory'] = report.memory.total, 'bytes'
+    return details
 
 
-def record(
-    bench: Bench,
-    case: str,
-    measure: str,
-    unit: str,
-    figure: float,
-    other: float | None = None,
-    compared_with: str | None = None,
-    target: Any = None,
-    **parameters: Any,
-) -> Row:
-    return bench.record(
-        f'{case}: {measure}',
-        unit,
-        [figure],
-        compared_with,
-        None if other is None else [other],
-        target,
-        case=case,
-        measure=measure,
-        **parameters,
-    )
-
-
-def differences(a: Any, b: Any) -> int:
-    """Lines that only one of two compiled programs has, and arrays that are placed otherwise."""
-    first, second = canonical(a.as_text()), canonical(b.as_text())
-    n = 0
-    if first != second:
-        lines = difflib.unified_diff(first, second, n=0, lineterm='')
-        n += sum(line[0] in '+-' and line[:3] not in ('+++', '---') for line in lines)
+def different_lines(a: Any, b: Any) -> int:
+    """Lines that only one of two compiled programs has, plus arguments sharded differently."""
+    lines = difflib.unified_diff(*(canonical(x.as_text()) for x in (a, b)), n=0, lineterm='')
+    n = sum(line[0] in '+-' and line[:3] not in ('+++', '---') for line in lines)
     return n + sum(
-        not sharding.is_equivalent_to(other, n_dims)
-        for (sharding, n_dims), (other, _) in zip(_shardings(a), _shardings(b), strict=True)
+        not sharding.is_equivalent_to(other, ndim)
+        for (sharding, ndim), (other, _) in zip(_shardings(a), _shardings(b), strict=True)
     )
 
 
@@ -140,12 +81,15 @@ def _shardings(program: Any) -> list[tuple[Any, int]]:
     return [(leaf, len(aval.shape)) for leaf, aval in zip(leaves, avals, strict=True)]
 
 
-def runner(made: Made, values: tuple[Any, ...], carries: bool) -> Call:
-    """A call with these values, placed as the program has them; it waits for the result."""
-    arguments = list(jax.device_put(values, made.compiled.input_shardings[0]))
+def runner(program: Any, shapes: tuple[Any, ...], carries: bool) -> Call:
+    """A call with small values, placed as the program requires; it waits for the result.
+
+    With `carries`, the first result is the first argument of the next call.
+    """
+    arguments = list(jax.device_put(host_values(shapes), program.input_shardings[0]))
 
     def call() -> None:
-        result = jax.block_until_ready(made.function(*arguments))
+        result = jax.block_until_ready(program(*arguments))
         if carries:
             arguments[0] = result[0]
 
@@ -153,7 +97,7 @@ def runner(made: Made, values: tuple[Any, ...], carries: bool) -> Call:
 
 
 def host_values(shapes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Small random numbers of these shapes; zeros where they are integers."""
+    """Small random numbers of these shapes; zeros for integers."""
     rng = np.random.default_rng(0)
 
     def value(leaf: Any) -> np.ndarray[Any, Any]:

@@ -1,13 +1,13 @@
-"""bandwidth of each collective, by size and by which devices take part
+"""Bandwidth of each collective, by size and group, against hand-written jax.shard_map.
 
-Each in a `per_device` function, beside the same `jax.shard_map` by hand: among all devices; between
-two neighbours; and between two that are half of the devices apart. To the left of an expression
-the network is slow, to the right it is fast.
+Each collective runs in a `per_device` function: over all devices, between two neighbors, and
+between two that are half of the devices apart. On the left of an expression the network is slow,
+on the right it is fast.
 
-The size is that of the array in full: what each device gets from an all-gather, and what each puts
-into the others. Bandwidth is what a device sends, by the ring algorithms that `explain` counts by,
-divided by the time of the call; where the maker publishes what all links of a chip send together,
-it stands beside that. A ring along one axis of a torus uses two links of four or six.
+The size is that of the unsharded array: what each device gets from an all-gather, and what each
+puts into the others. Bandwidth is what a device sends, by the ring algorithms that `explain`
+assumes, divided by the time of the call. Next to it stands what the manufacturer publishes for all
+links of a chip together, if known; a ring along one axis of a torus uses two of its four or six.
 """
 
 from __future__ import annotations
@@ -23,27 +23,26 @@ from jax.sharding import PartitionSpec as P
 
 from einshard import device_mesh, explain, make_sharding, per_device
 
-from ._arrays import size_text
-from ._hardware import link_bandwidth
-from ._harness import Bench
+from ._hardware import published_peak
+from ._measure import Bench
+from ._table import quantity
 
-BY_HAND = 'jax.jit of jax.shard_map by hand'
-PUBLISHED = 'published, of all links together'
+BY_HAND = 'jax.jit of hand-written jax.shard_map'
 
 
 class Group(NamedTuple):
-    """Devices that take part together: `parties` of them, in so many groups."""
+    """The groups of devices that run a collective."""
 
     name: str
-    expression: str  # of an array [g, a, x]; a is cut over those who take part
-    shape: tuple[int, int]  # of the devices, in groups
-    far: bool  # whether they are apart: then the first axis of the grid is theirs
+    expression: str  # of an array [g, a, x]; the collective runs along a
+    shape: tuple[int, int]  # number of groups, group size
+    apart: bool  # whether the devices of a group are the major axis of the grid
 
 
 def run(bench: Bench) -> None:
     n = jax.device_count()
     if n == 1:
-        bench.leave_out('collectives', 'there is one device, and nobody to talk to')
+        bench.leave_out('collectives', 'there is one device')
         return
     sizes = [2**12] if bench.tiny else [2**16, 2**22]
     if jax.default_backend() != 'cpu' and not bench.tiny:
@@ -56,14 +55,14 @@ def run(bench: Bench) -> None:
 
 
 def groups(n: int) -> list[Group]:
-    every = Group(f'all {n}', f'g a x -> g a{n} x', (1, n), far=False)
+    every = Group(f'all {n}', f'g a x -> g a{n} x', (1, n), apart=False)
     if n % 2 or n == 2:
         return [every]
     half = n // 2
     return [
         every,
-        Group('2 neighbours', f'g a x -> g{half} a2 x', (half, 2), far=False),
-        Group('2 far apart', f'g a x -> a2 g{half} x', (half, 2), far=True),
+        Group('2 neighbors', f'g a x -> g{half} a2 x', (half, 2), apart=False),
+        Group('2 far apart', f'g a x -> a2 g{half} x', (half, 2), apart=True),
     ]
 
 
@@ -98,42 +97,30 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
 
 
 def measure(bench: Bench, kind: str, group: Group, n_bytes: int) -> None:
-    n_groups, parties = group.shape
-    words = n_bytes // 4 // parties * parties  # what each device has a part of
-    n_bytes, length = 4 * words, words // (parties if kind == 'all-gather' else 1)
-    shape = (n_groups, parties, length)
+    n_groups, size = group.shape
+    n_words = n_bytes // 4 // size * size
+    shape = (n_groups, size, n_words // (size if kind == 'all-gather' else 1))
     body, spec = COLLECTIVES[kind], group.expression
-    # replicas are not told apart from values that differ: all results count as different
+    # per_device cannot tell replicated results from different ones: declare all as different
     ours = per_device(spec, out=spec, check_vma=False)(body)
     theirs, sharding = by_hand(body, group)
     report = explain(ours, jax.ShapeDtypeStruct(shape, np.float32))
-    x, y = ones(shape, make_sharding(spec, n_dims=3)), ones(shape, sharding)
-    case = f'{kind} of {size_text(n_bytes)}, {group.name}{instead(report.collectives.counts, kind)}'
-    size: dict[str, Any] = {'case': case, 'bytes': n_bytes, 'devices': n_groups * parties}
-    bench.compare(
-        f'{case}: time',
+    x, y = ones(shape, make_sharding(spec)), ones(shape, sharding)
+    name = f'{kind} of {quantity(4 * n_words, "bytes")}, {group.name}'
+    row = bench.compare(
+        name + instead(report.collectives.counts, kind),
         lambda: jax.block_until_ready(ours(x)),
         BY_HAND,
         lambda: jax.block_until_ready(theirs(y)),
-        measure='time',
-        **size,
     )
-    sent = report.network_bytes
-    bandwidth = [sent / bench.rows[-1]['figure']['median']]
-    published = link_bandwidth(jax.devices()[0].device_kind)
-    bench.record(
-        f'{case}: bandwidth',
-        'bytes/s',
-        bandwidth,
-        PUBLISHED if published else None,
-        [published] if published else None,
-        measure='bandwidth',
-        **size,
-    )
+    row.details['bandwidth'] = report.network_bytes / row.figure, 'bytes/s'
+    peak = published_peak(jax.devices()[0].device_kind)
+    if peak is not None:
+        row.details['published'] = peak.bandwidth, 'bytes/s'
 
 
 def instead(counts: Mapping[str, int], kind: str) -> str:
-    """What the compiler took instead, if it did: libtpu an all-reduce for a reduce-scatter."""
+    """What the compiler emitted instead, if it did: libtpu an all-reduce for a reduce-scatter."""
     if counts == {kind: 1}:
         return ''
     return f' (as {", ".join(f"{n} {other}" for other, n in counts.items()) or "none"})'
@@ -146,9 +133,9 @@ def ones(shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
 
 def by_hand(body: Callable[[Any], Any], group: Group) -> tuple[Any, NamedSharding]:
     """jit of shard_map over the same grid of devices, and the sharding over it."""
-    n_groups, parties = group.shape
-    grid = device_mesh().devices.reshape((parties, n_groups) if group.far else group.shape)
-    names = ('a', 'g') if group.far else ('g', 'a')
+    n_groups, size = group.shape
+    grid = device_mesh().devices.reshape((size, n_groups) if group.apart else group.shape)
+    names = ('a', 'g') if group.apart else ('g', 'a')
     mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * 2)
     spec = P('g', 'a')
     mapped = jax.shard_map(body, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False)

@@ -1,18 +1,15 @@
-"""calls of a sharded function, against jax.jit with the same shardings written by hand
+"""Call sharded functions, against jax.jit with hand-written shardings.
 
-Both sides are compiled before and are given the same arrays, placed as asked. A call stands in a
-loop, as in a user's program: by way of a `functools.partial` it would be a call from C, and the one
-more Python frame that `sharded` is would cost half as much again. On one device the last of a loop
-is waited for, on several each: else a side would be charged for what the other left in the queue.
-
-The rows of jit beside itself show what noise there is. Those that count come last.
+Both functions are compiled beforehand and get the same arrays, already placed. The calls of one
+device are timed as a loop of which only the last result is awaited; on several devices each is
+awaited, so that neither side pays for work that the other has left in the queue. The rows of
+jax.jit against itself show the noise.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,246 +20,122 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from einshard import device_mesh, sharded
 
 from ._counting import count_calls
-from ._harness import Bench, Call, figure_at_most, ratio_at_most
-from ._models import device_counts
+from ._measure import Bench, Call
 
-SPLIT, WHOLE = 'a b -> a* b', 'a b -> * a b'
-BY_HAND = 'jax.jit, shardings by hand'
-POSITIONAL = f'{BY_HAND}, by position'
-ONE_DEVICE, SEVERAL, TREE = ratio_at_most(1.1), ratio_at_most(1.03), ratio_at_most(1.05)
-KEYWORDS = figure_at_most(20e-6)
-PROMISE = ratio_at_most(1.1)
-WITHOUT = 'sharded, without the promise'
+SPLIT, REPLICATED = 'a b -> a* b', 'a b -> * a b'
+BY_HAND = 'jax.jit with hand-written shardings'
 
 
 def run(bench: Bench) -> None:
     n_leaves = 4 if bench.tiny else 200
     for n_devices in sorted({1, jax.device_count()}):
-        setting = Setting(n_devices)
-        one_argument(bench, setting)
-        parameter_tree(bench, setting, n_leaves)
-        promise(bench, setting, n_leaves)
-    for n_devices in device_counts(jax.device_count())[: 2 if bench.tiny else None]:
-        leaves(bench, Setting(n_devices), 2 if bench.tiny else 20)
-    one_device = Setting(1)
-    for n in () if bench.tiny else (2, 500):
-        leaves(bench, one_device, n)
-    keywords(bench, one_device, n_leaves)
-    method(bench, one_device)
-    count(bench, Setting(jax.device_count()), 4)
+        calls(bench, Setting(n_devices), n_leaves)
+    keywords(bench, Setting(1))
+    method(bench, Setting(1))
+    count(bench, Setting(jax.device_count()))
 
 
 class Setting:
-    """Some of the devices, the one mesh of them, and shardings on it written by hand."""
+    """Some of the devices, their canonical mesh, and hand-written shardings on it."""
 
     def __init__(self, n_devices: int):
         self.n_devices = n_devices
         self.devices = jax.devices()[:n_devices]
         self.mesh: Mesh = device_mesh(self.devices)
-        # an axis of size 1 is named by no PartitionSpec that einshard writes
+        # einshard's PartitionSpecs name no mesh axis of size 1
         axes = PartitionSpec(self.mesh.axis_names) if n_devices > 1 else PartitionSpec()
         self.split = NamedSharding(self.mesh, axes)
-        self.whole = NamedSharding(self.mesh, PartitionSpec())
-        self.on = f'{n_devices} device{"s" * (n_devices > 1)}'
-        self.calls_in_a_loop = 20 if n_devices == 1 else 1
+        self.replicated = NamedSharding(self.mesh, PartitionSpec())
+        self.n_calls = 20 if n_devices == 1 else 1  # per loop
 
     def array(self, sharding: NamedSharding, width: int = 8) -> jax.Array:
         return jax.device_put(np.ones((self.n_devices, width), np.float32), sharding)
 
     def tree(self, n_leaves: int, width: int = 8) -> dict[str, dict[str, jax.Array]]:
-        """A dict of layers, of a split leaf 'w' and a replicated leaf 'b' each."""
-        w, b = self.array(self.split, width), self.array(self.whole, width)
+        """A dict of layers, each with a split leaf 'w' and a replicated leaf 'b'."""
+        w, b = self.array(self.split, width), self.array(self.replicated, width)
         return {f'layer{i}': {'w': w + 0, 'b': b + 0} for i in range(n_leaves // 2)}
 
-    def calls(self, function: Callable[..., Any], x: Any) -> Call:
-        """`calls_in_a_loop` calls of `function(x)`, the last of them waited for."""
+    def compare(self, bench: Bench, name: str, ours: Call, against: str, theirs: Call) -> None:
+        """A row for two calls, each in a loop."""
 
-        def loop() -> None:
-            for _ in range(self.calls_in_a_loop - 1):
-                function(x)
-            jax.block_until_ready(function(x))
+        def loop(call: Call) -> None:
+            for _ in range(self.n_calls - 1):
+                call()
+            jax.block_until_ready(call())
 
-        return loop
-
-    def keyword_calls(self, function: Callable[..., Any], x: Any) -> Call:
-        """`calls_in_a_loop` calls of `function(x=x)`, the last of them waited for."""
-
-        def loop() -> None:
-            for _ in range(self.calls_in_a_loop - 1):
-                function(x=x)
-            jax.block_until_ready(function(x=x))
-
-        return loop
-
-    def compare(
-        self,
-        bench: Bench,
-        name: str,
-        ours: Any,
-        beside: str,
-        theirs: Any,
-        x: Any,
-        limit: Any,
-        **size: int,
-    ) -> None:
-        """Calls of two functions with the same argument."""
-        bench.compare(
-            f'{name}, {self.on}',
-            self.calls(ours, x),
-            beside,
-            self.calls(theirs, x),
-            limit,
-            self.calls_in_a_loop,
-            devices=self.n_devices,
-            **size,
-        )
+        name = f'{name}, {self.n_devices} device{"s" * (self.n_devices > 1)}'
+        bench.compare(name, partial(loop, ours), against, partial(loop, theirs), self.n_calls)
 
 
 def plus_one(x: Any) -> Any:
-    return x + 1
+    return jax.tree.map(lambda leaf: leaf + 1, x)
 
 
-def each_plus_one(x: Any) -> Any:
-    return jax.tree.map(plus_one, x)
+def by_path(path: str, leaf: Any) -> str:
+    return SPLIT if path.endswith('w') else REPLICATED
 
 
-def by_the_path(path: str, leaf: Any) -> str:
-    return SPLIT if path.endswith('w') else WHOLE
+def jit_by_hand(function: Callable[[Any], Any], shardings: Any) -> Any:
+    return jax.jit(function, in_shardings=(shardings,), out_shardings=shardings)
 
 
-def one_argument(bench: Bench, setting: Setting) -> None:
-    x, split = setting.array(setting.split), setting.split
-    limit = ONE_DEVICE if setting.n_devices == 1 else SEVERAL
-    by_hand = jax.jit(plus_one, in_shardings=split, out_shardings=split)
-    again = jax.jit(lambda x: x + 1, in_shardings=split, out_shardings=split)
-
-    def compare(name: str, ours: Any, limit: Any) -> None:
-        setting.compare(bench, name, ours, BY_HAND, by_hand, x, limit)
-
-    compare('jax.jit beside itself', again, None)
-    ours = sharded(SPLIT, out=SPLIT, mesh=setting.devices)(plus_one)
-    check_shardings(ours, x, {'x': split}, split)
-    compare('one argument', ours, limit)
-    with jax.set_mesh(setting.mesh):
-        ours = sharded(SPLIT, out=SPLIT)(plus_one)
-        check_shardings(ours, x, {'x': split}, split)
-        compare('one argument, jax.set_mesh', ours, limit)
-
-
-def parameter_tree(bench: Bench, setting: Setting, n_leaves: int) -> None:
-    mixed = setting.tree(n_leaves)
-    in_parts = jax.tree.map(lambda x: jax.device_put(x, setting.split), mixed)
-    by_leaf = jax.tree.map(lambda x: x.sharding, mixed)
-    expressions = {layer: {'w': SPLIT, 'b': WHOLE} for layer in mixed}
-
-    def compare(name: str, ours: Any, by_hand: Any, tree: Any, limit: Any) -> None:
-        name = f'{name}, {n_leaves} leaves'
-        setting.compare(bench, name, ours, BY_HAND, by_hand, tree, limit, leaves=n_leaves)
-
-    kinds = {
-        'one expression': (SPLIT, setting.split, in_parts),
-        'a tree of expressions': (expressions, by_leaf, mixed),
-        'a function of the path': (by_the_path, by_leaf, mixed),
+def calls(bench: Bench, setting: Setting, n_leaves: int) -> None:
+    """Several kinds of specs, with the mesh given, with it in context, and under a budget."""
+    x, tree = setting.array(setting.split), setting.tree(n_leaves)
+    split_tree = jax.device_put(tree, setting.split)
+    by_leaf = jax.tree.map(lambda leaf: leaf.sharding, tree)
+    by_layer = {layer: {'w': SPLIT, 'b': REPLICATED} for layer in tree}
+    cases: dict[str, tuple[Any, Any, Any]] = {
+        'one argument': (x, SPLIT, setting.split),
+        f'{n_leaves} leaves, one expression': (split_tree, SPLIT, setting.split),
+        f'{n_leaves} leaves, a tree of expressions': (tree, by_layer, by_leaf),
+        f'{n_leaves} leaves, a function of the path': (tree, by_path, by_leaf),
     }
-    by_hand: Any = None
-    for kind, (spec, shardings, tree) in kinds.items():
-        by_hand = jax.jit(each_plus_one, in_shardings=(shardings,), out_shardings=shardings)
-        if kind == 'one expression':
-            again = jax.jit(
-                lambda x: jax.tree.map(plus_one, x),
-                in_shardings=(shardings,),
-                out_shardings=shardings,
-            )
-            compare('jax.jit beside itself', again, by_hand, tree, None)
-        ours = sharded(spec, out=spec, mesh=setting.devices)(each_plus_one)
-        check_shardings(ours, tree, {'x': shardings}, shardings)
-        compare(kind, ours, by_hand, tree, TREE)
+    again = jit_by_hand(lambda x: plus_one(x), setting.split)
+    compare(bench, setting, 'jax.jit against itself', again, x, setting.split)
+    for name, (value, spec, shardings) in cases.items():
+        given = sharded(spec, out=spec, mesh=setting.devices)(plus_one)
+        check_shardings(given, value, shardings)
+        compare(bench, setting, name, given, value, shardings)
+        budget = sharded(spec, out=spec, mesh=setting.devices, collectives=())(plus_one)
+        compare(bench, setting, f'{name}, collectives=()', budget, value, shardings)
         with jax.set_mesh(setting.mesh):
-            ours = sharded(spec, out=spec)(each_plus_one)
-            compare(f'{kind}, jax.set_mesh', ours, by_hand, tree, TREE)
-    # the last kind looks at the leaves: here it has met leaves of another shape as well
-    ours = sharded(by_the_path, out=by_the_path, mesh=setting.devices)(each_plus_one)
-    other = setting.tree(n_leaves, width=16)
-    for called in (ours, by_hand):
-        called(mixed)
-        called(other)
-    compare('a function of the path, after other shapes', ours, by_hand, mixed, TREE)
+            ambient = sharded(spec, out=spec)(plus_one)
+            check_shardings(ambient, value, shardings)
+            compare(bench, setting, f'{name}, jax.set_mesh', ambient, value, shardings)
 
 
-def leaves(bench: Bench, setting: Setting, n_leaves: int) -> None:
-    """Trees of several sizes on several numbers of devices, under the spec that looks at most."""
-    tree = setting.tree(n_leaves)
-    shardings = jax.tree.map(lambda x: x.sharding, tree)
-    by_hand = jax.jit(each_plus_one, in_shardings=(shardings,), out_shardings=shardings)
-    ours = sharded(by_the_path, out=by_the_path, mesh=setting.devices)(each_plus_one)
-    name = f'a tree of {n_leaves} leaves'
-    setting.compare(bench, name, ours, BY_HAND, by_hand, tree, TREE, leaves=n_leaves)
+def compare(
+    bench: Bench, setting: Setting, name: str, ours: Any, value: Any, shardings: Any
+) -> None:
+    by_hand = jit_by_hand(plus_one, shardings)
+    # lambdas, not partials: called from C, the Python frame of `sharded` costs half as much again
+    setting.compare(bench, name, lambda: ours(value), BY_HAND, lambda: by_hand(value))
 
 
-def keywords(bench: Bench, setting: Setting, n_leaves: int) -> None:
-    """Keyword calls, which jit with `in_shardings` refuses, beside positional calls of jit."""
-    shardings = jax.tree.map(lambda x: x.sharding, setting.tree(n_leaves))
-    cases = {
-        f'one argument by keyword, {setting.on}': (
-            plus_one,
-            setting.array(setting.split),
-            SPLIT,
-            setting.split,
-        ),
-        f'{n_leaves} leaves by keyword, {setting.on}': (
-            each_plus_one,
-            setting.tree(n_leaves),
-            by_the_path,
-            shardings,
-        ),
-    }
-    for name, (function, x, spec, sharding) in cases.items():
-        ours = sharded(spec, out=spec, mesh=setting.devices)(function)
-        by_hand = jax.jit(function, in_shardings=(sharding,), out_shardings=sharding)
-        bench.difference(
-            name,
-            setting.keyword_calls(ours, x),
-            POSITIONAL,
-            setting.calls(by_hand, x),
-            KEYWORDS,
-            setting.calls_in_a_loop,
-            devices=setting.n_devices,
-        )
+def check_shardings(ours: Any, value: Any, shardings: Any) -> None:
+    """Raise unless `ours` has the shardings that are written by hand."""
+    found = ours.in_shardings(value), ours.out_shardings(value)
+    if found != ({'x': shardings}, shardings):
+        raise RuntimeError(f'{found} is compared with {shardings}')
+
+
+def keywords(bench: Bench, setting: Setting) -> None:
+    """A keyword call, which jit rejects with `in_shardings`, against a positional call of jit."""
+    x, split = setting.array(setting.split), setting.split
+    ours = sharded(SPLIT, out=SPLIT, mesh=setting.devices)(plus_one)
+    by_hand = jit_by_hand(plus_one, split)
+    name, against = 'one argument by keyword', f'{BY_HAND}, by position'
+    setting.compare(bench, name, lambda: ours(x=x), against, lambda: by_hand(x))
 
 
 def method(bench: Bench, setting: Setting) -> None:
-    """A method of a dataclass of arrays; the instance takes no spec."""
+    """A method of a dataclass of arrays; the instance has no spec."""
     x, split = setting.array(setting.split), setting.split
     ours = model(sharded(SPLIT, out=SPLIT, mesh=setting.devices))(x)
     by_hand = model(lambda f: jax.jit(f, in_shardings=(None, split), out_shardings=split))(x)
-
-    def calls(instance: Any) -> Call:
-        def loop() -> None:
-            for _ in range(setting.calls_in_a_loop - 1):
-                instance.scaled(x)
-            jax.block_until_ready(instance.scaled(x))
-
-        return loop
-
-    name = f'a method, {setting.on}'
-    n_calls = setting.calls_in_a_loop
-    size = {'devices': setting.n_devices}
-    bench.compare(name, calls(ours), BY_HAND, calls(by_hand), ONE_DEVICE, n_calls, **size)
-
-
-def promise(bench: Bench, setting: Setting, n_leaves: int) -> None:
-    """Calls under a promise, beside calls without; the programs have no collectives."""
-    x, tree = setting.array(setting.split), setting.tree(n_leaves)
-    cases = {
-        'one argument': (SPLIT, x),
-        f'{n_leaves} leaves, a function of the path': (by_the_path, tree),
-        # where arrays without a spec are is looked at in every call
-        f'{n_leaves} leaves without a spec': ((SPLIT, None), (x, tree)),
-    }
-    for name, (spec, value) in cases.items():
-        plain = sharded(spec, out=spec, mesh=setting.devices)(each_plus_one)
-        ours = sharded(spec, out=spec, mesh=setting.devices, collectives=())(each_plus_one)
-        setting.compare(bench, f'a promise, {name}', ours, WITHOUT, plain, value, PROMISE)
+    setting.compare(bench, 'a method', lambda: ours.scaled(x), BY_HAND, lambda: by_hand.scaled(x))
 
 
 def model(decorate: Callable[[Any], Any]) -> type:
@@ -278,57 +151,35 @@ def model(decorate: Callable[[Any], Any]) -> type:
     return Model
 
 
-def check_shardings(ours: Any, x: Any, in_shardings: Any, out_shardings: Any) -> None:
-    """Raises unless the shardings are those that are written by hand."""
-    for found, expected in (
-        (ours.in_shardings(x), in_shardings),
-        (ours.out_shardings(x), out_shardings),
+def count(bench: Bench, setting: Setting) -> None:
+    """Traces and compilations over a few calls with arguments of several kinds."""
+    narrow, wide = setting.tree(4), setting.tree(4, width=16)
+    by_leaf = jax.tree.map(lambda leaf: leaf.sharding, narrow)
+    trees = [narrow, narrow, wide, narrow, jax.tree.map(np.asarray, narrow), wide]
+    split = setting.split
+    x, other = setting.array(split), setting.array(split, width=16)
+    # the same sharding, with another PartitionSpec
+    spelled = jax.device_put(x, NamedSharding(setting.mesh, PartitionSpec(*split.spec, None)))
+    for kind, spec, shardings, values in (
+        ('one argument', SPLIT, split, [x, x, spelled, other, x, np.asarray(x)]),
+        ('a function of the path', by_path, by_leaf, trees),
     ):
-        if found != expected:
-            raise RuntimeError(f'{expected} is compared with {found}, which is something else')
+        ours = sharded(spec, out=spec, mesh=setting.devices)
+        theirs = partial(jit_by_hand, shardings=shardings)
+        record_counts(bench, f': {kind}', plus_one, ours, BY_HAND, theirs, values)
 
 
-def count(bench: Bench, setting: Setting, n_leaves: int) -> None:
-    """Traces and compilations over a few calls of each kind."""
-    narrow, wide = setting.tree(n_leaves), setting.tree(n_leaves, width=16)
-    by_leaf = jax.tree.map(lambda x: x.sharding, narrow)
-    on_host = jax.tree.map(np.asarray, narrow)
-    leaf, other = setting.array(setting.split), setting.array(setting.split, width=16)
-    # equal to the split sharding, spelled otherwise
-    spelled = jax.device_put(
-        leaf, NamedSharding(setting.mesh, PartitionSpec(*setting.split.spec, None))
-    )
-    one = [leaf, leaf, spelled, other, leaf, np.asarray(leaf)]
-    trees = [narrow, narrow, wide, narrow, on_host, wide]
-    whole = setting.array(setting.whole)
-    behind = '... b -> * ... b'
-    simple = sharded(SPLIT, out=SPLIT, mesh=setting.devices)
-    path = sharded(by_the_path, out=by_the_path, mesh=setting.devices)
-    ellipsis = sharded(WHOLE, out=behind, mesh=setting.devices)
-    kinds = {
-        'one argument': (simple, setting.split, one),
-        'every other time by keyword': (lambda f: in_turn(simple(f)), setting.split, one),
-        'a function of the path': (path, by_leaf, trees),
-        f"out='{behind}'": (ellipsis, setting.whole, [whole] * 3),
-    }
-    for kind, (decorate, shardings, values) in kinds.items():
-        bench.progress(f'counting: {kind}')
-        by_hand = partial(jax.jit, in_shardings=(shardings,), out_shardings=shardings)
-        ours = count_calls(each_plus_one, decorate, values)
-        theirs = count_calls(each_plus_one, by_hand, values)
-        for what, mine, other in zip(('traces', 'programs'), ours, theirs, strict=True):
-            bench.record(
-                f'{what} of {len(values)} calls: {kind}',
-                what,
-                [mine],
-                BY_HAND,
-                [other],
-                ratio_at_most(1.0),
-                devices=setting.n_devices,
-            )
-
-
-def in_turn(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Calls the function by position, then by keyword, and so on."""
-    turns = itertools.cycle((lambda x: function(x), lambda x: function(x=x)))
-    return lambda x: next(turns)(x)
+def record_counts(
+    bench: Bench,
+    kind: str,
+    function: Callable[[Any], Any],
+    ours: Callable[[Any], Any],
+    against: str,
+    theirs: Callable[[Any], Any],
+    values: Sequence[Any],
+) -> None:
+    """Rows for the traces and compilations of a function in a call with each value."""
+    bench.progress(f'counting{kind}')
+    both = count_calls(function, ours, values), count_calls(function, theirs, values)
+    for what, mine, other in zip(('traces', 'compilations'), *both, strict=True):
+        bench.record(f'{what} of {len(values)} calls{kind}', what, [mine], against, [other])

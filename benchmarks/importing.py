@@ -1,4 +1,4 @@
-"""import einshard after import jax, in fresh processes, against the import of jax before it"""
+"""Import einshard after jax in fresh processes, against the import of jax before it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import subprocess
 import sys
 import tempfile
 
-from ._harness import Bench, figure_at_most
+from ._measure import Bench
 
-# jax.config says whether a backend has been initialised: it refuses a number of devices then.
-# That it was the import of einshard, and not the question, shows in the devices counted after.
+# jax.config rejects a number of devices once a backend is initialized. Counting them afterwards
+# shows that the question did not initialize one.
 PROGRAM = """
 import time
 start = time.perf_counter()
@@ -20,59 +20,38 @@ import einshard
 einshard_done = time.perf_counter()
 try:
     jax.config.update('jax_num_cpu_devices', 3)
-    initialised = 0 if jax.device_count() == 3 else 1
+    initialized = 0 if jax.device_count() == 3 else 1
 except RuntimeError:
-    initialised = 1
-print(jax_done - start, einshard_done - jax_done, initialised)
+    initialized = 1
+print(jax_done - start, einshard_done - jax_done, initialized)
 """
 
 
 def run(bench: Bench) -> None:
-    if bench.tiny:
-        measure(bench, rounds=1)
-        return
+    # a process takes a second or two, whatever the time per figure
+    rounds = 1 if bench.tiny else max(5, int(bench.seconds * 5))
     with tempfile.TemporaryDirectory() as bytecode:
-        bench.progress('fresh processes')
-        one_import(PROGRAM, bytecode)  # writes it, reads the files from disk
-        # a process takes a second or two, whatever the time for a figure
-        measure(bench, max(5, int(bench.seconds * 5)), bytecode)
+        one_import(PROGRAM, bytecode)  # writes the bytecode, warms the file cache
+        measured: list[tuple[float, float, int]] = []
+        for i in range(rounds):
+            bench.progress(f'fresh process {i + 1}')
+            measured.append(one_import(PROGRAM, bytecode))
+    theirs, ours, initialized = zip(*measured, strict=True)
+    bench.record('import einshard, after import jax', 's', ours, 'import jax', theirs)
+    bench.record('backends initialized by the import', 'backends', initialized)
 
 
-def measure(bench: Bench, rounds: int, bytecode: str | None = None) -> None:
-    ours: list[float] = []
-    theirs: list[float] = []
-    backends: list[float] = []
-    for i in range(rounds):
-        bench.progress(f'fresh process {i + 1}')
-        jax_time, einshard_time, initialised = one_import(PROGRAM, bytecode)
-        theirs.append(jax_time)
-        ours.append(einshard_time)
-        backends.append(initialised)
-    bench.record(
-        'import einshard, after import jax',
-        's',
-        ours,
-        'import jax, before it',
-        theirs,
-        figure_at_most(0.1),
-    )
-    bench.record(
-        'backends initialised by the import', 'backends', backends, target=figure_at_most(0)
-    )
+def one_import(program: str, bytecode: str) -> tuple[float, float, int]:
+    """Seconds for jax, seconds for einshard, and whether a backend was initialized.
 
-
-def one_import(program: str, bytecode: str | None = None) -> tuple[float, float, int]:
-    """Seconds for jax, seconds for einshard, and whether a backend was initialised.
-
-    `bytecode` is a folder for it; without one, it is where Python has it, if anywhere.
+    `bytecode` is a folder for Python's: without it, compiling is two thirds of the time.
     """
-    environment = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
-    environment.pop('JAX_NUM_CPU_DEVICES', None)
-    environment['JAX_PLATFORMS'] = 'cpu'
-    if bytecode is not None:
-        # as after any first import; without it two thirds of the time are Python's compiler
-        environment.pop('PYTHONDONTWRITEBYTECODE', None)
-        environment['PYTHONPYCACHEPREFIX'] = bytecode
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES', 'PYTHONDONTWRITEBYTECODE')
+    }
+    environment |= {'JAX_PLATFORMS': 'cpu', 'PYTHONPYCACHEPREFIX': bytecode}
     done = subprocess.run(
         [sys.executable, '-c', program],
         env=environment,
@@ -80,5 +59,5 @@ def one_import(program: str, bytecode: str | None = None) -> tuple[float, float,
         text=True,
         check=True,
     )
-    jax_time, einshard_time, initialised = done.stdout.split()
-    return float(jax_time), float(einshard_time), int(initialised)
+    jax_time, einshard_time, initialized = done.stdout.split()
+    return float(jax_time), float(einshard_time), int(initialized)

@@ -1,16 +1,16 @@
-"""one transformer in several layouts, and one matrix product in all: what each costs
+"""One transformer in several layouts, and one matrix product in all layouts: what each costs.
 
 The training step of docs/examples/transformer.py, each time with other expressions and nothing else
-changed, beside data parallelism written by hand. Which layout to take depends on what is scarce.
-In data parallelism every device has all weights, and sends a gradient for each. In tensor
-parallelism it has its share of them and the whole batch, and sends activations in every layer. In
-FSDP (fully sharded data parallelism) it has its share of both, and gathers the weights of a layer
-where they are used. Network bytes and memory are those of one device in one step.
+changed, against hand-written data parallelism. Which layout is best depends on what is scarce. With
+data parallelism every device has all weights and sends a gradient for each. With tensor parallelism
+it has a shard of the weights and the full batch, and sends activations in every layer. With FSDP
+(fully sharded data parallelism) it has shards of both, and gathers a layer's weights where they
+are used. Bytes sent and memory are per device and step.
 
-Then the product `x @ w` for every placement of x and of w over one or two of their axes, beside
-the same product with both on one device; the compiler chooses where the result is. Simulated
-devices share the cores of the machine and their network is its memory: times there say what a
-layout computes twice, not what it would cost between chips. Timed are the compiled programs.
+Then the product `x @ w` for every placement of x and of w over one or two of their axes, against
+the same product on one device; the compiler places the result. Simulated devices share the cores
+and the memory of one machine: their times show what a layout computes twice, not what it would cost
+on chips. The compiled programs are timed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +26,14 @@ from einshard import EinshardError, sharded
 
 from . import _handwritten
 from ._handwritten import transformer
-from ._harness import Bench
+from ._measure import Bench
 from ._models import config_on, floats, mesh_by_hand, sizes_for, state_shapes, token_shapes
-from ._programs import compiled, host_values, record_report, runner
+from ._programs import communication_and_memory, compiled, runner
 
-DATA_BY_HAND = 'data parallelism by hand'
+DATA_BY_HAND = 'hand-written data parallelism'
 ONE_DEVICE = 'the same product on one device'
 
-# Every device has its share of every matrix, along an axis that nothing else cuts.
+# Every matrix is sharded over all devices.
 FSDP_WEIGHTS = transformer.Weights(
     embed='v d*',
     layers=transformer.Layers(
@@ -51,7 +50,7 @@ FSDP_WEIGHTS = transformer.Weights(
     norm='* d',
     head='d* v',
 )
-# Neighbours share heads, hidden units and vocabulary; groups of them the other axis.
+# Heads, hidden units and vocabulary are sharded over neighbors, the other axis over the rest.
 BOTH_WEIGHTS = transformer.Weights(
     embed='v d -> d* v2',
     layers=transformer.Layers(
@@ -87,9 +86,8 @@ def transformers(bench: Bench) -> None:
     devices = jax.devices()
     c = config_on(len(devices), sizes_for(bench))
     shapes = state_shapes(c), token_shapes(c)
-    values = host_values(shapes)
     by_hand = compiled(partial(_handwritten.transformer_step, c, mesh_by_hand(devices, 1)), shapes)
-    theirs = runner(by_hand, values, carries=True)
+    theirs = runner(by_hand, shapes, carries=True)
     for layout, placement in list(LAYOUTS.items())[: 1 if bench.tiny else None]:
         bench.progress(f'compiling: {layout}')
         try:
@@ -97,38 +95,29 @@ def transformers(bench: Bench) -> None:
         except EinshardError as error:  # it does not fit this number of devices
             bench.leave_out(layout, str(error).partition('\n')[0])
             continue
-        case = f'transformer: {layout}'
-        size: dict[str, Any] = {'case': case, 'measure': 'time', 'devices': len(devices)}
-        call = runner(ours, values, carries=True)
-        bench.compare(f'{case}: time', call, DATA_BY_HAND, theirs, **size)
-        record_report(bench, case, ours, DATA_BY_HAND, by_hand, devices=len(devices))
+        call, details = runner(ours, shapes, carries=True), communication_and_memory(ours)
+        bench.compare(f'transformer: {layout}', call, DATA_BY_HAND, theirs, details=details)
 
 
 def products(bench: Bench) -> None:
     n = jax.device_count()
-    if n == 1:
-        bench.leave_out('the product in all placements', 'it takes several devices')
-        return
-    if jax.process_count() > 1:
-        bench.leave_out('the product in all placements', 'it takes one process')
+    if n == 1 or jax.process_count() > 1:
+        why = 'it needs several devices' if n == 1 else 'it needs one process'
+        bench.leave_out('the product in all layouts', why)
         return
     side = 8 * n if bench.tiny else 512 if jax.default_backend() == 'cpu' else 8192
     shapes = floats(side, side), floats(side, side)
-    values = host_values(shapes)
-    alone = compiled(lambda: jax.jit(jnp.matmul), shapes)
-    theirs = runner(alone, values, carries=False)
+    theirs = runner(compiled(lambda: jax.jit(jnp.matmul), shapes), shapes, carries=False)
     placements = [*itertools.product(placements_of('b', 'x', n), placements_of('x', 'y', n))]
     for x_spec, w_spec in placements[:: 12 if bench.tiny else 1]:
         ours = compiled(partial(sharded(x_spec, w_spec), jnp.matmul), shapes)
-        case = f'product: {short(x_spec)}, {short(w_spec)}'
-        size: dict[str, Any] = {'case': case, 'measure': 'time', 'devices': n, 'side': side}
-        call = runner(ours, values, carries=False)
-        bench.compare(f'{case}: time', call, ONE_DEVICE, theirs, **size)
-        record_report(bench, case, ours, ONE_DEVICE, alone, devices=n, side=side)
+        call, details = runner(ours, shapes, carries=False), communication_and_memory(ours)
+        name = f'product: {short(x_spec)}, {short(w_spec)}'
+        bench.compare(name, call, ONE_DEVICE, theirs, details=details)
 
 
 def placements_of(a: str, b: str, n: int) -> list[str]:
-    """Expressions of a matrix over n devices: whole, cut along an axis, cut along both."""
+    """Expressions of a matrix over n devices: replicated, split along one axis, along both."""
     rights = [f'{n} {a} {b}', f'{a}{n} {b}', f'{a} {b}{n}']
     if n % 2 == 0 and n > 2:
         rights += [f'{a}{n // 2} {b}2', f'{a}2 {b}{n // 2}']

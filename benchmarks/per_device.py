@@ -1,8 +1,7 @@
-"""calls of a per-device function, against jax.jit of the same jax.shard_map by hand
+"""Call per-device functions, against jax.jit of the same hand-written jax.shard_map.
 
-Both are compiled before, and are given the same arrays: ours on the one mesh, the others on a mesh
-with the names that the body uses. How calls are timed is told in benchmarks/dispatch.py, and on one
-device the limit is that of `sharded`, whose frame it is.
+Both functions are compiled beforehand and get the same arrays: ours on the canonical mesh, the
+other on a mesh with the axis name that the body uses. Calls are timed as in `dispatch`.
 """
 
 from __future__ import annotations
@@ -15,32 +14,28 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from einshard import einshard, per_device
 
-from ._counting import count_calls
-from ._harness import Bench, ratio_at_most
-from .dispatch import ONE_DEVICE, Setting
+from ._measure import Bench
+from .dispatch import Setting, record_counts
 
-BY_HAND = 'jax.jit of jax.shard_map by hand'
+BY_HAND = 'jax.jit of hand-written jax.shard_map'
 SPLIT = 'a b -> a* b'
-SEVERAL = ratio_at_most(1.05)
 
 
 def run(bench: Bench) -> None:
+    n_leaves = 4 if bench.tiny else 200
     for n_devices in sorted({1, jax.device_count()}):
         setting = Setting(n_devices)
-        one_argument(bench, setting)
-        parameter_tree(bench, setting, 4 if bench.tiny else 200)
+        leaf = np.ones((n_devices, 8), np.float32)
+        compare(bench, setting, 'one argument', leaf)
+        compare(bench, setting, f'{n_leaves} leaves', {f'w{i}': leaf for i in range(n_leaves)})
     count(bench, Setting(jax.device_count()))
 
 
 def summed(x: Any) -> Any:
-    return x + jax.lax.psum(x.sum(), 'a')
+    return jax.tree.map(lambda leaf: leaf + jax.lax.psum(leaf.sum(), 'a'), x)
 
 
-def each_summed(x: Any) -> Any:
-    return jax.tree.map(summed, x)
-
-
-def by_hand(function: Any, setting: Setting) -> tuple[Any, NamedSharding]:
+def by_hand(setting: Setting, function: Any = summed) -> tuple[Any, NamedSharding]:
     """jit of shard_map over a mesh with one axis 'a', and the sharding over it."""
     mesh = Mesh(np.array(setting.devices), ('a',), axis_types=(AxisType.Auto,))
     split = PartitionSpec('a')
@@ -49,50 +44,16 @@ def by_hand(function: Any, setting: Setting) -> tuple[Any, NamedSharding]:
     return jax.jit(mapped, in_shardings=sharding, out_shardings=sharding), sharding
 
 
-def one_argument(bench: Bench, setting: Setting) -> None:
-    compare(bench, setting, 'one argument', summed, np.ones((setting.n_devices, 8), np.float32))
-
-
-def parameter_tree(bench: Bench, setting: Setting, n_leaves: int) -> None:
-    leaf = np.ones((setting.n_devices, 8), np.float32)
-    tree = {f'w{i}': leaf for i in range(n_leaves)}
-    compare(bench, setting, f'{n_leaves} leaves', each_summed, tree)
-
-
-def compare(bench: Bench, setting: Setting, name: str, function: Any, x: Any) -> None:
-    theirs, sharding = by_hand(function, setting)
-    ours = per_device(SPLIT, out=SPLIT, mesh=setting.devices)(function)
-    again, _ = by_hand(lambda x: function(x), setting)
-    placed = jax.device_put(x, sharding)
-    calls = setting.calls(theirs, placed)
-    limit = ONE_DEVICE if setting.n_devices == 1 else SEVERAL
-    for what, other, array, target in (
-        ('jax.jit beside itself', again, placed, None),
-        (name, ours, einshard(x, SPLIT, mesh=setting.devices), limit),
-    ):
-        n_calls = setting.calls_in_a_loop
-        label = f'{what}, {setting.on}' if other is ours else f'{what}, {name}, {setting.on}'
-        called = setting.calls(other, array)
-        bench.compare(label, called, BY_HAND, calls, target, n_calls, devices=setting.n_devices)
+def compare(bench: Bench, setting: Setting, name: str, value: Any) -> None:
+    theirs, sharding = by_hand(setting)
+    ours = per_device(SPLIT, out=SPLIT, mesh=setting.devices)(summed)
+    x, y = einshard(value, SPLIT, mesh=setting.devices), jax.device_put(value, sharding)
+    setting.compare(bench, name, lambda: ours(x), BY_HAND, lambda: theirs(y))
 
 
 def count(bench: Bench, setting: Setting) -> None:
-    """Traces and compilations over a few calls, of two shapes."""
-    theirs = count_calls(summed, lambda f: by_hand(f, setting)[0], values(setting))
-    decorate = per_device(SPLIT, out=SPLIT, mesh=setting.devices)
-    ours = count_calls(summed, decorate, values(setting))
-    for what, mine, other in zip(('traces', 'programs'), ours, theirs, strict=True):
-        bench.record(
-            f'{what} of {len(values(setting))} calls',
-            what,
-            [mine],
-            BY_HAND,
-            [other],
-            ratio_at_most(1.0),
-            devices=setting.n_devices,
-        )
-
-
-def values(setting: Setting) -> list[np.ndarray]:
     narrow, wide = (np.ones((setting.n_devices, width), np.float32) for width in (8, 16))
-    return [narrow, narrow, wide, narrow, wide]
+    values = [narrow, narrow, wide, narrow, wide]
+    ours = per_device(SPLIT, out=SPLIT, mesh=setting.devices)
+    theirs = lambda function: by_hand(setting, function)[0]  # noqa: E731
+    record_counts(bench, '', summed, ours, BY_HAND, theirs, values)

@@ -1,53 +1,39 @@
-"""a perceptron and a transformer, against the same JAX with its shardings by hand
+"""Compile and run an MLP and a transformer, against the same JAX with hand-written shardings.
 
-Forward and a training step, data and tensor parallel. `differences` counts the lines in which the
-optimised programs differ, after instructions are numbered alike; with none, all else is the same
-but for noise, and for the tracing that compile time contains. Memory and network bytes are those
-of one device and one run, as `explain` reports them. Timed are the compiled programs; what a call
-costs besides is told under `dispatch`.
+The forward pass and a training step, with data and tensor parallelism. 'different lines' counts the
+lines in which the optimized HLO differs once instructions are numbered alike. With none, all else
+is equal but for noise, and for tracing, which is part of 'trace and compile'. Bytes sent and memory
+are per device and run, as `explain` reports them. The compiled programs are timed, without the
+dispatch that `dispatch` measures.
 """
 
 from __future__ import annotations
 
 import jax
 
-from ._hardware import peak_flops
-from ._harness import Bench
-from ._models import Case, cases, config_on, model_flops, sizes_for
-from ._programs import BY_HAND, Made, compare_programs, host_values, record, runner
-from ._schema import Row
+from ._hardware import published_peak
+from ._measure import Bench
+from ._models import cases, config_on, model_flops, sizes_for
+from ._programs import BY_HAND, compare_programs, runner
+from ._report import Row
 
 
 def run(bench: Bench) -> None:
-    devices = jax.devices()
     sizes = sizes_for(bench)
-    for case in cases(devices, sizes):
-        rounds = 1 if bench.tiny else 3
-        made = compare_programs(bench, case, rounds, devices=len(devices))
-        row = time_calls(bench, case, made, len(devices))
+    for case in cases(jax.devices(), sizes):
+        programs = compare_programs(bench, case, rounds=1 if bench.tiny else 3)
+        ours, by_hand = (runner(one, case.arguments, case.carries) for one in programs)
+        row = bench.compare(f'{case.name}: time', ours, BY_HAND, by_hand)
         if case.name == 'transformer, training step':
-            utilisation(bench, row, model_flops(config_on(len(devices), sizes)))
+            utilization(bench, row, model_flops(config_on(jax.device_count(), sizes)))
 
 
-def time_calls(bench: Bench, case: Case, made: tuple[Made, Made], n_devices: int) -> Row:
-    values = host_values(case.arguments)
-    # a call of the function would compile it once more
-    programs = (Made(one.compiled, one.compiled) for one in made)
-    ours, by_hand = (runner(one, values, case.carries) for one in programs)
-    name = f'{case.name}: time'
-    size: dict[str, str | int] = {'case': case.name, 'measure': 'time', 'devices': n_devices}
-    return bench.compare(name, ours, BY_HAND, by_hand, **size)
-
-
-def utilisation(bench: Bench, row: Row, flops: float) -> None:
-    """The model's flops a second in a row of times, in parts of what the devices can do."""
-    kind, n_devices = jax.devices()[0].device_kind, jax.device_count()
-    peak = peak_flops(kind)
+def utilization(bench: Bench, row: Row, flops: float) -> None:
+    """The model's flops per second, as a fraction of what the devices can do."""
+    kind = jax.devices()[0].device_kind
+    peak = published_peak(kind)
     if peak is None:
-        bench.leave_out('model flops utilisation', f'no published peak is known of {kind}')
-        return
-    times = [spread['median'] for spread in (row['figure'], row['other']) if spread]
-    both = [flops / (time * n_devices * peak) for time in times]
-    case = str(row['parameters']['case'])
-    size = {'devices': n_devices}
-    record(bench, case, 'utilisation', 'of the peak', *both, compared_with=BY_HAND, **size)
+        bench.leave_out('model flops utilization', f'no published peak is known for {kind}')
+    else:
+        fraction = flops / (row.figure * jax.device_count() * peak.flops)
+        row.details['model flops utilization'] = f'{fraction:.1%}'

@@ -1,8 +1,8 @@
-"""the leaves of a large model matched against rules, against a loop of re.search by hand
+"""Match the leaves of a large model against Rules, with a loop of re.search by hand.
 
-From 10,000 leaves and 50 rules to a sharding for every leaf. By hand: the path of each leaf, the
-first pattern found in it, a `NamedSharding` of that pattern's `PartitionSpec`. Devices are those
-of an `AbstractMesh`, so that 4,096 of them need none.
+50 rules give each of 10,000 leaves its sharding. By hand: the path of each leaf, the first pattern
+found in it, and a `NamedSharding` of that pattern's `PartitionSpec`. An `AbstractMesh` stands for
+the devices, so 4,096 of them need no hardware.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from einshard import Rules, clear_caches, einshard
-from einshard._sharding import find_fitting, find_mesh
-from einshard._specs import leaf_specs
 
-from ._harness import Bench, figure_at_most, ratio_at_most
+from ._measure import Bench
 
 BY_HAND = 're.search and NamedSharding by hand'
-KINDS = [  # what a layer has: the end of a path, the shape, the spec
+LAYER = [  # the end of a path, the shape, the spec
     ('attention/q/kernel', (512, 512), P('data', 'model')),
     ('attention/k/kernel', (512, 512), P('data', 'model')),
     ('attention/v/kernel', (512, 512), P('data', 'model')),
@@ -36,98 +34,52 @@ KINDS = [  # what a layer has: the end of a path, the shape, the spec
     ('mlp/up/bias', (2048,), P('model')),
     ('mlp/norm/scale', (512,), P()),
 ]
-# rules of other models before those of this one, which every path has to get past
-PAIRS = [(rf'block_{i}/.*kernel$', P('data')) for i in range(50 - len(KINDS))]
-PAIRS += [(rf'{path}$', spec) for path, _, spec in KINDS]
+# rules that do not match, which every path is tried against first
+PAIRS = [(rf'block_{i}/.*kernel$', P('data')) for i in range(50 - len(LAYER))]
+PAIRS += [(rf'{path}$', spec) for path, _, spec in LAYER]
 
 
 def run(bench: Bench) -> None:
     n_leaves = 100 if bench.tiny else 10_000
-    tree = model(n_leaves // len(KINDS))
-    few = mesh_of(4, 4)
-    rules, many = Rules(PAIRS), mesh_of(64, 64)
-    for mesh in (few, many):
-        measure(bench, tree, mesh, n_leaves)
-    bench.compare(
-        f'einshard of {n_leaves:,} shapes, {many.size:,} devices',
-        partial(einshard, tree, rules, mesh=many),
-        BY_HAND,
-        partial(annotate_by_hand, tree, many),
-        leaves=n_leaves,
-        rules=len(PAIRS),
-        devices=many.size,
-    )
-    bench.compare(
-        f'{n_leaves:,} leaves, again, {many.size:,} devices',
-        partial(resolve, tree, rules, many),
-        f'the same on {few.size}',
-        partial(resolve, tree, rules, few),
-        ratio_at_most(1.1),
-        leaves=n_leaves,
-        rules=len(PAIRS),
-        devices=many.size,
-    )
+    tree = model(n_leaves // len(LAYER))
+    for side in (4, 64):
+        sizes, axis_types = (side, side), (AxisType.Auto,) * 2
+        mesh = AbstractMesh(sizes, ('data', 'model'), axis_types=axis_types)
+        compare(bench, f'{n_leaves:,} shapes, {mesh.size:,} devices', tree, mesh)
 
 
-def measure(bench: Bench, tree: Any, mesh: AbstractMesh, n_leaves: int) -> None:
+def compare(bench: Bench, name: str, tree: Any, mesh: AbstractMesh) -> None:
     rules = Rules(PAIRS)
-    by_hand = partial(resolve_by_hand, tree, mesh)
-    if resolve(tree, rules, mesh) != by_hand():
-        raise RuntimeError('what the rules give is not what is compared with it')
-    size = {'leaves': n_leaves, 'rules': len(PAIRS), 'devices': mesh.size}
-    what, on = f'{n_leaves:,} leaves', f'{mesh.size:,} devices'
-    first = partial(resolve_anew, tree, mesh)
-    limit = figure_at_most(0.3)
-    bench.compare(f'{what}, the first time, {on}', first, BY_HAND, by_hand, limit, **size)
-    again = partial(resolve, tree, rules, mesh)
-    limit = figure_at_most(0.03)
-    bench.compare(f'{what}, again, {on}', again, BY_HAND, by_hand, limit, **size)
+    again, theirs = partial(einshard, tree, rules, mesh=mesh), partial(by_hand, tree, mesh)
+    shardings = [[leaf.sharding for leaf in jax.tree.leaves(f())] for f in (again, theirs)]
+    if shardings[0] != shardings[1]:
+        raise RuntimeError('the rules and the loop give different shardings')
+
+    def first() -> Any:
+        clear_caches()
+        return einshard(tree, Rules(PAIRS), mesh=mesh)
+
+    bench.compare(f'{name}, the first time', first, BY_HAND, theirs)
+    bench.compare(f'{name}, again', again, BY_HAND, theirs)
 
 
-def resolve(tree: Any, rules: Rules, mesh: AbstractMesh) -> list[NamedSharding]:
-    """The sharding of every leaf: what einshard does before it annotates or moves them."""
-    leaves, treedef = jtu.tree_flatten(tree)
-    where = find_mesh(mesh)
-    specs = leaf_specs(tree, leaves, rules, mesh, treedef)
-    found = zip(specs, leaves, strict=True)
-    return [find_fitting(spec, leaf.shape, where, None).sharding for spec, leaf in found]
-
-
-def resolve_anew(tree: Any, mesh: AbstractMesh) -> list[NamedSharding]:
-    clear_caches()
-    return resolve(tree, Rules(PAIRS), mesh)
-
-
-def resolve_by_hand(tree: Any, mesh: AbstractMesh) -> list[NamedSharding]:
-    shardings: list[NamedSharding] = []
-    for path, _ in jtu.tree_leaves_with_path(tree):
+def by_hand(tree: Any, mesh: AbstractMesh) -> Any:
+    def annotate(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         text = jtu.keystr(path, simple=True, separator='/')
         spec = next(spec for pattern, spec in PAIRS if re.search(pattern, text))
-        shardings.append(NamedSharding(mesh, spec))
-    return shardings
+        return leaf.update(sharding=NamedSharding(mesh, spec))
 
-
-def annotate_by_hand(tree: Any, mesh: AbstractMesh) -> Any:
-    leaves, treedef = jtu.tree_flatten(tree)
-    shardings = resolve_by_hand(tree, mesh)
-    both = zip(leaves, shardings, strict=True)
-    return treedef.unflatten([leaf.update(sharding=sharding) for leaf, sharding in both])
+    return jtu.tree_map_with_path(annotate, tree)
 
 
 def model(n_layers: int) -> dict[str, Any]:
-    """A tree of shapes with the paths of KINDS below the number of a layer."""
-    layers: list[dict[str, Any]] = []
-    for _ in range(n_layers):
-        layer: dict[str, Any] = {}
-        for path, shape, _ in KINDS:
+    """A tree of shapes with the paths of LAYER below the number of each layer."""
+    layers: list[dict[str, Any]] = [{} for _ in range(n_layers)]
+    for layer in layers:
+        for path, shape, _ in LAYER:
             *parents, name = path.split('/')
             node = layer
             for parent in parents:
                 node = node.setdefault(parent, {})
             node[name] = jax.ShapeDtypeStruct(shape, np.float32)
-        layers.append(layer)
     return {'layers': layers}
-
-
-def mesh_of(data: int, model: int) -> AbstractMesh:
-    return AbstractMesh((data, model), ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
