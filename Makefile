@@ -13,12 +13,12 @@ demo: $(VENV)-demo/demo.installed
 test: $(VENV)/test.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# under five minutes; where there is no accelerator, on eight simulated devices
+# under five minutes; without an accelerator, on eight simulated devices
 bench: $(VENV)-bench/rich.installed
 	@$(VENV)-bench/bin/python -m benchmarks all
 
-# every figure of docs/performance.md anew; takes long. RESULT names the file of figures, BENCH has
-# more options, as --published PYTHON
+# measure all figures of docs/performance.md, which takes long. RESULT names the file of figures,
+# BENCH adds options, such as --seconds 5
 RESULT ?= cpu
 bench-page: $(VENV)-page/rich.installed $(VENV)-page/tpu.installed
 	@mkdir -p benchmarks/results

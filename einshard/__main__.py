@@ -1,26 +1,47 @@
-"""python -m einshard: pictures of expressions, reports of functions, tables of rules."""
+"""python -m einshard: draw expressions, explain functions, show tables of rules."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from ._commands import abstract_mesh, mesh_axis, run_explain, run_table
+from jax.sharding import AbstractMesh, AxisType
+
+from ._command_arguments import abstract_mesh, load, mesh_of, read_arguments, result_shapes
 from ._errors import EinshardError
-from ._pictures.draw import show
+from ._inspect.explain import explain
+from ._inspect.show import show
+from ._sharding.mesh import device_mesh
+from ._trees.rules import Rules
 
-_EXAMPLES = """\
+_SHOW_EXAMPLES = """\
 examples:
   python -m einshard 'a b -> 2 a2* b*' --shape 4 8 --devices 16
   python -m einshard 'a b -> a4 b2'
   python -m einshard 'b d -> b@data d@tp' --shape 32 512 --mesh data=4 tp=2
   python -m einshard '... -> * ...' --shape --devices 8
 other commands:
-  python -m einshard explain --help     what the compiler made of a function
-  python -m einshard table --help       what rules make of the arrays of a model
+  python -m einshard explain --help     compile a function and list its collectives
+  python -m einshard table --help       show how rules shard the arrays of a model
 """
+_EXPLAIN_EXAMPLES = """\
+examples:
+  python -m einshard explain model:layer --args 'f32[8,128]' 'f32[128,512]' --devices 8
+  python -m einshard explain model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
+  python -m einshard explain model:step --args model:init_state lr=0.1 --mesh data=4 tp=2 --json
+"""
+_TABLE_EXAMPLES = """\
+examples:
+  python -m einshard table model:rules model:init_params --devices 8
+  python -m einshard table model:rules model:init_params --args 'u32[2]' --mesh data=4 tp=2
+"""
+_ARGUMENT = (
+    "arguments of the call: arrays as 'f32[8,128]', Python numbers, module:name for a value or for "
+    'a function that returns it; name=... passes it by keyword'
+)
 _ASCII = str.maketrans('─│┌┬┐├┼┤└┴┘', '-|+++++++++')
 
 
@@ -28,15 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments:
-        _parser().print_help()
+        _show_parser().print_help()
         return 0
-    commands = {'explain': run_explain, 'table': run_table}
+    commands = {'explain': _explain, 'table': _table}
     try:
         if arguments[0] in commands:
             text = commands[arguments[0]](arguments[1:])
         else:
-            _check_command(arguments[0], commands)
-            text = _draw(arguments)
+            # a misspelt command would parse as an expression with one unsharded axis
+            if near := difflib.get_close_matches(arguments[0], commands, n=1, cutoff=0.7):
+                fix = f'python -m einshard {near[0]}'
+                raise EinshardError(f"'{arguments[0]}' is not a command", fix=fix)
+            text = _show(arguments)
     except EinshardError as error:
         print(f'einshard.EinshardError: {error}', file=sys.stderr)
         return 2
@@ -44,54 +68,128 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_command(word: str, commands: Iterable[str]) -> None:
-    """Raises for a command with a slip in it, which as an expression is an axis that is not cut."""
-    near = difflib.get_close_matches(word, commands, n=1, cutoff=0.7)
-    if near:
-        raise EinshardError(f"'{word}' is no command", fix=f'python -m einshard {near[0]}')
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog='python -m einshard',
-        description='Draws which devices hold which block of an array,\n'
-        'from an expression alone: the devices need not exist.',
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _show_parser() -> argparse.ArgumentParser:
+    parser = _parser(
+        '',
+        'Draws which devices hold which block of an array.\n'
+        'It needs only the expression: the devices do not have to exist.',
+        _SHOW_EXAMPLES,
+        'devices, which do not have to exist',
+        count=int,
     )
-    parser.add_argument('expression', help="the placement, as in 'a b -> 2 a2* b*'")
+    parser.add_argument('expression', help="the placement, such as 'a b -> 2 a2* b*'")
     parser.add_argument(
         '--shape',
         type=int,
         nargs='*',
         metavar='SIZE',
-        help='the shape of the array; without it the blocks are numbered',
-    )
-    devices = parser.add_mutually_exclusive_group()
-    devices.add_argument(
-        '--devices',
-        type=int,
-        metavar='N',
-        help='how many devices; needed where the expression has a star',
-    )
-    devices.add_argument(
-        '--mesh',
-        type=mesh_axis,
-        nargs='+',
-        metavar='AXIS=SIZE',
-        help="a mesh by its axes, slowest first, for expressions such as 'b d -> b@data d'",
+        help='the shape of the array; if omitted, blocks are numbered',
     )
     return parser
 
 
-def _draw(arguments: Sequence[str]) -> str:
-    options = _parser().parse_args(arguments)
+def _show(arguments: Sequence[str]) -> str:
+    options = _show_parser().parse_args(arguments)
     devices = options.devices if options.mesh is None else abstract_mesh(options.mesh)
     return repr(show(options.expression, options.shape, devices))
 
 
+def _explain(arguments: Sequence[str]) -> str:
+    parser = _parser(
+        'explain',
+        'Compiles a function and lists its placements, collectives and memory.',
+        _EXPLAIN_EXAMPLES,
+        'simulated CPU devices',
+    )
+    parser.add_argument('function', metavar='module:function')
+    parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=_ARGUMENT)
+    parser.add_argument('--json', action='store_true', help='print the report as JSON')
+    parser.add_argument(
+        '--topology',
+        metavar='NAME',
+        help='compile for a TPU slice such as v5e:4x4; --mesh then names the axes of its devices',
+    )
+    options = parser.parse_args(arguments)
+    mesh = mesh_of(options.devices, options.mesh, options.topology)
+    function = load(options.function)
+    args, kwargs = read_arguments(options.args)
+    report = explain(function, *args, mesh=mesh, **kwargs)
+    return json.dumps(report.to_dict(), indent=2) if options.json else str(report)
+
+
+def _table(arguments: Sequence[str]) -> str:
+    parser = _parser(
+        'table',
+        'Shows how rules shard the arrays of a model.',
+        _TABLE_EXAMPLES,
+        'devices, which do not have to exist',
+    )
+    parser.add_argument('rules', metavar='module:rules')
+    parser.add_argument(
+        'tree', metavar='module:init', help='a pytree of arrays, or a function that returns one'
+    )
+    parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=_ARGUMENT)
+    options = parser.parse_args(arguments)
+    rules, tree = load(options.rules), load(options.tree)
+    if not isinstance(rules, Rules):
+        raise EinshardError(f'{options.rules} is of type {type(rules).__name__}, not Rules')
+    args, kwargs = read_arguments(options.args)
+    if callable(tree):
+        tree = result_shapes(tree, args, kwargs)
+    elif args or kwargs:
+        kind = type(tree).__name__
+        raise EinshardError(f'{options.tree} is of type {kind}, which takes no arguments')
+    mesh = None if options.mesh is None else abstract_mesh(options.mesh)
+    if options.devices is not None:
+        mesh = device_mesh(AbstractMesh((options.devices,), ('d0',), axis_types=(AxisType.Auto,)))
+    return str(rules.table(tree, mesh=mesh))
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a number of devices')
+    return int(text)
+
+
+def _mesh_axis(text: str) -> tuple[str, int]:
+    """'data=4' -> ('data', 4)"""
+    name, _, size = text.partition('=')
+    if not name or not size.isdecimal() or int(size) == 0:
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not a mesh axis with its size, such as data=4 '
+            '(put the expression before --mesh)'
+        )
+    return name, int(size)
+
+
+def _parser(
+    command: str,
+    description: str,
+    examples: str,
+    devices: str,
+    count: Callable[[str], int] = _count,
+) -> argparse.ArgumentParser:
+    """A parser with the options --devices and --mesh."""
+    parser = argparse.ArgumentParser(
+        prog=f'python -m einshard {command}'.rstrip(),
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument('--devices', type=count, metavar='N', help=f'number of {devices}')
+    group.add_argument(
+        '--mesh',
+        type=_mesh_axis,
+        nargs='+',
+        metavar='AXIS=SIZE',
+        help=f'a mesh of {devices}: its axes, slowest first',
+    )
+    return parser
+
+
 def _printable(text: str, encoding: str | None) -> str:
-    """The text with plain boxes where the output has no characters for them, as in cp1252."""
+    """The text, with ASCII boxes if the output encoding (such as cp1252) lacks line characters."""
     try:
         text.encode(encoding or 'utf-8')
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The caches of the package, in one place so that `clear_caches` finds them all."""
+"""All caches of the package register here, so that `clear_caches` can clear them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _caches: list[Callable[[], None]] = []
 
 
 def cached(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`functools.lru_cache`, whose C look-up takes 0.1 us and is safe in threads.
+    """`functools.lru_cache`: its look-up in C takes 0.1 us and is thread-safe.
 
-    Bounded, since a long-running notebook may make meshes and expressions without end.
+    It is bounded because a long-running notebook may create any number of meshes and expressions.
     """
     wrapped: Any = functools.lru_cache(maxsize=8192)(function)
     _caches.append(wrapped.cache_clear)
@@ -24,15 +24,18 @@ def cached(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def register(cache: dict[_K, _V]) -> dict[_K, _V]:
-    """Adds a dictionary to those that `clear_caches` empties."""
+    """Registers a dictionary for `clear_caches` to empty; returns it."""
     _caches.append(cache.clear)
     return cache
 
 
 def clear_caches() -> None:
-    """Forgets every parsed expression, sharding and mesh.
+    """Clears the caches of parsed expressions, shardings, meshes and compiled functions.
 
-    For tests, and after the devices of the process have changed.
+        >>> from einshard import clear_caches
+        >>> clear_caches()
+
+    Use it in tests, and after the devices of the process have changed.
     """
     for clear in _caches:
         clear()

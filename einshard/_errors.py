@@ -1,28 +1,41 @@
-"""The one exception of the package, and how it looks."""
+"""EinshardError: the exception of the package, and how it prints."""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from ._words import columns
+from ._text import display_width
 
 Span = tuple[int, int]
 
 
 class EinshardError(ValueError):
-    """What is wrong with a sharding: a sentence, the expression with carets, facts, a fix.
+    """An invalid expression, spec, shape, mesh or device count.
 
-    Every bad expression, spec, shape, mesh or device count raises this class and no other. The
-    parts are attributes, so that a tool can show them its own way.
+    The message has a sentence, the expression with carets, labelled facts, and a fix:
+
+        >>> from einshard import EinshardError, make_sharding
+        >>> try:
+        ...     make_sharding('a, b -> a* b')
+        ... except EinshardError as error:
+        ...     print(error)
+        ',' is not part of the notation
+            a, b -> a* b
+             ^
+          terms are: a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  ...
+
+    The parts are attributes too, so that tools can show them in their own way.
 
     Attributes:
-        sentence: one sentence, values included.
+        sentence: what is wrong, with the values.
         expression: the expression as the user wrote it, or None.
-        spans: (start, end) offsets of the guilty terms in `expression`.
+        spans: (start, end) offsets in `expression` of the terms with carets.
         facts: labelled facts, in the order shown.
-        fix: an expression or call that works here, where one is certain.
+        fix: an expression or call that was tried and works, or None.
     """
 
     def __init__(
@@ -37,20 +50,22 @@ class EinshardError(ValueError):
         self.sentence = sentence
         self.expression = expression
         self.spans = tuple(spans)
-        self.facts = {label: str(fact) for label, fact in (facts or {}).items()}
+        self.facts = {_label(key): str(fact) for key, fact in (facts or {}).items()}
         self.fix = fix
         super().__init__(self._render())
 
     def about(self, **facts: object) -> EinshardError:
-        """The same error with what it is about, where that was not known when it arose."""
-        return type(self)(**self.parts(facts={**labelled(facts), **self.facts}))
+        """The same error with more facts, placed before its own."""
+        return type(self)(
+            **self.parts(facts={**{_label(key): fact for key, fact in facts.items()}, **self.facts})
+        )
 
     def with_fix(self, fix: str | None) -> EinshardError:
-        """The same error with another fix, or none."""
+        """The same error with another fix, or without one."""
         return type(self)(**self.parts(fix=fix))
 
     def parts(self, **others: Any) -> dict[str, Any]:
-        """What the class takes to make the same error, or one with other parts."""
+        """The constructor arguments for a copy of this error, with some of them replaced."""
         return {
             'sentence': self.sentence,
             'expression': self.expression,
@@ -68,35 +83,61 @@ class EinshardError(ValueError):
                 lines.append('    ' + _carets(self.expression, self.spans))
         rows = dict(self.facts)
         if self.fix is not None:
-            rows['here'] = self.fix
+            rows['try'] = self.fix
         width = max(map(len, rows), default=0) + 1
         lines += [f'  {label + ":":<{width}} {shown(fact)}' for label, fact in rows.items()]
         return '\n'.join(lines)
 
     def __reduce__(self):
-        # args holds the rendered text: rebuilding from it alone would render the parts twice
+        # self.args holds the rendered text: rebuilding from it would render the parts twice
         return functools.partial(type(self), **self.parts()), ()
 
 
-EinshardError.__module__ = 'einshard'  # errors print their public name
+EinshardError.__module__ = 'einshard'  # tracebacks print the public name
 
 
-def labelled(facts: Mapping[str, object]) -> dict[str, object]:
-    """Facts given by keyword, with blanks in their labels."""
-    return {label.replace('_', ' '): fact for label, fact in facts.items()}
+def hide_inner_frames(error: BaseException) -> None:
+    """Leaves of the frames of this package only the outermost in the traceback of an error."""
+    frame = error.__traceback__
+    while frame is not None:
+        while frame.tb_next and frame.tb_next.tb_frame.f_code.co_filename.startswith(_FOLDER):
+            frame.tb_next = frame.tb_next.tb_next
+        frame = frame.tb_next
+
+
+_FOLDER = f'{Path(__file__).parent}{os.sep}'
+
+
+def _label(key: str) -> str:
+    """The key of a fact as it is shown: 'works_with' as 'works with'."""
+    return key.replace('_', ' ') if key.isidentifier() else key
+
+
+class Suggestion(str):
+    """An expression to write instead of a wrong one; as text it is in quotes, as errors show it."""
+
+    expression: str
+
+    def __new__(cls, expression: str) -> Suggestion:
+        suggestion = super().__new__(cls, f"'{expression}'")
+        suggestion.expression = expression
+        return suggestion
+
+    def __getnewargs__(self) -> tuple[str]:
+        return (self.expression,)
 
 
 def _carets(text: str, spans: Sequence[Span]) -> str:
     guilty = {i for start, end in spans for i in range(start, end)}
     line = ''
     for i, character in enumerate(text):
-        line += ('^' if i in guilty else ' ') * columns(shown(character))
+        line += ('^' if i in guilty else ' ') * display_width(shown(character))
     past_the_end = any(start >= len(text) for start, _ in spans)
     return (line + '^' if past_the_end else line).rstrip()
 
 
 def shown(text: str) -> str:
-    """Text for one line of a terminal: white space as blanks, what cannot be seen as a mark."""
+    """Text on one line: whitespace becomes spaces, unprintable characters become U+FFFD."""
     return ''.join(' ' if c.isspace() else c if c.isprintable() else '\ufffd' for c in text)
 
 

@@ -1,19 +1,19 @@
 """The pytest plugin: fixtures `assert_collectives` and `einshard_golden`, `--einshard-update`.
 
-It is installed beside the package, as a module of its own: a part of the package would import
-einshard and with it JAX whenever pytest starts, which takes seconds, and would do so before a
-conftest.py can set the variables that JAX reads when it is imported. pyproject.toml has it so.
+In the wheel it is a module next to the package (see pyproject.toml). Inside the package it would
+import einshard and JAX whenever pytest starts. That takes seconds, and happens before a conftest.py
+can set the environment variables that JAX reads on import.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from einshard._reports.report import Report
+    from einshard._inspect.report import Report
 
 _WRITTEN = 'einshard_golden'
 
@@ -22,34 +22,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup('einshard').addoption(
         '--einshard-update',
         action='store_true',
-        help='write the golden files of the tests that run, those of einshard_golden',
+        help='rewrite the einshard_golden files of the tests that run',
     )
 
 
 @pytest.fixture
 def assert_collectives() -> Callable[..., None]:
-    """The function `einshard.assert_collectives`."""
+    """`einshard.assert_collectives`."""
     import einshard
 
     return einshard.assert_collectives
 
 
 @pytest.fixture
-def einshard_golden(request: pytest.FixtureRequest) -> Callable[..., None]:
+def einshard_golden(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
     """Compares a report with its golden file: `einshard_golden(explain(step, x))`.
 
-    The file is golden/<test file>/<test>.txt beside the test file. The second one of a test ends in
-    +2, one with a name in that: `einshard_golden(report, name='forward')`. A test whose file is not
-    there fails; only `pytest --einshard-update` writes.
+    The file is golden/<test file>/<test>.txt next to the test file. A second report of the same
+    test goes to <test>+2.txt, a named one (`name='forward'`) to <test>+forward.txt. If the file is
+    missing, the test fails. `pytest --einshard-update` writes it.
     """
-    from einshard._reports.golden import Goldens
+    from einshard._inspect.golden_files import Goldens
 
-    classes = [node.name for node in request.node.listchain() if isinstance(node, pytest.Class)]
+    node, config = request.node, request.config
+    classes = [parent.name for parent in node.listchain() if isinstance(parent, pytest.Class)]
     goldens = Goldens(
         request.path.parent / 'golden' / request.path.stem,
-        '.'.join([*classes, request.node.name]),
-        shown_from=request.config.rootpath,
-        update=bool(request.config.getoption('--einshard-update')),
+        '.'.join([*classes, node.name]),
+        shown_from=config.rootpath,
+        update=bool(config.getoption('--einshard-update')),
     )
 
     def compare(report: Report, name: str | None = None) -> None:
@@ -57,12 +58,10 @@ def einshard_golden(request: pytest.FixtureRequest) -> Callable[..., None]:
         difference = goldens.differs(report, name)
         if difference:
             pytest.fail(difference)
-        # reports of tests carry these, also from the processes of pytest-xdist
-        properties = request.node.user_properties
-        properties.extend((_WRITTEN, line) for line in goldens.written)
-        goldens.written.clear()
 
-    return compare
+    yield compare
+    # test reports carry user_properties back from pytest-xdist workers
+    node.user_properties += [(_WRITTEN, line) for line in goldens.written]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

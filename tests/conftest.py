@@ -3,13 +3,10 @@
 import importlib.util
 import os
 
+from flags import QUICK, WITHOUT_TPU, simulating
+
 os.environ['JAX_PLATFORMS'] = 'cpu'
-os.environ['XLA_FLAGS'] = (
-    os.environ.get('XLA_FLAGS', '')
-    + ' --xla_force_host_platform_device_count=16'
-    # a quarter of the tests' time was LLVM's; programs as the tests read them come before it
-    + ' --xla_backend_optimization_level=0'
-)
+os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {simulating(16)} {WITHOUT_TPU}'
 # libtpu, where it is installed, describes TPU slices without looking for a TPU
 os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
 os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
@@ -18,6 +15,11 @@ os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
 
 import jax
 import pytest
+
+# Here JAX reads the flags, once, before pages and examples set their own; libtpu does when it is
+# loaded, and so do the processes that tests start.
+assert len(jax.devices()) == 16
+os.environ['XLA_FLAGS'] = os.environ['XLA_FLAGS'].replace(WITHOUT_TPU, QUICK)
 
 # files about packages that the extra `test` brings; without it the others run
 PACKAGES = {
@@ -33,6 +35,14 @@ LACKING = {
     for file, packages in PACKAGES.items()
 }
 collect_ignore = [file for file, packages in LACKING.items() if packages]
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        '--update-messages',
+        action='store_true',
+        help='test_messages.py writes the messages of messages.md',
+    )
 
 
 def pytest_report_header():

@@ -1,8 +1,8 @@
 """Parameter trees of published models as shapes: nothing is allocated.
 
-From the published configurations: hidden size, layers, heads, vocabulary. What a linear layer is
-given comes first in its kernel, as in Flax. The number of parameters that each model is published
-with is beside it; tests/test_rules.py adds the shapes up.
+From the published configurations: hidden size, layers, heads, vocabulary. The input axis of a
+kernel comes first, as in Flax. Each model has its published number of parameters next to it, which
+tests/test_rules.py compares with the shapes.
 """
 
 import jax
@@ -32,40 +32,33 @@ def grouped_attention(hidden, heads, kv_heads, head_size):
 
 def llama(hidden, layers, heads, kv_heads, mlp, vocab):
     """Llama: RMS norms, grouped heads, a gated feed-forward, an output head of its own."""
-    layer = {
-        'input_layernorm': weight(hidden),
-        'self_attn': grouped_attention(hidden, heads, kv_heads, hidden // heads),
-        'post_attention_layernorm': weight(hidden),
-        'mlp': {
-            'gate_proj': kernel(hidden, mlp),
-            'up_proj': kernel(hidden, mlp),
-            'down_proj': kernel(mlp, hidden),
-        },
+    gated = {
+        'gate_proj': kernel(hidden, mlp),
+        'up_proj': kernel(hidden, mlp),
+        'down_proj': kernel(mlp, hidden),
     }
-    return {
-        'model': {
-            'embed_tokens': embedding(vocab, hidden),
-            'layers': [layer] * layers,
-            'norm': weight(hidden),
-        },
-        'lm_head': kernel(hidden, vocab),
-    }
+    return decoder(hidden, layers, heads, kv_heads, vocab, mlp=gated)
 
 
 def mixtral(hidden, layers, heads, kv_heads, mlp, vocab, experts):
-    """Mixtral: as Llama, but each feed-forward is a router and experts, stacked in front."""
+    """Mixtral: Llama with a router and experts, stacked along the first axis, per feed-forward."""
+    routed = {
+        'gate': kernel(hidden, experts),
+        'experts': {
+            'w1': kernel(experts, hidden, mlp),
+            'w2': kernel(experts, mlp, hidden),
+            'w3': kernel(experts, hidden, mlp),
+        },
+    }
+    return decoder(hidden, layers, heads, kv_heads, vocab, block_sparse_moe=routed)
+
+
+def decoder(hidden, layers, heads, kv_heads, vocab, **feed_forward):
     layer = {
         'input_layernorm': weight(hidden),
         'self_attn': grouped_attention(hidden, heads, kv_heads, hidden // heads),
         'post_attention_layernorm': weight(hidden),
-        'block_sparse_moe': {
-            'gate': kernel(hidden, experts),
-            'experts': {
-                'w1': kernel(experts, hidden, mlp),
-                'w2': kernel(experts, mlp, hidden),
-                'w3': kernel(experts, hidden, mlp),
-            },
-        },
+        **feed_forward,
     }
     return {
         'model': {

@@ -1,4 +1,6 @@
-"""Where the leaves of a tree are, against NamedShardings written by hand."""
+"""Meshes, shapes, and the shardings of pytrees, against hand-written NamedShardings."""
+
+import math
 
 import jax
 import jax.tree_util as jtu
@@ -7,16 +9,34 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
-def mesh_of(devices, **sizes):
-    grid = np.array(devices).reshape(tuple(sizes.values()))
-    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+def mesh_of(devices=None, types=AxisType.Auto, **sizes):
+    """A mesh of these axis sizes over the devices, or over the first ones of the process."""
+    shape = tuple(sizes.values())
+    grid = np.array(jax.devices()[: math.prod(shape)] if devices is None else devices, dtype=object)
+    types = types if isinstance(types, tuple) else (types,) * len(shape)
+    return Mesh(grid.reshape(shape), tuple(sizes), axis_types=types)
 
 
-MESH = mesh_of(jax.devices()[:16], data=8, tp=2)
+def struct(*shape, dtype=np.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def shardings(tree):
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def on(mesh, specs):
+    """A pytree of PartitionSpecs as NamedShardings."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P)
+    )
+
+
+MESH = mesh_of(data=8, tp=2)
 
 
 def check_placed(tree, cut, mesh=MESH):
-    """Leaves whose path ends in a key of `cut` are placed as it says, all others everywhere."""
+    """Leaves whose path ends in a key of `cut` are sharded as it says, the others replicated."""
     unseen = set(cut)
     for path, leaf in jtu.tree_leaves_with_path(tree):
         name = jtu.keystr(path, simple=True, separator='/')

@@ -226,7 +226,7 @@ def arguments_that_differ():
         with pytest.raises(EinshardError, match='about to build different arrays') as caught:
             total(given)
         assert "parameter 'x' of total, contents" in caught.value.facts['process 0']
-        assert 'from_local' in caught.value.facts['rows of its own']
+        assert 'from_local' in caught.value.facts['for local rows']
     n = jax.process_count()
     assert float(total(from_local(rows, 'a b -> a* b'))) == 128 * sum(range(n))
     assert float(total(WHOLE)) == WHOLE.sum()
@@ -265,6 +265,21 @@ def whole_again():
     again = einshard(gathered['global'], describe(y))
     assert again.sharding == y.sharding
     check_shards(again, WHOLE, [(1, 2), (0, 4)])
+
+
+@check
+def refs_and_keys():
+    ref = jax.new_ref(einshard(WHOLE, 'a b -> a* b'))
+    assert einshard({'r': ref}, 'a* b')['r'] is ref
+    refused(einshard, ref, 'a b*')
+    jax.jit(lambda r: r.__setitem__(..., r[...] + 1))(ref)
+    np.testing.assert_array_equal(gather(ref), WHOLE + 1)
+    keys = jax.random.split(jax.random.key(0), 8)
+    data = gather({'keys': einshard(keys, 'a8'), 'key': jax.random.key(1)})
+    np.testing.assert_array_equal(data['keys'], jax.random.key_data(keys))
+    assert type(data['key']) is np.ndarray
+    error = refused(from_local, {'r': ref, 'x': WHOLE}, 'a* b')
+    assert 'a jax.Ref' in str(error)
 
 
 # --- from_local -------------------------------------------------------------------------------
@@ -448,7 +463,7 @@ def uneven_rows():
         said[name] = refused(from_local, batch, one)
         assert from_local(rows, spec).shape == (8 * jax.process_count(), 4)
     if jax.process_count() == 2:
-        said['cut unevenly'] = refused(
+        said['split unevenly'] = refused(
             from_local, rows, 'batch d -> batch3 d 2', mesh=jax.devices()[1:7]
         )
         said['unlike numbers'] = refused(from_local, rows, spec, mesh=jax.devices()[:7])

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextvars
+import copy
+import pickle
 import threading
 import types
 
@@ -9,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from placed import mesh_of
 
+import einshard as einshard_package
 from einshard import (
     DECODING_AXES,
     TRAINING_AXES,
@@ -24,11 +28,7 @@ from einshard import (
     sharded,
 )
 
-MESH = Mesh(
-    np.array(jax.devices()[:8]).reshape(2, 2, 2),
-    ('data', 'fsdp', 'tp'),
-    axis_types=(AxisType.Auto,) * 3,
-)
+MESH = mesh_of(data=2, fsdp=2, tp=2)
 X = np.zeros((8, 8, 8), np.float32)
 
 
@@ -164,7 +164,7 @@ def test_a_rule_for_a_mesh_axis_that_is_not_there():
         '    batch@dta d\n'
         '    ^^^^^^^^^\n'
         "  mesh: 'data': 2, 'fsdp': 2, 'tp': 2\n"
-        "  here: 'batch@data d'"
+        "  try:  'batch@data d'"
     )
 
 
@@ -356,7 +356,7 @@ def test_the_error_offers_to_leave_missing_axes_out_where_that_works():
         '    batch@(data,pod) d\n'
         '    ^^^^^^^^^^^^^^^^\n'
         "  mesh: 'data': 2, 'fsdp': 2, 'tp': 2\n"
-        "  here: axis_rules(..., missing='replicate')"
+        "  try:  axis_rules(..., missing='replicate')"
     )
     for expression in ('batch d3', 'batch d@other'):  # with it there would be another error
         with axis_rules(batch='@(data,pod)'), pytest.raises(EinshardError) as caught:
@@ -450,6 +450,17 @@ def test_ready_sets_are_read_only():
         assert spec('batch embed') == P('data', 'fsdp')
 
 
+@pytest.mark.parametrize('name', ['TRAINING_AXES', 'DECODING_AXES'])
+def test_ready_sets_may_be_copied_and_pickled(name):
+    ready = getattr(einshard_package, name)
+    for again in (copy.copy(ready), copy.deepcopy(ready), pickle.loads(pickle.dumps(ready))):
+        assert again is ready
+    assert pickle.loads(pickle.dumps({'axes': ready, 'mesh': (4, 2)}))['axes'] == dict(ready)
+    assert ready | {'batch': '@data'} == {**ready, 'batch': '@data'}
+    assert {'batch': '@data', 'q': '@tp'} | ready == {'q': '@tp', **ready}
+    assert eval(repr(ready)) == ready
+
+
 def test_the_model_axis_of_activations_has_no_rule():
     with axis_rules(TRAINING_AXES, missing='replicate'), pytest.raises(EinshardError) as caught:
         spec('batch sequence embed')
@@ -501,9 +512,7 @@ def block_by_hand(w, x):
 @pytest.mark.parametrize('ready', [TRAINING_AXES, DECODING_AXES], ids=['training', 'decoding'])
 @pytest.mark.parametrize('sizes', [{'data': 2, 'fsdp': 2, 'tensor': 2, 'sequence': 2}, {'data': 8}])
 def test_one_model_text_serves_any_mesh(ready, sizes):
-    n = np.prod(list(sizes.values()))
-    grid = np.array(jax.devices()[:n]).reshape(tuple(sizes.values()))
-    mesh = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    mesh = mesh_of(**sizes)
     rng = np.random.default_rng(0)
     host = {name: rng.normal(size=shape) / 4 for name, (_, shape) in WEIGHTS.items()}
     x = rng.normal(size=(8, 4, 16))

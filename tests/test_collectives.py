@@ -17,10 +17,12 @@ import pytest
 from hlo import programs
 from hlo.programs import MACHINES, PROGRAMS, expected, partitioner
 
+from einshard._hlo.all_gathers import find_all_gathers
 from einshard._hlo.collectives import KINDS, read_collectives
-from einshard._hlo.device_groups import connected, read_groups
-from einshard._hlo.movements import read_gatherings
-from einshard._hlo.syntax import ArrayType, Sources, array_types, op_name, read_instruction
+from einshard._hlo.groups import connected, read_groups
+from einshard._hlo.module import ArrayType, Module, array_types, read_instruction
+from einshard._hlo.output_uses import output_uses
+from einshard._hlo.sources import Sources, op_name
 
 HLO = Path(__file__).parent / 'hlo'
 ON_SPARSE_CORES = ('product_reduced', 'summed_and_scattered')
@@ -61,7 +63,7 @@ def summary(collectives, machine):
     total = Counter()
     for c in collectives:
         axes = axes_of(c.groups, machine)
-        total[c.kind, axes, c.times] += c.bytes
+        total[c.kind, axes, c.executions] += c.bytes
     return total if data > 1 else Counter({(k, 'model', n): b for (k, _, n), b in total.items()})
 
 
@@ -80,7 +82,7 @@ def check(name, machine, text):
     assert summary(collectives, machine) == needed
     assert bool(collectives) == bool(needed)
     for c in collectives:
-        assert c.network_bytes == math.ceil(by_ring(c.kind, c.bytes, c.parties))
+        assert c.network_bytes == math.ceil(by_ring(c.kind, c.bytes, c.group_size))
         check_shapes(c)
 
 
@@ -99,9 +101,9 @@ def by_ring(kind, n_bytes, n):
 def check_shapes(c):
     operands = sum(math.prod(array.shape) for array in c.operands)
     results = sum(math.prod(array.shape) for array in c.results)
-    factor = {'all-gather': Fraction(c.parties), 'reduce-scatter': Fraction(1, c.parties)}
+    factor = {'all-gather': Fraction(c.group_size), 'reduce-scatter': Fraction(1, c.group_size)}
     assert results == operands * factor.get(c.kind, 1)
-    assert c.n_groups * c.parties == c.n_devices
+    assert c.n_groups * c.group_size == c.n_devices
 
 
 @pytest.mark.parametrize('machine', ['cpu_4', 'cpu_8', 'cpu_16', 'v5e_4x4', 'v5p_2x2x2'])
@@ -114,9 +116,9 @@ def test_program_needs_what_theory_says(name, machine):
     # with that older JAX, groups may be unknown; the rest is not
     found, needed = Counter(), Counter()
     for c in read_collectives(text):
-        found[c.kind, c.times] += c.bytes
+        found[c.kind, c.executions] += c.bytes
         if c.groups:
-            assert (c.kind, axes_of(c.groups, machine), c.times) in by_theory(name, machine)
+            assert (c.kind, axes_of(c.groups, machine), c.executions) in by_theory(name, machine)
     for (kind, _, times), size in by_theory(name, machine).items():
         needed[kind, times] += size
     assert found == needed
@@ -368,7 +370,7 @@ COUNTED = {
 )
 def test_trip_count(changed, times):
     [c] = read_collectives(LOOP.format(**{**COUNTED, **changed}))
-    assert c.times == times
+    assert c.executions == times
 
 
 # --- forms that these machines do not write -----------------------------------------------------
@@ -448,7 +450,7 @@ def test_asynchronous_pair_is_one_collective(lines, kind, operand, result):
     )
     [c] = read_collectives(module(*lines, computations=wrapped))
     assert (c.kind, *map(str, c.operands), *map(str, c.results)) == (kind, operand, result)
-    assert (c.is_async, c.times, c.groups) == (True, 1, ((0, 1, 2, 3),))
+    assert (c.is_async, c.executions, c.groups) == (True, 1, ((0, 1, 2, 3),))
     if 'calls=%wrapped' in lines[0]:
         assert (c.op_name, c.source) == ('jit(f)/here', 'm.py:3')
 
@@ -472,7 +474,7 @@ def test_several_arrays_in_one_collective():
     [
         ('{{0,1},{1,0},{2,3},{3,2}}', ((0, 1), (1, 0), (2, 3), (3, 2)), ((0, 1), (2, 3)), 128),
         ('{{0,2}}', ((0, 2),), ((0, 2),), 128),
-        ('{{0,0},{1,1}}', ((0, 0), (1, 1)), ((0,), (1,)), 0),
+        ('{{0,0},{1,2}}', ((0, 0), (1, 2)), ((0,), (1, 2)), 128),
     ],
 )
 def test_permute(line, pairs, groups, sent):
@@ -536,7 +538,7 @@ def test_computation_called_twice_runs_twice():
         'ROOT %two = f32[8,4]{1,0} call(%one), to_apply=%called',
         computations=CALLED,
     )
-    assert [c.times for c in read_collectives(text)] == [2]
+    assert [c.executions for c in read_collectives(text)] == [2]
 
 
 def test_several_modules_are_read_one_after_another():
@@ -557,7 +559,61 @@ def test_branches_count_once_each(branches):
         f'ROOT %c = f32[8,4]{{1,0}} conditional(%p, %x, %x), {branches}',
         computations=CALLED + CALLED.replace('%called', '%other').replace('%z', '%w'),
     )
-    assert [(c.name, c.times) for c in read_collectives(text)] == [('z', 1), ('w', 1)]
+    assert [(c.name, c.executions) for c in read_collectives(text)] == [('z', 1), ('w', 1)]
+
+
+CHAINED = """%begin (a: f32[2,4]) -> (f32[2,4], f32[8,4]) {
+  %a = f32[2,4]{1,0} parameter(0)
+  %g.0 = f32[8,4]{1,0} all-gather(%a), GATHER
+  ROOT %c.0 = (f32[2,4], f32[8,4]) custom-call(%g.0), custom_call_target="AsyncCollectiveStart"
+}
+
+%link (b: f32[2,4], s: f32[4]) -> f32[4] {
+  %b = f32[2,4]{1,0} parameter(0)
+  %s = f32[4]{0} parameter(1)
+  %g.1 = f32[8,4]{1,0} all-gather(%b), GATHER
+  ROOT %t.1 = f32[4]{0} tanh(%s)
+}
+
+%end (d: f32[2,4]) -> f32[8,4] {
+  %d = f32[2,4]{1,0} parameter(0)
+  %g.2 = f32[8,4]{1,0} all-gather(%d), GATHER
+  ROOT %c.2 = f32[8,4]{1,0} custom-call(%g.2), custom_call_target="AsyncCollectiveDone"
+}
+
+%body (p: (f32[2,4], f32[4])) -> (f32[2,4], f32[4]) {
+  %p = (f32[2,4]{1,0}, f32[4]{0}) parameter(0)
+  %w = f32[2,4]{1,0} get-tuple-element(%p), index=0
+  %h = f32[4]{0} get-tuple-element(%p), index=1
+  %f.1 = f32[4]{0} fusion(%w, %h), kind=kOutput, calls=%link
+  ROOT %r = (f32[2,4]{1,0}, f32[4]{0}) tuple(%w, %f.1)
+}
+
+%condition (q: (f32[2,4], f32[4])) -> pred[] {
+  %q = (f32[2,4]{1,0}, f32[4]{0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+""".replace('GATHER', 'channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}, CHAIN')
+
+
+def test_links_of_a_chain_in_a_loop_are_its_collective():
+    text = module(
+        '%k = f32[2,4]{1,0} constant({...})',
+        '%h.0 = f32[4]{0} constant({...})',
+        '%f.0 = (f32[2,4]{1,0}, f32[8,4]{1,0}) fusion(%k), kind=kOutput, calls=%begin',
+        '%i = (f32[2,4]{1,0}, f32[4]{0}) tuple(%k, %h.0)',
+        '%l = (f32[2,4]{1,0}, f32[4]{0}) while(%i), condition=%condition, body=%body, '
+        'backend_config={"known_trip_count":{"n":"7"}}',
+        'ROOT %f.2 = f32[8,4]{1,0} fusion(%k), kind=kOutput, calls=%end',
+        computations=CHAINED.replace('CHAIN', 'frontend_attributes={chain_id="0"}'),
+    )
+    [c] = read_collectives(text)
+    assert (c.name, c.executions, c.is_async) == ('g.0', 1, True)
+    # of another chain it is a collective of its own
+    other = text.replace('chain_id="0"', 'chain_id="1"', 2).replace(
+        'chain_id="1"', 'chain_id="0"', 1
+    )
+    assert [(c.name, c.executions) for c in read_collectives(other)] == [('g.0', 1), ('g.1', 7)]
 
 
 def test_computation_that_nobody_calls_does_not_run():
@@ -583,7 +639,50 @@ def test_groups_that_cannot_be_printed_are_unknown():
     """JAX 0.8 prints so the groups that libtpu 0.0.51 writes in the axes of a mesh."""
     line = 'all-reduce(%x), channel_id=1, replica_groups={}, use_global_device_ids=true'
     [c] = read_collectives(module(f'ROOT %y = f32[8,4]{{1,0}} {line}, to_apply=%add'))
-    assert (c.groups, c.parties, c.n_groups) == ((), 4, 1)
+    assert (c.groups, c.group_size, c.n_groups) == ((), 4, 1)
+
+
+@pytest.mark.parametrize(
+    'line',
+    [
+        'all-reduce(%x), channel_id=1, replica_groups={{0},{1},{2},{3}}, to_apply=%add',
+        "all-reduce(%x), channel_id=1, replica_groups=mesh['a'=1,'b'=4] {'a'}, to_apply=%add",
+        'all-gather(%x), channel_id=1, replica_groups=[4,1]<=[4], dimensions={0}',
+        'reduce-scatter(%x), channel_id=1, replica_groups={{0},{1},{2},{3}}, to_apply=%add',
+        'collective-permute(%x), channel_id=1, source_target_pairs={{0,0},{1,1},{2,2},{3,3}}',
+    ],
+)
+def test_groups_of_one_device_communicate_nothing(line):
+    assert read_collectives(module(f'ROOT %y = f32[8,4]{{1,0}} {line}')) == ()
+
+
+def test_one_group_of_several_devices_is_enough():
+    line = 'all-reduce(%x), channel_id=1, replica_groups={{0},{1},{2,3}}, to_apply=%add'
+    [c] = read_collectives(module(f'ROOT %y = f32[8,4]{{1,0}} {line}'))
+    assert (c.group_size, c.groups) == (2, ((0,), (1,), (2, 3)))
+
+
+KERNEL = (
+    '%k = f32[8,4]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", '
+    'frontend_attributes={kernel_metadata={\n"mesh_axes":"[\\"x\\"]",\n"note":"all-reduce"\n}}, '
+    'metadata={op_name="jit(f)/pallas_call" stack_frame_id=2}, backend_config={"flag_configs":[],'
+    '"custom_call_config":{"body":"TUzvU",HAS"needs_layout_passes":true}}'
+)
+
+
+def test_pallas_kernels_that_communicate_count():
+    body = (
+        KERNEL.replace('HAS', '"has_communication":true,'),
+        'ROOT %y = f32[8,4]{1,0} all-reduce(%k), channel_id=1, replica_groups={{0,1},{2,3}}, '
+        'to_apply=%add',
+    )
+    kernel, _ = read_collectives(module(*body))
+    assert (kernel.kind, kernel.name, kernel.shape_text) == ('custom-call', 'k', 'f32[8,4]')
+    assert (kernel.op_name, kernel.groups, kernel.network_bytes) == ('jit(f)/pallas_call', (), None)
+    local = module(KERNEL.replace('HAS', ''), body[1])
+    assert [c.name for c in read_collectives(local)] == ['y']
+    # the reader of uses finds what comes after a kernel, too
+    assert output_uses(Module(module(*body)), ['k', 'y']) == {'k': (0,), 'y': (0,)}
 
 
 def test_names_in_metadata_are_no_attributes():
@@ -636,7 +735,8 @@ ENTRY %main (x: f32[{n},4]) -> f32[16,2] {{
     ],
 )
 def test_parts_kept_of_an_array_in_another_form(n, layout, form, cut):
-    [one] = read_gatherings(GATHERED.format(n=n, layout=layout, form=form), 4)
+    text = GATHERED.format(n=n, layout=layout, form=form)
+    [one] = find_all_gathers(Module(text), 4)
     assert (str(one.array), one.dimension) == (f'f32[{n},16]', 1)
     kept = [(0, 0, 0, 0), (0, 0, 0, 0)]
     if cut is not None:
@@ -729,7 +829,7 @@ def test_groups(text, groups):
 
 
 def test_groups_in_no_known_form():
-    with pytest.raises(ValueError, match='unknown form of replica groups: new'):
+    with pytest.raises(ValueError, match='unknown replica groups: new'):
         read_groups('new[4]')
 
 
@@ -766,7 +866,7 @@ def test_instruction():
     made = read_instruction(line)
     assert (made.name, made.opcode, made.operands) == ('f.1', 'fusion', ['a', 'b'])
     assert (made.callee, made.metadata) == ('c.2', 'op_name="f/g" stack_frame_id=3}')
-    with pytest.raises(ValueError, match='no HLO instruction'):
+    with pytest.raises(ValueError, match='not an HLO instruction'):
         read_instruction('}')
 
 

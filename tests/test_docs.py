@@ -1,6 +1,8 @@
 """Every line of code in the README and in the pages of the documentation, run."""
 
+import ast
 import contextlib
+import graphlib
 import inspect
 import io
 import re
@@ -146,26 +148,38 @@ def test_readme_names_the_versions_that_the_package_asks_for():
 
 
 def imports(module):
-    """The modules and packages of einshard that a module imports, but for types alone."""
-    source = module.read_text(encoding='utf-8')
-    source = re.sub(r'^if TYPE_CHECKING:\n(?:(?:    .*)?\n)+', '', source, flags=re.MULTILINE)
-    inside = module.parent != ROOT / 'einshard'
-    found = re.findall(r'^\s*from (\.+)(\w*)', source, re.MULTILINE)
-    return {name for dots, name in found if len(dots) == 1 + inside}
+    """The modules of einshard that a module imports, as paths; those for types alone too."""
+    package = ROOT / 'einshard'
+    found = set()
+    for node in ast.walk(ast.parse(module.read_text(encoding='utf-8'))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = module.parents[node.level - 1]
+            target = folder.joinpath(*(node.module or '').split('.'))
+            found.add(target.with_suffix('.py').relative_to(package))
+    return found
 
 
-@pytest.mark.parametrize('page', ['CONTRIBUTING.md', 'docs/how_it_works.md'])
-def test_tables_of_modules_are_complete_and_in_the_order_of_imports(page):
+def modules():
     package = ROOT / 'einshard'
     if not package.exists():
         pytest.skip('no checkout')
-    table = (ROOT / page).read_text(encoding='utf-8').partition('| module | holds |')[2]
-    rows = re.findall(r'`(_\w+)(\.py|/)`', table.partition('Imports go one way')[0])
-    listed = [name for name, _ in rows]
-    apart = {'__init__', '__main__', '_version', '__pycache__'}
-    there = {path.stem for path in package.iterdir() if path.suffix in ('.py', '')} - apart
-    assert sorted(listed) == sorted(there)
-    for i, (name, kind) in enumerate(rows):
-        modules = package.glob(f'{name}/*.py') if kind == '/' else [package / f'{name}.py']
-        late = set().union(*map(imports, modules)) - set(listed[:i]) - {name}
-        assert not late, f'{name} imports {late} from below'
+    return {path.relative_to(package): imports(path) for path in package.rglob('*.py')}
+
+
+def test_imports_have_no_cycles():
+    graph = modules()
+    assert set().union(*graph.values()) <= set(graph)
+    list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_the_map_of_modules_is_complete_and_in_the_order_of_imports():
+    contributing = (ROOT / 'CONTRIBUTING.md').read_text(encoding='utf-8')
+    table = contributing.partition('| module | holds |')[2].partition('Imports go one way')[0]
+    listed = [name + ending.strip('/') for name, ending in re.findall(r'`(_\w+)(\.py|/)`', table)]
+    graph = modules()
+    apart = {'__init__.py', '_version.py'}
+    assert sorted(listed) == sorted({path.parts[0] for path in graph} - apart)
+    for path, others in graph.items():
+        if path.parts[0] not in apart:
+            late = [o for o in others if listed.index(o.parts[0]) > listed.index(path.parts[0])]
+            assert not late, f'{path} imports {late} from below'

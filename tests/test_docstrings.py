@@ -44,7 +44,7 @@ EXAMPLES = examples()
 
 @pytest.mark.parametrize('name', EXAMPLES)
 def test_example(name):
-    if name.startswith('einshard._topology.'):
+    if name.startswith('einshard._sharding.topology.'):
         pytest.importorskip('libtpu')
     said = []
     runner = doctest.DocTestRunner(optionflags=FLAGS)
@@ -67,6 +67,6 @@ def test_public_names_have_an_example(name):
     value = PUBLIC[name]
     home = f'{inspect.unwrap(value).__module__}.{value.__name__}'
     if isinstance(value, type) and issubclass(value, Exception):
-        assert value.__module__ == 'einshard'  # what errors show is in tests/test_messages.py
+        assert value.__module__ == 'einshard'  # what errors show is in tests/test_errors.py
     else:
         assert home in EXAMPLES, f'{name} has no example that runs'

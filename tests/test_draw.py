@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from einshard import EinshardError, einshard, explain, sharded, show
-from einshard._pictures.words import wrapped
-from einshard._words import columns
+from einshard._pictures.caption import wrapped
+from einshard._text import display_width
 
 AUTO = AxisType.Auto
 
@@ -37,8 +37,8 @@ def blocks_of(grid, axes):
 
 
 def drawn_blocks(picture):
-    devices = picture.blocks.devices
-    return {index: devices[index].tolist() for index in np.ndindex(*devices.shape[:-1])}
+    blocks = picture.blocks
+    return {place: blocks.holders(i) for i, place in enumerate(np.ndindex(*blocks.parts))}
 
 
 def text_blocks(picture):
@@ -240,7 +240,7 @@ PICTURES = [
               ┌───────┐
         a 0:4 │ 0-15  │
               └───────┘
-        nothing is sharded: each of the 16 devices holds the whole array, [4,8]
+        nothing is sharded: each of the 16 devices holds the full array, [4,8]
         """,
     ),
     (
@@ -250,7 +250,7 @@ PICTURES = [
           ┌───┐
         a │ 0 │
           └───┘
-        nothing is sharded: the one device holds the whole array
+        nothing is sharded: the one device holds the full array
         """,
     ),
     (
@@ -318,7 +318,7 @@ def test_devices_of_a_mesh_in_another_order_are_named(devices8):
 def test_one_device():
     lines = str(show(jax.device_put(jnp.zeros(3), jax.devices()[5]))).splitlines()
     assert [line.strip('│ ') for line in lines[2:3]] == ['5']
-    assert lines[-2] == 'nothing is sharded: the one device holds the whole array, float32[3]'
+    assert lines[-2] == 'nothing is sharded: the one device holds the full array, float32[3]'
     assert lines[-1].startswith('on one device: ')
 
 
@@ -638,7 +638,7 @@ def test_a_report_on_a_mesh_with_names_is_drawn(devices8):
 
 
 def test_a_report_without_a_mesh_has_nothing_to_draw():
-    with pytest.raises(EinshardError, match=r'nothing to draw: no array of .* is on a mesh'):
+    with pytest.raises(EinshardError, match=r'nothing to draw: no array of .* has a mesh'):
         show(explain(lambda x: x + 1, np.ones(3)))
 
 
@@ -683,15 +683,15 @@ def mesh8():
 @pytest.mark.parametrize(
     ('arguments', 'sentence'),
     [
-        (('a*',), 'a star stands for the devices that are left, but how many there are'),
-        (('a*', 8), 'shape= is 8, which is no shape'),
-        (('a*', (-8,)), 'shape= is (-8,), which is no shape'),
-        (('a*', ('8',)), "shape= is ('8',), which is no shape"),
-        (('a*', (8,), '8'), "devices= is '8', which is no number of devices"),
-        (('a*', (8,), True), 'devices= is True, which is no number of devices'),
-        (('a*', (8,), 0), 'devices= is 0, which is no number of devices'),
-        (('a*', (8,), 2.5), 'devices= is 2.5, which is no number of devices'),
-        (('a*', (8,), {'a': 2}), "devices= is {'a': 2}, which is no number of devices"),
+        (('a*',), 'a star needs the number of devices'),
+        (('a*', 8), 'shape= is not a shape: 8'),
+        (('a*', (-8,)), 'shape= is not a shape: (-8,)'),
+        (('a*', ('8',)), "shape= is not a shape: ('8',)"),
+        (('a*', (8,), '8'), "devices= is not a number of devices: '8'"),
+        (('a*', (8,), True), 'devices= is not a number of devices: True'),
+        (('a*', (8,), 0), 'devices= is not a number of devices: 0'),
+        (('a*', (8,), 2.5), 'devices= is not a number of devices: 2.5'),
+        (('a*', (8,), {'a': 2}), "devices= is not a number of devices: {'a': 2}"),
         (('a*', (8,), []), 'a mesh needs at least one device'),
         (('a9999999',), 'a picture of 9999999 devices would be too large'),
         (('a@tp', (8,), 8), "'a@tp' names mesh axes, but there is no mesh"),
@@ -701,18 +701,28 @@ def mesh8():
         (('a b -> a2 b', (8,)), 'the expression names 2 axes, but the array has 1 dimension'),
         (('a b -> a2 b', (9, 9)), "axis 'a' has size 9, which 2 parts do not divide"),
         (('a b -> a4 b', (8, 8), 16), "'a4' uses 4 of 16 devices"),
-        ((np.zeros(3),), 'there is nothing to draw: the array is on the host'),
+        ((np.zeros(3),), 'nothing to draw: the array is on the host'),
         (
             (jax.ShapeDtypeStruct((3,), np.float32),),
-            'there is nothing to draw: the array is nowhere',
+            'nothing to draw: the array is nowhere',
         ),
-        (([1],), 'there is nothing to draw: no leaf of the list has a sharding'),
-        (({},), 'there is nothing to draw: no leaf of the dict has a sharding'),
+        (([1],), 'nothing to draw: no leaf of the list has a sharding'),
+        (({},), 'nothing to draw: no leaf of the dict has a sharding'),
         ((abs,), 'builtin_function_or_method cannot be drawn'),
-        ((NamedSharding(mesh8(), P('data')), (6,)), 'axis 0 has size 6, which 4 parts do not'),
-        ((NamedSharding(mesh8(), P('data')), ()), 'the sharding is for 1 dimension or more'),
-        ((NamedSharding(mesh8(), P(P.UNCONSTRAINED)),), 'the sharding leaves axes unconstrained'),
-        ((NamedSharding(mesh8(), P('data')), None, 8), 'devices= is for expressions'),
+        ((NamedSharding(mesh8(), P('data')), (6,)), 'axis 0 (size 6) is not divisible by 4'),
+        ((NamedSharding(mesh8(), P('data')), ()), 'the sharding needs at least 1 dimension'),
+        ((NamedSharding(mesh8(), P(P.UNCONSTRAINED)),), 'the sharding has unconstrained axes'),
+        ((NamedSharding(mesh8(), P('data')), None, 8), 'devices= is only for expressions'),
+        (('a2 ...', (2,) * 64), 'a picture of 64 dimensions would be too large'),
+        ((jnp.ones((1,) * 65),), 'a picture of 65 dimensions would be too large'),
+        (
+            (NamedSharding(mesh8(), P('data')), (4,) + (1,) * 64),
+            'a picture of 65 dimensions would be too large',
+        ),
+        (
+            ('a@x', None, AbstractMesh((2**30,), ('x',))),
+            'a picture of 1073741824 devices would be too large',
+        ),
     ],
 )
 def test_bad_input(arguments, sentence):
@@ -721,15 +731,28 @@ def test_bad_input(arguments, sentence):
     assert caught.value.sentence.startswith(sentence)
 
 
+def test_as_many_dimensions_as_numpy_has():
+    names = [f'{a}{b}' for a in 'abcdefg' for b in 'abcdefghi']
+    sizes = (8, *(1,) * 62)
+    text = str(show(f'{names[0]}4 {" ".join(names[1:])}', sizes))
+    assert 'aa is in 4 parts' in text
+    x = einshard(np.ones(sizes, np.float32), 'a8 ...', mesh=jax.devices()[:8])
+    assert 'a is in 8 parts' in str(show(x))
+
+
+def test_a_terminal_obeys_nothing_in_paths(devices8):
+    x = einshard(np.ones((8, 4)), 'a8 b', mesh=devices8)
+    text = str(show({'\x1b[2Jw\r\n': x}))
+    assert text.startswith('\ufffd[2Jw  : float32[8,4]\n')
+
+
 def test_bad_input_that_needs_devices(devices8):
     x = einshard(np.zeros((8, 4)), 'a b -> a8 b', mesh=devices8)
     with pytest.raises(EinshardError, match='but the array has the shape'):
         show(x, (4, 8))
-    with pytest.raises(
-        EinshardError, match='there is nothing to draw: the array is where the comp'
-    ):
+    with pytest.raises(EinshardError, match='nothing to draw: the array is where the comp'):
         jax.jit(show)(x)
-    with pytest.raises(EinshardError, match='to draw a SingleDeviceSharding, give shape= too'):
+    with pytest.raises(EinshardError, match='drawing a SingleDeviceSharding needs shape='):
         show(jnp.zeros(3).sharding)
 
 
@@ -752,5 +775,5 @@ def test_wide_words_keep_to_the_width():
     words = ['nothing is sharded: ' + '幅広 ' * 20]
     lines = list(wrapped(words, 30))
     assert len(lines) > 3
-    assert all(columns(line) <= 30 for line in lines)
+    assert all(display_width(line) <= 30 for line in lines)
     assert ' '.join(lines).split() == words[0].split()

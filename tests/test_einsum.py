@@ -149,11 +149,11 @@ class TestExplicit:
         assert (
             f'\n{caught.value}'
             == """
-the sum is over 'x', which is sharded: under explicit axes the result has to say where it is
+the sum over 'x', which is sharded over explicit mesh axes, needs a placement for the result
     batch x*, x* y -> batch y
           ^^
   operand: 0, float32[4,16@(d0,d1,d2,d3)]
-  give:    a placement of the result, as in 'batch x*, x* y -> batch y *'"""
+  try:     'batch x*, x* y -> batch y *'"""
         )
         y = einsum('batch x*, x* y -> batch y *', array(4, 16), array(16, 8))
         assert str(jax.typeof(y)) == 'float32[4,8]'
@@ -168,7 +168,7 @@ the sum is over 'x', which is sharded: under explicit axes the result has to say
             """
 an einsum has one '->', this one has none
     b x, x y
-  as in: 'b x, x y -> b y'""",
+  example: 'b x, x y -> b y'""",
         ),
         (
             'batch x, x y -> bach y',
@@ -178,7 +178,7 @@ an einsum has one '->', this one has none
     batch x, x y -> bach y
                     ^^^^
   operands have: batch x y
-  near:          'batch'""",
+  similar:       'batch'""",
         ),
         (
             'b x, x y -> b y',
@@ -199,10 +199,9 @@ axis 'x' has size 16 in operand 0, but 8 in operand 1
             '... x, ... x -> ...',
             [(4, 16), (16,)],
             """
-'...' stands for axes of sizes (4,) in operand 0, but () in 1
+'...' stands for sizes (4,) in operand 0, but () in operand 1
     ... x, ... x -> ...
-    ^^^    ^^^
-  they are: the same axes in every operand""",
+    ^^^    ^^^""",
         ),
         (
             'b x x, x y -> b y',
@@ -238,10 +237,9 @@ the expression names 3 axes, but the array has 2 dimensions
 the counts ask for 3 devices, which do not divide the 16 there are
     b x3
       ^^
-  einsum:     'b x3, x y -> b y'
-  array:      float32[4,16]
-  devices:    16
-  works with: 3 devices, or a multiple of 3 with a replica '*'""",
+  einsum:  'b x3, x y -> b y'
+  array:   float32[4,16]
+  devices: 16""",
         ),
         (
             'b x, x y -> b16 y',
@@ -304,6 +302,6 @@ def test_a_path_of_contractions():
     with pytest.raises(EinshardError) as caught:
         einsum('a b, b c, c d -> a d', *arrays, optimize=['greedy'])
     assert str(caught.value) == (
-        "optimize= is ['greedy'], which is no path of contractions\n"
-        "  give: 'greedy', 'optimal' or the operands of each step, [(0, 1), (0, 1)]"
+        "optimize= is not a contraction path: ['greedy']\n"
+        "  expected: 'greedy', 'optimal' or the operands of each step, [(0, 1), (0, 1)]"
     )

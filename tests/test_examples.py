@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flags import WITHOUT_TPU
 
 import einshard
 
@@ -60,8 +61,7 @@ def notebook(name):
 @pytest.fixture(scope='module')
 def digits(tmp_path_factory):
     """A run of the notebook in an empty folder, without the devices that the tests have set up."""
-    environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(EXAMPLES.parents[1])}
-    del environment['XLA_FLAGS']
+    environment = {**os.environ, 'XLA_FLAGS': WITHOUT_TPU, 'PYTHONPATH': str(EXAMPLES.parents[1])}
     done = subprocess.run(
         [sys.executable, '-c', notebook('digits') + DIGITS],
         cwd=tmp_path_factory.mktemp('empty'),

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import gc
 import inspect
+import io
 import json
 import re
 import sys
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from counting import counting
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
@@ -26,11 +29,13 @@ from einshard import (
     make_sharding,
     sharded,
 )
-from einshard._hlo.ends import read_ends
-from einshard._reports.along import along, mesh_axes_of, sharding_of
-from einshard._reports.fold import fold
-from einshard._reports.intermediates import _placement
-from einshard._reports.rows import Caution
+from einshard._hlo.module import Module
+from einshard._hlo.output_uses import output_uses
+from einshard._inspect.collective_axes import along, mesh_axes_of, sharding_of
+from einshard._inspect.fold_layers import fold
+from einshard._inspect.golden_files import golden_text
+from einshard._inspect.intermediates import _placement
+from einshard._inspect.report_rows import Caution
 
 sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
 import transformer
@@ -91,7 +96,7 @@ def test_matrix_products(n, x, w, out, kind, array, sent, along):
     (row,) = report.collectives
     assert row.arrays == f'f32[{array[0]},{array[1]}]'
     assert row.bytes == 4 * array[0] * array[1]
-    assert (row.parties, row.groups, row.times, row.along) == (n, 1, 1, along)
+    assert (row.group_size, row.groups, row.executions, row.along) == (n, 1, 1, along)
 
 
 def test_groups_are_named_by_the_axes_that_they_are_along():
@@ -102,7 +107,7 @@ def test_groups_are_named_by_the_axes_that_they_are_along():
     arguments = (floats(16, 32), floats(32, 64), floats(64, 32))
     report = explain(mlp, *arguments, mesh=jax.devices()[:8])
     (row,) = report.collectives
-    assert (row.kind, row.groups, row.parties, row.along) == ('all-reduce', 4, 2, 'y')
+    assert (row.kind, row.groups, row.group_size, row.along) == ('all-reduce', 4, 2, 'y')
     assert row.arrays == 'f32[4,32]'
     assert report.network_bytes == 2 * row.bytes // 2
 
@@ -113,7 +118,7 @@ def test_groups_are_named_by_the_axes_that_they_are_along():
     report = explain(step, *arguments, mesh=jax.devices()[:8])
     # the gradients of the weights, over the devices that share the batch
     over_batch = [row for row in report.collectives if row.along == 'b']
-    assert {(row.groups, row.parties) for row in over_batch} == {(2, 4)}
+    assert {(row.groups, row.group_size) for row in over_batch} == {(2, 4)}
     arrays = ', '.join(row.arrays for row in over_batch)
     assert sorted(re.findall(r'f32\[[\d,]*\]', arrays)) == ['f32[32,32]', 'f32[32,32]']
 
@@ -139,7 +144,11 @@ def test_loops_are_multiplied():
     arguments = (floats(12, 32, 64), floats(12, 64, 32), floats(16, 32))
     report = explain(layers, *arguments, mesh=jax.devices()[:8])
     (row,) = report.collectives
-    assert (row.kind, row.times, row.along) == ('all-reduce', 12, 'y')
+    assert (row.kind, row.executions, row.along) == ('all-reduce', 12, 'y')
+    with pytest.warns(DeprecationWarning, match='executions'):
+        assert row.times == 12
+    with pytest.warns(DeprecationWarning, match='group_size'):
+        assert row.parties == row.group_size
     assert report.collectives.counts == {'all-reduce': 1}
     assert report.network_bytes == 12 * 2 * (16 * 32 * 4) * 7 // 8
     assert '\n    12  all-reduce' in str(report)
@@ -152,7 +161,7 @@ def test_loops_of_unknown_length_count_as_one_turn():
         return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ w_in @ w_out, x)
 
     report = explain(until, floats(32, 64), floats(64, 32), mesh=jax.devices()[:8])
-    assert None in {row.times for row in report.collectives}
+    assert None in {row.executions for row in report.collectives}
     assert report.network_bytes == sum(row.network_bytes for row in report.collectives)
     assert 'sent in one run: at least ' in str(report)
 
@@ -350,7 +359,7 @@ def test_large_arrays_on_every_device():
         return x.sum() + y, x * 2
 
     arguments = (floats(512, 513), floats(512, 513))
-    text = 'float32[512,513], is whole on each of 16 devices: 1.0 MiB on each'
+    text = 'float32[512,513], is replicated on 16 devices: 1.0 MiB on each'
     report = explain(f, *arguments)
     assert report.results[1].placement == 'a b -> 16 a b'
     assert warnings_of(report) == [
@@ -368,20 +377,20 @@ def moving(x):
     return y @ y.T
 
 
-def test_a_resharding_by_way_of_whole_copies():
+def test_a_full_rematerialization():
     report = explain(moving, floats(64, 64), mesh=jax.devices()[:8])
     ((kind, text, line),) = warnings_of(report)
-    assert kind == 'moved whole'
+    assert kind == 'full rematerialization'
     assert text == (
-        "x, f32[64,64], is moved from 'a b -> a8 b' to 'a b -> 2 a b4' by way of a whole copy on "
-        'each device, which keeps a part of it: 16.0 KiB'
+        "x, f32[64,64], is resharded from 'a b -> a8 b' to 'a b -> 2 a b4' via a full all-gather "
+        '(involuntary full rematerialization): 16.0 KiB'
     )
     assert line == line_of(moving, 'tanh')
     # what the partitioner says on standard error alone
     assert 'all-gather' in report.collectives.counts
 
 
-def test_what_is_gathered_and_used_whole_is_no_such_resharding():
+def test_a_gathered_array_with_other_uses_is_not_a_full_rematerialization():
     @quick('a b -> a8 b', None, out='a b -> 8 a b')
     def sliced(x, i):
         x = einshard(x, '... -> * ...')
@@ -425,14 +434,12 @@ def idle(x):
 
 def test_constraints_without_effect():
     report = explain(idle, floats(16, 16))
-    already = 'already: this constraint changes nothing'
     assert [caution.text for caution in report.warnings] == [
-        'the result of this constraint is not used: to constrain a value is to make another, '
-        'x = einshard(x, ...)',
-        f"the value is 'a b -> a16 b' {already}",
-        f"the value is 'a b -> a2 b2 4' {already}",
-        'jax.device_put in a jitted function leaves the placement to the compiler: einshard, or '
-        'jax.lax.with_sharding_constraint, constrains it',
+        'the result of this constraint is not used; write x = einshard(x, ...)',
+        "the value already is 'a b -> a16 b', so this constraint has no effect",
+        "the value already is 'a b -> a2 b2 4', so this constraint has no effect",
+        'jax.device_put has no effect in a jitted function; use einshard or '
+        'jax.lax.with_sharding_constraint',
     ]
     assert {caution.kind for caution in report.warnings} == {'no effect'}
     texts = ("einshard(x, 'a b -> a b*')", "'a b -> a* b'", 'b2 *', 'return')
@@ -476,9 +483,9 @@ def right():
 
 def test_the_transformer_only_sums(right):
     assert set(right.collectives.counts) == {'all-reduce'}
-    assert {(row.groups, row.parties) for row in right.collectives} == {(4, 2), (2, 4)}
-    assert {row.along for row in right.collectives if row.parties == 4} == {'b'}
-    assert all(row.along.startswith('v|h|') for row in right.collectives if row.parties == 2)
+    assert {(row.groups, row.group_size) for row in right.collectives} == {(4, 2), (2, 4)}
+    assert {row.along for row in right.collectives if row.group_size == 4} == {'b'}
+    assert all(row.along.startswith('v|h|') for row in right.collectives if row.group_size == 2)
     assert right.warnings == ()
     assert right.memory.arguments == sum(row.bytes for row in right.arguments)
 
@@ -557,13 +564,58 @@ def test_shardings_as_xla_writes_them(text, expression):
     assert _placement(text, 2, [mesh])[0] == expression
 
 
+@pytest.fixture
+def persistent_cache(tmp_path):
+    options = {
+        'jax_compilation_cache_dir': str(tmp_path),
+        'jax_persistent_cache_min_compile_time_secs': 0,
+        'jax_persistent_cache_min_entry_size_bytes': -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_intermediates_of_a_program_in_the_persistent_cache(persistent_cache):
+    arguments = floats(16, 32), floats(32, 64), floats(64, 32)
+    reports = [
+        explain(between, *arguments, mesh=jax.devices()[:8], intermediates=True) for _ in range(3)
+    ]
+    assert len(reports[0].intermediates) == 3
+    assert reports[1:] == reports[:1] * 2
+    # the cache goes on
+    assert jax.config.jax_enable_compilation_cache
+    before = len(list(persistent_cache.iterdir()))
+    jax.jit(lambda x: x * 17).lower(floats(3)).compile()
+    assert len(list(persistent_cache.iterdir())) > before
+
+
 def test_intermediates_of_what_has_none():
     assert explain(lambda x: x + 1, floats(3), intermediates=True).intermediates == ()
     text, _ = failing(jax.jit(lambda x: x).lower(floats(3)).compile(), intermediates=True)
     assert text == (
-        'in a Compiled, the values in between are not to be found any more\n'
-        '  give: the function, or what lower(...) of it returns'
+        'a Compiled has no intermediate values\n'
+        '  instead: pass the function, or the result of its lower(...)'
     )
+
+
+def test_nothing_of_a_program_is_kept():
+    def kept():
+        gc.collect()
+        modules = [str(getattr(type(o), '__module__', '')) for o in gc.get_objects()]
+        return [name for name in modules if name.startswith('einshard._hlo')]
+
+    arguments = floats(16, 32), floats(32, 64), floats(64, 32)
+    explain(between, *arguments, mesh=jax.devices()[:8])
+    before = len(kept())
+    explain(between, *arguments, mesh=jax.devices()[:8])
+    explain(rematerialised, floats(16, 16), floats(16, 16), mesh=jax.devices()[:8])
+    assert len(kept()) == before
 
 
 # --- how it is shown, and compared --------------------------------------------------------------
@@ -609,6 +661,19 @@ collectives
         resources
     )
     assert repr(small) == shown
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    x = einshard(np.ones(16, np.float32), 'a*')
+    tree = {'a\x1b[31m': x, 'b\nc': x}
+    report = explain(lambda tree: jax.tree.map(jnp.sum, tree), tree)
+    other = explain(lambda tree: tree, tree)
+    texts = [str(report), report._repr_html_(), str(report.diff(other)), golden_text(report)]
+    for text in texts:
+        assert not re.search(r'[\x00-\x09\x0b-\x1f\x7f-\x9f]', text)
+        assert 'a\ufffd[31m' in text
+        assert 'b c' in text
+    assert [row.path for row in report.arguments] == ['tree/a\x1b[31m', 'tree/b\nc']
 
 
 def test_to_dict_is_json(small, right):
@@ -703,7 +768,7 @@ def test_arguments_that_do_not_match():
 
 def test_functions_that_cannot_be_traced():
     text, cause = failing(step, floats(3, 4), floats(3, 5))
-    assert text.startswith('step cannot be traced with these arguments\n  JAX says:  ')
+    assert text.startswith('tracing step with these arguments failed\n  JAX says:  ')
     assert text.endswith('\n  arguments: float32[3,4], float32[3,5]')
     assert 'dot_general' in str(cause)
     text, cause = failing(jax.jit(lambda x: 1 if x else 2), floats(3))
@@ -740,15 +805,15 @@ def test_a_compiler_that_does_not_show_its_program(monkeypatch):
 
 
 def test_what_is_no_function():
-    assert failing(3)[0].startswith('int cannot be explained\n  give: a function')
+    assert failing(3)[0].startswith('int is not a function\n  expected: a function, or')
 
 
 def test_programs_have_their_arguments_and_devices():
     lowered = jax.jit(step).lower(floats(2, 2), floats(2, 2))
     text, _ = failing(lowered, floats(2, 2), floats(2, 2))
     assert text == (
-        'a Lowered has its arguments and its devices: arguments cannot be given\n'
-        '  give: the function itself, or leave them out'
+        'a Lowered has arguments and devices already, so arguments cannot be given\n'
+        '  instead: leave out arguments, or pass the function'
     )
     assert 'mesh= cannot be given' in failing(lowered.compile(), mesh=jax.devices()[:2])[0]
 
@@ -758,15 +823,15 @@ def test_meshes_that_cannot_be_used():
     spec = sharded('a b -> a* b')(lambda x: x)
     text, _ = failing(spec, floats(16, 2), mesh=mesh)
     assert text == (
-        'to explain is to compile, and the mesh is abstract: it has no devices to compile for\n'
-        "  mesh: 'data': 8 (Auto)\n"
-        "  give: devices, or those of a TPU that is not here: topology('v5e:4x4')"
+        'an abstract mesh has no devices to compile for\n'
+        "  mesh:    'data': 8 (Auto)\n"
+        "  instead: a mesh of devices, or of a TPU slice you don't have: topology('v5e:4x4')"
     )
     own = sharded('a b -> a* b', mesh=jax.devices()[:4])(step)
     text, _ = failing(own, floats(16, 2), floats(16, 16), mesh=jax.devices()[:8])
-    assert text.startswith('step is for a mesh of its own, and cannot be explained on another\n')
+    assert text.startswith('step has its own mesh, so mesh= cannot be given\n')
     text, _ = failing(jax.jit(step), floats(2, 2), floats(2, 2), mesh=jax.devices()[:8])
-    assert text.startswith('mesh= is for functions of einshard and for plain ones; step is jitted')
+    assert text.startswith('step is jitted already, so mesh= cannot be given\n')
     assert 'mesh= is 3, which is no mesh' in failing(spec, floats(16, 2), mesh=3)[0]
 
 
@@ -900,22 +965,26 @@ ENTRY %main (g: f32[8], h: f32[8], m: f32[]) -> (f32[8], f32[8]) {
   %g = f32[8]{0} parameter(0)
   %h = f32[8]{0} parameter(1)
   %m = f32[] parameter(2)
-  %sums = (f32[8]{0}, f32[8]{0}) all-reduce(%g, %h), channel_id=1, to_apply=%add
+  %sums = (f32[8]{0}, f32[8]{0}) all-reduce(%g, %h), replica_groups={{0,1,2,3}}, to_apply=%add
   %sum = f32[8]{0} get-tuple-element(%sums), index=0
-  %norm = f32[] all-reduce(%m), channel_id=2, to_apply=%add
+  %norm = f32[] all-reduce(%m), replica_groups={{0,1,2,3}}, to_apply=%add
   %fused = (f32[8]{0}, f32[8]{0}) fusion(%sum, %norm), kind=kLoop, calls=%scaled
   %first = f32[8]{0} get-tuple-element(%fused), index=0
   %second = f32[8]{0} get-tuple-element(%fused), index=1
   ROOT %both = (f32[8]{0}, f32[8]{0}) tuple(%second, %first)
 }
 """
-    assert read_ends(text, ['sums', 'norm', 'none']) == {'sums': (1,), 'norm': (), 'none': ()}
+    assert output_uses(Module(text), ['sums', 'norm', 'none']) == {
+        'sums': (1,),
+        'norm': (),
+        'none': (),
+    }
 
 
 def test_a_broken_promise_is_warned_of():
     f = quick('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-gather')(product)
     arguments = floats(16, 16), floats(16, 16)
-    text = 'collectives= promises all-gather, and here is 1 all-reduce'
+    text = 'collectives= allows all-gather, but it has 1 all-reduce'
     assert warnings_of(explain(f, *arguments)) == [('promise broken', text, line_of(product, '@'))]
     kept = quick('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-reduce')
     assert not explain(kept(product), *arguments).warnings
@@ -934,3 +1003,23 @@ def test_figures_that_look_the_same_are_no_difference():
     flops = [dataclasses.replace(report, flops=n) for n in (776208384.0, 776306688.0, 8e8)]
     assert not flops[0].diff(flops[1])
     assert str(flops[0].diff(flops[2])) == '  flops: 776 Mflop => 800 Mflop (x 1.03)'
+
+
+def test_a_terminal_obeys_nothing_in_paths():
+    rich = pytest.importorskip('rich.console')
+    tree = {'\x1b[2Jw\r\n': np.ones((16, 4), np.float32), 'b\x07': np.ones(4, np.float32)}
+
+    def step(params):
+        return jax.tree.map(lambda x: x * 2, params)
+
+    report = explain(quick({'\x1b[2Jw\r\n': 'a* b', 'b\x07': None})(step), tree)
+    other = explain(
+        quick({'\x1b[2Jw\r\n': 'a b*', 'b\x07': None})(step), tree, mesh=jax.devices()[:4]
+    )
+    console = rich.Console(record=True, width=100, file=io.StringIO())
+    console.print(report)
+    texts = (str(report), console.export_text(), str(report.diff(other)), golden_text(report))
+    for text in texts:
+        assert all(line.isprintable() for line in text.splitlines())
+        assert '\ufffd[2Jw' in text
+    assert report.arguments[0].path == 'params/\x1b[2Jw\r\n'

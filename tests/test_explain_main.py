@@ -125,7 +125,7 @@ def test_explain_for_a_tpu(capsys, model):
     text = refused(capsys, *arguments, '--topology', 'v5e:2x2', '--mesh', 'data=8')
     assert text == '--mesh has 8 devices, but v5e:2x2 has 4'
     text = refused(capsys, *arguments, '--topology', 'v5e:2x2', '--devices', '4')
-    assert text == '--topology and --devices are two kinds of devices: give one'
+    assert text == '--topology and --devices cannot be combined'
 
 
 def test_devices_are_simulated_in_a_process_of_its_own(model, tmp_path):
@@ -164,27 +164,27 @@ def test_table(capsys, model):
     [
         (
             ['explain', 'MODEL'],
-            "'MODEL' does not name something in a module\n  as in: model:step",
+            "'MODEL' is not of the form module:name\n  example: model:step",
         ),
         (
             ['explain', 'no_module_of_test.inner:f'],
-            "there is no module 'no_module_of_test' here\n"
-            '  looked in: the current folder, and where Python looks for modules',
+            "no module named 'no_module_of_test'\n  looked in: the current folder and sys.path",
         ),
         (
             ['explain', 'MODEL:layr'],
-            "module 'MODEL' has no 'layr'\n  it has: "
+            "module 'MODEL' has no 'layr'\n  names: "
             'Config, init, layer, plain, rules, shapes, weights',
         ),
         (
             ['explain', 'MODEL:plain', '--args', 'f33[2]'],
-            "'f33[2]' has no dtype of JAX: 'f33'\n"
+            "'f33' in 'f33[2]' is not a JAX dtype\n"
             '  dtypes: bf16, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64, c64, pred, or '
-            'their long names, as in float32',
+            'the full names, such as float32',
         ),
         (
             ['explain', 'MODEL:plain', '--args', 'f32[2'],
-            "'f32[2' is no argument\n  arrays: 'f32[8,128]'\n  values: 0.1, True, module:name",
+            "'f32[2' is not a valid argument\n"
+            "  arrays: 'f32[8,128]'\n  values: 0.1, True, module:name",
         ),
         (
             ['explain', 'MODEL:plain'],
@@ -193,21 +193,24 @@ def test_table(capsys, model):
         ),
         (
             ['explain', 'MODEL:Config.size'],
-            'int cannot be explained\n  give: a function, or what lower(...) of one gives',
+            'int is not a function\n  expected: a function, or the result of its lower(...)',
         ),
         (
             ['explain', 'MODEL:plain', '--args', 'f32[2]', '--mesh', 'a=2', 'a=2'],
-            "--mesh gives the axis 'a' more than once",
+            "--mesh lists axis 'a' more than once",
         ),
         (
             ['explain', 'MODEL:plain', '--args', 'f32[2]', '--devices', '64'],
-            'JAX has started with 16 CPU devices, and cannot simulate 64 now',
+            'JAX has already started with 16 CPU devices, so 64 devices cannot be simulated',
         ),
-        (['table', 'MODEL:layer', 'MODEL:init'], 'MODEL:layer is no Rules, but of type function'),
+        (
+            ['table', 'MODEL:layer', 'MODEL:init'],
+            'MODEL:layer is of type ShardedFunction, not Rules',
+        ),
         (
             ['explain', '.MODEL:plain'],
-            "'.MODEL' is no module: its name starts with a dot, and there is no package around it\n"
-            '  as in: package.model:step',
+            "'.MODEL' is a relative import; use the full name of the module\n"
+            '  example: package.model:step',
         ),
         (
             ['table', 'MODEL:rules', 'MODEL:plain'],
@@ -228,8 +231,8 @@ def test_table(capsys, model):
             f"{TOO_MANY}\n  array: float32[64], leaf 'bias'\n  rule:  'default'\n"
             "  mesh:  'a': 65536, 'b': 32768 (Auto)",
         ),
-        (['tabel', 'MODEL:rules'], "'tabel' is no command\n  here: python -m einshard table"),
-        (['explian'], "'explian' is no command\n  here: python -m einshard explain"),
+        (['tabel', 'MODEL:rules'], "'tabel' is not a command\n  try: python -m einshard table"),
+        (['explian'], "'explian' is not a command\n  try: python -m einshard explain"),
         (
             ['table', 'MODEL:rules', 'MODEL:shapes', '--args', '3'],
             'MODEL:shapes is of type dict, which takes no arguments',
@@ -253,6 +256,15 @@ def test_help(capsys, command):
         main([command, '--help'])
     assert ended.value.code == 0
     assert f'python -m einshard {command} model:' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('option', [['--devices', '100000000'], ['--mesh', 'a=4', 'b=5000']])
+def test_more_devices_than_can_be_simulated(capsys, model, option):
+    assert main(['explain', f'{model}:plain', '--args', 'f32[2]', *option]) == 2
+    n = 100000000 if option[0] == '--devices' else 20000
+    assert capsys.readouterr().err == (
+        f'einshard.EinshardError: cannot simulate {n} devices\n  at most: 16384\n'
+    )
 
 
 @pytest.mark.parametrize('option', [['--devices', '0'], ['--devices', 'many'], ['--mesh', 'data']])

@@ -9,17 +9,13 @@ import pytest
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from placed import MESH, check_placed
+from placed import MESH, check_placed, struct
 
 from einshard import EinshardError, Rules, device_mesh, einshard, sharded
 
 RNG = np.random.default_rng(0)
 X, W = np.float32(RNG.normal(size=(16, 8))), np.float32(RNG.normal(size=(8, 4)))
 ROWS, COLUMNS = 'b d -> b8 d 2', 'd f -> * d f2'
-
-
-def struct(*shape):
-    return jax.ShapeDtypeStruct(shape, np.float32)
 
 
 def through_bytes(exported, **options):
@@ -84,7 +80,7 @@ def test_a_model_by_rules_and_keywords():
 
     shapes = jax.tree.map(lambda leaf: struct(*leaf.shape), params)
     exported = through_bytes(export.export(apply)(shapes, x=struct(16, 8)))
-    y = exported.call(einshard(params, rules), einshard(X, ROWS))
+    y = exported.call(einshard(params, rules), x=einshard(X, ROWS))
     check_placed(y, {'': P('data')})
     np.testing.assert_allclose(y, X @ W + 1, rtol=1e-5, atol=1e-6)
 

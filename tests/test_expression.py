@@ -11,7 +11,8 @@ from hypothesis import given
 
 import einshard
 from einshard import EinshardError
-from einshard._expression import ELLIPSIS, Expression, Term, parse
+from einshard._notation.expression import ELLIPSIS, Expression, Term, parse
+from einshard._notation.write import write, write_short
 
 
 def terms(text):
@@ -216,6 +217,16 @@ def test_str_is_an_expression_that_says_the_same(case):
     assert str(parse(str(expression))) == str(expression)
 
 
+@given(case=oracle.cases() | oracle.mesh_cases())
+def test_written_expressions_are_what_their_text_reads_as(case):
+    parsed = parse(case.text)
+    for written in [write(parsed.left, parsed.right), write_short(parsed.left)]:
+        read = parse(written.text) if written.text else written
+        assert (written, written.short) == (read, read.short)
+        spans = [[term.span for term in (*one.left, *one.right)] for one in (written, read)]
+        assert spans[0] == spans[1]
+
+
 def test_str():
     assert str(parse(' a  b->a2*  3 b@( x,y )')) == 'a b -> a2* 3 b@(x,y)'
     assert str(parse('x y*')) == 'x y -> x y*'
@@ -231,8 +242,8 @@ import sys, types
 package = types.ModuleType('einshard')
 package.__path__ = [sys.argv[1]]  # the modules, without what __init__.py imports
 sys.modules['einshard'] = package
-from einshard._expression import parse
-from einshard._layout import check_divisible, fit, lay_out
+from einshard._notation.expression import parse
+from einshard._notation.layout import check_divisible, fit, lay_out
 layout = lay_out(parse('a b -> 2 a2* b*'), 2, 16)
 assert [split.count for split in layout.splits] == [2, 4, 2], layout
 assert fit(layout, {'x': 2, 'y': 4, 'z': 2}) == (('x',), ('y',), ('z',))

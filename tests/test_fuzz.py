@@ -11,11 +11,12 @@ import numpy as np
 import oracle
 import pytest
 from hypothesis import given
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType
+from placed import mesh_of
 
 from einshard import EinshardError, clear_caches, einshard, make_sharding
-from einshard._expression import parse
-from einshard._layout import fit, lay_out
+from einshard._notation.expression import parse
+from einshard._notation.layout import fit, lay_out
 
 CASES = 100_000 if os.environ.get('CI') else 5_000
 
@@ -95,15 +96,10 @@ def ascii_of_the_traceback():
 
 def meshes():
     devices = jax.devices()
-    auto = (AxisType.Auto,) * 2
     return [
         *(devices[:n] for n in (1, 2, 3, 8, 12, 16)),
-        Mesh(np.array(devices[:8]).reshape(4, 2), ('data', 'tp'), axis_types=auto),
-        Mesh(
-            np.array(devices[:12]).reshape(3, 4),
-            ('fsdp', 'tp'),
-            axis_types=(AxisType.Explicit,) * 2,
-        ),
+        mesh_of(data=4, tp=2),
+        mesh_of(types=AxisType.Explicit, fsdp=3, tp=4),
         AbstractMesh((4, 4, 4), ('data', 'fsdp', 'tp'), axis_types=(AxisType.Auto,) * 3),
     ]
 
@@ -152,7 +148,7 @@ def test_no_other_exception_ever():
 
 
 def test_every_fix_is_a_fix():
-    # 'here:' promises an expression that works for the very devices and rank
+    # 'try:' promises an expression that works for the very devices and rank
     rng = random.Random(7)
     clear_caches()
     whole = meshes()

@@ -53,7 +53,22 @@ def test_traced_values_have_no_contents():
     with pytest.raises(EinshardError) as caught:
         jax.jit(lambda tree: gather(tree))({'w': X})
     assert str(caught.value) == (
-        'a traced value cannot be gathered: it has no contents yet\n'
+        'a traced value cannot be gathered: it has no data yet\n'
         "  array:   float32[12,16], leaf 'w'\n"
-        '  instead: return it, and gather that'
+        '  instead: return it and gather the result'
+    )
+
+
+@pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
+def test_keys_are_gathered_as_their_data(impl):
+    keys = jax.random.split(jax.random.key(3, impl=impl), 8)
+    tree = {'key': jax.random.key(4, impl=impl), 'keys': einshard(keys, 'a8 2'), 'x': X}
+    host = gather(tree)
+    assert {type(leaf) for leaf in jax.tree.leaves(host)} == {np.ndarray}
+    np.testing.assert_array_equal(host['keys'], jax.random.key_data(keys))
+    again = jax.random.wrap_key_data(host['keys'], impl=impl)
+    assert (again == keys).all()
+    np.testing.assert_array_equal(
+        jax.random.bits(jax.random.wrap_key_data(host['key'], impl=impl)),
+        jax.random.bits(tree['key']),
     )

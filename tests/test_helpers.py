@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_map_with_path
+from placed import mesh_of
 
 from einshard import (
     DECODING_AXES,
@@ -29,11 +30,7 @@ from einshard import (
 )
 
 DOCS = Path(__file__).parents[1] / 'docs'
-MESH = Mesh(
-    np.array(jax.devices()).reshape(2, 2, 4),
-    ('dp', 'fsdp', 'tp'),
-    axis_types=(AxisType.Auto,) * 3,
-)
+MESH = mesh_of(dp=2, fsdp=2, tp=4)
 HOST = {
     'wte': np.arange(96.0, dtype=np.float32).reshape(24, 4),
     'h': [

@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks import _handwritten as handwritten
 from benchmarks._canonical import canonical, collectives, groups, str_of
 from benchmarks._handwritten import transformer
-from benchmarks._models import mesh_by_hand, mlp_forward, mlp_step
+from benchmarks._models import floats, mesh_by_hand, mlp_forward, mlp_step
 
 # libtpu guards the chips of a machine by a lock file; several test workers may describe slices
 os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
@@ -78,10 +78,6 @@ def scan(devices, m):
         return jax.lax.scan(layer, x, stacked)[0]
 
     return layers
-
-
-def floats(*shape):
-    return jax.ShapeDtypeStruct(shape, np.float32)
 
 
 WEIGHTS = (floats(32, 64), floats(64, 32))

@@ -13,8 +13,8 @@ import einshard
 PROGRAM = """
 import jax
 import einshard
-from einshard._expression import parse
-from einshard._layout import lay_out
+from einshard._notation.expression import parse
+from einshard._notation.layout import lay_out
 from jax.sharding import AbstractMesh
 
 for name in dir(einshard):

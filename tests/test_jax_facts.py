@@ -34,7 +34,7 @@ def mesh_is_hidden():
 
 @pytest.mark.parametrize('mesh', [None, AUTO, EXPLICIT])
 def test_get_mesh_refuses_inside_every_transformation(mesh):
-    # _mesh.is_tracing asks by it
+    # _context.is_tracing asks by it
     seen = []
 
     def fresh():  # JAX remembers what it traced, by function
@@ -82,7 +82,7 @@ def test_abstract_mesh_in_context_is_empty_outside():
 
 
 def test_specs_that_mean_the_same_are_not_equal():
-    # _sharding.lower normalises them
+    # _sharding.resolve normalises them
     assert P('x') != P('x', None)
     mesh = mesh_of((8,), ('x',))
     assert NamedSharding(mesh, P('x')) != NamedSharding(mesh, P('x', None))
@@ -103,7 +103,7 @@ def test_default_axis_types():
 
 
 def test_device_put_in_jit_does_nothing_under_auto():
-    # _placement.constrain is there for it
+    # _arrays.constrain is there for it
     sharding = NamedSharding(mesh_of((8,), ('x',)), P('x'))
     y = jax.jit(lambda x: jax.device_put(x * 2, sharding))(X)
     assert shard_shapes(y) == {(8, 8)}
@@ -135,7 +135,7 @@ def test_jit_forgets_the_sharding_of_a_constant():
 
 
 def test_constraint_asserts_under_explicit():
-    # _placement.constrain reshards explicit axes
+    # _arrays.constrain reshards explicit axes
     mesh = mesh_of((8,), ('x',), EXPLICIT)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P()))
@@ -182,7 +182,7 @@ def test_sharding_on_the_abstract_mesh_in_context(types):
 
 
 def test_mesh_axis_named_zero_is_no_axis():
-    # _sharding.lower refuses such a mesh
+    # _sharding.resolve refuses such a mesh
     mesh = mesh_of((8,), (0,))
     assert shard_shapes(jax.device_put(X, NamedSharding(mesh, P(0)))) == {(8, 8)}
 
@@ -211,7 +211,62 @@ def test_traced_values_tell_auto_from_explicit():
 
 
 def test_none_is_an_empty_tree_and_a_leaf_of_a_prefix():
-    # _specs.leaf_specs
+    # _trees.specs.leaf_specs
     treedef = jax.tree.structure([0, None], is_leaf=lambda node: node is None)
     assert treedef.flatten_up_to([{'a': 1}, {'b': 2}]) == [{'a': 1}, {'b': 2}]
     assert jax.tree.leaves({'a': None}) == []
+
+
+def test_a_user_context_is_in_the_keys_of_jit_and_of_traces_by_equality():
+    # _sharding.context puts the mesh and the axis rules there
+    context = jax.make_user_context(default_value=None)
+    seen = []
+
+    def body(carry, _):
+        seen.append(context.value)
+        return carry, None
+
+    @jax.jit
+    def outer(x):
+        return jax.lax.scan(body, x, None, length=1)[0]
+
+    def sees(value):
+        with context(value):
+            outer(1.0)  # a trace each, not one for all
+            return seen[-1:], len(seen)
+
+    outer(1.0)
+    assert sees(('a', 1))[0] == [('a', 1)]
+    assert sees(('b', 1))[0] == [('b', 1)]
+    n = len(seen)
+    assert sees(('a', int('1')))[1] == sees(('b', 1))[1] == n
+    outer(1.0)
+    assert len(seen) == n
+    # a value that is set inside a trace reaches what is traced there
+    jax.jit(lambda x: [sees(('c', 1)), sees(('a', 1))] and x)(1.0)
+    assert ('c', 1) in seen
+    assert context.value is None
+
+
+def test_programs_with_refs_keep_their_shardings_in_private():
+    # _inspect.lowered.compiled_shardings reads them there; if the first two properties work, use
+    # them alone
+    mesh = mesh_of((8,), ('x',))
+    row, whole = NamedSharding(mesh, P('x')), NamedSharding(mesh, P())
+    ref = jax.new_ref(jax.device_put(jnp.ones(8), whole))
+
+    def f(unused, ref, x):
+        ref[...] += x.sum()
+        return x * 2
+
+    x = jax.device_put(jnp.ones(8), row)
+    compiled = jax.jit(f).lower(x, ref, x).compile()
+    with pytest.raises(ValueError, match='Too many leaves'):
+        _ = compiled.out_info
+    with pytest.raises(ValueError, match='Too many leaves'):
+        _ = compiled.output_shardings
+    program = compiled._executable
+    assert program._kept_var_idx == {1, 2}
+    assert [s.spec for s in program._in_shardings] == [P(), P('x')]
+    assert [s.spec for s in program._out_shardings] == [P('x'), P()]
+    assert [a.shape for a in program.out_avals] == [(8,), (8,)]

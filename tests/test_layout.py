@@ -10,21 +10,14 @@ import numpy as np
 import oracle
 import pytest
 from hypothesis import given
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from placed import mesh_of
 
 from einshard import EinshardError, device_mesh, einshard, make_sharding
-from einshard._expression import parse
-from einshard._layout import Layout, Split, fit, lay_out, prime_factors
+from einshard._notation.expression import parse
+from einshard._notation.layout import Layout, Split, fit, lay_out, prime_factors
 
 ROOT = Path(__file__).parent.parent
-
-
-def user_mesh(sizes, axis_type=AxisType.Auto):
-    names = tuple(name for name, _ in sizes)
-    grid = np.array(jax.devices()[: math.prod(size for _, size in sizes)])
-    return Mesh(
-        grid.reshape([size for _, size in sizes]), names, axis_types=(axis_type,) * len(names)
-    )
 
 
 def index_map(expression, shape, devices, mesh=None):
@@ -72,7 +65,7 @@ def test_devices_hold_what_numpy_says():
 @oracle.examples(300)
 @given(case=oracle.mesh_cases())
 def test_devices_of_a_named_mesh_hold_what_numpy_says(case):
-    mesh = user_mesh(case.mesh)
+    mesh = mesh_of(**dict(case.mesh))
     devices = list(mesh.devices.flat)
     if oracle.expressible(case):
         assert index_map(case.text, case.shape, devices, mesh) == case.index_map()
@@ -87,7 +80,7 @@ def test_explicit_and_automatic_axes_hold_the_same(case):
     if not oracle.expressible(case):
         return
     automatic, explicit = (
-        user_mesh(case.mesh, kind) for kind in (AxisType.Auto, AxisType.Explicit)
+        mesh_of(types=kind, **dict(case.mesh)) for kind in (AxisType.Auto, AxisType.Explicit)
     )
     specs = [
         make_sharding(case.text, n_dims=case.n_dims, mesh=mesh).spec
@@ -204,7 +197,7 @@ def test_empty_axis_is_sharded_like_any_other():
 
 def test_an_axis_by_name_and_by_count_is_cut_in_the_order_written():
     # major first, as for an axis that comes again by counts alone
-    mesh = user_mesh([('data', 4), ('tp', 2)])
+    mesh = mesh_of(data=4, tp=2)
     sharding = make_sharding('b d -> b4 d b@tp', mesh=mesh)
     assert sharding.spec == PartitionSpec(('data', 'tp'))
     assert make_sharding('b d -> b@tp d b4', mesh=mesh).spec == PartitionSpec(('tp', 'data'))
@@ -212,7 +205,7 @@ def test_an_axis_by_name_and_by_count_is_cut_in_the_order_written():
 
 def test_named_axes_replicate_over_those_that_no_term_names():
     sizes = [('data', 2), ('fsdp', 2), ('tp', 4)]
-    mesh = user_mesh(sizes)
+    mesh = mesh_of(**dict(sizes))
     found = index_map('b d -> b@data d', (4, 4), list(mesh.devices.flat), mesh)
     for data, fsdp, tp in np.ndindex(2, 2, 4):
         device = int(np.ravel_multi_index((data, fsdp, tp), (2, 2, 4)))
@@ -220,7 +213,7 @@ def test_named_axes_replicate_over_those_that_no_term_names():
 
 
 def test_axis_order_is_the_order_written():
-    mesh = user_mesh([('fsdp', 2), ('tp', 4)])
+    mesh = mesh_of(fsdp=2, tp=4)
     assert make_sharding('d -> d@(fsdp,tp)', mesh=mesh).spec == PartitionSpec(('fsdp', 'tp'))
     assert make_sharding('d -> d@(tp,fsdp)', mesh=mesh).spec == PartitionSpec(('tp', 'fsdp'))
 
@@ -304,7 +297,7 @@ def test_lists_that_agree_differ_from_each_other():
     ],
 )  # fmt: skip
 def test_expressions_that_agree_on_a_named_mesh(sizes, spec, spellings):
-    mesh = user_mesh(sizes)
+    mesh = mesh_of(**dict(sizes))
     for spelling in spellings:
         sharding = make_sharding(spelling, n_dims=3 if len(spec) == 3 else 2, mesh=mesh)
         assert sharding == NamedSharding(mesh, spec), spelling

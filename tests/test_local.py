@@ -55,8 +55,8 @@ def test_what_is_placed_already_is_returned():
 
 
 TRACED = (
-    'from_local cannot be traced: it builds arrays of what the process has\n'
-    '  instead: call it outside; einshard constrains a traced value'
+    'from_local cannot be traced: it builds arrays from data of the process\n'
+    '  instead: call it outside of jit; einshard constrains traced values'
 )
 
 

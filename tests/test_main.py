@@ -93,12 +93,12 @@ def test_named_mesh_axes(capsys):
     [
         (['a b -> a4 b', '--shape', '6', '8'], "axis 'a' has size 6, which 4 parts do not divide"),
         (['a b -> a4 b', '--shape', '8'], 'the expression names 2 axes, but the array has 1'),
-        (['a b -> a* b'], 'a star stands for the devices that are left'),
+        (['a b -> a* b'], 'a star needs the number of devices'),
         (['a b -> a@tp b', '--devices', '4'], "'a@tp' names mesh axes, but there is no mesh"),
         (['a b -> a@tp b', '--mesh', 'data=4'], "the mesh has no axis 'tp'"),
-        (['a -> a@tp', '--mesh', 'tp=4', 'tp=2'], "--mesh gives the axis 'tp' more than once"),
-        (['a -> a*', '--shape', '-4', '--devices', '4'], 'shape= is [-4], which is no shape'),
-        (['a -> a*', '--devices', '-4'], 'devices= is -4, which is no number of devices'),
+        (['a -> a@tp', '--mesh', 'tp=4', 'tp=2'], "--mesh lists axis 'tp' more than once"),
+        (['a -> a*', '--shape', '-4', '--devices', '4'], 'shape= is not a shape: [-4]'),
+        (['a -> a*', '--devices', '-4'], 'devices= is not a number of devices: -4'),
         ([''], 'the expression is empty'),
     ],
 )
@@ -112,9 +112,9 @@ def test_errors_are_printed(arguments, error, capsys):
 @pytest.mark.parametrize(
     ('arguments', 'error'),
     [
-        (['a -> a4', '--mesh', 'tp'], "'tp' is not a mesh axis with its size, as in data=4"),
+        (['a -> a4', '--mesh', 'tp'], "'tp' is not a mesh axis with its size, such as data=4"),
         (['a -> a4', '--mesh', 'tp=0'], "'tp=0' is not a mesh axis with its size"),
-        (['--mesh', 'tp=4', 'a -> a4'], 'the expression goes before --mesh'),
+        (['--mesh', 'tp=4', 'a -> a4'], 'put the expression before --mesh'),
         (['a -> a4', '--shape', 'x'], "invalid int value: 'x'"),
         (['a -> a4', '--devices', '4', '--mesh', 'tp=4'], 'not allowed with argument'),
     ],

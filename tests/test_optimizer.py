@@ -15,8 +15,9 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import mesh_of, on, shardings, struct
 
 from einshard import (
     EinshardError,
@@ -31,19 +32,6 @@ from einshard import (
 )
 
 EVERYWHERE = '... -> * ...'
-
-
-def struct(*shape, dtype=np.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def mesh_of(axis_type=AxisType.Auto, **sizes):
-    grid = np.array(jax.devices()[: np.prod(list(sizes.values()))]).reshape(tuple(sizes.values()))
-    return Mesh(grid, tuple(sizes), axis_types=(axis_type,) * len(sizes))
-
-
-def shardings(tree):
-    return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 def message(function, *args, **kwargs):
@@ -74,12 +62,6 @@ BY_HAND = {
     'mlp': {'kernel': P(None, 'c'), 'bias': P('c')},
     'norm': {'scale': P()},
 }
-
-
-def on(mesh, specs):
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P)
-    )
 
 
 MATRICES = {'attn': {'kernel': True, 'bias': False}, 'mlp': {'kernel': True, 'bias': False}}
@@ -404,7 +386,7 @@ NAMED = {'data': 4, 'fsdp': 2, 'tp': 2}
 )
 @pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
 def test_axes_left_out_on_a_mesh_with_names(spec, whole, left, by_hand, axis_type):
-    mesh = mesh_of(axis_type, **NAMED)
+    mesh = mesh_of(types=axis_type, **NAMED)
     spec = for_optimizer({'w': struct(*whole)}, spec)
     state = {'v': {'w': np.zeros(left, np.float32)}}
     assert einshard(state, spec, mesh=mesh)['v']['w'].sharding == NamedSharding(mesh, by_hand)
@@ -561,7 +543,7 @@ def test_zero_by_counts(expression, shape, by_hand):
 )
 @pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
 def test_zero_on_a_mesh_with_names(spec, shape, zero, by_hand, axis_type):
-    mesh = mesh_of(axis_type, **NAMED)
+    mesh = mesh_of(types=axis_type, **NAMED)
     rules = Rules([('', spec)])
     if spec == 'lenient':
         rules = Rules([('', P('data', 'tp'))], indivisible='replicate')
@@ -812,6 +794,18 @@ def test_it_is_a_spec():
     )
 
 
+@pytest.mark.parametrize('again', [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize('mesh', [None, 'devices', 'named'])
+def test_it_may_be_copied_once_used(again, mesh):
+    meshes = {None: None, 'devices': jax.devices(), 'named': mesh_of(data=8, tp=2)}
+    spec = for_optimizer({'w': struct(16, 32)}, Rules([('w', COLUMNS)]), zero=True)
+    state = {'mu': {'w': np.ones((16, 32), np.float32)}}
+    placed = einshard(state, spec, mesh=meshes[mesh])['mu']['w']
+    spec.table(state, mesh=meshes[mesh])
+    again_placed = einshard(state, again(spec), mesh=meshes[mesh])['mu']['w']
+    assert again_placed.sharding == placed.sharding
+
+
 def test_alone_before_a_function():
     """It can be called, but is no function to decorate."""
     params = {'w': np.ones((16, 32), np.float32)}
@@ -1051,5 +1045,5 @@ def test_mesh_axes_of_zero():
     assert message(einshard, state, spec, mesh=mesh) == expected("""
         the mesh has no axis 'dta', which zero= names
           mesh: 'data': 4, 'tp': 2 (Auto)
-          here: zero='data'
+          try:  zero='data'
         """)

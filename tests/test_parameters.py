@@ -188,6 +188,25 @@ def test_options_of_jit_that_name_no_parameters(options, text):
     assert str(caught.value) == (f'{text}\n  function: weighted\n  as in:    {option}={example}')
 
 
+@pytest.mark.parametrize(
+    'options',
+    [
+        {'static_argnames': 'nope'},
+        {'donate_argnames': ('nope',)},
+        {'static_argnames': 'scale', 'donate_argnames': 'scale'},
+    ],
+)
+def test_what_jit_refuses_is_refused(options):
+    def scaled(x, *, scale=1.0):
+        return scale * x
+
+    with pytest.raises(ValueError, match=r'nope|donate'):
+        jax.jit(scaled, **options)
+    with pytest.raises(EinshardError, match=r"'nope'|'scale'") as caught:
+        sharded('a b*', **options)(scaled)
+    assert 'scaled' in str(caught.value)
+
+
 def test_numbers_of_numpy_name_parameters():
     for number in (np.int64(2), [np.int64(2)]):
         g = on_four(ROWS, static_argnums=number)(weighted)

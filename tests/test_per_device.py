@@ -514,6 +514,54 @@ def test_nothing_is_moved_before_an_error():
         LAYER(product)(X[:6], W)
 
 
+def instead(function, out='...', spec='a b -> a4 b', x=MATRIX):
+    with pytest.raises(EinshardError, match='declares the result replicated') as caught:
+        per_device(spec, out=out, mesh=EIGHT[:4])(function)(x)
+    return {label: fact for label, fact in caught.value.facts.items() if label != 'of'}
+
+
+def gathered(x, gather=jax.lax.all_gather):
+    return gather(x, 'a', tiled=True) + jnp.ones(8)
+
+
+def replicating_gather():
+    """That of the JAX that runs, and how its errors call it."""
+    if hasattr(jax.lax, 'all_gather_invariant'):
+        return jax.lax.all_gather_invariant, 'jax.lax.all_gather_invariant(...)'
+    text = "jax.lax.all_gather(..., to='invarying')"
+    return functools.partial(jax.lax.all_gather, to='invarying'), text
+
+
+def test_a_gathered_result_is_not_summed_up():
+    gather, text = replicating_gather()
+    assert instead(gathered) == {'instead': f'{text}, which returns a replicated value'}
+    replicated = functools.partial(gathered, gather=gather)
+    for function, options in ((replicated, {}), (gathered, {'check_vma': False})):
+        f = per_device('a b -> a4 b', out='a b', mesh=EIGHT[:4], **options)(function)
+        np.testing.assert_array_equal(f(MATRIX), MATRIX + 1)
+        weights = np.arange(64.0).reshape(8, 8)
+        gradient = jax.grad(lambda x, f=f, w=weights: (w * f(x) ** 2).sum())(MATRIX)
+        np.testing.assert_allclose(gradient, 2 * weights * (MATRIX + 1))
+
+
+def test_what_is_said_of_other_results():
+    by_sum = {'instead': "jax.lax.psum(z, 'a') for the sum, or shard it in out="}
+    unknown = {'instead': 'check_vma=False, if the result is in fact replicated'}
+    assert instead(lambda x: x * 2) == by_sum
+    assert instead(lambda x: x.sum()) == {'instead': "jax.lax.psum(z, 'a') for the sum"}
+    # weights that are gathered, and rows that differ
+    assert instead(lambda x: x @ gathered(x)) == by_sum
+    # a ring: every device has the sum, which JAX does not see
+    steps = [(i, (i + 1) % 4) for i in range(4)]
+    assert instead(lambda x: x + jax.lax.ppermute(x, 'a', steps)) == unknown
+    loop = jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, y: gathered(y)[:2], x))
+    assert instead(loop) == unknown
+    # one spec for two arrays with different reasons
+    assert instead(lambda x: (gathered(x), x)) == unknown
+    keys = jax.random.split(jax.random.key(0), 4)
+    assert instead(lambda k: k, spec='a -> a4', x=keys) == {'instead': 'shard it in out='}
+
+
 # ------------------------------------------------------------------------ axes of one part
 
 AT_ONE = np.arange(16, dtype=np.float32).reshape(2, 8)
@@ -558,7 +606,7 @@ def test_results_in_other_orders_and_trees_with_an_axis_of_one_part():
     np.testing.assert_array_equal(found['t'], AT_ONE.T)
     np.testing.assert_array_equal(found['sum'], AT_ONE.sum(1, keepdims=True))
     assert found['t'].sharding == make_sharding('j8 i', mesh=EIGHT)
-    with pytest.raises(EinshardError, match="the same result along 'j'"):
+    with pytest.raises(EinshardError, match="replicated over 'j'"):
         per_device('i1 j8', out='i j -> * i j', mesh=EIGHT)(lambda x: x)(AT_ONE)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import process_checks
 import pytest
 import test_docs
+from flags import WITHOUT_TPU, simulating
 
 import einshard
 
@@ -39,7 +40,7 @@ def launch(folder, n_processes):
     env = {
         **os.environ,
         'JAX_PLATFORMS': 'cpu',
-        'XLA_FLAGS': f'--xla_force_host_platform_device_count={8 // n_processes}',
+        'XLA_FLAGS': f'{simulating(8 // n_processes)} {WITHOUT_TPU}',
         'PYTHONPATH': path,
     }
     program = [sys.executable, '-W', 'error::UserWarning', process_checks.__file__, str(port)]
@@ -185,7 +186,7 @@ def different(*said, expression='batch d -> batch* d'):
 def test_what_differs_is_said_by_all_processes(run, n):
     first, *others = said(run, n, 'uneven_rows')
     rest = {2: 'process 1', 4: 'processes 1, 2, 3'}[n]
-    uneven = f"axis 'batch' has size 5 in this process, which its {8 // n} parts do not divide"
+    uneven = f"axis 'batch' (size 5 in this process) is not divisible by its {8 // n} local shards"
     x, y = "float32[4,4], leaf 'x'", "float32[8,4], leaf 'y'"
     one = 'float32[8,4]'
     expected = {
@@ -211,21 +212,21 @@ def test_what_is_wrong_in_all_processes_each_says_itself(run, n):
     each = 8 // n
     for process, texts in enumerate(said(run, n, 'uneven_rows')):
         assert texts['indivisible in all'] == (
-            f"axis 'batch' has size 5 in this process, which its {each} parts do not divide\n"
+            f"axis 'batch' (size 5 in this process) is not divisible by its {each} local shards\n"
             '    batch d -> batch* d\n'
             '               ^^^^^^\n'
-            '  array:      float32[5,4]\n'
-            f'  process:    {process}\n'
-            f'  globally:   size {5 * n} in 8 parts\n'
-            f'  works with: multiples of {each}'
+            '  array:       float32[5,4]\n'
+            f'  process:     {process}\n'
+            f'  global axis: size {5 * n} in 8 shards\n'
+            f'  works with:  multiples of {each}'
         )
         assert texts['lenient rules'] == (
-            f"axis 'batch' has size 7 in this process, which its {each} parts do not divide\n"
+            f"axis 'batch' (size 7 in this process) is not divisible by its {each} local shards\n"
             '    batch d -> batch* d\n'
             '               ^^^^^^\n'
             "  array:          float32[7,4], leaf 'x'\n"
             f'  process:        {process}\n'
-            f'  globally:       size {7 * n} in 8 parts\n'
+            f'  global axis:    size {7 * n} in 8 shards\n'
             f'  works with:     multiples of {each}\n'
             '  not replicated: processes have different rows'
         )
@@ -237,40 +238,36 @@ def test_what_is_wrong_in_all_processes_each_says_itself(run, n):
             '  left side: batch d'
         )
         assert texts['global'] == (
-            'the array is global already: it lies in several processes\n'
+            'the array is global already: several processes hold shards of it\n'
             '    batch d -> batch* d\n'
-            f"  array:   float32[{8 * n},4], leaf 'x'\n"
-            '  instead: einshard, which moves it'
+            f"  array:         float32[{8 * n},4], leaf 'x'\n"
+            '  to reshard it: einshard'
         )
         assert texts['strings'] == (
             'JAX has no arrays of <U1\n    batch -> batch*\n  array: <U1[8]'
         )
         assert texts['abstract mesh'] == (
-            'an abstract mesh does not say which devices are of this process\n'
-            "  mesh: 'x': 8 (Auto)\n"
-            '  give: a mesh of devices'
+            "from_local needs a mesh of devices, but mesh= is abstract\n  mesh: 'x': 8 (Auto)"
         )
         if process:
             sizes = ', '.join(f"'d{i}': 2" for i in range(each.bit_length() - 1))
             assert texts['other mesh'] == (
-                f'process {process} has no device in the mesh, so it has no part to give\n'
-                f'  mesh:       {sizes} (Auto)\n'
-                '  devices of: process 0'
+                f'process {process} has no device in the mesh\n'
+                f'  mesh:           {sizes} (Auto)\n'
+                '  has devices of: process 0'
             )
 
 
-def test_cuts_that_tell_nothing_of_the_whole(run):
+def test_axes_split_unevenly_across_processes(run):
     for texts in said(run, 2, 'uneven_rows'):
-        assert texts['cut unevenly'] == (
-            "axis 'batch' is cut unevenly across processes: its size in one does not tell the "
-            'whole\n'
+        assert texts['split unevenly'] == (
+            "axis 'batch' is split unevenly across processes, so its global size is unknown\n"
             '    batch d -> batch3 d 2\n'
             '               ^^^^^^\n'
             '  array:     float32[8,4]\n'
-            '  process 0: parts 0, 1\n'
-            '  process 1: parts 1, 2\n'
+            '  process 0: shards 0, 1\n'
+            '  process 1: shards 1, 2\n'
             '  instead:   jax.make_array_from_callback'
         )
-        assert (
-            '  process 0: parts 0, 1, 2, 3\n  process 1: parts 4, 5, 6\n' in texts['unlike numbers']
-        )
+        shards = '  process 0: shards 0, 1, 2, 3\n  process 1: shards 4, 5, 6\n'
+        assert shards in texts['unlike numbers']

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from counting import counting
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 from test_sharded_dispatch import frames, twice
 
@@ -103,12 +104,12 @@ def test_calls_like_one_before_are_one_frame_more():
     def scale(x, y=1.0):
         return x * y
 
-    for promise, more in ((None, []), ((), ['call']), ('all-reduce', ['call'])):
+    for promise, more in ((None, 0), ((), 2), ('all-reduce', 2)):
         f = sharded('a* b', '-> *', out='a* b', mesh=EIGHT, collectives=promise)(scale)
-        assert frames(twice(lambda f=f: f(X, 2.0))) == ['call', *more]
-        assert frames(twice(lambda f=f: f(y=2.0, x=X))) == ['call', '__call__', *more]
-        assert frames(twice(lambda f=f: f(W, 2.0))) == ['call', *more]
-        assert frames(lambda f=f: f(X, 2.0)) == ['call', *more]
+        assert frames(twice(lambda f=f: f(X, 2.0))) == 1 + more
+        assert frames(twice(lambda f=f: f(y=2.0, x=X))) == 1 + more
+        assert frames(twice(lambda f=f: f(W, 2.0))) == 1 + more
+        assert frames(lambda f=f: f(X, 2.0)) == 1 + more
 
 
 # --------------------------------------------------------------------- every program that is called
@@ -232,6 +233,10 @@ TRACED = {
 }
 
 
+UNCHECKED = pytest.mark.filterwarnings('ignore:the collectives of .* are not checked')
+
+
+@UNCHECKED
 @pytest.mark.parametrize('out', ['* a b', '... b -> * ... b'])
 @pytest.mark.parametrize('how', TRACED)
 def test_what_is_not_called_is_not_read_and_a_call_after_it_is(how, out):
@@ -243,6 +248,7 @@ def test_what_is_not_called_is_not_read_and_a_call_after_it_is(how, out):
     TRACED[how](f)
 
 
+@UNCHECKED
 @pytest.mark.parametrize('how', TRACED)
 def test_a_promise_that_is_kept_is_kept_inside(how):
     f = sharded('a* b', out='a* b', mesh=EIGHT, collectives=())(lambda x: x * 2)
@@ -373,7 +379,7 @@ def test_first_calls_in_many_threads(kept):
         assert counts.compiled.count('jit(body)') == 1
         assert len(runs) == 1
     else:
-        assert errors
+        assert (len(results), len(errors)) == (0, 8)
         with pytest.raises(UnexpectedCollectives):
             f(X)
 
@@ -453,6 +459,16 @@ def test_the_message_has_the_line_where_the_program_has_it():
     )
 
 
+def test_groups_of_one_device_break_no_promise():
+    mesh = jax.make_mesh((1, 8), ('a', 'b'), (AxisType.Auto,) * 2, devices=EIGHT)
+    mapped = jax.shard_map(
+        lambda x: jax.lax.psum(x, 'a'), mesh=mesh, in_specs=P('a', 'b'), out_specs=P(None, 'b')
+    )
+    # XLA leaves it in the program
+    assert 'all-reduce(' in jax.jit(mapped).lower(X).compile().as_text()
+    assert sharded(mesh=mesh, collectives=())(mapped)(X).shape == X.shape
+
+
 def test_those_that_differ_in_nothing_are_told_once():
     @sharded('4 x y2', '4 y2 z', out='8 x z', mesh=EIGHT, collectives='all-gather')
     def twice(x, w):
@@ -466,13 +482,13 @@ def test_those_that_differ_in_nothing_are_told_once():
 
 ALL_KINDS = (
     'all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute, ragged-all-to-all, '
-    'collective-broadcast'
+    'collective-broadcast, custom-call'
 )
 BAD = {
     'all_reduce': (
         "'all_reduce' is no kind of collective\n"
         f'  function: product\n  kinds:    {ALL_KINDS}\n'
-        "  here:     'all-reduce'"
+        "  try:      'all-reduce'"
     ),
     ('all-gather', 'psum'): (
         f"'psum' is no kind of collective\n  function: product\n  kinds:    {ALL_KINDS}"

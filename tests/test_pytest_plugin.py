@@ -19,8 +19,8 @@ import pytest
 
 import einshard
 from einshard import EinshardError, explain, sharded
-from einshard._reports.golden import Goldens, file_name, golden_text
-from einshard._reports.rows import Collectives
+from einshard._inspect.golden_files import Goldens, file_name, golden_text
+from einshard._inspect.report_rows import Collectives
 
 try:
     from einshard import _pytest_plugin
@@ -109,7 +109,7 @@ def test_the_page_tells_what_happens(session, tmp_path):
     status, printed = session(module)
     assert status == pytest.ExitCode.TESTS_FAILED
     assert (
-        'there is no tests/golden/test_model/test_mlp.txt to compare mlp with\n'
+        'no golden file tests/golden/test_model/test_mlp.txt for mlp\n'
         '  to write it: pytest --einshard-update\n'
     ) in failures(printed)
     assert goldens_of(tmp_path) == {}
@@ -244,11 +244,11 @@ def test_what_a_golden_file_does_not_say(report):
 
 
 @pytest.mark.parametrize(
-    ('times', 'shown'), [((3,), '3'), ((1, 1, 4), '6'), ((1, None), '?'), ((0,), '0')]
+    ('executions', 'shown'), [((3,), '3'), ((1, 1, 4), '6'), ((1, None), '?'), ((0,), '0')]
 )
-def test_collectives_count_as_often_as_they_run(report, times, shown):
+def test_collectives_count_as_often_as_they_run(report, executions, shown):
     (row,) = report.collectives
-    rows = Collectives(replace(row, times=n) for n in times)
+    rows = Collectives(replace(row, executions=n) for n in executions)
     text = golden_text(replace(report, collectives=rows))
     assert text == PRODUCT.replace('1 x all-reduce', f'{shown} x all-reduce')
 
@@ -306,9 +306,7 @@ def test_two_files_of_one_name(report, tmp_path):
     with pytest.raises(EinshardError) as caught:
         goldens.differs(report, 'forward')
     assert str(caught.value) == (
-        "test_step has two golden files of the name 'forward'\n"
-        '  file: test_step+forward.txt\n'
-        '  give: another name='
+        "test_step uses the golden file name 'forward' twice\n  file: test_step+forward.txt"
     )
 
 
@@ -317,7 +315,7 @@ def test_no_name(report, tmp_path, name):
     with pytest.raises(EinshardError) as caught:
         Goldens(tmp_path, 'test_step', tmp_path, update=True).differs(report, name)
     assert str(caught.value) == (
-        f"{name!r} is no name for a golden file\n  give: text, as in name='forward'"
+        f"name= must be a non-empty string, not {name!r}\n  example: name='forward'"
     )
 
 
@@ -325,8 +323,7 @@ def test_no_report(report, tmp_path):
     with pytest.raises(EinshardError) as caught:
         Goldens(tmp_path, 'test_step', tmp_path, update=True).differs(str(report))
     assert str(caught.value) == (
-        'a golden file is made of a Report, and this is of type str\n'
-        '  give: what explain(function, *arguments) returns'
+        'einshard_golden takes a Report, not str\n  example: einshard_golden(explain(step, x))'
     )
 
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import model_shapes
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import mesh_of, on, shardings, struct
 
 from einshard import (
     EinshardError,
@@ -26,15 +27,6 @@ from einshard import (
 )
 
 ROWS, COLUMNS, EVERYWHERE = 'i o -> i* o', 'i o -> i o*', '... -> * ...'
-
-
-def struct(*shape, dtype=np.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def mesh_of(**sizes):
-    grid = np.array(jax.devices()[: np.prod(list(sizes.values()))]).reshape(tuple(sizes.values()))
-    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def refusal(function, *args, **kwargs):
@@ -562,7 +554,7 @@ def test_a_mesh_axis_that_is_not_there():
         "  array: float32[16,16], leaf 'w'\n"
         "  rule:  'w'\n"
         f'  mesh:  {error.facts["mesh"]}\n'
-        "  here:  Rules(..., missing='replicate')"
+        "  try:   Rules(..., missing='replicate')"
     )
     error = refusal(einshard, {'w': W}, rules)
     assert 'there is no mesh' in error.sentence
@@ -858,16 +850,6 @@ MODELS = {
     'GPT-2 XL': (model_shapes.GPT2_XL, GPT2_RULES, gpt2_by_hand()),
     'Mixtral 8x7B': (model_shapes.MIXTRAL, MIXTRAL_RULES, mixtral_by_hand()),
 }
-
-
-def on(mesh, specs):
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P)
-    )
-
-
-def shardings(tree):
-    return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 @pytest.mark.parametrize('name', model_shapes.PUBLISHED_PARAMETERS)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import model_shapes
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import mesh_of, struct
 
 from einshard import EinshardError, Rules, axis_rules, device_mesh, einshard, shard_largest
 
@@ -35,10 +36,6 @@ RULES = Rules(
     indivisible='replicate',
     min_size=20,
 )
-
-
-def struct(*shape, dtype=np.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def rows(table):
@@ -93,11 +90,7 @@ def test_totals_at_the_ends():
     assert '0 B on each of 16 devices' in str(empty)
 
 
-MESH = Mesh(
-    np.array(jax.devices()).reshape(2, 4, 2),
-    ('data', 'fsdp', 'tp'),
-    axis_types=(AxisType.Auto,) * 3,
-)
+MESH = mesh_of(data=2, fsdp=4, tp=2)
 PLACED = [
     (Rules([], default=EVERYWHERE), None),
     (Rules([], default=shard_largest), None),
@@ -224,7 +217,7 @@ def test_rules_never_used(patterns, paths, unused, shadowed, unneeded):
 def test_a_rule_that_others_leave_nothing_to_is_said():
     rules = [('a', EVERYWHERE), ('b', EVERYWHERE), ('.*', EVERYWHERE)]
     text = str(Rules(rules).table({'a': struct(16), 'b': struct(16)}))
-    assert text.endswith("\nnever needed: '.*', whose matches the rules before it take")
+    assert text.endswith("\nnever reached: '.*', all taken by several earlier rules")
 
 
 def test_axes_that_did_not_divide():
@@ -251,7 +244,7 @@ def test_mesh_axes_that_are_not_there():
     assert [row.missing_axes for row in table.rows] == [('pod', 'seq'), ('pod',), ()]
     assert [row.shard_shape for row in table.rows] == [(2, 4), (4, 2), (4, 4)]
     notes = [line for line in str(table).splitlines() if 'not in the mesh' in line]
-    assert notes == ["not in the mesh, so nothing is cut over it: 'pod' and 'seq'"]
+    assert notes == ["not in the mesh, so replicated: 'pod' and 'seq'"]
     with axis_rules({'rows': '@(data,pod)'}, missing='replicate'):
         (row,) = Rules([('', 'rows b')]).table({'w': struct(4, 4)}, mesh=MESH).rows
     assert (row.shard_shape, row.missing_axes) == ((2, 4), ('pod',))
@@ -269,12 +262,12 @@ mlp/kernel  float32[16,64]  kernel$  i o -> * i o2  [16,32]      2.0 KiB
 norm        float32[16]     small    ... -> * ...   [16]            64 B
 step        int32[]         scalar   ... -> * ...   []               4 B
 
-3.8 KiB on each of 16 devices, of 7.3 KiB in all; 97.4% of it is in arrays that are cut, and the \
-average byte is held 8.21 times
-largest on every device: mlp/bias (128 B), norm (64 B), step (4 B)
+3.8 KiB on each of 16 devices, of 7.3 KiB in all; 97.4% of it is in sharded arrays, and the \
+average byte has 8.21 replicas
+largest replicated: mlp/bias (128 B), norm (64 B), step (4 B)
 not divisible, so replicated: axis 0 of embed, size 50
 never matches: 'attention'
-never reached: 'mlp/kernel', behind 'kernel$'
+never reached: 'mlp/kernel', all taken by 'kernel$'
 """
 
 
@@ -374,3 +367,16 @@ def test_llama_70b_without_devices():
         'post_attention_layernorm',
         'norm',
     }
+
+
+def test_a_terminal_obeys_nothing_in_paths_and_patterns():
+    tree = {'\x1b[31mw\r\n': np.ones((3, 4)), 'b\x07': np.ones(16)}
+    rules = Rules([('\x1b', 'a* b'), ('b', 'a*'), ('\x1b\x1b', None)], indivisible='replicate')
+    table = rules.table(tree)
+    lines = str(table).splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert lines[2].startswith('\ufffd[31mw  ')
+    assert lines[3].startswith('b\ufffd ')
+    assert "never matches: '\ufffd\ufffd'" in lines
+    assert '\x1b' not in table._repr_html_()
+    assert {row.path for row in table.rows} == set(tree)

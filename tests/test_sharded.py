@@ -598,6 +598,16 @@ def test_a_user_error_of_a_later_trace_comes_out_after_one_run(devices8):
     assert runs == [2]
 
 
+def test_errors_of_jax_name_the_function_and_not_ours(devices8):
+    @sharded('a*', mesh=devices8)
+    def chosen(x, flag):
+        return x if flag else x + 1
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        chosen(np.ones(16), True)
+    assert f'the function chosen at {__file__}' in str(caught.value)
+
+
 def test_functools_partial_of_the_decorator(devices8):
     rows = functools.partial(sharded, 'x y -> x* y', mesh=devices8)
     f = rows(out='x y -> x* y')(lambda x: x + 1)

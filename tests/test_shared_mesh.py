@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from oracle import examples
 
 from einshard import EinshardError
-from einshard._expression import parse
-from einshard._per_device.mesh_members import Member
-from einshard._per_device.shared_mesh import share
+from einshard._notation.expression import parse
+from einshard._per_device.joint_mesh import joint_mesh
+from einshard._per_device.spec_axes import SpecAxes
 
 
 def shared(n, *texts):
-    members = tuple(Member(f"parameter '{i}'", parse(text)) for i, text in enumerate(texts))
-    return share(members, n)
+    members = tuple(SpecAxes(f"parameter '{i}'", parse(text)) for i, text in enumerate(texts))
+    return joint_mesh(members, n)
 
 
 def row(n, *texts):
-    return ' '.join(f'{name or ""}{count}' for name, count in shared(n, *texts).cells)
+    return ' '.join(f'{name or ""}{count}' for name, count in shared(n, *texts).axes)
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_the_row_is_the_one_that_fits_all(function):
     said = any(whole for whole, _ in expressions) or math.prod(sizes.values()) == n
     if said and len(found) == 1:
         (expected,) = found
-        assert shared(n, *texts).cells == (expected or ((None, 1),))
+        assert shared(n, *texts).axes == (expected or ((None, 1),))
         return
     with pytest.raises(EinshardError) as caught:
         shared(n, *texts)
-    reason = 'changes slower' if found else 'disagree on the order of the devices'
-    assert (reason if said else 'hold replicas') in str(caught.value)
+    reason = 'ambiguous device order' if found else 'disagree on the device order'
+    assert (reason if said else "add '*' to replicate over") in str(caught.value)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import mesh_of
 
 from einshard import EinshardError, Rules, device_mesh, einshard, make_sharding
 
@@ -274,11 +275,7 @@ def test_a_bad_expression_says_which_leaf():
 
 # --- mesh axes that are not there ---------------------------------------------------------------
 
-MESH = Mesh(
-    np.array(jax.devices()[:8]).reshape(2, 2, 2),
-    ('data', 'fsdp', 'tp'),
-    axis_types=(AxisType.Auto,) * 3,
-)
+MESH = mesh_of(data=2, fsdp=2, tp=2)
 MISSING = [
     # an expression, and what it is on this mesh
     ('b@(data,pod) d', 'b@data d'),
@@ -391,7 +388,7 @@ def test_the_offer_to_leave_missing_axes_out():
         '    ^^^^^^^^^^^^\n'
         "  array: float32[8,8], leaf 'w'\n"
         "  mesh:  'data': 2, 'fsdp': 2, 'tp': 2\n"
-        "  here:  missing='replicate'"
+        "  try:   missing='replicate'"
     )
     with pytest.raises(EinshardError) as caught:
         einshard(X, 'b@pod d', mesh=MESH)

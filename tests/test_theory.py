@@ -10,8 +10,8 @@ from jax.sharding import AxisType
 
 from einshard import EinshardError, make_sharding, parallelism
 from einshard._hlo.collectives import read_collectives
+from einshard._theory.communication import Blocks, Space, moves
 from einshard._theory.contraction import read_contraction
-from einshard._theory.cuts import Cutting, moves
 
 EINSUMS = [
     'b x, x y -> b y',  # a layer
@@ -36,11 +36,12 @@ def assignments(names, n_devices):
             yield dict(zip(names, chosen, strict=True))
 
 
-def compiled(einsum, placements, devices, out=None):
+def compiled(einsum, placements, devices, out=None, sizes=None):
     contraction = read_contraction(einsum)
+    sizes = sizes or dict.fromkeys(contraction.names, SIZE)
     shapes = [
         jax.ShapeDtypeStruct(
-            (SIZE,) * len(operand.names),
+            tuple(sizes[name] for name in operand.names),
             jnp.float32,
             sharding=make_sharding(placement, mesh=devices),
         )
@@ -53,11 +54,12 @@ def compiled(einsum, placements, devices, out=None):
 
 
 def total(collectives):
-    """Parties by kind and bytes: XLA may do one axis after the other, or all of them at once."""
-    parties = {}
+    """Group size by kind and bytes: XLA may reduce one axis at a time, or all at once."""
+    sizes = {}
     for one in collectives:
-        parties[one.kind, one.bytes] = parties.get((one.kind, one.bytes), 1) * one.parties
-    return parties
+        key = one.kind, one.bytes
+        sizes[key] = sizes.get(key, 1) * one.group_size
+    return sizes
 
 
 def collectives(program):
@@ -117,6 +119,61 @@ def test_operands_that_are_cut_each_by_itself(left, right, devices8):
     assert bool(theory.conflicts) != fits
 
 
+@pytest.mark.parametrize('i', [8, 64])
+@pytest.mark.parametrize(('j', 'k'), [(16, 64), (64, 64), (64, 16), (128, 64)])
+def test_the_compiler_does_not_always_do_the_first_choice(i, j, k, devices8):
+    """It sums up where the result is smaller than operand 0, and gathers operand 0 elsewhere."""
+    sizes = {'i': i, 'j': j, 'k': k}
+    theory = parallelism('i j8, 8 j k -> i k', sizes=sizes)
+    first, *_, last = theory.choices
+    assert [one.kind for one in first.collectives] == ['all-reduce']
+    assert [(one.kind, one.of) for one in last.collectives] == [('all-gather', 'operand 0')]
+    program = compiled('i j, j k -> i k', ['i j8', '8 j k'], devices8, sizes=sizes)
+    expected = first if k < j else last
+    assert total(collectives(program)) == total(expected.collectives)
+
+
+@pytest.mark.parametrize('sizes', [(64, 64, 64), (16, 128, 64), (128, 16, 64)], ids=str)
+def test_the_compiler_moves_operands_to_where_the_result_is_asked_for(sizes, devices8):
+    sizes = dict(zip('bxy', sizes, strict=True))
+
+    def placements(left, right):
+        return f'8 {left} {right}', f'{left}8 {right}', f'{left} {right}8'
+
+    every = [placements(*names) for names in ('bx', 'xy', 'by')]
+    for left, right, out in itertools.product(*every):
+        theory = parallelism(f'{left}, {right} -> {out}', sizes=sizes)
+        program = compiled('b x, x y -> b y', [left, right], devices8, out=out, sizes=sizes)
+        made = total(collectives(program))
+        if (left, right) == ('b x8', 'x8 y') and out != '8 b y':
+            assert {kind for kind, _ in made} == {'all-reduce'}  # no reduce-scatter on CPU
+        else:
+            assert made in [total(choice.collectives) for choice in theory.choices]
+
+
+def test_an_operand_moved_to_match_the_result():
+    theory = parallelism('b x8, 8 x y -> b8 y', sizes={'b': 64, 'x': 64, 'y': 64})
+    cheapest = min(theory.choices, key=lambda choice: choice.bytes)
+    assert cheapest.bytes == 2048
+    assert [(one.kind, one.of) for one in cheapest.collectives] == [('all-to-all', 'operand 0')]
+    assert theory.collectives[0].bytes == 16384
+    # in the order that the result has, so that nothing is permuted afterwards
+    turned = parallelism('b x@(p,q), * x y -> b@(q,p) y', p=2, q=4)
+    assert ['all-to-all'] in [[one.kind for one in c.collectives] for c in turned.choices]
+
+
+def test_devices_that_mesh_axes_leave():
+    theory = parallelism('b@p x, x y -> b y', p=2, devices=16)
+    assert math.prod(theory.devices.values()) == 16
+    assert theory.operands == ('b x -> 8 b2 x', 'x y -> 16 x y')
+    stars = parallelism('b@p x*, x* y -> b y', p=2, devices=16)
+    assert stars.operands == ('b x -> x8 b2', 'x y -> x16 y')
+    assert parallelism('b@p x, x y -> b y', p=2, devices=2).devices == {'p': 2}
+    # in a chain, counts may be those of another step
+    chain = parallelism(['b@p x, x y -> b y', 'b y, y z -> b z'], p=2, z=4)
+    assert [math.prod(step.devices.values()) for step in chain] == [8, 8]
+
+
 def test_kinds():
     def kind(**counts):
         return parallelism('b x, x y -> b y', **counts).kind
@@ -136,12 +193,12 @@ def test_placements_are_in_the_order_of_the_keywords():
 def test_devices_that_the_counts_leave_are_replicas():
     theory = parallelism('b x, x y -> b y', x=4, devices=8)
     assert theory.operands == ('b x -> 2 b x4', 'x y -> 2 x4 y')
-    assert [(c.parties, c.groups) for c in theory.collectives] == [(4, 2)]
+    assert [(c.group_size, c.groups) for c in theory.collectives] == [(4, 2)]
 
 
 def test_a_result_where_the_einsum_asks_for_it():
     def kinds(einsum):
-        (choice,) = parallelism(einsum).choices
+        choice, *_ = parallelism(einsum).choices
         return choice.result, [one.kind for one in choice.collectives]
 
     assert kinds('b x8, x8 y -> 8 b y') == ('b y -> 8 b y', ['all-reduce'])
@@ -159,7 +216,9 @@ def test_mesh_axes_by_name():
     theory = parallelism('b@data x@tp, x@tp y -> b@data y', data=2, tp=4)
     assert theory.kind == 'hybrid'
     (only,) = theory.collectives
-    assert (only.kind, only.over, only.parties, only.groups) == ('all-reduce', ('tp',), 4, 2)
+    assert (only.kind, only.over, only.group_size, only.groups) == ('all-reduce', ('tp',), 4, 2)
+    with pytest.warns(DeprecationWarning, match='group_size'):
+        assert only.parties == 4
     turned = parallelism('b@(tp,data) x, x y -> b@(tp,data) y', data=2, tp=4)
     assert turned.operands[0] == 'b x -> b@(tp,data) x'
     assert turned.collectives == ()
@@ -225,21 +284,21 @@ def test_words():
         == """
 b x, x y -> b y   on 4 devices
   free: b, y; reduced: x
-  resharding: the blocks do not fit together: an operand has to be cut otherwise first
-  'x' is cut in operand 1, and whole in operand 0
+  resharding: the blocks do not match, so an operand must be resharded first
+  'x' is sharded in operand 1 but not in operand 0
   operand 0: 'b x -> b2 x 2'
   operand 1: 'x y -> 2 x2 y'
   1. each device multiplies [b/2 x/2] [x/2 y]
      result 'b y -> b2 y 2'
-     slice operand 0 along x, which is no communication
+     slice operand 0 along x (no communication)
      all-reduce of the result over d1: [b/2 y], 128 bytes, among 2 groups of 2 devices
   2. each device multiplies [b/2 x/2] [x/2 y]
      result 'b y -> b4 y'
-     slice operand 0 along x, which is no communication
+     slice operand 0 along x (no communication)
      reduce-scatter of the result over d1: [b/2 y], 128 bytes, among 2 groups of 2 devices
   3. each device multiplies [b/2 x/2] [x/2 y]
      result 'b y -> b2 y2'
-     slice operand 0 along x, which is no communication
+     slice operand 0 along x (no communication)
      reduce-scatter of the result over d1: [b/2 y], 128 bytes, among 2 groups of 2 devices
   4. each device multiplies [b/2 x] [x y]
      result 'b y -> b2 y 2'
@@ -250,7 +309,7 @@ b x, x y -> b y   on 4 devices
         == """
 a, a ->   on 4 devices
   free: none; reduced: a
-  only reduced axes are cut: each device computes a partial sum
+  only reduced axes are sharded: each device computes a partial sum
   operand 0: 'a -> a4'
   operand 1: 'a -> a4'
   each device multiplies [a/4] [a/4]
@@ -259,7 +318,7 @@ a, a ->   on 4 devices
 
 a, b -> a b   on 4 devices
   free: a, b; reduced: none
-  only free axes are cut: each device computes its part of the result
+  only free axes are sharded: each device computes its part of the result
   operand 0: 'a -> a4'
   operand 1: 'b -> 4 b'
   each device multiplies [a/4] [b]
@@ -271,11 +330,16 @@ a, b -> a b   on 4 devices
 
 
 def test_moves():
-    devices = {'d0': 2, 'd1': 4}
+    space = Space(('a', 'b'), {'d0': 2, 'd1': 4})
+
+    def blocks(over):
+        holders = {axis: name for name, axes in over.items() for axis in axes}
+        layout = space.sharded(space.replicated, holders)
+        return Blocks('the array', space.names, layout, space)
 
     def kinds(old, new):
-        cutting = Cutting('the array', ('a', 'b'), old, devices)
-        return [(one.kind, one.over, one.block) for one in moves(cutting, new)]
+        found = moves(blocks(old), blocks(new))
+        return [(one.kind, one.over, one.block) for one in found]
 
     a, b, ab, ba = {'a': ('d0',)}, {'b': ('d0',)}, {'a': ('d0', 'd1')}, {'a': ('d1', 'd0')}
     assert kinds(a, a) == kinds({}, a) == kinds(a, ab) == []
@@ -326,39 +390,39 @@ no einsum has an axis 'z'
             {'bach': 8},
             """
 no einsum has an axis 'bach'
-  axes: batch x y
-  near: batch""",
+  axes:    batch x y
+  similar: batch""",
         ),
-        ('b x, x y -> b y', {'x': 0}, '\nx= is a number of parts, not 0'),
-        ('b x, x y -> b y', {'x': True}, '\nx= is a number of parts, not True'),
+        ('b x, x y -> b y', {'x': 0}, '\nx= must be a positive integer, not 0'),
+        ('b x, x y -> b y', {'x': True}, '\nx= must be a positive integer, not True'),
         (
             'b x, x y, y z -> b z',
             {'x': 8},
             """
-the einsum has 3 operands, and in which order they are multiplied is not said
+parallelism takes one or two operands, not 3
     b x, x y, y z -> b z
-  give: a list of einsums of two: ['a b, b c -> a c', 'a c, c d -> a d']""",
+  instead: a list of einsums: ['a b, b c -> a c', 'a c, c d -> a d']""",
         ),
         (
             '... x, x y -> ... y',
             {'x': 8},
             """
-axes need names here: '...' has none to cut
+'...' is not supported here; name all axes
     ... x, x y -> ... y""",
         ),
         (
             'b x*, x* y -> b y',
             {},
             """
-stars share what devices there are, and nothing says how many
+a star needs the number of devices
     b x*, x* y -> b y
-  give: devices=""",
+  expected: devices=""",
         ),
         (
             'b8 x, x y8 -> b y',
             {'b': 2},
             """
-the axes are cut both by keyword and by placement
+shards are given both by keyword and by placement
     b8 x, x y8 -> b y
     ^^      ^^
   by keyword: b=2""",
@@ -367,7 +431,7 @@ the axes are cut both by keyword and by placement
             'b x, x y -> b y',
             {'x': 8, 'sizes': {'b': 2, 'x': 9, 'y': 1}},
             """
-axis 'x' has size 9, which 8 parts do not divide
+axis 'x' (size 9) is not divisible by 8
     b x, x y -> b y
   of: operand 0""",
         ),
@@ -375,30 +439,73 @@ axis 'x' has size 9, which 8 parts do not divide
             'b x, x y -> b y',
             {'sizes': {'b': 2, 'x': 9}},
             """
-sizes= does not say how long 'y' is
+sizes= has no size for 'y'
     b x, x y -> b y""",
         ),
         (
             'b@data x, x y -> b y',
             {},
             """
-the size of mesh axis 'data' is not given
+the size of mesh axis 'data' is missing
     b@data x, x y -> b y
-  give: data=2""",
+  expected: data=""",
         ),
-        ([], {}, '\na chain has at least one einsum, but none is given'),
+        (
+            'b@p x, x y -> b y',
+            {'p': 2, 'devices': 3},
+            """
+the counts need 2 devices, but 3 is not divisible by 2
+    b@p x, x y -> b y""",
+        ),
+        (
+            'b@p x, x y -> b y',
+            {'p': 2, 'x': 2},
+            """
+shards are given both by keyword and by placement
+    b@p x, x y -> b y
+    ^^^
+  by keyword: x=2""",
+        ),
+        (
+            'b@p x2, * x2 y -> b y',
+            {'p': 4, 'devices': 8},
+            """
+the counts do not match the axes of the mesh
+    b@p x2, * x2 y -> b y
+            ^ ^^
+  mesh: 'd0': 2, 'p': 4""",
+        ),
+        ('b x, x y -> b y', {'devices': -8}, '\ndevices= must be a positive integer, not -8'),
+        ('b x, x y -> b y', {'devices': 'x'}, "\ndevices= must be a positive integer, not 'x'"),
+        ('b x, x y -> b y', {'devices': 2.0}, '\ndevices= must be a positive integer, not 2.0'),
+        (
+            'b x, x y -> b y',
+            {'item_bytes': 0},
+            '\nitem_bytes= must be a positive integer, not 0',
+        ),
+        (
+            'b x, x y -> b y',
+            {'sizes': 3},
+            '\nsizes= must be a dict with the size of every axis, not 3',
+        ),
+        (
+            'b x, x y -> b y',
+            {'sizes': {'b': 'x', 'x': 1, 'y': 1}},
+            "\nthe size of axis 'b' in sizes= is not an integer: 'x'",
+        ),
+        ([], {}, '\nthe list of einsums is empty'),
         (
             'b x, x y -> b y',
             {'x': 8, 'devices': 12},
             """
-the counts ask for 8 devices, which do not divide 12
+the counts need 8 devices, but 12 is not divisible by 8
     b x, x y -> b y""",
         ),
         (
             'b6 2 x, x4 3 y -> b y',
             {},
             """
-the device grids of the operands do not fall on one another
+the device grids of the operands do not match
     b6 2 x, x4 3 y -> b y
     ^^ ^    ^^ ^
   devices: 12""",
@@ -411,7 +518,7 @@ the device grids of the operands do not fall on one another
     b2 x, x4 y -> b y
     ^^
   devices: 8
-  here:    '* b2 x, x4 y -> b y'""",
+  try:     '* b2 x, * x4 y -> b y'""",
         ),
         (
             'b8 x, x4 y -> b y',
@@ -421,7 +528,7 @@ the device grids of the operands do not fall on one another
     b8 x, x4 y -> b y
           ^^
   devices: 8
-  here:    'b8 x, * x4 y -> b y'""",
+  try:     'b8 x, * x4 y -> b y'""",
         ),
     ],
 )
@@ -436,6 +543,9 @@ def test_letters_that_are_not_apart():
         parallelism('bx,xy->by', b=2)
     assert caught.value.fix == "'b x, x y -> b y'"
     assert parallelism('b x, x y -> b y', b=2).kind == 'data parallelism'
+    with pytest.raises(EinshardError) as caught:
+        parallelism('bx,xy->by', z=2)
+    assert caught.value.fix is None
 
 
 @pytest.mark.parametrize('given', [3, None])

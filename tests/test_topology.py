@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 
@@ -9,9 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from einshard import EinshardError, device_mesh, einshard, explain, sharded, topology
-from einshard import _topology as module
+from einshard import (
+    EinshardError,
+    UnexpectedCollectives,
+    assert_collectives,
+    device_mesh,
+    einshard,
+    explain,
+    sharded,
+    topology,
+)
+from einshard._sharding import topology as module
 
 pytest.importorskip('libtpu', reason='libtpu describes TPUs, and is not installed')
 
@@ -48,21 +62,21 @@ def test_several_slices():
 
 
 KNOWN = (
-    "  in 2 dimensions: v2, v3, v4 lite, v5e, v6e, as in 'v5e:4x4'\n"
-    "  in 3 dimensions: v4, v5p, tpu7x, as in 'v5p:2x2x2'"
+    "  2 dimensions: v2, v3, v4 lite, v5e, v6e; for example 'v5e:4x4'\n"
+    "  3 dimensions: v4, v5p, tpu7x; for example 'v5p:2x2x2'"
 )
 
 
 @pytest.mark.parametrize(
     ('name', 'sentence'),
     [
-        ('v9:2x2', "no TPU is called 'v9'"),
-        ('V5E:2x2', "no TPU is called 'V5E'"),
-        ('v5e', "'v5e' is no name of a topology"),
-        ('v5e-16', "'v5e-16' is no name of a topology"),
-        ('', "'' is no name of a topology"),
-        ('v5e:16', "'v5e:16' has 1 dimension, and a slice of v5e has 2"),
-        ('v5e:2x2x2', "'v5e:2x2x2' has 3 dimensions, and a slice of v5e has 2"),
+        ('v9:2x2', "'v9' is not a TPU generation"),
+        ('V5E:2x2', "'V5E' is not a TPU generation"),
+        ('v5e', "'v5e' is not a valid topology name"),
+        ('v5e-16', "'v5e-16' is not a valid topology name"),
+        ('', "'' is not a valid topology name"),
+        ('v5e:16', "'v5e:16' has 1 dimension, but v5e slices have 2"),
+        ('v5e:2x2x2', "'v5e:2x2x2' has 3 dimensions, but v5e slices have 2"),
         ('v5e:0x4', "'v5e:0x4' has no chips"),  # libtpu would divide by it, and end the process
     ],
 )
@@ -76,8 +90,8 @@ def test_slices_that_libtpu_does_not_have():
     with pytest.raises(EinshardError) as caught:
         topology('v5e:3x3')
     first, says, *known = str(caught.value).splitlines()
-    assert first == "libtpu has no slice 'v5e:3x3'"
-    assert says.startswith('  libtpu says:     INVALID_ARGUMENT: ')
+    assert first == "libtpu does not know the slice 'v5e:3x3'"
+    assert says.startswith('  libtpu says:  INVALID_ARGUMENT: ')
     assert '\n'.join(known) == KNOWN
 
 
@@ -86,20 +100,19 @@ def test_gpus_are_not_described_by_names(name):
     with pytest.raises(EinshardError) as caught:
         topology(name)
     assert str(caught.value) == (
-        f"'{name}' is no slice of TPUs: JAX describes GPUs by those that are there, not by a name\n"
-        '  on such GPUs: mesh=jax.devices(), or leave it out\n'
-        '  elsewhere:    as many simulated CPU devices have the same layouts, and mostly the same '
-        'collectives'
+        f"'{name}' is not a TPU slice: topology() knows only TPUs\n"
+        '  on these GPUs: leave out mesh=, or mesh=jax.devices()\n'
+        '  elsewhere:     simulate as many CPU devices: same layouts, mostly the same collectives'
     )
 
 
 @pytest.mark.parametrize(
     ('arguments', 'text'),
     [
-        ((4,), "the name of a topology is a string, not 4\n  as in: 'v5e:4x4'"),
-        (('v5e:2x2', 0), 'n_slices= is a positive number, not 0'),
-        (('v5e:2x2', True), 'n_slices= is a positive number, not True'),
-        (('v5e:2x2', 2.0), 'n_slices= is a positive number, not 2.0'),
+        ((4,), "the name of a topology is a string, not 4\n  example: 'v5e:4x4'"),
+        (('v5e:2x2', 0), 'n_slices= must be a positive integer, not 0'),
+        (('v5e:2x2', True), 'n_slices= must be a positive integer, not True'),
+        (('v5e:2x2', 2.0), 'n_slices= must be a positive integer, not 2.0'),
     ],
 )
 def test_wrong_types(arguments, text):
@@ -114,7 +127,7 @@ def test_without_libtpu(monkeypatch):
     with pytest.raises(EinshardError) as caught:
         topology('v5e:2x4')
     assert str(caught.value) == (
-        'to describe TPUs and to compile for them takes libtpu, which is not installed\n'
+        'topology() needs libtpu, which is not installed\n'
         "  topology: 'v5e:2x4'\n"
         '  install:  pip install libtpu'
     )
@@ -199,7 +212,7 @@ def test_matrix_products(name, function, kind, array, share, along):
     assert row.arrays.endswith(f'[{array[0]},{array[1]}]')
     assert row.bytes == width * array[0] * array[1]
     assert report.network_bytes == share * row.bytes * (mesh.size - 1) // mesh.size
-    if row.parties == mesh.size and row.along:
+    if row.group_size == mesh.size and row.along:
         assert row.along == along
     assert report.memory.code > 0
 
@@ -228,10 +241,12 @@ def test_a_loop_that_gathers_the_same_in_each_turn():
 
     report = explain(loop, floats(64, 64), floats(64, 64), mesh=topology('v5e:2x4'))
     (row,) = [row for row in report.collectives if row.kind == 'all-gather']
-    if row.times == 1:
+    if row.executions == 1:
         pytest.skip('this libtpu gathers before the loop')
-    assert row.times == 12
-    text = f'w, {row.arrays}, is gathered in each of 12 turns of a loop that does not change it'
+    assert row.executions == 12
+    text = (
+        f'w, {row.arrays}, is gathered in each of 12 iterations of a loop that does not change it'
+    )
     assert [caution.text for caution in report.warnings] == [text]
 
 
@@ -240,3 +255,55 @@ def test_the_same_program_runs_here_afterwards():
     explain(gathering, floats(1024, 512), floats(512, 256), mesh=topology('v5e:4x4'))
     x, w = np.ones((32, 16), np.float32), np.ones((16, 32), np.float32)
     assert np.array_equal(gathering(x, w), x @ w)
+
+
+def shift(x):
+    """A Pallas kernel that sends its part to the next device."""
+    n = jax.lax.axis_size('x')
+
+    def kernel(x_ref, out_ref, sent, received):
+        to = jax.lax.rem(jax.lax.axis_index('x') + 1, n)
+        copy = pltpu.make_async_remote_copy(x_ref, out_ref, sent, received, device_id=(to,))
+        copy.start()
+        copy.wait()
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        scratch_shapes=[pltpu.SemaphoreType.DMA] * 2,
+    )(x)
+
+
+def double(x):
+    def kernel(x_ref, out_ref):
+        out_ref[...] = x_ref[...] * 2
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+@pytest.mark.parametrize(
+    ('function', 'runs'),
+    [
+        (double, None),
+        (shift, '1'),
+        (lambda x: jax.lax.fori_loop(0, 5, lambda _, x: shift(x), x), '5'),
+    ],
+)
+def test_communication_in_pallas_kernels(function, runs):
+    mesh = jax.sharding.Mesh(topology('v5e:2x2').devices.reshape(4), 'x')
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=P('x'), out_specs=P('x'), check_vma=False)
+    x = jax.ShapeDtypeStruct((32, 128), np.float32, sharding=NamedSharding(mesh, P('x')))
+    mapped = jax.jit(mapped)
+    report = explain(mapped, x)
+    if runs is None:
+        assert report.collectives == ()
+        return assert_collectives(mapped, x, allowed=())
+    (row,) = report.collectives
+    assert (row.kind, row.arrays, row.bytes) == ('custom-call', 'f32[8,128]', 8 * 128 * 4)
+    assert (row.network_bytes, report.network_bytes) == (None, 0)
+    assert re.search(rf' {runs}  custom-call  f32\[8,128\]  \? ', str(report))
+    with pytest.raises(UnexpectedCollectives, match=r'more than it may: 1 custom-call'):
+        assert_collectives(mapped, x, allowed=())
+    assert_collectives(mapped, x, allowed='custom-call')

@@ -2,7 +2,7 @@
 
 import pytest
 
-from einshard._words import amount, columns, first_of, shape_text
+from einshard._text import display_width, first_of, format_bytes, shape_text
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from einshard._words import amount, columns, first_of, shape_text
     ],
 )
 def test_columns(text, width):
-    assert columns(text) == width
+    assert display_width(text) == width
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_columns(text, width):
     [(0, '0 B'), (1023, '1023 B'), (1536, '1.5 KiB'), (2**20, '1.0 MiB'), (2**50, '1024.0 TiB')],
 )
 def test_amount(n_bytes, text):
-    assert amount(n_bytes) == text
+    assert format_bytes(n_bytes) == text
 
 
 def test_shape_text():

@@ -1,1 +1,1 @@
-"""The text of a compiled program to what it communicates. Imports no jax."""
+"""Reads the collectives of a compiled program from its HLO text. Imports no JAX."""

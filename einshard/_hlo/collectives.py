@@ -1,29 +1,21 @@
-"""Optimised HLO text to the collectives of the program; no JAX.
+"""The collectives of an optimised HLO program. Imports no JAX.
 
-XLA shows one collective in many ways: as an instruction, as a pair of -start and -done, inside a
-computation that a fusion, a call or an async-start runs, as a send with its recv, and on TPU as a
-chain of fusions that all contain it while they compute something else. Here each is one
-`Collective`.
+XLA writes a collective in many forms: as one instruction; as a pair of -start and -done; inside a
+fusion, a call or an async-start; as a send and a recv; and on TPU as a chain of fusions that all
+contain it while they compute something else. Each becomes one `Collective` here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from .device_groups import Groups, Slices, connected, count_slices, read_groups
-from .syntax import (
-    ArrayType,
-    Instruction,
-    Program,
-    Sources,
-    array_types,
-    number_of,
-    op_name,
-    read_instruction,
-)
-from .trip_counts import trip_count
+from .groups import Groups, Slices, connected, count_slices, read_groups
+from .loops import Executions
+from .module import ArrayType, Computation, Instruction, Module, Place
+from .sources import number_of
 
 KINDS = (
     'all-reduce',
@@ -33,6 +25,7 @@ KINDS = (
     'collective-permute',
     'ragged-all-to-all',
     'collective-broadcast',
+    'custom-call',
 )
 
 
@@ -42,20 +35,19 @@ class Collective:
 
     Attributes:
         kind: one of KINDS.
-        name: of its instruction in the program.
-        operands: what each device puts in. Of a ragged all-to-all the data alone.
-        results: what each device gets.
-        groups: positions, in the program's list of devices, of those that communicate with each
-            other. Of a permute, the devices that its pairs connect. Empty if the text does not
-            tell them, as JAX 0.8 to 0.10 with a newer libtpu.
-        pairs: of a permute, who sends to whom.
-        times: how often it runs in one run of the program: by the trip counts of the loops around
-            it, and once for each branch of a conditional. None in a loop whose trip count the
-            compiler does not know.
-        is_async: whether the program computes something else while it runs.
-        source: 'model.py:12', with the path as JAX knows it, or None.
-        op_name: JAX's name for what became it, such as 'jit(step)/jvp()/dot_general'.
-        n_devices: devices of the whole program.
+        name: the name of its instruction.
+        operands: the inputs of each device; only the data of a ragged all-to-all.
+        results: the outputs of each device.
+        groups: the devices that communicate with each other, as positions in the device list of the
+            program; for a permute, connected devices. Empty if the text does not list them, as for
+            a custom call, and with JAX 0.8 to 0.10 and a newer libtpu.
+        pairs: (source, target) of a permute.
+        executions: how often it runs in one run of the program: the product of loop trip counts;
+            all branches of a conditional count. None if a trip count is unknown.
+        is_async: whether it overlaps with computation.
+        source: 'model.py:12', with the path that JAX reports, or None.
+        op_name: the JAX operation it comes from, such as 'jit(step)/jvp()/dot_general'.
+        n_devices: the number of devices of the program.
     """
 
     kind: str
@@ -64,7 +56,7 @@ class Collective:
     results: tuple[ArrayType, ...]
     groups: Groups
     pairs: tuple[tuple[int, int], ...]
-    times: int | None
+    executions: int | None
     is_async: bool
     source: str | None
     op_name: str
@@ -72,7 +64,7 @@ class Collective:
 
     @property
     def arrays(self) -> tuple[ArrayType, ...]:
-        """The arrays in full: results of an all-gather, operands of all others."""
+        """The larger side: results of an all-gather, operands of all others."""
         return self.results if self.kind == 'all-gather' else self.operands
 
     @property
@@ -80,8 +72,8 @@ class Collective:
         return ', '.join(map(str, self.arrays))
 
     @property
-    def parties(self) -> int:
-        """How many devices communicate with each other, at most."""
+    def group_size(self) -> int:
+        """The size of the largest group."""
         return max(map(len, self.groups), default=self.n_devices)
 
     @property
@@ -90,21 +82,23 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Bytes of `arrays`, on one device."""
+        """Bytes of `arrays`, per device."""
         return sum(array.bytes for array in self.arrays)
 
     @property
-    def network_bytes(self) -> int:
-        """Bytes that a device sends in one run of it, rounded up.
+    def network_bytes(self) -> int | None:
+        """Bytes that a device sends in one execution, rounded up; None for a custom call.
 
-        By the bandwidth terms of ring algorithms (Thakur, Rabenseifner, Gropp: Optimization of
-        Collective Communication Operations in MPICH, 2005): of the array in full, (n-1)/n for an
-        all-gather, a reduce-scatter or an all-to-all, and an all-reduce is a reduce-scatter and an
-        all-gather. In a permute a device sends its operand, if to another; in a broadcast each but
-        the last passes the array on. Of a ragged all-to-all, which is told how much goes where
-        when it runs, this is what it sends if all pieces are equal.
+        The bandwidth terms of ring algorithms, from Thakur, Rabenseifner, Gropp: "Optimization of
+        Collective Communication Operations in MPICH", 2005. An all-gather, reduce-scatter or
+        all-to-all in groups of n sends (n-1)/n of the array; an all-reduce sends twice that. In a
+        permute, a device sends its operand unless the target is itself. In a broadcast, every
+        device but the last sends the array. The sizes of a ragged all-to-all are known only at run
+        time: this assumes equal pieces.
         """
-        n = self.parties
+        n = self.group_size
+        if self.kind == 'custom-call':
+            return None
         if self.kind == 'collective-permute':
             return self.bytes if any(a != b for a, b in self.pairs) else 0
         if self.kind == 'collective-broadcast':
@@ -114,7 +108,7 @@ class Collective:
 
 
 def read_collectives(text: str, device_ids: Sequence[int] = ()) -> tuple[Collective, ...]:
-    """The collectives of an optimised program, in the order in which they run.
+    """The collectives of an optimised program, in execution order.
 
     >>> from einshard._hlo.collectives import read_collectives
     >>> text = '''HloModule jit_f, num_partitions=4
@@ -125,104 +119,114 @@ def read_collectives(text: str, device_ids: Sequence[int] = ()) -> tuple[Collect
     ... }
     ... '''
     >>> [g] = read_collectives(text)
-    >>> g.kind, g.shape_text, g.groups, g.times, g.network_bytes
+    >>> g.kind, g.shape_text, g.groups, g.executions, g.network_bytes
     ('all-gather', 'f32[8,8]', ((0, 1, 2, 3),), 1, 192)
 
     Args:
-        text: of a compiled program, `jax.jit(f).lower(...).compile().as_text()`.
-        device_ids: the ids of the program's devices in its order, which matter for TPU slices
-            alone: their text has ids. Without, slices come one after another, chips by their ids.
+        text: the program, from `jax.jit(f).lower(...).compile().as_text()`.
+        device_ids: as for `find_collectives`.
     """
-    modules = text.split('\nHloModule ')  # one, in all that JAX was seen to compile
-    return tuple(one for module in modules for one in _Reader(module, device_ids).read())
+    modules = text.split('\nHloModule ')  # JAX programs seen so far have one
+    return tuple(one for text in modules for one in find_collectives(Module(text), device_ids))
 
 
-@dataclass(slots=True)
-class _Computation:
-    """What is known of a computation that runs collectives."""
+def find_collectives(module: Module, device_ids: Sequence[int] = ()) -> tuple[Collective, ...]:
+    """The collectives of a program, in execution order.
 
-    name: str
-    header: str
-    times: dict[int, int | None] = field(default_factory=dict[int, int | None])  # by collective
-    begun: set[int] = field(default_factory=set[int])  # channels of chains of async fusions
-    meetings: dict[str, int] = field(default_factory=dict[str, int])  # of slices, unfinished
-    phase: str = ''  # 'Start' or 'Done' of a chain of async fusions
-    root: str = ''  # its opcode
+    Collectives in groups of one device are omitted: compilers leave them in, but they send nothing.
+
+    Args:
+        module: the compiled program.
+        device_ids: the ids of the program's devices in order. Needed only for multi-slice TPU
+            programs, whose text contains ids. Default: slice by slice, chips ordered by id.
+    """
+    return _Finder(module, device_ids).find()
 
 
-_LINE = re.compile('.+')
-_CALLEES = re.compile(
-    r'\b(?:calls|to_apply|(condition)|body|(?:true|false)_computation'
-    r'|(?:branch|called)_computations)=(?:\{(%[^}]*)\}|(%[^\s,]+))'
-)
 _GROUPS = re.compile(
     r'replica_groups=(\{\{[\d,{} ]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?'
     r'|mesh\[[^\]]*\](?:, device_ids=\((?:\[[\d,]+\](?:T\([\d,]+\))?|[\d,]+)\))? \{[^}]*\}|\{\})'
 )
 _PAIRS = re.compile(r'source_target_pairs=(\{\{[\d,{}]*\}\})')
-_ASYNC_FUSION = 'custom_call_target="AsyncCollective'
+_COMMUNICATES = '"has_communication":true'  # in Pallas kernels for TPU
 _BETWEEN_SLICES = '_xla_megascale_transfer_type="'
+# every line that communicates has one of these
+MARKS = ('replica_groups=', 'source_target_pairs=', _COMMUNICATES, _BETWEEN_SLICES)
 _MEETING = re.compile(
     r'_rendezvous="([^"]*)".*_xla_megascale_target="?([^"]*?)"?,'
     r'_xla_megascale_transfer_type="(\w+)"'
 )
+_TRANSFERS = {'ONE_TO_ONE': 'collective-permute'}
+_PHASE = re.compile(r'custom_call_target="AsyncCollective(\w+)"')
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
-class _Reader:
-    """One pass over the lines: callees come before their callers, and the entry last."""
+class _Finder:
+    def __init__(self, module: Module, device_ids: Sequence[int]):
+        self.module = module
+        self.slices = Slices(module.n_partitions, count_slices(module.text), device_ids)
+        # 'Start' or 'Done' for the fused computations at the ends of an asynchronous chain
+        self.phases: dict[str, str] = {}
+        for _, here, made in module.find('"AsyncCollective'):
+            phase = _PHASE.search(made.attributes)
+            self.phases[here.name] = phase[1] if phase else ''
 
-    def __init__(self, text: str, device_ids: Sequence[int]):
-        self.program = Program(text)
-        self.found: list[Collective] = []
-        self.channels: list[int] = []  # of those found
-        self.computations: dict[str, _Computation] = {}
-        first = re.search(r'\n(?:%|ENTRY )', text)
-        self.head_end = first.start() + 1 if first else len(text)
-        head = text[: self.head_end]
-        self.sources = Sources(head.splitlines())
-        n_partitions = number_of('num_partitions', head) or number_of('replica_count', head) or 1
-        self.slices = Slices(n_partitions, count_slices(text), device_ids)
+    def find(self) -> tuple[Collective, ...]:
+        found = list(self.instructions())
+        started = (place.made for place, _ in found if self.phase(place.here) == 'Start')
+        chains = {chain for made in started if (chain := _chain(made))[0]}
+        executions = Executions(self.module)
+        ordered: list[tuple[tuple[int, ...], Collective]] = []
+        for place, what in found:
+            path = self.module.path(place.here)
+            if path is None or self.is_link(place, chains):
+                continue
+            one = Collective(
+                **what,
+                name=place.made.name,
+                executions=executions.of(place.here),
+                source=self.module.source(place.made),
+                op_name=place.made.op_name,
+                n_devices=self.slices.n_devices,
+            )
+            if one.group_size > 1:
+                order = (*(site.start for site in path), place.start)
+                ordered.append((order, self.with_callers(path, place, one)))
+        return tuple(one for _, one in sorted(ordered, key=lambda pair: pair[0]))
 
-    def read(self) -> tuple[Collective, ...]:
-        entry = here = _Computation('', '')
-        for match in _LINE.finditer(self.program.text, self.head_end):
-            line = match[0]
-            if line[0] == ' ':
-                self.read_line(line, here)
-            elif line[-1] == '{':
-                name = line.removeprefix('ENTRY ').split(' ', 1)[0].lstrip('%')
-                here = _Computation(name, line)
-                entry = here if line.startswith('ENTRY ') else entry
-                self.program.open(name, match.end())
-            elif here.times:
-                self.computations[here.name] = here
-        return tuple(replace(self.found[i], times=times) for i, times in entry.times.items())
+    def instructions(self) -> Iterator[tuple[Place, dict[str, Any]]]:
+        """The instructions that communicate, with fields of `Collective`."""
+        meetings: dict[tuple[str, str], list[Place]] = {}
+        for place in self.module.find(*MARKS):
+            what = self.read(place)
+            if what is not None:
+                yield place, what
+            elif meeting := _MEETING.search(place.made.attributes):
+                meetings.setdefault((place.here.name, meeting[1]), []).append(place)
+        for places in meetings.values():
+            # the send first, then the receive
+            places.sort(key=lambda place: place.made.opcode != 'send')
+            yield places[0], self.read_transfer(places[0].made, places[-1].made)
 
-    def read_line(self, line: str, here: _Computation) -> None:
-        if 'replica_groups=' in line or 'source_target_pairs=' in line:
-            self.read_collective(line, here)
-        elif _BETWEEN_SLICES in line:
-            self.read_transfer(line, here)
-        elif _ASYNC_FUSION in line:
-            here.phase = line.partition(_ASYNC_FUSION)[2].partition('"')[0]
-        elif self.computations:
-            self.read_call(line, here)
-        if here.times and line.startswith('  ROOT '):
-            here.root = read_instruction(line).opcode
-
-    def read_collective(self, line: str, here: _Computation) -> None:
-        made = read_instruction(line)
+    def read(self, place: Place) -> dict[str, Any] | None:
+        """Fields of `Collective`; None if it is not one: user-given names may contain marks."""
+        made = place.made
         kind = made.opcode.removesuffix('-start')
-        # jax.lax.psend is one, and GPU programs may take a permute apart
+        # from jax.lax.psend; GPU programs may also split a permute into send and recv
         is_send = kind == 'send' and 'source_target_pairs=' in made.attributes
-        if kind not in KINDS and not is_send:  # a name of the user's was taken for groups
-            return self.read_call(line, here)
-        operands = self.operands(made, here)
+        is_kernel = kind == 'custom-call' and _COMMUNICATES in made.attributes + made.metadata
+        if not (is_send or is_kernel or kind in KINDS[:-1]):
+            return None
+        operands = tuple(array for name in made.operands for array in place.here[name].results)
         results = made.results
-        if kind != made.opcode and len(results) > len(operands):  # it shows its operands, too
+        if kind != made.opcode and len(results) > len(
+            operands
+        ):  # its type lists the operands first
             results = results[len(operands) : 2 * len(operands)]
+        if is_send or kind == 'ragged-all-to-all':
+            operands = operands[:1]  # the others are offsets, sizes or a token
         if is_send:
-            kind, results = 'collective-permute', operands[:1]
+            kind, results = 'collective-permute', operands
         pairs: tuple[tuple[int, int], ...] = ()
         groups: Groups = ()
         if found := _PAIRS.search(made.attributes):
@@ -230,127 +234,68 @@ class _Reader:
             groups = connected(pairs)
         elif found := _GROUPS.search(made.attributes):
             groups = self.slices.within(read_groups(found[1]))
-        if not groups and 'channel_id=' not in made.attributes:
+        if not (groups or is_kernel or 'channel_id=' in made.attributes):
             groups = (tuple(range(self.slices.n_devices)),)
-        self.add(
-            Collective(
-                kind=kind,
-                name=made.name,
-                # the others are offsets and sizes, or a token
-                operands=operands[:1] if is_send or kind == 'ragged-all-to-all' else operands,
-                results=results,
-                groups=groups,
-                pairs=pairs,
-                times=1,
-                is_async=is_send or _is_async(made),
-                source=self.sources.line(made.metadata),
-                op_name=op_name(made.metadata),
-                n_devices=self.slices.n_devices,
-            ),
-            number_of('channel_id', made.attributes),
-            here,
-        )
+        return {
+            'kind': kind,
+            'operands': operands,
+            'results': results,
+            'groups': groups,
+            'pairs': pairs,
+            'is_async': is_send or _is_async(made),
+        }
 
-    def read_transfer(self, line: str, here: _Computation) -> None:
-        """Between TPU slices a collective is a send and a receive that name each other."""
-        made = read_instruction(line)
-        meeting = _MEETING.search(made.attributes)
-        if not meeting:
-            return
-        name, target, transfer = meeting.groups()
-        kind = _TRANSFERS.get(transfer, transfer.lower().replace('_', '-'))
-        if name not in here.meetings:
-            here.meetings[name] = len(self.found)
-            groups = self.slices.across(target)
-            pairs = tuple((a, b) for a, b in groups) if '->' in target else ()
-            self.add(
-                Collective(
-                    kind=kind,
-                    name=made.name,
-                    operands=(),
-                    results=(),
-                    groups=connected(pairs) if pairs else groups,
-                    pairs=pairs,
-                    times=1,
-                    is_async=True,
-                    source=self.sources.line(made.metadata),
-                    op_name=op_name(made.metadata),
-                    n_devices=self.slices.n_devices,
-                ),
-                number_of('channel_id', made.attributes),
-                here,
-            )
-        i = here.meetings[name]
-        data = made.results[:-2]  # then a number and a token
-        if made.opcode == 'send':
-            self.found[i] = replace(self.found[i], name=made.name, operands=data)
-        else:
-            self.found[i] = replace(self.found[i], results=data)
+    def read_transfer(self, send: Instruction, receive: Instruction) -> dict[str, Any]:
+        """Fields of a transfer between TPU slices: a send and a recv with one rendezvous."""
+        meeting = _MEETING.search(send.attributes)
+        assert meeting is not None
+        _, target, transfer = meeting.groups()
+        groups = self.slices.across(target)
+        pairs = tuple((a, b) for a, b in groups) if '->' in target else ()
+        return {
+            'kind': _TRANSFERS.get(transfer, transfer.lower().replace('_', '-')),
+            # the last two are a number and a token
+            'operands': send.results[:-2],
+            'results': receive.results[:-2],
+            'groups': connected(pairs) if pairs else groups,
+            'pairs': pairs,
+            'is_async': True,
+        }
 
-    def operands(self, made: Instruction, here: _Computation) -> tuple[ArrayType, ...]:
-        """Their types, from where they are made."""
-        return tuple(
-            array
-            for name in made.operands
-            for array in self.program.instruction(here.name, name).results
-        )
+    def phase(self, here: Computation) -> str:
+        """The end of an asynchronous chain that a computation belongs to: 'Start', 'Done' or ''."""
+        fusions = [site for site in self.module.call_sites(here) if site.made.opcode == 'fusion']
+        return self.phases.get(here.name) or (self.phase(fusions[0].here) if fusions else '')
 
-    def add(self, collective: Collective, channel: int, here: _Computation) -> None:
-        here.times[len(self.found)] = 1
-        self.found.append(collective)
-        self.channels.append(channel)
+    def is_link(self, place: Place, chains: Collection[object]) -> bool:
+        """Whether it is a later link of an asynchronous chain, which counts only at its start."""
+        if phase := self.phase(place.here):
+            return phase == 'Done'
+        sites = self.module.call_sites(place.here)
+        is_fused = any(site.made.opcode == 'fusion' for site in sites)
+        return is_fused and _chain(place.made) in chains
 
-    def read_call(self, line: str, here: _Computation) -> None:
-        if '=%' not in line and '={%' not in line:  # which most lines have not
-            return
-        # what comes after may hold words of the user
-        attributes = line.partition(', metadata={')[0].partition(', backend_config=')[0]
-        callees = [
-            (self.computations[name], condition != '')
-            for condition, several, one in _CALLEES.findall(attributes)
-            for name in (several or one).replace('%', '').split(', ')
-            if name in self.computations
-        ]
-        if not callees:
-            return
-        made = read_instruction(line)
-        if made.opcode.endswith(('-update', '-done')):
-            return
-        runs = trip_count(self.program, here.name, line, made) if made.opcode == 'while' else 1
-        for callee, is_condition in callees:
-            if callee.phase != 'Done':
-                # a condition holds once for each run of the body, and then fails
-                n = runs + 1 if is_condition and runs is not None else runs
-                self.include(callee, n, made, here)
-
-    def include(
-        self, callee: _Computation, runs: int | None, made: Instruction, here: _Computation
-    ) -> None:
-        for i, times in callee.times.items():
-            if callee.phase == 'Start':
-                here.begun.add(self.channels[i])
-            elif made.opcode == 'fusion' and self.channels[i] in here.begun:
-                continue  # a later link of the chain
-            before = here.times.get(i, 0)
-            known = None not in (runs, times, before)
-            here.times[i] = (before or 0) + (runs or 0) * (times or 0) if known else None
-            found = self.found[i]
-            if _is_async(made) or callee.phase == 'Start':
-                found = replace(found, is_async=True)
-            if made.opcode not in ('while', 'conditional') and not found.op_name:
-                source = self.sources.line(made.metadata)
-                found = replace(found, op_name=op_name(made.metadata), source=source)
-            is_sliced = made.opcode == 'fusion' and callee.root == 'dynamic-slice'
-            if is_sliced and found.kind == 'all-reduce':  # so TPU writes a reduce-scatter
-                results = array_types(callee.header.rpartition(' -> ')[2])
-                found = replace(found, kind='reduce-scatter', results=results)
-            self.found[i] = found
+    def with_callers(self, path: Sequence[Place], place: Place, one: Collective) -> Collective:
+        """Adds information from the instructions that run its computation."""
+        if self.phase(place.here) == 'Start' or any(_is_async(site.made) for site in path):
+            one = replace(one, is_async=True)
+        for _, _, made in reversed(path):
+            if made.opcode not in ('while', 'conditional') and not one.op_name:
+                one = replace(one, op_name=made.op_name, source=self.module.source(made))
+            called = self.module.called(made) if made.opcode == 'fusion' else None
+            is_sliced = called is not None and called[''].opcode == 'dynamic-slice'
+            if is_sliced and one.kind == 'all-reduce':  # TPU writes a reduce-scatter like this
+                one = replace(one, kind='reduce-scatter', results=made.results)
+        return one
 
 
-_TRANSFERS = {'ONE_TO_ONE': 'collective-permute'}
+def _chain(made: Instruction) -> tuple[int, str]:
+    """(channel id, chain id), which the links of an asynchronous chain share."""
+    chain = _CHAIN.search(made.attributes)
+    return number_of('channel_id', made.attributes), chain[1] if chain else ''
 
 
 def _is_async(made: Instruction) -> bool:
-    """Whether other work goes on after it; on GPU, JAX 0.8 also writes a -start where none does."""
+    """Whether it overlaps with other work; on GPU, JAX 0.8 also writes synchronous -starts."""
     waits = '"is_sync":true' in made.attributes + made.metadata
     return made.opcode.endswith('-start') and not waits

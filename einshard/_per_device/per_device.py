@@ -1,4 +1,4 @@
-"""`jax.shard_map` in the notation: the decorator `per_device`."""
+"""per_device: `jax.shard_map` in the notation."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from .._errors import EinshardError, quoted
-from .._expression import parse
-from .._layout import axis_positions, mesh_text
-from .._mesh import MeshLike, around, mesh_fact, resolve_mesh
-from .._parameters import Form, Parameters, listed, name_of
-from .._sharded import called_too_early, sharded
-from .._sharded_function import JIT_OPTIONS, ShardedFunction
-from .._specs import Spec, array_text, check_specs, is_none, leaf_specs, leaf_text, path_text
+from .._errors import EinshardError
+from .._functions.call import JIT_OPTIONS, CallSignature, Parameters, listed
+from .._functions.promise import Promise
+from .._functions.sharded import ShardedFunction, called_too_early, sharded
+from .._notation.expression import parse
+from .._notation.layout import axis_positions, mesh_text
+from .._sharding.context import current_context
+from .._sharding.mesh import MeshLike, mesh_fact
+from .._text import array_text, name_of
+from .._trees.paths import leaf_text, path_text
+from .._trees.specs import Spec, check_specs, is_none, leaf_specs
 from .device_view import View, make_view
-from .mesh_members import Member
+from .replication import how_to_agree, read_varying
+from .spec_axes import SpecAxes
 
 P = ParamSpec('P')
 R = TypeVar('R')
@@ -35,47 +39,53 @@ def per_device(
     manual: Iterable[str] | None = None,
     check_vma: bool = True,
     reshard: bool = False,
+    collectives: Promise | None = None,
     **named_specs_and_jit_options: Any,
 ) -> Callable[[Callable[P, R]], ShardedFunction[P, R]]:
-    """`jax.shard_map` in the notation: the function is what each device does with its own shards.
+    """`jax.shard_map` in the notation: each device runs the function on its own shards.
 
-        >>> @per_device('b x -> b4 x2', 'x y -> x2 y', out='b y -> b4 y', mesh=jax.devices()[:8])
-        ... def product(x, w):  # of a (2, 3) and a (3, 5) shard
+        >>> import jax
+        >>> import numpy as np
+        >>> from einshard import per_device
+        >>> @per_device('b x*', 'x* y', out='b y -> * b y')
+        ... def product(x, w):  # shards of x and w
         ...     return jax.lax.psum(x @ w, 'x')
-        >>> y = product(np.ones((8, 6)), np.ones((6, 5)))
-        >>> describe(y), float(y[0, 0])
-        ('a b -> a4 b 2', 6.0)
+        >>> n = jax.device_count()
+        >>> y = product(np.ones((8, 3 * n)), np.ones((3 * n, 5)))
+        >>> y.shape, bool((y == 3 * n).all())
+        ((8, 5), True)
 
-    Read: x in four parts along b and two along x; w in two along x, whole for every part of b.
+    The sharded axes of all expressions form one mesh, and collectives use their names:
+    `jax.lax.psum(z, 'x')`. Each expression lists the axes that it shards, in device order, and is
+    replicated over the others. A count in one expression holds in all. `'y@x'` shards y over the
+    devices of x, as after `psum_scatter` over 'x'. If a mesh is in context or passed as `mesh=`,
+    collectives use the axis names of that mesh instead.
 
-    The axes that the expressions cut make one mesh, and the function sees it by their names:
-    `jax.lax.psum(z, 'x')`, `all_gather`, `psum_scatter`, `all_to_all`, `ppermute`, `axis_index`,
-    `axis_size`. An expression names the axes that it cuts itself, in device order. Where it spells
-    out replicas, `'x y -> 4 x2 y'`, they must be the other axes. `'y@x'` cuts y over the devices
-    of x, as after `psum_scatter` over 'x'. A count that one expression gives holds in all;
-    the stars that are left share what is left. With a mesh in context, or a mesh of your own by
-    `mesh=`, the function sees the names of its axes instead.
-
-    Arguments, results and calls are those of `sharded`: arrays that are placed as the expressions
-    say enter without a copy, and results compare equal to those of `make_sharding`.
+    Arguments are placed and checked as for `sharded`.
 
     Args:
-        in_specs: expressions by position, or trees of them that are prefixes of the argument.
-            Every argument has one ('...' is whole on every device), but static ones; the instance
-            of a method is whole on every device.
-        out: the expression of the result, or a tree of them.
-        mesh: a mesh or devices; those in context where left out, else all devices.
-        manual: the mesh axes that the function works on device by device, where that is not all:
-            along the others it sees whole arrays, which `einshard` and the compiler place.
-        check_vma: whether JAX checks that a result is the same on devices where `out` says so.
-        reshard: whether arguments that are partitioned otherwise may be moved.
+        in_specs: expressions by position, or pytree prefixes of the arguments. Every argument that
+            is not static needs one; '...' replicates. The instance of a method is replicated.
+        out: the expression of the result, or a pytree of expressions.
+        mesh: a mesh or devices. Default: the mesh in context, or else all devices.
+        manual: mesh axes that are manual, as `axis_names` of `jax.shard_map`. Along the others the
+            function sees global arrays, which `einshard` or the compiler shard. Default: all axes.
+        check_vma: whether JAX checks that results are replicated where `out` says so. It can infer
+            that for `psum`, and for `all_gather` only with `to='invarying'` (JAX 0.8:
+            `all_gather_invariant`).
+        reshard: whether arguments with another sharding are resharded; if False, they are errors.
+        collectives: the collectives that the compiled program may have, as for `sharded`.
         named_specs_and_jit_options: expressions by parameter name, and options of `jax.jit`.
 
+    Returns:
+        A decorator. It returns a `ShardedFunction` of global arrays.
+
     Raises:
-        EinshardError: at decoration, for a wrong expression and for what is none; at the first
-            call, for expressions that disagree on a count or on the order of the devices, or leave
-            devices over; at a call, for arrays that do not fit, for a collective over an axis that
-            is not sharded, and in another per-device function.
+        EinshardError: at decoration, for invalid specs; at the first call, if the expressions
+            disagree on a count or on the device order, or do not use all devices; at any call, if
+            an array does not fit, a collective uses an axis that is not sharded, or the call is
+            inside another per-device function.
+        UnexpectedCollectives: at a call, if the program has other collectives.
     """
     named = named_specs_and_jit_options
 
@@ -94,18 +104,19 @@ def per_device(
             out=mapped.lazy(out),
             mesh=mesh,
             reshard=reshard,
+            collectives=collectives,
             **{name: mapped.lazy(spec) for name, spec in its_specs.items()},
             **options,
-        )(mapped.whole_function())
+        )(mapped.global_function())
 
     return decorate
 
 
-_WHOLE = '...'
+_REPLICATED = '...'
 
 
 class _Mapped:
-    """A function with its expressions; they are resolved for the devices that are around."""
+    """A function with its expressions, which are resolved when the mesh is known."""
 
     def __init__(
         self,
@@ -127,25 +138,25 @@ class _Mapped:
             names = listed(manual, str, 'manual', 'names of mesh axes', "('x',)")
             self.manual = frozenset(names)
             self.specs = self.parameters.assign(in_specs, named_specs)
-            self.members = tuple(self._members())
+            self.spec_axes = tuple(self._spec_axes())
         except EinshardError as error:
             raise error.about(function=self.name) from None
 
     def lazy(self, spec: Spec) -> Spec:
-        """A spec as `sharded` takes it: functions of the path, called when the mesh is known."""
+        """A spec for `sharded`: callables that resolve once the mesh is known."""
         return jtu.tree_map(lambda one: functools.partial(self._place, one), spec, is_leaf=is_none)
 
-    def whole_function(self) -> Callable[..., Any]:
-        """The function of whole arrays that `sharded` traces."""
+    def global_function(self) -> Callable[..., Any]:
+        """The function of global arrays that `sharded` traces."""
 
         @functools.wraps(self.function)
-        def whole(*args: Any, **kwargs: Any) -> Any:
+        def global_(*args: Any, **kwargs: Any) -> Any:
             return self._map(args, kwargs)
 
-        whole.__name__ = self.name
-        return whole
+        global_.__name__ = self.name
+        return global_
 
-    def _members(self) -> Iterator[Member]:
+    def _spec_axes(self) -> Iterator[SpecAxes]:
         for label, spec in [*self.specs.items(), (None, self.out)]:
             of = 'the result' if label is None else f"parameter '{label}'"
             try:
@@ -159,41 +170,38 @@ class _Mapped:
                     of = f"the result '{path_text(path)}'"
                 if callable(one):
                     raise EinshardError(
-                        'per_device takes no functions of the path and no Rules: it makes a mesh '
-                        'of expressions',
-                        facts={'spec of': of, 'it is': repr(one)},
+                        'per_device takes expressions, not callables or Rules',
+                        facts={'spec of': of, 'got': repr(one)},
                     )
                 if one is not None:
-                    yield Member(of, parse(one))
+                    yield SpecAxes(of, parse(one))
 
     def _view(self) -> View:
         try:
             context = jax.sharding.get_abstract_mesh()
             if AxisType.Manual in context.axis_types:
                 raise EinshardError(
-                    'a per-device function cannot be called in another, where each device has its '
-                    'own arrays',
-                    facts={'mesh around': mesh_fact(context)},
+                    'a per-device function cannot be called inside another one',
+                    facts={'mesh in context': mesh_fact(context)},
                 )
-            surroundings = around.get()
-            rules = surroundings.axis_rules if surroundings else ()
-            mesh = resolve_mesh(self.mesh)
+            around = current_context(self.mesh)
+            mesh, rules = around.lowering_mesh, around.axis_rules
             abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
             if not context.empty and context != abstract:
                 raise EinshardError(
-                    'the mesh given is not the mesh in context',
-                    facts={'mesh given': mesh_fact(mesh), 'mesh in context': mesh_fact(context)},
+                    'mesh= differs from the mesh in context',
+                    facts={'mesh=': mesh_fact(mesh), 'mesh in context': mesh_fact(context)},
                 )
-            view = make_view(self.members, mesh, not context.empty, rules)
+            view = make_view(self.spec_axes, mesh, not context.empty, rules)
             for axis in sorted(self.manual):
                 if axis not in view.axes:
                     raise EinshardError(
-                        f"manual= names '{axis}', which is no axis of the mesh",
+                        f"manual= names '{axis}', but the mesh has no such axis",
                         facts={'mesh': mesh_text(view.axes)},
                     )
             return view
         except EinshardError as error:
-            # said here, or `sharded` would name the parameter that it happens to be at
+            # named here, because `sharded` would name the parameter that it is resolving
             raise error.about(of=self.name) from None
 
     def _place(self, text: str | None, path: str, leaf: Any) -> str | None:
@@ -209,9 +217,9 @@ class _Mapped:
 
     def _map(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         view = self._view()
-        labels = self.parameters.labels(Form(len(args), tuple(kwargs)))
+        labels = self.parameters.value_names(CallSignature(len(args), tuple(kwargs)))
         values = [*args, *kwargs.values()]
-        # the others are static, or hold no arrays
+        # the others are static or have no array leaves
         traced = [i for i, value in enumerate(values) if _is_traced(value)]
         arguments = [values[i] for i in traced]
 
@@ -221,21 +229,24 @@ class _Mapped:
                 row[i] = value
             n = len(args)
             result = self.function(*row[:n], **dict(zip(kwargs, row[n:], strict=True)))
-            self._result_leaves(view, result)  # its errors say more than those of JAX
+            self._result_leaves(view, result)  # better errors than those of JAX
             return result
 
         each.__name__ = each.__qualname__ = self.name
         in_specs = tuple(self._argument_specs(view, labels[i], values[i]) for i in traced)
-        mapped = functools.partial(
-            jax.shard_map, each, mesh=view.mesh, in_specs=in_specs, axis_names=self.manual
-        )
+        shard_map = functools.partial(jax.shard_map, mesh=view.mesh, axis_names=self.manual)
+        mapped = functools.partial(shard_map, each, in_specs=in_specs)
         try:
             out_specs = self._out_specs(view, mapped, arguments)
             return mapped(out_specs=out_specs, check_vma=self.check_vma)(*arguments)
         except EinshardError:
             raise
         except (NameError, AssertionError, KeyError, ValueError) as error:
-            ours = self._unbound(view, mapped, arguments) or self._differs(error)
+            ours = self._unbound(view, mapped, arguments)
+            varying = read_varying(error)
+            if varying is not None:
+                facts = how_to_agree(varying, each, in_specs, arguments, shard_map)
+                ours = varying.error(self.name, facts)
             if ours is None:
                 raise
             raise ours from None
@@ -243,7 +254,7 @@ class _Mapped:
     def _argument_specs(self, view: View, label: str, value: Any) -> Any:
         spec = self.parameters.spec_for(label, self.specs)
         if spec is None and label in self.parameters.names[: self.parameters.instance]:
-            spec = _WHOLE
+            spec = _REPLICATED
         leaves, treedef = jtu.tree_flatten(value)
         found: list[PartitionSpec] = []
         for text, leaf in zip(leaf_specs(value, leaves, spec), leaves, strict=True):
@@ -254,8 +265,8 @@ class _Mapped:
 
     def _out_specs(self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         texts = [one for one in jtu.tree_leaves(self.out) if one is not None]
-        if view.uncut(self.manual) or any(view.needs_rank(text) for text in texts):
-            # the ranks are those of any other specs
+        if view.size_one_axes(self.manual) or any(view.needs_rank(text) for text in texts):
+            # ranks do not depend on out_specs
             unplaced = mapped(out_specs=PartitionSpec(), check_vma=False)
             shapes = jax.eval_shape(unplaced, *arguments)
             found = self._result_leaves(view, shapes)
@@ -264,7 +275,7 @@ class _Mapped:
         return jtu.tree_map(lambda text: view.partition_spec(text, None, self.manual), self.out)
 
     def _result_leaves(self, view: View, result: Any) -> list[tuple[str, int]]:
-        """The expression and the rank of every array of a result, which is checked."""
+        """The expression and rank of each array of a result, after checks."""
         leaves = jtu.tree_leaves(result)
         try:
             texts = leaf_specs(result, leaves, self.out)
@@ -279,62 +290,38 @@ class _Mapped:
             try:
                 axis_positions(view.expression(text), np.ndim(leaf))
             except EinshardError as error:
-                raise error.about(array=f'{array_text(leaf)} on each device, {of}') from None
+                raise error.about(array=f'{array_text(leaf)} per device, {of}') from None
             found.append((text, np.ndim(leaf)))
         return found
 
     def _unbound(
         self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]
     ) -> EinshardError | None:
-        """The error for a collective over an axis that there is not, if that is the reason."""
+        """The error for a collective over an unknown axis, if that is the cause."""
         try:
-            # with check_vma JAX meets it by an assertion or a KeyError, without it by a NameError
+            # JAX raises AssertionError or KeyError with check_vma, NameError without
             unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
             jax.eval_shape(unchecked, *arguments)
         except NameError as error:
             found = re.search(r'unbound axis name: ([^\s,.]+)', str(error))
             return found and self._no_axis(view, found[1])
         except Exception:
-            return None  # the first error stands
+            return None  # the caller reraises the first error
         return None
 
     def _no_axis(self, view: View, axis: str) -> EinshardError:
         axes = {name: n for name, n in view.axes.items() if not self.manual or name in self.manual}
-        facts = {'there are': mesh_text(axes) or 'none'}
+        facts = {'mesh axes': mesh_text(axes) or 'none'}
         if axis in view.axes:
-            sentence = f"a collective over '{axis}', which manual= leaves to the compiler"
+            sentence = f"a collective uses axis '{axis}', which is not manual"
         elif view.by_name:
-            sentence = f"a collective over '{axis}', an axis that no expression cuts"
+            sentence = f"a collective uses axis '{axis}', but no expression shards '{axis}'"
         else:
-            sentence = f"a collective over '{axis}', which is no axis of the mesh that is in use"
-            facts['because'] = 'a mesh is in context or given, and collectives name its axes'
-            if axis in view.shared.sizes:
-                facts[f"'{axis}' is over"] = view.mesh_axes_of(axis)
+            sentence = f"a collective uses axis '{axis}', but the mesh has no such axis"
+            facts['note'] = 'with mesh= or a mesh in context, collectives use its axis names'
+            if axis in view.joint.sizes:
+                facts[f"'{axis}' is sharded over"] = view.mesh_axes_of(axis)
         return EinshardError(sentence, facts={'of': self.name, **facts})
-
-    def _differs(self, error: Exception) -> EinshardError | None:
-        """The error for a result of which devices have different ones, if that is the reason."""
-        found = _REPLICATED.search(str(error)) if isinstance(error, ValueError) else None
-        if found is None:
-            return None
-        key, axis, axes = found.groups()
-        names = [axis] if axis else axes.split(',')
-        path = '/'.join(re.findall(r'\w+', key))  # of [1]['mean']
-        return EinshardError(
-            f'out= says that devices have the same result along {quoted(names)}, but each may have '
-            'another',
-            facts={
-                'of': f"the result '{path}' of {self.name}" if path else self.name,
-                'instead': f"their sum, jax.lax.psum(z, '{names[0]}'), or the axis in out=",
-            },
-        )
-
-
-# what JAX says of one axis, and of several
-_REPLICATED = re.compile(
-    r"out_specs(\S*) is .* which implies that .* (?:replicated across mesh axis '(\w+)'"
-    r'|and not \{([^}]+)\})'
-)
 
 
 def _is_traced(value: Any) -> bool:
@@ -343,6 +330,6 @@ def _is_traced(value: Any) -> bool:
 
 def _no_spec(of: str, leaf: Any) -> EinshardError:
     return EinshardError(
-        'an array without a spec: per device, each has one',
-        facts={'of': of, 'array': array_text(leaf), 'whole on each device': f"'{_WHOLE}'"},
+        f'{of} has no spec',
+        facts={'array': array_text(leaf), 'to replicate it': f"'{_REPLICATED}'"},
     )

@@ -1,1 +1,1 @@
-"""Placements to pictures: `show`."""
+"""Draws blocks as text, in colour and as SVG. Imports neither numpy nor JAX."""

@@ -1,4 +1,4 @@
-"""Picture: which devices hold which block of an array, as text, in colour, as SVG."""
+"""Picture and Gallery, the results of `show`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._errors import plural
-from .boxes import Blocks, arrange, colour
+from .blocks import Blocks, colour
+from .caption import wrapped
 from .svg import svg_text
-from .text import text_lines
-from .words import wrapped
+from .terminal import text_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -23,7 +23,7 @@ _WIDTH = 100
 
 
 class Shown:
-    """What prints as text, and in colour where there are colours and rich is installed."""
+    """Prints as text; in colour if rich is installed and the terminal has colours."""
 
     def __repr__(self) -> str:
         try:
@@ -40,16 +40,15 @@ class Shown:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Picture(Shown):
-    """What `show` returns: print it, or let a notebook or the prompt show it.
+    """A picture of a placement, made by `show`.
 
-    `str` is plain text. `repr`, which the prompt shows, is in colour where standard output is a
-    terminal with colours and rich is installed; `rich.print` has colour too. Notebooks draw it. A
-    device has the same colour in every picture; a block on several devices has the colours of all
-    of them when it is drawn, of the first in text.
+    `str` is plain text. `repr` is in colour on a terminal if rich is installed. Notebooks show an
+    SVG. Each device has one colour in all pictures; a replicated block has the colours of all its
+    devices in SVG, and that of the first in text.
 
     Attributes:
         blocks: the blocks of the array and the devices that hold them.
-        words: what the picture means, in sentences.
+        words: sentences that describe the placement.
     """
 
     blocks: Blocks
@@ -57,15 +56,15 @@ class Picture(Shown):
 
     @property
     def svg(self) -> str:
-        """The drawing, for a page: text has the colour of what is around it."""
+        """The SVG, for a page: its text takes the colour of the page."""
         return svg_text(self.blocks)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the drawing to a file, which is an SVG for light and for dark."""
+        """Writes an SVG file for light and dark backgrounds."""
         Path(path).write_text(_for_itself(self.svg), encoding='utf-8')
 
     def __str__(self) -> str:
-        lines = text_lines(arrange(self.blocks, _WIDTH), _WIDTH)
+        lines = text_lines(self.blocks, _WIDTH)
         texts = [''.join(text for text, _ in line).rstrip() for line in lines]
         return '\n'.join([*texts, *wrapped(self.words, _WIDTH)])
 
@@ -73,7 +72,7 @@ class Picture(Shown):
         from rich.text import Text
 
         width = min(_WIDTH, options.max_width)
-        for line in text_lines(arrange(self.blocks, width), width):
+        for line in text_lines(self.blocks, width):
             text = Text()
             for segment, device in line:
                 text.append(segment, '' if device is None else f'black on {colour(device)}')
@@ -92,11 +91,11 @@ class Picture(Shown):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Gallery(Shown):
-    """Pictures of the leaves of a tree, one for all that are of one shape and in one place.
+    """Pictures of the leaves of a pytree, one per distinct shape and placement.
 
     Attributes:
-        pictures: of each its leaves, in words, and the picture.
-        rest: how many more there are, which are not drawn.
+        pictures: (caption with the paths, picture).
+        rest: the number of pictures that are omitted.
     """
 
     pictures: Sequence[tuple[str, Picture]]

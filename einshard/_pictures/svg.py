@@ -1,4 +1,4 @@
-"""Blocks of an array and the devices that hold them -> SVG, in the page's own text colour."""
+"""Blocks -> SVG, in the text colour of the page."""
 
 from __future__ import annotations
 
@@ -7,76 +7,61 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
+from .._text import display_width
+from .blocks import Blocks, Slices, colour, device_list, slices_of
 
-from .._words import columns
-from .boxes import Blocks, colour, device_list
-
-_WIDE, _HIGH = 480, 360  # pixels, of the blocks of one slice or of all of them together
+_WIDE, _HIGH = 480, 360  # pixels, for the blocks of one slice or of all slices
 _WIDEST_BOX, _HIGHEST_BOX = 120, 60
 _FONT, _LEAST_FONT = 12, 7
 _CHARACTER = 0.62  # the width of a monospaced character, in font sizes
 _GAP = 18
-_LEAST_STRIPE = 5  # pixels; thinner ones would be a grey
-_LEAST_SCALE = 0.7  # on a narrow page; smaller text could not be read, so the picture scrolls
+_LEAST_STRIPE = 5  # pixels; thinner stripes blur to grey
+_LEAST_SCALE = 0.7  # on narrow pages; below it, text is unreadable, so the picture scrolls
 _MOST_BOXES = 20_000
 
 
 @dataclass(frozen=True)
 class _Sheet:
-    """The sizes that all slices have in common, in pixels."""
+    """Sizes in pixels, the same for all slices."""
 
-    n_rows: int
-    n_columns: int
+    slices: Slices
     box_width: float
     box_height: float
-    margin: float  # to the left, for the heads of rows
-    top: float  # for a title and the heads of columns
-    reach: float  # of titles and of the heads of columns, from the margin on
-    digits: int  # of the largest device: all numbers are of one size
+    margin: float  # on the left, for row labels
+    top: float  # for the title and column labels
+    reach: float  # width of titles and column labels, from the margin
+    digits: int  # of the largest device number: all numbers use one font size
 
     @property
     def width(self) -> float:
-        return self.margin + max(self.n_columns * self.box_width, self.reach)
+        return self.margin + max(self.slices.n_columns * self.box_width, self.reach)
 
     @property
     def height(self) -> float:
-        return self.top + self.n_rows * self.box_height
+        return self.top + self.slices.n_rows * self.box_height
 
 
 def svg_text(blocks: Blocks) -> str:
-    """A drawing that stands for itself: every device has its colour, replicas share a block.
+    """An SVG: each device has a colour, and the replicas of a block share its box.
 
-    A slice for each block of the axes before the last two.
+    There is one slice for each block of the axes before the last two.
     """
-    axes = list(range(len(blocks.parts)))
-    if len(axes) > 2:
-        axes = [axis for axis in axes if blocks.parts[axis] > 1]
-    leading, drawn = axes[:-2], [None, None, *axes[-2:]][-2:]
-    counts = [blocks.parts[axis] for axis in leading]
-    n_slices = math.prod(counts)
-    titles = [
-        ', '.join(blocks.named_head(axis, part) for axis, part in zip(leading, place, strict=True))
-        for place in np.ndindex(*counts)
-    ]
-    # as many slices side by side as there is room for, up to twice as many as below each other
+    slices = slices_of(blocks)
+    n_slices = len(slices.titles)
+    # as many slices per row as fit, with at most twice as many columns as rows
     beside = min(n_slices, math.ceil(math.sqrt(2 * n_slices)))
-    while (
-        sheet := _sheet(blocks, drawn, titles, beside)
-    ).width * beside > 2 * _WIDE and beside > 1:
+    while (sheet := _sheet(slices, beside)).width * beside > 2 * _WIDE and beside > 1:
         beside -= 1
-    devices = blocks.devices.reshape(n_slices, sheet.n_rows, sheet.n_columns, -1)
-    if devices.size // devices.shape[-1] > _MOST_BOXES:
-        devices = devices[: max(1, _MOST_BOXES // (sheet.n_rows * sheet.n_columns))]
+    if blocks.n_blocks > _MOST_BOXES:
+        n_slices = min(n_slices, max(1, _MOST_BOXES // (slices.n_rows * slices.n_columns)))
     parts: list[str] = []
-    for i, its_devices in enumerate(devices):
+    for i in range(n_slices):
         left = i % beside * (sheet.width + _GAP)
         above = i // beside * (sheet.height + _GAP)
-        drawing = ''.join(_slice(blocks, sheet, drawn, titles[i], its_devices))
+        drawing = ''.join(_slice(sheet, i))
         parts.append(f'<g transform="translate({_px(left)} {_px(above)})">{drawing}</g>')
-    rows = math.ceil(len(devices) / beside)
     width = beside * (sheet.width + _GAP) - _GAP + 1
-    height = rows * (sheet.height + _GAP) - _GAP + 1
+    height = math.ceil(n_slices / beside) * (sheet.height + _GAP) - _GAP + 1
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_px(width)}" height="{_px(height)}" '
         f'viewBox="-0.5 -0.5 {_px(width)} {_px(height)}" fill="currentColor" '
@@ -87,68 +72,56 @@ def svg_text(blocks: Blocks) -> str:
     )
 
 
-def _sheet(
-    blocks: Blocks, drawn: Sequence[int | None], titles: Sequence[str], beside: int
-) -> _Sheet:
-    row_axis, column_axis = drawn
-    below = math.ceil(len(titles) / beside)
-    n_rows = 1 if row_axis is None else blocks.parts[row_axis]
-    n_columns = 1 if column_axis is None else blocks.parts[column_axis]
+def _sheet(slices: Slices, beside: int) -> _Sheet:
+    blocks, n_rows, n_columns = slices.blocks, slices.n_rows, slices.n_columns
+    below = math.ceil(len(slices.titles) / beside)
     sizes = blocks.sizes or blocks.parts
-    high = max(1, 1 if row_axis is None else sizes[row_axis])
-    wide = max(1, 1 if column_axis is None else sizes[column_axis])
-    # about as the array is, but no thinner than can be seen
+    high, wide = (
+        1 if axis is None else max(1, sizes[axis]) for axis in (slices.row_axis, slices.column_axis)
+    )
+    # close to the aspect ratio of the array, within limits
     ratio = min(max(high / wide, 1 / 6), 2.0)
     width = min(_WIDE / beside, _HIGH / below / ratio)
-    label = max(
-        len(device_list(row[-1], tight=True))
-        for row in blocks.devices.reshape(-1, n_columns, blocks.devices.shape[-1])
-    )
+    last_column = range(n_columns - 1, blocks.n_blocks, n_columns)
+    label = max(len(device_list(blocks.holders(block), tight=True)) for block in last_column)
     least = label * _LEAST_FONT * _CHARACTER + 4
     box_width, box_height = width / n_columns, width * ratio / n_rows
     scale = min(1, _WIDEST_BOX / box_width, _HIGHEST_BOX / box_height)
-    last = '' if column_axis is None else blocks.named_head(column_axis, n_columns - 1)
-    head = columns(last) * _FONT * _CHARACTER + 8 if n_columns <= 4 else 0
-    # room for labels and heads, up to twice the width and the height
+    last = slices.column_head(n_columns - 1)
+    head = _text_width(last) + 8 if last and n_columns <= 4 else 0
+    # make room for labels, up to twice the width and height
     box_width = max(scale * box_width, min(max(least, head), 2 * _WIDE / n_columns / beside))
     box_height = max(scale * box_height, min(16, 2 * _HIGH / n_rows / below))
-    row_heads = [_row_head(blocks, row_axis, row) for row in range(n_rows)]
-    margin = max(map(columns, row_heads), default=0) * _FONT * _CHARACTER
+    margin = max(_text_width(slices.row_head(row)) for row in range(n_rows))
     margin += 6 * bool(margin)
-    reach = max(map(columns, titles)) * _FONT * _CHARACTER
-    top = (bool(reach) + (column_axis is not None)) * 1.5 * _FONT
-    for text, centre in _column_heads(blocks, column_axis, n_columns, box_width):
-        half = columns(text) * _FONT * _CHARACTER / 2
+    reach = max(map(_text_width, slices.titles))
+    top = (bool(reach) + (slices.column_axis is not None)) * 1.5 * _FONT
+    for text, centre in _column_heads(slices, box_width):
+        half = _text_width(text) / 2
         margin, reach = max(margin, half - centre), max(reach, centre + half)
-    digits = len(str(blocks.devices.max()))
-    return _Sheet(n_rows, n_columns, box_width, box_height, margin, top, reach, digits)
+    digits = len(str(max(blocks.devices)))
+    return _Sheet(slices, box_width, box_height, margin, top, reach, digits)
 
 
-def _slice(
-    blocks: Blocks,
-    sheet: _Sheet,
-    drawn: Sequence[int | None],
-    title: str,
-    devices: np.ndarray,
-) -> Iterator[str]:
-    row_axis, column_axis = drawn
-    if title:
+def _slice(sheet: _Sheet, n: int) -> Iterator[str]:
+    slices = sheet.slices
+    if title := slices.titles[n]:
         yield _text(title, sheet.margin, _FONT, 'start')
-    for text, centre in _column_heads(blocks, column_axis, sheet.n_columns, sheet.box_width):
+    for text, centre in _column_heads(slices, sheet.box_width):
         yield _text(text, sheet.margin + centre, sheet.top - 0.5 * _FONT, 'middle')
-    for row in _thinned(_FONT + 2, sheet.box_height, sheet.n_rows):
+    for row in _thinned(_FONT + 2, sheet.box_height, slices.n_rows):
         at = sheet.top + (row + 0.5) * sheet.box_height + 0.35 * _FONT
-        yield _text(_row_head(blocks, row_axis, row), sheet.margin - 6, at, 'end')
-    for row, column in np.ndindex(sheet.n_rows, sheet.n_columns):
-        yield from _box(sheet, row, column, devices[row, column])
+        yield _text(slices.row_head(row), sheet.margin - 6, at, 'end')
+    for row in range(slices.n_rows):
+        for column in range(slices.n_columns):
+            yield from _box(sheet, row, column, slices.holders(n, row, column))
 
 
-def _box(sheet: _Sheet, row: int, column: int, holders: np.ndarray) -> Iterator[str]:
+def _box(sheet: _Sheet, row: int, column: int, holders: Sequence[int]) -> Iterator[str]:
     """A block: a stripe for each device that holds it, and their numbers where there is room."""
     x, y = sheet.margin + column * sheet.box_width, sheet.top + row * sheet.box_height
     width, height = sheet.box_width, sheet.box_height
-    stripes = [int(device) for device in holders]
-    stripes = stripes if width / len(stripes) >= _LEAST_STRIPE else stripes[:1]
+    stripes = holders if width / len(holders) >= _LEAST_STRIPE else holders[:1]
     step = width / len(stripes)
     for i, device in enumerate(stripes):
         yield (
@@ -160,12 +133,11 @@ def _box(sheet: _Sheet, row: int, column: int, holders: np.ndarray) -> Iterator[
     line = 'stroke="#555"' if width >= 6 and height >= 6 else 'stroke="none"'
     yield f'<rect x="{_px(x)}" y="{_px(y)}" width="{_px(width)}" height="{_px(height)}" '
     yield f'fill="none" pointer-events="all" {line}>{about}</rect>'
-    own = [str(device) for device in stripes]
     middle = y + height / 2
     size = min(_FONT, height * 0.8, (step - 2) / sheet.digits / _CHARACTER)
     if size >= _LEAST_FONT and len(stripes) == len(holders):
-        for i, text in enumerate(own):
-            yield _label(text, x + (i + 0.5) * step, middle, size)
+        for i, device in enumerate(stripes):
+            yield _label(str(device), x + (i + 0.5) * step, middle, size)
         return
     for tight in (False, True):
         text = device_list(holders, tight)
@@ -181,19 +153,12 @@ def _box(sheet: _Sheet, row: int, column: int, holders: np.ndarray) -> Iterator[
             return
 
 
-def _row_head(blocks: Blocks, axis: int | None, row: int) -> str:
-    return '' if axis is None else blocks.named_head(axis, row)
-
-
-def _column_heads(
-    blocks: Blocks, axis: int | None, n: int, box_width: float
-) -> Iterator[tuple[str, float]]:
+def _column_heads(slices: Slices, box_width: float) -> Iterator[tuple[str, float]]:
     """As many heads as there is room for, and the middles of their boxes."""
-    if axis is None:
-        return
-    heads = [blocks.named_head(axis, i) for i in range(n)]
-    for i in _thinned(max(map(columns, heads)) * _FONT * _CHARACTER + 6, box_width, n):
-        yield heads[i], (i + 0.5) * box_width
+    heads = [slices.column_head(column) for column in range(slices.n_columns)]
+    for i in _thinned(max(map(_text_width, heads)) + 6, box_width, slices.n_columns):
+        if heads[i]:
+            yield heads[i], (i + 0.5) * box_width
 
 
 def _thinned(needed: float, box: float, n: int) -> range:
@@ -206,6 +171,10 @@ def _label(text: str, x: float, y: float, size: float) -> str:
         f'<text x="{_px(x)}" y="{_px(y + 0.35 * size)}" text-anchor="middle" '
         f'font-size="{_px(size)}" fill="#000" pointer-events="none">{text}</text>'
     )
+
+
+def _text_width(text: str) -> float:
+    return display_width(text) * _FONT * _CHARACTER
 
 
 def _text(text: str, x: float, y: float, anchor: str) -> str:

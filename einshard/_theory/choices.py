@@ -1,26 +1,26 @@
-"""Ways to compute a contraction whose operands are cut already. Imports no jax."""
+"""Ways to compute a contraction of sharded operands. Imports no JAX."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .contraction import Contraction
-from .cuts import Communication, Cuts, Cutting, moves
+from .._notation.layout import Layout
+from .communication import Blocks, Communication, in_order, moves
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to compute a contraction whose operands are where they are.
+    """One way to compute a contraction of sharded operands.
 
     Attributes:
         result: the placement of the result.
-        collectives: what it costs, in order.
-        slices: operands of which each device drops a part, which is no communication.
-        operands: the placements in which the operands meet.
-        block: what each device multiplies, as in '[b/2 x/4] [x/4 y]'.
+        collectives: the collectives, in order.
+        slices: operands that devices slice locally, without communication.
+        operands: the placements of the operands when they are multiplied.
+        block: what each device multiplies, such as '[b/2 x/4] [x/4 y]'.
     """
 
     result: str
@@ -31,136 +31,125 @@ class Choice:
 
     @property
     def bytes(self) -> int | None:
-        """The bytes of all its collectives together, where sizes are given."""
+        """The bytes of all collectives, if sizes are given."""
         if any(one.bytes is None for one in self.collectives):
             return None
         return sum(one.bytes or 0 for one in self.collectives)
 
     def __str__(self) -> str:
-        steps = [f'slice {one}, which is no communication' for one in self.slices]
+        steps = [f'slice {one} (no communication)' for one in self.slices]
         steps += map(str, self.collectives)
         return '\n'.join([f"result '{self.result}'", *(steps or ['no communication'])])
 
 
-def find_conflicts(contraction: Contraction, operands: Sequence[Cutting]) -> Iterable[str]:
-    """Why the blocks of the operands do not fit together."""
+def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
+    """Why the blocks of the operands do not match."""
     if len(operands) < 2:
         return
     one, other = operands
-    for axis in one.devices:
+    for axis in one.space.devices:
         mine, its = one.holder(axis), other.holder(axis)
         if mine and its and mine != its:
             yield (
-                f"'{mine}' of operand 0 and '{its}' of operand 1 are cut over the same devices, "
-                'so no device has what a block of the product needs'
+                f"'{mine}' of operand 0 and '{its}' of operand 1 are sharded over the same "
+                'devices, so no device has what most blocks of the product need'
             )
-    for name in contraction.names:
-        mine, its = one.cuts.get(name, ()), other.cuts.get(name, ())
-        both = name in one.names and name in other.names
-        if both and mine != its and not (mine and its):
-            cut, whole = (0, 1) if mine else (1, 0)
-            if not any(map(operands[whole].holder, mine or its)):  # else it is said above
-                yield f"'{name}' is cut in operand {cut}, and whole in operand {whole}"
-        elif both and mine != its:
-            yield f"'{name}' is cut otherwise in operand 0 than in operand 1"
+    for name in one.names:
+        mine, its = one.over(name), other.over(name)
+        if name not in other.names or mine == its:
+            continue
+        if mine and its:
+            yield f"'{name}' is sharded differently in operand 0 and operand 1"
+            continue
+        sharded, replicated = (0, 1) if mine else (1, 0)
+        if not any(map(operands[replicated].holder, mine or its)):  # else reported above
+            yield f"'{name}' is sharded in operand {sharded} but not in operand {replicated}"
 
 
-def find_targets(operands: Sequence[Cutting]) -> Iterable[Cuts]:
-    """Cuttings of all axes in which blocks fit together, that keep something of each."""
-    options: dict[tuple[str | None, ...], list[str | None]] = {}
-    for axis in operands[0].devices:
-        held = tuple(operand.holder(axis) for operand in operands)
-        options.setdefault(held, []).append(axis)
+def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]:
+    """Layouts of all axes in which blocks match, made of the shardings of operands and result.
+
+    The sharding of the result counts because XLA may reshard an operand to it before multiplying,
+    which may send less.
+    """
+    space = result.space
+    alike: dict[tuple[str | None, ...], list[str]] = {}  # device axes that shard the same axes
+    for axis in space.devices:
+        held = tuple(one.holder(axis) for one in (*operands, result))
+        alike.setdefault(held, []).append(axis)
     users: list[list[str | None]] = []
-    for held in options:
+    for *held, asked in alike:
         names = list(dict.fromkeys(name for name in held if name))
         one_sided = len(names) == 1 and any(
             names[0] in operand.names and name is None
             for operand, name in zip(operands, held, strict=True)
         )
-        users.append([*names, None] if one_sided or not names else [*names])
-    seen: list[Cuts] = []
+        either: list[str | None] = [*names, None] if one_sided or not names else [*names]
+        users.append([*either, asked] if asked and asked not in either else either)
+    targets: dict[Layout, None] = {}
     for chosen in itertools.product(*users):
-        target: dict[str, tuple[str, ...]] = {}
-        for name, axes in zip(chosen, options.values(), strict=True):
-            if name:
-                target[name] = target.get(name, ()) + tuple(str(axis) for axis in axes)
-        target = {name: _in_written_order(name, axes, operands) for name, axes in target.items()}
-        if target not in seen:
-            seen.append(target)
-    return seen
+        pairs = zip(chosen, alike.values(), strict=True)
+        holders = {axis: name for name, axes in pairs for axis in axes}
+        targets[space.sharded(space.replicated, _as_written([*operands, result], holders))] = None
+    return targets
 
 
-def _in_written_order(
-    name: str, axes: tuple[str, ...], operands: Sequence[Cutting]
-) -> tuple[str, ...]:
-    """The device axes that cut an axis, in the order of the operand that has most of them."""
-    cuts = [operand.cuts.get(name, ()) for operand in operands]
-    longest = max(cuts, key=len)
-    others = [axis for axis in axes if axis not in longest]
-    return tuple(sorted(axes, key=[*longest, *others].index))
+def _as_written(
+    arrays: Sequence[Blocks], holders: Mapping[str, str | None]
+) -> dict[str, str | None]:
+    """The axis that each device axis shards, in the order of the array that shards it most."""
+    first: dict[str, str | None] = {}
+    for name in dict.fromkeys(holders.values()):
+        if name:
+            longest = max((array.over(name) for array in arrays), key=len)
+            first |= {axis: name for axis in longest if holders[axis] == name}
+    return first | {axis: name for axis, name in holders.items() if axis not in first}
 
 
 def choices_for(
-    operands: Sequence[Cutting], target: Cuts, result: Cutting, asked: Cuts | None
+    operands: Sequence[Blocks], target: Layout, result: Blocks, placed: bool
 ) -> Iterable[Choice]:
-    """The ways to go on, once the blocks fit together."""
-    met: list[Cutting] = []
-    before: list[Communication] = []
-    slices: list[str] = []
-    for operand in operands:
-        new = {name: target[name] for name in operand.names if name in target}
-        before += moves(operand, new)
-        met.append(operand.but(new))
-        held = {axis for cut in operand.cuts.values() for axis in cut}
-        slices += [
-            f'{operand.array} along {name}' for name, cut in new.items() if not held.issuperset(cut)
-        ]
-    block = ' '.join(f'[{one.block}]' for one in met)
-    at_once = result.but({name: target[name] for name in result.names if name in target})
-    partial = [
-        axis
-        for axis in result.devices
-        if any(axis in cut for name, cut in target.items() if name not in result.names)
+    """The choices with the operands in the layout `target`; `placed`: `result` is required."""
+    met = [operand.with_layout(target) for operand in operands]
+    pairs = list(zip(operands, met, strict=True))
+    before = [move for old, new in pairs for move in moves(old, new)]
+    slices = [
+        f'{old.array} along {name}'
+        for old, new in pairs
+        for name in new.names
+        if any(old.holder(axis) is None for axis in new.over(name))
     ]
-    wanted = [asked] if asked is not None else [at_once.cuts, *_scattered(at_once, partial)]
-    for cuts in wanted:
-        after = [*_sums(at_once, partial, cuts)]
-        placed = result.but(cuts)
+    block = ' '.join(f'[{one.block}]' for one in met)
+    at_once = result.with_layout(target)
+    sharding = {split.mesh_axes[0] for split in target.splits if split.axis is not None}
+    partial = [a for a in result.space.devices if a in sharding and not at_once.holder(a)]
+    for final in [result] if placed else [at_once, *_scattered(at_once, partial)]:
         yield Choice(
-            placed.expression(),
-            (*before, *after),
+            final.expression(),
+            (*before, *_sums(at_once, partial, final)),
             tuple(slices),
             tuple(one.expression() for one in met),
             block,
         )
 
 
-def _sums(at_once: Cutting, partial: Sequence[str], wanted: Cuts) -> Iterable[Communication]:
-    """Partial sums added up, and the result brought to where it is asked for."""
-    final = at_once.but(wanted)
-    scattered = [axis for axis in partial if final.holder(axis)]
-    added = [axis for axis in partial if not final.holder(axis)]
-    now = at_once
+def _sums(at_once: Blocks, partial: Sequence[str], final: Blocks) -> Iterable[Communication]:
+    """The collectives that add partial sums and reshard the result."""
+    scattered = {axis: final.holder(axis) for axis in partial if final.holder(axis)}
+    added = [axis for axis in partial if axis not in scattered]
     if scattered:
-        yield now.communication('reduce-scatter', scattered)
-        now = now.but(
-            {
-                name: (*now.cuts.get(name, ()), *(a for a in scattered if final.holder(a) == name))
-                for name in now.names
-            }
-        )
+        yield at_once.communication('reduce-scatter', list(scattered))
+    now = at_once.sharded(scattered)
     if added:
         yield now.communication('all-reduce', added)
-    yield from moves(now, wanted)
+    yield from moves(now, final)
 
 
-def _scattered(at_once: Cutting, partial: Sequence[str]) -> Iterable[Cuts]:
-    """The result with partial sums scattered along one of its axes, where the notation has it."""
-    order = list(at_once.devices)
+def _scattered(at_once: Blocks, partial: Sequence[str]) -> Iterable[Blocks]:
+    """The results of a reduce-scatter along one axis, if the notation can express them."""
+    devices, sizes = at_once.space.devices, at_once.space.sizes
     for name in at_once.names if partial else ():
-        cut = (*at_once.cuts.get(name, ()), *partial)
-        parts = math.prod(at_once.devices[axis] for axis in cut)
-        fits = at_once.sizes is None or at_once.sizes[name] % parts == 0
-        if fits and list(cut) == sorted(cut, key=order.index):
-            yield {**at_once.cuts, name: cut}
+        over = (*at_once.over(name), *partial)
+        parts = math.prod(devices[axis] for axis in over)
+        if (sizes is None or sizes[name] % parts == 0) and in_order(over, devices):
+            yield at_once.sharded(dict.fromkeys(partial, name))

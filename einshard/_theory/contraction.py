@@ -1,4 +1,4 @@
-"""text -> Contraction: an einsum whose axes are words and may carry placements. Imports no jax."""
+"""Parses einsums with named axes and placements. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,52 +9,61 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .._cache import cached
-from .._errors import EinshardError, Span, labelled, plural, quoted
-from .._expression import ELLIPSIS, Expression, parse
-from .._layout import axis_positions
+from .._errors import EinshardError, Span, Suggestion, plural, quoted
+from .._notation.expression import ELLIPSIS, Expression, parse
+from .._notation.layout import axis_positions
 
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """A parsed einsum: its operands and its result, each an expression in the short form."""
+    """A parsed einsum: operands and result are expressions in the short form."""
 
     operands: tuple[Expression, ...]
     result: Expression
     text: str
 
     @property
+    def every(self) -> tuple[Expression, ...]:
+        """The operands and the result."""
+        return (*self.operands, self.result)
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """All mesh axes named in it."""
+        return tuple(a for one in self.every for term in one.right for a in term.mesh_axes)
+
+    @property
     def names(self) -> tuple[str, ...]:
-        """All axes, in the order in which they come."""
+        """All axes, in order of appearance."""
         return tuple(dict.fromkeys(name for operand in self.operands for name in operand.names))
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """The axes that are summed over: in an operand, and not in the result."""
+        """The axes that are summed over: those missing in the result."""
         return tuple(name for name in self.names if name not in self.result.names)
 
     def of_letters(self) -> str:
-        """The einsum in the letters that numpy takes, without placements."""
+        """The einsum in the notation of numpy, without placements."""
         named = [name for name in self.names if name != ELLIPSIS]
         letters = {name: _letter(i) for i, name in enumerate(named)} | {ELLIPSIS: ELLIPSIS}
-        sides = [''.join(letters[name] for name in one.names) for one in self._all()]
+        sides = [''.join(letters[name] for name in one.names) for one in self.every]
         return f'{",".join(sides[:-1])}->{sides[-1]}'
 
     def plain(self) -> str:
         """The einsum without placements."""
-        sides = [' '.join(one.names) for one in self._all()]
+        sides = [' '.join(one.names) for one in self.every]
         return f'{", ".join(sides[:-1])} -> {sides[-1]}'.rstrip()
 
-    def error(self, sentence: str, spans: Iterable[Span] = (), **facts: object) -> EinshardError:
-        """An error about a part of the text."""
-        return EinshardError(sentence, expression=self.text, spans=spans, facts=labelled(facts))
-
-    def _all(self) -> tuple[Expression, ...]:
-        return (*self.operands, self.result)
+    def error(
+        self, sentence: str, spans: Iterable[Span] = (), *, fix: str | None = None, **facts: object
+    ) -> EinshardError:
+        """An error about the einsum."""
+        return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
 
 
 def is_placed(operand: Expression) -> bool:
-    """Whether it says where it lives."""
-    return any(term.placed for term in operand.right)
+    """Whether the operand has a placement."""
+    return any(term.is_sharded for term in operand.right)
 
 
 def written(operand: Expression) -> str:
@@ -63,7 +72,7 @@ def written(operand: Expression) -> str:
 
 
 def read_contraction(text: str) -> Contraction:
-    """Reads 'b x*, x* y -> b y'; raises EinshardError where it breaks a rule."""
+    """Parses 'b x*, x* y -> b y'; raises EinshardError if it is invalid."""
     if not isinstance(text, str):
         raise EinshardError(f'an einsum is a string, not {text!r} of type {type(text).__name__}')
     return _read(text)
@@ -78,7 +87,7 @@ def _read(text: str) -> Contraction:
             f"an einsum has one '->', this one has {len(arrows) or 'none'}",
             expression=text,
             spans=arrows,
-            facts={'as in': "'b x, x y -> b y'"},
+            facts={'example': "'b x, x y -> b y'"},
         )
     ((end, start),) = arrows
     operands = tuple(_operand(text, *span) for span in _between_commas(text, end))
@@ -87,8 +96,8 @@ def _read(text: str) -> Contraction:
     return contraction
 
 
-def of_words(text: object) -> str | None:
-    """An einsum in which every letter is an axis, as numpy has it, in words; None if it is none.
+def of_words(text: object) -> Suggestion | None:
+    """A numpy einsum, in which every letter is an axis, in the notation; None if it is not one.
 
     >>> from einshard._theory.contraction import of_words
     >>> of_words('bx,xy->by')
@@ -104,17 +113,17 @@ def of_words(text: object) -> str | None:
         read_contraction(einsum)
     except EinshardError:
         return None
-    return f"'{einsum}'"
+    return Suggestion(einsum)
 
 
 def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape of the result; raises where arrays do not fit the einsum, or one another."""
+    """The shape of the result; raises if arrays do not fit the einsum or each other."""
     if len(shapes) != len(contraction.operands):
         raise contraction.error(
             f'the einsum has {plural(len(contraction.operands), "operand")}, '
             f'but {plural(len(shapes), "array")} {"is" if len(shapes) == 1 else "are"} given'
         )
-    sizes: dict[str, tuple[int, ...]] = {}  # one size for each name, any number of them for '...'
+    sizes: dict[str, tuple[int, ...]] = {}  # one size per name, any number for '...'
     holder: dict[str, int] = {}
     for i, shape in enumerate(shapes):
         for name, its in _sizes_by_name(contraction, i, tuple(shape)).items():
@@ -151,8 +160,8 @@ def _two_sizes(
 ) -> EinshardError:
     spans = [term.span for one in contraction.operands for term in one.right if term.name == name]
     if name == ELLIPSIS:
-        sentence = f"'...' stands for axes of sizes {known} in operand {holder}, but {other} in {i}"
-        return contraction.error(sentence, spans, they_are='the same axes in every operand')
+        sentence = f"'...' stands for sizes {known} in operand {holder}, but {other} in operand {i}"
+        return contraction.error(sentence, spans)
     return contraction.error(
         f"axis '{name}' has size {known[0]} in operand {holder}, but {other[0]} in operand {i}",
         spans,
@@ -160,7 +169,7 @@ def _two_sizes(
 
 
 def _between_commas(text: str, end: int) -> Iterable[Span]:
-    """The operands: commas part them, but for those in '@(fsdp,tp)'."""
+    """The spans of the operands: between commas, except those in '@(fsdp,tp)'."""
     start = depth = 0
     for at, character in enumerate(text[:end]):
         depth += (character == '(') - (character == ')')
@@ -175,11 +184,11 @@ def _operand(text: str, start: int, end: int) -> Expression:
     if not written.strip():  # a scalar
         return Expression((), (), short=True, text=text)
     try:
-        # behind blanks, so that carets and fixes are those of the whole text
+        # padded with spaces, so that offsets are those of the full text
         parsed = parse(' ' * start + written)
         return replace(parsed, text=text)
     except EinshardError as error:
-        # without its fix, which is for the operand alone
+        # drop the fix: it is for this operand alone
         raise EinshardError(
             error.sentence, expression=text, spans=error.spans, facts=error.facts
         ) from None
@@ -194,7 +203,7 @@ def _check_result(contraction: Contraction) -> None:
     facts: dict[str, object] = {'operands have': ' '.join(known) or 'no axes'}
     near = difflib.get_close_matches(names[0], known, n=1)
     if near:
-        facts['near'] = f"'{near[0]}'"
+        facts['similar'] = f"'{near[0]}'"
     raise EinshardError(
         f'{quoted(names)} {"is" if len(names) == 1 else "are"} in the result, but in no operand',
         expression=contraction.text,
@@ -204,6 +213,6 @@ def _check_result(contraction: Contraction) -> None:
 
 
 def _letter(i: int) -> str:
-    """a to z, A to Z, and then as opt_einsum goes on: letters beyond ASCII."""
+    """a to z, A to Z, then letters beyond ASCII, as in opt_einsum."""
     ascii_letters = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'
     return ascii_letters[i] if i < len(ascii_letters) else chr(i + 140)

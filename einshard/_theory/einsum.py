@@ -1,50 +1,56 @@
-"""einsum: a contraction whose operands and result say where they live."""
+"""einsum: `jnp.einsum` with named axes and placements."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 
-from .._constraint import constrain, only
-from .._errors import EinshardError
-from .._layout import axis_positions
-from .._mesh import MeshLike, entry_axes, is_tracing
-from .._placement import einshard
-from .._sharding import Placement, find_fitting, find_mesh
+from .._arrays.constrain import constrain, only
+from .._arrays.place import einshard
+from .._errors import EinshardError, Suggestion
+from .._notation.expression import Expression
+from .._notation.layout import axis_positions
+from .._sharding.context import current_context, is_tracing
+from .._sharding.mesh import MeshLike, device_mesh, spec_axes
+from .._sharding.resolve import Placement, resolve
+from .._suggestions import tried
 from .contraction import Contraction, is_placed, of_words, read_contraction, result_shape, written
 
 
 def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **options: Any) -> Any:
-    """`jnp.einsum` with axes that are words, and that may say how they are cut.
+    """`jnp.einsum` with named axes, and placements for operands and result.
 
-        >>> X, W = np.ones((4, 32)), np.ones((32, 16))
+        >>> import jax
+        >>> import numpy as np
+        >>> from einshard import einsum
+        >>> n = jax.device_count()
+        >>> X, W = np.ones((4, 2 * n)), np.ones((2 * n, 3 * n))
         >>> Y = einsum('batch x*, x* y -> batch y*', X, W)
-        >>> describe(Y)
-        'a b -> a b16'
+        >>> Y.shape == (4, 3 * n), Y.addressable_shards[0].data.shape
+        (True, (4, 3))
 
-    Read it aloud: *the sum over x of X and W, x cut over all devices in both; y of the result is
-    cut over all devices.* Operands and result are expressions in the short form. An operand with
-    a placement is put there first, as by `einshard`; the result is constrained to be where it
-    says. What has no placement is left to the compiler. The product itself is XLA's.
+    Here x is sharded over all devices in both operands, and y in the result, so the sum over x
+    becomes a reduce-scatter. Operands and result are expressions in the short form. Those with a
+    placement are placed or constrained, as by `einshard`; the others are left to the compiler.
 
     Args:
-        expression: operands with commas between them, '->', the result. Every axis once in an
+        expression: operands separated by commas, '->', and the result. An axis appears once per
             operand; '...' stands for the same axes in all of them.
-        arrays: an array for each operand, or traced values.
+        arrays: one array or traced value per operand.
         mesh: as for `make_sharding`.
-        options: those of `jnp.einsum`: `precision`, `preferred_element_type`, `optimize`.
+        options: options of `jnp.einsum`: `precision`, `preferred_element_type`, `optimize`.
 
     Returns:
-        The result, with an axis for each of its names.
+        The result, with one axis per name on the right side.
 
     Raises:
-        EinshardError: the expression breaks a rule; arrays do not fit it or one another; a
-            placement does not fit its array or the mesh.
+        EinshardError: the expression is invalid; sizes of the arrays disagree; a placement does
+            not fit its array or the mesh.
     """
     shapes = [np.shape(array) for array in arrays]
     try:
@@ -52,38 +58,71 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         shape = result_shape(contraction, shapes)
     except EinshardError as error:
         raise error.with_fix(_of_words(expression, shapes) or error.fix) from None
+    operands, placement, operand = [*arrays], None, contraction.result
     try:
-        operands = [
-            einshard(array, written(operand), mesh=mesh) if is_placed(operand) else array
-            for operand, array in zip(contraction.operands, arrays, strict=True)
-        ]
-        placement = None
-        if is_placed(contraction.result):
-            placement = find_fitting(written(contraction.result), shape, find_mesh(mesh), None)
+        for i, operand in enumerate(contraction.operands):
+            if is_placed(operand):
+                operands[i] = einshard(arrays[i], written(operand), mesh=mesh)
+        operand = contraction.result
+        if is_placed(operand):
+            placement = resolve(written(operand), shape, current_context(mesh))
+        else:
+            _check_types(contraction, operands)
     except EinshardError as error:
-        raise error.about(einsum=f"'{contraction.text}'") from None
-    if placement is None:
-        _check_types(contraction, operands)
-    # eagerly one program, in which the sum goes straight to where the result is to be
+        raise _with_tried_fix(error, contraction, operand, arrays, mesh, options) from None
+    # outside of jit, one jitted program, so that the sum is computed in the sharding of the result
     contract = _contract if is_tracing() else _jitted
     if isinstance(options.get('optimize'), list | tuple):
         options['optimize'] = _path(options['optimize'])
     return contract(contraction.of_letters(), placement, tuple(options.items()), *operands)
 
 
+def _with_tried_fix(
+    error: EinshardError,
+    contraction: Contraction,
+    operand: Expression,
+    arrays: Sequence[Any],
+    mesh: MeshLike | None,
+    options: Mapping[str, Any],
+) -> EinshardError:
+    """An error about one operand, with a tried fix of the entire einsum, if there is one."""
+    text = contraction.text
+    if error.expression != text:
+        start, end = operand.right[0].span[0], operand.right[-1].span[1]
+        fix = error.fix
+        if isinstance(fix, Suggestion):
+            fix = Suggestion(f'{text[:start]}{fix.expression}{text[end:]}')
+        error = error.about(einsum=f"'{text}'").with_fix(fix)
+
+    def with_fix(fixed: str, mesh: MeshLike | None = mesh) -> None:
+        def traced(*values: Any) -> Any:
+            return einsum(fixed, *values, mesh=mesh, **options)
+
+        try:
+            jax.eval_shape(traced, *arrays)
+        except EinshardError:
+            raise
+        except Exception as other:  # JAX's own errors under explicit axes
+            raise EinshardError(str(other)) from None
+
+    return tried(error, with_fix, lambda n: with_fix(text, device_mesh(AbstractMesh((n,), ('n',)))))
+
+
 def _path(given: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """A path of contractions, in tuples: lists cannot be hashed."""
+    """A contraction path in tuples, which are hashable."""
     steps = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in given]
     if not all(isinstance(operand, int) for step in steps for operand in step):
         raise EinshardError(
-            f'optimize= is {given!r}, which is no path of contractions',
-            facts={'give': "'greedy', 'optimal' or the operands of each step, [(0, 1), (0, 1)]"},
+            f'optimize= is not a contraction path: {given!r}',
+            facts={
+                'expected': "'greedy', 'optimal' or the operands of each step, [(0, 1), (0, 1)]"
+            },
         )
     return tuple(steps)
 
 
 def _of_words(expression: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
-    """The einsum with an axis for every letter, where the arrays have as many axes."""
+    """The einsum with each letter as an axis, if the arrays fit that."""
     fix = of_words(expression)
     try:
         if fix is not None:
@@ -103,7 +142,7 @@ def _contract(
         return jnp.einsum(subscripts, *operands, **dict(options))
     mesh = placement.sharding.mesh
     explicit = AxisType.Explicit in mesh.axis_types
-    # under explicit axes a sum over a sharded axis has to be told where its result is
+    # under explicit axes, a sum over a sharded axis needs out_sharding
     out = only(placement.sharding, AxisType.Explicit) if explicit else None
     return constrain(
         jnp.einsum(subscripts, *operands, out_sharding=out, **dict(options)), placement
@@ -114,7 +153,7 @@ _jitted = jax.jit(_contract, static_argnums=(0, 1, 2))
 
 
 def _check_types(contraction: Contraction, operands: Sequence[Any]) -> None:
-    """Raises where explicit axes leave open what is to become of a sum."""
+    """Raises if a sum over an explicit axis has no placement for its result."""
     reduced = contraction.reduced
     for i, (operand, array) in enumerate(zip(contraction.operands, operands, strict=True)):
         sharding = jax.typeof(array).sharding
@@ -123,14 +162,15 @@ def _check_types(contraction: Contraction, operands: Sequence[Any]) -> None:
             for name, kind in zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
             if kind == AxisType.Explicit
         }
+        entries = spec_axes(sharding.spec)
         positions = axis_positions(operand, len(array.shape))
         for name, at in positions.items():
-            entry = sharding.spec[at] if at < len(sharding.spec) else None
-            if name in reduced and explicit.intersection(entry_axes(entry)):
+            axes = entries[at] if at < len(entries) else ()
+            if name in reduced and explicit.intersection(axes):
                 raise contraction.error(
-                    f"the sum is over '{name}', which is sharded: under explicit axes the result "
-                    'has to say where it is',
+                    f"the sum over '{name}', which is sharded over explicit mesh axes, needs a "
+                    'placement for the result',
                     [term.span for term in operand.right if term.name == name],
                     operand=f'{i}, {jax.typeof(array)}',
-                    give=f"a placement of the result, as in '{contraction.text.rstrip()} *'",
+                    fix=Suggestion(f'{contraction.text.rstrip()} *'),
                 )

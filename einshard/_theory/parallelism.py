@@ -1,10 +1,9 @@
-"""parallelism: what a placement of an einsum means, before anything is compiled. Imports no jax.
+"""parallelism: the collectives of a sharded einsum, without compiling it. Imports no JAX.
 
-Every device holds a block of each operand and multiplies what it has. An axis that is in the
-result is *free*: devices that hold different parts of it compute different parts of the result. An
-axis that is not is *reduced*: devices that hold different parts of it compute partial sums of the
-same result, which must be added up. Blocks fit together where the operands agree on how their
-common axes are cut, and where no part of the devices is asked to cut two axes.
+Every device multiplies its blocks of the operands. An axis of the result is *free*: devices with
+different shards of it compute different parts of the result. The other axes are *reduced* (summed
+over): devices with different shards of one compute partial sums, which must be added up. Blocks
+match if the operands shard their common axes alike, and no device axis shards two array axes.
 """
 
 from __future__ import annotations
@@ -12,49 +11,50 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 from .._errors import EinshardError, plural, quoted
-from .._expression import ELLIPSIS, Expression
-from .._layout import fit, lay_out
+from .._notation.expression import ELLIPSIS
+from .._suggestions import tried
 from .choices import Choice, choices_for, find_conflicts, find_targets
+from .communication import Blocks, Communication, Space
 from .contraction import Contraction, is_placed, of_words, read_contraction
-from .cuts import Communication, Cuts, Cutting
+from .device_axes import device_axes, holders_of
 
 Kind: TypeAlias = Literal[
     'replicated', 'data parallelism', 'tensor parallelism', 'hybrid', 'resharding'
 ]
 
-# To cut free axes is data parallelism if they are the batch, and tensor parallelism too if they are
-# columns or heads: axes do not say which they are.
+# Sharding a free axis is data parallelism for the batch, but tensor parallelism for columns or
+# heads; the name of an axis does not tell which it is.
 _MEANS: dict[Kind, str] = {
-    'replicated': 'replicated: every device computes the whole',
-    'data parallelism': 'only free axes are cut: each device computes its part of the result',
-    'tensor parallelism': 'only reduced axes are cut: each device computes a partial sum',
-    'hybrid': 'free and reduced axes are cut: each device computes a partial sum of its part',
-    'resharding': 'resharding: the blocks do not fit together: an operand has to be cut otherwise '
-    'first',
+    'replicated': 'replicated: every device computes the full result',
+    'data parallelism': 'only free axes are sharded: each device computes its part of the result',
+    'tensor parallelism': 'only reduced axes are sharded: each device computes a partial sum',
+    'hybrid': 'free and reduced axes are sharded: each device computes a partial sum of its part',
+    'resharding': 'resharding: the blocks do not match, so an operand must be resharded first',
 }
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """What the placement of an einsum means; made by `parallelism`.
+    """The parallelism of a sharded einsum, made by `parallelism`.
 
     Attributes:
         einsum: the einsum, without placements.
-        kind: 'replicated', 'data parallelism' (only free axes are cut; also columns or heads, as in
-            tensor parallelism too), 'tensor parallelism' (only reduced axes), 'hybrid' (both), or
-            'resharding' (the blocks do not fit together).
-        devices: the device axes with their sizes, slowest first.
+        kind: 'replicated', 'data parallelism' (only free axes are sharded, which may be columns or
+            heads), 'tensor parallelism' (only reduced axes are sharded), 'hybrid' (both) or
+            'resharding' (the blocks do not match).
+        devices: device axes and their sizes, slowest first.
         free: the axes of the result.
         reduced: the axes that are summed over.
         operands: the placements of the operands.
-        conflicts: why blocks do not fit together.
-        choices: the ways to compute it; the first is what a compiler does by itself, if the
-            result is not asked for elsewhere.
+        conflicts: why the blocks do not match.
+        choices: ways to compute it. If the blocks match and the result has no placement, XLA
+            compiles the first. Otherwise XLA decides by sizes, and may choose something else.
     """
 
     einsum: str
@@ -68,7 +68,7 @@ class Parallelism:
 
     @property
     def result(self) -> str:
-        """The placement of the result, by the first choice."""
+        """The placement of the result in the first choice."""
         return self.choices[0].result
 
     @property
@@ -97,17 +97,16 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class Chain(tuple[Parallelism, ...]):
-    """Einsums one after the other, each as `parallelism` has it.
+    """The parallelism of a list of einsums, one after another.
 
-    The axes of all of them are cut as their names say, so the result of one is where the next one
-    wants it.
+    An axis name is sharded alike in all of them, so each result is placed as the next einsum needs.
     """
 
     __slots__ = ()
 
     @property
     def collectives(self) -> tuple[Communication, ...]:
-        """All collectives, in order, each step by its first choice."""
+        """The collectives of all steps in order, by their first choices."""
         return tuple(itertools.chain.from_iterable(step.collectives for step in self))
 
     def __str__(self) -> str:
@@ -141,12 +140,13 @@ def parallelism(
     item_bytes: int = 4,
     **counts: int,
 ) -> Parallelism | Chain:
-    """What it means to cut the axes of an einsum: which parallelism, which collectives.
+    """The kind of parallelism and the collectives of a sharded einsum, without compiling it.
 
+        >>> from einshard import parallelism
         >>> print(parallelism('b x, x y -> b y', x=8, sizes={'b': 32, 'x': 512, 'y': 64}))
         b x, x y -> b y   on 8 devices
           free: b, y; reduced: x
-          only reduced axes are cut: each device computes a partial sum
+          only reduced axes are sharded: each device computes a partial sum
           operand 0: 'b x -> b x8'
           operand 1: 'x y -> x8 y'
           1. each device multiplies [b x/8] [x/8 y]
@@ -159,44 +159,62 @@ def parallelism(
              result 'b y -> b y8'
              reduce-scatter of the result over x: [b y], 8,192 bytes, among 8 devices
 
-    An axis that comes in the result is free, the others are reduced. Cut free axes cost nothing;
-    cut reduced axes leave partial sums, which have to be added up over the devices. Where each
-    operand is cut by itself, blocks may not fit together, and something has to move first.
+    Axes of the result are free: sharding them needs no communication. The others are reduced:
+    sharding them leaves partial sums, which an all-reduce or reduce-scatter adds up. If operands
+    are sharded differently, one of them must be resharded first.
 
-    Nothing is compiled; the compiler has the same choices, and may take another one than the first.
+    If the blocks match and the result has no placement, XLA compiles the first choice. Otherwise it
+    may do something else: see `explain`. The rules are those of
+    https://jax-ml.github.io/scaling-book/sharding.
 
     Args:
-        einsum: as for `einsum`, with one operand or two; or a list of them. Axes are words. An
-            operand may carry its placement (`'b x8, x y8 -> b y'`), on `devices` devices; one that
-            does not is on every device.
-        devices: how many devices there are, where placements in `einsum` do not tell.
-        sizes: the size of every axis, for bytes.
-        item_bytes: bytes of an element.
-        counts: into how many parts an axis is cut, in every operand that has it; in device order,
-            the slowest first. If `einsum` names mesh axes (`'b@data x'`), these are their sizes.
+        einsum: an einsum of one or two operands, as for `einsum`, or a list of einsums. Operands
+            may have placements (`'b x8, x y8 -> b y'`); those without one are replicated.
+        devices: the number of devices, if stars need it. Unused devices hold replicas.
+        sizes: the size of every axis; needed for bytes.
+        item_bytes: bytes per element.
+        counts: number of shards by axis name, in device order (slowest first), for every operand
+            with that axis. If `einsum` names mesh axes (`'b@data x'`), the sizes of those.
 
     Returns:
-        A `Parallelism`; for a list, a `Chain` of them. Printed they are sentences.
+        A `Parallelism`, or a `Chain` of them for a list. Both print as text.
 
     Raises:
-        EinshardError: the einsum breaks a rule, or counts and sizes do not fit it.
+        EinshardError: the einsum is invalid, or counts or sizes do not fit it.
     """
+    _check_options(devices, sizes, item_bytes)
     if isinstance(einsum, list | tuple):
-        steps = [_read(one) for one in einsum]
+        steps = [_read(one, read_contraction) for one in einsum]
         if not steps:
-            raise EinshardError('a chain has at least one einsum, but none is given')
+            raise EinshardError('the list of einsums is empty')
         _check_counts(steps, counts)
-        return Chain(_explain(one, devices, sizes, item_bytes, counts) for one in steps)
-    contraction = _read(einsum)
+        return Chain(_tried(one, devices, sizes, item_bytes, counts) for one in steps)
+
+    def with_fix(fix: str) -> Parallelism:
+        return parallelism(fix, devices=devices, sizes=sizes, item_bytes=item_bytes, **counts)
+
+    contraction = _read(einsum, with_fix)
     _check_counts([contraction], counts)
-    return _explain(contraction, devices, sizes, item_bytes, counts)
+    return _tried(contraction, devices, sizes, item_bytes, counts)
 
 
-def _read(einsum: str) -> Contraction:
+def _read(einsum: str, with_fix: Callable[[str], object]) -> Contraction:
     try:
         return read_contraction(einsum)
     except EinshardError as error:
-        raise error.with_fix(of_words(einsum) or error.fix) from None
+        raise tried(error.with_fix(of_words(einsum) or error.fix), with_fix) from None
+
+
+def _tried(contraction: Contraction, n_devices: int | None, *options: Any) -> Parallelism:
+    """Explains an einsum; suggestions in its errors have been tried."""
+    try:
+        return _explain(contraction, n_devices, *options)
+    except EinshardError as error:
+        raise tried(
+            error,
+            lambda fix: _explain(read_contraction(fix), n_devices, *options),
+            lambda n: _explain(contraction, n, *options),
+        ) from None
 
 
 def _explain(
@@ -207,171 +225,103 @@ def _explain(
     counts: Mapping[str, int],
 ) -> Parallelism:
     _check_form(contraction)
-    devices, operand_cuts, asked = _cuttings(contraction, n_devices, counts)
+    devices, operands = device_axes(contraction, n_devices, counts)
+    arrays = {f'operand {i}': operand for i, operand in enumerate(operands)}
+    arrays['the result'] = contraction.result
+    holders = {array: holders_of(one, devices) for array, one in arrays.items()}
     its_sizes = None if sizes is None else _checked_sizes(contraction, sizes)
-    operands = [
-        Cutting(f'operand {i}', operand.names, cuts, devices, its_sizes, item_bytes)
-        for i, (operand, cuts) in enumerate(zip(contraction.operands, operand_cuts, strict=True))
+    space = Space(contraction.names, devices, its_sizes, item_bytes)
+    *placed, result = [
+        Blocks(array, one.names, space.sharded(space.replicated, holders[array]), space)
+        for array, one in arrays.items()
     ]
-    result = Cutting('the result', contraction.result.names, {}, devices, its_sizes, item_bytes)
-    for one in (*operands, result.but(asked or {})):
-        _check_divisible(contraction, one)
-    conflicts = tuple(find_conflicts(contraction, operands))
+    for one in (*placed, result):
+        _check_divisible(contraction, one, holders[one.array])
+    conflicts = tuple(find_conflicts(placed))
     choices = tuple(
         choice
-        for target in find_targets(operands)
-        for choice in choices_for(operands, target, result, asked)
+        for target in find_targets(placed, result)
+        for choice in choices_for(placed, target, result, is_placed(contraction.result))
     )
-    cut = {name for operand in operands for name, axes in operand.cuts.items() if axes}
+    sharded = {name for one in placed for name in one.names if one.over(name)}
     return Parallelism(
         contraction.plain(),
-        _kind(cut, contraction, bool(conflicts)),
+        _kind(sharded, contraction, bool(conflicts)),
         devices,
         contraction.result.names,
         contraction.reduced,
-        tuple(operand.expression() for operand in operands),
+        tuple(one.expression() for one in placed),
         conflicts,
         choices,
     )
 
 
-def _kind(cut: set[str], contraction: Contraction, resharding: bool) -> Kind:
+def _kind(sharded: set[str], contraction: Contraction, resharding: bool) -> Kind:
     if resharding:
         return 'resharding'
-    free, reduced = cut & set(contraction.result.names), cut & set(contraction.reduced)
+    free, reduced = sharded & set(contraction.result.names), sharded & set(contraction.reduced)
     if free and reduced:
         return 'hybrid'
     return 'data parallelism' if free else 'tensor parallelism' if reduced else 'replicated'
 
 
-def _cuttings(
-    contraction: Contraction, n_devices: int | None, counts: Mapping[str, int]
-) -> tuple[dict[str, int], list[Cuts], Cuts | None]:
-    """The device axes, what cuts each operand, and the placement asked for the result, if any."""
-    every = (*contraction.operands, contraction.result)
-    mesh_axes = [axis for one in every for term in one.right for axis in term.mesh_axes]
-    if mesh_axes:
-        return _on_mesh(contraction, _named_devices(contraction, mesh_axes, counts))
-    if any(map(is_placed, every)):
-        if counts:
-            raise contraction.error(
-                'the axes are cut both by keyword and by placement',
-                [term.span for one in every for term in one.right if term.placed],
-                by_keyword=', '.join(f'{name}={count}' for name, count in counts.items()),
-            )
-        return _on_mesh(contraction, _joint_devices(contraction, n_devices))
-    devices = {name: count for name, count in counts.items() if count > 1}
-    product = math.prod(devices.values())
-    if n_devices is not None and n_devices != product:
-        if n_devices % product:
-            raise contraction.error(
-                f'the counts ask for {product} devices, which do not divide {n_devices}'
-            )
-        devices = {'*': n_devices // product, **devices}
-    cuts: list[Cuts] = [
-        {name: (name,) for name in operand.names if name in devices}
-        for operand in contraction.operands
-    ]
-    return devices, cuts, None
-
-
-def _on_mesh(
-    contraction: Contraction, devices: dict[str, int]
-) -> tuple[dict[str, int], list[Cuts], Cuts | None]:
-    cuts = [_cuts_of(operand, devices) for operand in contraction.operands]
-    result = contraction.result
-    return devices, cuts, _cuts_of(result, devices) if is_placed(result) else None
-
-
-def _cuts_of(operand: Expression, devices: Mapping[str, int]) -> Cuts:
-    if not is_placed(operand):
-        return {}
-    layout = lay_out(operand, len(operand.names), math.prod(devices.values()), devices)
-    fitted = fit(layout, devices)
-    assert fitted is not None, 'the device axes are made for all of the operands'
-    cuts: dict[str, tuple[str, ...]] = {}
-    for split, axes in zip(layout.splits, fitted, strict=True):
-        if split.axis is not None:
-            name = operand.names[split.axis]
-            cuts[name] = cuts.get(name, ()) + axes
-    return cuts
-
-
-def _named_devices(
-    contraction: Contraction, mesh_axes: Sequence[str], counts: Mapping[str, int]
-) -> dict[str, int]:
-    missing = [axis for axis in dict.fromkeys(mesh_axes) if axis not in counts]
-    if missing:
-        raise contraction.error(
-            f'the size of mesh axis {quoted(missing)} is not given',
-            give=', '.join(f'{axis}=2' for axis in missing),
-        )
-    return dict(counts)
-
-
-def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str, int]:
-    """Device axes on which the counts of all operands fall."""
-    every = [one for one in (*contraction.operands, contraction.result) if is_placed(one)]
-    if n_devices is None:
-        counted = [one for one in every if not any(term.star for term in one.right)]
-        if not counted:
-            raise contraction.error(
-                'stars share what devices there are, and nothing says how many', give='devices='
-            )
-        n_devices = math.prod(term.factor for term in counted[0].right)
-    steps = {1, n_devices}
-    for operand in every:
-        layout = lay_out(operand, len(operand.names), n_devices)
-        steps.update(itertools.accumulate((s.count for s in layout.splits), lambda a, b: a * b))
-    in_order = sorted(steps)
-    ratios = [(after, before) for before, after in itertools.pairwise(in_order)]
-    if any(after % before for after, before in ratios):
-        raise contraction.error(
-            'the device grids of the operands do not fall on one another',
-            [term.span for one in every for term in one.right if term.laid],
-            devices=n_devices,
-        )
-    return {f'd{i}': after // before for i, (after, before) in enumerate(ratios)}
-
-
 def _check_form(contraction: Contraction) -> None:
     if len(contraction.operands) > 2:
         raise contraction.error(
-            f'the einsum has {len(contraction.operands)} operands, and in which order they are '
-            'multiplied is not said',
-            give="a list of einsums of two: ['a b, b c -> a c', 'a c, c d -> a d']",
+            f'parallelism takes one or two operands, not {len(contraction.operands)}',
+            instead="a list of einsums: ['a b, b c -> a c', 'a c, c d -> a d']",
         )
     if ELLIPSIS in contraction.names:
-        raise contraction.error("axes need names here: '...' has none to cut")
+        raise contraction.error("'...' is not supported here; name all axes")
 
 
 def _check_counts(contractions: Sequence[Contraction], counts: Mapping[str, object]) -> None:
     known: list[str] = []
     for contraction in contractions:
-        every = (*contraction.operands, contraction.result)
-        known += contraction.names
-        known += [axis for one in every for term in one.right for axis in term.mesh_axes]
+        known += [*contraction.names, *contraction.mesh_axes]
     for name, count in counts.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            facts = {'axes': ' '.join(dict.fromkeys(known))} | ({'near': near[0]} if near else {})
+            facts = {'axes': ' '.join(dict.fromkeys(known))} | (
+                {'similar': near[0]} if near else {}
+            )
             raise EinshardError(f"no einsum has an axis '{name}'", facts=facts)
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise EinshardError(f'{name}= is a number of parts, not {count!r}')
+        if not _is_count(count):
+            raise EinshardError(f'{name}= must be a positive integer, not {count!r}')
+
+
+def _check_options(devices: object, sizes: object, item_bytes: object) -> None:
+    if devices is not None and not _is_count(devices):
+        raise EinshardError(f'devices= must be a positive integer, not {devices!r}')
+    if not _is_count(item_bytes):
+        raise EinshardError(f'item_bytes= must be a positive integer, not {item_bytes!r}')
+    if sizes is None:
+        return
+    if not isinstance(sizes, Mapping):
+        raise EinshardError(f'sizes= must be a dict with the size of every axis, not {sizes!r}')
+    for name, size in sizes.items():
+        if not _is_count(size) and size != 0:
+            raise EinshardError(f"the size of axis '{name}' in sizes= is not an integer: {size!r}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _checked_sizes(contraction: Contraction, sizes: Mapping[str, int]) -> Mapping[str, int]:
     missing = [name for name in contraction.names if name not in sizes]
     if missing:
-        raise contraction.error(f'sizes= does not say how long {quoted(missing)} is')
+        raise contraction.error(f'sizes= has no size for {quoted(missing)}')
     return sizes
 
 
-def _check_divisible(contraction: Contraction, one: Cutting) -> None:
-    for name, cut in one.cuts.items():
-        parts = math.prod(one.devices[axis] for axis in cut)
-        if one.sizes is not None and one.sizes[name] % parts:
+def _check_divisible(
+    contraction: Contraction, one: Blocks, holders: Mapping[str, str | None]
+) -> None:
+    sizes = one.space.sizes
+    for name in dict.fromkeys(filter(None, holders.values())):
+        if sizes is not None and sizes[name] % one.parts(name):
             raise contraction.error(
-                f"axis '{name}' has size {one.sizes[name]}, which {parts} parts do not divide",
+                f"axis '{name}' (size {sizes[name]}) is not divisible by {one.parts(name)}",
                 of=one.array,
             )

@@ -1,0 +1,1 @@
+"""Arrays: placed, constrained, gathered, and built from the rows of many hosts."""

@@ -1,0 +1,80 @@
+"""gather: sharded arrays -> numpy arrays, in every process."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.tree_util as jtu
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._errors import EinshardError
+from .._sharding.mesh import device_mesh
+from .._trees.paths import leaf_paths, leaf_text
+from .device_put import is_partial, reduced
+
+T = TypeVar('T')
+
+
+def gather(tree: T) -> T:
+    """Copies the full arrays of a pytree to numpy, in every process.
+
+        >>> import numpy as np
+        >>> from einshard import einshard, gather
+        >>> x = einshard(np.ones((4, 6)), 'a b -> * a b')
+        >>> gather({'x': x})['x'].shape
+        (4, 6)
+
+    In one process this is `jax.device_get`. With several processes, all of them must call it:
+    arrays with shards in other processes are replicated first, by one program for the whole tree.
+    Each device needs memory for all arrays of the tree.
+
+    Args:
+        tree: a pytree. Leaves that are not jax arrays are returned as they are. A `jax.Ref` gives
+            its array, PRNG keys give their data (see `jax.random.wrap_key_data`).
+
+    Returns:
+        The same pytree of numpy arrays. `einshard(gather(x), describe(x))` restores `x` exactly.
+
+    Raises:
+        EinshardError: a leaf is a traced value.
+    """
+    leaves, treedef = jtu.tree_flatten(tree)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tracer):
+            array = leaf_text(leaf_paths(tree, treedef)[i], leaf)
+            raise EinshardError(
+                'a traced value cannot be gathered: it has no data yet',
+                facts={'array': array, 'instead': 'return it and gather the result'},
+            )
+    leaves = [_contents(leaf) for leaf in leaves]
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+    spread = {i: leaf for i, leaf in arrays.items() if not leaf.is_fully_addressable}
+    if spread:
+        everywhere = {i: _replicated(leaf) for i, leaf in spread.items()}
+        replicated = jax.jit(_same, out_shardings=everywhere)(spread)
+        arrays |= {i: leaf.addressable_data(0) for i, leaf in replicated.items()}
+    for i, host in jax.device_get(arrays).items():
+        leaves[i] = host
+    return jtu.tree_unflatten(treedef, leaves)
+
+
+def _contents(leaf: Any) -> Any:
+    """The array of a `jax.Ref`, the data of PRNG keys, the sum of an unreduced array."""
+    if isinstance(leaf, jax.Ref):
+        leaf = leaf[...]
+    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return reduced(leaf, _replicated(leaf)) if is_partial(leaf) else leaf
+
+
+def _same(arrays: T) -> T:
+    return arrays
+
+
+def _replicated(x: Any) -> NamedSharding:
+    sharding = x.sharding
+    named = isinstance(sharding, NamedSharding)
+    mesh = sharding.mesh if named else device_mesh(list(sharding.device_set))
+    return NamedSharding(mesh, PartitionSpec())

@@ -1,0 +1,317 @@
+"""`Sharded[Float[Array, 'x y'], 'x y*']`: the placement of an array in its type."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import jax
+import jax.tree_util as jtu
+from jax.core import Tracer
+from jax.sharding import AxisType
+
+from .._arrays.constrain import has_type
+from .._errors import EinshardError
+from .._notation.expression import ELLIPSIS, Expression, parse
+from .._sharding.context import current_context
+from .._sharding.describe import describe_in
+from .._sharding.resolve import resolve
+from .._text import array_text, name_of
+from .._trees.paths import path_text
+from .._trees.specs import Spec, check_specs
+
+if TYPE_CHECKING:
+    Sharded = Annotated
+else:
+
+    class Sharded:
+        """An array type with its placement, for annotations.
+
+            >>> from jaxtyping import Array, Float
+            >>> @sharded
+            ... def double(x: Sharded[Float[Array, 'x y'], 'x y*']) -> Sharded[Array, 'x* y']:
+            ...     return 2 * x
+            >>> describe(double(np.ones((16, 16))))
+            'a b -> a16 b'
+
+        To a type checker it is the array type. `@sharded` without specs reads it, in arguments
+        and result, also inside tuples, lists, dicts, NamedTuples, TypedDicts, dataclasses and
+        Equinox modules. Under beartype, alone or with `jaxtyping.jaxtyped`, an array that is
+        placed otherwise raises EinshardError; of a traced array only what its type says is
+        known, which is its placement on explicit mesh axes.
+
+        The first item is the type of an array, as of jaxtyping, or of a tree of arrays; the second
+        a spec. With a jaxtyping type, the names of the expression must be those of its
+        dimensions; '...' stands for any of them.
+
+        Raises:
+            EinshardError: the expression is wrong, or its names are others than the type's.
+        """
+
+        def __class_getitem__(cls, item: Any) -> Any:
+            if not isinstance(item, tuple) or len(item) != 2:
+                raise EinshardError(
+                    'Sharded takes an array type and a spec',
+                    facts={'as in': "Sharded[Float[Array, 'x y'], 'x y*']"},
+                )
+            array_type, spec = item
+            check_specs(spec)
+            if not isinstance(spec, str):
+                return Annotated[array_type, Placed(spec)]
+            _check_names(array_type, parse(spec))
+            return Annotated[array_type, _validator(spec)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """What `Sharded[...]` leaves in an annotation: a spec."""
+
+    spec: Spec
+
+
+def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spec]:
+    """Specs by parameter name and of the result, from the `Sharded` annotations of a function."""
+    target: Any = function
+    while isinstance(target, functools.partial):
+        target = typing.cast('functools.partial[Any]', target).func
+    target = target.__call__ if not hasattr(target, '__annotations__') else target
+    try:
+        hints = typing.get_type_hints(target, include_extras=True)
+    except NameError as error:
+        raise EinshardError(
+            f'the annotations of {name_of(function)} cannot be read: {error}',
+            facts={'define': f"'{error.name}' in the module, before the function is decorated"},
+        ) from None
+    if isinstance(function, functools.partial):
+        left = (*inspect.signature(function).parameters, 'return')
+        hints = {name: hint for name, hint in hints.items() if name in left}
+    for name, hint in [*hints.items()]:
+        if typing.get_origin(hint) is typing.Unpack:  # of **kwargs, a TypedDict
+            hints |= _fields(_unwrapped(*typing.get_args(hints.pop(name))))
+    specs = {name: _spec_of(hint) for name, hint in hints.items()}
+    out = specs.pop('return', None)
+    return {name: spec for name, spec in specs.items() if spec is not None}, out
+
+
+def _spec_of(hint: Any) -> Spec:
+    """The spec that a type carries: None if there is no `Sharded` in it."""
+    hint = _unwrapped(hint)
+    placed = _placed(hint)
+    if placed is not None:
+        return placed.spec
+    if typing.get_origin(hint) is tuple and Ellipsis not in typing.get_args(hint):
+        specs = tuple(_spec_of(item) for item in typing.get_args(hint))
+        if not any(isinstance(spec, _ByPath) for spec in specs):
+            return specs if any(spec is not None for spec in specs) else None
+    return _ByPath(hint) if _mentions_sharded(hint, ()) else None
+
+
+def _unwrapped(hint: Any) -> Any:
+    """The type that an alias, a NewType, a bound or a qualifier such as NotRequired stands for."""
+    while True:
+        if typing.get_origin(hint) in _QUALIFIERS:
+            (hint,) = typing.get_args(hint)
+        elif type(hint).__name__ == 'TypeAliasType':  # in typing from Python 3.12 on
+            hint = hint.__value__
+        elif isinstance(hint, typing.NewType):
+            hint = hint.__supertype__
+        elif isinstance(hint, typing.TypeVar) and hint.__bound__ is not None:
+            hint = hint.__bound__
+        else:
+            return hint
+
+
+_QUALIFIERS = {
+    typing.Required,
+    typing.NotRequired,
+    typing.Final,
+    getattr(typing, 'ReadOnly', typing.Final),  # from Python 3.13 on
+}
+
+
+def _placed(hint: Any) -> Placed | None:
+    for item in getattr(hint, '__metadata__', ()):
+        placed = _specs_of_validators.get(id(item), item)
+        if isinstance(placed, Placed):
+            return placed
+    return None
+
+
+class _ByPath:
+    """A spec for a container type: the type is followed along the path of each leaf."""
+
+    def __init__(self, hint: Any):
+        self.hint = hint
+
+    def __call__(self, path: str, leaf: Any) -> Spec:
+        return self._follow(path.split('/') if path else ())
+
+    def for_tree(self, tree: Any) -> list[Spec]:
+        """For all leaves, by their keys: those of a dict may have a '/'."""
+        paths = [path for path, _ in jtu.tree_leaves_with_path(tree)]
+        return [self._follow([path_text([key]) for key in path]) for path in paths]
+
+    def _follow(self, keys: Iterable[str]) -> Spec:
+        hints = [self.hint]
+        for key in keys:
+            hints = [inner for hint in hints for inner in _step(hint, key)]
+        found = (_placed(member) for hint in hints for member in _members(hint))
+        return next((placed.spec for placed in found if placed is not None), None)
+
+
+def _members(hint: Any) -> list[Any]:
+    """The types of a union, of unions in it too; of another type, that type."""
+    hint = _unwrapped(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [inner for member in typing.get_args(hint) for inner in _members(member)]
+    return [hint]
+
+
+def _step(hint: Any, key: str) -> list[Any]:
+    """The types that a value of type `hint` may have at a key; several where it is a union."""
+    hint = _unwrapped(hint)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if _placed(hint) is not None:
+        return [hint]  # a tree type: the spec is for all below
+    if origin is Annotated:
+        return _step(args[0], key)
+    if origin in (typing.Union, types.UnionType):
+        return [inner for member in args for inner in _step(member, key)]
+    if origin is tuple and Ellipsis not in args:
+        return [args[int(key)]] if key.isdigit() and int(key) < len(args) else []
+    if origin is tuple or (isinstance(origin, type) and not _fields(origin)):
+        return [args[-1] if issubclass(origin, Mapping) else args[0]] if args else []
+    fields = _fields(hint if origin is None else origin)
+    return [fields[key]] if key in fields else []
+
+
+def _fields(cls: Any) -> dict[str, Any]:
+    """The annotated fields of a NamedTuple, TypedDict, dataclass or Equinox module."""
+    has_fields = (
+        dataclasses.is_dataclass(cls) or typing.is_typeddict(cls) or hasattr(cls, '_fields')
+    )
+    if not isinstance(cls, type) or not has_fields:
+        return {}
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def _mentions_sharded(hint: Any, within: tuple[Any, ...]) -> bool:
+    hint = _unwrapped(hint)
+    if _placed(hint) is not None:
+        return True
+    if hint in within:
+        return False  # a type that contains itself
+    inner = [*typing.get_args(hint), *_fields(typing.get_origin(hint) or hint).values()]
+    return any(_mentions_sharded(one, (*within, hint)) for one in inner)
+
+
+def _check_names(array_type: Any, expression: Expression) -> None:
+    """Raises where the expression names other axes than the jaxtyping type."""
+    text = getattr(array_type, 'dim_str', None)
+    if not isinstance(text, str):
+        return
+    dims = [_dimension(token) for token in text.split()]
+    names = list(expression.names)
+    if not _match(names, dims):
+        # written anew: in JAX 0.9 and 0.10 the name of jax.Array has its module in front
+        kind = array_type.__name__.partition('[')[0]
+        held = getattr(array_type.array_type, '__name__', 'Any').rpartition('.')[2]
+        raise expression.error(
+            f"the expression names the axes '{' '.join(names)}', but the type has '{text}'",
+            expression.left if not expression.short else expression.right,
+            type=f"{kind}[{held}, '{text}']",
+        )
+
+
+def _dimension(token: str) -> str | None:
+    """The name of a jaxtyping dimension, '...' for several; None where any name will do."""
+    token = token.lstrip('#?')
+    if token == ELLIPSIS or token.startswith('*'):
+        return ELLIPSIS
+    plain = not token.startswith('_') and re.fullmatch(r'[^\W\d]+', token)
+    return token if plain else None  # _ 3 x+1 n=4, and names with digits
+
+
+def _match(names: list[str], dims: list[str | None]) -> bool:
+    """Whether axis names agree with dimensions; '...' among the names takes any run of them."""
+    if not names or not dims:
+        return not dims if not names else names == [ELLIPSIS]
+    if names[0] == ELLIPSIS:
+        return any(_match(names[1:], dims[i:]) for i in range(len(dims) + 1))
+    if dims[0] == ELLIPSIS:
+        return False
+    return dims[0] in (None, names[0]) and _match(names[1:], dims[1:])
+
+
+# Beartype obeys its validators only where they are all of the metadata, and they take no attribute:
+# the spec of each is kept here, by the id of a validator that is never dropped.
+_specs_of_validators: dict[int, Placed] = {}
+
+
+@functools.cache
+def _validator(spec: str) -> Any:
+    # imported when first used: with beartype's 100 ms, `import einshard` would take 140
+    from beartype.vale import Is
+
+    validator = Is[_checker(spec)]
+    _specs_of_validators[id(validator)] = Placed(spec)
+    return validator
+
+
+def _checker(spec: str) -> Callable[[Any], bool]:
+    def is_placed(x: Any) -> bool:
+        """Whether an array is placed as the type says; raises where it is not."""
+        if not isinstance(x, jax.Array):
+            return True
+        sharding = _known_sharding(x)
+        if sharding is None:
+            return True
+        mesh = sharding.mesh if isinstance(x, Tracer) else None
+        try:
+            placement = resolve(spec, x.ndim, current_context(mesh))
+        except EinshardError as error:
+            raise _misplaced(error.about(array=array_text(x))) from None
+        if mesh is not None:
+            is_so = has_type(x, placement.sharding)
+        else:
+            is_so = sharding.is_equivalent_to(placement.sharding, x.ndim)
+        if is_so:
+            return True
+        text = describe_in(placement.expression, sharding, x.ndim)
+        raise _misplaced(
+            placement.expression.error(
+                f"the array is placed otherwise than its type says: it is '{text}'",
+                [term for term in placement.expression.right if term.is_sharded],
+                array=array_text(x),
+            )
+        )
+
+    return is_placed
+
+
+@functools.cache
+def _misplaced_class() -> type[EinshardError]:
+    from jaxtyping import AnnotationError
+
+    # jaxtyping lets its AnnotationError through; of any other error it makes one of its own, which
+    # tells the type that was expected but not where the array is
+    name, bases = EinshardError.__name__, (EinshardError, AnnotationError)
+    return type(name, bases, {'__module__': 'einshard', '__doc__': EinshardError.__doc__})
+
+
+def _misplaced(error: EinshardError) -> EinshardError:
+    return _misplaced_class()(**error.parts())
+
+
+def _known_sharding(x: Any) -> Any:
+    """Where an array is; of a tracer only if its type says so, on explicit mesh axes."""
+    if not isinstance(x, Tracer):
+        return x.sharding
+    sharding: Any = jax.typeof(x).sharding
+    return sharding if set(sharding.mesh.axis_types) == {AxisType.Explicit} else None

@@ -1,0 +1,307 @@
+"""A function's parameters with their specs, and how one call fills them.
+
+`jax.jit` with `in_shardings` takes positional arguments only. A call is therefore flattened: its
+values in one row, and a signature that tells how many are positional and how the others are called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import numbers as numeric
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from .._errors import EinshardError, plural
+from .._text import name_of
+from .._trees.specs import Spec, read_specs
+from .annotations import read_annotations
+from .value_spec import ValueSpec
+
+JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {'fun'}
+
+
+@dataclass(frozen=True, slots=True)
+class CallSignature:
+    """How a call passes its values: the first by position, the others by keyword."""
+
+    n_positional: int
+    keywords: tuple[str, ...]
+
+    def spread(self, values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The row of values as positional ones and keywords."""
+        n = self.n_positional
+        return values[:n], dict(zip(self.keywords, values[n:], strict=True))
+
+
+class Parameters:
+    """The parameters of a function by kind; all of them `*args`, `**kwargs` if it has none to show.
+
+    Attributes:
+        names: those that take a position, the instance of a method included.
+        instance: 1 if the first of them is the `self` or `cls` of a method, else 0.
+        by_keyword: those that must be given by keyword.
+        rest: the name of `*args`, or None.
+        rest_keywords: the name of `**kwargs`, or None.
+        options: names beside those of parameters that may have been meant.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: Iterable[str] = ()):
+        self.function = name_of(function)
+        self.qualname = getattr(function, '__qualname__', self.function)
+        self.options = tuple(options)
+        try:
+            self.signature = inspect.signature(function)
+        except (ValueError, TypeError):  # some builtins
+            self.signature = inspect.signature(lambda *args, **kwargs: None)  # type: ignore[reportUnknownLambdaType]
+        kinds: dict[Any, list[str]] = {}
+        for parameter in self.signature.parameters.values():
+            kinds.setdefault(parameter.kind, []).append(parameter.name)
+        only = kinds.get(inspect.Parameter.POSITIONAL_ONLY, [])
+        self.names = (*only, *kinds.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, []))
+        self.positional_only = frozenset(only)
+        self.by_keyword = tuple(kinds.get(inspect.Parameter.KEYWORD_ONLY, []))
+        self.rest = next(iter(kinds.get(inspect.Parameter.VAR_POSITIONAL, [])), None)
+        self.rest_keywords = next(iter(kinds.get(inspect.Parameter.VAR_KEYWORD, [])), None)
+        self.instance = int(_is_method(function) and self.names[:1] in (('self',), ('cls',)))
+
+    def flatten_call(
+        self, n_args: int, keywords: Iterable[str]
+    ) -> tuple[CallSignature, tuple[str, ...]]:
+        """The signature of a call, and the order in which its keywords follow its arguments.
+
+        Keywords move to their positions, if they have any.
+        """
+        others = set(keywords)
+        for name in self.names[:n_args]:
+            if name in others and name not in self.positional_only:
+                # before any spec is held against one of the two, and as Python says it
+                raise TypeError(f"{self.qualname}() got multiple values for argument '{name}'")
+        moved: list[str] = []
+        for name in self.names[n_args:]:
+            if name not in others or name in self.positional_only:
+                break
+            moved.append(name)
+        others.difference_update(moved)
+        by_keyword = tuple(sorted(others))
+        return CallSignature(n_args + len(moved), by_keyword), (*moved, *by_keyword)
+
+    def value_names(self, call: CallSignature) -> tuple[str, ...]:
+        """The name of each value: that of its parameter; 'args[2]' for one of `*args`.
+
+        One of `**kwargs` may be called as a parameter that takes a position only: "kwargs['x']".
+        """
+        named = self.names[: call.n_positional]
+        rest = (f'{self.rest}[{i}]' for i in range(call.n_positional - len(named)))
+        taken = self.positional_only
+        given = (f"{self.rest_keywords}['{k}']" if k in taken else k for k in call.keywords)
+        return (*named, *rest, *given)
+
+    def assign(self, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Spec by label, from specs by position and by name."""
+        names = self.names[self.instance :]
+        if len(specs) > len(names) and self.rest is None:
+            raise EinshardError(
+                f'{self.function} takes {plural(len(names), "positional parameter")}, '
+                f'but {plural(len(specs), "spec")} {"is" if len(specs) == 1 else "are"} given',
+                facts={'parameters': ', '.join(names) or 'none'},
+            )
+        more = len(specs) - len(names)
+        labels = (*names, *(f'{self.rest}[{i}]' for i in range(more)))
+        assigned = dict(zip(labels, specs, strict=False))
+        for name, spec in named.items():
+            self._check_name(name)
+            if name in assigned:
+                raise EinshardError(
+                    f"parameter '{name}' of {self.function} has two specs, one by position and "
+                    'one by name',
+                    facts={'by position': assigned[name], 'by name': spec},
+                )
+            assigned[name] = spec
+        return assigned
+
+    def spec_for(self, label: str, specs: Mapping[str, Any]) -> Any:
+        """The spec of a value; those of `*args` and `**kwargs` may share the spec of the whole."""
+        if label in specs:
+            return specs[label]
+        if self.rest is not None and label.startswith(f'{self.rest}['):
+            return specs.get(self.rest)
+        if label not in self.names and label not in self.by_keyword:
+            return specs.get(self.rest_keywords) if self.rest_keywords else None
+        return None
+
+    def _check_name(self, name: str) -> None:
+        """Raises if a spec is given by a name that is no parameter, nor an option of jax.jit."""
+        known = [*self.names[self.instance :], *self.by_keyword]
+        known += [rest for rest in (self.rest, self.rest_keywords) if rest is not None]
+        if name in known or self.rest_keywords is not None:
+            return
+        near = difflib.get_close_matches(name, [*known, *self.options], n=1)
+        raise EinshardError(
+            f"{self.function} has no parameter '{name}', and jax.jit has no such option",
+            facts={'parameters': ', '.join(known) or 'none'},
+            fix=f'{near[0]}=' if near else None,
+        )
+
+    def chosen(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
+        """Labels of the parameters that `static_argnums`, `static_argnames` and their like name."""
+        labels: set[str] = set(listed(names, str, option, 'names of parameters', "('x',)"))
+        known = (*self.names, *self.by_keyword)
+        for name in labels:
+            if name not in known and self.rest_keywords is None:
+                raise EinshardError(
+                    f"{self.function} has no parameter '{name}', which {option} names",
+                    facts={'parameters': ', '.join(known) or 'none'},
+                )
+        by_number = option.replace('argnames', 'argnums')
+        for number in listed(numbers, numeric.Integral, by_number, 'numbers of parameters', '(0,)'):
+            if self.rest is not None and number >= len(self.names):
+                labels.add(f'{self.rest}[{number - len(self.names)}]')
+            elif -len(self.names) <= number < len(self.names):
+                labels.add(self.names[number])
+            else:
+                raise EinshardError(
+                    f'{self.function} has no parameter number {number}',
+                    facts={'parameters': ', '.join(self.names) or 'none'},
+                )
+        return frozenset(labels)
+
+
+class Declaration:
+    """What is said at decoration about the parameters of a function and its result.
+
+    Attributes:
+        static, donated: the names of values, as `Parameters.value_names` has them.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        specs: Mapping[str, Spec],
+        out: Spec,
+        static: frozenset[str],
+        donated: frozenset[str],
+    ):
+        self.parameters = parameters
+        self.static = static
+        self.donated = donated
+        both = sorted(static & donated)
+        if both:
+            raise EinshardError(
+                f"parameter '{both[0]}' is static: it is no array and has no memory to donate"
+            )
+        self.specs = {name: self._read(name, spec) for name, spec in specs.items()}
+        self.result = ValueSpec(parameters.function, None, self._read('out=', out))
+        self._defaults = self._arrays_by_default()
+        self._arguments: dict[CallSignature, tuple[ValueSpec, ...]] = {}
+
+    def flatten_call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[CallSignature, tuple[str, ...], list[Any]]:
+        """The signature of a call, the order of what is given by keyword, and all values."""
+        if self._defaults:
+            taken = self.parameters.names[: len(args)]
+            left = {name: x for name, x in self._defaults.items() if name not in taken}
+            kwargs = {**left, **kwargs}
+        call, order = self.parameters.flatten_call(len(args), kwargs)
+        return call, order, [*args, *map(kwargs.__getitem__, order)]
+
+    @property
+    def has_defaults(self) -> bool:
+        """Whether a call may pass values that are not written in it."""
+        return bool(self._defaults)
+
+    def arguments(self, call: CallSignature) -> tuple[ValueSpec, ...]:
+        """The spec of each value of a call."""
+        known = self._arguments.get(call)
+        if known is None:
+            by = self.parameters
+            names = by.value_names(call)
+            known = tuple(ValueSpec(by.function, n, by.spec_for(n, self.specs)) for n in names)
+            self._arguments[call] = known
+        return known
+
+    def _read(self, name: str, spec: Spec) -> Spec:
+        if name in self.static and spec is not None:
+            raise EinshardError(
+                f"parameter '{name}' is static: it is no array and takes no spec",
+                facts={'spec': spec},
+            )
+        try:
+            return read_specs(spec)
+        except EinshardError as error:
+            where = {'spec of': 'the result'} if name == 'out=' else {'parameter': name}
+            raise error.about(**where) from None
+
+    def _arrays_by_default(self) -> dict[str, Any]:
+        """Arrays that are defaults of parameters with a spec; a call passes them, too."""
+        return {
+            name: parameter.default
+            for name, parameter in self.parameters.signature.parameters.items()
+            if self.specs.get(name) is not None
+            and name not in self.parameters.positional_only
+            and any(
+                isinstance(x, jax.Array | np.ndarray) for x in jtu.tree_leaves(parameter.default)
+            )
+        }
+
+
+def declare(
+    function: Any, in_specs: Sequence[Spec], out: Spec, named: Mapping[str, Any]
+) -> tuple[dict[str, Any], Declaration]:
+    """What `sharded` is given, as options of `jax.jit` and what is said about parameters."""
+    options = _jit_options(named)
+    parameters = Parameters(function, sorted(JIT_OPTIONS))
+    specs = {name: spec for name, spec in named.items() if name not in options}
+    if not (in_specs or specs) and out is None:
+        specs, out = read_annotations(function)
+    specs = parameters.assign(in_specs, specs)
+    static, donated = (
+        parameters.chosen(
+            options.pop(f'{kind}_argnums', None),
+            options.pop(f'{kind}_argnames', None),
+            f'{kind}_argnames',
+        )
+        for kind in ('static', 'donate')
+    )
+    if parameters.instance and 'cls' in parameters.names:
+        static |= {'cls'}  # a class is not a pytree, but constant
+    return options, Declaration(parameters, specs, out, static, donated)
+
+
+def _jit_options(named: Mapping[str, Any]) -> dict[str, Any]:
+    for option in ('in_shardings', 'out_shardings'):
+        if option in named:
+            raise EinshardError(
+                f'sharded makes {option} of the specs and does not take them as an option',
+                facts={'give': 'specs by position or by parameter name, and out='},
+            )
+    return {name: value for name, value in named.items() if name in JIT_OPTIONS}
+
+
+def _is_method(function: Any) -> bool:
+    """Whether a function is defined in the body of a class."""
+    parts = getattr(function, '__qualname__', '').split('.')
+    return len(parts) > 1 and parts[-2] != '<locals>'
+
+
+def listed(values: Any, single: type, option: str, what: str, example: str) -> list[Any]:
+    """One thing or several that an option gives, as a list; raises for others."""
+    if values is None:
+        return []
+    items: list[Any] = [values]
+    if not isinstance(values, str):
+        with contextlib.suppress(TypeError):  # of what has no items, an array of no dimensions too
+            items = [*values]
+    if not all(isinstance(item, single) for item in items):
+        raise EinshardError(
+            f'{option}= is {values!r}, and no {what}',
+            facts={'as in': f'{option}={example}'},
+        )
+    return items

@@ -1,0 +1,175 @@
+"""Arguments of a call -> the same, where jit would refuse them for their placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from .._arrays.constrain import move_traced, sharding_refused
+from .._arrays.device_put import movable, put
+from .._arrays.place import check_ref
+from .._arrays.process_agreement import Intention, check_same
+from .._errors import EinshardError
+from .._sharding.context import is_tracing
+from .._sharding.describe import describe, describe_in
+from .._sharding.mesh import memory_kind_of
+from .._sharding.resolve import Placement
+from .program import TracedFunction
+from .value_spec import ValueSpec
+
+
+def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool) -> Sequence[Any]:
+    """The arguments, those that jit refuses for their placement moved; `values` if there are none.
+
+    Raises for arrays that are partitioned differently, unless `reshard`; and, where all processes
+    are `running` the program, for one that each of them has to itself, if these are not the same.
+    """
+    context = traced.setup.context()
+    both = [*zip(traced.arguments, values, strict=True)]
+    # all are checked before any is moved
+    leaves = [argument.place(value, context) for argument, value in both]
+    placed = list(values)
+    spread: list[tuple[Intention, Any]] = []
+    for i, (argument, value) in enumerate(both):
+        if i in traced.static:
+            continue
+        if argument.spec is None:
+            _check_devices(traced, argument, value)
+            continue
+        moved: list[Any] = []
+        for path, leaf, placement in leaves[i]:
+            moved.append(
+                leaf if placement is None else _place(traced, argument, path, leaf, placement)
+            )
+            if placement and moved[-1] is not leaf and _is_spread(leaf, placement.sharding):
+                intention = argument.leaf_text(path, leaf), placement.expression.text
+                spread.append((intention, leaf))
+        if any(new is not old for new, (_, old, _) in zip(moved, leaves[i], strict=True)):
+            placed[i] = jtu.tree_unflatten(jtu.tree_structure(value), moved)
+    if spread and running and isinstance(traced.mesh, Mesh) and not is_tracing():
+        check_same(spread, traced.mesh)
+    same = all(new is old for new, old in zip(placed, values, strict=True))
+    return values if same else placed
+
+
+def _place(
+    traced: TracedFunction,
+    argument: ValueSpec,
+    path: Sequence[Any],
+    leaf: Any,
+    placement: Placement,
+) -> Any:
+    """One leaf, moved if jit would refuse it."""
+    if isinstance(leaf, jax.Ref) and not isinstance(leaf, Tracer):
+        try:
+            check_ref(leaf, placement)
+        except EinshardError as error:
+            raise error.about(array=argument.leaf_text(path, leaf)) from None
+        return leaf
+    held = _refused(traced, leaf, placement.sharding)
+    if held is not None and not (_is_whole(held) or traced.setup.reshard):
+        raise _placed_differently(held, placement, leaf, argument.leaf_text(path, leaf)) from None
+    if held is not None or _is_local(leaf):
+        return _moved(traced, leaf, placement.sharding)
+    return leaf
+
+
+def _refused(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Sharding | None:
+    """Where an argument is that jit would refuse; it places host data itself."""
+    if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
+        return sharding_refused(leaf, traced.for_jit(sharding))
+    # on explicit axes jit refuses uncommitted arrays too
+    explicit = AxisType.Explicit in traced.mesh.axis_types
+    if not (_is_committed(leaf) or (explicit and isinstance(leaf, jax.Array))):
+        return None
+    return None if leaf.sharding.is_equivalent_to(sharding, leaf.ndim) else leaf.sharding
+
+
+def _moved(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
+    if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
+        return move_traced(leaf, sharding, traced.for_jit(NamedSharding(sharding.mesh, P())))
+    if jax.process_count() > 1:
+        return put([leaf], [sharding])[0]
+    leaf = movable(leaf, sharding)
+    return jax.device_put(leaf, sharding)  # to an abstract mesh too, which put refuses
+
+
+def _is_hidden(traced: TracedFunction, sharding: NamedSharding) -> bool:
+    """Whether the devices of the mesh in context are not known, in a transformation."""
+    return traced.mesh_is_ambient and isinstance(sharding.mesh, AbstractMesh)
+
+
+def _placed_differently(
+    held: Sharding, placement: Placement, leaf: Any, text: str
+) -> EinshardError:
+    memory, expected = memory_kind_of(held), memory_kind_of(placement.sharding)
+    if memory != expected:
+        sentence = f'the argument is in {memory} memory, but its spec is for {expected} memory'
+    else:
+        batched = isinstance(held, NamedSharding) and len(held.spec) > leaf.ndim  # by jax.vmap
+        shown = describe(held) if batched else describe_in(placement.expression, held, leaf.ndim)
+        sentence = f"the argument is partitioned otherwise: it is '{shown}'"
+    return placement.expression.error(
+        sentence,
+        [term for term in placement.expression.right if term.is_sharded],
+        array=text,
+        to_move_it='einshard(x, ...) before the call, or sharded(..., reshard=True)',
+    )
+
+
+def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> None:
+    """Raises where an argument without a spec is not on the devices of the mesh, in order."""
+    placed = any(traced.in_shardings) or bool(jtu.tree_leaves(traced.out_shardings))
+    if isinstance(traced.mesh, AbstractMesh) or not placed:
+        return
+    row = tuple(traced.mesh.devices.flat)
+    for path, leaf in jtu.tree_leaves_with_path(value):
+        if not _is_committed(leaf):
+            continue
+        if leaf.sharding.device_set != set(row):
+            held = f'{len(leaf.sharding.device_set)} of the {traced.mesh.size} devices'
+        elif _row_of_devices(leaf.sharding) not in (None, row):
+            held = 'the devices of the mesh, but in another order'
+        else:
+            continue
+        raise EinshardError(
+            f'an argument without a spec is held by {held}',
+            facts={
+                'array': argument.leaf_text(path, leaf),
+                'it is': describe(leaf),
+                'give': f"a spec: {argument.name}='... -> * ...' puts it on every device",
+            },
+        ) from None
+
+
+def _row_of_devices(sharding: Sharding) -> tuple[Any, ...] | None:
+    """The devices in the order that jit compares; None where nothing public tells it."""
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
+
+
+def _is_committed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
+
+
+def _is_local(leaf: Any) -> bool:
+    """Whether an argument is host data of one of several processes, which jit does not spread."""
+    return jax.process_count() > 1 and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+
+
+def _is_spread(leaf: Any, sharding: NamedSharding) -> bool:
+    """Whether of what each process has to itself each gets a part. JAX compares it, or refuses."""
+    if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
+        return False
+    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    return not (is_global or isinstance(leaf, Tracer | jax.ShapeDtypeStruct))
+
+
+def _is_whole(sharding: Sharding) -> bool:
+    return len(sharding.device_set) == 1 or sharding.is_fully_replicated

@@ -1,0 +1,396 @@
+"""One jitted program of a `sharded` function: a call signature, over one mesh."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from .._errors import EinshardError
+from .._sharding.context import (
+    Context,
+    current_context,
+    is_mesh_in_context,
+    is_staging,
+    is_tracing,
+    mesh_scope,
+)
+from .._sharding.mesh import AnyMesh, MeshLike
+from .._trees.specs import is_none
+from .call import CallSignature, Declaration
+from .promise import Budget, CheckedJit
+from .value_spec import ValueSpec
+
+
+class OtherShardings(ValueError):
+    """Stops the trace of a program for arguments with other shardings than it is jitted with.
+
+    JAX offers no other way to stop one. It reaches no user: like the ValueErrors by which jit
+    refuses arguments, it sends a call to the full look-up.
+    """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setup:
+    """How a decorated function is jitted.
+
+    Attributes:
+        mesh: the mesh given; None for that in context at each call.
+        reshard: whether arguments that are partitioned differently are moved.
+        options: of `jax.jit`, without those that name parameters.
+        budget: the collectives that programs may have; None for any.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    declaration: Declaration
+    mesh: MeshLike | None
+    reshard: bool
+    options: Mapping[str, Any]
+    budget: Budget | None
+
+    def context(self) -> Context:
+        """The context of a call. In a trace the devices of a mesh in context are not known."""
+        try:
+            return current_context(self.mesh)
+        except EinshardError as error:
+            raise error.about(function=self.name) from None
+
+    def mesh_key(self, context: Context) -> AnyMesh:
+        """What tells programs for different meshes apart; jit itself those of one abstract mesh."""
+        mesh = context.lowering_mesh
+        return abstract_mesh(mesh) if self.is_ambient(mesh) else mesh
+
+    def is_ambient(self, mesh: AnyMesh) -> bool:
+        """Whether a mesh is that of `jax.set_mesh`."""
+        return self.mesh is None and is_mesh_in_context(mesh)
+
+
+ANY: Any = object()
+
+
+class TracedFunction:
+    """What JAX traces: it checks the specs, enters the mesh, and calls the function.
+
+    JAX traces where the shapes, dtypes or trees of arguments are new. What a spec says about ranks
+    and sizes is checked then, so that a call that needs no tracing pays nothing for it.
+
+    Attributes:
+        arguments, result: their specs.
+        static: the positions of static arguments.
+        in_shardings: the sharding, or tree of shardings, of each argument; None: not specified.
+        out_shardings: the same for the result; `ANY` until the shapes of the result are known.
+        wrapper: the function that is given to `jax.jit`.
+    """
+
+    def __init__(self, setup: Setup, call: CallSignature, values: Sequence[Any]):
+        self.setup = setup
+        self.call = call
+        self.arguments = setup.declaration.arguments(call)
+        self.result = setup.declaration.result
+        self.names = [str(argument.name) for argument in self.arguments]
+        self.static = self.positions(setup.declaration.static)
+        context = setup.context()
+        self.mesh = context.lowering_mesh
+        self.mesh_is_ambient = setup.is_ambient(self.mesh)
+        try:
+            self.in_shardings = self.argument_shardings(values)
+        except EinshardError:
+            self.check(values)  # a leaf says more than a spec alone
+            raise
+        self.out_shardings: Any = ANY
+        self.wrapper = self.named(self._checking())
+        self._shapes = jax.jit(self.wrapper, static_argnums=tuple(self.static)).eval_shape
+
+    @property
+    def constrains_result(self) -> bool:
+        """Whether a trace has to constrain the result: explicit axes ignore out_shardings there."""
+        return self.result.spec is not None and AxisType.Explicit in self.mesh.axis_types
+
+    def positions(self, names: Collection[str]) -> list[int]:
+        """Where in the row of values those with these names are."""
+        return [i for i, name in enumerate(self.names) if name in names]
+
+    def argument_shardings(self, values: Sequence[Any]) -> list[Any]:
+        """The shardings of each argument, on the mesh that is in context now."""
+        return self._each(ValueSpec.shardings, values)
+
+    def constrained(self, values: Sequence[Any]) -> list[Any]:
+        """The arguments, constrained to their specs."""
+        return self._each(ValueSpec.constrain, values)
+
+    def check(self, values: Sequence[Any]) -> None:
+        """Raises for the first argument whose rank or sizes do not fit its spec."""
+        self._each(ValueSpec.place, values)
+
+    def _each(
+        self, step: Callable[[ValueSpec, Any, Context], Any], values: Sequence[Any]
+    ) -> list[Any]:
+        context = self.setup.context()
+        return [step(spec, x, context) for spec, x in zip(self.arguments, values, strict=True)]
+
+    def result_shardings(self, values: Sequence[Any]) -> Any:
+        """The same for the result."""
+        # the one case that needs the result's shapes beforehand, by a trace that jit keeps
+        result = self._shapes(*values) if self.result.needs_leaves else None
+        return self.result.shardings(result, self.setup.context())
+
+    def takes(self, values: Sequence[Any]) -> bool:
+        """Whether the shardings of the arguments are those of these too, whatever their shapes."""
+        context = self.setup.context()
+        return all(
+            _same_shardings(argument.shardings(value, context), shardings)
+            for argument, value, shardings in zip(
+                self.arguments, values, self.in_shardings, strict=True
+            )
+            if argument.needs_leaves
+        )
+
+    def gives(self, values: Sequence[Any]) -> bool:
+        """Whether the shardings of the result are those of a call with these, too."""
+        if self.result.needs_leaves:
+            try:
+                self._shapes(*values)
+            except OtherShardings:
+                return False
+        return True
+
+    def for_jit(self, shardings: Any) -> Any:
+        """What jit is given for shardings: of those on the mesh in context the specs alone.
+
+        Then jit itself finds the mesh that is in context at each call, also in a trace, where its
+        devices are not known: one program serves meshes that differ in their devices only.
+        """
+        if not self.mesh_is_ambient:
+            return shardings
+        mesh = abstract_mesh(self.mesh)
+        return jtu.tree_map(
+            lambda one: one and (one.spec if abstract_mesh(one.mesh) == mesh else one),
+            shardings,
+            is_leaf=is_none,
+        )
+
+    def named(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        """A wrapper that takes all values in a row, with the names that jit gives its program."""
+        wrapper.__name__ = wrapper.__qualname__ = self.setup.name
+        wrapper.__wrapped__ = self.setup.function  # type: ignore[attr-defined]
+        wrapper.__signature__ = _row_signature(self.names)  # type: ignore[attr-defined]
+        return wrapper
+
+    def _checking(self) -> Callable[..., Any]:
+        def wrapper(*values: Any) -> Any:
+            context = self.setup.context()
+            mesh = context.lowering_mesh
+            if abstract_mesh(mesh) != abstract_mesh(self.mesh) or not self.takes(values):
+                raise OtherShardings
+            self.check(values)
+            if AxisType.Explicit in self.mesh.axis_types:
+                # jit puts arguments where in_shardings say, but their types are what they were
+                values = tuple(self.constrained(values))
+            with mesh_scope(mesh):
+                args, kwargs = self.call.spread(values)
+                result = self.setup.function(*args, **kwargs)
+            self._check_result(result, context)
+            return result
+
+        return wrapper
+
+    def _check_result(self, result: Any, context: Context) -> None:
+        if not self.result.needs_leaves:
+            self.result.place(result, context)
+        elif self.out_shardings is not ANY:
+            found = self.result.shardings(result, context)
+            if not _same_shardings(found, self.out_shardings):
+                raise OtherShardings
+
+
+@dataclass(eq=False)
+class Program:
+    """A function jitted with the shardings that its specs mean, for one call signature.
+
+    Shardings are given to `jax.jit` by prefix where a spec is an expression, and leaf by leaf
+    where it depends on the leaves: a function of the path, or an axis behind '...'.
+
+    Attributes:
+        jitted: what runs and is lowered.
+        nested: the same as part of another program, or in a transformation. There a constraint
+            places the result: explicit axes ignore out_shardings, and in the backward pass these
+            would become in_shardings, which refuse what is placed differently.
+        called: what calls take: `jitted`, or with a budget what reads its programs.
+        checked: what reads them.
+        held: where the arguments without a spec are. JAX compiles anew where they are placed
+            differently, and traces nothing: with a budget a program is for one placement of these.
+        args_checked: whether arguments of a call have been placed by `place_arguments`.
+    """
+
+    traced: TracedFunction
+    options: Mapping[str, Any]  # of jit, but for the shardings
+    jitted: Any
+    nested: Any
+    called: Any
+    checked: CheckedJit | None
+    unplaced: Sequence[int]
+    held: tuple[Any, ...]
+    args_checked: bool = False
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether its mesh has no devices: then it can be traced, but not run."""
+        traced = self.traced
+        return isinstance(traced.mesh, AbstractMesh) and not traced.mesh_is_ambient
+
+    def run(self, *values: Any) -> Any:
+        """Calls it; as part of another program, or in a transformation, the nested one."""
+        if self.checked is None and is_tracing():
+            return self.nested(*values)
+        return self.called(*values)
+
+    def is_for(self, values: Sequence[Any]) -> bool:
+        """Whether the shardings of arguments and result are those of a call with these."""
+        held = held_shardings(values, self.unplaced)
+        return self.traced.takes(values) and self.held == held and self.traced.gives(values)
+
+    def must_be_placed(self) -> bool:
+        """Whether jit does not refuse what is placed differently, in jax.grad or jax.vmap alone."""
+        return self.traced.mesh_is_ambient and is_tracing() and not is_staging()
+
+    def clear_cache(self) -> None:
+        self.jitted.clear_cache()
+        self.nested.clear_cache()
+        if self.checked is not None:
+            self.checked.clear_cache()
+
+    def trace_as_called(
+        self, n_args: int, given: Collection[str], order: Sequence[str], values: Sequence[Any]
+    ) -> jax.stages.Traced:
+        """Its trace for a call as it is written, with the keywords `given`.
+
+        `jax.jit` with in_shardings refuses keywords, so arguments bring their shardings along.
+        """
+        traced, names = self.traced, dict(enumerate(order, n_args))
+        context = traced.setup.context()
+        typed = [
+            value if i in traced.static else argument.typed(value, context)
+            for i, (argument, value) in enumerate(zip(traced.arguments, values, strict=True))
+        ]
+
+        def as_called(*args: Any, **kwargs: Any) -> Any:
+            left = [i for i, name in names.items() if name not in given]  # defaults
+            constants = {names[i]: traced.arguments[i].constrain(values[i], context) for i in left}
+            return traced.wrapper(*args, *map({**constants, **kwargs}.__getitem__, order))
+
+        as_called.__name__ = as_called.__qualname__ = traced.setup.name
+        as_called.__wrapped__ = traced.setup.function  # type: ignore[attr-defined]
+        donated = self.options.get('donate_argnums', ())
+        options: dict[str, Any] = {
+            **self.options,
+            'static_argnums': tuple(i for i in traced.static if i < n_args),
+            'static_argnames': tuple(names[i] for i in traced.static if i >= n_args),
+            'donate_argnums': tuple(i for i in donated if i < n_args),
+            'donate_argnames': tuple(names[i] for i in donated if i >= n_args),
+        }
+        if traced.out_shardings is not None:
+            options['out_shardings'] = traced.for_jit(traced.out_shardings)
+        by_keyword = {name: typed[i] for i, name in names.items() if name in given}
+        return jax.jit(as_called, **options).trace(*typed[:n_args], **by_keyword)
+
+
+def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Program:
+    """The program of a call; its function is traced if the spec of the result needs its shapes."""
+    traced = TracedFunction(setup, call, values)
+    traced.out_shardings = traced.result_shardings(values)
+    options: dict[str, Any] = {**setup.options, 'static_argnums': tuple(traced.static)}
+    donated = traced.positions(setup.declaration.donated)
+    if donated:
+        options['donate_argnums'] = tuple(donated)
+    with_shardings = dict(options)
+    budget = setup.budget
+    dynamic = [s for i, s in enumerate(traced.in_shardings) if i not in traced.static]
+    if any(sharding is not None for sharding in dynamic):
+        with_shardings['in_shardings'] = tuple(traced.for_jit(one) for one in dynamic)
+        if traced.mesh.size == 1:
+            budget = None  # a program that is held to one device communicates with none
+    nested = _nested(traced, with_shardings)
+    if traced.out_shardings is not None:
+        with_shardings['out_shardings'] = traced.for_jit(traced.out_shardings)
+    jitted = jax.jit(traced.wrapper, **with_shardings)
+    if not traced.mesh_is_ambient and (
+        traced.out_shardings is None or isinstance(traced.mesh, AbstractMesh)
+    ):
+        nested = jitted  # nothing to constrain
+    called, checked, unplaced = jitted, None, list[int]()
+    if budget is not None:
+        checked = CheckedJit(budget, traced.wrapper, with_shardings, nested)
+        called = checked.call
+        unplaced = [i for i in range(len(values)) if _is_unplaced(traced, i)]
+    held = held_shardings(values, unplaced)
+    return Program(traced, options, jitted, nested, called, checked, unplaced, held)
+
+
+def _nested(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
+    # the function itself is traced once, whether as part of another program or not
+    unplaced: dict[str, Any] = {**options, 'in_shardings': None}
+    inlined: dict[str, Any] = {**unplaced, 'inline': True}
+    inside = jax.jit(traced.wrapper, **inlined)
+    if traced.mesh_is_ambient:
+        # JAX would keep the devices with a trace, which it takes again for others
+        options = unplaced
+
+    def nested(*values: Any) -> Any:
+        if traced.mesh_is_ambient:
+            values = tuple(traced.constrained(values))
+        return traced.result.constrain(inside(*values), traced.setup.context())
+
+    return jax.jit(traced.named(nested), **options)
+
+
+def _is_unplaced(traced: TracedFunction, i: int) -> bool:
+    """Whether an argument, or a part of it, has no spec."""
+    shardings = jtu.tree_leaves(traced.in_shardings[i], is_leaf=is_none)
+    return i not in traced.static and any(map(is_none, shardings))
+
+
+def held_shardings(values: Sequence[Any], which: Sequence[int]) -> tuple[Any, ...]:
+    """Where the arrays of some arguments are; None for host data. While tracing, nothing."""
+    if not which or is_tracing():
+        return ()
+    # whether an array is committed would take as long again, and where it matters jit refuses it
+    leaves = [leaf for i in which for leaf in jtu.tree_leaves(values[i])]
+    return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
+
+
+def _same_shardings(some: Any, others: Any) -> bool:
+    """Whether trees of shardings are the same, be their meshes those of a trace or not."""
+    leaves, treedef = jtu.tree_flatten(some, is_leaf=is_none)
+    other_leaves, other_treedef = jtu.tree_flatten(others, is_leaf=is_none)
+    return treedef == other_treedef and all(
+        one is other is None or (one and other and _unbound(one) == _unbound(other))
+        for one, other in zip(leaves, other_leaves, strict=True)
+    )
+
+
+def _unbound(sharding: NamedSharding) -> Any:
+    return abstract_mesh(sharding.mesh), sharding.spec
+
+
+def abstract_mesh(mesh: AnyMesh) -> AbstractMesh:
+    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+
+
+def _row_signature(names: Sequence[str]) -> inspect.Signature:
+    """A signature of positional parameters with these names, as far as they can be names."""
+    known: list[str] = []
+    for name in names:
+        name = re.sub(r'\W', '_', name.removesuffix(']'))
+        while name in known or keyword.iskeyword(name):
+            name += '_'
+        known.append(name)
+    only = inspect.Parameter.POSITIONAL_ONLY
+    return inspect.Signature([inspect.Parameter(name, only) for name in known])

@@ -1,0 +1,134 @@
+"""The spec of an argument or of the result, and what it means for a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+
+from .._arrays.constrain import constrain, place_constant
+from .._errors import EinshardError
+from .._sharding.context import Context
+from .._sharding.leaf_spec import LeafSpec
+from .._sharding.resolve import Placement, resolve
+from .._text import array_text
+from .._trees.paths import path_text
+from .._trees.specs import Spec, check_visible, is_none, leaf_specs, needs_leaves
+
+# The path of a leaf, the leaf, and its placement; None without a spec.
+PlacedLeaf: TypeAlias = tuple[Sequence[Any], Any, Placement | None]
+
+
+class ValueSpec:
+    """The spec of an argument of a function, or of its result.
+
+    Attributes:
+        function: the name of the function.
+        name: that of the argument; None for the result.
+        spec: parsed; None leaves the value to the compiler.
+        needs_leaves: whether its shardings depend on the ranks, paths or shapes of leaves.
+    """
+
+    def __init__(self, function: str, name: str | None, spec: Spec):
+        self.function = function
+        self.name = name
+        self.spec = spec
+        self.needs_leaves = needs_leaves(spec)
+
+    def place(self, value: Any, context: Context) -> list[PlacedLeaf]:
+        """The placement of every leaf; raises where a rank or a size does not fit its spec."""
+        if self.spec is None:
+            return []
+        try:
+            specs = leaf_specs(value, jtu.tree_leaves(value), self.spec, context.mesh)
+        except EinshardError as error:
+            raise error.about(**self._no_prefix(value)) from None
+        placed: list[PlacedLeaf] = []
+        for (path, leaf), spec in zip(jtu.tree_leaves_with_path(value), specs, strict=True):
+            try:
+                found = None if spec is None else resolve(spec, np.shape(leaf), context)
+            except EinshardError as error:
+                text = self.leaf_text(path, leaf)
+                raise (_no_array(leaf, text) or error.about(array=text)) from None
+            placed.append((path, leaf, found))
+        return placed
+
+    def shardings(self, value: Any, context: Context) -> Any:
+        """What `jax.jit` is given: shardings, a prefix of the value unless they need its leaves."""
+        if self.spec is None:
+            return None
+        if not self.needs_leaves:
+            return jtu.tree_map(partial(self._sharding, context), self.spec, is_leaf=is_none)
+        found = [placement and placement.sharding for _, _, placement in self.place(value, context)]
+        return jtu.tree_unflatten(jtu.tree_structure(value), found)
+
+    def constrain(self, value: Any, context: Context) -> Any:
+        """The value with every leaf constrained to its spec."""
+        return self._each(_constrained, value, context)
+
+    def typed(self, value: Any, context: Context) -> Any:
+        """The value, leaves with a spec as shapes with their shardings."""
+        return self._each(_typed, value, context)
+
+    def leaf_text(self, path: Sequence[Any], leaf: Any) -> str:
+        """A leaf as errors show it: float32[6,8], parameter 'params/w' of step."""
+        text = path_text(path)
+        if self.name is None:
+            inside = f" '{text}'" if path else ''
+            return f'{array_text(leaf)}, result{inside} of {self.function}'
+        inside = f'/{text}' if path else ''
+        return f"{array_text(leaf)}, parameter '{self.name}{inside}' of {self.function}"
+
+    def _each(self, change: Callable[[Any, Placement], Any], value: Any, context: Context) -> Any:
+        if self.spec is None:
+            return value
+        leaves = [
+            leaf if placement is None else change(leaf, placement)
+            for _, leaf, placement in self.place(value, context)
+        ]
+        return jtu.tree_unflatten(jtu.tree_structure(value), leaves)
+
+    def _sharding(self, context: Context, spec: LeafSpec | None) -> Any:
+        try:
+            return None if spec is None else resolve(spec, None, context).sharding
+        except EinshardError as error:
+            raise error.about(function=self.function) from None
+
+    def _no_prefix(self, value: Any) -> dict[str, str]:
+        """The facts for a spec that is not a prefix of its value."""
+        if self.name is None:
+            return {'of': f'the result of {self.function}'}
+        facts = {'of': f"parameter '{self.name}' of {self.function}"}
+        if isinstance(self.spec, list | tuple) and jtu.all_leaves([value]):
+            facts['instead'] = 'a spec for each parameter, not a list: sharded(spec, spec, ...)'
+        return facts
+
+
+def _no_array(leaf: Any, text: str) -> EinshardError | None:
+    """The error for a leaf that has a spec but is not an array: it has no dimensions."""
+    if hasattr(leaf, 'dtype') or isinstance(leaf, int | float | complex):
+        return None
+    try:
+        check_visible(leaf)
+    except EinshardError as error:
+        return error.about(array=text)
+    return EinshardError(
+        f'{type(leaf).__name__} is no array, and no tree that JAX knows',
+        facts={'it is': text, 'give': 'no spec for it; jit takes it if it is static'},
+    )
+
+
+def _constrained(leaf: Any, placement: Placement) -> Any:
+    return (constrain if isinstance(leaf, Tracer) else place_constant)(leaf, placement)
+
+
+def _typed(leaf: Any, placement: Placement) -> jax.ShapeDtypeStruct:
+    aval: Any = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=placement.sharding, weak_type=aval.weak_type
+    )

@@ -1,0 +1,274 @@
+"""All-gathers of an optimised HLO program: what they gather, and which parts devices keep. No JAX.
+
+If the SPMD partitioner knows no better way to reshard, it all-gathers the full array, and every
+device keeps a slice: "involuntary full rematerialization". XLA reports this only on standard error.
+In the program it shows as slices, at offsets computed from the device number, being the only uses
+of the array.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .module import ArrayType, Computation, Instruction, Module, Value
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """An all-gather.
+
+    Attributes:
+        name: the name of its instruction.
+        array: the result on each device.
+        dimension: the dimension along which shards are concatenated.
+        origin: (computation, instruction) that make the gathered array.
+        parameter: the number of the program parameter that is gathered, or None.
+        invariant: whether it gathers the same array in every iteration of a loop.
+        source: the source line that uses the result, 'model.py:12', or None.
+        kept: for each dimension, the block that each device keeps; None if the array has other
+            uses.
+    """
+
+    name: str
+    array: ArrayType
+    dimension: int
+    origin: tuple[str, str]
+    parameter: int | None
+    invariant: bool
+    source: str | None
+    kept: tuple[tuple[int, ...], ...] | None
+
+
+def find_all_gathers(module: Module, n_devices: int) -> list[AllGather]:
+    """The all-gathers of a program that have a single operand."""
+    return list(_Finder(module, n_devices).find())
+
+
+_DIMENSION = re.compile(r'dimensions=\{(\d+)\}')
+_SIZES = re.compile(r'dynamic_slice_sizes=\{([\d,]+)\}')
+# operations that change at most the form of an array
+_COPIES = {'copy', 'copy-start', 'copy-done', 'all-gather-done', 'optimization-barrier'}
+_PASSES_ON = frozenset({'bitcast', 'reshape', 'transpose', 'convert', *_COPIES})
+
+
+class _Unknown(Exception):
+    """The value is not simple arithmetic of the device number."""
+
+
+class _Finder:
+    def __init__(self, module: Module, n_devices: int):
+        self.module = module
+        self.n_devices = n_devices
+
+    def find(self) -> Iterator[AllGather]:
+        for _, here, made in self.module.find(' all-gather(', ' all-gather-start('):
+            dimension = _DIMENSION.search(made.attributes)
+            if len(made.operands) != 1 or dimension is None:
+                continue
+            made_in, origin, invariant = self.origin(here, made.operands[0])
+            is_parameter = made_in.is_entry and origin.opcode == 'parameter'
+            array = made.results[-1]
+            yield AllGather(
+                name=made.name,
+                array=array,
+                dimension=int(dimension[1]),
+                origin=(made_in.name, origin.name),
+                parameter=int(origin.given) if is_parameter else None,
+                invariant=invariant,
+                source=self.used_at(here, made.name),
+                kept=self.kept(Value(here, made.name), array),
+            )
+
+    def origin(self, here: Computation, name: str) -> tuple[Computation, Instruction, bool]:
+        """The computation and instruction that made an array, traced through copies and calls.
+
+        And whether it is made outside of the loop that gathers it.
+        """
+        made = here[name]
+        while self.passes_on(made):
+            made = here[made.operands[0]]
+        outside = self.outside(here, made)
+        if outside is None:
+            return here, made, False
+        caller, operand = outside
+        made_in, origin, invariant = self.origin(caller, operand)
+        return made_in, origin, invariant or made.opcode == 'get-tuple-element'
+
+    def passes_on(self, made: Instruction) -> bool:
+        """Whether it only copies or reshapes its operand; on CPU, copies are fusions."""
+        if len(made.operands) != 1 or made.opcode in _PASSES_ON:
+            return len(made.operands) == 1
+        callee = self.module.called(made) if made.opcode == 'fusion' else None
+        if callee is None:
+            return False
+        inner = callee['']
+        while inner.opcode in _PASSES_ON and len(inner.operands) == 1:
+            inner = callee[inner.operands[0]]
+        return inner.opcode == 'parameter'
+
+    def outside(self, here: Computation, made: Instruction) -> tuple[Computation, str] | None:
+        """The caller's value of a fusion parameter or of a loop invariant."""
+        if made.opcode == 'parameter' and not here.is_entry:
+            for _, caller, call in self.module.call_sites(here):
+                if 'calls=' in call.attributes:
+                    return caller, call.operands[int(made.given)]
+        at = _carried(here, made)
+        if at is None:
+            return None
+        for _, caller, call in self.module.call_sites(here):
+            start = caller[call.operands[0]]
+            if f'body=%{here.name},' in f'{call.attributes},' and start.opcode == 'tuple':
+                return caller, start.operands[at]
+        return None
+
+    def used_at(self, here: Computation, name: str, far: int = 3) -> str | None:
+        """The source line of a user of an array, looking through copies without one."""
+        for user in here.users(name):
+            source = self.module.source(user)
+            callee = self.module.called(user)
+            if source is None and callee is not None:
+                source = self.module.source(callee[''])
+            if source is None and far:
+                source = self.used_at(here, user.name, far - 1)
+            if source is not None:
+                return source
+        return None
+
+    def kept(self, value: Value, array: ArrayType) -> tuple[tuple[int, ...], ...] | None:
+        slices = list(self.slices(value, array))
+        if not slices or None in slices or len(set(slices)) > 1:
+            return None
+        blocks = slices[0]
+        return blocks if blocks and any(len(set(of_axis)) > 1 for of_axis in blocks) else None
+
+    def slices(
+        self, value: Value, array: ArrayType
+    ) -> Iterator[tuple[tuple[int, ...], ...] | None]:
+        """For each use of an array, the block that each device slices; None for other uses."""
+        here = value.here
+        if value.name == here[''].name:
+            yield None
+        for user in here.users(value.name):
+            callee = self.module.called(user) if user.opcode == 'fusion' else None
+            axes = _axes(user, here[value.name], array)
+            if axes is not None:
+                for blocks in self.slices(value.beside(user.name), user.results[0]):
+                    yield blocks and tuple(blocks[axes.index(axis)] for axis in range(len(axes)))
+            elif callee is not None:
+                for i, operand in enumerate(user.operands):
+                    if operand == value.name:
+                        inside = value.beside(user.name).inside(callee, callee.parameter(i))
+                        yield from self.slices(inside, array)
+            elif user.opcode == 'dynamic-slice' and user.operands[0] == value.name:
+                yield self.blocks(value, user)
+            else:
+                yield None
+
+    def blocks(self, value: Value, user: Instruction) -> tuple[tuple[int, ...], ...] | None:
+        sizes = _SIZES.search(user.attributes)
+        if sizes is None:
+            return None
+        blocks: list[tuple[int, ...]] = []
+        for operand, size in zip(user.operands[1:], sizes[1].split(','), strict=True):
+            try:
+                start = [
+                    int(self.evaluate(value.beside(operand), device).reshape(-1)[0])
+                    for device in range(self.n_devices)
+                ]
+            except _Unknown:
+                return None
+            blocks.append(tuple(at // int(size) for at in start))
+        return tuple(blocks)
+
+    def evaluate(self, value: Value, device: int) -> Any:
+        """The value of an integer array on a device."""
+        made = value.made
+        if made.opcode in ('partition-id', 'replica-id'):
+            return np.array(device)
+        if made.opcode == 'constant':
+            numbers = [int(number) for number in re.findall(r'-?\d+', made.given)]
+            if not numbers:
+                raise _Unknown
+            return np.array(numbers).reshape(made.results[0].shape)
+        if made.opcode == 'parameter' and value.given:
+            return self.evaluate(value.given[int(made.given)], device)
+        if made.opcode == 'get-tuple-element':
+            outside = self.outside(value.here, made)
+            if outside is not None:
+                return self.evaluate(Value(*outside), device)
+        operands = (self.evaluate(value.beside(operand), device) for operand in made.operands)
+        callee = self.module.called(made) if made.opcode == 'fusion' else None
+        if callee is not None:
+            return self.evaluate(value.inside(callee), device)
+        if made.opcode in _PASSES_ON:
+            return next(operands).reshape(made.results[0].shape)
+        if made.opcode == 'dynamic-slice' and len(made.operands) == 2:
+            table, start = operands
+            size = made.results[0].shape[0]
+            first = min(max(int(start.reshape(-1)[0]), 0), len(table) - size)
+            return table[first : first + size]
+        if made.opcode == 'clamp':
+            low, number, high = operands
+            return np.minimum(np.maximum(number, low), high)
+        if made.opcode in _ARITHMETIC:
+            return _ARITHMETIC[made.opcode](*operands)
+        raise _Unknown
+
+
+_ARITHMETIC: Mapping[str, Any] = {
+    'add': np.add,
+    'subtract': np.subtract,
+    'multiply': np.multiply,
+    'divide': np.floor_divide,
+    'remainder': np.remainder,
+    'minimum': np.minimum,
+    'maximum': np.maximum,
+    'and': np.bitwise_and,
+    'shift-left': np.left_shift,
+    'shift-right-logical': np.right_shift,
+}
+
+
+def _axes(made: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:
+    """For a transposed or copied array: the axis of the original for each axis; else None.
+
+    On GPU, a bitcast to another layout stands for a transpose.
+    """
+    if made.opcode not in _PASSES_ON:
+        return None
+    shape, axes = made.results[0].shape, range(len(array.shape))
+    if made.opcode == 'transpose':
+        (dimensions,) = re.findall(r'dimensions=\{([\d,]*)\}', made.attributes)
+        return [int(axis) for axis in dimensions.split(',') if axis]
+    if made.opcode == 'bitcast' and len(shape) == len(axes):
+        axis_of = dict(zip(_layout(made), _layout(before), strict=True))
+        axes = [axis_of[axis] for axis in axes]
+    same = len(shape) == len(axes) and all(
+        shape[i] == array.shape[axis] for i, axis in enumerate(axes)
+    )
+    return axes if same else None
+
+
+def _layout(made: Instruction) -> Sequence[int]:
+    """The axes in memory order, fastest first."""
+    found = re.search(r'\{([\d,]+)', made.type)
+    rank = len(made.results[0].shape)
+    return [int(axis) for axis in found[1].split(',')] if found else range(rank)[::-1]
+
+
+def _carried(here: Computation, made: Instruction) -> int | None:
+    """The index of a loop-invariant element in the loop state, or None."""
+    root = here['']
+    if made.opcode != 'get-tuple-element' or root.opcode != 'tuple':
+        return None
+    at = made.element
+    if here[made.operands[0]].opcode != 'parameter' or at >= len(root.operands):
+        return None
+    last = here[root.operands[at]]
+    is_unchanged = (last.opcode, last.operands, last.element) == (made.opcode, made.operands, at)
+    return at if is_unchanged else None

@@ -1,0 +1,165 @@
+"""Replica groups, in all forms that XLA writes. Imports no JAX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import pairwise, product
+from math import prod
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=256)
+def read_groups(text: str) -> Groups:
+    """The groups of devices in a text.
+
+    >>> from einshard._hlo.groups import read_groups
+    >>> read_groups('{{0,1},{2,3}}')
+    ((0, 1), (2, 3))
+    >>> read_groups('[2,2]<=[2,2]T(1,0)')
+    ((0, 2), (1, 3))
+    >>> read_groups("mesh['a'=2,'b'=2] {'a'}")
+    ((0, 2), (1, 3))
+
+    The second reads 0, 1, 2, 3 in shape (2, 2), transposed, in rows of two. The third are the
+    devices along mesh axis 'a'.
+    """
+    if text.startswith('{'):
+        return tuple(_numbers(group) for group in re.findall(r'\{([\d, ]+)\}', text))
+    if iota := re.fullmatch(r'\[(.*)\]<=\[(.*?)\](?:T\((.*)\))?', text):
+        shape, dims, order = iota.groups()
+        return _rows(_iota(_numbers(dims), _numbers(order or '')), _numbers(shape)[-1])
+    if mesh := _MESH.fullmatch(text):
+        return _groups_of_mesh(*mesh.groups())
+    raise ValueError(f'unknown replica groups: {text}')
+
+
+_MESH = re.compile(
+    r'mesh\[(.*?)\](?:, device_ids=\((?:\[(.*?)\](?:T\((.*?)\))?|([\d,]+))\))? \{(.*)\}'
+)
+
+
+def _groups_of_mesh(
+    mesh: str, dims: str | None, order: str | None, listed: str | None, axes: str
+) -> Groups:
+    """The devices along some axes of a mesh.
+
+    An axis 'b':(2)4 is the sub-axis of b with size 4 that follows one of size 2. `dims` and
+    `order`, or `listed`, give the devices of the mesh, if the text has them.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    parts = [
+        (name, int(before or 1), int(size or sizes[name]))
+        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
+    ]
+    shape: list[int] = []  # of the mesh, with axes split into sub-axes
+    pieces: list[tuple[str, int]] = []  # for each dim: its axis, and the size before it
+    for name, size in sizes.items():
+        ends = {end for other, before, n in parts if other == name for end in (before, before * n)}
+        for before, end in pairwise(sorted(ends | {1, size})):
+            pieces.append((name, before))
+            shape.append(end // before)
+    last = [
+        dim
+        for name, before, n in parts
+        for dim, (other, at) in enumerate(pieces)
+        if other == name and before <= at < before * n
+    ]
+    first = [dim for dim in range(len(shape)) if dim not in last]
+    ids = _numbers(listed or '') or _iota(_numbers(dims or '') or shape, _numbers(order or ''))
+    in_groups = [ids[i] for i in _iota(shape, first + last)]
+    return _rows(in_groups, prod(shape[dim] for dim in last))
+
+
+def _iota(dims: Sequence[int], order: Sequence[int]) -> list[int]:
+    """0, 1, 2, ... in an array of these dims, read with the dims in another order."""
+    strides = [prod(dims[dim + 1 :]) for dim in range(len(dims))]
+    ranges = [range(0, dims[dim] * strides[dim], strides[dim]) for dim in order or range(len(dims))]
+    return [sum(index) for index in product(*ranges)]
+
+
+def _rows(numbers: list[int], size: int) -> Groups:
+    return tuple(tuple(numbers[i : i + size]) for i in range(0, len(numbers), size))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(',') if number)
+
+
+def connected(pairs: Iterable[tuple[int, int]]) -> Groups:
+    """The connected components of pairs.
+
+    >>> from einshard._hlo.groups import connected
+    >>> connected([(0, 1), (1, 0), (2, 3), (3, 4)])
+    ((0, 1), (2, 3, 4))
+    """
+    group_of: dict[int, list[int]] = {}
+    for pair in pairs:
+        ours, theirs = (group_of.setdefault(device, [device]) for device in pair)
+        if ours is not theirs:
+            ours += theirs
+            group_of.update(dict.fromkeys(theirs, ours))
+    return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
+
+
+class Slices:
+    """The positions of the devices of each TPU slice in the device list of a program.
+
+    A multi-slice program is compiled for one slice. Collectives within a slice name its partitions.
+    Transfers between slices name device ids: 300002 is device 2 of the third slice.
+
+    Args:
+        n_partitions: the number of devices of one slice.
+        n_slices: the number of slices in the text; 1 if it mentions none.
+        device_ids: the ids of the program's devices in order. Default: slice by slice.
+    """
+
+    def __init__(self, n_partitions: int, n_slices: int, device_ids: Sequence[int] = ()):
+        if len(device_ids) <= n_partitions:
+            device_ids = range(n_partitions)
+            if n_slices > 1:
+                device_ids = [s * _SLICE + i for s in range(1, n_slices + 1) for i in device_ids]
+        self._position = {device: i for i, device in enumerate(device_ids)}
+        self._slices: dict[int, list[int]] = {}
+        for position, device in enumerate(device_ids):
+            self._slices.setdefault(device // _SLICE, []).append(position)
+        if len(device_ids) == n_partitions:
+            self._slices = {1: list(range(n_partitions))}
+        self.n_devices = len(device_ids)
+
+    def within(self, groups: Groups) -> Groups:
+        """Groups of partitions as positions, in every slice."""
+        if len(self._slices) == 1:
+            return groups
+        return tuple(
+            tuple(positions[partition] for partition in group)
+            for positions in self._slices.values()
+            for group in groups
+        )
+
+    def across(self, target: str) -> Groups:
+        """Positions of '{1,2}x{0:15}' or '{{100000,200000},...}'; of pairs with '->' too."""
+        if product_ := re.fullmatch(r'\{([\d,]+)\}x\{(\d+):(\d+)\}', target):
+            slices, first, last = product_.groups()
+            return tuple(
+                tuple(self._slices[slice_][i] for slice_ in _numbers(slices))
+                for i in range(int(first), int(last) + 1)
+            )
+        listed = read_groups(target.replace('->', ','))
+        return tuple(tuple(self._position[device] for device in group) for group in listed)
+
+
+_SLICE = 100_000  # difference of device ids between consecutive slices
+
+
+def count_slices(text: str) -> int:
+    """The number of slices that a program's transfers mention."""
+    found = 1
+    for target in set(re.findall(r'_xla_megascale_target=("[^"]*"|\{[\d,>{}-]*\})', text)):
+        if listed := re.match(r'"\{([\d,]+)\}x', target):
+            found = max(found, *_numbers(listed[1]))
+        else:
+            found = max(found, *(int(n) // _SLICE for n in re.findall(r'\d{6,}', target)))
+    return found

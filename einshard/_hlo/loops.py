@@ -1,0 +1,156 @@
+"""How often the computations of an optimised HLO program run. Imports no JAX.
+
+On CPU and GPU, XLA writes the trip count next to a loop. On TPU it does not. There the trip count
+of JAX's scans and fori_loops follows from the loop itself: the start of the counter, the step in
+the body, and the limit in the condition.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .module import Computation, Module, Place, Value
+
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_MOVES = frozenset(('copy', 'copy-start', 'copy-done', 'bitcast', 'opt-barrier'))
+
+
+class Executions:
+    """Number of executions of each computation in one run of the program."""
+
+    def __init__(self, module: Module):
+        self._module = module
+        self._known: dict[str, int | None] = {}
+
+    def of(self, computation: Computation) -> int | None:
+        """Executions; None if a trip count is unknown. All branches count as taken."""
+        if computation.is_entry:
+            return 1
+        if computation.name not in self._known:
+            total: int | None = 0
+            for site in self._module.call_sites(computation):
+                if self._module.path(site.here) is None:
+                    continue
+                outside, runs = self.of(site.here), self._runs(site, computation.name)
+                if total is None or outside is None or runs is None:
+                    total = None
+                else:
+                    total += outside * runs
+            self._known[computation.name] = total
+        return self._known[computation.name]
+
+    def _runs(self, site: Place, name: str) -> int | None:
+        if site.made.opcode != 'while':
+            return 1
+        trips = trip_count(self._module, site)
+        # the condition runs once more than the body
+        is_condition = f'condition=%{name},' in f'{site.made.attributes},'
+        return trips + 1 if is_condition and trips is not None else trips
+
+
+def trip_count(module: Module, loop: Place) -> int | None:
+    """The trip count of a loop; None if unknown."""
+    _, here, made = loop
+    if known := _KNOWN.search(made.attributes + made.metadata):
+        return int(known[1])
+    names = dict(re.findall(r'\b(condition|body)=%?([^\s,]+)', made.attributes))
+    condition, body = (Value(module.computation(names[what])) for what in ('condition', 'body'))
+    return _Loop(module, Value(here, made.operands[0]), condition, body).count()
+
+
+# an element of the loop state (or None) plus a constant
+_Sum = tuple[int | None, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    module: Module
+    state: Value
+    condition: Value
+    body: Value
+
+    def count(self) -> int | None:
+        compared, _ = self.trace(self.condition)
+        comparison = compared.made
+        if comparison.opcode != 'compare':
+            return None
+        direction = re.search(r'direction=(\w+)', comparison.attributes)
+        sums = [self.sum(compared.beside(operand)) for operand in comparison.operands]
+        if not direction or len(sums) != 2:
+            return None
+        how = direction[1]
+        left, right = (self.unless_changed(sum_) for sum_ in sums)
+        if left and left[0] is None:
+            left, right, how = right, left, _MIRRORED.get(how, how)
+        if not left or not right or left[0] is None or right[0] is not None:
+            return None
+        counter, ahead = left
+        start, after = self.sum(self.state, counter), self.sum(self.body, counter)
+        if not start or start[0] is not None or not after or after[0] != counter:
+            return None
+        return _runs(start[1] + ahead, after[1], how, right[1])
+
+    def unless_changed(self, sum_: _Sum | None) -> _Sum | None:
+        """The constant value of a loop-invariant element, if it has one."""
+        if sum_ and sum_[0] is not None and self.sum(self.body, sum_[0]) == (sum_[0], 0):
+            outside = self.sum(self.state, sum_[0])
+            if outside and outside[0] is None:
+                return None, outside[1] + sum_[1]
+        return sum_
+
+    def sum(self, value: Value, element: int | None = None) -> _Sum | None:
+        """A value, or an element of a tuple, as a sum; None if it is not one."""
+        value, element = self.trace(value, element)
+        made = value.made
+        if made.opcode == 'constant':
+            return (None, int(made.given)) if re.fullmatch(r'-?\d+', made.given) else None
+        if made.opcode == 'parameter':
+            return None if element is None else (element, 0)
+        if made.opcode in ('add', 'subtract'):
+            a, b = (self.sum(value.beside(operand)) for operand in made.operands)
+            sign = 1 if made.opcode == 'add' else -1
+            if a and b and b[0] is None:
+                return a[0], a[1] + sign * b[1]
+            if a and b and a[0] is None and sign == 1:
+                return b[0], a[1] + b[1]
+        return None
+
+    def trace(self, value: Value, element: int | None = None) -> tuple[Value, int | None]:
+        """Follows a value, or an element of a tuple, through copies, tuples and calls."""
+        while True:
+            made = value.made
+            if made.opcode in _MOVES:
+                value = value.beside(made.operands[0])
+            elif made.opcode == 'get-tuple-element' and element is None:
+                value, element = value.beside(made.operands[0]), made.element
+            elif made.opcode == 'tuple' and element is not None:
+                value, element = value.beside(made.operands[element]), None
+            elif made.opcode in ('fusion', 'call') and (called := self.module.called(made)):
+                value = value.inside(called)
+            elif made.opcode == 'parameter' and value.given:
+                value = value.given[int(made.given)]
+            else:
+                return value, element
+
+
+_MIRRORED = {'LT': 'GT', 'LE': 'GE', 'GT': 'LT', 'GE': 'LE'}
+
+
+def _runs(start: int, step: int, direction: str, limit: int) -> int | None:
+    """The number of terms of `start`, `start + step`, ... before the comparison with `limit` fails.
+
+    >>> from einshard._hlo.loops import _runs
+    >>> _runs(0, 1, 'LT', 12), _runs(12, -2, 'GE', 1), _runs(0, 3, 'NE', 12), _runs(5, 1, 'LT', 3)
+    (12, 6, 4, 0)
+    """
+    if direction in ('GT', 'GE'):
+        mirrored = _MIRRORED[direction]
+        return _runs(-start, -step, mirrored, -limit)
+    if direction == 'LE':
+        limit += 1
+    if direction == 'NE' and step and not (limit - start) % step and (limit - start) // step >= 0:
+        return (limit - start) // step
+    if direction in ('LT', 'LE') and step > 0:
+        return max(0, -(-(limit - start) // step))
+    return None

@@ -1,0 +1,341 @@
+"""Lazy reader of optimised HLO text. Imports no JAX.
+
+The text of a large program has tens of megabytes. The reader first finds only the headers of
+computations. It parses a line when a query needs it; most lines are never parsed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from .sources import Sources, number_of, op_name
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayType:
+    """An array in an HLO program; `str` gives 'f32[8,128]'.
+
+    >>> from einshard._hlo.module import ArrayType
+    >>> ArrayType('bf16', (8, 128)).bytes, ArrayType('s4', (5,)).bytes
+    (2048, 3)
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes, with sub-byte types packed."""
+        return -(-prod(self.shape) * _bits(self.dtype) // 8)
+
+    def __str__(self) -> str:
+        return f'{self.dtype}[{",".join(map(str, self.shape))}]'
+
+
+def _bits(dtype: str) -> int:
+    if dtype == 'pred':
+        return 8
+    digits = re.search(r'\d+', dtype)  # the first number: f8e4m3fn has 8 bits
+    return int(digits[0]) if digits else 0  # tokens have none
+
+
+_ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,<=]*)\]')
+
+
+def array_types(text: str) -> tuple[ArrayType, ...]:
+    """The arrays of a type; those of a tuple in order.
+
+    >>> from einshard._hlo.module import array_types
+    >>> [str(array) for array in array_types('(f32[8,128]{1,0:T(8,128)}, s32[])')]
+    ['f32[8,128]', 's32[]']
+    """
+    return tuple(
+        ArrayType(dtype, tuple(int(size.lstrip('<=')) for size in sizes.split(',') if size))
+        for dtype, sizes in _ARRAY.findall(text)
+    )
+
+
+# --- instructions -------------------------------------------------------------------------------
+
+_INSTRUCTION = re.compile(r'\s+(?:ROOT )?%?([^\s=]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)')
+_OPERAND = re.compile(r'%([^\s,()]+)')
+_CALLEE = re.compile(r'\b(?:calls|to_apply)=%?([^\s,]+)')
+_CALLEES = re.compile(
+    r'\b(?:calls|to_apply|condition|body|(?:true|false)_computation'
+    r'|(?:branch|called)_computations)=(?:\{(%[^}]*)\}|(%[^\s,]+))'
+)
+
+
+class Instruction(NamedTuple):
+    """One line of a computation.
+
+    `given` is the text in parentheses: operands, a constant, or the number of a parameter.
+    """
+
+    name: str
+    type: str
+    opcode: str
+    given: str
+    attributes: str
+    metadata: str
+
+    @property
+    def operands(self) -> list[str]:
+        return _OPERAND.findall(self.given)
+
+    @property
+    def results(self) -> tuple[ArrayType, ...]:
+        return array_types(self.type)
+
+    @property
+    def callee(self) -> str:
+        """The computation that a fusion or call runs, or ''."""
+        found = _CALLEE.search(self.attributes)
+        return found[1] if found else ''
+
+    @property
+    def callees(self) -> list[str]:
+        """All computations that the instruction runs."""
+        # backend_config may contain user-given names
+        attributes = self.attributes.partition(', backend_config=')[0]
+        listed = (several or one for several, one in _CALLEES.findall(attributes))
+        return [name for names in listed for name in names.replace('%', '').split(', ')]
+
+    @property
+    def element(self) -> int:
+        """The index of a get-tuple-element; -1 for others."""
+        found = re.match(r'index=(\d+)', self.attributes)
+        return int(found[1]) if found else -1
+
+    @property
+    def op_name(self) -> str:
+        """The name of the JAX operation it was lowered from, or ''."""
+        return op_name(self.metadata)
+
+
+def read_instruction(line: str) -> Instruction:
+    found = _INSTRUCTION.match(line)
+    if not found:
+        raise ValueError(f'not an HLO instruction: {line}')
+    name, type_, opcode, rest = found.groups()
+    # types of operands contain parentheses too, but never '), '
+    given, closing, attributes = rest.partition('), ')
+    if not closing:
+        given, attributes = rest.rpartition(')')[0], ''
+    attributes, _, metadata = attributes.partition('metadata={')
+    return Instruction(name, type_, opcode, given, attributes, metadata)
+
+
+# --- computations -------------------------------------------------------------------------------
+
+_LINE = re.compile(r'\n  (ROOT )?%?([^\s=]+) = ')  # a literal start is 10 times faster than ^
+_PARAMETER = re.compile(r' parameter\(\d+\)')
+
+
+class Computation:
+    """The instructions of a computation, by name."""
+
+    def __init__(self, name: str, text: str, start: int, is_entry: bool):
+        self.name = name
+        self.is_entry = is_entry
+        self._text = text
+        self._span = start, text.find('\n}', start) + 1
+        self._parsed: dict[str, Instruction] = {}
+
+    def __getitem__(self, name: str) -> Instruction:
+        """The instruction with this name; '' gives the root."""
+        made = self._parsed.get(name)
+        if made is None:
+            start = self._lines[name]
+            line = self._text[start : self._text.index('\n', start)]
+            made = self._parsed[name] = read_instruction(line)
+        return made
+
+    def users(self, name: str) -> list[Instruction]:
+        """The instructions that use this one as an operand."""
+        return [self[user] for user in self._users.get(name, ())]
+
+    def parameters(self) -> Iterator[Instruction]:
+        for found in _PARAMETER.finditer(self._text, *self._span):
+            start = self._text.rindex('\n', 0, found.start()) + 1
+            yield read_instruction(self._text[start : self._text.index('\n', start)])
+
+    def parameter(self, number: int) -> str:
+        """The name of the parameter with this number."""
+        return next(made.name for made in self.parameters() if made.given == str(number))
+
+    @functools.cached_property
+    def _lines(self) -> dict[str, int]:
+        """The offset of each instruction's line."""
+        lines: dict[str, int] = {}
+        for found in _LINE.finditer(self._text, *self._span):
+            lines[found[2]] = found.start() + 1
+            if found[1]:
+                lines[''] = found.start() + 1
+        return lines
+
+    @functools.cached_property
+    def _users(self) -> dict[str, list[str]]:
+        users: dict[str, list[str]] = {}
+        for found in _LINE.finditer(self._text, *self._span):
+            start, end = found.end(), self._text.index('\n', found.end())
+            for operand in _OPERAND.findall(self._text[start:end].partition('), ')[0]):
+                users.setdefault(operand, []).append(found[2])
+        return users
+
+
+class Value(NamedTuple):
+    """The value of an instruction; and the parameters of its computation, if known."""
+
+    here: Computation
+    name: str = ''  # '' is the root
+    given: tuple[Value, ...] = ()
+
+    @property
+    def made(self) -> Instruction:
+        return self.here[self.name]
+
+    def beside(self, name: str) -> Value:
+        """Another value in the same computation."""
+        return self._replace(name=name)
+
+    def inside(self, called: Computation, name: str = '') -> Value:
+        """A value in the computation that this instruction runs."""
+        return Value(called, name, tuple(map(self.beside, self.made.operands)))
+
+
+# --- the program --------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """An instruction, its computation, and the offset of its line."""
+
+    start: int
+    here: Computation
+    made: Instruction
+
+
+_HEADER = re.compile(r'\n(ENTRY )?%?(\S+) [^\n]*\{(?=\n)')
+_PALLAS_METADATA = re.compile(r'kernel_metadata=\{\n(?:".*\n)*\}')
+# references to computations; `call_sites` drops matches inside user-given names
+_REFERENCE = re.compile(r'=(?:\{(%[^}]*)\}|(%[^\s,]+))')
+
+
+class Module:
+    """An optimised program.
+
+    Attributes:
+        text: the text of one HLO module, one instruction per line.
+        head: the text before the first computation.
+        sources: maps instructions to source lines.
+        entry: the entry computation.
+    """
+
+    def __init__(self, text: str):
+        if 'kernel_metadata={\n' in text:
+            text = _PALLAS_METADATA.sub(lambda found: found[0].replace('\n', ' '), text)
+        self.text = text
+        headers = list(_HEADER.finditer(text))
+        self._names = [header[2] for header in headers]
+        self._ends = [header.end() for header in headers]
+        self._numbers = {name: i for i, name in enumerate(self._names)}
+        self._entry = next((i for i, header in enumerate(headers) if header[1]), -1)
+        self._computations: dict[int, Computation] = {}
+        self._call_sites: dict[str, list[Place]] = {}
+        self.head = text[: headers[0].start() + 1 if headers else len(text)]
+        self.sources = Sources(self.head.splitlines())
+
+    @property
+    def name(self) -> str:
+        """The name of the jitted function, or ''."""
+        found = re.match(r'HloModule (?:jit_)?([^\s,]+)', self.head)
+        return found[1] if found else ''
+
+    @property
+    def n_partitions(self) -> int:
+        return number_of('num_partitions', self.head) or number_of('replica_count', self.head) or 1
+
+    @property
+    def entry(self) -> Computation:
+        return self._computation(self._entry)
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """Parameter number by output number, for outputs that reuse the memory of a parameter."""
+        line = self.head.partition('\n')[0]
+        return {int(o): int(p) for o, p in re.findall(r'\{(\d+)\}: \((\d+), \{\}', line)}
+
+    def source(self, made: Instruction) -> str | None:
+        """The user's source line of an instruction, such as 'model.py:12'."""
+        return self.sources.line(made.metadata) if made.metadata else None
+
+    def find(self, *marks: str) -> Iterator[Place]:
+        """The instructions whose line contains one of these texts, in program order."""
+        starts: set[int] = set()
+        for mark in marks:
+            at = self.text.find(mark, len(self.head))
+            while at >= 0:
+                starts.add(self.text.rindex('\n', 0, at) + 1)
+                at = self.text.find(mark, at + 1)
+        for start in sorted(starts):
+            if self.text.startswith('  ', start):  # not a header
+                yield self._place(start)
+
+    def called(self, made: Instruction) -> Computation | None:
+        """The computation that a fusion or call runs, or None."""
+        number = self._numbers.get(made.callee)
+        return None if number is None else self._computation(number)
+
+    def computation(self, name: str) -> Computation:
+        return self._computation(self._numbers[name])
+
+    def call_sites(self, computation: Computation) -> list[Place]:
+        """The instructions that run a computation, without -update and -done."""
+        name = computation.name
+        sites = self._call_sites.get(name)
+        if sites is None:
+            sites = self._call_sites[name] = [
+                site
+                for site in map(self._place, self._references.get(name, ()))
+                if name in site.made.callees and not site.made.opcode.endswith(('-update', '-done'))
+            ]
+        return sites
+
+    def path(self, computation: Computation) -> list[Place] | None:
+        """The call sites from the entry to a computation; None if it never runs."""
+        if computation.is_entry:
+            return []
+        for site in self.call_sites(computation):
+            path = self.path(site.here)
+            if path is not None:
+                return [*path, site]
+        return None
+
+    @functools.cached_property
+    def _references(self) -> dict[str, list[int]]:
+        """The offsets of lines that refer to a computation."""
+        lines: dict[str, list[int]] = {}
+        for found in _REFERENCE.finditer(self.text, len(self.head)):
+            for name in (found[1] or found[2]).replace('%', '').split(', '):
+                if name in self._numbers:
+                    start = self.text.rindex('\n', 0, found.start()) + 1
+                    lines.setdefault(name, []).append(start)
+        return lines
+
+    def _computation(self, i: int) -> Computation:
+        made = self._computations.get(i)
+        if made is None:
+            made = Computation(self._names[i], self.text, self._ends[i], i == self._entry)
+            self._computations[i] = made
+        return made
+
+    def _place(self, start: int) -> Place:
+        here = self._computation(bisect.bisect(self._ends, start) - 1)
+        line = self.text[start : self.text.index('\n', start)]
+        return Place(start, here, read_instruction(line))

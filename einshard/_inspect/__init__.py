@@ -1,0 +1,1 @@
+"""`explain` and `show`: compiled programs and placements to reports and pictures."""

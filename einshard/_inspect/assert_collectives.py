@@ -1,0 +1,43 @@
+"""assert_collectives: checks the collectives of a compiled function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._functions.promise import Promise, check_promise, read_promise
+from .._sharding.mesh import MeshLike
+from .lowered import lower
+
+
+def assert_collectives(
+    fn: Any, *args: Any, allowed: Promise, mesh: MeshLike | None = None, **kwargs: Any
+) -> None:
+    """Compiles a call, without running it, and raises if it has other collectives than allowed.
+
+        >>> import jax
+        >>> import numpy as np
+        >>> from einshard import assert_collectives, sharded
+        >>> @sharded('x* y', 'y z -> * y z')
+        ... def product(x, w):
+        ...     return x @ w
+        >>> x, w = np.ones((jax.device_count(), 64)), np.ones((64, 8))
+        >>> assert_collectives(product, x, w, allowed=())  # rows are independent
+        >>> assert_collectives(product, x, w, allowed={'all-reduce': 1})  # at most one
+
+    Each collective of the optimised program counts once, even in a loop.
+
+    Args:
+        fn: a `sharded` or jitted function, or any other function, which is jitted.
+        args, kwargs: arguments of the call: arrays, or `jax.ShapeDtypeStruct` in place of arrays.
+        allowed: `()` for none; a kind such as 'all-reduce', or a collection of kinds; or the
+            maximum of each kind, such as `{'all-reduce': 2}`.
+        mesh: the mesh to compile for, as for `explain`.
+
+    Raises:
+        UnexpectedCollectives: the program has other collectives, or more of them.
+        EinshardError: a kind is unknown; the arguments do not fit the function; or it does not
+            compile.
+    """
+    promise = read_promise(allowed, 'allowed=')
+    stages = lower(fn, args, kwargs, mesh)
+    check_promise(stages.name or 'the program', stages.compile(), promise)

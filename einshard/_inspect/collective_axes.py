@@ -1,0 +1,100 @@
+"""Groups of devices -> the mesh axes or array axes that they run along."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._sharding.mesh import AnyMesh, is_device_mesh
+
+# The mesh axes that shard an array axis, by axis name. Expressions may shard axes of one name in
+# different ways.
+ShardedBy = Mapping[str, Sequence[tuple[str, ...]]]
+
+
+def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, ...] | None:
+    """The mesh axes that groups run along; None if they do not follow full mesh axes.
+
+    Devices are numbered in mesh order. An empty sequence means one group of all devices.
+
+        >>> import jax
+        >>> from einshard._inspect.collective_axes import mesh_axes_of
+        >>> mesh = jax.sharding.AbstractMesh((2, 4), ('data', 'tp'))
+        >>> mesh_axes_of(((0, 4), (1, 5), (2, 6), (3, 7)), mesh)
+        ('data',)
+    """
+    axes = [(str(n), s) for n, s in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if s > 1]
+    if not groups:
+        return tuple(name for name, _ in axes)
+    grid = np.arange(mesh.size).reshape([size for _, size in axes])
+    together = set(groups[0])
+    origin = np.unravel_index(groups[0][0], grid.shape)
+    varying: list[int] = []
+    for i in range(len(axes)):
+        next_to = (*origin[:i], 1 - min(origin[i], 1), *origin[i + 1 :])
+        if int(grid[next_to]) in together:
+            varying.append(i)
+    others = [i for i in range(len(axes)) if i not in varying]
+    rows = grid.transpose([*others, *varying]).reshape(-1, math.prod(axes[i][1] for i in varying))
+    formed = {frozenset(row) for row in rows.tolist()}
+    # devices that send nothing may be missing in a permute
+    if not all(len(group) > 1 and frozenset(group) in formed for group in groups):
+        return None
+    return tuple(axes[i][0] for i in varying)
+
+
+def sharding_of(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding | None:
+    """The sharding in which devices hold these blocks; None if no axes of the mesh give it.
+
+    For each array axis, `blocks` has the block number of each device.
+    """
+    sizes = mesh.axis_sizes
+    entries: list[tuple[str, ...]] = []
+    for of_axis in blocks:
+        grid = np.asarray(of_axis).reshape(sizes)
+        steps = {
+            i: int(grid[tuple(int(i == j) for j in range(len(sizes)))])
+            for i, size in enumerate(sizes)
+            if size > 1
+        }
+        sharding = sorted((i for i, step in steps.items() if step), key=lambda i: -steps[i])
+        # a sharding is row-major over its axes
+        numbers = np.zeros(sizes, int)
+        for i in sharding:
+            shape = [sizes[i] if i == j else 1 for j in range(len(sizes))]
+            numbers = numbers * sizes[i] + np.arange(sizes[i]).reshape(shape)
+        if not np.array_equal(numbers, grid):
+            return None
+        entries.append(tuple(mesh.axis_names[i] for i in sharding))
+    return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in entries)))
+
+
+def along(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy) -> str:
+    """The text for `along`: mesh axes of a user's mesh by name; else the array axes they shard.
+
+    'b,x' runs along the devices that shard b and those that shard x. 'h|k' runs along devices that
+    shard h, and also k. '' means unknown.
+    """
+    if axes is None:
+        return ''
+    if not is_device_mesh(mesh):
+        return ','.join(axes)
+    target = frozenset(axes)
+    names = [name for name, several in sharded_by.items() if target in map(frozenset, several)]
+    if names:
+        return '|'.join([*names[:3], *['..'] * (len(names) > 3)])
+    parts = {
+        frozenset(sharding): name
+        for name, several in reversed(list(sharded_by.items()))
+        for sharding in several
+        if target > set(sharding)
+    }
+    for chosen in itertools.chain(*(itertools.combinations(parts, n) for n in (2, 3))):
+        if sum(map(len, chosen)) == len(target) and target == frozenset().union(*chosen):
+            first = sorted(chosen, key=lambda part: min(axes.index(axis) for axis in part))
+            return ','.join(parts[part] for part in first)
+    return 'all' if len(axes) == sum(size > 1 for size in mesh.axis_sizes) else ','.join(axes)

@@ -1,0 +1,50 @@
+"""Folds paths that differ in one part, such as layers, into one line if their values are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TypeAlias
+
+_Parts: TypeAlias = tuple[tuple[str, ...], ...]  # the alternatives for each part of a path
+
+_FEW = 12  # up to this many lines are not folded
+
+
+def fold(
+    paths: Sequence[str], things: Sequence[Hashable], few: int = _FEW
+) -> list[tuple[str, list[int]]]:
+    """(pattern, indices of the paths that it stands for); these paths have equal things.
+
+    >>> from einshard._inspect.fold_layers import fold
+    >>> fold(['0/w', '0/b', '1/w', '1/b'], ['big', 'small', 'big', 'small'], few=2)
+    [('0-1/w', [0, 2]), ('0-1/b', [1, 3])]
+    """
+    folded: list[tuple[_Parts, Hashable, list[int]]] = [
+        (tuple((part,) for part in path.split('/')), thing, [i])
+        for i, (path, thing) in enumerate(zip(paths, things, strict=True))
+    ]
+    deepest = max((len(parts) for parts, _, _ in folded), default=0)
+    for at in range(deepest if len(folded) > few else 0):
+        merged: dict[Hashable, tuple[_Parts, Hashable, list[int]]] = {}
+        for parts, thing, numbers in folded:
+            rest = parts[:at], parts[at + 1 :], len(parts), thing
+            known = merged.get(rest)
+            if known is None or at >= len(parts):
+                merged[rest] = parts, thing, numbers
+            else:
+                here = (*known[0][at], *parts[at])
+                joined = (*parts[:at], here, *parts[at + 1 :])
+                merged[rest] = joined, thing, known[2] + numbers
+        folded = list(merged.values())
+    return [('/'.join(map(_text, parts)), numbers) for parts, _, numbers in folded]
+
+
+def _text(alternatives: tuple[str, ...]) -> str:
+    """0-11, or {q,k,v}"""
+    if len(alternatives) == 1:
+        return alternatives[0]
+    if all(part.isdecimal() for part in alternatives):
+        numbers = [int(part) for part in alternatives]
+        if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            return f'{numbers[0]}-{numbers[-1]}'
+    return f'{{{",".join(alternatives)}}}'

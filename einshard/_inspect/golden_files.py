@@ -1,0 +1,157 @@
+"""Golden files: texts of reports that change only if a placement or a collective does."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .._errors import EinshardError, plural, shown
+from .._text import short_source
+from .fold_layers import fold
+from .report import Report
+from .report_rows import ArrayRow, CollectiveRow
+
+_LONGEST = 120  # characters of a test name in a file name; systems allow 255 bytes
+
+
+def golden_text(report: Report) -> str:
+    """The text of a golden file: all placements, and all collectives with their executions.
+
+    It omits everything that differs between machines, between versions of JAX that compile the same
+    program, or after unrelated edits: memory, device names, source lines. Collectives are sorted,
+    because their order is up to the compiler. Text is not aligned in columns, because a longer path
+    would change every line.
+    """
+    mesh = ', '.join(f'{name}={size}' for name, size in report.mesh)
+    head = f'{report.name} on {plural(report.n_devices, "device")}{": " * bool(mesh)}{mesh}'
+    runs: dict[str, list[int | None]] = {}
+    for row in report.collectives:
+        runs.setdefault(_collective_text(row), []).append(row.executions)
+    collectives = [
+        f'  {"?" if None in counts else sum(n or 0 for n in counts)} x {text}'
+        for text, counts in sorted(runs.items())
+    ]
+    lines = [head, '']
+    for title, rows in [
+        ('arguments', _array_lines(report.arguments)),
+        ('results', _array_lines(report.results)),
+        ('collectives', collectives),
+    ]:
+        lines += [title, *(rows or ['  none'])]
+    return '\n'.join(map(shown, lines)) + '\n'
+
+
+def _array_lines(rows: Sequence[ArrayRow]) -> list[str]:
+    # device names differ between platforms
+    placements = [
+        re.sub(r'^(on one device): .*?( \(in \w+\))?$', r'\1\2', row.placement) for row in rows
+    ]
+    things = [f'{row.array}  {text}' for row, text in zip(rows, placements, strict=True)]
+    folded = fold([row.path for row in rows], things)
+    return [f'  {path}: {things[numbers[0]]}' for path, numbers in folded]
+
+
+def _collective_text(row: CollectiveRow) -> str:
+    counts = Counter(re.findall(r'\w+\[[^\]]*\]', row.arrays))
+    arrays = ', '.join(f'{n} x {a}' if n > 1 else a for a, n in sorted(counts.items()))
+    along = f' along {row.along}' if row.along else ''
+    return f'{row.kind} {arrays}, {plural(row.groups, "group")} of {row.group_size}{along}'
+
+
+@dataclass
+class Goldens:
+    """The golden files of one test.
+
+    Attributes:
+        folder: the folder of the files.
+        test: the name of the test, which starts the file names.
+        shown_from: messages show paths relative to this folder.
+        update: whether to write files that differ.
+        written: messages such as 'wrote golden/test_model/test_step.txt'.
+    """
+
+    folder: Path
+    test: str
+    shown_from: Path
+    update: bool
+    written: list[str] = field(default_factory=list[str], init=False)
+    _used: set[Path] = field(default_factory=set[Path], init=False)
+
+    def differs(self, report: Report, name: str | None = None) -> str | None:
+        """Compares a report with its file, or writes it. Returns the difference, if any."""
+        if not isinstance(report, Report):
+            raise EinshardError(
+                f'einshard_golden takes a Report, not {type(report).__name__}',
+                facts={'example': 'einshard_golden(explain(step, x))'},
+            )
+        path = self._path(name)
+        here = path.is_relative_to(self.shown_from)
+        shown_path = (path.relative_to(self.shown_from) if here else path).as_posix()
+        there = path.read_text(encoding='utf-8') if path.exists() else None
+        text = golden_text(report)
+        if text == there:
+            return None
+        if self.update:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding='utf-8', newline='\n')
+            self.written.append(f'{"wrote" if there is None else "rewrote"} {shown_path}')
+            return None
+        if there is not None:
+            return _difference(report, there, text, shown_path)
+        return (
+            f'no golden file {shown_path} for {report.name}\n'
+            '  to write it: pytest --einshard-update'
+        )
+
+    def _path(self, name: str | None) -> Path:
+        """The file for a report with this name, or for the next report without one."""
+        if name is None:
+            endings = ['', *(f'+{n}' for n in range(2, len(self._used) + 2))]
+        elif isinstance(name, str) and name:  # type: ignore[reportUnnecessaryIsInstance]
+            endings = [f'+{file_name(name)}']
+        else:
+            raise EinshardError(
+                f'name= must be a non-empty string, not {name!r}',
+                facts={'example': "name='forward'"},
+            )
+        paths = [self.folder / f'{file_name(self.test)}{ending}.txt' for ending in endings]
+        path = next((path for path in paths if path not in self._used), None)
+        if path is None:
+            raise EinshardError(
+                f'{self.test} uses the golden file name {name!r} twice',
+                facts={'file': paths[0].name},
+            )
+        self._used.add(path)
+        return path
+
+
+def _difference(report: Report, there: str, text: str, shown_path: str) -> str:
+    before, after = there.splitlines(), text.splitlines()
+    lines = list(difflib.unified_diff(before, after, shown_path, 'this program', lineterm=''))
+    added = {line.partition(' x ')[2] for line in lines[2:] if line.startswith('+')}
+    rows = [row for row in report.collectives if _collective_text(row) in added]
+    sources = sorted({short_source(row.source) for row in rows if row.source})
+    by = [f'  new collectives: from {", ".join(sources)}'] if sources else []
+    update = '  to accept it: pytest --einshard-update'
+    return '\n'.join([f'{report.name} differs from {shown_path}', *by, update, *lines])
+
+
+def file_name(name: str) -> str:
+    """A portable file name; with a hash if characters had to be replaced.
+
+    >>> from einshard._inspect.golden_files import file_name
+    >>> file_name('test_step[8-float32]')
+    'test_step-8-float32'
+    >>> file_name('test_step[a b -> a* b]')
+    'test_step-a-b-a-b-8ff2f975'
+    """
+    plain = re.sub(r'[^\w.]+', '-', name, flags=re.ASCII).strip('-')
+    if plain == name.replace('[', '-', 1).removesuffix(']') and len(plain) <= _LONGEST:
+        return plain
+    mark = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f'{plain[:_LONGEST]}-{mark}'

@@ -1,0 +1,158 @@
+"""Placements of intermediate values.
+
+After partitioning, a program has only shards, without a trace of the global arrays. So this
+compiles it again, and makes XLA dump the program before partitioning, when all instructions have
+shardings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import tempfile
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.stages import Lowered
+
+from .._errors import EinshardError
+from .._hlo.groups import read_groups
+from .._hlo.module import Module
+from .._sharding.describe import describe_named
+from .._sharding.mesh import AnyMesh
+from .collective_axes import sharding_of
+from .report_rows import ArrayRow
+
+_SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')  # but not of a tuple
+_OUTERMOST = re.compile(r'jit\([^)]*\)/')
+_TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
+_MESH = re.compile(r'(mesh\[.*?\](?:, device_ids=\(.*?\))?), \[(.*)\]')
+# these do not make values that the user wrote
+_NO_VALUES = {'parameter', 'constant', 'tuple', 'get-tuple-element', 'broadcast', 'copy', 'bitcast'}
+
+
+def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[ArrayRow]:
+    """The intermediate arrays that have a source line."""
+    if not meshes or meshes[0].size == 1:
+        return []
+    text = _before_partitioning(lowered)
+    if text is None:
+        # it came from JAX's persistent cache, whose key ignores xla_dump options
+        with _no_persistent_cache():
+            text = _before_partitioning(lowered)
+    if text is None:
+        raise EinshardError('the compiler did not dump the program before partitioning')
+    return list(dict.fromkeys(_read(text, meshes)))
+
+
+def _before_partitioning(lowered: Lowered) -> str | None:
+    with tempfile.TemporaryDirectory() as folder:
+        lowered.compile(
+            compiler_options={
+                'xla_dump_to': folder,
+                'xla_dump_hlo_as_text': True,
+                'xla_dump_hlo_pass_re': 'spmd-partitioning',
+            }
+        )
+        written = sorted(Path(folder).glob('*before_*spmd-partitioning*.txt'))
+        return written[-1].read_text(encoding='utf-8') if written else None
+
+
+_one_at_a_time = threading.Lock()
+
+
+@contextlib.contextmanager
+def _no_persistent_cache() -> Generator[None, None, None]:
+    """Disables JAX's persistent compilation cache.
+
+    JAX checks only once whether it is enabled, hence the resets. Meanwhile other threads compile
+    without the cache too.
+    """
+    from jax.experimental.compilation_cache import compilation_cache
+
+    config: Any = jax.config
+    with _one_at_a_time:
+        enabled = config.jax_enable_compilation_cache
+        config.update('jax_enable_compilation_cache', False)
+        compilation_cache.reset_cache()
+        try:
+            yield
+        finally:
+            config.update('jax_enable_compilation_cache', enabled)
+            compilation_cache.reset_cache()
+
+
+def _read(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
+    module = Module(text)
+    known: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
+    for _, _, made in module.find(' sharding={'):
+        source, sharding = module.source(made), _SHARDING.search(made.attributes)
+        is_value = made.op_name.startswith('jit(') and made.opcode not in _NO_VALUES
+        if not is_value or source is None or sharding is None:
+            continue
+        (array,) = made.results
+        key = sharding[1], len(array.shape)
+        if key not in known:
+            known[key] = _placement(*key, meshes)
+        placement, parts = known[key]
+        yield ArrayRow(
+            path=_OUTERMOST.sub('', made.op_name, count=1),
+            shape=array.shape,
+            dtype=array.dtype,
+            placement=placement,
+            bytes=-(-array.bytes // math.prod(parts)),
+            sharded=math.prod(parts) > 1,
+            source=source,
+        )
+
+
+def _placement(text: str, n_dims: int, meshes: Sequence[AnyMesh]) -> tuple[str, tuple[int, ...]]:
+    """The expression of a sharding in HLO text, and the number of shards per axis."""
+    blocks = _blocks(text, n_dims, meshes[0].size)
+    if blocks is None:
+        return text, (1,) * n_dims
+    parts = tuple(max(of_axis) + 1 for of_axis in blocks)
+    for mesh in meshes:
+        sharding = sharding_of(blocks, mesh)
+        if sharding is not None:
+            return describe_named(sharding, n_dims) + _partial_sums(text), parts
+    return text, parts
+
+
+def _partial_sums(text: str) -> str:
+    axes = re.search(r'unreduced=\{([^}]*)\}', text)
+    listed = axes[1].replace("'", '') if axes else ''
+    return f' (with partial sums over {listed})' if listed else ''
+
+
+def _blocks(text: str, n_dims: int, n_devices: int) -> list[list[int]] | None:
+    """For each axis, the block of each device; None if the text does not tell."""
+    blocks = [[0] * n_devices for _ in range(n_dims)]
+    if text.startswith('replicated') or text.endswith(' replicated'):
+        return blocks
+    if tiles := _TILES.match(text):
+        if 'manual' in text:
+            return None
+        shape = [int(size) for size in tiles[1].split(',')]
+        order = tiles[2]
+        (ids,) = read_groups(f'[1,{n_devices}]{order}' if order[0] == '<' else f'{{{{{order}}}}}')
+        grid = np.array(ids).reshape(shape)
+        for at, device in np.ndenumerate(grid):
+            for axis in range(n_dims):
+                blocks[axis][device] = at[axis]
+        return blocks
+    if mesh := _MESH.match(text):
+        axes = re.findall(r'\{([^{}]*)\}', mesh[2])
+        if len(axes) != n_dims or 'manual' in text:
+            return None
+        for axis, mesh_axes in enumerate(axes):
+            for group in read_groups(f'{mesh[1]} {{{mesh_axes}}}') if mesh_axes else ():
+                for block, device in enumerate(group):
+                    blocks[axis][device] = block
+        return blocks
+    return None

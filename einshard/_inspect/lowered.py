@@ -1,0 +1,279 @@
+"""Lowers a function for `explain`, and keeps the user's names for its arguments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import AbstractMesh, Sharding
+from jax.stages import Compiled, Lowered, Traced
+
+from .._errors import EinshardError
+from .._functions.program import Program, TracedFunction
+from .._functions.promise import Allowed
+from .._functions.sharded import BoundMethod, ShardedFunction
+from .._sharding.context import current_context, mesh_scope
+from .._sharding.leaf_spec import AnySpec
+from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact
+from .._text import array_text, name_of
+from .._trees.specs import leaf_specs
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A traced, lowered or compiled program.
+
+    Attributes:
+        name: the name of the function; '' if unknown.
+        compiled, lowered, traced: the stage that is known; the others are None.
+        labels: argument names by position, or None.
+        parameters: parameter names by position, including static ones.
+        program, values: the program of a `sharded` function and the values of the call.
+        promise: the collectives that it may have, or None.
+    """
+
+    name: str
+    compiled: Compiled | None = None
+    lowered: Lowered | None = None
+    traced: Traced | None = None
+    labels: Mapping[int, str] | None = None
+    parameters: Sequence[str] = ()
+    program: TracedFunction | None = None
+    values: tuple[Any, ...] = ()
+    promise: Allowed | None = None
+
+    def lower(self) -> Lowered:
+        """The lowered program."""
+        if self.lowered is not None:
+            return self.lowered
+        if self.traced is None:
+            raise EinshardError(
+                'a Compiled has no intermediate values',
+                facts={'instead': 'pass the function, or the result of its lower(...)'},
+            )
+        return self.traced.lower()
+
+    def compile(self) -> Compiled:
+        """The compiled program, which calls of the function reuse."""
+        if self.compiled is not None:
+            return self.compiled
+        try:
+            return self.lower().compile()
+        except (RuntimeError, TypeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
+            raise EinshardError(
+                f'{self.name or "the program"} does not compile',
+                facts={'the compiler says': str(error).strip().partition('\n')[0]},
+            ) from error
+
+    def argument_specs(self) -> list[AnySpec | None] | None:
+        """The spec of every argument leaf; None if the function has no specs."""
+        if self.program is None:
+            return None
+        specs: list[AnySpec | None] = []
+        for i, (argument, value) in enumerate(
+            zip(self.program.arguments, self.values, strict=True)
+        ):
+            if i not in self.program.static:
+                leaves = jtu.tree_leaves(value)
+                specs += leaf_specs(value, leaves, argument.spec, self.program.mesh)
+        return specs
+
+    def result_specs(self, result: Any) -> list[AnySpec | None] | None:
+        """The spec of every leaf of a result; None if the function has no specs."""
+        if self.program is None:
+            return None
+        spec, mesh = self.program.result.spec, self.program.mesh
+        return list(leaf_specs(result, jtu.tree_leaves(result), spec, mesh))
+
+
+def compiled_shardings(compiled: Compiled) -> tuple[list[Sharding | None], Any]:
+    """The sharding of every argument leaf (None if unused), and the result as in `out_info`.
+
+    For a program that uses a `jax.Ref`, JAX's `out_info` and `output_shardings` raise, because the
+    final values of refs are outputs but not in `out_tree`; `input_shardings` may be shifted. So
+    this reads JAX's private fields; tests/test_jax_facts.py fails if they change.
+    """
+    leaves, treedef = jtu.tree_flatten(compiled.args_info)
+    try:
+        return treedef.flatten_up_to(compiled.input_shardings), compiled.out_info
+    except ValueError:
+        program: Any = compiled._executable  # type: ignore[reportPrivateUsage]
+        kept = dict(zip(sorted(program._kept_var_idx), program._in_shardings, strict=False))
+        n_results = compiled.out_tree.num_leaves
+        results = zip(program.out_avals[:n_results], program._out_shardings, strict=False)
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in results]
+        shardings = [kept.get(i) for i in range(len(leaves))]
+        return shardings, jtu.tree_unflatten(compiled.out_tree, structs)
+
+
+def lower(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLike | None) -> Stages:
+    """Traces a call of any kind of function; stages of JAX are taken as they are."""
+    if isinstance(fn, Compiled | Lowered | Traced):
+        return _given(fn, args, kwargs, mesh)
+    if not callable(fn):
+        raise EinshardError(
+            f'{type(fn).__name__} is not a function',
+            facts={'expected': 'a function, or the result of its lower(...)'},
+        )
+    _leave_out_our_lines()
+    name = name_of(fn)
+    check_arguments(fn, name, args, kwargs)
+    target = None if mesh is None else _concrete(current_context(mesh).lowering_mesh)
+    if target is not None:
+        # arrays cannot be moved to devices that may not exist, so use their shapes
+        _check_no_refs(name, target, args, kwargs)
+        args, kwargs = jtu.tree_map(_struct, (tuple(args), dict(kwargs)))
+    with nullcontext() if target is None else mesh_scope(target):
+        stages = _trace(fn, name, args, kwargs, target)
+    if stages.program is not None and target is not None and stages.program.setup.mesh is not None:
+        raise EinshardError(
+            f'{name} has its own mesh, so mesh= cannot be given',
+            facts={'its mesh': mesh_fact(stages.program.mesh), 'mesh=': mesh_fact(target)},
+        )
+    return stages
+
+
+@functools.cache
+def _leave_out_our_lines() -> None:
+    """Makes JAX record the user's source lines instead of those of einshard."""
+    # imported here because it would add 15 % to the import time
+    from jax.extend.source_info_util import register_exclusion
+
+    register_exclusion(f'{Path(__file__).parent.parent}{os.sep}')
+
+
+def _given(stage: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any) -> Stages:
+    kind = type(stage).__name__
+    if args or kwargs or mesh is not None:
+        given = 'arguments' if args or kwargs else 'mesh='
+        raise EinshardError(
+            f'a {kind} has arguments and devices already, so {given} cannot be given',
+            facts={'instead': f'leave out {given}, or pass the function'},
+        )
+    if isinstance(stage, Compiled):
+        return Stages('', compiled=stage)
+    if isinstance(stage, Lowered):
+        return Stages('', lowered=stage)
+    return Stages('', traced=stage)
+
+
+def _trace(
+    fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], target: AnyMesh | None
+) -> Stages:
+    made = fn
+    if isinstance(fn, BoundMethod):
+        made, args = fn.func, (*fn.args, *args)
+    try:
+        if isinstance(made, ShardedFunction):
+            # its programs take a flat list of arguments, which may have been placed already
+            program, values, traced = made._call(args, kwargs, _trace_with)  # type: ignore[reportPrivateUsage]
+            labels = [p for i, p in enumerate(program.names) if i not in program.static]
+            return Stages(
+                name,
+                traced=traced,
+                labels=dict(enumerate(labels)),
+                program=program,
+                values=values,
+                promise=made.promised,
+            )
+        if not hasattr(fn, 'trace'):
+            fn = jax.jit(fn)
+        elif target is not None:
+            raise EinshardError(
+                f'{name} is jitted already, so mesh= cannot be given',
+                facts={
+                    'instead': 'pass arguments with shardings: '
+                    'einshard(jax.ShapeDtypeStruct(...), spec, mesh=mesh)'
+                },
+            )
+        return Stages(name, traced=fn.trace(*args, **kwargs), parameters=_parameters(fn, args))
+    except EinshardError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise EinshardError(
+            f'tracing {name} with these arguments failed',
+            facts={'JAX says': str(error).partition('\n')[0], 'arguments': _listed(args, kwargs)},
+        ) from error
+
+
+def _parameters(fn: Any, args: Sequence[Any]) -> list[str]:
+    """Parameter names of positional arguments; empty if Python does not know the signature."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in by_position][: len(args)]
+
+
+def _trace_with(program: Program) -> Callable[..., Any]:
+    return lambda *values: (program.traced, values, program.jitted.trace(*values))
+
+
+def _check_no_refs(
+    name: str, mesh: AnyMesh, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises for a `jax.Ref`: unlike arrays, refs have no ShapeDtypeStruct that JAX accepts."""
+    if any(isinstance(leaf, jax.Ref) for leaf in jtu.tree_leaves((tuple(args), dict(kwargs)))):
+        raise EinshardError(
+            f'{name} takes a jax.Ref, so mesh= cannot be given',
+            facts={
+                'arguments': _listed(args, kwargs),
+                'mesh=': mesh_fact(mesh),
+                'instead': 'take an array, and call jax.new_ref in the function',
+            },
+        )
+
+
+def _concrete(mesh: AnyMesh) -> AnyMesh:
+    if isinstance(mesh, AbstractMesh):
+        raise EinshardError(
+            'an abstract mesh has no devices to compile for',
+            facts={
+                'mesh': mesh_fact(mesh),
+                'instead': "a mesh of devices, or of a TPU slice you don't have: "
+                "topology('v5e:4x4')",
+            },
+        )
+    return mesh
+
+
+def check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises if the arguments do not match the signature of a function."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some builtins: leave the check to JAX
+        return
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    shown = signature.replace(parameters=bare, return_annotation=signature.empty)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise EinshardError(
+            f'the arguments do not match the parameters of {name}: {error}',
+            facts={
+                'parameters': str(shown)[1:-1] or 'none',
+                'arguments': _listed(args, kwargs),
+            },
+        ) from None
+
+
+def _struct(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array | np.ndarray):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
+
+
+def _listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The arguments, shortened: 'float32[8,4], lr=float 0.1'; pytrees by their type."""
+    named = [f'{name}={array_text(value)}' for name, value in kwargs.items()]
+    return ', '.join([*map(array_text, args), *named]) or 'none'

@@ -1,0 +1,309 @@
+"""show: draws which devices hold which block of an array."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeGuard, TypeVar, overload
+
+import jax
+import jax.tree_util as jtu
+from jax.core import Tracer
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+)
+
+from .._errors import EinshardError, plural, shown
+from .._notation.expression import Expression, axis_letters, parse
+from .._notation.layout import check_divisible
+from .._pictures.blocks import Blocks
+from .._pictures.caption import meaning
+from .._pictures.draw import axis_names, check_drawable, draw, draw_expression, rank_drawn
+from .._pictures.picture import Gallery, Picture
+from .._sharding.context import ambient_mesh, current_context
+from .._sharding.describe import Words, describe, describe_named
+from .._sharding.leaf_spec import split_memory
+from .._sharding.mesh import MeshLike, is_device_mesh, spec_axes
+from .._sharding.resolve import resolve
+from .._text import array_text
+from .._trees.paths import path_text
+from .report import Report
+from .report_rows import ArrayRow
+
+_T = TypeVar('_T')
+_MOST_PICTURES = 12
+
+
+@overload
+def show(
+    x_or_expression: str | jax.Array | jax.ShapeDtypeStruct | Sharding,
+    shape: Sequence[int] | None = None,
+    devices: int | MeshLike | None = None,
+) -> Picture: ...
+@overload
+def show(
+    x_or_expression: Any,
+    shape: Sequence[int] | None = None,
+    devices: int | MeshLike | None = None,
+) -> Picture | Gallery: ...
+def show(
+    x_or_expression: Any,
+    shape: Sequence[int] | None = None,
+    devices: int | MeshLike | None = None,
+) -> Picture | Gallery:
+    """Draws which devices hold which block of an array.
+
+        >>> from einshard import show
+        >>> show('a b -> 2 a2* b*', (4, 8), 16)
+                b 0:4    b 4:8
+              ┌────────┬────────┐
+        a 0:1 │  0,8   │  1,9   │
+              ├────────┼────────┤
+        a 1:2 │  2,10  │  3,11  │
+              ├────────┼────────┤
+        a 2:3 │  4,12  │  5,13  │
+              ├────────┼────────┤
+        a 3:4 │  6,14  │  7,15  │
+              └────────┴────────┘
+        a is in 4 parts, b in 2; each shard is on 2 devices; a device holds [1,4], 1/8 of the array
+        devices, slowest first: 2 replicas x 4 parts of a x 2 parts of b
+
+    Drawing an expression needs no devices and starts no JAX backend. Devices are numbered from 0,
+    in mesh order.
+
+    Args:
+        x_or_expression: an expression; an array, `ShapeDtypeStruct` or sharding; a pytree of them;
+            or a report of `explain`.
+        shape: the shape of the array, for an expression or a sharding. If omitted, blocks are
+            numbered, and '...' stands for no axes.
+        devices: for an expression: a number of devices, a sequence of devices, or a mesh, whose
+            axes the expression may name. Default: the mesh of `jax.set_mesh`, or else as many
+            devices as the counts use.
+
+    Returns:
+        A picture for print, the prompt, rich and notebooks; `picture.save('x.svg')` writes a file.
+        For a pytree, one picture per distinct shape and placement.
+
+    Raises:
+        EinshardError: as for `make_sharding`; the shape is not divisible; or there is nothing to
+            draw, as for a numpy array.
+    """
+    if shape is not None:
+        shape = _checked_shape(shape)
+    if isinstance(x_or_expression, str):
+        return _of_text(x_or_expression, shape, devices)
+    if devices is not None:
+        raise EinshardError(
+            'devices= is only for expressions; arrays and shardings have their own devices',
+            facts={'got': type(x_or_expression).__name__},
+        )
+    if isinstance(x_or_expression, Report):
+        return _of_report(x_or_expression)
+    if not jtu.all_leaves([x_or_expression]):
+        return _of_tree(x_or_expression)
+    return _of_value(x_or_expression, shape)
+
+
+def _of_tree(tree: Any) -> Gallery:
+    """Pictures of all leaves that have a sharding."""
+    alike: dict[Any, tuple[Any, list[str]]] = {}
+    for path, leaf in jtu.tree_leaves_with_path(tree):
+        sharding = leaf if isinstance(leaf, Sharding) else getattr(leaf, 'sharding', None)
+        if isinstance(sharding, Sharding):
+            key = (getattr(leaf, 'shape', None), getattr(leaf, 'dtype', None), sharding)
+            alike.setdefault(key, (leaf, []))[1].append(path_text(path))
+    if not alike:
+        raise EinshardError(f'nothing to draw: no leaf of the {type(tree).__name__} has a sharding')
+
+    def drawn(leaf: Any) -> tuple[str, Picture]:
+        about = '' if isinstance(leaf, Sharding) else f': {array_text(leaf)}'
+        return about, _of_value(leaf, None)
+
+    return _gallery(alike.values(), drawn)
+
+
+def _of_report(report: Report) -> Gallery:
+    """Pictures of the arguments and results of a compiled program."""
+    devices: int | AbstractMesh = report.n_devices
+    if report.mesh:
+        names, sizes = zip(*report.mesh, strict=True)
+        mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+        devices = devices if is_device_mesh(mesh) else mesh
+    alike: dict[tuple[str, str], tuple[ArrayRow, list[str]]] = {}
+    for row in (*report.arguments, *report.results):
+        if (
+            '->' in row.placement and '(with' not in row.placement
+        ):  # an expression, not a description
+            alike.setdefault((row.array, row.placement), (row, []))[1].append(row.path)
+    if not alike:
+        raise EinshardError(f'nothing to draw: no array of {report.name} has a mesh')
+
+    def drawn(row: ArrayRow) -> tuple[str, Picture]:
+        return f': {row.array}, {row.placement}', _of_text(row.placement, row.shape, devices)
+
+    return _gallery(alike.values(), drawn)
+
+
+def _gallery(
+    alike: Collection[tuple[_T, list[str]]], drawn: Callable[[_T], tuple[str, Picture]]
+) -> Gallery:
+    """Pictures of the first few distinct things, each with the paths that have it."""
+    pictures: list[tuple[str, Picture]] = []
+    for thing, paths in itertools.islice(alike, _MOST_PICTURES):
+        about, picture = drawn(thing)
+        more = f' and {len(paths) - 3} more' if len(paths) > 3 else ''
+        pictures.append((shown(f'{", ".join(paths[:3])}{more}{about}'), picture))
+    return Gallery(pictures, len(alike) - len(pictures))
+
+
+def _of_text(text: str, shape: tuple[int, ...] | None, devices: int | MeshLike | None) -> Picture:
+    expression, memory_kind = split_memory(text)
+    picture = _of_expression(parse(expression), shape, devices)
+    words = picture.words if memory_kind is None else (*picture.words, f'in {memory_kind}')
+    return Picture(picture.blocks, words)
+
+
+def _of_expression(
+    expression: Expression, shape: tuple[int, ...] | None, devices: int | MeshLike | None
+) -> Picture:
+    if devices is None:
+        devices = ambient_mesh()
+    if not isinstance(devices, Mesh | AbstractMesh) and not _is_sequence(devices):
+        return draw_expression(expression, shape, devices)
+    n_dims = rank_drawn(expression, shape)
+    placement = resolve(expression.text, n_dims, current_context(devices))
+    sharding = placement.sharding
+    if shape is not None:
+        check_divisible(expression, placement.layout, shape, sharding.mesh.size)
+    return _of_named(sharding, axis_names(expression, n_dims), shape)
+
+
+def _of_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
+    """The picture of an array, a struct or a sharding."""
+    if isinstance(x, Sharding):
+        return _of_sharding(x, shape, '')
+    own_shape = getattr(x, 'shape', None)
+    if own_shape is None:
+        raise EinshardError(
+            f'{type(x).__name__} cannot be drawn',
+            facts={
+                'expected': 'an expression, an array, a ShapeDtypeStruct, a sharding, '
+                'or a pytree of these'
+            },
+        )
+    placed = describe(x)
+    sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, 'sharding', None)
+    if not isinstance(sharding, Sharding) or (isinstance(x, Tracer) and '->' not in placed):
+        raise EinshardError(f'nothing to draw: the array is {placed}')
+    if shape is not None and shape != tuple(own_shape):
+        raise EinshardError(
+            f'shape= is {list(shape)}, but the array has the shape {list(own_shape)}',
+            facts={'instead': 'leave out shape='},
+        )
+    return _of_sharding(sharding, tuple(own_shape), str(x.dtype))
+
+
+def _of_sharding(sharding: Sharding, shape: tuple[int, ...] | None, dtype: str) -> Picture:
+    if not isinstance(sharding, NamedSharding):
+        if shape is None:
+            raise EinshardError(f'drawing a {type(sharding).__name__} needs shape=')
+        return _of_other(sharding, shape, dtype)
+    n_entries = len(spec_axes(sharding.spec))
+    n_dims = n_entries if shape is None else len(shape)
+    if n_entries > n_dims:
+        raise EinshardError(
+            f'the sharding needs at least {plural(n_entries, "dimension")}, '
+            f'but shape= is {list(shape or ())}',
+            facts={'sharding': sharding.spec},
+        )
+    names = _letters(n_dims)
+    picture = _of_named(sharding, names, shape, dtype)
+    written = describe_named(sharding, None if shape is None else n_dims, names)
+    notes = [written if isinstance(written, Words) else f"in the notation: '{written}'"]
+    if isinstance(sharding.mesh, Mesh):
+        ids = [device.id for device in sharding.mesh.devices.flat]
+        if ids != list(range(len(ids))):
+            first = ','.join(map(str, ids[:16])) + ',..' * (len(ids) > 16)
+            notes.append(f'devices are numbered in mesh order; their ids: {first}')
+    return Picture(picture.blocks, (*picture.words, *notes))
+
+
+def _of_named(
+    sharding: NamedSharding,
+    names: tuple[str, ...],
+    shape: tuple[int, ...] | None,
+    dtype: str = '',
+) -> Picture:
+    mesh = sharding.mesh
+    axis_sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    entries = _entries(sharding, len(names))
+    for i, size in enumerate(shape or ()):
+        parts = math.prod(axis_sizes[axis] for axis in entries[i])
+        if size % parts:
+            raise EinshardError(
+                f'axis {i} (size {size}) is not divisible by {parts}',
+                facts={'sharding': sharding.spec},
+            )
+    return draw(
+        axis_sizes,
+        entries,
+        names,
+        shape,
+        dtype=dtype,
+        named=not is_device_mesh(mesh),
+        unreduced=sharding.spec.unreduced,
+    )
+
+
+def _entries(sharding: NamedSharding, n_dims: int) -> list[tuple[Any, ...]]:
+    """The mesh axes of each array axis."""
+    entries = spec_axes(sharding.spec)
+    if (PartitionSpec.UNCONSTRAINED,) in entries:
+        raise EinshardError(
+            'the sharding has unconstrained axes, which are left to the compiler',
+            facts={'sharding': sharding.spec},
+        )
+    return entries + [()] * (n_dims - len(entries))
+
+
+def _of_other(sharding: Sharding, shape: tuple[int, ...], dtype: str) -> Picture:
+    """The picture of a sharding without a mesh: one device, or one that the compiler chose."""
+    check_drawable(len(sharding.device_set), len(shape))
+    holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        slices = zip(index or (), shape, strict=True)
+        block = tuple(one.indices(size)[:2] for one, size in slices)
+        holders.setdefault(block, []).append(device.id)
+    parts = [len({block[axis] for block in holders}) for axis in range(len(shape))]
+    # sorted blocks are in row-major order
+    devices = [device for block in sorted(holders) for device in sorted(holders[block])]
+    blocks = Blocks(devices, tuple(parts), _letters(len(shape)), shape)
+    return Picture(blocks, (meaning(blocks, dtype, []), describe(sharding)))
+
+
+def _letters(n: int) -> tuple[str, ...]:
+    """Names for unnamed axes, as in `describe`: a, b, c, ..."""
+    return tuple(itertools.islice(axis_letters(), n))
+
+
+def _is_sequence(devices: object) -> TypeGuard[Sequence[Any]]:
+    return hasattr(devices, '__iter__') and not isinstance(devices, str | Mapping)
+
+
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        sizes = (-1,)
+    if any(size < 0 for size in sizes):
+        raise EinshardError(
+            f'shape= is not a shape: {shape!r}', facts={'expected': 'sizes, such as (4, 8)'}
+        )
+    return sizes

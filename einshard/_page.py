@@ -1,0 +1,197 @@
+"""Pages of tables and notes, rendered as text or as HTML.
+
+`_inspect/report.py` and `_trees/table.py` build the pages.
+"""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from ._errors import shown
+from ._text import MONO, display_width
+
+Segment: TypeAlias = tuple[str, str]  # text, and its style as rich names it
+
+_NARROWEST = 12  # the minimum width of an elastic column
+
+
+@dataclass(frozen=True)
+class Column:
+    head: str
+    right: bool = False  # align right, for numbers
+    elastic: str = ''  # 'middle' or 'start' may be cut out on a narrow page
+    below: bool = False  # in text it goes on a line of its own, for long paths
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with notes. In text it is indented below its title, if it has one."""
+
+    title: str
+    columns: tuple[Column, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    words: tuple[str, ...] = ()
+    ruled: bool = False  # draw a line between headings and rows
+
+
+@dataclass(frozen=True)
+class Page:
+    title: str
+    sections: tuple[Section, ...]
+    warnings: tuple[str, ...] = ()
+
+    def printable(self) -> Page:
+        """The page without control characters: paths may contain some, and terminals obey them."""
+        sections = (
+            replace(
+                section,
+                rows=tuple(tuple(map(shown, row)) for row in section.rows),
+                words=tuple(map(shown, section.words)),
+            )
+            for section in self.sections
+        )
+        return Page(shown(self.title), tuple(sections), tuple(map(shown, self.warnings)))
+
+
+# --- text ---------------------------------------------------------------------------------------
+
+
+def page_text(page: Page, width: int | None) -> str:
+    """A page as plain text; if width is None, lines are not wrapped."""
+    lines = page_lines(page, width)
+    return '\n'.join(''.join(text for text, _ in line).rstrip() for line in lines)
+
+
+def page_lines(page: Page, width: int | None) -> Iterator[list[Segment]]:
+    """The lines of a page as styled segments."""
+    page = page.printable()
+    if page.title:
+        yield [(page.title, 'bold')]
+    for i, section in enumerate(page.sections):
+        if i or page.title:
+            yield [('', '')]
+        yield from _section_lines(section, width)
+    if page.warnings:
+        yield [('', '')]
+        yield [('warnings', 'bold yellow')]
+    for warning in page.warnings:
+        for i, line in enumerate(_wrapped(warning, width)):
+            yield [('    ' if i else '  - ', ''), (line, 'yellow')]
+
+
+def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment]]:
+    indent = '  ' * bool(section.title)
+    if section.title:
+        yield [(section.title, 'bold')]
+    if section.columns:
+        beside = [column for column in section.columns if not column.below]
+        below = section.columns[len(beside) :]
+        widths = _widths(beside, section.rows, None if width is None else width - len(indent))
+        heads = [column.head for column in beside]
+        yield [(indent, ''), (_line(heads, beside, widths), 'dim')]
+        if section.ruled:
+            yield [(indent, ''), ('  '.join('-' * width for width in widths), 'dim')]
+        for row in section.rows:
+            fitted = zip(row, beside, widths, strict=False)
+            cells = [_shortened(cell, column, width) for cell, column, width in fitted]
+            yield [(indent, ''), (_line(cells, beside, widths), '')]
+            for cell, column in zip(row[len(beside) :], below, strict=True):
+                if cell:
+                    yield [(' ' * 8, ''), (f'{column.head} {cell}', 'dim')]
+    for words in section.words:
+        for i, line in enumerate(_wrapped(words, width)):
+            yield [(indent * 2 if i else indent, ''), (line, '')]
+
+
+def _wrapped(words: str, width: int | None) -> list[str]:
+    if width is None:
+        return [words]
+    return textwrap.wrap(words, width - 4, break_long_words=False)
+
+
+def _widths(along: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[int]:
+    """Column widths; the widest elastic column shrinks until the row fits."""
+    texts = [[column.head for column in along], *(row[: len(along)] for row in rows)]
+    widths = [max(map(display_width, column)) for column in zip(*texts, strict=True)]
+    elastic = [i for i, column in enumerate(along) if column.elastic]
+    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+        widest = max(elastic, key=lambda i: widths[i], default=None)
+        if widest is None or widths[widest] <= _NARROWEST:
+            break
+        widths[widest] -= 1
+    return widths
+
+
+def _line(cells: Sequence[str], along: Sequence[Column], widths: Sequence[int]) -> str:
+    padded: list[str] = []
+    for cell, column, width in zip(cells, along, widths, strict=True):
+        blank = ' ' * (width - display_width(cell))
+        padded.append(blank + cell if column.right else cell + blank)
+    return '  '.join(padded)
+
+
+def _shortened(cell: str, column: Column, width: int) -> str:
+    """The text, without its middle or its start if it is too long."""
+    if display_width(cell) <= width:
+        return cell
+    head = (width - 2) // 2 if column.elastic == 'middle' else 0
+    return f'{cell[:head]}..{cell[len(cell) - (width - 2 - head) :]}'
+
+
+# --- HTML for notebooks: inline styles, text in the colour of the page ----------------------------
+
+_FRAME = 'font: 13px/1.45 system-ui, sans-serif; text-align: left; max-width: 70em'
+_TITLE = 'font-size: 15px; font-weight: 600; margin: 2px 0 8px'
+_SECTION = 'font-weight: 600; margin: 12px 0 2px'
+# Notebooks style all tables. These styles reset that, so that text keeps the colour of the page and
+# is readable on light and dark.
+_TABLE = 'border-collapse: collapse; border: none; margin: 0; font-size: 12px; color: inherit'
+_HEAD = 'border: none; padding: 2px 14px 2px 0; font-weight: normal; opacity: 0.65'
+_CELL = 'border: none; border-top: 1px solid rgba(128,128,128,0.3); padding: 2px 14px 2px 0'
+_WORDS = 'list-style: none; margin: 4px 0; padding: 0'
+_WARNING = 'border-left: 3px solid #d9a400; background: rgba(217,164,0,0.12); padding: 3px 10px'
+# large models have hundreds of rows: they scroll, so that the totals stay visible
+_SCROLL = 'overflow: auto; max-height: 32em'
+
+
+def page_html(page: Page) -> str:
+    """A page as self-contained HTML."""
+    page = page.printable()
+    parts = [_titled(page.title, _TITLE), *map(_section, page.sections)]
+    if page.warnings:
+        parts.append(_titled('warnings', _SECTION))
+    parts += [_titled(text, f'{_WARNING}; margin: 3px 0') for text in page.warnings]
+    return f'<div style="{_FRAME}">{"".join(parts)}</div>'
+
+
+def _titled(text: str, style: str) -> str:
+    return f'<div style="{style}">{html.escape(text)}</div>' if text else ''
+
+
+def _section(section: Section) -> str:
+    parts = [_titled(section.title, _SECTION)]
+    if section.columns:
+        heads = [column.head for column in section.columns]
+        rows = _row('th', _HEAD, heads, section.columns)
+        rows += ''.join(_row('td', _CELL, row, section.columns) for row in section.rows)
+        parts.append(f'<div style="{_SCROLL}"><table style="{_TABLE}">{rows}</table></div>')
+    if section.words:
+        words = ''.join(f'<li>{html.escape(words)}</li>' for words in section.words)
+        parts.append(f'<ul style="{_WORDS}">{words}</ul>')
+    return ''.join(parts)
+
+
+def _row(tag: str, style: str, cells: Sequence[str], along: Sequence[Column]) -> str:
+    made: list[str] = []
+    for cell, column in zip(cells, along, strict=True):
+        align = 'right' if column.right else 'left'
+        family = f'; {MONO}' if tag == 'td' else ''
+        made.append(
+            f'<{tag} style="{style}; text-align: {align}; white-space: nowrap{family}">'
+            f'{html.escape(cell)}</{tag}>'
+        )
+    return f'<tr style="background: transparent">{"".join(made)}</tr>'

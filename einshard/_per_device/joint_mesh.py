@@ -1,0 +1,314 @@
+"""The joint mesh of the expressions of a per-device function. Imports no JAX."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .._cache import cached
+from .._errors import EinshardError, Suggestion, quoted
+from .._notation.expression import Expression, Term, parse
+from .._notation.layout import Layout, Split, fit, mesh_text
+from .._suggestions import tried, works
+from .spec_axes import MeshAxis, SpecAxes, grid_of, replicas
+
+
+@dataclass(frozen=True, slots=True)
+class JointMesh:
+    """A mesh with axes named after array axes, in device order; None names an axis of replicas."""
+
+    axes: tuple[MeshAxis, ...]
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Size by name; axes of replicas get names that array axes cannot have."""
+        numbers = itertools.count()
+        return {name or f'replica{next(numbers)}': count for name, count in self.axes}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size by name, without axes of replicas."""
+        return {name: count for name, count in self.axes if name is not None}
+
+    def fits(self, axis_sizes: Sequence[int]) -> bool:
+        """Whether each axis is a group of consecutive axes of a mesh with these sizes."""
+        grid = Layout(tuple(Split(count, i) for i, (_, count) in enumerate(self.axes)))
+        return fit(grid, {str(i): size for i, size in enumerate(axis_sizes)}) is not None
+
+    def complete(self, expression: Expression) -> str:
+        """The expression over all devices: 'x y -> x2 y' becomes 'x y -> 4 x2 y'."""
+        holders = self._holders(expression)
+        terms = [(holders.get(name or '', ''), count) for name, count in self.axes if count > 1]
+        return _written(
+            expression, {name for name, _ in terms}, [f'{n}{c}' for n, c in terms] or ['1']
+        )
+
+    def by_name(self, expression: Expression) -> str:
+        """The expression with mesh axes by name: 'x y -> x2 y' becomes 'x y -> x@x y'."""
+        axes: dict[str, list[str]] = {}
+        for axis, name in self._holders(expression).items():
+            axes.setdefault(name, []).append(axis)
+        terms = [f'{name}@({",".join(its_axes)})' for name, its_axes in axes.items()]
+        return _written(expression, axes.keys(), terms or ['*'])
+
+    def _holders(self, expression: Expression) -> dict[str, str]:
+        """The array axis that each mesh axis shards, in device order."""
+        spec = SpecAxes('', expression)
+        holders = {axis: str(term.name) for axis, term in spec.uses.items()}
+        holders |= {name: name for name in spec.makes}
+        return {axis: holders[axis] for axis in self.sizes if axis in holders}
+
+
+def _written(expression: Expression, placed: Collection[str], terms: Sequence[str]) -> str:
+    rest = [name for name in expression.names if name not in placed]
+    return ' '.join([*expression.names, '->', *terms, *rest])
+
+
+@cached
+def joint_mesh(
+    specs: tuple[SpecAxes, ...], n_devices: int, axis_sizes: tuple[int, ...] | None = None
+) -> JointMesh:
+    """The mesh with its axes in the only order that agrees with all expressions.
+
+    A count in one expression holds in all. Stars are solved first in expressions that list
+    replicas, because these use all devices; the other stars share the remaining devices.
+    `axis_sizes` are those of the user's mesh, if there is one: suggestions must fit it.
+    """
+    joint = _Specs(specs, n_devices, axis_sizes)
+    try:
+        return joint.mesh()
+    except EinshardError as error:
+        text = str(error.expression)
+        raise tried(
+            error,
+            lambda fix: joint.try_fix(text, fix),
+            None if axis_sizes else lambda n: replace(joint, n_devices=n).mesh(),
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Specs:
+    """The expressions of a function, and the devices."""
+
+    specs: tuple[SpecAxes, ...]
+    n_devices: int
+    axis_sizes: tuple[int, ...] | None
+
+    def mesh(self) -> JointMesh:
+        for spec in self.specs:
+            spec.check(self.specs)
+        counts = self.counts()
+        left, rest = divmod(self.n_devices, math.prod(counts.values()))
+        if rest:
+            raise self.too_many(counts)
+        if left > 1 and not any(spec.spells_out_replicas for spec in self.specs):
+            raise self.left_over(counts)
+        orders = list(itertools.islice(_orders(self.specs, counts, self.n_devices), 2))
+        if not orders:
+            raise self.no_order(counts)
+        if len(orders) > 1:
+            raise self.several_orders(orders, counts)
+        (order,) = orders
+        for spec in self.specs:
+            spec.check_order([name for name, _ in order])
+        of_one = [(name, count) for name, count in counts.items() if count == 1]
+        return JointMesh((*order, *of_one) or ((None, 1),))
+
+    def try_fix(self, text: str, fix: str) -> None:
+        """Raises if the expressions, with `fix` in place of `text`, make no mesh."""
+        i = [spec.expression.text for spec in self.specs].index(text)
+        changed = replace(self.specs[i], expression=parse(fix))
+        mesh = replace(self, specs=(*self.specs[:i], changed, *self.specs[i + 1 :])).mesh()
+        if self.axis_sizes and not mesh.fits(self.axis_sizes):
+            raise changed.expression.error('the counts do not match the axes of the mesh')
+
+    def counts(self) -> dict[str, int]:
+        """The size of every axis, in order of appearance."""
+        known: dict[str, tuple[int, SpecAxes]] = {}
+
+        def learn(name: str, count: int, spec: SpecAxes) -> None:
+            first, other = known.setdefault(name, (count, spec))
+            if first != count:
+                raise other.expression.error(
+                    f"axis '{name}' has {first} shards in one expression and {count} in another",
+                    [other.makes[name]],
+                    **_texts([other, spec]),
+                    devices=self.n_devices,
+                )
+
+        for spec in self.specs:
+            for name, term in spec.makes.items():
+                if not term.star:
+                    learn(name, term.factor, spec)
+        written = {name: count for name, (count, _) in known.items()}
+        for spec in self.specs:
+            if spec.spells_out_replicas and not spec.uses:
+                solved = dict(spec.grid(written, self.n_devices))
+                for name in spec.makes:
+                    learn(name, solved.get(name, 1), spec)
+        counts = {name: count for name, (count, _) in known.items()}
+        counts |= self.solve_stars(counts)
+        return {name: counts[name] for spec in self.specs for name in spec.makes}
+
+    def solve_stars(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """The sizes of starred axes, which share the remaining devices."""
+        starred: dict[str, SpecAxes] = {}
+        for spec in self.specs:
+            for name, term in spec.makes.items():
+                if name in counts:
+                    continue
+                first = starred.setdefault(name, spec)
+                if first.makes[name].factor != term.factor:
+                    raise first.expression.error(
+                        f"ambiguous: axis '{name}' is '{first.makes[name]}' in one expression and "
+                        f"'{term}' in another",
+                        [first.makes[name]],
+                        **_texts([first, spec]),
+                    )
+        if not starred:
+            return {}
+        if self.n_devices % math.prod(counts.values()):
+            raise self.too_many(counts)
+        factors = {name: spec.makes[name].factor for name, spec in starred.items()}
+        terms = [f'{name}{count}' for name, count in counts.items()]
+        terms += [f'{name}{"" if factor == 1 else factor}*' for name, factor in factors.items()]
+        try:
+            solved = dict(grid_of(parse(' '.join(terms)), self.n_devices))
+        except EinshardError as error:
+            facts = {**_texts(self.specs), **error.facts}
+            raise EinshardError(
+                error.sentence, expression=' '.join(terms), spans=error.spans, facts=facts
+            ) from None
+        return {name: solved.get(name, 1) for name in starred}
+
+    def too_many(self, counts: Mapping[str, int]) -> EinshardError:
+        sharded = [(name, count) for name, count in counts.items() if count > 1]
+        product, n_devices = math.prod(counts.values()), self.n_devices
+        times = ' x '.join(str(count) for _, count in sharded)
+        facts = {**_texts(self.specs), 'devices': str(n_devices)}
+        if len(sharded) > 1 and self.axis_sizes is None:
+            (first, _), (second, _) = sharded[:2]
+            if works(self.over_the_same(first, second).mesh):
+                fact = f"'{second}@{first}' shards {second} over the devices of {first}"
+                facts['same devices'] = fact
+        return EinshardError(
+            f'{quoted(f"{name}{count}" for name, count in sharded)} '
+            f'{"needs" if len(sharded) == 1 else "need"} '
+            f'{times if len(sharded) == 1 else f"{times} = {product}"} devices, '
+            + (
+                f'but there {"is" if n_devices == 1 else "are"} only {n_devices}'
+                if product > n_devices
+                else f'but {n_devices} is not divisible by {product}'
+            ),
+            facts=facts,
+        )
+
+    def over_the_same(self, first: str, second: str) -> _Specs:
+        """The expressions with the second axis over the devices of the first."""
+        changed: list[SpecAxes] = []
+        for spec in self.specs:
+            term = spec.makes.get(second)
+            over = Term(second, mesh_axes=(first,))
+            right = tuple(over if one is term else one for one in spec.expression.right)
+            changed.append(replace(spec, expression=replace(spec.expression, right=right)))
+        return replace(self, specs=tuple(changed))
+
+    def left_over(self, counts: Mapping[str, int]) -> EinshardError:
+        n_devices = self.n_devices
+        sharded = [f'{name}{count}' for name, count in counts.items() if count > 1]
+        most = max(self.specs, key=lambda spec: len(spec.makes))
+        expression = most.expression
+        start = expression.right[0].span[0]
+        sentence = f"nothing is sharded; add '*' to replicate over all {n_devices} devices"
+        if sharded:
+            use = f'{"uses" if len(sharded) == 1 else "use"} only {math.prod(counts.values())}'
+            sentence = (
+                f'{quoted(sharded)} {use} of {n_devices} devices; '
+                "add '*' to replicate over the rest"
+            )
+        return expression.error(
+            sentence,
+            most.makes.values() or expression.right,
+            **_texts(self.specs),
+            devices=n_devices,
+            fix=Suggestion(f'{expression.text[:start]}* {expression.text[start:]}'),
+        )
+
+    def several_orders(
+        self, orders: Sequence[tuple[MeshAxis, ...]], counts: Mapping[str, int]
+    ) -> EinshardError:
+        first = next(pair for pair in zip(*orders, strict=False) if pair[0] != pair[1])
+        one, other = (f"'{name or ''}{count}'" for name, count in first)
+        facts = {**_texts(self.specs), 'devices': str(self.n_devices)}
+        # counts cannot order an axis that shares the devices of another
+        by_count = [spec for spec in self.specs if not spec.uses]
+        for most in sorted(by_count, key=lambda spec: len(spec.makes), reverse=True)[:1]:
+            ways: list[str] = []
+            for mesh in map(JointMesh, orders):
+                way = parse(mesh.complete(most.expression))
+                changed = [replace(s, expression=way) if s is most else s for s in self.specs]
+                decided = list(_orders(changed, counts, self.n_devices)) == [mesh.axes]
+                if decided and (self.axis_sizes is None or mesh.fits(self.axis_sizes)):
+                    ways.append(f"'{way.text}'")
+            if ways:
+                facts['to set it'] = f'{" or ".join(ways)}, for {most.of}'
+        return EinshardError(f'ambiguous device order: {one} or {other} first', facts=facts)
+
+    def no_order(self, counts: Mapping[str, int]) -> EinshardError:
+        apart: Sequence[SpecAxes] = self.specs
+        for pair in itertools.combinations(self.specs, 2):
+            names = {name for spec in pair for name in (*spec.makes, *spec.uses)}
+            theirs = {name: count for name, count in counts.items() if name in names}
+            if next(_orders(pair, theirs, self.n_devices), None) is None:
+                apart = pair
+                break
+        whose = 'two expressions' if len(apart) == 2 else 'the expressions'
+        sizes = mesh_text({name: count for name, count in counts.items() if count > 1})
+        return apart[0].expression.error(
+            f'{whose} disagree on the device order',
+            [term for term in apart[0].expression.right if term.is_sharded],
+            **_texts(apart),
+            devices=f'{self.n_devices} ({sizes})',
+        )
+
+
+def _orders(
+    specs: Sequence[SpecAxes], counts: Mapping[str, int], n_devices: int
+) -> Iterator[tuple[MeshAxis, ...]]:
+    """All orders of the mesh axes larger than 1 that agree with every expression.
+
+    Each expression is read from left to right. An axis that it makes must be its next one. Axes of
+    other expressions are skipped or, if the expression lists replicas, count towards those. Sizes
+    matter for that, so a topological sort (`graphlib`) of the axes is not enough.
+    """
+
+    def extend(
+        order: tuple[MeshAxis, ...], grids: Sequence[tuple[MeshAxis, ...]]
+    ) -> Iterator[tuple[MeshAxis, ...]]:
+        candidates = [axis for axis in sharded if axis not in order]
+        left = n_devices // math.prod(counts.values())
+        left //= math.prod(count for name, count in order if name is None)
+        if not candidates and left == 1:
+            yield order
+        if left > 1 and (not order or order[-1][0] is not None):
+            both = zip(specs, grids, strict=True)
+            rooms = (replicas(grid) for spec, grid in both if spec.spells_out_replicas)
+            room = math.gcd(left, *rooms)
+            candidates += [(None, room)] if room > 1 else []
+        for axis in candidates:
+            read = [spec.read(grid, axis) for spec, grid in zip(specs, grids, strict=True)]
+            below = [grid for grid in read if grid is not None]
+            if len(below) == len(read):
+                yield from extend((*order, axis), below)
+
+    sharded: list[MeshAxis] = [(name, count) for name, count in counts.items() if count > 1]
+    yield from extend((), [spec.grid(counts, n_devices) for spec in specs])
+
+
+def _texts(specs: Sequence[SpecAxes]) -> dict[str, str]:
+    """The distinct expressions as facts."""
+    first = {spec.expression: spec for spec in reversed(specs)}
+    shown = [spec for spec in specs if first[spec.expression] is spec]
+    return {spec.of: f"'{spec.expression.text}'" for spec in shown}

@@ -1,0 +1,198 @@
+"""Explains JAX's error for a result that `out=` declares replicated, but that may vary."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.sharding import PartitionSpec
+
+from .._errors import EinshardError, quoted
+from .._sharding.mesh import entry_axes
+
+# JAX's messages for one axis and for several axes
+_REPLICATED = re.compile(
+    r"out_specs(\S*) is .* which implies that .* (?:replicated across mesh axis '(\w+)'"
+    r'|and not \{([^}]+)\})'
+)
+
+
+@dataclass(frozen=True)
+class Varying:
+    """A result that may vary along mesh axes which its expression does not name."""
+
+    key: str  # of its spec in out_specs, as in "[1]['mean']"
+    axes: tuple[str, ...]
+
+    def error(self, function: str, facts: Mapping[str, str]) -> EinshardError:
+        path = '/'.join(re.findall(r'\w+', self.key))
+        of = f"the result '{path}' of {function}" if path else function
+        return EinshardError(
+            f'out= declares the result replicated over {quoted(self.axes)}, but it may vary across '
+            f'{"it" if len(self.axes) == 1 else "them"}',
+            facts={'of': of, **facts},
+        )
+
+
+def read_varying(error: Exception) -> Varying | None:
+    """The result that JAX's error is about, if the error is about replication."""
+    found = _REPLICATED.search(str(error)) if isinstance(error, ValueError) else None
+    if found is None:
+        return None
+    key, axis, axes = found.groups()
+    return Varying(key, (axis,) if axis else tuple(axes.split(',')))
+
+
+@dataclass(frozen=True)
+class History:
+    """The mesh axes of the collectives that a value depends on.
+
+    Attributes:
+        varying: axes along which the value may vary, even if all `all_gather`s are replicated.
+        gathered: axes of an `all_gather`.
+        exchanged: axes of other exchanges, such as a ring of `ppermute`. The value may be
+            replicated along these, but JAX cannot infer it.
+    """
+
+    varying: frozenset[str] = frozenset()
+    gathered: frozenset[str] = frozenset()
+    exchanged: frozenset[str] = frozenset()
+
+    def __or__(self, other: History) -> History:
+        return History(
+            self.varying | other.varying,
+            self.gathered | other.gathered,
+            self.exchanged | other.exchanged,
+        )
+
+    def without(self, axes: frozenset[str]) -> History:
+        return History(self.varying - axes, self.gathered - axes, self.exchanged - axes)
+
+    def kind(self, axis: str) -> str | None:
+        """Why JAX takes the value to vary along an axis, or None."""
+        if axis in self.exchanged:
+            return 'exchanged'
+        return 'varying' if axis in self.varying else 'gathered' if axis in self.gathered else None
+
+
+def how_to_agree(
+    result: Varying,
+    body: Callable[..., Any],
+    in_specs: Sequence[Any],
+    arguments: Sequence[Any],
+    shard_map: Callable[..., Any],
+) -> dict[str, str]:
+    """Facts with alternatives that JAX accepts here."""
+    histories, ranks, sums = list[History](), list[int](), list[bool]()
+
+    def look(*values: Any) -> None:
+        jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(*values)
+        found = _histories(jaxpr.jaxpr, list(map(_sharded_along, jtu.tree_leaves(in_specs))))
+        for (path, leaf), its_history in zip(jtu.tree_leaves_with_path(shapes), found, strict=True):
+            if jtu.keystr(path).startswith(result.key):
+                histories.append(its_history)
+                ranks.append(leaf.ndim)
+                sums.append(not jnp.issubdtype(leaf.dtype, jax.dtypes.extended))  # no keys
+
+    unchecked = shard_map(look, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)
+    jax.eval_shape(unchecked, *arguments)
+    # one spec may cover several arrays, each with its own reason
+    kinds = {axis: {one.kind(axis) for one in histories} - {None} for axis in result.axes}
+    varying = [axis for axis, kind in kinds.items() if kind == {'varying'}]
+    gathered = [axis for axis, kind in kinds.items() if kind == {'gathered'}]
+    gather = _replicating_gather(gathered, shard_map) if gathered else ''
+    if len(varying) + len(gathered) < len(result.axes) or gather is None:
+        return {'instead': 'check_vma=False, if the result is in fact replicated'}
+    facts = {'instead': f'{gather}, which returns a replicated value'} if gather else {}
+    if varying:
+        axes = repr(varying[0] if len(varying) == 1 else tuple(varying))
+        ways = [f'jax.lax.psum(z, {axes}) for the sum'] if all(sums) else []
+        ways += ['shard it in out='] if all(ranks) else []
+        label = f'along {", ".join(varying)}' if gathered else 'instead'
+        facts |= {label: ', or '.join(ways)} if ways else {}
+    return facts
+
+
+def _sharded_along(spec: PartitionSpec) -> History:
+    return History(frozenset(axis for entry in spec for axis in entry_axes(entry)))
+
+
+def _replicating_gather(axes: Sequence[str], shard_map: Callable[..., Any]) -> str | None:
+    """The `all_gather` with a replicated result, if this version of JAX has one."""
+    lax: Any = jax.lax
+    ways: dict[str, Callable[..., Any]] = {  # the first in JAX 0.8.1, the second in 0.10.2 and 0.12
+        'jax.lax.all_gather_invariant(...)': lambda x, axis: lax.all_gather_invariant(x, axis),
+        "jax.lax.all_gather(..., to='invarying')": lambda x, a: lax.all_gather(
+            x, a, to='invarying'
+        ),
+    }
+    for text, gather in ways.items():
+
+        def gathered(gather: Callable[..., Any] = gather) -> list[Any]:
+            return [gather(jax.lax.axis_index(axis), axis) for axis in axes]
+
+        try:
+            jax.eval_shape(shard_map(gathered, in_specs=(), out_specs=PartitionSpec()))
+        except (AttributeError, TypeError, ValueError):
+            continue
+        return text
+    return None
+
+
+# Collectives with a replicated result. JAX does not document the names of its primitives;
+# tests/test_per_device.py fails if they change.
+_REPLICATING = {'psum', 'psum_invariant', 'pmax', 'pmin', 'all_gather_invariant'}
+
+
+def _histories(jaxpr: Jaxpr, known: Sequence[History]) -> list[History]:
+    """The history of each result of a jaxpr, from those of its arguments."""
+    history: dict[Any, History] = dict(zip(jaxpr.invars, known, strict=True))
+
+    def of(variables: Sequence[Any]) -> list[History]:
+        # literals and captured values have no history
+        return [
+            history.get(one, History()) if isinstance(one, Var) else History() for one in variables
+        ]
+
+    for equation in jaxpr.eqns:
+        own = functools.reduce(operator.or_, of(equation.invars), History())
+        history.update(dict.fromkeys(equation.outvars, _after(equation, own)))
+    return of(jaxpr.outvars)
+
+
+def _after(equation: Any, before: History) -> History:
+    name, axes = equation.primitive.name, _mesh_axes(equation)
+    if name == 'axis_index':
+        return before | History(varying=axes)
+    if equation.params.get('axis_index_groups') is None:
+        if name in _REPLICATING:
+            return before.without(axes)
+        if name == 'all_gather':
+            return before.without(axes) | History(gathered=axes)
+    inside = [axes, *(_mesh_axes(one) for one in _equations_inside(equation))]
+    exchanged = frozenset(itertools.chain.from_iterable(inside))
+    return before | History(varying=exchanged, exchanged=exchanged)
+
+
+def _mesh_axes(equation: Any) -> frozenset[str]:
+    """The mesh axes of a collective; in other primitives, `axes` are numbers."""
+    axes = equation.params.get('axis_name', equation.params.get('axes', ()))
+    return frozenset(axis for axis in entry_axes(axes) if isinstance(axis, str))
+
+
+def _equations_inside(equation: Any) -> Iterator[Any]:
+    """The equations inside a loop, a conditional or a nested jit."""
+    for value in jtu.tree_leaves(list(equation.params.values())):
+        jaxpr = value.jaxpr if isinstance(value, ClosedJaxpr) else value
+        if isinstance(jaxpr, Jaxpr):
+            for inner in jaxpr.eqns:
+                yield from (inner, *_equations_inside(inner))

@@ -1,0 +1,141 @@
+"""The mesh axes that one expression of a per-device function makes and uses. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .._errors import EinshardError, quoted
+from .._notation.expression import ELLIPSIS, Expression, Term
+from .._notation.layout import axis_positions, lay_out
+
+MeshAxis = tuple[str | None, int]  # a mesh axis, or None for replicas, and its size
+
+
+@dataclass(frozen=True, slots=True)
+class SpecAxes:
+    """An expression, and what it is the spec of: "parameter 'x'" or "the result"."""
+
+    of: str
+    expression: Expression
+
+    @property
+    def makes(self) -> dict[str, Term]:
+        """The terms that make a mesh axis: array axes with a count (even 1) or a star."""
+        return {str(term.name): term for term in self.expression.right if _makes_an_axis(term)}
+
+    @property
+    def uses(self) -> dict[str, Term]:
+        """The terms that use mesh axes by name, such as 'y@x', by mesh axis."""
+        return {axis: term for term in self.expression.right for axis in term.mesh_axes}
+
+    @property
+    def spells_out_replicas(self) -> bool:
+        """Whether the expression lists replicas, and so uses all devices."""
+        return any(term.name is None for term in self.expression.right)
+
+    def grid(self, counts: Mapping[str, int], n_devices: int) -> tuple[MeshAxis, ...]:
+        """The device grid with the known counts, without the axes of other expressions."""
+        terms: list[Term] = []
+        for term in self.expression.right:
+            count = counts.get(str(term.name)) if term.star else None
+            if count is not None and count % term.factor:
+                raise self.error(
+                    f"'{term}' is a multiple of {term.factor}, but the axis has {count} shards",
+                    [term],
+                )
+            terms.append(term if count is None else replace(term, count=count, star=False))
+        if not self.spells_out_replicas:
+            return tuple((name, counts[name]) for name in self.makes if counts[name] > 1)
+        expression = replace(self.expression, right=tuple(terms))
+        try:
+            return grid_of(expression, n_devices, counts if self.uses else None)
+        except EinshardError as error:
+            # its fix is for this expression alone
+            raise error.about(spec_of=self.of).with_fix(None) from None
+
+    def read(self, grid: tuple[MeshAxis, ...], axis: MeshAxis) -> tuple[MeshAxis, ...] | None:
+        """The grid after this mesh axis; None if the axis cannot come next."""
+        name, count = axis
+        if name in self.uses:
+            return grid
+        if name is not None and grid[:1] == (axis,):
+            return grid[1:]
+        if name in self.makes:
+            return None
+        if not self.spells_out_replicas:
+            return grid
+        # an axis of another expression, or replicas: part of the replicas that come next here
+        left = replicas(grid)
+        if left % count:
+            return None
+        return grid[1:] if left == count else ((None, left // count), *grid[1:])
+
+    def check(self, others: Sequence[SpecAxes]) -> None:
+        """Raises if it makes an axis twice, or uses an axis that does not exist."""
+        terms = [term for term in self.expression.right if _makes_an_axis(term)]
+        names = [term.name for term in terms]
+        again = [term for term in terms if names.count(term.name) > 1]
+        if again:
+            raise self.error(
+                f"axis '{again[0].name}' is sharded twice, but it names only one mesh axis",
+                again,
+                instead="pass mesh= and name its axes: 'i@(p,q)'",
+            )
+        known = {name for other in others for name in other.makes}
+        for axis, term in self.uses.items():
+            if axis not in known:
+                raise self.error(
+                    f"'{term}' uses mesh axis '{axis}', but no expression shards '{axis}'",
+                    [term],
+                    sharded=', '.join(f"'{name}'" for name in sorted(known)) or 'none',
+                    instead=f"use a mesh with an axis '{axis}' (mesh= or jax.set_mesh)",
+                )
+            if axis in self.makes:
+                raise self.error(
+                    f"'{self.makes[axis]}' and '{term}' use the same devices",
+                    [self.makes[axis], term],
+                )
+
+    def check_order(self, mesh_axes: Sequence[str | None]) -> None:
+        """Raises if the mesh axes of an array axis are not in device order."""
+        by_axis: dict[str, list[str]] = {}
+        for term in self.expression.right:
+            name = str(term.name)
+            own = [name] if name in self.makes and not term.mesh_axes else []
+            by_axis.setdefault(name, []).extend([*own, *term.mesh_axes])
+        for name, axes in by_axis.items():
+            placed = [axis for axis in axes if axis in mesh_axes]
+            in_order = sorted(placed, key=mesh_axes.index)
+            if placed != in_order:
+                raise self.error(
+                    f"axis '{name}' lists {quoted(placed)} out of device order",
+                    [term for term in self.expression.right if term.name == name],
+                    device_order=', '.join(in_order),
+                )
+
+    def error(self, sentence: str, terms: Sequence[Term], **facts: str) -> EinshardError:
+        return self.expression.error(sentence, terms, spec_of=self.of, **facts)
+
+
+def replicas(grid: Sequence[MeshAxis]) -> int:
+    """The number of replicas at the start of a grid."""
+    return grid[0][1] if grid and grid[0][0] is None else 1
+
+
+def _makes_an_axis(term: Term) -> bool:
+    return term.name not in (None, ELLIPSIS) and (term.star or term.count is not None)
+
+
+def grid_of(
+    expression: Expression, n_devices: int, sizes: Mapping[str, int] | None = None
+) -> tuple[MeshAxis, ...]:
+    """The device grid of an expression, without mesh axes used by name."""
+    n_dims = len(expression.names) - 1 if ELLIPSIS in expression.names else None
+    names = {i: name for name, i in axis_positions(expression, n_dims).items() if name != ELLIPSIS}
+    layout = lay_out(expression, n_dims, n_devices, sizes)
+    return tuple(
+        (None if split.axis is None else names[split.axis], split.count)
+        for split in layout.splits
+        if not split.mesh_axes and split.count > 1
+    )

@@ -1,0 +1,92 @@
+"""The sentences below a picture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from .._errors import plural
+from .._text import display_width, shape_text
+from .blocks import Blocks
+
+
+def meaning(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> str:
+    """A sentence about the shards; with the mesh axes of each array axis, if they are named."""
+    n_shards, replicas = blocks.n_blocks, blocks.replicas
+    sharded = [axis for axis, count in enumerate(blocks.parts) if count > 1]
+    array = '' if blocks.sizes is None else f', {dtype}{shape_text(blocks.sizes)}'
+    if not sharded:
+        thing = 'scalar' if blocks.sizes == () else 'full array'
+        holders = 'the one device' if replicas == 1 else f'each of the {replicas} devices'
+        return f'nothing is sharded: {holders} holds the {thing}{array if blocks.sizes else ""}'
+    clauses: list[str] = []
+    for i, axis in enumerate(sharded):
+        verb = ' is in' if i == 0 else ' in'
+        clause = f'{blocks.names[axis]}{verb} {blocks.parts[axis]}{"" if i else " parts"}'
+        if entries:
+            clause += f' over {_group(entries[axis])}'
+        clauses.append(clause)
+    held = f'1/{n_shards} of the array'
+    if blocks.sizes is not None:
+        sizes = zip(blocks.sizes, blocks.parts, strict=True)
+        held = f'{dtype}{shape_text([size // count for size, count in sizes])}, {held}'
+    on = 'one device' if replicas == 1 else plural(replicas, 'device')
+    return f'{", ".join(clauses)}; each shard is on {on}; a device holds {held}'
+
+
+def device_order(
+    mesh: Mapping[Any, int],
+    named: bool,
+    names: Sequence[str],
+    entries: Sequence[tuple[Any, ...]],
+    unreduced: Collection[Any] = (),
+) -> list[str]:
+    """The dimensions of the device grid, in the order of the right side."""
+    owner = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}
+    dimensions: list[tuple[str | None, Any, int]] = []
+    for axis, size in mesh.items():
+        holder = owner.get(axis)
+        if size > 1 and dimensions and dimensions[-1][0] == holder and not named:
+            dimensions[-1] = (holder, axis, dimensions[-1][2] * size)
+        elif size > 1:
+            dimensions.append((holder, axis, size))
+    if not unreduced and (len(dimensions) < 2 or not owner):
+        return []
+    texts: list[str] = []
+    for holder, axis, size in dimensions:
+        what = f'{size} replicas' if holder is None else f'{size} parts of {holder}'
+        what = f'{size} terms of a sum' if axis in unreduced else what
+        texts.append(f'{axis} ({what})' if named else what)
+    thing = 'mesh axes' if named else 'devices'
+    return [f'{thing}, slowest first: {(", " if named else " x ").join(texts)}']
+
+
+def _group(mesh_axes: Sequence[Any]) -> str:
+    axes = ','.join(map(str, mesh_axes))
+    return axes if len(mesh_axes) == 1 else f'({axes})'
+
+
+def wrapped(words: Sequence[str], width: int) -> Iterator[str]:
+    """Lines of at most `width` columns, broken between clauses if possible."""
+    for line in words:
+        clauses = ''
+        for clause in re.split('(?<=[;:]) ', line):
+            if clauses and display_width(clauses) + display_width(clause) >= width:
+                yield from _filled(clauses, width)
+                clauses = clause
+            else:
+                clauses = f'{clauses} {clause}'.lstrip()
+        yield from _filled(clauses, width)
+
+
+def _filled(text: str, width: int) -> Iterator[str]:
+    # not textwrap: it counts characters, and some are two columns wide
+    line = ''
+    for word in text.split():
+        if line and display_width(f'{line} {word}') > width:
+            yield line
+            line = word
+        else:
+            line = f'{line} {word}'.lstrip()
+    yield line

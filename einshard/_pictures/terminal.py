@@ -1,0 +1,247 @@
+"""Blocks -> lines of text: boxes or a table; each segment has a device, for its colour."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from .._text import display_width
+from .blocks import Blocks, Slices, device_list, slices_of
+
+Segment: TypeAlias = tuple[str, int | None]  # text, and a device for its colour
+Line: TypeAlias = list[Segment]
+
+_MOST_SLICES = 8
+_MOST_ROWS = 64  # longer pictures show only the first and last rows
+_FIRST_ROWS, _LAST_ROWS = 24, 8
+_MOST_RULED_ROWS = 16  # no lines between rows if there are more
+_WIDEST_BOX, _HIGHEST_BOX = 20, 5
+_WIDEST_STRETCHED = 72  # stretched to proportion up to this width
+
+
+@dataclass(frozen=True)
+class _Boxes:
+    """A picture in boxes; widths in terminal columns, heights in lines."""
+
+    slices: Slices
+    rows: Sequence[int | None]  # None for omitted rows
+    cells: Sequence[Sequence[Line]]  # the rows of each slice
+    column_heads: Sequence[str]
+    corner: str  # the name of the column axis, if the column labels omit it
+    box_width: int
+    box_height: int = 1
+
+    @property
+    def ruled(self) -> bool:
+        return self.slices.n_rows <= _MOST_RULED_ROWS
+
+    @property
+    def row_heads(self) -> list[str]:
+        more = f'{self.slices.n_rows - _FIRST_ROWS - _LAST_ROWS} more ..'
+        return [more if row is None else self.slices.row_head(row) for row in self.rows]
+
+    @property
+    def margin(self) -> int:
+        widest = max(map(display_width, (*self.row_heads, self.corner)))
+        return widest + 1 if widest else 0
+
+    @property
+    def width(self) -> int:
+        return self.margin + len(self.column_heads) * (self.box_width + 1) + 1
+
+
+def text_lines(blocks: Blocks, width: int) -> list[Line]:
+    """Boxes if they fit in `width` columns, else a table."""
+    slices = slices_of(blocks)
+    boxes = _boxes(slices, width) if len(slices.titles) <= _MOST_SLICES else None
+    if boxes is None:
+        return list(_table_lines(blocks, width))
+    beside = max(1, (width + 2) // (boxes.width + 2))
+    lines: list[Line] = []
+    for start in range(0, len(slices.titles), beside):
+        numbers = range(start, min(start + beside, len(slices.titles)))
+        if lines:
+            lines.append([])
+        drawn = [_slice_lines(boxes, n) for n in numbers]
+        lines += [_join(pieces, boxes.width) for pieces in zip(*drawn, strict=True)]
+    return lines
+
+
+# Column labels from clearest to shortest: (axis name in each label instead of in the corner,
+# padding around labels, label only some columns, like ticks)
+_HEADINGS = (
+    (True, 1, False),
+    (False, 1, False),
+    (False, 0, False),
+    (False, 1, True),
+    (False, 0, True),
+)
+
+
+def _boxes(slices: Slices, width: int) -> _Boxes | None:
+    """The clearest boxes that fit in `width` columns."""
+    if 2 * slices.n_columns > width:
+        return None
+    rows = _kept(slices.n_rows)
+    title = max(map(display_width, slices.titles))
+    for tight in (False, True):
+        cells = [[_cells(slices, n, row, tight) for row in rows] for n in range(len(slices.titles))]
+        label = max(len(text) for one in cells for row in one for text, _ in row)
+        for named, padding, thin in _HEADINGS:
+            heads, corner = _column_heads(slices, named)
+            head = 0 if thin else max(map(display_width, heads))
+            boxes = _Boxes(slices, rows, cells, heads, corner, max(label, head) + 2 * padding)
+            if max(boxes.width, boxes.margin + title) > width:
+                continue
+            if thin:
+                return replace(boxes, column_heads=_thinned(heads, boxes.box_width))
+            return _in_proportion(boxes, width)
+    return None
+
+
+def _kept(n: int) -> list[int | None]:
+    """The rows to show; None stands for omitted rows."""
+    if n <= _MOST_ROWS:
+        return list(range(n))
+    return [*range(_FIRST_ROWS), None, *range(n - _LAST_ROWS, n)]
+
+
+def _cells(slices: Slices, n: int, row: int | None, tight: bool) -> Line:
+    if row is None:
+        return [('..', None)] * slices.n_columns
+    row_devices = [slices.holders(n, row, column) for column in range(slices.n_columns)]
+    return [(device_list(devices, tight), devices[0]) for devices in row_devices]
+
+
+def _column_heads(slices: Slices, named: bool) -> tuple[list[str], str]:
+    """The column labels, and the text in the corner: the axis name, if the labels omit it."""
+    blocks, axis = slices.blocks, slices.column_axis
+    if axis is None:
+        return [''], ''
+    if named:
+        return [blocks.named_head(axis, column) for column in range(slices.n_columns)], ''
+    heads = [blocks.head(axis, part).removeprefix('part ') for part in range(slices.n_columns)]
+    return heads, f'{blocks.names[axis]}{" part" if blocks.sizes is None else ""}'
+
+
+def _thinned(heads: Sequence[str], box_width: int) -> list[str]:
+    """Every k-th label, so that each has room up to the next label or the last box."""
+    step = max(map(display_width, heads)) // (box_width + 1) + 1
+    last = len(heads) - step
+    return [head if i % step == 0 and i <= last else '' for i, head in enumerate(heads)]
+
+
+def _in_proportion(boxes: _Boxes, width: int) -> _Boxes:
+    """Boxes in the proportions of the blocks; a character is twice as high as wide."""
+    slices = boxes.slices
+    row_axis, column_axis = slices.row_axis, slices.column_axis
+    if row_axis is None or column_axis is None or not boxes.ruled or len(slices.titles) > 1:
+        return boxes
+    parts = slices.blocks.parts
+    sizes = slices.blocks.sizes or (1,) * len(parts)
+    rows, cols = (max(sizes[i], 1) / parts[i] for i in (row_axis, column_axis))
+    height = round(boxes.box_width * rows / cols / 2)
+    height = min(height, _HIGHEST_BOX, 2 * _MOST_RULED_ROWS // len(boxes.rows))
+    height -= height % 2 == 0  # odd, so that labels are centred
+    box = boxes.box_width
+    if height <= 1:
+        room = (min(_WIDEST_STRETCHED, width - 1) - boxes.margin) // slices.n_columns - 1
+        box = max(box, min(round(2 * cols / rows), _WIDEST_BOX, room))
+    return replace(boxes, box_width=box, box_height=max(height, 1))
+
+
+def _slice_lines(boxes: _Boxes, n: int) -> list[Line]:
+    margin = ' ' * boxes.margin
+    lines: list[Line] = []
+    if title := boxes.slices.titles[n]:
+        lines.append([(margin + title, None)])
+    if any(boxes.column_heads):
+        lines.append([(_heads_text(boxes), None)])
+    lines.append([(margin + _rule('┌┬┐', boxes), None)])
+    for i, (head, row) in enumerate(zip(boxes.row_heads, boxes.cells[n], strict=True)):
+        if i and boxes.ruled:
+            lines.append([(margin + _rule('├┼┤', boxes), None)])
+        for at in range(boxes.box_height):
+            middle = at == boxes.box_height // 2
+            line: Line = [(_in_margin(head if middle else '', boxes), None)]
+            for text, device in row:
+                line += [('│', None), (_centre(text if middle else '', boxes.box_width), device)]
+            lines.append([*line, ('│', None)])
+    lines.append([(margin + _rule('└┴┘', boxes), None)])
+    return lines
+
+
+def _heads_text(boxes: _Boxes) -> str:
+    text = _in_margin(boxes.corner, boxes)
+    if all(display_width(head) <= boxes.box_width for head in boxes.column_heads):
+        return text + ''.join(' ' + _centre(head, boxes.box_width) for head in boxes.column_heads)
+    for i, head in enumerate(boxes.column_heads):  # ticks, at the left edge of their boxes
+        at = boxes.margin + 1 + i * (boxes.box_width + 1)
+        text += (' ' * (at - display_width(text)) + head) if head else ''
+    return text
+
+
+def _rule(corners: str, boxes: _Boxes) -> str:
+    left, between, right = corners
+    return left + between.join(['─' * boxes.box_width] * len(boxes.column_heads)) + right
+
+
+def _join(pieces: Iterable[Line], width: int) -> Line:
+    """Lines of slices side by side."""
+    joined: Line = []
+    for piece in pieces:
+        if joined:
+            joined.append(('  ', None))
+        joined += piece
+        joined.append((' ' * (width - sum(display_width(text) for text, _ in piece)), None))
+    return joined
+
+
+def _table_lines(blocks: Blocks, width: int) -> Iterator[Line]:
+    """A table with a row per block and its devices in the last column."""
+    everything = list(range(len(blocks.parts)))
+    sharded = [axis for axis in everything if blocks.parts[axis] > 1]
+    rows, widths = _table(blocks, everything if blocks.sizes is not None else sharded)
+    if sum(widths) > width:
+        rows, widths = _table(blocks, sharded)
+    for i, row in enumerate(rows):
+        if i == 1:
+            yield [('─' * sum(widths), None)]
+        cells = zip(row, widths, strict=True)
+        yield [(_left(f' {text}', width), device) for (text, device), width in cells]
+
+
+def _table(blocks: Blocks, axes: Sequence[int]) -> tuple[list[Line], list[int]]:
+    """The rows, headings first, and the column widths."""
+    heads: Line = [*((blocks.names[axis], None) for axis in axes), ('devices', None)]
+    rows = [heads, *(_table_row(blocks, axes, block) for block in _kept(blocks.n_blocks))]
+    texts = zip(*([text for text, _ in row] for row in rows), strict=True)
+    return rows, [max(map(display_width, column)) + 2 for column in texts]
+
+
+def _table_row(blocks: Blocks, axes: Sequence[int], block: int | None) -> Line:
+    if block is None:
+        n = blocks.n_blocks - _FIRST_ROWS - _LAST_ROWS
+        return [*[('..', None)] * len(axes), (f'{n} more', None)]
+    devices = blocks.holders(block)
+    heads: list[str] = []
+    for axis in axes:
+        part = block // math.prod(blocks.parts[axis + 1 :]) % blocks.parts[axis]
+        heads.append(blocks.head(axis, part))
+    return [*((head, None) for head in heads), (device_list(devices), devices[0])]
+
+
+def _left(text: str, width: int) -> str:
+    return text + ' ' * (width - display_width(text))
+
+
+def _in_margin(text: str, boxes: _Boxes) -> str:
+    """Text aligned right in the margin, with a space after it."""
+    return ' ' * (boxes.margin - 1 - display_width(text)) + text + ' ' * bool(boxes.margin)
+
+
+def _centre(text: str, width: int) -> str:
+    space = width - display_width(text)
+    return ' ' * (space // 2) + text + ' ' * (space - space // 2)

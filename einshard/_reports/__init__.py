@@ -1,1 +1,0 @@
-"""Compiled programs to reports: `explain`."""

@@ -1,0 +1,1 @@
+"""Meshes, context and axis rules; Expression to NamedSharding, and back."""

@@ -1,0 +1,220 @@
+"""A sharding -> the expression that means it; the inverse of `make_sharding`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, overload
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from .._errors import EinshardError
+from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters, is_mesh_axis
+from .._notation.layout import Layout, Split, merged, with_unsharded
+from .._notation.write import write
+from .leaf_spec import in_memory
+from .mesh import device_mesh, has_names, is_device_mesh, sizes_of, spec_axes
+from .resolve import lower
+
+
+@overload
+def describe(x: jax.Array | np.ndarray | jax.ShapeDtypeStruct | Sharding) -> str: ...
+@overload
+def describe(x: Any) -> Any: ...
+def describe(x: Any) -> Any:
+    """The expression of where an array, or anything with a sharding, lives; or a tree of those.
+
+        >>> describe(make_sharding('x y -> x4 * y', n_dims=2, mesh=jax.devices()[:8]))
+        'a ... -> a4 2 ...'
+        >>> describe({'w': einshard(np.ones((16, 4)), 'x* y'), 'b': jax.numpy.zeros(3)})
+        {'b': 'on one device: ...', 'w': 'a b -> a16 b'}
+
+    Axes are called a, b, c, ... in array order. `make_sharding(describe(s))` equals `s` for every
+    `s` that `make_sharding` makes (with the same `mesh=`, if `s` is on a mesh of your own: such a
+    sharding is described by its axis names, as in `'a b -> a@data b'`). Memory other than that of
+    the device is at the end: `'a b -> a16 b (in pinned_host)'`. `make_sharding`, `einshard` and
+    other places that take a spec read it as `memory_kind='pinned_host'`.
+
+    Of a tree whose arrays are all placed this is a spec: `einshard(other, describe(tree))` places
+    another tree of that structure in the same way.
+
+    Args:
+        x: an array, a sharding, a `ShapeDtypeStruct`, or a tracer. A sharding alone does not
+            know its rank, so axes after the last sharded one are '...'. Or a tree of those.
+
+    Returns:
+        An expression; or words where there is none to give, as for host arrays, arrays on a single
+        device, and tracers whose placement the compiler decides: `einshard` refuses those. For a
+        tree, the tree of them, with None for leaves that are not arrays.
+
+    Raises:
+        EinshardError: `x` is a leaf without a sharding.
+    """
+    if isinstance(x, Sharding) or jtu.all_leaves([x]):
+        text = _describe_leaf(x)
+        if text is None:
+            raise EinshardError(
+                f'{type(x).__name__} has no sharding to describe',
+                facts={'give': 'an array, a ShapeDtypeStruct, a sharding, or a tree of those'},
+            )
+        return text
+    return jtu.tree_map(_describe_leaf, x)
+
+
+class Words(str):
+    """Where an array is, where no spec says it."""
+
+
+def _describe_leaf(x: Any) -> str | None:
+    """Where a leaf is; None if it is not an array."""
+    sharding: Any = x if isinstance(x, Sharding) else _sharding_of(x)
+    if sharding is None or isinstance(sharding, Words):
+        return sharding
+    n_dims = None if isinstance(x, Sharding) else len(x.shape)  # in 0.8.1 a jax.Ref has no ndim
+    if isinstance(sharding, NamedSharding):
+        return describe_named(sharding, n_dims)
+    if isinstance(sharding, SingleDeviceSharding):
+        (device,) = sharding.device_set
+        where = f'on one device: {device}'
+    else:
+        where = f'by a {type(sharding).__name__} over {len(sharding.device_set)} devices'
+    return Words(in_memory(where, sharding.memory_kind))
+
+
+def describe_named(
+    sharding: NamedSharding, n_dims: int | None = None, names: Sequence[str] | None = None
+) -> str:
+    """The expression of a NamedSharding, in the axis names given or in a, b, c, ..."""
+    expression = find_expression(sharding, n_dims, names)
+    if expression is not None:
+        return in_memory(expression.text, sharding.memory_kind)
+    axes, rest = _axes(sharding, n_dims, names)
+    named = write(map(Term, (*axes, *rest)), (*_by_name(sharding, axes), *map(Term, rest)))
+    return Words(f'{named.text}{_rest(sharding)}')
+
+
+def describe_in(expression: Expression, sharding: Sharding, n_dims: int) -> str:
+    """Where an array lives that an expression is for, in the axis names of that."""
+    if not isinstance(sharding, NamedSharding):
+        return describe(sharding)
+    names = expression.names
+    return describe_named(sharding, n_dims, None if ELLIPSIS in names else names)
+
+
+def _sharding_of(x: Any) -> Sharding | Words | None:
+    """The sharding of an array, or words for where it is; None if it is not an array."""
+    if isinstance(x, Tracer):
+        sharding = jax.typeof(x).sharding
+        if not any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
+            return Words('where the compiler decides: a traced value')
+        return sharding
+    if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
+        kind = f'{type(x).__module__.split(".")[0]}.{type(x).__name__}'
+        return Words(f'on the host: {kind.removeprefix("builtins.")}')
+    sharding = getattr(x, 'sharding', None)
+    if isinstance(sharding, Sharding):
+        return sharding
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return Words('nowhere yet: a ShapeDtypeStruct without a sharding')
+    return None
+
+
+def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
+    """The mesh axes of each array axis; None for an axis left unconstrained."""
+    free = PartitionSpec.UNCONSTRAINED
+    return [None if axes == (free,) else axes for axes in spec_axes(sharding.spec)]
+
+
+def find_expression(
+    sharding: NamedSharding, n_dims: int | None = None, names: Sequence[str] | None = None
+) -> Expression | None:
+    """The expression that is lowered onto just this mesh and spec; None if there is none."""
+    spec, mesh = sharding.spec, sharding.mesh
+    entries = _entries(sharding)
+    if spec.unreduced or spec.reduced or None in entries or not has_names(mesh):
+        return None
+    axes, rest = _axes(sharding, n_dims, names)
+    by_name = any(entries) and _are_writable(sharding)
+    if _is_by_count(sharding) and not (by_name and not is_device_mesh(mesh)):
+        right = _by_count(sharding, axes)
+    elif by_name:
+        right = _by_name(sharding, axes)
+    else:
+        return None
+    return write(map(Term, (*axes, *rest)), (*right, *map(Term, rest)))
+
+
+def _axes(
+    sharding: NamedSharding, n_dims: int | None, names: Sequence[str] | None
+) -> tuple[Sequence[str], Sequence[str]]:
+    """The names of the axes, and '...' for those that are not known."""
+    n_named = len(_entries(sharding)) if n_dims is None else n_dims
+    axes = list(itertools.islice(axis_letters(), n_named)) if names is None else names
+    return axes, [ELLIPSIS] if n_dims is None or not axes else []
+
+
+def _by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
+    entries = [*_entries(sharding), *[()] * len(axes)]
+    pairs = zip(axes, entries, strict=False)
+    return [Term(axis, mesh_axes=tuple(map(str, entry or ()))) for axis, entry in pairs]
+
+
+def _are_writable(sharding: NamedSharding) -> bool:
+    """Whether an expression can name the mesh axes of a sharding."""
+    sizes = sizes_of(sharding.mesh)
+    used = [str(axis) for entry in _entries(sharding) for axis in entry or ()]
+    return all(axis in sizes and is_mesh_axis(axis) for axis in used)
+
+
+def _by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
+    """The right side in counts."""
+    terms = [Term(None if s.axis is None else axes[s.axis], s.count) for s in _grid(sharding)]
+    return with_unsharded(terms, axes)
+
+
+def _is_by_count(sharding: NamedSharding) -> bool:
+    """Whether counts in the order of the mesh axes are lowered onto the mesh and spec."""
+    mesh, entries = sharding.mesh, _entries(sharding)
+    if AxisType.Manual in mesh.axis_types:
+        return False
+    while entries and not entries[-1]:
+        entries.pop()
+    meshes = [mesh]
+    if is_device_mesh(mesh):
+        meshes.insert(0, device_mesh(mesh, axis_types=mesh.axis_types[0]))
+    for candidate in meshes:
+        made = lower(Layout(tuple(_grid(sharding))), candidate)
+        # devices are not compared: those of an abstract mesh are not known, others are the same
+        if made is not None and _entries(made) == entries:
+            its = made.mesh
+            if (its.axis_names, its.axis_sizes) == (mesh.axis_names, mesh.axis_sizes):
+                return True
+    return False
+
+
+def _grid(sharding: NamedSharding) -> list[Split]:
+    """The device grid: neighbouring mesh axes that cut one array axis are one dimension."""
+    owner = {axis: i for i, entry in enumerate(_entries(sharding)) for axis in entry or ()}
+    mesh = sharding.mesh
+    sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+    return merged([Split(size, owner.get(axis)) for axis, size in sizes if size > 1])
+
+
+def _rest(sharding: NamedSharding) -> str:
+    """What the notation has no words for."""
+    notes: list[str] = []
+    if None in _entries(sharding):
+        notes.append('with axes left unconstrained')
+    spec = sharding.spec
+    if spec.unreduced:
+        kind = getattr(getattr(spec, 'unreduced_kind', None), 'name', 'sum')
+        notes.append(f'with partial {kind}s over {", ".join(sorted(map(str, spec.unreduced)))}')
+    if spec.reduced:
+        notes.append(f'with gradients unreduced over {", ".join(sorted(map(str, spec.reduced)))}')
+    if sharding.memory_kind not in (None, 'device'):
+        notes.append(f'in {sharding.memory_kind}')
+    return f' ({"; ".join(notes)})' if notes else ''

@@ -1,0 +1,71 @@
+"""Ready-made axis rules for language models, for training and for decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+
+class AxisTable(Mapping[str, str]):
+    """A read-only mapping of axis rules that, unlike `MappingProxyType`, can be pickled."""
+
+    __module__ = 'einshard'  # a pickle holds the public name: einshard.TRAINING_AXES
+
+    def __init__(self, name: str, placements: Mapping[str, str]):
+        self._name = name
+        self._placements = dict(placements)
+
+    def __getitem__(self, axis: str) -> str:
+        return self._placements[axis]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._placements)
+
+    def __len__(self) -> int:
+        return len(self._placements)
+
+    def __or__(self, other: Mapping[str, str]) -> dict[str, str]:
+        return {**self, **other}
+
+    def __ror__(self, other: Mapping[str, str]) -> dict[str, str]:
+        return {**other, **self}
+
+    def __repr__(self) -> str:
+        return repr(self._placements)
+
+    def __reduce__(self) -> str:
+        return self._name
+
+
+#: Axis rules for training, on a mesh with some of the axes data, fsdp, tensor, sequence and expert.
+#: `embed` is the model axis of parameters. In activations, where `batch` takes fsdp, give the model
+#: axis a name without a rule, such as d.
+TRAINING_AXES: Mapping[str, str] = AxisTable(
+    'TRAINING_AXES',
+    {
+        'batch': '@(data,fsdp)',
+        'sequence': '@sequence',
+        'heads': '@tensor',
+        'kv_heads': '@tensor',
+        'head_dim': '',
+        'embed': '@fsdp',
+        'mlp': '@tensor',
+        'vocab': '@tensor',
+        'expert': '@expert',
+    },
+)
+
+#: Axis rules for decoding: one token at a time, with a KV cache.
+DECODING_AXES: Mapping[str, str] = AxisTable(
+    'DECODING_AXES',
+    {
+        'batch': '@(data,fsdp)',  # requests are independent
+        'sequence': '',  # one token cannot be sharded, and each step reads the whole cache
+        'heads': '@tensor',  # each device computes its own heads ...
+        'kv_heads': '@tensor',  # ... and stores their part of the KV cache
+        'head_dim': '',  # if sharded, each attention score would need an all-reduce
+        'embed': '',  # over fsdp, each token would all-gather all parameters
+        'mlp': '@tensor',  # decoding is bound by reading weights: each device reads its shard
+        'vocab': '@tensor',  # likewise, and no device holds all logits
+        'expert': '@expert',  # weights stay in place; the few tokens are sent to them
+    },
+)

@@ -1,0 +1,57 @@
+"""Tries the fixes in errors, and removes those that fail. Imports no JAX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ._errors import EinshardError, Suggestion
+
+
+def tried(
+    error: EinshardError,
+    with_fix: Callable[[str], object],
+    on_devices: Callable[[int], object] | None = None,
+) -> EinshardError:
+    """The error with only those suggestions that work.
+
+    If a fix fails with an error that has a fix itself, as when several expressions are wrong, that
+    fix is tried next. `with_fix` and `on_devices` raise EinshardError if a suggestion fails.
+    """
+    fix = working_fix(error, with_fix)
+    facts = dict(error.facts)
+    works_with = facts.get('works with', '')
+    if 'devices' in works_with and not (on_devices and _work(works_with, on_devices)):
+        del facts['works with']
+    return EinshardError(**error.parts(fix=fix, facts=facts))
+
+
+def working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> Suggestion | None:
+    """The expression that an error suggests, if it works; else what its own error suggests."""
+    fix = error.fix
+    for _ in range(_MOST_FIXES):
+        if not isinstance(fix, Suggestion):
+            return None
+        try:
+            with_fix(fix.expression)
+            return fix
+        except EinshardError as other:
+            fix = other.fix
+    return None
+
+
+_MOST_FIXES = 8  # a function may need one fix for each of its expressions
+
+
+def works(attempt: Callable[[], object]) -> bool:
+    """Whether a call raises no EinshardError."""
+    try:
+        attempt()
+    except EinshardError:
+        return False
+    return True
+
+
+def _work(counts: str, on_devices: Callable[[int], object]) -> bool:
+    """Whether all device counts in a text work, such as '1, 4, 9, ... devices'."""
+    return all(works(lambda n=n: on_devices(int(n))) for n in set(re.findall(r'\d+', counts)))

@@ -1,0 +1,103 @@
+"""Short texts for sizes, arrays, functions and source lines; and the display width of text."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import unicodedata
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+MONO = 'font-family: ui-monospace, Menlo, Consolas, monospace'  # HTML cells that line up
+
+
+def format_bytes(n_bytes: int) -> str:
+    """1536 -> '1.5 KiB'"""
+    size, units = float(n_bytes), ['B', 'KiB', 'MiB', 'GiB', 'TiB']
+    while abs(size) >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f'{n_bytes} B' if units[0] == 'B' else f'{size:.1f} {units[0]}'
+
+
+def flops_text(n: float) -> str:
+    """1.5e9 -> '1.5 Gflop'"""
+    units = ['', 'k', 'M', 'G', 'T', 'P']
+    while n >= 1000 and len(units) > 1:
+        n /= 1000
+        units.pop(0)
+    return f'{n:.3g} {units[0]}flop'
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """[6,8]"""
+    return f'[{",".join(map(str, shape))}]'
+
+
+def short_arrays(text: str) -> str:
+    """A list of arrays, shortened: '7 x f32[8], f32[8,4] and 3 more'."""
+    counts = Counter(re.findall(r'\w+\[[^\]]*\]', text))
+    arrays = [f'{n} x {array}' if n > 1 else array for array, n in counts.items()]
+    if len(arrays) <= 2:
+        return ', '.join(arrays)
+    more = counts.total() - sum([*counts.values()][:2])
+    return f'{", ".join(arrays[:2])} and {more} more'
+
+
+def first_of(texts: Sequence[str], n: int) -> str:
+    """The first n texts, and how many more there are."""
+    more = f', and {len(texts) - n} more' if len(texts) > n else ''
+    return ', '.join(texts[:n]) + more
+
+
+def short_source(source: str | None) -> str:
+    """'/home/me/model.py:12' -> 'model.py:12'; 'cell:3' in a notebook."""
+    # IPython writes each cell to its own file, named by a hash
+    source = re.sub(r'.*ipykernel_\d+[\\/]\d+\.py', 'cell', source or '')
+    return re.split(r'[\\/]', source)[-1]
+
+
+def display_width(text: str) -> int:
+    """Width in terminal columns: 2 for wide East Asian characters, 0 for combining marks."""
+    seen = [c for c in text if unicodedata.category(c) not in ('Mn', 'Me', 'Cf')]
+    return len(seen) + sum(unicodedata.east_asian_width(c) in 'WF' for c in seen)
+
+
+def old_name(old: str, new: str) -> Any:
+    """A property that reads the attribute `new` by its old name, with a DeprecationWarning."""
+
+    def read(thing: Any) -> Any:
+        warnings.warn(f'.{old} is now .{new}', DeprecationWarning, stacklevel=2)
+        return getattr(thing, new)
+
+    return property(read, doc=f'Deprecated: use `{new}`.')
+
+
+def name_of(function: Any) -> str:
+    """The name of a function, a partial or a callable object, as errors show it."""
+    while not hasattr(function, '__name__') and hasattr(function, 'func'):
+        function = function.func
+    return getattr(function, '__name__', type(function).__name__)
+
+
+def deferred_kind(function: Any) -> str | None:
+    """'a generator', 'a coroutine', ...: what a call returns if the body runs later; else None."""
+    for is_of_kind, kind in (
+        (inspect.isgeneratorfunction, 'a generator'),
+        (inspect.iscoroutinefunction, 'a coroutine'),
+        (inspect.isasyncgenfunction, 'an asynchronous generator'),
+    ):
+        if is_of_kind(function) or is_of_kind(type(function).__call__):
+            return kind
+    return None
+
+
+def array_text(x: Any) -> str:
+    """An array as in float32[6,8]; anything else by its type."""
+    shape, dtype = getattr(x, 'shape', None), getattr(x, 'dtype', None)
+    if shape is None or dtype is None:
+        value = f' {x!r}' if isinstance(x, int | float | complex) else ''
+        return f'{type(x).__name__}{value}'
+    return f'{dtype}{shape_text(shape)}'

@@ -1,0 +1,179 @@
+"""The blocks of the arrays of a contraction, and the collectives that reshard them. Imports no JAX.
+
+All layouts of a contraction use the same axis numbers and device axes. A `Layout` has one split per
+device axis, with the axis that it shards, or None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .._notation.expression import Term
+from .._notation.layout import Layout, Split, merged, with_unsharded, without_axes
+from .._text import old_name
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """A collective predicted by `parallelism`.
+
+    Attributes:
+        kind: 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all' or 'collective-permute'.
+        of: the array: 'operand 0', 'the result'.
+        over: the device axes along which it runs.
+        group_size: the number of devices in each group.
+        groups: the number of groups.
+        block: the larger of a device's blocks before and after, such as 'b/2 x'.
+        bytes: bytes of that block, if sizes are given.
+    """
+
+    kind: str
+    of: str
+    over: tuple[str, ...]
+    group_size: int
+    groups: int
+    block: str
+    bytes: int | None
+
+    parties = old_name('parties', 'group_size')
+
+    def __str__(self) -> str:
+        amount = '' if self.bytes is None else f', {self.bytes:,} bytes'
+        among = f'{self.groups} groups of ' if self.groups > 1 else ''
+        return (
+            f'{self.kind} of {self.of} over {", ".join(self.over)}: '
+            f'[{self.block}]{amount}, among {among}{self.group_size} devices'
+        )
+
+
+@dataclass(frozen=True)
+class Space:
+    """Axes, devices and sizes, shared by the arrays of a contraction."""
+
+    names: tuple[str, ...]  # all axes; layouts refer to them by index
+    devices: Mapping[str, int]  # device axes and their sizes, slowest first
+    sizes: Mapping[str, int] | None = None
+    item_bytes: int = 4
+
+    @property
+    def replicated(self) -> Layout:
+        return Layout(tuple(Split(size, None, (axis,)) for axis, size in self.devices.items()))
+
+    def sharded(self, layout: Layout, holders: Mapping[str, str | None]) -> Layout:
+        """The layout with these device axes moved to other axes, as minor ones; None replicates."""
+        positions = {a: None if n is None else self.names.index(n) for a, n in holders.items()}
+        splits = [split for split in layout.splits if split.mesh_axes[0] not in positions]
+        splits += [Split(self.devices[axis], at, (axis,)) for axis, at in positions.items()]
+        # in a canonical order, so that equal layouts compare equal
+        places = {axis: i for i, axis in enumerate(self.devices, len(self.names))}
+        splits.sort(key=lambda s: places[s.mesh_axes[0]] if s.axis is None else s.axis)
+        return Layout(tuple(splits))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A sharded array: each device has one block."""
+
+    array: str  # 'operand 0', 'the result'
+    names: tuple[str, ...]
+    layout: Layout
+    space: Space
+
+    def with_layout(self, layout: Layout) -> Blocks:
+        """The array in another layout, restricted to its own axes."""
+        others = {i for i, name in enumerate(self.space.names) if name not in self.names}
+        return replace(self, layout=self.space.sharded(without_axes(layout, others), {}))
+
+    def sharded(self, holders: Mapping[str, str | None]) -> Blocks:
+        """The array with these device axes moved to other axes, as minor ones; None replicates."""
+        return replace(self, layout=self.space.sharded(self.layout, holders))
+
+    def over(self, name: str) -> tuple[str, ...]:
+        """The device axes that shard an axis, major to minor."""
+        if name not in self.names:
+            return ()
+        at = self.space.names.index(name)
+        return tuple(split.mesh_axes[0] for split in self.layout.splits if split.axis == at)
+
+    def holder(self, device_axis: str) -> str | None:
+        """The axis that a device axis shards."""
+        return next((name for name in self.names if device_axis in self.over(name)), None)
+
+    def parts(self, name: str) -> int:
+        return self.layout.parts.get(self.space.names.index(name), 1)
+
+    @property
+    def block(self) -> str:
+        """The block of one device: 'b/2 x'."""
+        parts = {name: self.parts(name) for name in self.names}
+        return ' '.join(f'{name}/{n}' if n > 1 else name for name, n in parts.items())
+
+    @property
+    def bytes(self) -> int | None:
+        """Bytes per device."""
+        sizes = self.space.sizes
+        if sizes is None:
+            return None
+        return self.space.item_bytes * math.prod(sizes[n] // self.parts(n) for n in self.names)
+
+    def expression(self) -> str:
+        """The layout as an expression with counts; with names if axes are out of device order."""
+        left, devices = ' '.join(self.names), self.space.devices
+        if not all(in_order(self.over(name), devices) for name in self.names):
+            by_name = [str(Term(name, mesh_axes=self.over(name))) for name in self.names]
+            return f'{left} -> {" ".join(by_name)}'
+        axes = {split.mesh_axes[0]: split.axis for split in self.layout.splits}
+        splits = [Split(size, axes[axis]) for axis, size in devices.items() if size > 1]
+        names = [*self.space.names, None]  # the last is for replicas
+        terms = [Term(names[-1 if s.axis is None else s.axis], s.count) for s in merged(splits)]
+        return f'{left} -> {" ".join(map(str, with_unsharded(terms, self.names)))}'.strip()
+
+    def communication(self, kind: str, over: Sequence[str]) -> Communication:
+        """A collective on blocks of this size, along some device axes."""
+        devices = self.space.devices
+        group_size = math.prod(devices[axis] for axis in over)
+        groups = math.prod(devices.values()) // group_size
+        block, n_bytes = self.block, self.bytes
+        return Communication(kind, self.array, tuple(over), group_size, groups, block, n_bytes)
+
+
+def in_order(axes: Sequence[str], order: Iterable[str]) -> bool:
+    """Whether axes are in this order."""
+    return [axis for axis in order if axis in axes] == list(axes)
+
+
+def moves(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
+    """The collectives that reshard an array.
+
+    Local slices come first, because they need no communication. For the costs of collectives see
+    Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH",
+    2005.
+    """
+    kept = old
+    for name in old.names:
+        # unless a device axis must leave this axis
+        if set(old.over(name)) <= set(new.over(name)):
+            free = [axis for axis in new.over(name) if old.holder(axis) is None]
+            kept = kept.sharded(dict.fromkeys(free, name))
+    sharded = [axis for axis in old.space.devices if kept.holder(axis)]
+    gathered = [axis for axis in sharded if not new.holder(axis)]
+    exchanged = [axis for axis in sharded if new.holder(axis) not in (None, kept.holder(axis))]
+    found: list[Communication] = []
+    if gathered:
+        kept = kept.sharded(dict.fromkeys(gathered))
+        found.append(kept.communication('all-gather', gathered))
+    if exchanged:
+        found.append(kept.communication('all-to-all', exchanged))
+        return tuple(found)
+    # the device axes of an axis in another order
+    permuted = [
+        axis
+        for name in old.names
+        if kept.over(name) != new.over(name)[: len(kept.over(name))]
+        for axis in kept.over(name)
+    ]
+    if permuted:
+        found.append(kept.communication('collective-permute', permuted))
+    return tuple(found)

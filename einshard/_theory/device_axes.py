@@ -1,0 +1,116 @@
+"""The device axes of an einsum, and the array axis that each of them shards. Imports no JAX."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+
+from .._errors import EinshardError, quoted
+from .._notation.expression import Expression
+from .._notation.layout import fit, lay_out, mesh_text, prime_factors
+from .contraction import Contraction, is_placed
+
+
+def device_axes(
+    contraction: Contraction, n_devices: int | None, counts: Mapping[str, int]
+) -> tuple[dict[str, int], tuple[Expression, ...]]:
+    """Device axes and their sizes; and the operands with placements over them."""
+    if contraction.mesh_axes:
+        named = _named_devices(contraction, counts)
+        left = _left(contraction, named, n_devices)
+        rest = {f'd{i}': factor for i, factor in enumerate(prime_factors(left))}
+        return rest | named, contraction.operands
+    if any(map(is_placed, contraction.every)):
+        if counts:
+            raise _placed_twice(contraction, counts)
+        return _joint_devices(contraction, n_devices), contraction.operands
+    devices = {name: count for name, count in counts.items() if count > 1}
+    left = _left(contraction, devices, n_devices)
+    operands = tuple(_over_its_name(operand, devices) for operand in contraction.operands)
+    return {'*': left, **devices} if left > 1 else devices, operands
+
+
+def _over_its_name(operand: Expression, counts: Mapping[str, int]) -> Expression:
+    """An operand whose counted axes are sharded over device axes of the same names."""
+    terms = (
+        replace(term, mesh_axes=(str(term.name),)) if term.name in counts else term
+        for term in operand.right
+    )
+    return replace(operand, right=tuple(terms))
+
+
+def _left(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
+    """The number of replicas: the devices that counts leave."""
+    product = math.prod(counts.values())
+    if n_devices is not None and n_devices % product:
+        raise contraction.error(
+            f'the counts need {product} devices, but {n_devices} is not divisible by {product}'
+        )
+    return 1 if n_devices is None else n_devices // product
+
+
+def holders_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, str | None]:
+    """The array axis that each device axis shards, major to minor."""
+    if not is_placed(operand):
+        return {}
+    layout = lay_out(operand, len(operand.names), math.prod(devices.values()), devices)
+    fitted = fit(layout, devices)
+    if fitted is None:
+        raise operand.error(
+            'the counts do not match the axes of the mesh',
+            [term for term in operand.right if term.takes_devices],
+            mesh=mesh_text(devices),
+        )
+    return {
+        axis: None if split.axis is None else operand.names[split.axis]
+        for split, axes in zip(layout.splits, fitted, strict=True)
+        for axis in axes
+    }
+
+
+def _named_devices(contraction: Contraction, counts: Mapping[str, int]) -> dict[str, int]:
+    known = contraction.mesh_axes
+    by_keyword = {name: counts[name] for name in contraction.names if name in counts.keys() - known}
+    if by_keyword:
+        raise _placed_twice(contraction, by_keyword)
+    missing = [axis for axis in dict.fromkeys(known) if axis not in counts]
+    if missing:
+        raise contraction.error(
+            f'the size of mesh axis {quoted(missing)} is missing',
+            expected=', '.join(f'{axis}=' for axis in missing),
+        )
+    return dict(counts)
+
+
+def _placed_twice(contraction: Contraction, counts: Mapping[str, int]) -> EinshardError:
+    return contraction.error(
+        'shards are given both by keyword and by placement',
+        [term.span for one in contraction.every for term in one.right if term.is_sharded],
+        by_keyword=', '.join(f'{name}={count}' for name, count in counts.items()),
+    )
+
+
+def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str, int]:
+    """Device axes that fit the counts of all operands."""
+    every = list(filter(is_placed, contraction.every))
+    if n_devices is None:
+        counted = [one for one in every if not any(term.star for term in one.right)]
+        if not counted:
+            raise contraction.error('a star needs the number of devices', expected='devices=')
+        n_devices = max(math.prod(term.factor for term in one.right) for one in counted)
+    steps = {1, n_devices}
+    for operand in every:
+        layout = lay_out(operand, len(operand.names), n_devices)
+        steps.update(itertools.accumulate((s.count for s in layout.splits), operator.mul))
+    in_order = sorted(steps)
+    ratios = [(after, before) for before, after in itertools.pairwise(in_order)]
+    if any(after % before for after, before in ratios):
+        raise contraction.error(
+            'the device grids of the operands do not match',
+            [term.span for one in every for term in one.right if term.takes_devices],
+            devices=n_devices,
+        )
+    return {f'd{i}': after // before for i, (after, before) in enumerate(ratios)}

@@ -1,0 +1,1 @@
+"""Specs for pytrees: prefixes, rules by path, optimizer states."""

@@ -1,0 +1,217 @@
+"""The table of `Rules.table`: how rules shard the leaves of a pytree."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from .._errors import EinshardError, quoted
+from .._page import Column, Page, Section, page_html, page_text
+from .._sharding.context import Context
+from .._sharding.leaf_spec import AnySpec, in_memory
+from .._sharding.resolve import Placement, resolve
+from .._text import format_bytes, shape_text
+from .paths import leaf_paths, leaf_text
+
+_HEADS = ('path', 'array', 'rule', 'placement', 'on a device')
+_COLUMNS = (*map(Column, _HEADS), Column('bytes', right=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One leaf: the rule that matched, its spec, and its shard."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    rule: str  # the pattern, 'default', 'scalar' or 'small'
+    expression: str | None  # None: no spec
+    shard_shape: tuple[int, ...]
+    bytes: int  # per device
+    whole_bytes: int
+    replicated_axes: tuple[int, ...]  # indivisible, so replicated
+    missing_axes: tuple[str, ...]  # named in the spec, but not in the mesh
+
+    @property
+    def sharded(self) -> bool:
+        return self.bytes < self.whole_bytes
+
+
+@dataclass(frozen=True)
+class Table:
+    """How rules shard the leaves of a pytree, made by `Rules.table`.
+
+    It prints as text, and as HTML in notebooks.
+
+    Attributes:
+        rows: one row per array, in tree order.
+        n_devices: the number of devices of the mesh.
+        unused: patterns that match no path.
+        shadowed: (pattern, earlier pattern): every match of the first is taken by the second.
+        unneeded: patterns whose matches are all taken by several earlier rules.
+    """
+
+    rows: tuple[Row, ...]
+    n_devices: int
+    unused: tuple[str, ...]
+    shadowed: tuple[tuple[str, str], ...]
+    unneeded: tuple[str, ...]
+
+    @property
+    def bytes_per_device(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all arrays, not counting replicas."""
+        return sum(row.whole_bytes for row in self.rows)
+
+    @property
+    def sharded_share(self) -> float:
+        """The share of those bytes in sharded arrays, 0 to 1."""
+        sharded = sum(row.whole_bytes for row in self.rows if row.sharded)
+        return sharded / self.whole_bytes if self.whole_bytes else 0.0
+
+    @property
+    def copies(self) -> float:
+        """Replicas of the average byte: 1 if everything is sharded, `n_devices` if nothing is."""
+        held = self.bytes_per_device * self.n_devices
+        return held / self.whole_bytes if self.whole_bytes else 1.0
+
+    def largest_replicated(self, n: int = 5) -> list[Row]:
+        """The n largest replicated arrays."""
+        replicated = [row for row in self.rows if not row.sharded]
+        return sorted(replicated, key=lambda row: -row.bytes)[:n]
+
+    def __str__(self) -> str:
+        return page_text(self._page(), width=None)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return page_html(self._page())
+
+    def _page(self) -> Page:
+        rows = tuple(map(_cells, self.rows))
+        return Page('', (Section('', _COLUMNS, rows, ruled=True), Section('', words=self._notes())))
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = [
+            f'{format_bytes(self.bytes_per_device)} on each of {self.n_devices} devices, of '
+            f'{format_bytes(self.whole_bytes)} in all; {self.sharded_share:.1%} of it is in '
+            f'sharded arrays, and the average byte has {self.copies:.2f} replicas'
+        ]
+        replicated = [row for row in self.largest_replicated() if row.bytes]
+        if replicated and self.n_devices > 1:
+            listed = ', '.join(f'{row.path} ({format_bytes(row.bytes)})' for row in replicated)
+            notes.append(f'largest replicated: {listed}')
+        notes += [
+            f'not divisible, so replicated: axis {axis} of {row.path}, size {row.shape[axis]}'
+            for row in self.rows
+            for axis in row.replicated_axes
+        ]
+        missing = dict.fromkeys(axis for row in self.rows for axis in row.missing_axes)
+        if missing:
+            notes.append(f'not in the mesh, so replicated: {quoted(missing)}')
+        notes += [f"never matches: '{pattern}'" for pattern in self.unused]
+        notes += [
+            f"never reached: '{late}', all taken by '{early}'" for late, early in self.shadowed
+        ]
+        notes += [
+            f"never reached: '{pattern}', all taken by several earlier rules"
+            for pattern in self.unneeded
+        ]
+        return tuple(notes)
+
+
+def make_table(
+    tree: Any,
+    found: Sequence[tuple[int | str | None, AnySpec | None]],
+    patterns: Sequence[re.Pattern[str]],
+    context: Context,
+) -> Table:
+    """The table of a tree, from the rule and the spec of each leaf."""
+    paths = leaf_paths(tree)
+    rows: list[Row] = []
+    for path, leaf, (rule, spec) in zip(paths, jtu.tree_leaves(tree), found, strict=True):
+        aval = None if rule == 'no array' else _aval(leaf, path, spec)
+        if aval is None:
+            continue
+        name = patterns[rule].pattern if isinstance(rule, int) else str(rule)
+        placement = None
+        if spec is not None:
+            try:
+                option = "Rules(..., missing='replicate')"
+                placement = resolve(spec, tuple(aval.shape), context, option=option)
+            except EinshardError as error:
+                raise error.about(array=leaf_text(path, aval), rule=f"'{name}'") from None
+        rows.append(_row(path, aval, name, placement))
+    unused: list[str] = []
+    shadowed: list[tuple[str, str]] = []
+    unneeded: list[str] = []
+    for i, pattern in enumerate(patterns):
+        pairs = zip(paths, found, strict=True)
+        matched = [rule for path, (rule, _) in pairs if pattern.search(path)]
+        taken = [rule for rule in matched if isinstance(rule, int)]
+        if not matched:
+            unused.append(pattern.pattern)
+        elif len(set(taken)) > 1 and i not in taken:
+            unneeded.append(pattern.pattern)
+        elif taken and i not in taken:
+            shadowed.append((pattern.pattern, patterns[taken[0]].pattern))
+    return Table(
+        tuple(rows), context.lowering_mesh.size, tuple(unused), tuple(shadowed), tuple(unneeded)
+    )
+
+
+def _aval(leaf: Any, path: str, spec: AnySpec | None) -> Any:
+    """Shape and dtype of a leaf in JAX; None if JAX has no such arrays and the leaf has no spec."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    try:
+        return jax.typeof(leaf)
+    except TypeError:
+        if spec is None:
+            return None
+        raise EinshardError(
+            f'JAX has no arrays of {leaf.dtype}', facts={'array': leaf_text(path, leaf)}
+        ) from None
+
+
+def _row(path: str, aval: Any, rule: str, placement: Placement | None) -> Row:
+    shape = tuple(aval.shape)
+    shard_shape = placement.sharding.shard_shape(shape) if placement else shape
+    itemsize = aval.dtype.itemsize
+    expression = None
+    if placement:
+        expression = in_memory(placement.expression.text, placement.sharding.memory_kind)
+    return Row(
+        path=path,
+        shape=shape,
+        dtype=str(aval.dtype),
+        rule=rule,
+        expression=expression,
+        shard_shape=shard_shape,
+        bytes=math.prod(shard_shape) * itemsize,
+        whole_bytes=math.prod(shape) * itemsize,
+        replicated_axes=placement.layout.replicated_axes if placement else (),
+        missing_axes=placement.missing_axes if placement else (),
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.path,
+        f'{row.dtype}{shape_text(row.shape)}',
+        row.rule,
+        row.expression or 'no spec',
+        shape_text(row.shard_shape),
+        format_bytes(row.bytes),
+    )

@@ -1,0 +1,66 @@
+"""EinshardError: its name, its parts, copies, and what is shown above it."""
+
+import copy
+import pickle
+import traceback
+
+import jax
+import numpy as np
+import pytest
+
+from einshard import EinshardError, einshard, make_sharding
+
+
+@pytest.fixture
+def error(devices8):
+    with pytest.raises(EinshardError) as caught:
+        make_sharding('a b -> 2 a2* b*', mesh=devices8)
+    return caught.value
+
+
+def test_errors_print_their_public_name(error):
+    printed = ''.join(traceback.format_exception_only(error))
+    assert printed == (
+        "einshard.EinshardError: 4 devices cannot be shared 2 : 1 between 'a2*' and 'b*'\n"
+        '    a b -> 2 a2* b*\n'
+        '             ^^^ ^^\n'
+        "  devices:    8, of which '2' replicates, leaving 4\n"
+        '  works with: 4, 16, 36, 64, ... devices\n'
+        "  try:        'a b -> 2 a4 b'\n"
+    )
+    assert issubclass(EinshardError, ValueError)
+
+
+def test_parts_of_an_error_are_its_attributes(error):
+    assert error.sentence == "4 devices cannot be shared 2 : 1 between 'a2*' and 'b*'"
+    assert error.expression == 'a b -> 2 a2* b*'
+    assert [error.expression[slice(*span)] for span in error.spans] == ['a2*', 'b*']
+    assert error.facts == {
+        'devices': "8, of which '2' replicates, leaving 4",
+        'works with': '4, 16, 36, 64, ... devices',
+    }
+    assert error.fix == "'a b -> 2 a4 b'"
+
+
+@pytest.mark.parametrize(
+    'clone', [copy.copy, copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))]
+)
+def test_errors_survive_pickling(clone, error):
+    # a worker process sends them to its parent
+    other = clone(error)
+    assert type(other) is EinshardError
+    assert str(other) == str(error)
+    assert other.spans == error.spans
+    assert other.facts == error.facts
+    assert other.fix == error.fix
+    assert other.fix.expression == error.fix.expression
+
+
+def test_no_other_error_is_shown_above_ours():
+    w = np.ones((6, 8), np.float32)
+    for spec in ('x y -> x* y', {'c': '* ...'}, 'a2b', {'w': 'x y ->'}):
+        with pytest.raises(EinshardError) as caught:
+            einshard({'w': w}, spec, mesh=jax.devices()[:4])
+        printed = ''.join(traceback.format_exception(caught.value))
+        assert printed.count('Traceback') == 1
+        assert 'During handling' not in printed

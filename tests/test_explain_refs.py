@@ -1,0 +1,144 @@
+"""explain of programs with values that are not plain arrays: `jax.Ref`s and partial sums."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from einshard import EinshardError, assert_collectives, einshard, explain, sharded
+
+
+def ref(shape, spec):
+    return jax.new_ref(einshard(np.ones(shape, np.float32), spec))
+
+
+@pytest.fixture
+def refs():
+    return {'a': ref(16, '* a'), 'b': ref(16, 'a*')}
+
+
+def accumulate(unused, refs, x):
+    refs['a'][...] += jnp.sum(x)
+    return x * 2, refs['b'][...]
+
+
+X = np.ones(16, np.float32)
+PLACED = [('x', 'a -> a16'), ('refs/a', 'a -> 16 a'), ('refs/b', 'a -> a16')]
+
+
+@pytest.mark.parametrize('decorate', [lambda f: f, jax.jit, sharded(None, None, 'a*')])
+def test_arguments_may_be_refs(refs, decorate):
+    x = einshard(X, 'a*')
+    report = explain(decorate(accumulate), x, refs, x)
+    found = {row.path: row.placement for row in report.arguments}
+    assert {path: found[path] for path, _ in PLACED} == dict(PLACED)
+    assert found['unused'] == 'not used'
+    assert [(row.path, row.placement) for row in report.results] == [
+        ('result/0', 'a -> a16'),
+        ('result/1', 'a -> a16'),
+    ]
+    assert report.collectives.counts == {'all-reduce': 1}
+    assert 'refs/a' in str(report)
+    assert_collectives(decorate(accumulate), x, refs, x, allowed='all-reduce')
+
+
+@pytest.mark.parametrize('stage', ['lower', 'trace'])
+def test_stages_do_not_have_their_names(refs, stage):
+    x = einshard(X, 'a*')
+    report = explain(getattr(jax.jit(accumulate), stage)(x, refs, x))
+    assert [row.path for row in report.arguments] == [
+        'args[0]',
+        'args[1]/a',
+        'args[1]/b',
+        'args[2]',
+    ]
+
+
+def test_static_arguments_do_not_shift_names(refs):
+    def scaled(n, r, x):
+        r[...] = r[...] * n
+        return x + r[...]
+
+    x = einshard(X, 'a*')
+    report = explain(jax.jit(scaled, static_argnums=0), 3, refs['b'], x)
+    assert [row.path for row in report.arguments] == ['args[0]', 'args[1]']
+
+
+def test_refs_that_a_function_closes_over():
+    weights = ref((32, 32), 'a* b')
+
+    def layer(unused, x):
+        weights[...] = weights[...] * 2
+        return x @ einshard(weights[...], '* a b')
+
+    x = einshard(np.ones((16, 32), np.float32), 'b* d')
+    report = explain(layer, x, x)
+    assert [(row.path, row.placement) for row in report.arguments] == [
+        ('unused', 'not used'),
+        ('x', 'a b -> a16 b'),
+    ]
+    (row,) = report.collectives
+    assert (row.kind, row.arrays) == ('all-gather', 'f32[32,32]')
+    assert row.of == ()  # it gathers none of the arguments
+
+
+def test_a_sum_may_end_in_a_ref():
+    total = ref(16, '* a')
+
+    def step(total, x):
+        total[...] += jnp.sum(x, 0)
+        return jnp.zeros(3)
+
+    report = explain(step, total, einshard(np.ones((32, 16), np.float32), 'b* a'))
+    (row,) = report.collectives
+    assert (row.kind, row.of) == ('all-reduce', ('total',))
+
+
+def test_refs_stay_on_their_devices(refs):
+    with pytest.raises(EinshardError) as caught:
+        explain(lambda r: r[...] + 1, refs['b'], mesh=jax.devices()[:4])
+    assert str(caught.value) == (
+        '<lambda> takes a jax.Ref, so mesh= cannot be given\n'
+        '  arguments: float32[16]\n'
+        "  mesh=:     'd0': 2, 'd1': 2 (Auto)\n"
+        '  instead:   take an array, and call jax.new_ref in the function'
+    )
+
+
+# --- partial sums -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+    devices = np.array(jax.devices()[:8]).reshape(2, 4)
+    mesh = jax.sharding.Mesh(devices, ('x', 'y'), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+@jax.jit
+def partial(a, b):
+    out = P('x', None, unreduced={'y'})
+    return jnp.einsum('ij,jk->ik', a, b, out_sharding=out)
+
+
+def test_partial_sums_are_told(mesh):
+    a = jax.device_put(np.ones((8, 16), np.float32), P('x', 'y'))
+    b = jax.device_put(np.ones((16, 32), np.float32), P('y', None))
+    report = explain(partial, a, b)
+    (row,) = report.results
+    assert row.placement == 'a b -> a@x b (with partial sums over y)'
+    assert (row.bytes, row.sharded) == (4 * 4 * 32, True)
+    assert report.collectives == ()
+
+
+def test_partial_sums_may_be_arguments(mesh):
+    out = NamedSharding(mesh, P(None, None, unreduced={'y'}))
+    x = jax.ShapeDtypeStruct((8, 32), np.float32, sharding=out)
+    report = explain(jax.jit(lambda x: x + x), x, replicated_above=0)
+    assert [row.placement for row in (*report.arguments, *report.results)] == [
+        'a b -> a b (with partial sums over y)'
+    ] * 2
+    assert report.warnings == ()  # each device has another term: that is no copy

@@ -1,0 +1,232 @@
+"""collectives= where several threads call, in per_device, and in eager transformations."""
+
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from einshard import EinshardError, UnexpectedCollectives, einshard, per_device, sharded
+
+EIGHT = jax.devices()[:8]
+X = np.ones((8, 64), np.float32)
+NARROW, WIDE = np.ones((8, 8), np.float32), np.ones((8, 16), np.float32)
+
+
+def together(n, call):
+    """What n calls that begin together return or raise, by their number."""
+    start = threading.Barrier(n)
+    outcomes = {}
+
+    def run(i):
+        start.wait(60)
+        try:
+            outcomes[i] = np.asarray(call(i))
+        except EinshardError as error:
+            outcomes[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(outcomes) == list(range(n))
+    return outcomes
+
+
+def broken():
+    return sharded('a* b', out='* a b', mesh=EIGHT, collectives=())(lambda x: x + 1)
+
+
+def broken_if_wide():
+    def gathers(x):
+        return einshard(x, '* a b') if x.shape[1] > 8 else x + 1
+
+    return sharded('a* b', mesh=EIGHT, collectives=())(gathers)
+
+
+def broken_by_what_is_given():
+    return sharded('a* b', None, mesh=EIGHT, collectives=())(lambda x, w: x @ w)
+
+
+@pytest.mark.parametrize('turn', range(5))
+def test_one_new_shape_in_many_threads(turn):
+    f = broken()
+    for _ in range(2):
+        outcomes = together(4, lambda i: f(X) if i % 2 else f(x=X))
+        assert all(isinstance(one, UnexpectedCollectives) for one in outcomes.values()), outcomes
+
+
+@pytest.mark.parametrize('called_before', [False, True])
+@pytest.mark.parametrize('turn', range(5))
+def test_new_shapes_in_many_threads(turn, called_before):
+    f = broken_if_wide()
+    if called_before:
+        f(np.ones((8, 4), np.float32))
+    for _ in range(2):
+        outcomes = together(6, lambda i: f((WIDE, NARROW, WIDE[:, :12])[i % 3]))
+        for i, outcome in outcomes.items():
+            if i % 3 == 1:
+                np.testing.assert_array_equal(outcome, NARROW + 1)
+            else:
+                assert isinstance(outcome, UnexpectedCollectives), outcome
+
+
+@pytest.mark.parametrize('turn', range(3))
+def test_a_wrong_shape_that_comes_while_another_is_read(turn):
+    """One thread traces slowly what another thread finds traced."""
+    f = broken_if_wide()
+    f(NARROW)
+    gate = threading.Event()
+
+    def call(i):
+        if i == 0:
+            gate.set()
+        else:
+            gate.wait(60)
+        return f(WIDE)
+
+    outcomes = together(4, call)
+    assert all(isinstance(one, UnexpectedCollectives) for one in outcomes.values()), outcomes
+
+
+def test_placements_without_a_spec_in_many_threads():
+    f = broken_by_what_is_given()
+    w = np.ones((64, 16), np.float32)
+    whole, cut = einshard(w, '* y z', mesh=EIGHT), einshard(w, 'y* z', mesh=EIGHT)
+    for _ in range(2):
+        outcomes = together(6, lambda i: f(X, cut if i % 2 else whole))
+        for i, outcome in outcomes.items():
+            if i % 2:
+                assert isinstance(outcome, UnexpectedCollectives), outcome
+            else:
+                np.testing.assert_array_equal(outcome, X @ w)
+
+
+def test_a_program_that_fails_is_read_when_it_runs_later():
+    fail = [True]
+
+    def checked(x):
+        if fail[0]:
+            raise KeyError('not yet')
+
+    def body(x):
+        jax.debug.callback(checked, 0)
+        return einshard(x, '* a b') if x.shape[1] > 8 else x + 1
+
+    f = sharded('a* b', mesh=EIGHT, collectives=())(body)
+    fail[0] = False
+    f(NARROW)
+    for _ in range(2):
+        with pytest.raises(UnexpectedCollectives):
+            f(WIDE)
+
+
+# ------------------------------------------------------------------------------------ per_device
+
+
+def test_per_device_keeps_promises():
+    def body(x):
+        return jax.lax.psum(x.sum(), 'a')
+
+    for promise in ('all-reduce', {'all-reduce': 1}, ['all-reduce', 'all-gather']):
+        f = per_device('a* b', out='-> *', mesh=EIGHT, collectives=promise)(body)
+        for _ in range(2):
+            assert float(f(X)) == X.size
+    f = per_device('a* b', out='-> *', mesh=EIGHT, collectives=())(body)
+    for call in (lambda: f(X), lambda: f(x=X), lambda: f(X)):
+        with pytest.raises(UnexpectedCollectives, match='body communicates more than it may'):
+            call()
+    outcomes = together(4, lambda i: f(X))
+    assert all(isinstance(one, UnexpectedCollectives) for one in outcomes.values())
+
+
+def test_per_device_methods_and_results_that_need_ranks():
+    class Layer:
+        @per_device(x='a* b', out='a* ...', mesh=EIGHT, collectives=())
+        def __call__(self, x):
+            return jax.lax.all_gather(x, 'a', tiled=True)[:1] if x.shape[1] > 8 else x + 1
+
+    jax.tree_util.register_pytree_node(Layer, lambda _: ((), None), lambda *_: Layer())
+    np.testing.assert_array_equal(Layer()(NARROW), NARROW + 1)
+    with pytest.raises(UnexpectedCollectives, match='1 all-gather'):
+        Layer()(WIDE)
+
+
+def test_per_device_refuses_a_wrong_promise_at_decoration():
+    with pytest.raises(EinshardError, match='all-reduced'):
+        per_device('a*', out='a*', collectives='all-reduced')(lambda x: x)
+
+
+# ---------------------------------------------------------------------------- eager transformations
+
+EAGER = {
+    'grad': lambda f: jax.grad(lambda x: f(x).sum())(X),
+    'vmap': lambda f: jax.vmap(f)(X[None]),
+    'jvp': lambda f: jax.jvp(f, (X,), (X,)),
+    'linearize': lambda f: jax.linearize(f, X),
+    'vjp': lambda f: jax.vjp(f, X),
+}
+
+
+@pytest.mark.parametrize('called_before', [False, True])
+@pytest.mark.parametrize('how', EAGER)
+def test_an_eager_transformation_warns_once(how, called_before):
+    def doubled(x):
+        return 2 * x
+
+    f = sharded('a* b', out='a* b', mesh=EIGHT, collectives=())(doubled)
+    if called_before:
+        f(X)
+    with pytest.warns(UserWarning, match='are not checked') as caught:
+        EAGER[how](f)
+    (warning,) = caught
+    text = str(warning.message)
+    assert 'doubled' in text
+    assert 'sharded(..., collectives=...)(jax.grad(doubled))' in text
+    assert warning.filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        for again in EAGER.values():
+            again(f)
+        f(X)
+
+
+def test_per_device_warns_too():
+    f = per_device('a* b', out='a* b', mesh=EIGHT, collectives=())(lambda x: 2 * x)
+    with pytest.warns(UserWarning, match='are not checked'):
+        jax.grad(lambda x: f(x).sum())(X)
+
+
+STAGED = {
+    'jit': lambda f: jax.jit(f)(X),
+    'jit of grad': lambda f: jax.jit(jax.grad(lambda x: f(x).sum()))(X),
+    'scan': lambda f: jax.lax.scan(lambda c, x: (c, f(x)), 0.0, X[None]),
+    'eval_shape': lambda f: jax.eval_shape(f, X),
+    'sharded': lambda f: sharded(collectives=())(jax.grad(lambda x: f(x).sum()))(X),
+    'call': lambda f: f(X),
+}
+
+
+@pytest.mark.parametrize('how', STAGED)
+def test_a_program_does_not_warn(how):
+    f = sharded('a* b', out='a* b', mesh=EIGHT, collectives=())(lambda x: 2 * x)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        STAGED[how](f)
+
+
+def test_without_a_promise_there_is_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        for how in EAGER.values():
+            how(sharded('a* b', out='a* b', mesh=EIGHT)(lambda x: 2 * x))
+
+
+def test_the_form_that_is_checked_is_checked():
+    energy = sharded('a* b', mesh=EIGHT, collectives=())(lambda x: (jnp.sin(x) ** 2).sum())
+    form = sharded('a* b', mesh=EIGHT, collectives=(), out='* a b')(jax.grad(energy))
+    with pytest.raises(UnexpectedCollectives):
+        form(X)

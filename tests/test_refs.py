@@ -1,0 +1,213 @@
+"""jax.Ref: a mutable array keeps its sharding, so einshard checks it and never moves it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from einshard import (
+    EinshardError,
+    Rules,
+    describe,
+    einshard,
+    for_optimizer,
+    from_local,
+    gather,
+    shard_largest,
+    sharded,
+    show,
+)
+
+X = np.arange(16, dtype=np.float32)
+STAYS = "a jax.Ref keeps the sharding that it was made with: it is 'on one device: "
+UNCONSTRAINED = 'a jax.Ref cannot be constrained: it keeps the sharding that it was made with'
+
+
+def ref(expression='a*'):
+    return jax.new_ref(einshard(X, expression))
+
+
+def refusal(function, *args):
+    with pytest.raises(EinshardError) as caught:
+        function(*args)
+    return caught.value
+
+
+@pytest.mark.parametrize('spec', ['a*', 'i -> i16', Rules([('', 'x*')]), shard_largest])
+def test_one_that_is_placed_so_is_returned(spec):
+    x = ref()
+    assert einshard(x, spec) is x
+    tree = {'r': x, 'x': X}
+    placed = einshard(tree, {'r': spec, 'x': 'a*'})
+    assert placed['r'] is x
+    assert placed['x'].sharding == x.sharding
+
+
+def test_another_is_an_error_and_nothing_moves():
+    x = jax.new_ref(jnp.asarray(X))
+    before = x.sharding
+    error = refusal(einshard, x, 'a*')
+    assert error.sentence.startswith(STAYS)
+    assert error.facts['instead'] == "jax.new_ref(einshard(ref[...], 'a*'))"
+    assert x.sharding == before
+    made = jax.new_ref(einshard(x[...], 'a*'))  # what the error says to write
+    assert einshard(made, 'a*') is made
+    np.testing.assert_array_equal(made[...], X)
+
+
+def test_in_another_memory():
+    error = refusal(lambda x: einshard(x, 'a*', memory_kind='pinned_host'), ref())
+    assert error.facts['expected'] == "'a* (in pinned_host)'"
+    assert 'instead' not in error.facts
+
+
+def test_in_trees_the_error_names_the_leaf():
+    tree = {'layers': [{'w': jax.new_ref(jnp.asarray(X)), 'b': X}]}
+    for spec in ('x*', Rules([('w', 'x*')], default=None), for_optimizer(tree, 'x*')):
+        error = refusal(einshard, tree, spec)
+        assert error.sentence.startswith(STAYS)
+        assert error.facts['array'] == "float32[16], leaf 'layers/0/w'"
+
+
+def test_a_spec_that_does_not_fit_is_an_error():
+    assert 'names 2 axes' in refusal(einshard, ref(), 'a b*').sentence
+    assert 'size 3' in refusal(einshard, jax.new_ref(jnp.zeros(3)), 'a*').sentence
+
+
+def in_jit(x):
+    jax.jit(lambda r: einshard(r, 'a*'))(x)
+
+
+def in_scan(x):
+    def body(carry, _):
+        einshard(r_of[0], 'a*')
+        return carry, None
+
+    r_of = []
+
+    @jax.jit
+    def step(r):
+        r_of[:] = [r]
+        jax.lax.scan(body, 0, None, length=2)
+
+    step(x)
+
+
+def made_inside(x):
+    def step(value):
+        return einshard(jax.new_ref(value), 'a*')[...]
+
+    jax.jit(step)(x[...])
+
+
+@pytest.mark.parametrize('trace', [in_jit, in_scan, made_inside])
+def test_a_traced_one_cannot_be_constrained(trace):
+    error = refusal(trace, ref())
+    assert error.sentence == UNCONSTRAINED
+    assert error.facts['instead'] == "einshard(ref[...], 'a*'), which constrains its value"
+
+
+def test_what_is_read_of_a_traced_one_is_constrained():
+    @jax.jit
+    def step(r):
+        r[...] = einshard(r[...], 'a*') + 1
+
+    x = ref()
+    step(x)
+    assert describe(x) == 'a -> a16'
+    np.testing.assert_array_equal(x[...], X + 1)
+
+
+def test_one_from_outside_the_traced_function():
+    x = ref()
+
+    @jax.jit
+    def step():
+        r = einshard(x, 'a*')
+
+        def body(carry, _):
+            r[...] = einshard(r, 'a*')[...] * 2
+            return carry, None
+
+        jax.lax.scan(body, 0, None, length=3)
+
+    step()
+    np.testing.assert_array_equal(x[...], X * 8)
+    assert describe(x) == 'a -> a16'
+
+
+def test_explicit_axes_are_in_its_type():
+    mesh = Mesh(
+        np.array(jax.devices()).reshape(8, 2), ('d', 't'), axis_types=(AxisType.Explicit,) * 2
+    )
+    x = jax.new_ref(jax.device_put(X, NamedSharding(mesh, P('d'))))
+
+    @jax.jit
+    def step(r):
+        assert einshard(r, 'a@d') is r
+        r[...] = r[...] + 1
+        assert refusal(einshard, r, 'a@t').sentence == UNCONSTRAINED
+
+    with jax.set_mesh(mesh):
+        step(x)
+        assert einshard(x, 'a@d') is x
+        assert refusal(einshard, x, 'a@t').sentence.endswith("it is 'a -> a@d'")
+    np.testing.assert_array_equal(x[...], X + 1)
+
+
+def test_as_an_argument_of_sharded():
+    @sharded('a*', 'a*')
+    def step(r, x):
+        r[...] = r[...] + x
+        return r[...].sum()
+
+    x = ref()
+    for n in (1, 2, 3):
+        step(x, X)
+        np.testing.assert_array_equal(x[...], X * (n + 1))
+    assert describe(x) == 'a -> a16'
+
+
+@pytest.mark.parametrize('reshard', [False, True])
+def test_sharded_names_the_parameter_of_a_misplaced_one(reshard):
+    @sharded({'w': 'a*'}, None, reshard=reshard)
+    def step(params, x):
+        params['w'][...] = params['w'][...] + x
+
+    for x in (jax.new_ref(jnp.asarray(X)), ref('* a')):
+        error = refusal(step, {'w': x}, 1.0)
+        assert 'a jax.Ref keeps the sharding that it was made with' in error.sentence
+        assert error.facts['array'] == "float32[16], parameter 'params/w' of step"
+        made = jax.new_ref(einshard(x[...], 'a*'))
+        step({'w': made}, 1.0)
+        np.testing.assert_array_equal(made[...], X + 1)
+    error = refusal(step, {'w': jax.new_ref(jnp.asarray(X))}, 1.0)  # after a call that worked
+    assert error.facts['array'] == "float32[16], parameter 'params/w' of step"
+
+
+def test_describe_show_and_gather():
+    x = ref('a -> 2 a8')
+    assert describe(x) == 'a -> 2 a8'
+    assert describe({'r': x, 'n': 3})['r'] == 'a -> 2 a8'
+    assert str(show(x)) == str(show(x[...]))
+    host = gather({'r': x})['r']
+    assert type(host) is np.ndarray
+    np.testing.assert_array_equal(host, X)
+    x[...] = x[...] + 1
+    np.testing.assert_array_equal(host, X)  # a copy
+    scalar = jax.new_ref(jnp.float32(3))
+    assert gather(scalar) == 3
+    assert describe(scalar).startswith('on one device: ')
+
+
+def test_rows_of_a_process_are_arrays():
+    x = ref()
+    assert from_local(x, 'a*') is x
+    assert refusal(from_local, jax.new_ref(jnp.asarray(X)), 'a*').sentence.startswith(STAYS)
+
+
+def test_a_table_of_rules_has_it():
+    (row,) = Rules([('w', 'a*')]).table({'w': jax.new_ref(jnp.asarray(X))}).rows
+    assert (row.shape, row.dtype, row.shard_shape) == ((16,), 'float32', (1,))

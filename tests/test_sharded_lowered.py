@@ -1,0 +1,168 @@
+"""lower, trace and compile of sharded functions, called as they were lowered; memory kinds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from counting import program
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from einshard import EinshardError, device_mesh, einshard, make_sharding, sharded
+
+EIGHT = jax.devices()[:8]
+X = np.arange(128, dtype=np.float32).reshape(8, 16) / 128
+W = np.ones((8, 16), np.float32)
+
+
+def add(x, w=2.0, *rest, n=1, scale=1.0, **more):
+    return n * scale * (x + w) + sum(rest) + sum(more.values())
+
+
+CALLS = {
+    'by position': lambda f: f(X, W),
+    'by keyword': lambda f: f(x=X, w=W),
+    'in another order': lambda f: f(w=W, x=X),
+    'both': lambda f: f(X, w=W),
+    'keyword only': lambda f: f(X, scale=3.0),
+    'all of it': lambda f: f(X, W, W, scale=3.0, z=W),
+    'placed': lambda f: f(einshard(X, 'a* b', mesh=EIGHT), w=einshard(W, 'a* b', mesh=EIGHT)),
+}
+
+
+@pytest.mark.parametrize('how', CALLS)
+@pytest.mark.parametrize('out', [None, 'a b*', '... b -> ... b*'])
+def test_compiled_programs_are_called_as_they_were_lowered(how, out):
+    f = sharded('a* b', w='... -> ...' if how == 'keyword only' else 'a* b', out=out, mesh=EIGHT)(
+        add
+    )
+    if how == 'keyword only':
+        f = sharded('a* b', out=out, mesh=EIGHT)(add)
+    by_hand = jax.jit(add)
+    call = CALLS[how]
+    expected = call(by_hand)
+    for lowered in (call(f.lower), call(lambda *args, **kw: f.trace(*args, **kw).lower())):
+        assert type(lowered) is jax.stages.Lowered
+        assert lowered.in_tree == call(by_hand.lower).in_tree
+        compiled = lowered.compile()
+        np.testing.assert_allclose(call(compiled), expected, rtol=1e-6)
+        assert call(compiled).sharding.is_equivalent_to(call(f).sharding, 2)
+        ours, theirs = (call(one.trace).jaxpr.in_avals for one in (f, by_hand))
+        assert [a.str_short() for a in ours] == [a.str_short() for a in theirs]
+
+
+def test_the_program_is_that_of_a_call_by_position():
+    f = sharded('a* b', 'a b*', out='a b*', mesh=EIGHT)(add)
+    expected = program(f.lower(X, W).compile())
+    assert program(f.lower(X, w=W).compile()) == expected
+    shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    assert program(f.lower(shape, w=shape).compile()) == expected
+
+
+def test_static_and_donated_arguments():
+    f = sharded('a* b', out='a* b', mesh=EIGHT, static_argnames='n', donate_argnames=('x', 'w'))(
+        add
+    )
+    for call in (
+        lambda f, x, n: f(x, n=n) if n else f(x),
+        lambda f, x, n: f(x=x, n=n) if n else f(x=x),
+    ):
+        x = einshard(X, 'a* b', mesh=EIGHT)
+        compiled = call(f.lower, x, 3).compile()
+        np.testing.assert_allclose(call(compiled, x, None), 3 * (X + 2), rtol=1e-6)
+        assert x.is_deleted()
+
+
+def test_defaults_that_are_arrays():
+    @sharded('a* b', w='a b*', out='a b*', mesh=EIGHT)
+    def f(x, w=W):
+        return x + w
+
+    for call in (lambda f: f(X), lambda f: f(x=X), lambda f: f(X, w=2 * W)):
+        np.testing.assert_array_equal(call(call(f.lower).compile()), call(f))
+
+
+def test_methods():
+    class Adder:
+        @sharded(x='a* b', w='a* b', mesh=EIGHT)
+        def add(self, x, w):
+            return x + w
+
+    jax.tree_util.register_pytree_node(Adder, lambda _: ((), None), lambda *_: Adder())
+    one = Adder()
+    compiled = one.add.lower(X, w=W).compile()
+    np.testing.assert_array_equal(compiled(one, X, w=W), X + W)
+
+
+def test_arrays_placed_differently_are_refused_by_lower_too():
+    f = sharded('a* b', w='a* b', mesh=EIGHT)(add)
+    wrong = einshard(W, 'a b*', mesh=EIGHT)
+    for _ in range(2):
+        for call in (lambda: f.lower(X, w=wrong), lambda: f.lower(X, wrong)):
+            with pytest.raises(EinshardError, match='partitioned otherwise') as caught:
+                call()
+            assert "parameter 'w' of add" in str(caught.value)
+        f(X, w=W)
+    with pytest.raises(EinshardError, match='has size 6'):
+        f.lower(X, w=W[:6])
+
+
+@pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
+def test_meshes_in_context(types):
+    f = sharded('a* b', w='a* b', out='a b*')(add)
+    with jax.set_mesh(device_mesh(EIGHT, axis_types=types)):
+        compiled = f.lower(X, w=W).compile()
+        np.testing.assert_allclose(compiled(X, w=W), X + W, rtol=1e-6)
+
+
+def test_an_abstract_mesh():
+    mesh = AbstractMesh((4,), ('p',), axis_types=(AxisType.Auto,))
+    f = sharded('a@p b', out='a b@p', mesh=mesh)(add)
+    lowered = f.trace(X, w=W).lower(lowering_platforms=('cpu',))
+    assert lowered.as_text().count('stablehlo.add') >= 1
+    assert f.out_shardings(X, w=W).spec == P(None, 'p')
+
+
+# -------------------------------------------------------------------------------- memory kinds
+
+
+@pytest.mark.parametrize('later', [False, True])
+def test_the_memory_kind_is_named(later):
+    f = sharded('a* b', mesh=EIGHT)(add)
+    if later:
+        f(X)
+        f(einshard(X, 'a* b', mesh=EIGHT))
+    x = einshard(X, 'a* b', mesh=EIGHT, memory_kind='pinned_host')
+    for call in (
+        f,
+        f.lower,
+        lambda x: f(x=x),
+        lambda x: f.lower(x=x),
+        jax.grad(lambda x: f(x).sum()),
+    ):
+        with pytest.raises(EinshardError) as caught:
+            call(x)
+        text = str(caught.value)
+        assert text.splitlines()[0] == (
+            'the argument is in pinned_host memory, but its spec is for device memory'
+        )
+        assert "parameter 'x' of add" in text
+        assert 'partitioned otherwise' not in text
+
+
+def test_reshard_brings_it_to_the_device():
+    f = sharded('a* b', out='a* b', mesh=EIGHT, reshard=True)(add)
+    for expression in ('a* b', 'a b*', '* a b'):
+        x = einshard(X, expression, mesh=EIGHT, memory_kind='pinned_host')
+        for _ in range(2):
+            result = f(x)
+            np.testing.assert_allclose(result, X + 2, rtol=1e-6)
+            assert result.sharding == make_sharding('a* b', mesh=EIGHT)
+
+
+def test_whole_arrays_are_brought_to_the_device():
+    f = sharded('a* b', mesh=EIGHT)(add)
+    for _ in range(2):
+        x = einshard(X, '* a b', mesh=EIGHT, memory_kind='pinned_host')
+        np.testing.assert_allclose(f(x), X + 2, rtol=1e-6)
+        f(jnp.asarray(X))

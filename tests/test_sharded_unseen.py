@@ -1,0 +1,55 @@
+"""Calls of a `sharded` function that has been called before take its jitted function unseen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from einshard import EinshardError, device_mesh, einshard, make_sharding, sharded
+
+
+@pytest.mark.parametrize('by_keyword', [False, True])
+@pytest.mark.parametrize('on_host', [False, True])
+def test_out_holds_in_a_trace_for_constants_after_an_eager_call(by_keyword, on_host):
+    x = np.ones((32, 64), np.float32)
+    with jax.set_mesh(device_mesh(axis_types=AxisType.Explicit)):
+        f = sharded('b d -> b* d', out='b d -> b d*')(lambda x: 2 * x)
+        constant = x if on_host else einshard(x, 'b d -> b* d')
+
+        def call():
+            return f(x=constant) if by_keyword else f(constant)
+
+        types = []
+
+        def outer():
+            result = call()
+            types.append(jax.typeof(result).sharding.spec)
+            return result
+
+        call()
+        result = jax.jit(outer)()
+        expected = make_sharding('b d -> b d*')
+    assert types == [expected.spec]
+    assert result.sharding.is_equivalent_to(expected, 2)
+
+
+def test_out_holds_in_a_trace_without_arguments_after_an_eager_call():
+    with jax.set_mesh(device_mesh(axis_types=AxisType.Explicit)):
+        f = sharded(out='b d -> b d*')(lambda: jnp.ones((32, 64)))
+        f()
+        result = jax.jit(lambda: f())()
+        assert result.sharding.is_equivalent_to(make_sharding('b d -> b d*'), 2)
+
+
+@pytest.mark.parametrize('given', ['text', object()])
+def test_what_is_not_an_array_is_refused_after_a_good_call_too(given):
+    x = np.ones((32, 4), np.float32)
+    f = sharded('a b -> a* b')(lambda x: x + 1)
+    messages = set()
+    for _ in range(3):
+        with pytest.raises(EinshardError, match=r'is not an array|is no array') as caught:
+            f(given)
+        messages.add(str(caught.value))
+        f(x)
+    assert len(messages) == 1

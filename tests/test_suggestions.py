@@ -1,0 +1,260 @@
+"""Every suggestion of einsum, parallelism and per_device works when it is tried."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from oracle import examples
+
+from einshard import EinshardError, einsum, parallelism, per_device
+
+EIGHT = jax.devices()[:8]
+
+
+def error_of(function, *args, **options):
+    with pytest.raises(EinshardError) as caught:
+        function(*args, **options)
+    return caught.value
+
+
+def devices_that_do(error):
+    """Numbers of devices with which an error says it works."""
+    fact = error.facts.get('works with', '')
+    return sorted(map(int, set(re.findall(r'\d+', fact)))) if 'devices' in fact else []
+
+
+# ------------------------------------------------------------------------- einsum and parallelism
+
+COUNTS = ['', '', '1', '2', '3', '4', '8', '*', '2*']
+REPLICAS = ['', '', '', '2', '4', '*']
+
+
+@st.composite
+def einsums(draw, named=()):
+    def operand(axes):
+        placed = draw(st.booleans())
+        counts = COUNTS + [f'@{axis}' for axis in named] if placed else ['']
+        terms = [axis + draw(st.sampled_from(counts)) for axis in axes]
+        replica = draw(st.sampled_from(REPLICAS)) if placed else ''
+        at = draw(st.integers(0, len(terms)))
+        return ' '.join([*terms[:at], *([replica] if replica else []), *terms[at:]])
+
+    return f'{operand("ij")}, {operand("jk")} -> {operand("ik")}'
+
+
+@given(einsums(), st.sampled_from([16, 24, 48]))
+@examples(100)
+def test_fixes_of_einsum(text, size):
+    x = np.ones((size, size), np.float32)
+    try:
+        einsum(text, x, x)
+        return
+    except EinshardError as error:
+        caught = error
+    if caught.fix is not None:
+        np.testing.assert_array_equal(einsum(caught.fix.strip("'"), x, x), x @ x)
+    for n in devices_that_do(caught):
+        if n <= 16:
+            einsum(text, x, x, mesh=jax.devices()[:n])
+
+
+@given(
+    einsums(named='pq'),
+    st.fixed_dictionaries({}, optional={'p': st.integers(1, 4), 'q': st.integers(1, 4)}),
+    st.sampled_from([None, 2, 4, 6, 8, 16]),
+)
+@examples(400)
+def test_fixes_of_parallelism(text, counts, devices):
+    counts = {axis: count for axis, count in counts.items() if f'@{axis}' in text}
+    options = {'devices': devices, **counts}
+    try:
+        parallelism(text, **options)
+        return
+    except EinshardError as error:
+        caught = error
+    if caught.fix is not None:
+        parallelism(caught.fix.strip("'"), **options)
+    for n in devices_that_do(caught):
+        parallelism(text, **{**options, 'devices': n})
+
+
+def test_a_fix_for_every_operand():
+    x = np.ones((16, 16), np.float32)
+    fix = "'* i j2, * j k2 -> i k'"
+    assert error_of(einsum, 'i j2, j k2 -> i k', x, x).fix == fix
+    assert error_of(parallelism, 'i j2, j k2 -> i k', devices=16).fix == fix
+    assert error_of(einsum, 'i j2, j k3 -> i k', x, x).fix is None
+
+
+# -------------------------------------------------------------------- the mesh of per_device
+
+
+def identity(*arrays):
+    return arrays
+
+
+@st.composite
+def functions(draw):
+    """Expressions of two arguments, and of the results, which are the arguments."""
+    counts = {name: draw(st.sampled_from(['', '2', '2', '4', '*'])) for name in 'abc'}
+    texts = []
+    for names in ('ab', 'bc'):
+        terms = [name + draw(st.sampled_from([*[counts[name]] * 4, '', '3'])) for name in names]
+        if draw(st.integers(0, 5)) == 0:
+            terms[1] = f'{names[1]}@{draw(st.sampled_from("abc"))}'
+        if draw(st.booleans()):
+            terms.reverse()
+        if draw(st.integers(0, 2)) == 0:
+            terms.insert(draw(st.integers(0, 2)), draw(st.sampled_from(['2', '4', '*'])))
+        texts.append(f'{" ".join(names)} -> {" ".join(terms)}')
+    return texts
+
+
+MESHES = [None, {'p': 4, 'q': 2}, {'p': 2, 'q': 2, 'r': 2}, {'p': 2, 'q': 4}]
+
+
+def mesh_of(sizes):
+    if sizes is None:
+        return EIGHT
+    grid = np.array(EIGHT).reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+@given(functions(), st.sampled_from(MESHES))
+@examples(120)
+def test_fixes_of_the_mesh_of_per_device(texts, sizes):
+    x = np.arange(24.0 * 24).reshape(24, 24)
+    mesh = mesh_of(sizes)
+
+    def call(texts, mesh):
+        return per_device(*texts, out=tuple(texts), mesh=mesh)(identity)(x, x)
+
+    try:
+        call(texts, mesh)
+        return
+    except EinshardError as error:
+        caught = error
+    changed = [(caught.expression, caught.fix.strip("'"))] if caught.fix else []
+    said = caught.facts.get('a replica says it', '')
+    number = re.search(r"for parameter 'arrays.(\d).'", said)
+    if number:
+        changed += [(texts[int(number[1])], fix) for fix in re.findall("'([^']+->[^']+)'", said)]
+    over = re.match(r"'((\w)@\w)'", caught.facts.get('over the same', ''))
+    if over:
+        texts = [re.sub(rf'{over[2]}[\d*]+', over[1], text) for text in texts]
+        call(texts, mesh)
+    for old, new in changed:
+        i = texts.index(old)
+        call([*texts[:i], new, *texts[i + 1 :]], mesh)
+    for n in devices_that_do(caught):
+        if n <= 16 and sizes is None:
+            call(texts, jax.devices()[:n])
+
+
+# ------------------------------------------------ results that JAX does not know to be replicated
+
+# 0.8.1 has the first, later versions have the other
+REPLICATING = {
+    'jax.lax.all_gather_invariant': lambda x, axis: lax.all_gather_invariant(x, axis),
+    "jax.lax.all_gather(..., to='invarying')": lambda x, axis: lax.all_gather(
+        x, axis, to='invarying'
+    ),
+}
+
+
+def ring(x, axis):
+    """A sum by ppermute, which every device ends with."""
+    n = lax.axis_size(axis)
+    total = x
+    for _ in range(n - 1):
+        x = lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+        total = total + x
+    return total
+
+
+def scanned(step):
+    def body(x, axis, gather):
+        return lax.scan(lambda carry, _: (step(carry, axis, gather), None), x, None, length=2)[0]
+
+    return body
+
+
+def gathered(x, axis, gather):
+    return gather(x, axis).sum(0)
+
+
+# each keeps the shape; none makes different values alike
+STEPS = {
+    'all_gather': gathered,
+    'psum': lambda x, axis, _: lax.psum(x, axis),
+    'pmax': lambda x, axis, _: lax.pmax(x, axis),
+    'ring': lambda x, axis, _: ring(x, axis),
+    'axis_index': lambda x, axis, _: x + lax.axis_index(axis),
+    'all_to_all': lambda x, axis, _: lax.all_to_all(
+        jnp.stack([x] * lax.axis_size(axis)), axis, 0, 0
+    ).max(0),
+    'constant': lambda x, axis, _: jnp.where(x > 3, x, x - jnp.ones(x.shape)),
+    'relu': lambda x, axis, _: jax.jit(jax.nn.relu)(x + 5),
+    'scan': scanned(lambda x, axis, _: 2 * x + 1),
+    'gather in a jit': lambda x, axis, gather: jax.jit(
+        functools.partial(gathered, axis=axis, gather=gather)
+    )(x),
+}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from('ab')), max_size=3),
+    st.sampled_from(['a b -> a4 b2', 'a b -> 4 a b2', 'a b -> a4 2 b', 'a b -> * a b']),
+    st.sampled_from(['a b', 'a b -> a4 b', 'a b -> a b2', '...']),
+    st.booleans(),
+)
+@examples(120)
+def test_what_to_write_for_results_that_may_vary(steps, spec, out, scalar):
+    x = np.arange(64, dtype=np.float32).reshape(8, 8) % 7
+
+    def body(x, gather=lax.all_gather, end=lambda x: x):
+        for step, axis in steps:
+            x = STEPS[step](x, axis, gather)
+        return end(x.sum() if scalar and out == '...' else x)
+
+    def call(function, out=out, **options):
+        # the second argument makes the axes
+        two = per_device(spec, 'a b -> a4 b2', out=out, mesh=EIGHT, **options)
+        return two(lambda x, _: function(x))(x, np.zeros((8, 8)))
+
+    try:
+        call(body)
+        return
+    except EinshardError as error:
+        caught = error
+    assert 'declares the result replicated' in str(caught)
+    unchecked = call(body, check_vma=False)
+    said = ' '.join(caught.facts.values())
+    if 'check_vma=False' in said:
+        assert 'psum' not in said
+        return
+    gather = next((made for text, made in REPLICATING.items() if text in said), lax.all_gather)
+    of_each = call(lambda x: body(x)[None, None], 'c d ... -> c@a d@b ...', check_vma=False)
+    found = re.search(r'psum\(z, (.*?)\) for the sum', said)
+    axes = found and found[1]
+    if axes:
+        names = tuple(re.findall("'(.)'", axes))
+        call(functools.partial(body, gather=gather, end=lambda z: lax.psum(z, names)))
+        for name in names:
+            # what devices have alike is never summed up
+            assert not np.array_equal(*np.split(of_each, 2, axis='ab'.index(name)))
+        if 'shard it in out=' in said:
+            terms = [
+                a + n if a in names or a + n in out else a for a, n in [('a', '4'), ('b', '2')]
+            ]
+            call(functools.partial(body, gather=gather), out=f'a b -> {" ".join(terms)}')
+        assert ('shard it in out=' in said) == (unchecked.ndim > 0)
+    else:
+        np.testing.assert_array_equal(call(functools.partial(body, gather=gather)), unchecked)

@@ -1,0 +1,124 @@
+"""Arrays with unreduced axes, whose devices hold the terms of a sum."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
+
+from einshard import (
+    EinshardError,
+    Rules,
+    describe,
+    device_mesh,
+    einshard,
+    gather,
+    make_sharding,
+    sharded,
+    show,
+)
+
+A, B = np.arange(32.0).reshape(8, 4), np.arange(32.0).reshape(4, 8)
+SUM = A @ B
+
+
+@pytest.fixture
+def mesh():
+    types = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ('x', 'y'), axis_types=types, devices=jax.devices()[:8])
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+@pytest.fixture
+def terms(mesh):
+    """A @ B, of which each device has the terms of its part of the contracted axis."""
+
+    @jax.jit
+    def product(a, b):
+        return jnp.einsum('ij,jk->ik', a, b, out_sharding=P('x', None, unreduced={'y'}))
+
+    return product(reshard(A, P('x', 'y')), reshard(B, P('y', None)))
+
+
+def test_described(mesh, terms):
+    words = 'a b -> a@x b (with partial sums over y)'
+    assert describe(terms) == words
+    assert describe({'t': terms}) == {'t': words}
+    assert describe(terms.sharding) == 'a b ... -> a@x b ... (with partial sums over y)'
+    both = P('x', unreduced={'y'}), P(unreduced={'y', 'x'}), P(('x',), None, reduced={'y'})
+    assert [describe(NamedSharding(mesh, spec)) for spec in both] == [
+        'a ... -> a@x ... (with partial sums over y)',
+        '... -> ... (with partial sums over x, y)',
+        'a b ... -> a@x b ... (with gradients unreduced over y)',
+    ]
+    traced = []
+    jax.jit(lambda x: traced.append(describe(x)))(terms)
+    assert traced == [words]
+
+
+def test_the_description_is_no_spec(terms):
+    with pytest.raises(EinshardError):
+        einshard(SUM, describe(terms))
+
+
+def test_on_the_one_mesh_it_is_not_taken_for_replicas():
+    mesh = device_mesh(jax.devices()[:4], axis_types=AxisType.Explicit)
+    assert describe(NamedSharding(mesh, P('d0'))) == 'a ... -> a2 2 ...'
+    text = describe(NamedSharding(mesh, P('d0', unreduced={'d1'})))
+    assert text == 'a ... -> a@d0 ... (with partial sums over d1)'
+
+
+def test_drawn(mesh, terms):
+    text = str(show(terms))
+    assert 'mesh axes, slowest first: x (4 parts of a), y (2 terms of a sum)' in text
+    assert text.endswith('a b -> a@x b (with partial sums over y)')
+    assert str(show(terms.sharding, (8, 8))).count('0,1') == 1
+    assert '(with partial sums over y)' in str(show({'t': terms}))
+
+
+@pytest.mark.parametrize(
+    'expression', ['a b -> a@x b', 'a b -> a@x b@y', 'a b -> a b@(y,x)', '* a b']
+)
+def test_einshard_reduces(terms, expression):
+    for placed in (
+        einshard(terms, expression),
+        einshard({'t': terms}, expression)['t'],
+        einshard({'t': terms}, Rules([('t', expression)]))['t'],
+        jax.jit(lambda x: einshard(x, expression))(terms),
+        sharded(expression, reshard=True)(lambda x: x)(terms),
+    ):
+        np.testing.assert_array_equal(placed, SUM)
+        assert placed.sharding.is_equivalent_to(make_sharding(expression), 2)
+        assert not placed.sharding.spec.unreduced
+
+
+def test_to_another_mesh(terms):
+    with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:6], 'z', axis_types=(AxisType.Auto,))):
+        placed = einshard(terms, '* a b')
+        np.testing.assert_array_equal(gather(terms), SUM)
+    np.testing.assert_array_equal(placed, SUM)
+    assert placed.sharding.mesh.axis_names == ('z',)
+
+
+def test_a_reduced_weight_becomes_a_plain_one(mesh):
+    weight = reshard(A, P('x', None, reduced={'y'}))
+    for placed in (
+        einshard(weight, 'a b -> a@x b'),
+        jax.jit(lambda w: einshard(w, 'a b -> a@x b'))(weight),
+    ):
+        np.testing.assert_array_equal(placed, A)
+        assert not placed.sharding.spec.reduced
+
+
+def test_gathered(terms):
+    host = gather({'t': terms})['t']
+    assert type(host) is np.ndarray
+    np.testing.assert_array_equal(host, SUM)
+
+
+def test_an_argument_of_sharded(terms):
+    with pytest.raises(EinshardError) as caught:
+        sharded('a b -> a@x b')(lambda terms: terms)(terms)
+    assert "it is 'a b -> a@x b (with partial sums over y)'" in caught.value.sentence
