@@ -1022,7 +1022,7 @@ def test_specs_that_do_not_fit_the_parameters():
     only = {'v': {'w': struct(64)}}
     spec = for_optimizer(params, Rules([('w', 'x y -> x4 4 y')], default=EVERYWHERE))
     error = message(einshard, only, spec)
-    assert error.startswith("axis 'x' has size 6, which 4 parts do not divide")
+    assert error.startswith("axis 'x' (size 6) is not divisible by 4")
     assert "array:      float32[6,64], parameter 'w'" in error
     # the same where the moment has all axes
     assert "leaf 'mu/w'" in message(einshard, state, spec)

@@ -270,7 +270,7 @@ def test_axes_that_do_not_divide_replicate_where_asked(shape, expression, expect
     if expected == P(*full(expression, shape)):
         assert einshard({'w': x}, strict, mesh=MESH)['w'].sharding == placed.sharding
     else:
-        assert 'do not divide' in refusal(einshard, {'w': x}, strict, mesh=MESH).sentence
+        assert 'is not divisible by' in refusal(einshard, {'w': x}, strict, mesh=MESH).sentence
 
 
 def full(expression, shape):
@@ -597,7 +597,7 @@ def test_axes_may_be_missing_and_others_not_divisible():
     both = Rules(rules, missing='replicate', indivisible='replicate')
     assert spec_of(shape, both, mesh=mesh) == P('data')
     error = refusal(einshard, shape, Rules(rules, missing='replicate'), mesh=mesh)
-    assert error.sentence == "axis 'b' has size 6, which 4 parts do not divide"
+    assert error.sentence == "axis 'b' (size 6) is not divisible by 4"
     error = refusal(einshard, shape, Rules(rules, indivisible='replicate'), mesh=mesh)
     assert error.sentence == "the mesh has no axis 'pod'"
 
@@ -868,7 +868,7 @@ def test_models_are_placed_as_by_hand(name, devices):
 
 def test_the_vocabulary_of_gpt2_is_not_replicated_unasked():
     error = refusal(einshard, model_shapes.GPT2_XL, Rules(GPT2_PAIRS), mesh=MESHES['256 devices'])
-    assert error.sentence == "axis 'a' has size 50257, which 8 parts do not divide"
+    assert error.sentence == "axis 'a' (size 50257) is not divisible by 8"
     assert error.facts['array'] == "float32[50257,1600], leaf 'transformer/wte/embedding'"
 
 

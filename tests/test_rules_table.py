@@ -156,7 +156,7 @@ def test_refusals_are_those_of_einshard():
         Rules([('x', EVERYWHERE)]).table({'w': struct(4)})
     with pytest.raises(EinshardError) as caught:
         Rules([('k', 'a*')]).table({'mlp': {'kernel': struct(4)}})
-    assert caught.value.sentence == "axis 'a' has size 4, which 16 parts do not divide"
+    assert caught.value.sentence == "axis 'a' (size 4) is not divisible by 16"
     assert caught.value.facts['array'] == "float32[4], leaf 'mlp/kernel'"
     assert caught.value.facts['rule'] == "'k'"
 
