@@ -23,7 +23,7 @@ from .._sharding.resolve import Placement, find_placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import Spec, check_visible, leaf_specs
 from .constrain import constrain, place_constant
-from .device_put import is_placed, put
+from .device_put import is_placed, put, put_array
 
 T = TypeVar('T')
 
@@ -107,7 +107,7 @@ def _place_array(x: Any, spec: str, context: Context, memory_kind: str | None, d
             return x
     elif not _is_dtype_of_jax(x.dtype):
         return None
-    return put([x], [sharding], donate)[0]
+    return put_array(x, sharding, donate)
 
 
 def _place_leaves(
