@@ -36,16 +36,18 @@ _Found: TypeAlias = tuple[int | str | None, AnySpec | None]
 class Rules:
     """Specs for the leaves of a pytree: (regular expression, spec) pairs, tried in order.
 
+        >>> import jax
         >>> import numpy as np
         >>> from einshard import Rules, einshard
         >>> rules = Rules([
         ...     (r'kernel$', 'x y -> x y*'),
         ...     (r'bias$', '... -> * ...'),
         ... ])
-        >>> params = {'mlp': {'kernel': np.ones((32, 64)), 'bias': np.ones(64)}}
-        >>> placed = einshard(params, rules)
-        >>> rules.table(params).rows[1].expression  # print the table to see all rows
-        'x y -> x y*'
+        >>> n = 8 * jax.device_count()
+        >>> params = {'mlp': {'kernel': np.ones((32, n)), 'bias': np.ones(n)}}
+        >>> kernel = einshard(params, rules)['mlp']['kernel']
+        >>> kernel.sharding.shard_shape(kernel.shape)
+        (32, 8)
 
     A leaf gets the spec of the first pattern that `re.search` finds in its path: its keys, joined
     by '/'. In a tuple of specs, paths begin with an index: '0/w'. Use `Rules` wherever a spec is
