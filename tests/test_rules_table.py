@@ -152,7 +152,7 @@ def test_the_mesh_is_that_of_einshard():
 
 
 def test_refusals_are_those_of_einshard():
-    with pytest.raises(EinshardError, match='1 path is matched by no rule'):
+    with pytest.raises(EinshardError, match='1 path matches no rule'):
         Rules([('x', EVERYWHERE)]).table({'w': struct(4)})
     with pytest.raises(EinshardError) as caught:
         Rules([('k', 'a*')]).table({'mlp': {'kernel': struct(4)}})
@@ -163,7 +163,7 @@ def test_refusals_are_those_of_einshard():
 
 def test_arrays_that_jax_does_not_have():
     tree = {'names': np.array(['a', 'b']), 'w': struct(16)}
-    with pytest.raises(EinshardError, match='JAX has no arrays of <U1'):
+    with pytest.raises(EinshardError, match='JAX does not support dtype <U1'):
         Rules([], default=EVERYWHERE).table(tree)
     assert list(rows(Rules([], default=None).table(tree))) == ['w']
 
