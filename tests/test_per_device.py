@@ -473,7 +473,7 @@ def test_axis_rules():
 def test_partly_manual():
     shapes = []
 
-    @per_device('b x -> b4 x2', 'x y -> x2 y', out='b y -> b4 y', mesh=EIGHT, manual=('x',))
+    @per_device('b x -> b4 x2', 'x y -> x2 y', out='b y -> b4 y', mesh=EIGHT, axis_names=('x',))
     def f(x, w):
         shapes.append((x.shape, w.shape))
         return einshard(jax.lax.psum(x @ w, 'x'), 'b y -> b* y')
@@ -615,7 +615,22 @@ def test_axes_of_one_part_cost_no_collectives():
     assert 'all-' not in f.lower(AT_ONE).compile().as_text()
 
 
-def test_manual_takes_any_iterable_of_names():
+def test_axis_names_takes_any_iterable_of_names():
     mesh = mesh_of(p=4, q=2)
-    f = per_device('i@p j', out='i@p j', mesh=mesh, manual=(name for name in ['p']))
+    f = per_device('i@p j', out='i@p j', mesh=mesh, axis_names=(name for name in ['p']))
     np.testing.assert_array_equal(f(lambda x: x + x.shape[0])(AT_ONE.T), AT_ONE.T + 2)
+
+
+def test_manual_is_the_old_name_of_axis_names():
+    mesh = mesh_of(p=4, q=2)
+    with pytest.warns(DeprecationWarning, match='manual= is now axis_names='):
+        f = per_device('i@p j', out='i@p j', mesh=mesh, manual='p')
+    np.testing.assert_array_equal(f(lambda x: x + x.shape[0])(AT_ONE.T), AT_ONE.T + 2)
+
+
+def test_array_with_explicit_mesh_axes():
+    x = jax.device_put(AT_ONE.T, NamedSharding(mesh_of(AxisType.Explicit, d=8), P('d')))
+    with pytest.raises(EinshardError, match="explicit mesh axis 'd'"):
+        per_device('i* j', out='i* j', mesh=EIGHT)(jnp.sin)(x)
+    y = per_device('i* j', out='i* j', mesh=x.sharding.mesh)(jnp.sin)(x)
+    np.testing.assert_allclose(y, np.sin(AT_ONE.T), rtol=1e-6)
