@@ -534,7 +534,7 @@ def replicating_gather():
 
 def test_a_gathered_result_is_not_summed_up():
     gather, text = replicating_gather()
-    assert instead(gathered) == {'instead': f'{text}, which returns a replicated value'}
+    assert instead(gathered) == {'try': f'{text}, which returns a replicated value'}
     replicated = functools.partial(gathered, gather=gather)
     for function, options in ((replicated, {}), (gathered, {'check_vma': False})):
         f = per_device('a b -> a4 b', out='a b', mesh=EIGHT[:4], **options)(function)
@@ -545,10 +545,10 @@ def test_a_gathered_result_is_not_summed_up():
 
 
 def test_what_is_said_of_other_results():
-    by_sum = {'instead': "jax.lax.psum(z, 'a') for the sum, or shard it in out="}
-    unknown = {'instead': 'check_vma=False, if the result is in fact replicated'}
+    by_sum = {'try': "jax.lax.psum(z, 'a') for the sum, or shard it in out="}
+    unknown = {'try': 'check_vma=False, if the result is in fact replicated'}
     assert instead(lambda x: x * 2) == by_sum
-    assert instead(lambda x: x.sum()) == {'instead': "jax.lax.psum(z, 'a') for the sum"}
+    assert instead(lambda x: x.sum()) == {'try': "jax.lax.psum(z, 'a') for the sum"}
     # weights that are gathered, and rows that differ
     assert instead(lambda x: x @ gathered(x)) == by_sum
     # a ring: every device has the sum, which JAX does not see
@@ -559,7 +559,7 @@ def test_what_is_said_of_other_results():
     # one spec for two arrays with different reasons
     assert instead(lambda x: (gathered(x), x)) == unknown
     keys = jax.random.split(jax.random.key(0), 4)
-    assert instead(lambda k: k, spec='a -> a4', x=keys) == {'instead': 'shard it in out='}
+    assert instead(lambda k: k, spec='a -> a4', x=keys) == {'try': 'shard it in out='}
 
 
 # ------------------------------------------------------------------------ axes of one part

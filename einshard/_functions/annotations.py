@@ -58,7 +58,7 @@ else:
             if not isinstance(item, tuple) or len(item) != 2:
                 raise EinshardError(
                     'Sharded takes an array type and a spec',
-                    facts={'as in': "Sharded[Float[Array, 'x y'], 'x y*']"},
+                    facts={'example': "Sharded[Float[Array, 'x y'], 'x y*']"},
                 )
             array_type, spec = item
             check_specs(spec)
@@ -85,8 +85,8 @@ def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spe
         hints = typing.get_type_hints(target, include_extras=True)
     except NameError as error:
         raise EinshardError(
-            f'the annotations of {name_of(function)} cannot be read: {error}',
-            facts={'define': f"'{error.name}' in the module, before the function is decorated"},
+            f'cannot resolve the annotations of {name_of(function)}: {error}',
+            facts={'try': f"define '{error.name}' in the module before decorating the function"},
         ) from None
     if isinstance(function, functools.partial):
         left = (*inspect.signature(function).parameters, 'return')
@@ -286,7 +286,7 @@ def _checker(spec: str) -> Callable[[Any], bool]:
         text = describe_in(placement.expression, sharding, x.ndim)
         raise _misplaced(
             placement.expression.error(
-                f"the array is placed otherwise than its type says: it is '{text}'",
+                f"the array is sharded as '{text}', not as its type says",
                 [term for term in placement.expression.right if term.is_sharded],
                 array=array_text(x),
             )

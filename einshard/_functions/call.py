@@ -109,7 +109,7 @@ class Parameters:
         if len(specs) > len(names) and self.rest is None:
             raise EinshardError(
                 f'{self.function} takes {plural(len(names), "positional parameter")}, '
-                f'but {plural(len(specs), "spec")} {"is" if len(specs) == 1 else "are"} given',
+                f'but got {plural(len(specs), "spec")}',
                 facts={'parameters': ', '.join(names) or 'none'},
             )
         more = len(specs) - len(names)
@@ -119,8 +119,7 @@ class Parameters:
             self._check_name(name)
             if name in assigned:
                 raise EinshardError(
-                    f"parameter '{name}' of {self.function} has two specs, one by position and "
-                    'one by name',
+                    f"parameter '{name}' of {self.function} has two specs",
                     facts={'by position': assigned[name], 'by name': spec},
                 )
             assigned[name] = spec
@@ -144,7 +143,7 @@ class Parameters:
             return
         near = difflib.get_close_matches(name, [*known, *self.options], n=1)
         raise EinshardError(
-            f"{self.function} has no parameter '{name}', and jax.jit has no such option",
+            f"'{name}' is neither a parameter of {self.function} nor an option of jax.jit",
             facts={'parameters': ', '.join(known) or 'none'},
             fix=f'{near[0]}=' if near else None,
         )
@@ -156,18 +155,19 @@ class Parameters:
         for name in labels:
             if name not in known and self.rest_keywords is None:
                 raise EinshardError(
-                    f"{self.function} has no parameter '{name}', which {option} names",
+                    f"{option} includes '{name}', which is not a parameter of {self.function}",
                     facts={'parameters': ', '.join(known) or 'none'},
                 )
         by_number = option.replace('argnames', 'argnums')
-        for number in listed(numbers, numeric.Integral, by_number, 'numbers of parameters', '(0,)'):
+        for number in listed(numbers, numeric.Integral, by_number, 'indices of parameters', '(0,)'):
             if self.rest is not None and number >= len(self.names):
                 labels.add(f'{self.rest}[{number - len(self.names)}]')
             elif -len(self.names) <= number < len(self.names):
                 labels.add(self.names[number])
             else:
                 raise EinshardError(
-                    f'{self.function} has no parameter number {number}',
+                    f'{by_number} includes {number}, but {self.function} has '
+                    f'{plural(len(self.names), "positional parameter")}',
                     facts={'parameters': ', '.join(self.names) or 'none'},
                 )
         return frozenset(labels)
@@ -194,7 +194,7 @@ class Declaration:
         both = sorted(static & donated)
         if both:
             raise EinshardError(
-                f"parameter '{both[0]}' is static: it is no array and has no memory to donate"
+                f"parameter '{both[0]}' is both static and donated; only arrays can be donated"
             )
         self.specs = {name: self._read(name, spec) for name, spec in specs.items()}
         self.result = ValueSpec(parameters.function, None, self._read('out=', out))
@@ -230,7 +230,7 @@ class Declaration:
     def _read(self, name: str, spec: Spec) -> Spec:
         if name in self.static and spec is not None:
             raise EinshardError(
-                f"parameter '{name}' is static: it is no array and takes no spec",
+                f"parameter '{name}' is static, so it cannot have a spec",
                 facts={'spec': spec},
             )
         try:
@@ -279,8 +279,8 @@ def _jit_options(named: Mapping[str, Any]) -> dict[str, Any]:
     for option in ('in_shardings', 'out_shardings'):
         if option in named:
             raise EinshardError(
-                f'sharded makes {option} of the specs and does not take them as an option',
-                facts={'give': 'specs by position or by parameter name, and out='},
+                f'sharded does not take {option}=; it derives them from the specs',
+                facts={'try': 'specs by position or by parameter name, and out='},
             )
     return {name: value for name, value in named.items() if name in JIT_OPTIONS}
 
@@ -301,7 +301,7 @@ def listed(values: Any, single: type, option: str, what: str, example: str) -> l
             items = [*values]
     if not all(isinstance(item, single) for item in items):
         raise EinshardError(
-            f'{option}= is {values!r}, and no {what}',
-            facts={'as in': f'{option}={example}'},
+            f'{option}= must be {what}, not {values!r}',
+            facts={'example': f'{option}={example}'},
         )
     return items

@@ -110,16 +110,16 @@ def _placed_differently(
 ) -> EinshardError:
     memory, expected = memory_kind_of(held), memory_kind_of(placement.sharding)
     if memory != expected:
-        sentence = f'the argument is in {memory} memory, but its spec is for {expected} memory'
+        sentence = f'the argument is in {memory} memory, but its spec expects {expected} memory'
     else:
         batched = isinstance(held, NamedSharding) and len(held.spec) > leaf.ndim  # by jax.vmap
         shown = describe(held) if batched else describe_in(placement.expression, held, leaf.ndim)
-        sentence = f"the argument is partitioned otherwise: it is '{shown}'"
+        sentence = f"the argument is already sharded differently, as '{shown}'"
     return placement.expression.error(
         sentence,
         [term for term in placement.expression.right if term.is_sharded],
         array=text,
-        to_move_it='einshard(x, ...) before the call, or sharded(..., reshard=True)',
+        **{'try': 'einshard(x, ...) before the call, or sharded(..., reshard=True)'},
     )
 
 
@@ -133,17 +133,17 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
         if not _is_committed(leaf):
             continue
         if leaf.sharding.device_set != set(row):
-            held = f'{len(leaf.sharding.device_set)} of the {traced.mesh.size} devices'
+            where = f'{len(leaf.sharding.device_set)} of the {traced.mesh.size} devices'
         elif _row_of_devices(leaf.sharding) not in (None, row):
-            held = 'the devices of the mesh, but in another order'
+            where = 'the devices of the mesh in another order'
         else:
             continue
         raise EinshardError(
-            f'an argument without a spec is held by {held}',
+            f"argument '{argument.name}' has no spec and is committed to {where}",
             facts={
                 'array': argument.leaf_text(path, leaf),
-                'it is': describe(leaf),
-                'give': f"a spec: {argument.name}='... -> * ...' puts it on every device",
+                'got': describe(leaf),
+                'try': f"{argument.name}='... -> * ...' to replicate it",
             },
         ) from None
 

@@ -40,14 +40,14 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
         return read_promise((promise,), given_as)
     if not isinstance(promise, Collection):  # type: ignore[reportUnnecessaryIsInstance]
         raise EinshardError(
-            f'{given_as} is {promise!r}, which names no collectives',
-            facts={'give': "() for none, 'all-reduce', several kinds, or {'all-reduce': 1}"},
+            f'{given_as} must name collectives, not {promise!r}',
+            facts={'expected': "() for none, 'all-reduce', several kinds, or {'all-reduce': 1}"},
         )
     for kind in promise:
         if kind not in KINDS:
             near = difflib.get_close_matches(str(kind), KINDS, n=1)
             raise EinshardError(
-                f'{kind!r} is no kind of collective',
+                f'{kind!r} is not a kind of collective',
                 facts={'kinds': ', '.join(KINDS)},
                 fix=repr(near[0]) if near else None,
             )
@@ -56,8 +56,8 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
     for kind, most in promise.items():
         if not isinstance(most, int) or isinstance(most, bool) or most < 0:  # type: ignore[reportUnnecessaryIsInstance]
             raise EinshardError(
-                f"how many '{kind}' there may be is {most!r}, which is no count",
-                facts={'give': 'a whole number from 0 on; or the kinds alone, for any number'},
+                f"the limit for '{kind}' must be a non-negative integer, not {most!r}",
+                facts={'for no limit': f"'{kind}' outside a dict"},
             )
     return dict(promise)
 
@@ -69,7 +69,7 @@ def check_promise(name: str, compiled: Any, allowed: Allowed) -> None:
     if not too_many:
         return
     raise UnexpectedCollectives(
-        f'{name} communicates more than it may: {counts_text(too_many)}',
+        f'{name} has unexpected collectives: {counts_text(too_many)}',
         facts={'allowed': allowed_text(allowed), **_rows(too_many)},
     ) from None
 
@@ -90,7 +90,7 @@ def program_text(name: str, compiled: Any) -> str:
     text = compiled.as_text()
     if text is None:
         raise EinshardError(
-            f'which collectives {name} has is not known: its compiler does not show the program'
+            f'cannot read the collectives of {name}: its compiler does not expose the program'
         )
     return text
 
@@ -119,13 +119,14 @@ def _rows(found: Sequence[Collective]) -> dict[str, str]:
 
 
 def _row(one: Collective) -> str:
-    times = {1: '', None: ', in a loop of unknown length'}.get(
-        one.executions, f', {one.executions} times'
+    executions = {1: '', None: ', in a loop of unknown length'}.get(
+        one.executions, f', {one.executions} executions'
     )
     groups = f'{one.n_groups} groups of ' if one.n_groups > 1 else ''
     source = f', {short_source(one.source)}' if one.source else ''
     among = f'{groups}{plural(one.group_size, "device")}'
-    return f'{short_arrays(one.shape_text)} of {format_bytes(one.bytes)}, {among}{times}{source}'
+    array = f'{short_arrays(one.shape_text)} ({format_bytes(one.bytes)})'
+    return f'{array}, {among}{executions}{source}'
 
 
 class Budget:
@@ -148,8 +149,9 @@ class Budget:
             return
         self._warned = True
         warnings.warn(
-            f'the collectives of {self.name} are not checked in jax.grad, jax.vmap and the like '
-            f'outside of jax.jit; write sharded(..., collectives=...)(jax.grad({self.name}))',
+            f'collectives= of {self.name} is not checked inside jax.grad, jax.vmap or another '
+            'transformation that runs outside jax.jit; use '
+            f'sharded(..., collectives=...)(jax.grad({self.name}))',
             stacklevel=_depth_of_user(),
         )
 

@@ -159,10 +159,10 @@ class ShardedFunction(Generic[P, R]):
         program = self._programs.find(call, values)
         if act is _run and program.is_abstract and not is_tracing():
             raise EinshardError(
-                f'{self._setup.name} cannot run: its mesh is abstract, and has no devices',
+                f'{self._setup.name} cannot run on an abstract mesh, which has no devices',
                 facts={
                     'mesh': mesh_fact(program.traced.mesh),
-                    'instead': 'its eval_shape, or its trace',
+                    'try': f'{self._setup.name}.eval_shape(...) or {self._setup.name}.trace(...)',
                 },
             )
         if act is _run and program.must_be_placed():
@@ -360,8 +360,8 @@ def called_too_early(
     facts: dict[str, Any] = {}
     if len(in_specs) == 1 and _is_function(in_specs[0]):
         name = name_of(in_specs[0])
-        facts['given first'] = f'{name}, which beside options is taken for a spec'
-        facts['to decorate it'] = f'{decorator}(...)({name})'
+        facts['note'] = f'{name} was taken as a spec, because {decorator} has options too'
+        facts['try'] = f'{decorator}(...)({name})'
     return EinshardError(f'{decorator} decorates a function, not {found}', facts=facts)
 
 
@@ -380,8 +380,8 @@ def _decorate(
     kind = deferred_kind(function)
     if kind:
         raise EinshardError(
-            f'{name_of(function)} is {kind}, which JAX cannot trace: sharded decorates functions '
-            'that return arrays'
+            f'{name_of(function)} is {kind}, which JAX cannot trace; use a function that '
+            'returns arrays'
         )
     name = name_of(function)
     try:

@@ -105,7 +105,7 @@ class ValueSpec:
             return {'of': f'the result of {self.function}'}
         facts = {'of': f"parameter '{self.name}' of {self.function}"}
         if isinstance(self.spec, list | tuple) and jtu.all_leaves([value]):
-            facts['instead'] = 'a spec for each parameter, not a list: sharded(spec, spec, ...)'
+            facts['try'] = 'a spec for each parameter, not a list: sharded(spec, spec, ...)'
         return facts
 
 
@@ -118,8 +118,8 @@ def _no_array(leaf: Any, text: str) -> EinshardError | None:
     except EinshardError as error:
         return error.about(array=text)
     return EinshardError(
-        f'{type(leaf).__name__} is no array, and no tree that JAX knows',
-        facts={'it is': text, 'give': 'no spec for it; jit takes it if it is static'},
+        f'{type(leaf).__name__} is neither an array nor a registered pytree',
+        facts={'got': text, 'try': 'no spec for it, and static_argnames'},
     )
 
 

@@ -352,5 +352,5 @@ def _is_traced(value: Any) -> bool:
 def _no_spec(of: str, leaf: Any) -> EinshardError:
     return EinshardError(
         f'{of} has no spec',
-        facts={'array': array_text(leaf), 'to replicate it': f"'{_REPLICATED}'"},
+        facts={'array': array_text(leaf), 'try': f"'{_REPLICATED}' to replicate it"},
     )
