@@ -1,4 +1,4 @@
-"""Arguments of a call -> the same, where jit would refuse them for their placement."""
+"""Places the arguments of a call whose sharding jit would reject."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .value_spec import ValueSpec
 
 
 def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool) -> Sequence[Any]:
-    """The arguments, those that jit refuses for their placement moved; `values` if there are none.
+    """The arguments, resharded where jit would reject their sharding; `values` itself if nowhere.
 
-    Raises for arrays that are partitioned differently, unless `reshard`; and, where all processes
-    are `running` the program, for one that each of them has to itself, if these are not the same.
+    Raises for arrays that are sharded differently, unless `reshard=True`. If all processes are
+    `running` the program, also raises for process-local arrays that differ between processes.
     """
     context = traced.setup.context()
     both = [*zip(traced.arguments, values, strict=True)]
-    # all are checked before any is moved
+    # check all before resharding any
     leaves = [argument.place(value, context) for argument, value in both]
     placed = list(values)
     spread: list[tuple[Intention, Any]] = []
@@ -65,7 +65,7 @@ def _place(
     leaf: Any,
     placement: Placement,
 ) -> Any:
-    """One leaf, moved if jit would refuse it."""
+    """One leaf, resharded if jit would reject it."""
     if isinstance(leaf, jax.Ref) and not isinstance(leaf, Tracer):
         try:
             check_ref(leaf, placement)
@@ -81,10 +81,10 @@ def _place(
 
 
 def _refused(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Sharding | None:
-    """Where an argument is that jit would refuse; it places host data itself."""
+    """The sharding of an argument, if jit would reject it. Jit places host data itself."""
     if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
         return sharding_refused(leaf, traced.for_jit(sharding))
-    # on explicit axes jit refuses uncommitted arrays too
+    # on explicit axes jit rejects uncommitted arrays too
     explicit = AxisType.Explicit in traced.mesh.axis_types
     if not (_is_committed(leaf) or (explicit and isinstance(leaf, jax.Array))):
         return None
@@ -97,11 +97,11 @@ def _moved(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
     if jax.process_count() > 1:
         return put([leaf], [sharding])[0]
     leaf = movable(leaf, sharding)
-    return jax.device_put(leaf, sharding)  # to an abstract mesh too, which put refuses
+    return jax.device_put(leaf, sharding)  # unlike put, accepts an abstract mesh
 
 
 def _is_hidden(traced: TracedFunction, sharding: NamedSharding) -> bool:
-    """Whether the devices of the mesh in context are not known, in a transformation."""
+    """Whether the devices of the mesh in context are unknown, as in a transformation."""
     return traced.mesh_is_ambient and isinstance(sharding.mesh, AbstractMesh)
 
 
@@ -124,7 +124,7 @@ def _placed_differently(
 
 
 def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> None:
-    """Raises where an argument without a spec is not on the devices of the mesh, in order."""
+    """Raises if an argument without a spec is not on the devices of the mesh in their order."""
     placed = any(traced.in_shardings) or bool(jtu.tree_leaves(traced.out_shardings))
     if isinstance(traced.mesh, AbstractMesh) or not placed:
         return
@@ -149,7 +149,7 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
 
 
 def _row_of_devices(sharding: Sharding) -> tuple[Any, ...] | None:
-    """The devices in the order that jit compares; None where nothing public tells it."""
+    """The devices in the order that jit compares; None if no public API has it."""
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
 
@@ -159,12 +159,12 @@ def _is_committed(leaf: Any) -> bool:
 
 
 def _is_local(leaf: Any) -> bool:
-    """Whether an argument is host data of one of several processes, which jit does not spread."""
+    """Whether an argument is host data in a multi-process program, which jit does not shard."""
     return jax.process_count() > 1 and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
 def _is_spread(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether of what each process has to itself each gets a part. JAX compares it, or refuses."""
+    """Whether process-local data is to be sharded over several processes."""
     if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return False
     is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable

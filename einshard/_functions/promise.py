@@ -1,4 +1,4 @@
-"""What a function may communicate: promises, and programs that are read before they run."""
+"""Limits on the collectives of a function, checked when its programs compile."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .._hlo.collectives import KINDS, Collective, read_collectives
 from .._sharding.context import is_staging, is_tracing
 from .._text import format_bytes, short_arrays, short_source
 
-# One kind of collective, several, or how many of each there may be at most.
+# One kind of collective, several kinds, or the limit of each kind.
 Promise: TypeAlias = str | Collection[str] | Mapping[str, int]
-# The most of each kind; of others there may be none.
+# The limit of each kind; 0 for other kinds.
 Allowed: TypeAlias = Mapping[str, float]
 
 
 class UnexpectedCollectives(EinshardError):
-    """A compiled program communicates more than it may: every collective that is too much."""
+    """A compiled program has collectives that are not allowed; the message lists them."""
 
 
 UnexpectedCollectives.__module__ = 'einshard'  # errors print their public name
 
 
 def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
-    """The kinds of collectives that are promised to be the only ones, and how many of each."""
+    """The limit of each kind of collective; raises if the promise is invalid."""
     if isinstance(promise, str):
         return read_promise((promise,), given_as)
     if not isinstance(promise, Collection):  # type: ignore[reportUnnecessaryIsInstance]
@@ -63,7 +63,7 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
 
 
 def check_promise(name: str, compiled: Any, allowed: Allowed) -> None:
-    """Raises for the collectives of a compiled program that are not allowed."""
+    """Raises if a compiled program has collectives that are not allowed."""
     found = read_collectives(program_text(name, compiled))
     too_many = more_than(allowed, found)
     if not too_many:
@@ -75,7 +75,7 @@ def check_promise(name: str, compiled: Any, allowed: Allowed) -> None:
 
 
 def more_than(allowed: Allowed, found: Sequence[Collective]) -> list[Collective]:
-    """The collectives of the kinds of which there are too many."""
+    """The collectives of each kind that exceeds its limit."""
     counts = Counter(one.kind for one in found)
     return [one for one in found if counts[one.kind] > allowed.get(one.kind, 0)]
 
@@ -86,7 +86,7 @@ def counts_text(found: Sequence[Collective]) -> str:
 
 
 def program_text(name: str, compiled: Any) -> str:
-    """The optimised program, as text; raises where the compiler does not show it."""
+    """The text of a compiled program; raises if the compiler does not expose it."""
     text = compiled.as_text()
     if text is None:
         raise EinshardError(
@@ -106,7 +106,7 @@ def allowed_text(allowed: Allowed) -> str:
 
 
 def _rows(found: Sequence[Collective]) -> dict[str, str]:
-    """A fact for each collective, and for several that differ in nothing shown."""
+    """A fact for each collective; identical ones share a fact."""
     alike = Counter((one.kind, _row(one)) for one in found)
     kinds = Counter(kind for kind, _ in alike)
     seen: Counter[str] = Counter()
@@ -130,7 +130,7 @@ def _row(one: Collective) -> str:
 
 
 class Budget:
-    """The collectives that one function may have, and whether its user knows where none is read."""
+    """The collectives that a function may have. Warns once where they cannot be checked."""
 
     def __init__(self, name: str, allowed: Allowed):
         self.name = name
@@ -141,9 +141,9 @@ class Budget:
         check_promise(self.name, compiled, self.allowed)
 
     def warn_unchecked(self) -> None:
-        """Warns, once, if the next program runs unread: JAX compiles it for a transformation.
+        """Warns once if the next program runs unchecked, because a transformation compiles it.
 
-        In `jax.jit` the function is part of another program, which makes promises of its own.
+        Inside `jax.jit` the function is part of another program, which has its own limits.
         """
         if self._warned or is_staging():
             return
@@ -157,7 +157,7 @@ class Budget:
 
 
 def _depth_of_user() -> int:
-    """For a warning: how far above its caller the first line is that is neither ours nor JAX's."""
+    """The `stacklevel` of the innermost frame that is neither of this package nor of JAX."""
     folders = tuple(f'{Path(package).parent}{os.sep}' for package in (__file__, jax.__file__))
     depth, frame = 1, inspect.currentframe()
     frame = frame and frame.f_back
@@ -167,18 +167,18 @@ def _depth_of_user() -> int:
 
 
 class CheckedJit:
-    """A jitted function whose programs are read: the first before it runs, later ones after.
+    """A jitted function that checks its collectives: the first program before it runs, later after.
 
-    JAX says nothing of a program that it compiles, but it traces before, and it keeps what it has
-    traced and compiled: to lower and compile again costs nothing. So the function notes that it is
-    traced, and calls ask afterwards. To raise while it is traced would come earlier, but then
-    `jax.jit` takes its slow way, 80 to 250 us, for such arguments ever after.
+    JAX does not report that it compiles a program, but it traces first. So each trace is noted, and
+    the call that caused it then lowers and compiles again, which JAX has cached. Raising inside the
+    trace would be earlier, but then `jax.jit` takes its slow path for such arguments, 80 to 250 us
+    in every later call.
 
-    A thread may run a program that another has traced and not read yet. So each call that returns
-    while any trace is unread, or whose jitted function has been replaced since, reads its own.
+    A thread may run a program that another thread has traced but not checked. So a call checks its
+    program if any trace is unchecked when it returns, or if the jitted function was replaced.
 
     Attributes:
-        call: what calls take, one Python frame more than the jitted function.
+        call: calls the function; adds one Python frame to the jitted function.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class CheckedJit:
         self._options = options
         self._nested = nested
         self._first = threading.RLock()
-        self.call = self._call  # one object, by which calls of it are recognised
+        self.call = self._call  # one object, so that `is` works
         self._begin()
 
     def _call(self, *values: Any) -> Any:
@@ -207,7 +207,7 @@ class CheckedJit:
             result = jitted(*values)
         except BaseException:
             if unread:
-                self._begin()  # what was traced is kept, and nobody has read it
+                self._begin()  # JAX keeps a trace that was not checked
             raise
         if unread or self._state is not state:
             self._check(values)
@@ -219,8 +219,8 @@ class CheckedJit:
         self._begin()
 
     def _begin(self) -> None:
-        """Begins anew, with nothing traced."""
-        unread = set[int]()  # threads that have traced a program which they have not read
+        """Starts over with a new jitted function."""
+        unread = set[int]()  # threads with a trace that they have not checked
 
         @functools.wraps(self._traced)
         def noted(*values: Any) -> Any:
@@ -236,7 +236,7 @@ class CheckedJit:
                 self._check(values)
 
     def _check(self, values: Sequence[Any]) -> None:
-        """Raises if the program for these arguments breaks the promise."""
+        """Raises if the program for these arguments has collectives that are not allowed."""
         jitted, unread = state = self._state
         try:
             self._budget.check(jitted.trace(*values).lower().compile())

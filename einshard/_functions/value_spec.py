@@ -1,4 +1,4 @@
-"""The spec of an argument or of the result, and what it means for a value."""
+"""The spec of an argument or of the result, applied to values."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ValueSpec:
 
     Attributes:
         function: the name of the function.
-        name: that of the argument; None for the result.
-        spec: parsed; None leaves the value to the compiler.
-        needs_leaves: whether its shardings depend on the ranks, paths or shapes of leaves.
+        name: the name of the argument; None for the result.
+        spec: the parsed spec; None leaves the value to the compiler.
+        needs_leaves: whether the shardings depend on ranks, paths or shapes of leaves.
     """
 
     def __init__(self, function: str, name: str | None, spec: Spec):
@@ -41,7 +41,7 @@ class ValueSpec:
         self.needs_leaves = needs_leaves(spec)
 
     def place(self, value: Any, context: Context) -> list[PlacedLeaf]:
-        """The placement of every leaf; raises where a rank or a size does not fit its spec."""
+        """The placement of every leaf; raises if a rank or size does not fit its spec."""
         if self.spec is None:
             return []
         try:
@@ -59,7 +59,7 @@ class ValueSpec:
         return placed
 
     def shardings(self, value: Any, context: Context) -> Any:
-        """What `jax.jit` is given: shardings, a prefix of the value unless they need its leaves."""
+        """The shardings for `jax.jit`: per leaf if the spec needs leaves, else a prefix."""
         if self.spec is None:
             return None
         if not self.needs_leaves:
@@ -72,7 +72,7 @@ class ValueSpec:
         return self._each(_constrained, value, context)
 
     def typed(self, value: Any, context: Context) -> Any:
-        """The value, leaves with a spec as shapes with their shardings."""
+        """The value, with a ShapeDtypeStruct and sharding for each leaf with a spec."""
         return self._each(_typed, value, context)
 
     def leaf_text(self, path: Sequence[Any], leaf: Any) -> str:
@@ -100,7 +100,7 @@ class ValueSpec:
             raise error.about(function=self.function) from None
 
     def _no_prefix(self, value: Any) -> dict[str, str]:
-        """The facts for a spec that is not a prefix of its value."""
+        """The facts of an error about a spec that is not a prefix of its value."""
         if self.name is None:
             return {'of': f'the result of {self.function}'}
         facts = {'of': f"parameter '{self.name}' of {self.function}"}
@@ -110,7 +110,7 @@ class ValueSpec:
 
 
 def _no_array(leaf: Any, text: str) -> EinshardError | None:
-    """The error for a leaf that has a spec but is not an array: it has no dimensions."""
+    """The error for a leaf with a spec that is not an array; None if it is one."""
     if hasattr(leaf, 'dtype') or isinstance(leaf, int | float | complex):
         return None
     try:
