@@ -148,7 +148,7 @@ class Parameters:
             fix=f'{near[0]}=' if near else None,
         )
 
-    def chosen(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
+    def labels(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
         """The labels of the parameters in `static_argnums` and `static_argnames`, or the like."""
         labels: set[str] = set(listed(names, str, option, 'names of parameters', "('x',)"))
         known = (*self.names, *self.by_keyword)
@@ -263,7 +263,7 @@ def declare(
         specs, out = read_annotations(function)
     specs = parameters.assign(in_specs, specs)
     static, donated = (
-        parameters.chosen(
+        parameters.labels(
             options.pop(f'{kind}_argnums', None),
             options.pop(f'{kind}_argnames', None),
             f'{kind}_argnames',

@@ -47,7 +47,7 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
             moved.append(
                 leaf if placement is None else _place(traced, argument, path, leaf, placement)
             )
-            if placement and moved[-1] is not leaf and _is_spread(leaf, placement.sharding):
+            if placement and moved[-1] is not leaf and _must_agree(leaf, placement.sharding):
                 intention = argument.leaf_text(path, leaf), placement.expression.text
                 spread.append((intention, leaf))
         if any(new is not old for new, (_, old, _) in zip(moved, leaves[i], strict=True)):
@@ -72,10 +72,12 @@ def _place(
         except EinshardError as error:
             raise error.about(array=argument.leaf_text(path, leaf)) from None
         return leaf
-    held = _refused(traced, leaf, placement.sharding)
-    if held is not None and not (_is_whole(held) or traced.setup.reshard):
-        raise _placed_differently(held, placement, leaf, argument.leaf_text(path, leaf)) from None
-    if held is not None or _is_local(leaf):
+    current = _refused(traced, leaf, placement.sharding)
+    if current is not None and not (_is_unsharded(current) or traced.setup.reshard):
+        raise _placed_differently(
+            current, placement, leaf, argument.leaf_text(path, leaf)
+        ) from None
+    if current is not None or _is_local(leaf):
         return _moved(traced, leaf, placement.sharding)
     return leaf
 
@@ -106,14 +108,17 @@ def _is_hidden(traced: TracedFunction, sharding: NamedSharding) -> bool:
 
 
 def _placed_differently(
-    held: Sharding, placement: Placement, leaf: Any, text: str
+    current: Sharding, placement: Placement, leaf: Any, text: str
 ) -> EinshardError:
-    memory, expected = memory_kind_of(held), memory_kind_of(placement.sharding)
+    memory, expected = memory_kind_of(current), memory_kind_of(placement.sharding)
     if memory != expected:
         sentence = f'the argument is in {memory} memory, but its spec expects {expected} memory'
     else:
-        batched = isinstance(held, NamedSharding) and len(held.spec) > leaf.ndim  # by jax.vmap
-        shown = describe(held) if batched else describe_in(placement.expression, held, leaf.ndim)
+        # under jax.vmap the sharding has a batch axis that the leaf does not have
+        batched = isinstance(current, NamedSharding) and len(current.spec) > leaf.ndim
+        shown = (
+            describe(current) if batched else describe_in(placement.expression, current, leaf.ndim)
+        )
         sentence = f"the argument is already sharded differently, as '{shown}'"
     return placement.expression.error(
         sentence,
@@ -134,7 +139,7 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
             continue
         if leaf.sharding.device_set != set(row):
             where = f'{len(leaf.sharding.device_set)} of the {traced.mesh.size} devices'
-        elif _row_of_devices(leaf.sharding) not in (None, row):
+        elif _device_order(leaf.sharding) not in (None, row):
             where = 'the devices of the mesh in another order'
         else:
             continue
@@ -148,7 +153,7 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
         ) from None
 
 
-def _row_of_devices(sharding: Sharding) -> tuple[Any, ...] | None:
+def _device_order(sharding: Sharding) -> tuple[Any, ...] | None:
     """The devices in the order that jit compares; None if no public API has it."""
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
@@ -163,7 +168,7 @@ def _is_local(leaf: Any) -> bool:
     return jax.process_count() > 1 and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
-def _is_spread(leaf: Any, sharding: NamedSharding) -> bool:
+def _must_agree(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether process-local data is to be sharded over several processes."""
     if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return False
@@ -171,5 +176,5 @@ def _is_spread(leaf: Any, sharding: NamedSharding) -> bool:
     return not (is_global or isinstance(leaf, Tracer | jax.ShapeDtypeStruct))
 
 
-def _is_whole(sharding: Sharding) -> bool:
+def _is_unsharded(sharding: Sharding) -> bool:
     return len(sharding.device_set) == 1 or sharding.is_fully_replicated

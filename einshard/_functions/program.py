@@ -142,7 +142,7 @@ class TracedFunction:
         result = self._shapes(*values) if self.result.needs_leaves else None
         return self.result.shardings(result, self.setup.context())
 
-    def takes(self, values: Sequence[Any]) -> bool:
+    def matches_arguments(self, values: Sequence[Any]) -> bool:
         """Whether these arguments get the shardings that it is jitted with."""
         context = self.setup.context()
         return all(
@@ -153,7 +153,7 @@ class TracedFunction:
             if argument.needs_leaves
         )
 
-    def gives(self, values: Sequence[Any]) -> bool:
+    def matches_result(self, values: Sequence[Any]) -> bool:
         """Whether the result of these arguments gets the shardings that it is jitted with."""
         if self.result.needs_leaves:
             try:
@@ -181,14 +181,16 @@ class TracedFunction:
         """Names a wrapper of positional values, for the names in jit's programs and errors."""
         wrapper.__name__ = wrapper.__qualname__ = self.setup.name
         wrapper.__wrapped__ = self.setup.function  # type: ignore[attr-defined]
-        wrapper.__signature__ = _row_signature(self.names)  # type: ignore[attr-defined]
+        wrapper.__signature__ = _positional_signature(self.names)  # type: ignore[attr-defined]
         return wrapper
 
     def _checking(self) -> Callable[..., Any]:
         def wrapper(*values: Any) -> Any:
             context = self.setup.context()
             mesh = context.lowering_mesh
-            if abstract_mesh(mesh) != abstract_mesh(self.mesh) or not self.takes(values):
+            if abstract_mesh(mesh) != abstract_mesh(self.mesh) or not self.matches_arguments(
+                values
+            ):
                 raise OtherShardings
             self.check(values)
             if AxisType.Explicit in self.mesh.axis_types:
@@ -224,8 +226,8 @@ class Program:
         called: the function that calls run: `jitted`, or `checked.call`.
         checked: checks the collectives; None without a budget.
         unplaced: with a budget, the positions of arguments without a spec.
-        held: the shardings of those. For other ones JAX compiles again without tracing, so with a
-            budget they belong to the key of a program.
+        unplaced_shardings: the shardings of those. JAX compiles again for others without tracing,
+            so with a budget each program is for one placement of these arguments.
         args_checked: whether `place_arguments` has seen the arguments of a call.
     """
 
@@ -236,7 +238,7 @@ class Program:
     called: Any
     checked: CheckedJit | None
     unplaced: Sequence[int]
-    held: tuple[Any, ...]
+    unplaced_shardings: tuple[Any, ...]
     args_checked: bool = False
 
     @property
@@ -253,8 +255,11 @@ class Program:
 
     def is_for(self, values: Sequence[Any]) -> bool:
         """Whether a call with these values gets the shardings that it is jitted with."""
-        held = held_shardings(values, self.unplaced)
-        return self.traced.takes(values) and self.held == held and self.traced.gives(values)
+        return (
+            self.traced.matches_arguments(values)
+            and shardings_of(values, self.unplaced) == self.unplaced_shardings
+            and self.traced.matches_result(values)
+        )
 
     def must_be_placed(self) -> bool:
         """Whether jit would accept any sharding, as in eager jax.grad and jax.vmap."""
@@ -329,7 +334,7 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
         checked = CheckedJit(budget, traced.wrapper, with_shardings, nested)
         called = checked.call
         unplaced = [i for i in range(len(values)) if _is_unplaced(traced, i)]
-    held = held_shardings(values, unplaced)
+    held = shardings_of(values, unplaced)
     return Program(traced, options, jitted, nested, called, checked, unplaced, held)
 
 
@@ -356,7 +361,7 @@ def _is_unplaced(traced: TracedFunction, i: int) -> bool:
     return i not in traced.static and any(map(is_none, shardings))
 
 
-def held_shardings(values: Sequence[Any], which: Sequence[int]) -> tuple[Any, ...]:
+def shardings_of(values: Sequence[Any], which: Sequence[int]) -> tuple[Any, ...]:
     """The shardings of the leaves of some arguments; None for host data; () while tracing."""
     if not which or is_tracing():
         return ()
@@ -383,7 +388,7 @@ def abstract_mesh(mesh: AnyMesh) -> AbstractMesh:
     return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
 
-def _row_signature(names: Sequence[str]) -> inspect.Signature:
+def _positional_signature(names: Sequence[str]) -> inspect.Signature:
     """A signature of positional parameters with these names, made valid and unique."""
     known: list[str] = []
     for name in names:

@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 from .._sharding.context import AxisRules, is_tracing
 from .._sharding.mesh import AnyMesh
 from .call import CallSignature, Declaration
-from .program import Program, Setup, held_shardings, make_program
+from .program import Program, Setup, make_program, shardings_of
 
 
 class ProgramCache:
@@ -29,28 +29,28 @@ class ProgramCache:
         self._lock = threading.Lock()
         self.need_full_lookup = False
 
-    def find(self, call: CallSignature, values: Sequence[Any], not_this: Any = None) -> Program:
+    def find(self, call: CallSignature, values: Sequence[Any], wrong: Any = None) -> Program:
         """The program of a call; made if there is none.
 
-        Without the full look-up it is the first program of the signature. `not_this` is the
+        Without the full look-up it is the first program of the signature. `wrong` is the
         `called` of a program that turned out to be wrong; it turns the full look-up on.
         """
         context = self._setup.context()
         where = call, self._setup.mesh_key(context), context.axis_rules
         programs = self._programs.setdefault(where, {})
         known = list(programs.values())
-        self.need_full_lookup |= not_this is not None
+        self.need_full_lookup |= wrong is not None
         if known and not self.need_full_lookup:
             return known[0]
         unplaced = sorted({i for program in known for i in program.unplaced})
-        seen = _seen(self._setup.declaration, call, values), held_shardings(values, unplaced)
+        seen = _leaves_key(self._setup.declaration, call, values), shardings_of(values, unplaced)
         program = programs.get(seen)
-        if program is None or program.called is not_this:
+        if program is None or program.called is wrong:
             # One thread at a time makes a program, which may trace. Inside a trace there is no
             # lock: another thread may hold it while it traces a function that calls this one.
             with nullcontext() if is_tracing() else self._lock:
                 for program in list(programs.values()):
-                    if program.called is not not_this and program.is_for(values):
+                    if program.called is not wrong and program.is_for(values):
                         break
                 else:
                     program = make_program(self._setup, call, values)
@@ -69,7 +69,7 @@ class ProgramCache:
                 program.clear_cache()
 
 
-def _seen(declaration: Declaration, call: CallSignature, values: Sequence[Any]) -> Any:
+def _leaves_key(declaration: Declaration, call: CallSignature, values: Sequence[Any]) -> Any:
     """What shardings depend on: structure, shapes and dtypes of arguments whose specs read them."""
     arguments = declaration.arguments(call)
     all_of_them = declaration.result.needs_leaves

@@ -223,12 +223,12 @@ class CheckedJit:
         unread = set[int]()  # threads with a trace that they have not checked
 
         @functools.wraps(self._traced)
-        def noted(*values: Any) -> Any:
+        def note_trace(*values: Any) -> Any:
             unread.add(threading.get_ident())
             return self._traced(*values)
 
         self._checked = False
-        self._state: tuple[Any, set[int]] = jax.jit(noted, **self._options), unread
+        self._state: tuple[Any, set[int]] = jax.jit(note_trace, **self._options), unread
 
     def _check_first(self, values: Sequence[Any]) -> None:
         with self._first:

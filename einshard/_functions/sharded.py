@@ -79,7 +79,7 @@ class ShardedFunction(Generic[P, R]):
                 # ValueError: other shardings or another mesh; RuntimeError: no mesh in context;
                 # TypeError: a leaf is not an array
                 call, _, row = self._setup.declaration.flatten_call(args, kwargs)
-                return self._again(error, jitted, call, row, _run)
+                return self._retry(error, jitted, call, row, _run)
         except Exception as error:
             hide_inner_frames(error)
             raise
@@ -175,7 +175,7 @@ class ShardedFunction(Generic[P, R]):
         try:
             result = act(program)(*values)
         except (ValueError, RuntimeError) as error:
-            return self._again(error, program.called, call, values, act)
+            return self._retry(error, program.called, call, values, act)
         as_written = len(values) == len(args) + len(kwargs)
         several = self._programs.need_full_lookup
         if act is _run and as_written and not (several or entered_scope() or is_tracing()):
@@ -184,7 +184,7 @@ class ShardedFunction(Generic[P, R]):
             _concrete_types.update(type(x) for x in values if isinstance(x, jax.Array))
         return result
 
-    def _again(
+    def _retry(
         self, error: Exception, failed: Any, call: CallSignature, values: Sequence[Any], act: _Act
     ) -> Any:
         """Retries a failed call with the right program or resharded arguments, or raises."""
@@ -195,7 +195,7 @@ class ShardedFunction(Generic[P, R]):
         program = self._programs.find(call, values)
         # jit compares shardings and meshes before it traces, so `failed` may be the wrong program
         other = isinstance(error, OtherShardings) or program.called is not failed
-        if other or not program.traced.takes(values):
+        if other or not program.traced.matches_arguments(values):
             self._fast = {}
             program = self._programs.find(call, values, failed)
             try:

@@ -47,14 +47,14 @@ class ValueSpec:
         try:
             specs = leaf_specs(value, jtu.tree_leaves(value), self.spec, context.mesh)
         except EinshardError as error:
-            raise error.about(**self._no_prefix(value)) from None
+            raise error.about(**self._prefix_facts(value)) from None
         placed: list[PlacedLeaf] = []
         for (path, leaf), spec in zip(jtu.tree_leaves_with_path(value), specs, strict=True):
             try:
                 found = None if spec is None else resolve(spec, np.shape(leaf), context)
             except EinshardError as error:
                 text = self.leaf_text(path, leaf)
-                raise (_no_array(leaf, text) or error.about(array=text)) from None
+                raise (_not_an_array(leaf, text) or error.about(array=text)) from None
             placed.append((path, leaf, found))
         return placed
 
@@ -99,7 +99,7 @@ class ValueSpec:
         except EinshardError as error:
             raise error.about(function=self.function) from None
 
-    def _no_prefix(self, value: Any) -> dict[str, str]:
+    def _prefix_facts(self, value: Any) -> dict[str, str]:
         """The facts of an error about a spec that is not a prefix of its value."""
         if self.name is None:
             return {'of': f'the result of {self.function}'}
@@ -109,7 +109,7 @@ class ValueSpec:
         return facts
 
 
-def _no_array(leaf: Any, text: str) -> EinshardError | None:
+def _not_an_array(leaf: Any, text: str) -> EinshardError | None:
     """The error for a leaf with a spec that is not an array; None if it is one."""
     if hasattr(leaf, 'dtype') or isinstance(leaf, int | float | complex):
         return None
