@@ -151,8 +151,8 @@ def test_two_names_that_claim_one_mesh_axis():
         "mesh axis 'fsdp' is used 2 times, but it can shard only one place\n"
         '    batch@(data,fsdp) embed@fsdp\n'
         '    ^^^^^^^^^^^^^^^^^ ^^^^^^^^^^\n'
-        "  written: 'batch embed', placed by axis_rules\n"
-        '  instead: an axis that stays whole goes by a name without a rule'
+        "  written: 'batch embed', with axis_rules\n"
+        '  instead: a name without a rule, for an axis that is not sharded'
     )
 
 
@@ -180,13 +180,13 @@ def test_an_expression_with_an_arrow_is_not_the_short_form_of_itself():
     'placement', ['data', '@', 'x*', '0', '* *', ' *', None, 4, '...', ' -> x@data']
 )
 def test_placements_that_are_none(placement):
-    with pytest.raises(EinshardError, match='which is no placement of an axis'):
+    with pytest.raises(EinshardError, match='which is not a valid placement'):
         axis_rules(batch=placement)
 
 
 @pytest.mark.parametrize('name', ['b1', 'a b', '', '...', '2', ' a', 'a -> a', 'a@x', 3, None, ()])
 def test_names_that_are_none(name):
-    with pytest.raises(EinshardError, match='which is no name of an axis'):
+    with pytest.raises(EinshardError, match='which is not a valid axis name'):
         axis_rules({name: '@data'})
 
 
@@ -238,7 +238,7 @@ def test_two_rules_for_one_axis():
     assert str(caught.value) == (
         "axis_rules has two rules for axis 'batch'\n"
         "  rules:   '@data' and '@fsdp'\n"
-        '  instead: one axis_rules inside the other, of which the inner wins'
+        '  instead: nested axis_rules, where the inner rule wins'
     )
     with pytest.raises(EinshardError, match="two rules for axis '\u00e9'"):
         axis_rules({'e\u0301': '@data', '\u00e9': '@data'})
@@ -249,8 +249,8 @@ def test_what_is_no_mapping(placements):
     with pytest.raises(EinshardError) as caught:
         axis_rules(placements)
     assert str(caught.value) == (
-        f'axis_rules takes a mapping from axis names to placements, not {placements!r}\n'
-        "  as in: axis_rules({'batch': '@data'}), axis_rules(batch='@data')"
+        f'axis_rules needs a mapping from axis names to placements, not {placements!r}\n'
+        "  examples: axis_rules({'batch': '@data'}), axis_rules(batch='@data')"
     )
 
 
@@ -343,8 +343,8 @@ def test_what_missing_may_be(missing):
     with pytest.raises(EinshardError) as caught:
         axis_rules(missing=missing)
     assert str(caught.value) == (
-        f"missing= is 'error' or 'replicate', not {missing!r}\n"
-        "  for an axis of that name: axis_rules({'missing': '@tp'})"
+        f"missing= must be 'error' or 'replicate', not {missing!r}\n"
+        "  for an axis named missing: axis_rules({'missing': '@tp'})"
     )
 
 
@@ -468,8 +468,8 @@ def test_the_model_axis_of_activations_has_no_rule():
         "mesh axis 'fsdp' is used 2 times, but it can shard only one place\n"
         '    batch@(data,fsdp) sequence embed@fsdp\n'
         '    ^^^^^^^^^^^^^^^^^          ^^^^^^^^^^\n'
-        "  written: 'batch sequence embed', placed by axis_rules\n"
-        '  instead: an axis that stays whole goes by a name without a rule'
+        "  written: 'batch sequence embed', with axis_rules\n"
+        '  instead: a name without a rule, for an axis that is not sharded'
     )
 
 

@@ -291,7 +291,7 @@ def test_mesh_axis_names_that_no_expression_can_write():
 def test_left_unconstrained():
     mesh = user_mesh((2, 4), ('data', 'tp'))
     text = describe(NamedSharding(mesh, P(P.UNCONSTRAINED, 'tp')))
-    assert text == 'a b ... -> a b@tp ... (with axes left unconstrained)'
+    assert text == 'a b ... -> a b@tp ... (with unconstrained axes)'
 
 
 # --- where there is no expression to give -----------------------------------------------------
@@ -315,7 +315,7 @@ def test_on_one_device():
         (True, 'on the host: bool'),
         (1.5, 'on the host: float'),
         (1j, 'on the host: complex'),
-        (jax.ShapeDtypeStruct((2,), np.float32), 'nowhere yet: '),
+        (jax.ShapeDtypeStruct((2,), np.float32), 'not placed: '),
     ],
 )
 def test_not_on_devices(x, text):
@@ -334,7 +334,7 @@ def test_traced_under_auto():
     f(einshard(np.ones((16, 16)), 'a b -> a4 b4'))
     with jax.set_mesh(device_mesh()):
         f(np.ones((16, 16)))
-    assert set(seen) == {'where the compiler decides: a traced value'}
+    assert set(seen) == {'decided by the compiler: a traced value'}
 
 
 @pytest.mark.parametrize(
@@ -394,8 +394,8 @@ def test_things_without_a_sharding(x):
     with pytest.raises(EinshardError) as caught:
         describe(x)
     assert str(caught.value) == (
-        f'{type(x).__name__} has no sharding to describe\n'
-        '  give: an array, a ShapeDtypeStruct, a sharding, or a tree of those'
+        f'{type(x).__name__} has no sharding\n'
+        '  expected: an array, a ShapeDtypeStruct, a sharding, or a tree of those'
     )
 
 
@@ -485,7 +485,7 @@ def test_words_in_trees():
         'f': None,
         'none': None,
         'mesh': None,
-        'shape': 'nowhere yet: a ShapeDtypeStruct without a sharding',
+        'shape': 'not placed: a ShapeDtypeStruct without a sharding',
     }
     with pytest.raises(EinshardError):  # words are no placement
         einshard(tree, words)
@@ -577,7 +577,7 @@ def test_memory_in_an_expression_is_checked():
     x = np.ones((8, 4))
     for spec, options, sentence in (
         ('a* b (in hbm)', {}, "the devices have no memory kind 'hbm'"),
-        ('a* b (in pinned_host)', {'memory_kind': 'device'}, "for the memory 'pinned_host'"),
+        ('a* b (in pinned_host)', {'memory_kind': 'device'}, "says memory 'pinned_host'"),
         ('a* b (pinned_host)', {}, "'(' is not part of the notation"),
         ('(in pinned_host)', {}, "'(' is not part of the notation"),
         ('a3 b (in pinned_host)', {}, "'a3' uses 3"),

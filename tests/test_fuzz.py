@@ -232,7 +232,7 @@ def test_memory_kinds_of_any_kind(memory_kind, devices8):
 
 @pytest.mark.parametrize('expression', [None, 3, b'a*', ['a*'], ('a*',), object(), {'a': 1}, str])
 def test_expressions_of_any_kind(expression, devices8):
-    with pytest.raises(EinshardError, match='an expression is a string'):
+    with pytest.raises(EinshardError, match='an expression must be a string'):
         make_sharding(expression, mesh=devices8)
 
 

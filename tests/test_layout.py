@@ -70,7 +70,7 @@ def test_devices_of_a_named_mesh_hold_what_numpy_says(case):
     if oracle.expressible(case):
         assert index_map(case.text, case.shape, devices, mesh) == case.index_map()
     else:
-        with pytest.raises(EinshardError, match='do not fall on the axes of the mesh'):
+        with pytest.raises(EinshardError, match='do not match the axes of the mesh'):
             make_sharding(case.text, n_dims=case.n_dims, mesh=mesh)
 
 
