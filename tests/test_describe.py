@@ -125,16 +125,16 @@ def cases_on_user_meshes(draw):
 
 
 def check_round_trip(expression, rank, mesh):
-    sharding = make_sharding(expression, n_dims=rank, mesh=mesh)
+    sharding = make_sharding(expression, ndim=rank, mesh=mesh)
     text = describe(sharding)
     for n_dims in (None, rank, rank + 1):
-        made = make_sharding(text, n_dims=n_dims, mesh=mesh)
+        made = make_sharding(text, ndim=n_dims, mesh=mesh)
         assert made == sharding, text
         assert hash(made) == hash(sharding)
     # an array knows its rank: every axis is named
     struct = jax.ShapeDtypeStruct((48,) * rank, np.float32, sharding=sharding)
     text = describe(struct)
-    assert make_sharding(text, n_dims=rank, mesh=mesh) == sharding, text
+    assert make_sharding(text, ndim=rank, mesh=mesh) == sharding, text
     left = text.split('->')[0].split()
     assert left == (list(string.ascii_lowercase[:rank]) or ['...'])
 
@@ -201,9 +201,9 @@ def test_a_sharding_has_no_rank():
 def test_arrays_of_rank_zero():
     x = einshard(1.0, '... -> * ...')
     assert describe(x) == '... -> 16 ...'
-    assert make_sharding(describe(x), n_dims=0) == x.sharding
+    assert make_sharding(describe(x), ndim=0) == x.sharding
     one = einshard(1.0, '... -> ...', mesh=DEVICES[:1])
-    assert make_sharding(describe(one), n_dims=0, mesh=DEVICES[:1]) == one.sharding
+    assert make_sharding(describe(one), ndim=0, mesh=DEVICES[:1]) == one.sharding
 
 
 def test_arrays_of_many_dimensions():
@@ -211,7 +211,7 @@ def test_arrays_of_many_dimensions():
     text = describe(x)
     assert text.startswith('a b c d')
     assert ' z aa ab ac ad ae -> ' in text
-    assert make_sharding(text, n_dims=31) == x.sharding
+    assert make_sharding(text, ndim=31) == x.sharding
 
 
 def test_refactored():
@@ -255,10 +255,10 @@ def test_specs_that_are_not_normalised(mesh):
     ]:
         sharding = NamedSharding(mesh, spec)
         text = describe(jax.ShapeDtypeStruct((8, 8, 8), np.float32, sharding=sharding))
-        made = make_sharding(text, n_dims=3, mesh=mesh)
+        made = make_sharding(text, ndim=3, mesh=mesh)
         assert made.is_equivalent_to(sharding, 3)
         text = describe(sharding)
-        assert make_sharding(text, n_dims=3, mesh=mesh).is_equivalent_to(sharding, 3)
+        assert make_sharding(text, ndim=3, mesh=mesh).is_equivalent_to(sharding, 3)
 
 
 def test_canonical_axes_out_of_order():
@@ -538,7 +538,7 @@ def test_memory_survives(expression, kind, mesh):
     assert einshard(placed, words, mesh=mesh) is placed
     np.testing.assert_array_equal(again, x)
     described = describe(placed.sharding)
-    assert make_sharding(described, n_dims=2, mesh=mesh) == placed.sharding
+    assert make_sharding(described, ndim=2, mesh=mesh) == placed.sharding
 
 
 def test_memory_survives_in_trees():

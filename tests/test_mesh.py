@@ -522,7 +522,7 @@ def test_equal_placements_are_equal_and_trace_once():
         '... b c -> 2 b4 c2 ...',
         'a b -> 2 a4 1 b2',
     ]
-    shardings = [make_sharding(text, n_dims=2) for text in spellings]
+    shardings = [make_sharding(text, ndim=2) for text in spellings]
     assert len(set(shardings)) == 1
     traces = []
 

@@ -659,7 +659,7 @@ def test_first_calls_in_threads_with_several_shapes():
     for x, result in in_threads(16, call):
         np.testing.assert_array_equal(result, 2 * x)
         assert result.sharding.is_equivalent_to(
-            make_sharding('... b -> ... b*', n_dims=x.ndim, mesh=EIGHT), x.ndim
+            make_sharding('... b -> ... b*', ndim=x.ndim, mesh=EIGHT), x.ndim
         )
 
 

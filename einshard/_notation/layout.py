@@ -245,7 +245,7 @@ def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]
                 f"where {quoted(names[before + 1 :])} {'is' if after == 1 else 'are'} behind '...' "
                 'depends on the rank of the array, which is not known here',
                 [t for t in expression.left if t.name == ELLIPSIS],
-                give='n_dims=, the number of dimensions of the array',
+                give='ndim=, the number of dimensions of the array',
             )
         n_dims = len(names) - 1
     if n_dims < before + after:

@@ -78,9 +78,9 @@ def _describe_leaf(x: Any) -> str | None:
     sharding: Any = x if isinstance(x, Sharding) else _sharding_of(x)
     if sharding is None or isinstance(sharding, Words):
         return sharding
-    n_dims = None if isinstance(x, Sharding) else len(x.shape)  # in 0.8.1 a jax.Ref has no ndim
+    ndim = None if isinstance(x, Sharding) else len(x.shape)  # in 0.8.1 a jax.Ref has no ndim
     if isinstance(sharding, NamedSharding):
-        return describe_named(sharding, n_dims)
+        return describe_named(sharding, ndim)
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
         where = f'on one device: {device}'
@@ -90,23 +90,23 @@ def _describe_leaf(x: Any) -> str | None:
 
 
 def describe_named(
-    sharding: NamedSharding, n_dims: int | None = None, names: Sequence[str] | None = None
+    sharding: NamedSharding, ndim: int | None = None, names: Sequence[str] | None = None
 ) -> str:
     """The expression of a NamedSharding, with these axis names or a, b, c, ..."""
-    expression = find_expression(sharding, n_dims, names)
+    expression = find_expression(sharding, ndim, names)
     if expression is not None:
         return in_memory(expression.text, sharding.memory_kind)
-    axes, rest = _axes(sharding, n_dims, names)
+    axes, rest = _axes(sharding, ndim, names)
     named = write(map(Term, (*axes, *rest)), (*_by_name(sharding, axes), *map(Term, rest)))
     return Words(f'{named.text}{_rest(sharding)}')
 
 
-def describe_in(expression: Expression, sharding: Sharding, n_dims: int) -> str:
+def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
     """The expression of a sharding, with the axis names of `expression`."""
     if not isinstance(sharding, NamedSharding):
         return describe(sharding)
     names = expression.names
-    return describe_named(sharding, n_dims, None if ELLIPSIS in names else names)
+    return describe_named(sharding, ndim, None if ELLIPSIS in names else names)
 
 
 def _sharding_of(x: Any) -> Sharding | Words | None:
@@ -134,14 +134,14 @@ def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
 
 
 def find_expression(
-    sharding: NamedSharding, n_dims: int | None = None, names: Sequence[str] | None = None
+    sharding: NamedSharding, ndim: int | None = None, names: Sequence[str] | None = None
 ) -> Expression | None:
     """The expression that lowers to exactly this sharding; None if there is none."""
     spec, mesh = sharding.spec, sharding.mesh
     entries = _entries(sharding)
     if spec.unreduced or spec.reduced or None in entries or not has_names(mesh):
         return None
-    axes, rest = _axes(sharding, n_dims, names)
+    axes, rest = _axes(sharding, ndim, names)
     by_name = any(entries) and _are_writable(sharding)
     if _is_by_count(sharding) and not (by_name and not is_device_mesh(mesh)):
         right = _by_count(sharding, axes)
@@ -153,12 +153,12 @@ def find_expression(
 
 
 def _axes(
-    sharding: NamedSharding, n_dims: int | None, names: Sequence[str] | None
+    sharding: NamedSharding, ndim: int | None, names: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
     """The names of the axes, and ['...'] if the rank is not known."""
-    n_named = len(_entries(sharding)) if n_dims is None else n_dims
+    n_named = len(_entries(sharding)) if ndim is None else ndim
     axes = list(itertools.islice(axis_letters(), n_named)) if names is None else names
-    return axes, [ELLIPSIS] if n_dims is None or not axes else []
+    return axes, [ELLIPSIS] if ndim is None or not axes else []
 
 
 def _by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:

@@ -236,14 +236,14 @@ def check_mesh(mesh: Any, option: str = 'mesh=') -> None:
     """Raises if this is not a valid `mesh=`. Starts no backend."""
     if mesh is None or isinstance(mesh, Mesh | AbstractMesh):
         return
-    n_dims = getattr(mesh, 'ndim', 1)
-    if n_dims > 1:
+    ndim = getattr(mesh, 'ndim', 1)
+    if ndim > 1:
         raise EinshardError(
-            f'{option} is an array with {n_dims} dimensions, whose axes have no names',
-            facts={'try': f'jax.sharding.Mesh(devices, {tuple(_NAMES[:n_dims])})'},
+            f'{option} is an array with {ndim} dimensions, whose axes have no names',
+            facts={'try': f'jax.sharding.Mesh(devices, {tuple(_NAMES[:ndim])})'},
         )
     made = _make_mesh_call(mesh)
-    several = isinstance(mesh, Iterable) and not isinstance(mesh, str | Mapping) and n_dims == 1
+    several = isinstance(mesh, Iterable) and not isinstance(mesh, str | Mapping) and ndim == 1
     if made or not several:
         facts = {'expected': 'a Mesh, an AbstractMesh or a sequence of devices'}
         facts |= {'try': made} if made else {}

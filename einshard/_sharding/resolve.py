@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+import warnings
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -47,9 +48,10 @@ class Placement:
 def make_sharding(
     expression: str,
     *,
-    n_dims: int | None = None,
+    ndim: int | None = None,
     mesh: MeshLike | None = None,
     memory_kind: str | None = None,
+    n_dims: int | None = None,
 ) -> NamedSharding:
     """Returns the `jax.sharding.NamedSharding` for an expression.
 
@@ -65,18 +67,24 @@ def make_sharding(
 
     Args:
         expression: the placement, in einshard's notation.
-        n_dims: the rank of the array. Needed only if a sharded axis comes after '...' on the left;
+        ndim: the rank of the array. Needed only if a sharded axis comes after '...' on the left;
             checked if given.
         mesh: a mesh, or a sequence of devices. Default: the mesh of `jax.set_mesh`, else all
             devices. An `AbstractMesh` gives a sharding without devices.
         memory_kind: the memory on each device, as in `NamedSharding`: 'device', 'pinned_host', ...
+        n_dims: the old name of `ndim`; deprecated.
 
     Raises:
         EinshardError: the expression is invalid, or does not fit the rank or the mesh.
     """
-    if n_dims is not None and type(n_dims) is not int:
-        check_types(expression, n_dims, memory_kind)  # the cache takes 2.0 for 2
-    return resolve(expression, n_dims, current_context(mesh), memory_kind).sharding
+    if n_dims is not None:
+        if ndim is not None:
+            raise EinshardError('make_sharding got both ndim= and n_dims=, its old name')
+        warnings.warn('n_dims= of make_sharding is now ndim=', DeprecationWarning, stacklevel=2)
+        ndim = n_dims
+    if ndim is not None and type(ndim) is not int:
+        check_types(expression, ndim, memory_kind)  # the cache takes 2.0 for 2
+    return resolve(expression, ndim, current_context(mesh), memory_kind).sharding
 
 
 def resolve(
@@ -232,12 +240,12 @@ def check_types(expression: object, shape: object, memory_kind: object) -> None:
             'an expression must be a string, not '
             f'{reprlib.repr(expression)} of type {type(expression).__name__}'
         )
-    n_dims = len(shape) if isinstance(shape, tuple) else shape
-    if n_dims is not None and (
-        not isinstance(n_dims, int) or isinstance(n_dims, bool) or not 0 <= n_dims < _MOST_DIMS
+    ndim = len(shape) if isinstance(shape, tuple) else shape
+    if ndim is not None and (
+        not isinstance(ndim, int) or isinstance(ndim, bool) or not 0 <= ndim < _MOST_DIMS
     ):
         raise EinshardError(
-            f'n_dims= must be the rank of an array, not {n_dims!r}',
+            f'ndim= must be the rank of an array, not {ndim!r}',
             expression=str(expression),
         )
     if memory_kind is not None and not isinstance(memory_kind, str):
