@@ -92,5 +92,5 @@ def test_errors_are_those_of_einshard():
 
 
 def test_mesh_is_no_mesh():
-    with pytest.raises(EinshardError, match='which is no mesh'):
+    with pytest.raises(EinshardError, match='must be a mesh'):
         from_local(X, '* ...', mesh='data')

@@ -350,8 +350,8 @@ def test_zero_on_llama():
 def test_axes_left_out(expression, whole, left, by_hand):
     spec = for_optimizer({'w': struct(*whole)}, expression)
     state = einshard({'mu': {'w': struct(*whole)}, 'v': {'w': struct(*left)}}, spec)
-    assert state['mu']['w'].sharding == make_sharding(expression, n_dims=len(whole))
-    assert state['v']['w'].sharding == make_sharding(by_hand, n_dims=len(left))
+    assert state['mu']['w'].sharding == make_sharding(expression, ndim=len(whole))
+    assert state['v']['w'].sharding == make_sharding(by_hand, ndim=len(left))
 
 
 NAMED = {'data': 4, 'fsdp': 2, 'tp': 2}
@@ -455,7 +455,7 @@ def test_equal_sizes_that_make_no_difference():
     ):
         spec = for_optimizer({'w': w}, expression)
         placed = einshard({'rows': {'w': struct(64, 32)}}, spec)['rows']['w']
-        assert placed.sharding == make_sharding(by_hand, n_dims=2)
+        assert placed.sharding == make_sharding(by_hand, ndim=2)
     # named by optax, but not what optax leaves out: the sizes decide
     spec = for_optimizer({'w': struct(64, 32, 64)}, 'x y z -> x4 4 y z')
     placed = einshard({'v_col': {'w': struct(64, 64)}}, spec)['v_col']['w']
@@ -510,9 +510,9 @@ def test_equal_sizes_that_make_no_difference():
 def test_zero_by_counts(expression, shape, by_hand):
     params = {'w': struct(*shape)}
     placed = einshard({'mu': params}, for_optimizer(params, expression, zero=True))
-    assert placed['mu']['w'].sharding == make_sharding(by_hand, n_dims=len(shape))
+    assert placed['mu']['w'].sharding == make_sharding(by_hand, ndim=len(shape))
     stays = einshard({'mu': params}, for_optimizer(params, expression))
-    assert stays['mu']['w'].sharding == make_sharding(expression, n_dims=len(shape))
+    assert stays['mu']['w'].sharding == make_sharding(expression, ndim=len(shape))
 
 
 @pytest.mark.parametrize(
@@ -571,7 +571,7 @@ def test_zero_with_axes_left_out(left, by_hand):
     params = {'w': struct(64, 256)}
     spec = for_optimizer(params, 'x y -> * x y2', zero=True)
     placed = einshard({'v': {'w': struct(*left)}}, spec)['v']['w']
-    assert placed.sharding == make_sharding(by_hand, n_dims=len(left))
+    assert placed.sharding == make_sharding(by_hand, ndim=len(left))
 
 
 def test_zero_false_and_empty():

@@ -303,7 +303,7 @@ def test_what_is_left_is_the_same_placement_as_if_it_were_written(n, shape, expr
     """On the same mesh, too: else jit would trace once more for it."""
     rules, devices = Rules([('', expression)], indivisible='replicate'), jax.devices()[:n]
     placed = einshard(np.ones(shape), rules, mesh=devices)
-    assert placed.sharding == make_sharding(same_as, n_dims=len(shape), mesh=devices)
+    assert placed.sharding == make_sharding(same_as, ndim=len(shape), mesh=devices)
 
 
 def test_rules_in_rules_keep_their_options():
@@ -333,7 +333,7 @@ def test_rules_in_rules_keep_their_options():
 def test_shard_largest_cuts_the_largest_axis_that_divides(shape, expression):
     for spec in (shard_largest, Rules([], default=shard_largest)):
         placed = einshard(struct(*shape), spec)
-        assert placed.sharding == make_sharding(expression, n_dims=len(shape))
+        assert placed.sharding == make_sharding(expression, ndim=len(shape))
 
 
 def test_shard_largest_counts_the_devices_of_the_mesh_that_is_meant():
@@ -605,7 +605,7 @@ def test_axes_may_be_missing_and_others_not_divisible():
 def test_what_missing_may_be():
     for missing in ('drop', None, True, ['replicate']):
         error = refusal(Rules, [], missing=missing)
-        assert str(error) == f"missing= is 'error' or 'replicate', not {missing!r}"
+        assert str(error) == f"missing= must be 'error' or 'replicate', not {missing!r}"
 
 
 def test_a_path_with_another_shape_is_looked_at_anew():

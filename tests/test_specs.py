@@ -330,7 +330,7 @@ X = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 
 @pytest.mark.parametrize(('expression', 'same'), MISSING)
 def test_missing_mesh_axes_replicate_where_asked(expression, same):
-    expected = make_sharding(same, mesh=MESH, n_dims=2)
+    expected = make_sharding(same, mesh=MESH, ndim=2)
     for x in (X, jnp.asarray(X), jax.ShapeDtypeStruct((8, 8), np.float32)):
         placed = einshard(x, expression, mesh=MESH, missing='replicate')
         assert placed.sharding == expected
@@ -373,7 +373,7 @@ def test_missing_mesh_axes_of_explicit_and_abstract_meshes():
 def test_without_a_mesh_every_name_is_missing(expression, same):
     x = np.ones((16, 16))
     placed = einshard(x, expression, missing='replicate')
-    assert placed.sharding == make_sharding(same, n_dims=2)
+    assert placed.sharding == make_sharding(same, ndim=2)
     assert placed.sharding.device_set == set(jax.devices())
 
 
@@ -454,7 +454,7 @@ def test_what_missing_may_be(missing, spec):
     x = np.ones((16, 2))
     with pytest.raises(EinshardError) as caught:
         einshard([x] if spec == [None] else x, spec, missing=missing)
-    assert str(caught.value) == f"missing= is 'error' or 'replicate', not {missing!r}"
+    assert str(caught.value) == f"missing= must be 'error' or 'replicate', not {missing!r}"
 
 
 # --- nothing to place ---------------------------------------------------------------------------
