@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from .._errors import EinshardError, hide_inner_frames, plural
+from .._sharding.axis_rules import Missing, check_option
 from .._sharding.context import entered, in_step, is_tracing, same_in_thread
 from .._sharding.mesh import MeshLike, check_mesh, mesh_fact
 from .._text import deferred_kind, name_of
@@ -273,6 +274,7 @@ def sharded(
     out: Spec = None,
     mesh: MeshLike | None = None,
     reshard: bool = False,
+    indivisible: Missing = 'error',
     collectives: Promise | None = None,
     **named_specs_and_jit_options: Any,
 ) -> Callable[[Callable[P, R]], ShardedFunction[P, R]]: ...
@@ -281,6 +283,7 @@ def sharded(
     out: Spec = None,
     mesh: MeshLike | None = None,
     reshard: bool = False,
+    indivisible: Missing = 'error',
     collectives: Promise | None = None,
     **named_specs_and_jit_options: Any,
 ) -> Any:
@@ -312,6 +315,8 @@ def sharded(
         out: the spec of the result.
         mesh: a mesh or devices. Default: the mesh in context at each call, or else all devices.
         reshard: whether to reshard arguments that are sharded differently.
+        indivisible: for an axis whose size is not divisible by its number of shards: 'error', or
+            'replicate' to replicate that axis only, for these shapes.
         collectives: the collectives that the compiled program may have: `()` for none,
             'all-reduce', several kinds, or at most so many of each, as in `{'all-reduce': 1}`. A
             collective in a loop counts once. The first program is checked before it runs, later
@@ -329,15 +334,17 @@ def sharded(
             parameter, or an unknown option; at a call, for arrays that do not fit their spec.
         UnexpectedCollectives: at a call, if the program has collectives that are not allowed.
     """
+    check_option('indivisible', indivisible)
     named = named_specs_and_jit_options
-    bare = not (named or reshard) and out is None and mesh is None and collectives is None
-    if bare and len(in_specs) == 1 and _is_function(in_specs[0]):
-        return _decorate(in_specs[0], (), None, None, False, None, {})
+    given = in_specs, out, mesh, reshard, indivisible, collectives, named
+    default = out is None and mesh is None and collectives is None and indivisible == 'error'
+    if default and not (named or reshard) and len(in_specs) == 1 and _is_function(in_specs[0]):
+        return _decorate(in_specs[0], (), *given[1:])
 
     def decorate(*functions: Any, **unexpected: Any) -> Any:
         if len(functions) != 1 or unexpected or not _is_function(functions[0]):
             raise called_too_early('sharded', [*functions, *unexpected.values()], in_specs)
-        return _decorate(functions[0], in_specs, out, mesh, reshard, collectives, named)
+        return _decorate(functions[0], *given)
 
     return decorate
 
@@ -367,12 +374,13 @@ def _decorate(
     out: Spec,
     mesh: MeshLike | None,
     reshard: bool,
+    indivisible: Missing,
     collectives: Promise | None,
     named: Mapping[str, Any],
 ) -> Any:
     if isinstance(function, staticmethod | classmethod):
-        inner = _decorate(function.__func__, in_specs, out, mesh, reshard, collectives, named)
-        return type(function)(inner)
+        given = in_specs, out, mesh, reshard, indivisible, collectives, named
+        return type(function)(_decorate(function.__func__, *given))
     kind = deferred_kind(function)
     if kind:
         raise EinshardError(
@@ -381,7 +389,7 @@ def _decorate(
         )
     name = name_of(function)
     try:
-        options, declaration = declare(function, in_specs, out, named)
+        options, declaration = declare(function, in_specs, out, named, indivisible)
         check_mesh(mesh)
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
             mesh = tuple(mesh)  # a copy: the list may change

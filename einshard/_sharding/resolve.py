@@ -93,6 +93,7 @@ def resolve(
     context: Context,
     memory_kind: str | None = None,
     missing: Missing = 'error',
+    indivisible: Missing = 'error',
     *,
     option: str | None = None,
 ) -> Placement:
@@ -102,8 +103,8 @@ def resolve(
     caller set to ignore mesh axes that the mesh lacks.
     """
     try:
-        if missing == 'replicate':
-            spec = lenient(spec, on_missing=missing)
+        if missing == 'replicate' or indivisible == 'replicate':
+            spec = lenient(spec, on_missing=missing, on_indivisible=indivisible)
         return find_placement(spec, shape, context, memory_kind)
     except TypeError:  # raised by the cache for unhashable arguments
         check_types(spec, shape, memory_kind)
@@ -130,8 +131,8 @@ def find_placement(
     axis_sizes = sizes_of(mesh)
     # expressions cannot name the axes d0, d1, ... of the canonical mesh
     named_sizes = axis_sizes if context.mesh else {}
-    expression, missing = apply_axis_rules(
-        spec.expression, context.axis_rules, tuple(named_sizes), spec.on_missing
+    expression, missing, may_replicate = apply_axis_rules(
+        spec.expression, context.axis_rules, named_sizes, spec.on_missing
     )
     if mesh.axis_types and not axis_sizes:
         raise expression.error(
@@ -144,7 +145,7 @@ def find_placement(
         shape,
         math.prod(axis_sizes.values()),
         named_sizes if context.mesh else None,
-        replicate_indivisible=spec.on_indivisible == 'replicate',
+        replicate_indivisible=spec.on_indivisible == 'replicate' or may_replicate,
         hints=_hints(mesh),
     )
     known = None if memory_kind is None else memory_kinds(mesh)
@@ -216,7 +217,7 @@ def _working_fix(
     mesh, rules = context.mesh, context.axis_rules
     if mesh is None:  # more likely, mesh= was forgotten
         return None
-    lenient_rules = tuple((name, placement, True) for name, placement, _ in rules)
+    lenient_rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
     there = make_context(mesh, context.mesh_is_ambient, lenient_rules)
     try:
         if there is not context:

@@ -19,7 +19,7 @@ from .._errors import EinshardError, plural, quoted
 from .._notation.expression import Expression, Term, axis_letters, check_mesh_axes, parse
 from .._notation.layout import axis_positions
 from .._notation.write import write, write_short
-from .._sharding.axis_rules import Missing, check_missing
+from .._sharding.axis_rules import Missing, check_option
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec, as_leaf_spec, lenient
 from .._sharding.mesh import MeshLike, entry_axes, sizes_of
@@ -90,7 +90,7 @@ class Rules:
             _check_rule_spec(default, {'of': 'default='})
         if indivisible not in ('error', 'replicate'):
             raise EinshardError(f"indivisible= must be 'error' or 'replicate', not {indivisible!r}")
-        check_missing(missing)
+        check_option('missing', missing)
         self.indivisible: Missing = indivisible
         self.missing: Missing = missing
         self.min_size = _size(min_size)
