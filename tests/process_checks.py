@@ -1,9 +1,9 @@
-"""What each of several processes checks; tests/test_processes.py starts them and reads the results.
+"""Checks that run in each of several processes, started by tests/test_processes.py.
 
     python tests/process_checks.py PORT PROCESSES PROCESS FOLDER
 
-A process writes a line for each check into its own file in the folder. A check that fails in one
-process may leave the others waiting for it; whoever started them ends them then.
+Each process writes a line per check into its own file in the folder. If a check fails in one
+process, the others may wait for it until they are killed.
 """
 
 import importlib.util
@@ -80,7 +80,7 @@ def arrays():
         assert x.sharding == make_sharding(expression)
         assert make_sharding(describe(x)) == x.sharding
         assert einshard(x, expression) is x
-    # an array that one device of each process holds
+    # an array on one device of each process
     check_shards(einshard(jnp.asarray(FULL), 'a b -> a8 b'), FULL, [(0, 8)])
     # from placement to placement
     check_shards(einshard(einshard(FULL, 'a b -> a8 b'), 'a b -> b8 a'), FULL, [(1, 8)])
@@ -181,7 +181,7 @@ def arguments_of_jitted_functions():
 
 @check
 def arguments_that_differ():
-    """As where each process gives the rows that it has read, and has forgotten `from_local`."""
+    """Each process passes its local rows, without `from_local`."""
 
     @sharded('a b -> a* b')
     def total(x):
@@ -198,12 +198,12 @@ def arguments_that_differ():
     assert float(total(from_local(rows, 'a b -> a* b'))) == 128 * sum(range(n))
     assert float(total(FULL)) == FULL.sum()
     if jax.process_index() == 0:
-        total.lower(rows)  # does not run, so that others need not take part
+        total.lower(rows)  # does not run, so the others need not call it
 
 
 @check
 def host_data_is_not_compared():
-    """Every process takes what it has, and nobody waits for anybody."""
+    """Processes place their own data, without communication."""
     process = jax.process_index()
     mine = np.full((8, 16), float(process), np.float32)
     check_shards(einshard(mine, 'a b -> a8 b'), mine, [(0, 8)])
@@ -272,7 +272,7 @@ def own_parts():
 
 @check
 def rows_in_order_of_processes():
-    """The usual case, said without the tables above."""
+    """The usual case, without ON_EIGHT."""
     process, n = jax.process_index(), jax.process_count()
     rows = np.full((8, 3), float(process))
     x = from_local(rows, 'batch d -> batch* d')
@@ -286,7 +286,7 @@ def rows_in_order_of_processes():
 
 @check
 def shapes_that_the_documentation_tells():
-    """The table of docs/many_hosts.md, which is about four processes with two devices each."""
+    """The table of docs/many_hosts.md, for four processes with two devices each."""
     if jax.process_count() != 4:
         return
     page = (Path(__file__).parents[1] / 'docs' / 'many_hosts.md').read_text()
@@ -356,7 +356,7 @@ def shapes_alone():
 def meshes():
     process, n, n_each = jax.process_index(), jax.process_count(), jax.local_device_count()
     rows = np.full((8, 3), process)
-    # of this process alone: nobody else takes part
+    # a mesh of one process: only that process calls it
     if process == 0:
         x = from_local(rows, 'b d -> b* d', mesh=jax.local_devices())
         assert x.shape == (8, 3)
@@ -391,7 +391,7 @@ def unchecked():
     rows = np.full((8, 3), process)
     if process == 0:  # with the check it would wait for the others here
         from_local(rows, 'b d -> b* d', check=False)
-    # what differs between replicas is not noticed
+    # differences between replicas are not detected
     x = from_local(rows, 'b d -> * b d')
     assert all((np.asarray(shard.data) == process).all() for shard in x.addressable_shards)
 
@@ -438,7 +438,7 @@ def uneven_rows():
         said['other mesh'] = refused(from_local, rows, spec, mesh=jax.devices()[:n_each])
     abstract = AbstractMesh((8,), ('x',), axis_types=(AxisType.Auto,))
     said['abstract mesh'] = refused(from_local, rows, 'batch d -> batch@x d', mesh=abstract)
-    # cuts that stay in a process are replicated where they do not divide, if rules say so
+    # axes that are sharded only within a process may be replicated if indivisible
     inner = Rules([('x', f'b d -> b{jax.process_count()} d*')], indivisible='replicate')
     x = from_local({'x': np.full((4, 3), process)}, inner)['x']
     assert x.shape == (4 * jax.process_count(), 3)
@@ -459,7 +459,7 @@ TRAINING = Rules(
 
 
 def train(process=0, n_processes=1, mesh=None):
-    """Losses and parameters of five steps, of which each process has its rows of the batches."""
+    """Losses and parameters of five steps; each process has its rows of the batches."""
     rng = np.random.default_rng(0)
 
     def dense(n_in, n_out):
@@ -516,7 +516,7 @@ RESTORED_AS = {'w': 'a b -> b* a', 'b': 'a -> a*', 'step': '... -> * ...'}
 
 
 def restore(folder, mesh=None):
-    """Reads the checkpoint into another layout than it was saved in."""
+    """Restores the checkpoint with other shardings."""
     import orbax.checkpoint
 
     shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, SAVED))
@@ -536,7 +536,7 @@ def has_orbax():
 
 @check
 def checkpoint(folder):
-    """The first run saves, the others restore; all in other layouts than the one saved."""
+    """The first run saves; all runs restore, with other shardings."""
     if not has_orbax():
         return
     saved = folder.parent / 'checkpoint'

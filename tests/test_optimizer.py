@@ -50,7 +50,7 @@ PARAMS = {
     'mlp': {'kernel': struct(128, 512), 'bias': struct(512)},
     'norm': {'scale': struct(64)},
 }
-# anchored, so that the rules alone would find none of the moments
+# anchored: without for_optimizer, the rules match no moments
 RULES = Rules(
     [('^attn/kernel$', P(('a', 'b'))), ('^mlp/kernel$', P(None, 'c')), ('^mlp/bias$', P('c'))],
     default=EVERYWHERE,
@@ -96,7 +96,7 @@ OPTIMIZERS = {
 
 
 def by_optax(optimizer, params, state, specs):
-    """The shardings of a state as optax itself tells which leaf belongs to which parameter."""
+    """The PartitionSpecs of a state, by optax.tree_map_params."""
 
     def spec_of(leaf, spec, param):
         masked = isinstance(leaf, optax.MaskedNode)
@@ -191,25 +191,25 @@ def test_zero_on_llama():
     assert table.bytes_per_device == 2 * 2 * n_parameters // 128 + 4
 
 
-# --------------------------------------------------------------------------- axes that are left out
+# ------------------------------------------------------------------------------- missing axes
 
 
 @pytest.mark.parametrize(
     ('expression', 'whole', 'left', 'by_hand'),
     [
-        # counts: the devices that cut the axis hold replicas, in their place
+        # counts: replicas take the place of the missing axis
         ('x y -> x4 y4', (8, 16), (16,), 'y -> 4 y4'),
         ('x y -> x4 y4', (8, 16), (8,), 'x -> x4 4'),
         ('x y -> y4 x4', (8, 16), (8,), 'x -> 4 x4'),
         ('x y -> x2 4 y2', (8, 16), (16,), 'y -> 8 y2'),
-        # stars have the counts that they had
+        # stars keep their counts
         ('x y -> x* y2', (8, 16), (16,), 'y -> 8 y2'),
         ('x y -> x* y2', (8, 16), (8,), 'x -> x8 2'),
         ('x y -> x* y*', (8, 16), (16,), 'y -> 4 y4'),
         ('x y -> x4* y*', (8, 16), (8,), 'x -> x8 2'),
         ('x y -> x4* y*', (8, 16), (16,), 'y -> 8 y2'),
         ('x y -> * x y', (8, 16), (16,), EVERYWHERE),
-        # axes that come again, or after others
+        # axes with two counts, and other orders
         ('i o -> i2 o4 i2', (8, 16), (8,), 'i -> i2 4 i2'),
         ('i o -> i2 o4 i2', (8, 16), (16,), 'o -> 2 o4 2'),
         ('a b c -> c2 a4 b2', (8, 4, 2), (8, 4), 'a b -> 2 a4 b2'),
@@ -221,7 +221,7 @@ def test_zero_on_llama():
         ('a ... -> a4 4 ...', (8, 3, 5), (8, 5), 'a b -> a4 4 b'),
         ('a ... -> a4 4 ...', (8, 3, 5), (5,), EVERYWHERE),
         ('x4 y4', (8, 16), (16,), 'y -> 4 y4'),
-        # axes in front, as the history of L-BFGS
+        # added axes, as in the history of L-BFGS
         ('x y -> x4 y4', (8, 16), (10, 8, 16), 'n x y -> n x4 y4'),
         ('a y -> a4 y4', (8, 16), (10, 2, 8, 16), 'm n a y -> m n a4 y4'),
         # placeholders and scalars
@@ -230,7 +230,7 @@ def test_zero_on_llama():
         ('x y -> x4 y4', (8, 16), (1, 1), EVERYWHERE),
     ],
 )
-def test_axes_left_out(expression, whole, left, by_hand):
+def test_missing_axes(expression, whole, left, by_hand):
     spec = for_optimizer({'w': struct(*whole)}, expression)
     state = einshard({'mu': {'w': struct(*whole)}, 'v': {'w': struct(*left)}}, spec)
     assert state['mu']['w'].sharding == make_sharding(expression, n_dims=len(whole))
@@ -246,7 +246,7 @@ NAMED = {'data': 4, 'fsdp': 2, 'tp': 2}
         ('b d -> b@data d@(fsdp,tp)', (8, 16), (16,), P(('fsdp', 'tp'))),
         ('b d -> b@data d@(fsdp,tp)', (8, 16), (8,), P('data')),
         ('b d -> b d@(tp,data)', (8, 16), (16,), P(('tp', 'data'))),
-        # mixed: counts keep the mesh axes that they had, and take none of the axis left out
+        # mixed: counts keep their mesh axes
         ('b d -> b* d@tp', (8, 16), (8,), P(('data', 'fsdp'))),
         ('b d -> b* d@data', (8, 16), (8,), P(('fsdp', 'tp'))),
         ('b d -> b* d@data', (8, 16), (16,), P('data')),
@@ -257,7 +257,7 @@ NAMED = {'data': 4, 'fsdp': 2, 'tp': 2}
         (Rules([('w', P('tp', ('data', 'fsdp')))]), (8, 16), (16,), P(('data', 'fsdp'))),
         (Rules([('w', P('tp'))]), (8, 16), (8,), P('tp')),
         (Rules([('w', P('tp'))]), (8, 16), (16,), P()),
-        # what is replicated for its size stays so, and only that
+        # indivisible axes remain replicated
         (Rules([('w', P('data', 'tp'))], indivisible='replicate'), (6, 16), (6,), P()),
         (Rules([('w', P('data', 'tp'))], indivisible='replicate'), (6, 16), (16,), P('tp')),
         (Rules([('w', 'x y -> x4 2 y2')], indivisible='replicate'), (8, 3), (8,), P('data')),
@@ -268,7 +268,7 @@ NAMED = {'data': 4, 'fsdp': 2, 'tp': 2}
     ],
 )
 @pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
-def test_axes_left_out_on_a_mesh_with_names(spec, whole, left, by_hand, axis_type):
+def test_missing_axes_on_named_meshes(spec, whole, left, by_hand, axis_type):
     mesh = mesh_of(types=axis_type, **NAMED)
     spec = for_optimizer({'w': struct(*whole)}, spec)
     state = {'v': {'w': np.zeros(left, np.float32)}}
@@ -340,7 +340,7 @@ def test_equal_sizes_that_make_no_difference():
         spec = for_optimizer({'w': w}, expression)
         placed = einshard({'rows': {'w': struct(64, 32)}}, spec)['rows']['w']
         assert placed.sharding == make_sharding(by_hand, n_dims=2)
-    # named by optax, but not what optax leaves out: the sizes decide
+    # not the shape that optax gives v_col: the sizes decide
     spec = for_optimizer({'w': struct(64, 32, 64)}, 'x y z -> x4 4 y z')
     placed = einshard({'v_col': {'w': struct(64, 64)}}, spec)['v_col']['w']
     assert placed.sharding == make_sharding('x z -> x4 4 z')
@@ -358,15 +358,15 @@ def test_equal_sizes_that_make_no_difference():
         (EVERYWHERE, (48, 100), 'x y -> x* y'),
         (EVERYWHERE, (32,), 'x*'),
         (EVERYWHERE, (3, 32, 5), 'x y* z'),
-        # in its place, behind what cuts an axis already
+        # minor to the counts of an axis
         ('x y -> x2 * y', (64, 256), 'x y -> x2 y*'),
         ('x y -> x y2 *', (64, 256), 'x y -> x y*'),
         ('x y -> x y2 *', (256, 64), 'x y -> y2 x*'),
         ('x y -> x2 4 y2', (64, 256), 'x y -> x8 y2'),
-        # an axis that is not cut to the right goes first, though it is smaller
+        # an axis with no count to the right comes first, even if it is smaller
         ('x y -> * x y2', (64, 256), 'x y -> x8 y2'),
         ('x y -> * x2 y', (64, 256), 'x y -> y8 x2'),
-        # else in front of the next cut
+        # else the one with the next count
         ('x y -> * x y2', (3, 256), 'x y -> x y16'),
         ('x y -> * x4 y2', (64, 256), 'x y -> x8 y2'),
         ('x y -> * y4 x2', (64, 256), 'x y -> y8 x2'),
@@ -375,17 +375,17 @@ def test_equal_sizes_that_make_no_difference():
         ('x y -> 2 x4 2 y', (64, 256), 'x y -> y2 x4 y2'),
         ('x y -> 2 x4 2 y', (64, 3), 'x y -> x16 y'),
         ('x y z -> 2 x4 2 y z', (4, 2, 2), 'x y z -> y2 x4 z2'),
-        # as many as divide, and the others again
+        # as many mesh axes as divide it, then the others
         (EVERYWHERE, (4, 4), 'x y -> x4 y4'),
         (EVERYWHERE, (8, 2), 'x y -> x8 y2'),
         (EVERYWHERE, (8, 3), 'x y -> x8 2 y'),
         (EVERYWHERE, (3, 6), 'x y -> x y2 8'),
         ('x y -> * x y2', (4, 256), 'x y -> x4 y4'),
-        # none does
+        # indivisible
         (EVERYWHERE, (3, 5), EVERYWHERE),
         (EVERYWHERE, (7,), EVERYWHERE),
         ('x y -> x2 * y', (2, 5), 'x y -> x2 * y'),
-        # nothing is held twice
+        # no replicas
         ('x y -> x4 y4', (64, 256), 'x y -> x4 y4'),
         ('x y -> x* y', (64, 256), 'x y -> x* y'),
         ('-> *', (), '-> *'),
@@ -411,7 +411,7 @@ def test_zero_by_counts(expression, shape, by_hand):
         (P('fsdp', 'tp'), (256, 64), 'data', P(('fsdp', 'data'), 'tp')),
         (P('fsdp', 'tp'), (256, 64), 'tp', P('fsdp', 'tp')),
         (P('fsdp', 'tp'), (2, 2), True, P('fsdp', 'tp')),
-        # size on a device: 256 / 4 beside 100
+        # sizes per device: 256 / 4 and 100
         (P('data', None), (256, 100), 'fsdp', P('data', 'fsdp')),
         (P(('tp', 'fsdp')), (256, 2), True, P(('tp', 'fsdp', 'data'))),
         # counts on a mesh with names
@@ -420,13 +420,13 @@ def test_zero_by_counts(expression, shape, by_hand):
         ('x y -> * x y2', (64, 2), True, P(('data', 'fsdp'), 'tp')),
         ('x y -> * x y', (4, 2), True, P('data', 'fsdp')),
         ('x y -> x* y@data', (64, 256), True, P(('fsdp', 'tp'), 'data')),
-        # what is not cut for its size holds replicas
+        # indivisible axes of the parameter
         ('lenient', (6, 256), True, P(None, ('tp', 'data', 'fsdp'))),
         ('lenient', (6, 256), 'data', P(None, ('tp', 'data'))),
     ],
 )
 @pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
-def test_zero_on_a_mesh_with_names(spec, shape, zero, by_hand, axis_type):
+def test_zero_on_named_meshes(spec, shape, zero, by_hand, axis_type):
     mesh = mesh_of(types=axis_type, **NAMED)
     rules = Rules([('', spec)])
     if spec == 'lenient':
@@ -451,7 +451,7 @@ def test_zero_on_a_mesh_with_names(spec, shape, zero, by_hand, axis_type):
         ((), EVERYWHERE),
     ],
 )
-def test_zero_with_axes_left_out(left, by_hand):
+def test_zero_with_missing_axes(left, by_hand):
     params = {'w': struct(64, 256)}
     spec = for_optimizer(params, 'x y -> * x y2', zero=True)
     placed = einshard({'v': {'w': struct(*left)}}, spec)['v']['w']
@@ -499,7 +499,7 @@ def test_complete_keys_are_compared(state):
 
 
 def test_the_longest_path_that_fits_wins():
-    """A field of the state may be called as a module is."""
+    """A field of the state may have the name of a module."""
     params = {'mu': {'w': struct(16, 8)}, 'w': struct(32, 16)}
     state = {'mu': params, 'nu': params}
     assert placements(params, {'mu': COLUMNS.replace('y*', 'y8 2'), 'w': ROWS}, state) == [
@@ -634,7 +634,7 @@ def test_default():
     assert left_alone['key'] is state['key']
 
 
-def test_parameters_left_alone():
+def test_parameters_without_a_spec():
     params = {'w': struct(16, 32), 'b': struct(32)}
     state = {'mu': params, 'v': {'w': struct(16), 'b': struct(1)}}
     for zero in (False, True):
@@ -653,7 +653,7 @@ def test_parameters_are_not_kept_alive():
     assert describe(einshard({'mu': {'w': struct(16, 16)}}, spec)['mu']['w']) == DOWN
 
 
-# --------------------------------------------------------------------------- as a spec among others
+# ------------------------------------------------------------------------------------ as a spec
 
 
 def test_it_is_a_spec():
@@ -690,7 +690,7 @@ def test_it_may_be_copied_once_used(again, mesh):
     assert again_placed.sharding == placed.sharding
 
 
-def test_alone_before_a_function():
+def test_as_the_only_spec_of_sharded():
     """It is callable, but not a function to decorate."""
     params = {'w': np.ones((16, 32), np.float32)}
 

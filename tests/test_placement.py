@@ -103,7 +103,7 @@ def test_from_other_devices():
     check_shards(y, X, [(0, 2)], jax.devices()[:2])
 
 
-# --- what is placed ---------------------------------------------------------------------------
+# --- kinds of leaves --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_invalid_memory_kind(devices8, moves, bad):
     assert moves == []
 
 
-# --- what stays, what moves -------------------------------------------------------------------
+# --- device_put calls -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_trees_with_prefix_specs(devices8):
     first, second = placed['layers']
     check_shards(first.w, X, [(1, 8)], devices8)
     check_shards(first.b, X[0], [(0, 8)], devices8)
-    assert second.w is tree['layers'][1].w  # None leaves it alone
+    assert second.w is tree['layers'][1].w  # no spec
     assert isinstance(first, Layer)
     check_shards(placed['scale'], np.float32(2), [(None, 8)], devices8)
 
@@ -360,7 +360,7 @@ def test_a_function_of_path_and_leaf(devices8):
     assert placed['layers'][0].b is tree['layers'][0].b
 
 
-def test_none_leaves_it_alone(moves):
+def test_none(moves):
     assert einshard(X, None) is X
     tree = {'x': X}
     assert einshard(tree, None)['x'] is X
@@ -420,7 +420,7 @@ def test_jit_with_mesh_axis_types(types, expression, spec):
 
     with jax.set_mesh(mesh):
         if any([kinds[axis] for axis in axes] == [AUTO, EXPLICIT] for axes in entries(spec)):
-            # JAX cannot split what explicit axes leave by an automatic axis that is major
+            # JAX needs Explicit axes before Auto ones
             with pytest.raises(EinshardError, match="'data': 2, 'tp': 4"):
                 f(X)
             return

@@ -42,7 +42,7 @@ def spec_of(tree, rules, **options):
     return leaf.sharding.spec
 
 
-# ------------------------------------------------------------------------------ which rule it is
+# ------------------------------------------------------------------------------- matching of paths
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_every_kind_of_spec(spec, expected):
             assert spec_of(tree, rules, mesh=BY_HAND) == expected
 
 
-def test_none_leaves_alone():
+def test_none_as_a_spec():
     x, y = np.ones(16), jnp.ones(16)
     placed = einshard({'x': x, 'y': y, 'z': x}, Rules([('x|y', None)], default='a*'))
     assert placed['x'] is x
@@ -181,7 +181,7 @@ def test_an_equinox_module():
         assert new.bias.sharding == make_sharding('o*')
         np.testing.assert_array_equal(new.weight, old.weight)
     np.testing.assert_allclose(placed(jnp.ones(16)), mlp(jnp.ones(16)), rtol=1e-5)
-    # a layer without a bias has None there
+    # a layer without a bias
     eqx = pytest.importorskip('equinox')
     linear = einshard(eqx.nn.Linear(16, 16, use_bias=False, key=jax.random.key(0)), rules)
     assert linear.bias is None
@@ -214,13 +214,13 @@ def test_a_default_is_for_what_no_rule_matches():
 
 MESH = mesh_of(data=2, fsdp=4, tp=2)
 
-# shape, expression, and the PartitionSpec on the mesh above when what does not divide replicates
+# shape, expression, and PartitionSpec on MESH if indivisible axes are replicated
 INDIVISIBLE = [
     ((8, 8), 'a b -> a@fsdp b@tp', P('fsdp', 'tp')),
     ((6, 8), 'a b -> a@fsdp b@tp', P(None, 'tp')),
     ((8, 7), 'a b -> a@fsdp b@tp', P('fsdp')),
     ((6, 7), 'a b -> a@fsdp b@tp', P()),
-    # all of an axis or nothing of it, even where one of its mesh axes would divide
+    # an axis is replicated even if one of its mesh axes would divide it
     ((4, 2), 'a b -> a@(data,fsdp) b@tp', P(None, 'tp')),
     ((8, 2), 'a b -> a@(data,fsdp) b@tp', P(('data', 'fsdp'), 'tp')),
     # counts take the axes of the mesh in order
@@ -231,12 +231,12 @@ INDIVISIBLE = [
     ((4, 6, 5), 'a b c -> a2 b4 c2', P('data')),
     ((8, 3), 'a b -> * a4 b2', P('fsdp')),
     ((3, 8), 'a* b2', P(None, 'tp')),
-    # an axis that comes again is one axis, cut in the product
+    # an axis with two counts
     ((8, 8), 'a b -> a2 b4 a2', P(('data', 'tp'), 'fsdp')),
     ((2, 8), 'a b -> a2 b4 a2', P(None, 'fsdp')),
     ((6, 8), 'a b -> a2 b4 a2', P(None, 'fsdp')),
     ((4, 6), 'a b -> a2 b4 a2', P(('data', 'tp'))),
-    # mixed: names first, counts over what they leave
+    # mixed: counts use the mesh axes that names leave
     ((8, 2), 'a b -> a* b@tp', P(('data', 'fsdp'), 'tp')),
     ((4, 2), 'a b -> a* b@tp', P(None, 'tp')),
     ((8, 3), 'a b -> a* b@tp', P(('data', 'fsdp'))),
@@ -314,13 +314,13 @@ def test_rules_in_rules_keep_their_options():
         ((), '-> *'),
     ],
 )
-def test_shard_largest_cuts_the_largest_axis_that_divides(shape, expression):
+def test_shard_largest_shards_the_largest_divisible_axis(shape, expression):
     for spec in (shard_largest, Rules([], default=shard_largest)):
         placed = einshard(struct(*shape), spec)
         assert placed.sharding == make_sharding(expression, n_dims=len(shape))
 
 
-def test_shard_largest_counts_the_devices_of_the_mesh_that_is_meant():
+def test_shard_largest_uses_the_mesh_of_the_call():
     devices, shape = jax.devices()[:8], (8, 3)
     expected = make_sharding('a* b', mesh=devices)
     x = np.ones(shape, np.float32)
@@ -332,7 +332,7 @@ def test_shard_largest_counts_the_devices_of_the_mesh_that_is_meant():
         assert sharded(spec, out=None, mesh=devices)(lambda t: t)(tree)['w'].sharding == expected
         with jax.set_mesh(device_mesh(devices)):
             assert einshard(tree, spec)['w'].sharding == expected
-    # more devices than there are: 16 divides by the 16 here, but not by those 64
+    # an abstract mesh: 16 is divisible by the 16 devices here, but not by 64
     abstract = AbstractMesh((64,), ('fsdp',), axis_types=(AxisType.Auto,))
     assert spec_of(struct(16, 3), rules, mesh=abstract) == P()
     assert spec_of(struct(16, 64), rules, mesh=abstract) == P(None, 'fsdp')
@@ -344,7 +344,7 @@ def test_shard_largest_on_one_device():
     assert placed.sharding.device_set == {jax.devices()[0]}
 
 
-# -------------------------------------------------------------------------- where rules may stand
+# ---------------------------------------------------------------------------- rules in other specs
 
 
 def test_rules_in_a_tree_of_specs():
@@ -358,7 +358,7 @@ def test_rules_in_a_tree_of_specs():
     assert placed['frozen']['w'] is W
 
 
-def test_rules_alone_are_a_spec_of_sharded():
+def test_rules_as_the_only_spec_of_sharded():
     rules = Rules([('kernel', ROWS), ('bias', EVERYWHERE)])
     params = {'kernel': np.ones((16, 16), np.float32), 'bias': np.ones(3, np.float32)}
 
@@ -379,12 +379,12 @@ def test_rules_alone_are_a_spec_of_sharded():
         'bias': make_sharding(EVERYWHERE),
     }
     assert float(total(doubled)) == 2 * 256 + 6
-    # other shapes, other leaves: resolved again
+    # other shapes and leaves
     assert double({'kernel': np.ones((32, 2), np.float32)})['kernel'].sharding.spec == P(ALL)
     assert float(total({'bias': np.ones(5, np.float32)})) == 5
 
 
-def test_sharded_names_the_parameter_that_rules_refuse():
+def test_errors_of_rules_name_the_parameter_of_sharded():
     @sharded(Rules([('kernel', ROWS)]))
     def step(params):
         return params
@@ -481,7 +481,7 @@ def test_rules_in_a_configuration_may_be_copied(again):
     assert leaf is W
 
 
-# -------------------------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------------------------- errors
 
 
 def test_unmatched_leaves_are_one_error():

@@ -55,7 +55,7 @@ LETTER = {
 
 
 def placed(tree, specs):
-    """Each leaf as R, C or -, for rows, columns or left alone."""
+    """Each leaf as R, C or -: rows, columns or no spec."""
     result = einshard(tree, specs)
     assert jax.tree.structure(result) == jax.tree.structure(tree)
     for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(result), strict=True):
@@ -85,7 +85,7 @@ def placed(tree, specs):
         ({'x': Block(W, W), 'y': W}, {'x': ROWS, 'y': COLUMNS}, 'RRC'),
         (Keyless(W, W), Keyless(ROWS, COLUMNS), 'RC'),
         (collections.OrderedDict(a=W, b=W), collections.OrderedDict(a=ROWS, b=None), 'R-'),
-        # None in the tree is an empty subtree; a spec of it is for nothing
+        # None in the tree is an empty subtree: its spec is ignored
         ({'a': None, 'b': W}, ROWS, 'R'),
         ({'a': None, 'b': W}, {'a': None, 'b': ROWS}, 'R'),
         ({'a': None, 'b': W}, {'a': ROWS, 'b': COLUMNS}, 'C'),
@@ -115,7 +115,7 @@ def test_prefixes_agree_with_jit():
 # --- functions of the path --------------------------------------------------------------------
 
 
-def test_functions_see_the_whole_path():
+def test_functions_get_the_full_path():
     tree = {'layers': [Layer(W, B), Block(W, {'b': B})], 'keyless': Keyless(W), 'none': None}
     seen = []
 
@@ -132,7 +132,7 @@ def test_functions_see_the_whole_path():
         'layers/1/down/b',
     ]
     assert [leaf for _, leaf in seen] == jax.tree.leaves(tree)
-    # at a place in a prefix too, the path is from the top
+    # also in a prefix
     seen.clear()
     einshard(tree, {'layers': [None, look], 'keyless': ROWS, 'none': look})
     assert [path for path, _ in seen] == ['layers/1/up', 'layers/1/down/b']
@@ -180,7 +180,7 @@ def test_functions_see_leaves_that_are_no_arrays():
     assert result['s'] == 'text'
 
 
-# --- what does not match ----------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -285,11 +285,11 @@ def test_a_bad_expression_says_which_leaf(tree, specs, array):
     assert refusal(einshard, tree, specs).facts['array'] == array
 
 
-# --- mesh axes that are not there ---------------------------------------------------------------
+# --- missing mesh axes ------------------------------------------------------------------------
 
 MESH = mesh_of(data=2, fsdp=2, tp=2)
 MISSING = [
-    # an expression, and what it is on this mesh
+    # expression, and the same without missing mesh axes
     ('b@(data,pod) d', 'b@data d'),
     ('b@(pod,data) d', 'b@data d'),
     ('b@(tp,pod,data) d@seq', 'b@(tp,data) d'),
@@ -298,7 +298,7 @@ MISSING = [
     ('b@pod ...', '* ...'),
     ('b d -> d@pod b@tp', 'b@tp d'),
     ('b d -> d@(pod,tp) b@tq', 'b d@tp'),
-    # counts are laid over what there is
+    # counts use the mesh axes that exist
     ('b@pod d*', 'b d*'),
     ('b@pod d8', 'b d8'),
     ('b@(pod,tp) d4', 'b@tp d4'),
@@ -314,7 +314,7 @@ X = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 
 
 @pytest.mark.parametrize(('expression', 'same'), MISSING)
-def test_missing_mesh_axes_replicate_where_asked(expression, same):
+def test_missing_mesh_axes_replicate_if_asked(expression, same):
     expected = make_sharding(same, mesh=MESH, n_dims=2)
     for x in (X, jnp.asarray(X), struct(8, 8)):
         placed = einshard(x, expression, mesh=MESH, missing='replicate')
@@ -350,7 +350,7 @@ def test_missing_mesh_axes_of_explicit_and_abstract_meshes():
         ('b@data d', '* b d'),
         ('b@(data,fsdp) d@tp', '* b d'),
         ('b@data ...', '* ...'),
-        ('b@d0 d', '* b d'),  # the axes of the mesh of all devices are names for nobody
+        ('b@d0 d', '* b d'),  # axes of the canonical mesh have no public names
         ('b@data d*', 'b d*'),
         ('b2* d@tp 2', 'b d -> b2* d 2'),
     ],
@@ -409,11 +409,11 @@ def test_the_fix_for_missing_axes():
 @pytest.mark.parametrize(
     ('x', 'expression', 'fix'),
     [
-        (X, 'b@dta d', "'b@data d'"),  # a name written wrongly
-        (X, 'b@pod d4', None),  # another error comes next
+        (X, 'b@dta d', "'b@data d'"),  # a typo
+        (X, 'b@pod d4', None),  # replicating leads to another error
         (X, 'b@pod', None),
         (np.ones((3, 8)), 'b@(data,pod) d', None),
-        (np.ones((8, 8), object), 'b@data d', None),  # an error that has nothing to do with it
+        (np.ones((8, 8), object), 'b@data d', None),  # an unrelated error
         (np.ones((3, 8)), 'b@data d', None),
     ],
 )
