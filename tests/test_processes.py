@@ -231,7 +231,7 @@ def test_each_process_raises_its_own_error(run, n):
             '  not replicated: processes have different rows'
         )
         assert texts['bad expression'] == (
-            "'e' is on the right side only\n"
+            "'e' is not on the left side\n"
             '    batch d -> batch* e\n'
             '                      ^\n'
             "  array:     float32[8,4], leaf 'x'\n"

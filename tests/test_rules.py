@@ -262,7 +262,7 @@ def test_indivisible_axes_replicate_if_asked(shape, expression, expected):
     if expected == P(*full(expression, shape)):
         assert einshard({'w': x}, strict, mesh=MESH)['w'].sharding == placed.sharding
     else:
-        assert 'do not divide' in refusal(einshard, {'w': x}, strict, mesh=MESH).sentence
+        assert 'is not divisible by' in refusal(einshard, {'w': x}, strict, mesh=MESH).sentence
 
 
 def full(expression, shape):
@@ -287,7 +287,7 @@ def test_replicated_axes_give_the_same_sharding_as_without_them(n, shape, expres
     """On the same mesh, so that jit does not trace again."""
     rules, devices = Rules([('', expression)], indivisible='replicate'), jax.devices()[:n]
     placed = einshard(np.ones(shape), rules, mesh=devices)
-    assert placed.sharding == make_sharding(same_as, n_dims=len(shape), mesh=devices)
+    assert placed.sharding == make_sharding(same_as, ndim=len(shape), mesh=devices)
 
 
 def test_rules_in_rules_keep_their_options():
@@ -317,7 +317,7 @@ def test_rules_in_rules_keep_their_options():
 def test_shard_largest_shards_the_largest_divisible_axis(shape, expression):
     for spec in (shard_largest, Rules([], default=shard_largest)):
         placed = einshard(struct(*shape), spec)
-        assert placed.sharding == make_sharding(expression, n_dims=len(shape))
+        assert placed.sharding == make_sharding(expression, ndim=len(shape))
 
 
 def test_shard_largest_uses_the_mesh_of_the_call():
@@ -574,7 +574,7 @@ def test_axes_may_be_missing_and_others_not_divisible():
     both = Rules(rules, missing='replicate', indivisible='replicate')
     assert spec_of(shape, both, mesh=mesh) == P('data')
     error = refusal(einshard, shape, Rules(rules, missing='replicate'), mesh=mesh)
-    assert error.sentence == "axis 'b' has size 6, which 4 parts do not divide"
+    assert error.sentence == "axis 'b' (size 6) is not divisible by 4"
     error = refusal(einshard, shape, Rules(rules, indivisible='replicate'), mesh=mesh)
     assert error.sentence == "the mesh has no axis 'pod'"
 
@@ -706,7 +706,7 @@ def test_models_are_placed_as_by_hand(name, devices):
 
 def test_the_vocabulary_of_gpt2_is_not_replicated_by_default():
     error = refusal(einshard, model_shapes.GPT2_XL, Rules(GPT2_PAIRS), mesh=MESH_128)
-    assert error.sentence == "axis 'a' has size 50257, which 8 parts do not divide"
+    assert error.sentence == "axis 'a' (size 50257) is not divisible by 8"
     assert error.facts['array'] == "float32[50257,1600], leaf 'transformer/wte/embedding'"
 
 

@@ -139,20 +139,18 @@ def test_the_mesh_is_that_of_einshard():
     twelve = device_mesh(jax.devices()[:12])
     counts = Rules([('w', 'a b -> a4 b3')])
     for call in (counts.table, lambda tree: einshard(tree, counts)):
-        with jax.set_mesh(twelve), pytest.raises(EinshardError, match='do not fall on the axes'):
+        with jax.set_mesh(twelve), pytest.raises(EinshardError, match='do not match the axes'):
             call({'w': struct(4, 3)})
     for call in (rules.table, lambda tree: einshard(tree, rules)):
         with pytest.raises(EinshardError, match='but there is no mesh'):
             call(tree)
-    with pytest.raises(EinshardError, match='which is no mesh'):
+    with pytest.raises(EinshardError, match='must be a mesh'):
         rules.table(tree, mesh='x')
 
 
 def test_errors_are_those_of_einshard():
-    assert (
-        refusal(Rules([('x', REPLICATED)]).table, {'w': struct(4)}).sentence
-        == '1 path matches no rule'
-    )
+    error = refusal(Rules([('x', REPLICATED)]).table, {'w': struct(4)})
+    assert error.sentence == '1 path matches no rule'
     error = refusal(Rules([('k', 'a*')]).table, {'mlp': {'kernel': struct(4)}})
     assert error.sentence == refusal(einshard, struct(4), 'a*').sentence
     assert error.facts['array'] == "float32[4], leaf 'mlp/kernel'"

@@ -315,7 +315,7 @@ X = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 
 @pytest.mark.parametrize(('expression', 'same'), MISSING)
 def test_missing_mesh_axes_replicate_if_asked(expression, same):
-    expected = make_sharding(same, mesh=MESH, n_dims=2)
+    expected = make_sharding(same, mesh=MESH, ndim=2)
     for x in (X, jnp.asarray(X), struct(8, 8)):
         placed = einshard(x, expression, mesh=MESH, missing='replicate')
         assert placed.sharding == expected
@@ -358,7 +358,7 @@ def test_missing_mesh_axes_of_explicit_and_abstract_meshes():
 def test_without_a_mesh_every_name_is_missing(expression, same):
     x = np.ones((16, 16))
     placed = einshard(x, expression, missing='replicate')
-    assert placed.sharding == make_sharding(same, n_dims=2)
+    assert placed.sharding == make_sharding(same, ndim=2)
     assert placed.sharding.device_set == set(jax.devices())
 
 
@@ -380,16 +380,16 @@ def test_missing_mesh_axes_in_every_kind_of_spec():
 @pytest.mark.parametrize(
     ('expression', 'sentence'),
     [
-        ('b@(pod,data) d d', 'the short form lists each axis once'),
+        ('b@(pod,data) d d', "without '->' it must appear once"),
         ('b@pod d@pod', "mesh axis 'pod' is used 2 times"),
-        ('b@(pod,data) d -> b d', 'the left side lists'),
-        ('b@pod d4', "'d4' uses 4 of 8 devices"),
+        ('b@(pod,data) d -> b d', 'the left side lists only the names'),
+        ('b@pod d4', "'d4' uses only 4 of 8 devices"),
         ('b@pod', 'names 1 axis, but the array has 2 dimensions'),
-        ('b@(pod,data) d', 'which 2 parts do not divide'),
+        ('b@(pod,data) d', 'is not divisible by 2'),
     ],
 )
 def test_other_errors_where_mesh_axes_may_be_missing(expression, sentence):
-    x = struct(3, 2) if 'divide' in sentence else X
+    x = struct(3, 2) if 'divisible' in sentence else X
     error = refusal(einshard, x, expression, mesh=MESH, missing='replicate')
     assert sentence in error.sentence
 
@@ -434,7 +434,7 @@ def test_invalid_missing(missing, spec):
     x = np.ones((16, 2))
     error = refusal(einshard, [x] if spec == [None] else x, spec, missing=missing)
     assert error.sentence.startswith('missing= ')
-    assert error.sentence.endswith(f"'error' or 'replicate', not {missing!r}")
+    assert error.sentence.endswith(f"must be 'error' or 'replicate', not {missing!r}")
 
 
 # --- nothing to place ---------------------------------------------------------------------------

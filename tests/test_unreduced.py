@@ -119,4 +119,4 @@ def test_gathered(terms):
 
 def test_an_argument_of_sharded(terms):
     error = refusal(sharded('a b -> a@x b')(lambda terms: terms), terms)
-    assert "it is 'a b -> a@x b (with partial sums over y)'" in error.sentence
+    assert "as 'a b -> a@x b (with partial sums over y)'" in error.sentence

@@ -9,7 +9,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, get_mesh
 
 from .._cache import cached
 from .._errors import EinshardError
@@ -23,7 +23,7 @@ from .._sharding.resolve import Placement, find_placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import Spec, check_visible, leaf_specs
 from .constrain import constrain, place_constant
-from .device_put import is_placed, put
+from .device_put import is_placed, put, put_array
 
 T = TypeVar('T')
 
@@ -79,27 +79,36 @@ def einshard(
     context = current_context(mesh)
     if missing != 'error':
         check_missing(missing)
-    elif type(spec) is str and _stays(x, spec, context, memory_kind):
-        return x
+    elif type(spec) is str:
+        placed = _place_array(x, spec, context, memory_kind, donate)
+        if placed is not None:
+            return placed
     leaves, treedef = jtu.tree_flatten(x)
     specs = leaf_specs(x, leaves, spec, context.mesh, treedef)
     placed = _place_leaves(x, leaves, specs, context, memory_kind, missing, donate)
     return jtu.tree_unflatten(treedef, placed)
 
 
-def _stays(x: Any, spec: str, context: Context, memory_kind: str | None) -> bool:
-    """Whether `x` is an array that certainly has this sharding already.
+def _place_array(x: Any, spec: str, context: Context, memory_kind: str | None, donate: bool) -> Any:
+    """Places a single concrete array; returns None if the full path must do it or raise an error.
 
-    The fast path: 1.0 us in all. A `device_put` that moves nothing takes 18 us.
+    The fast path: 1.0 us for an array that already has this sharding, where `device_put` takes 16.
     """
-    if _kind(type(x)) != _ARRAY:
-        return False
+    kind = _kind(type(x))
+    if kind != _ARRAY and kind != _HOST:
+        return None
     try:
         sharding = find_placement(spec, x.shape, context, memory_kind).sharding
-    except (EinshardError, TypeError):  # the full path raises it, with the array
-        return False
-    placed = x.sharding
-    return (placed is sharding or placed == sharding) and not is_tracing()
+        get_mesh()  # raises while tracing; see is_tracing
+    except (ValueError, TypeError):  # the full path raises an error with the array
+        return None
+    if kind == _ARRAY:
+        placed = x.sharding
+        if placed is sharding or placed == sharding or is_placed(x, sharding):
+            return x
+    elif not _is_dtype_of_jax(x.dtype):
+        return None
+    return put_array(x, sharding, donate)
 
 
 def _place_leaves(
