@@ -12,6 +12,7 @@ import pytest
 from counting import counting
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import mesh_of
 from test_hlo import assert_same_program, compiled, floats
 
 from einshard import (
@@ -29,11 +30,6 @@ RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(48, 48)).astype(np.float32)
 W = RANDOM.normal(size=(48, 48)).astype(np.float32) / 7
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
-
-
-def mesh_of(types=AxisType.Auto, devices=EIGHT, **sizes):
-    grid = np.array(devices, dtype=object).reshape(tuple(sizes.values()))
-    return Mesh(grid, tuple(sizes), axis_types=(types,) * len(sizes))
 
 
 def product(x, w):
@@ -439,7 +435,7 @@ def test_ahead_of_time():
     ids=str,
 )
 def test_on_a_mesh_the_body_sees_its_axes(specs, context, explicit):
-    mesh = mesh_of(AxisType.Explicit if explicit else AxisType.Auto, data=4, tp=2)
+    mesh = mesh_of(types=AxisType.Explicit if explicit else AxisType.Auto, data=4, tp=2)
     *specs, out = specs
     f = per_device(*specs, out=out, mesh=None if context else mesh)(
         lambda x, w: jax.lax.psum(x @ w, 'tp')
@@ -589,7 +585,7 @@ def test_results_need_not_name_an_axis_of_one_part(what):
 
 @pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
 def test_results_need_not_name_a_mesh_axis_of_one_device(types):
-    mesh = mesh_of(types, i=1, j=8)
+    mesh = mesh_of(types=types, i=1, j=8)
     placed = jax.device_put(AT_ONE, NamedSharding(mesh, P('i', 'j')))
     for what, out in itertools.product(['pmean over both', 'axis_index'], ['i@i j@j', 'i j@j']):
         y = per_device('i@i j@j', out=out, mesh=mesh)(OVER_ONE[what])(placed)
@@ -629,7 +625,7 @@ def test_manual_is_the_old_name_of_axis_names():
 
 
 def test_array_with_explicit_mesh_axes():
-    x = jax.device_put(AT_ONE.T, NamedSharding(mesh_of(AxisType.Explicit, d=8), P('d')))
+    x = jax.device_put(AT_ONE.T, NamedSharding(mesh_of(types=AxisType.Explicit, d=8), P('d')))
     with pytest.raises(EinshardError, match="explicit mesh axis 'd'"):
         per_device('i* j', out='i* j', mesh=EIGHT)(jnp.sin)(x)
     y = per_device('i* j', out='i* j', mesh=x.sharding.mesh)(jnp.sin)(x)

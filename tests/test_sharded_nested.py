@@ -327,7 +327,7 @@ def test_a_later_argument_and_a_tree_are_named_by_their_path():
 
 @pytest.mark.parametrize('call', [lambda f, x: f(x), lambda f, x: f(x=x)])
 def test_cotangents_may_be_sharded_differently(call):
-    """`out=` does not constrain cotangents: the compiler reshards them. Eager calls change nothing."""
+    """`out=` does not constrain cotangents, before and after eager calls."""
     f = sharded('a* b', out='a b*', mesh=EIGHT)(lambda x: jnp.sin(x))
     rows = einshard(X, 'a* b', mesh=EIGHT)
     for x in (rows, X, rows, X):
