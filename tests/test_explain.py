@@ -777,7 +777,7 @@ def test_functions_that_cannot_be_traced():
 
 def test_specs_that_do_not_fit_are_errors_as_in_a_call():
     text, _ = failing(sharded('a b -> a* b')(lambda x: x), floats(15, 2))
-    assert text.startswith("axis 'a' has size 15, which 16 parts do not divide")
+    assert text.startswith("axis 'a' (size 15) is not divisible by 16")
 
 
 def test_functions_that_do_not_compile():

@@ -506,7 +506,7 @@ def test_errors_of_the_body_are_not_touched(error):
 
 
 def test_nothing_is_moved_before_an_error():
-    with jax.transfer_guard('disallow'), pytest.raises(EinshardError, match='do not divide'):
+    with jax.transfer_guard('disallow'), pytest.raises(EinshardError, match='is not divisible by'):
         LAYER(product)(X[:6], W)
 
 
