@@ -513,7 +513,7 @@ def test_nothing_is_moved_before_an_error():
 def instead(function, out='...', spec='a b -> a4 b', x=MATRIX):
     with pytest.raises(EinshardError, match='declares the result replicated') as caught:
         per_device(spec, out=out, mesh=EIGHT[:4])(function)(x)
-    return {label: fact for label, fact in caught.value.facts.items() if label != 'function'}
+    return {label: fact for label, fact in caught.value.facts.items() if label != 'of'}
 
 
 def gathered(x, gather=jax.lax.all_gather):

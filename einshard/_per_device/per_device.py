@@ -206,7 +206,7 @@ class _Mapped:
             return view
         except EinshardError as error:
             # named here, because `sharded` would name the parameter that it is resolving
-            raise error.about(function=self.name) from None
+            raise error.about(of=self.name) from None
 
     def _place(self, text: str | None, path: str, leaf: Any) -> str | None:
         """The spec of a leaf for `sharded`."""
@@ -277,7 +277,7 @@ class _Mapped:
                 f"parameter '{label}' is sharded over explicit mesh axis '{axis}', but the mesh "
                 'has no such axis',
                 facts={
-                    'function': self.name,
+                    'of': self.name,
                     'array': array_text(leaf),
                     'mesh': mesh_text(mesh),
                     'try': f'per_device(..., mesh={label}.sharding.mesh)',
@@ -342,7 +342,7 @@ class _Mapped:
             facts['note'] = 'with mesh= or a mesh in context, collectives use its axis names'
             if axis in view.joint.sizes:
                 facts[f"'{axis}' is sharded over"] = view.mesh_axes_of(axis)
-        return EinshardError(sentence, facts={'function': self.name, **facts})
+        return EinshardError(sentence, facts={'of': self.name, **facts})
 
 
 def _is_traced(value: Any) -> bool:

@@ -35,11 +35,11 @@ class Varying:
 
     def error(self, function: str, facts: Mapping[str, str]) -> EinshardError:
         path = '/'.join(re.findall(r'\w+', self.key))
-        where = {'function': function, **({'result': f"'{path}'"} if path else {})}
+        of = f"the result '{path}' of {function}" if path else function
         return EinshardError(
             f'out= declares the result replicated over {quoted(self.axes)}, but it may vary across '
             f'{"it" if len(self.axes) == 1 else "them"}',
-            facts={**where, **facts},
+            facts={'of': of, **facts},
         )
 
 
