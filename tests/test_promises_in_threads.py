@@ -113,7 +113,7 @@ def test_a_program_that_fails_is_read_when_it_runs_later():
 # ------------------------------------------------------------------------------------ per_device
 
 
-def test_per_device_keeps_promises():
+def test_per_device_checks_collectives():
     def body(x):
         return jax.lax.psum(x.sum(), 'a')
 
@@ -141,7 +141,7 @@ def test_per_device_methods_and_results_that_need_ranks():
         Layer()(WIDE)
 
 
-def test_per_device_refuses_a_wrong_promise_at_decoration():
+def test_invalid_kind_in_per_device():
     with pytest.raises(EinshardError, match='all-reduced'):
         per_device('a*', out='a*', collectives='all-reduced')(lambda x: x)
 

@@ -1,4 +1,4 @@
-"""sharded: what its specs, its mesh and its options mean, beside jax.jit written by hand."""
+"""sharded: specs, meshes and options, against hand-written jax.jit."""
 
 import functools
 from typing import NamedTuple
@@ -95,7 +95,7 @@ def test_scalars_take_specs(devices8):
     assert result.sharding.device_set == set(devices8)
 
 
-def test_a_rank_is_looked_at_where_an_axis_is_behind_the_ellipsis(devices8):
+def test_axes_after_an_ellipsis(devices8):
     f = sharded('... d -> ... d*', out='... d -> ... d*', mesh=devices8)(lambda x: 2 * x)
     for n_dims in (1, 2, 3, 4, 2, 1):
         x = np.ones((2,) * (n_dims - 1) + (16,), np.float32)
@@ -156,7 +156,7 @@ def test_a_prefix_of_a_tree_is_a_spec(devices8):
         assert same_placement(ours[path], leaf.sharding), path
 
 
-def test_one_expression_for_a_whole_tree(devices8):
+def test_one_expression_for_a_pytree(devices8):
     f = sharded('... o -> ... o*', mesh=devices8)(lambda tree: jax.tree.map(jnp.sin, tree))
     tree = {'a': np.ones((4, 8), np.float32), 'b': (np.ones(16, np.float32), None)}
     asked = f.in_shardings(tree)['tree']
@@ -246,7 +246,7 @@ def test_ellipsis_in_out_over_a_tree_is_one_trace(n_calls, devices8):
 # ------------------------------------------------------------------------------------------- mesh
 
 
-def test_reversed_device_lists_are_the_one_mesh(devices8):
+def test_reversed_device_lists_give_the_canonical_mesh(devices8):
     forth = sharded('x y -> x* y', out='x y -> x* y', mesh=devices8)(lambda x: 2 * x)
     back = sharded('x y -> x* y', out='x y -> x* y', mesh=devices8[::-1])(lambda x: 3 * x)
     result = back(forth(X))
@@ -483,7 +483,7 @@ def test_in_shardings_and_out_shardings_by_parameter(devices8):
     assert sharded(None, 'y z*', mesh=devices8)(matmul).out_shardings(X, W) is None
 
 
-def test_clear_cache_forgets_traces(devices8):
+def test_clear_cache_drops_traces(devices8):
     f = sharded('x y -> x* y', mesh=devices8)(lambda x: jnp.exp(x))
     with counting() as counts:
         f(X)

@@ -262,7 +262,7 @@ def test_jvp_vjp_linearize_and_second_derivatives():
     close(second, -np.sin(X) * X)
 
 
-def test_eager_transformations_of_arguments_placed_as_asked():
+def test_eager_transformations_of_sharded_arguments():
     f = sharded('a b -> a* b', out='a b -> a b*', mesh=EIGHT)(jnp.sin)
     x = einshard(X, 'a b -> a* b', mesh=EIGHT)
     close(jax.grad(lambda x: f(x).sum())(x), np.cos(X))
@@ -295,7 +295,7 @@ def test_indivisible_inside_is_our_error(types):
     with jax.set_mesh(device_mesh(EIGHT, axis_types=types)):
         for wrap in (sharded, jax.jit):
             f = wrap(lambda x: einshard(x[:6], 'a* b'))
-            with pytest.raises(EinshardError, match="axis 'a' has size 6, which 8 parts do not"):
+            with pytest.raises(EinshardError, match=r"axis 'a' \(size 6\) is not divisible by 8"):
                 f(X)
 
 
@@ -318,13 +318,13 @@ def test_the_mesh_in_context_is_that_of_each_call():
             result = f(X)
         assert result.sharding.mesh == mesh
         assert equals(result.sharding, NamedSharding(mesh, P(None, mesh.axis_names)), 2)
-    with pytest.raises(EinshardError, match='16 parts'):
+    with pytest.raises(EinshardError, match='is not divisible by 16'):
         f(X)
     with jax.set_mesh(mesh_of(p=2, q=4)):
         assert f.out_shardings(X).mesh == mesh_of(p=2, q=4)
 
 
-def test_two_meshes_of_one_shape_over_different_devices_in_turn():
+def test_meshes_that_differ_only_in_devices_share_a_trace():
     low, high = (mesh_of(p=2, q=2, devices=jax.devices()[i : i + 4]) for i in (0, 4))
     runs = []
 
@@ -350,7 +350,7 @@ def test_two_meshes_of_one_shape_over_different_devices_in_turn():
     assert counts.of('f')[1] == 0
 
 
-def test_with_and_without_a_mesh_in_turn():
+def test_alternating_with_and_without_a_mesh():
     runs = []
 
     @sharded('a b -> a* b', out='a b -> a b*')
@@ -376,7 +376,7 @@ def test_with_and_without_a_mesh_in_turn():
     assert len(runs) == 2
 
 
-def test_a_mesh_in_context_is_nothing_to_one_with_its_own():
+def test_mesh_takes_precedence_over_the_mesh_in_context():
     f = sharded('a b -> a* b', out='a b -> a b*', mesh=EIGHT)(lambda x: constrain(2 * x))
     expected = make_sharding('a b -> a b*', mesh=EIGHT)
     for mesh in (mesh_of(p=8), mesh_of(p=2, q=4)):
@@ -572,7 +572,7 @@ def test_nested_sharded_functions():
     close(jax.jit(jax.grad(lambda x: outer(x).sum()))(X), np.cos(X) + 2 * np.cos(2 * X), rtol=1e-4)
 
 
-def test_a_nested_function_serves_several_meshes_in_turn():
+def test_a_nested_function_on_several_meshes():
     inner = sharded('a b -> a b*', out='a b -> a b*')(lambda x: constrain(2 * x))
     outers = [
         sharded('a b -> a* b', out='a b -> a b*', mesh=devices)(lambda x: inner(x))
