@@ -246,7 +246,7 @@ def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]
                 f"the position of {quoted(names[before + 1 :])} after '...' depends on the number "
                 'of dimensions, which is not known here',
                 [t for t in expression.left if t.name == ELLIPSIS],
-                expected='n_dims=, the number of dimensions of the array',
+                expected='ndim=, the number of dimensions of the array',
             )
         n_dims = len(names) - 1
     if n_dims < before + after:
