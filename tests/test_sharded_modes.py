@@ -301,7 +301,7 @@ def test_indivisible_inside_is_our_error(types):
     with jax.set_mesh(device_mesh(EIGHT, axis_types=types)):
         for wrap in (sharded, jax.jit):
             f = wrap(lambda x: einshard(x[:6], 'a* b'))
-            with pytest.raises(EinshardError, match="axis 'a' has size 6, which 8 parts do not"):
+            with pytest.raises(EinshardError, match='is not divisible by 8'):
                 f(X)
 
 
@@ -324,7 +324,7 @@ def test_the_mesh_in_context_is_that_of_each_call():
             result = f(X)
         assert result.sharding.mesh == mesh
         assert equals(result.sharding, NamedSharding(mesh, P(None, mesh.axis_names)), 2)
-    with pytest.raises(EinshardError, match='16 parts'):
+    with pytest.raises(EinshardError, match='is not divisible by 16'):
         f(X)
     with jax.set_mesh(mesh_of(2, 4)):
         assert f.out_shardings(X).mesh == mesh_of(2, 4)

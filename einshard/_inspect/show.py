@@ -197,7 +197,7 @@ def _of_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
         )
     sharding = sharding_of(x)
     if not isinstance(sharding, Sharding):
-        raise EinshardError(f'nothing to draw: the array is {describe(x)}')
+        raise EinshardError(f'nothing to draw ({describe(x)})')
     if shape is not None and shape != tuple(own_shape):
         raise EinshardError(
             f'shape= is {list(shape)}, but the array has the shape {list(own_shape)}',
