@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from .._errors import EinshardError
-from .._functions.call import JIT_OPTIONS, CallSignature, Parameters, listed
+from .._functions.parameters import JIT_OPTIONS, CallSignature, Parameters, listed
 from .._functions.promise import Promise
 from .._functions.sharded import ShardedFunction, called_too_early, sharded
 from .._notation.expression import parse
