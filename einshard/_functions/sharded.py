@@ -308,7 +308,7 @@ def sharded(
 
     Args:
         in_specs: specs by position: expressions, None, `Rules`, functions `(path, leaf) -> spec`,
-            or pytree prefixes of those. A single function without options is decorated.
+            or pytree prefixes of those. `sharded(f)` decorates the function f.
         out: the spec of the result.
         mesh: a mesh or devices. Default: the mesh in context at each call, or else all devices.
         reshard: whether to reshard arguments that are sharded differently.

@@ -334,7 +334,7 @@ class _Mapped:
         axes = {name: n for name, n in view.axes.items() if not self.manual or name in self.manual}
         facts = {'mesh axes': mesh_text(axes) or 'none'}
         if axis in view.axes:
-            sentence = f"a collective uses axis '{axis}', which is not manual"
+            sentence = f"a collective uses axis '{axis}', which is not in axis_names="
         elif view.by_name:
             sentence = f"a collective uses axis '{axis}', but no expression shards '{axis}'"
         else:
