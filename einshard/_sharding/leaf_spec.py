@@ -21,6 +21,7 @@ class LeafSpec:
     memory_kind: str | None = None
     on_missing: Missing = 'error'  # 'replicate': ignore mesh axes that the mesh lacks
     on_indivisible: Missing = 'error'  # 'replicate': replicate axes that are not divisible
+    rule: str | None = None  # the rule that it comes from, for errors
 
     def __str__(self) -> str:
         return in_memory(self.expression.text, self.memory_kind)
@@ -55,15 +56,20 @@ def _read(text: str) -> LeafSpec:
 
 @cached
 def lenient(
-    spec: AnySpec, *, on_missing: Missing = 'error', on_indivisible: Missing = 'error'
+    spec: AnySpec,
+    *,
+    on_missing: Missing = 'error',
+    on_indivisible: Missing = 'error',
+    rule: str | None = None,
 ) -> LeafSpec:
-    """The spec with these options set to 'replicate' where they say so."""
+    """The spec with these options set to 'replicate' where they say so, and with its rule."""
     known = as_leaf_spec(spec)
     if on_missing == 'error':
         on_missing = known.on_missing
     if on_indivisible == 'error':
         on_indivisible = known.on_indivisible
-    return replace(known, on_missing=on_missing, on_indivisible=on_indivisible)
+    rule = known.rule or rule  # of rules within rules, the inner one
+    return replace(known, on_missing=on_missing, on_indivisible=on_indivisible, rule=rule)
 
 
 def rewritten(spec: AnySpec, expression: str) -> AnySpec:

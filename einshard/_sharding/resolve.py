@@ -111,6 +111,8 @@ def resolve(
         raise
     except EinshardError as error:
         fix = _working_fix(error, spec, shape, context, memory_kind, option)
+        if isinstance(spec, LeafSpec) and spec.rule is not None:
+            error = error.about(rule=spec.rule)
         raise error.with_fix(fix) from None
 
 

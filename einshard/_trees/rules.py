@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._cache import cached
-from .._errors import EinshardError, plural, quoted
+from .._errors import EinshardError, for_arrays, plural, quoted
 from .._notation.expression import Expression, Term, axis_letters, check_mesh_axes, parse
 from .._notation.layout import axis_positions
 from .._notation.write import write, write_short
@@ -58,16 +58,19 @@ class Rules:
     Args:
         rules: pairs of a pattern and a spec: an expression, None for no spec, a
             `jax.sharding.PartitionSpec`, or a function `(path, leaf) -> spec`.
-        default: the spec of leaves that no pattern matches. If omitted, they are an error.
+        default: the spec of leaves that no pattern matches. If omitted, they are an error. Rules of
+            which none matches any path of a tree are an error too.
         indivisible: for an axis whose size is not divisible by its number of shards: 'error', or
             'replicate' to replicate that axis only. `table` lists such axes.
         missing: for mesh axes that a spec names and the mesh lacks: 'error', or 'replicate' to
             ignore them. `table` lists them.
         min_size: leaves with fewer elements are replicated.
+        strict: whether every rule that matches no path of a tree is an error.
 
     Raises:
         EinshardError: a pattern is not a regular expression, a rule is not a pair, or a spec is
-            invalid. In use: no rule matches a leaf, or its spec does not fit its rank or sizes.
+            invalid. In use: no rule matches a leaf, its spec does not fit its rank or sizes, or
+            rules match no path; the error lists all leaves or rules.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Rules:
         indivisible: Literal['error', 'replicate'] = 'error',
         missing: Missing = 'error',
         min_size: int = 0,
+        strict: bool = False,
     ):
         if isinstance(rules, str | Mapping) or not isinstance(rules, Iterable):
             raise EinshardError(
@@ -88,26 +92,27 @@ class Rules:
         self.default = default
         if default is not _NO_DEFAULT:
             _check_rule_spec(default, {'of': 'default='})
-        if indivisible not in ('error', 'replicate'):
-            raise EinshardError(f"indivisible= must be 'error' or 'replicate', not {indivisible!r}")
+        check_option('indivisible', indivisible)
         check_option('missing', missing)
         self.indivisible: Missing = indivisible
         self.missing: Missing = missing
         self.min_size = _size(min_size)
+        self.strict = strict
         self.patterns = [re.compile(pattern) for pattern, _ in self.rules]
         self._matches: dict[str, int | None] = {}
         self._found: dict[tuple[str, tuple[int, ...]], _Found] = {}
+        self._used: set[tuple[str, ...]] = set()
 
     def __repr__(self) -> str:
         return f'Rules({list(self.rules)!r})'
 
     def __getstate__(self) -> dict[str, Any]:
         # without the caches, which other threads may change during a pickle
-        return {**self.__dict__, '_matches': {}, '_found': {}}
+        return {**self.__dict__, '_matches': {}, '_found': {}, '_used': set()}
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
         """The spec of one leaf."""
-        return self.for_leaves([path], [leaf])[0]
+        return self.find_all([path], [leaf])[0][1]
 
     def match(self, path: str) -> int | None:
         """The index of the first rule that matches a path; None if there is none."""
@@ -117,15 +122,30 @@ class Rules:
         return self._matches[path]
 
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
-        """The specs of many leaves; one error lists all leaves that no rule matches."""
-        return [spec for _, spec in self.find_all(paths, leaves)]
+        """The specs of the leaves of a tree; raises for rules that must match, and do not."""
+        found = self.find_all(paths, leaves)
+        kinds = {rule for rule, _ in found}
+        if self.strict or ('default' in kinds and not any(type(rule) is int for rule in kinds)):
+            self._check_use(tuple(paths))
+        return [spec for _, spec in found]
 
     def find_all(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[_Found]:
-        """`find` for many leaves; one error lists all leaves that no rule matches."""
-        found = [self.find(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
-        unmatched = [i for i, (rule, _) in enumerate(found) if rule is None]
+        """`find` for many leaves; one error lists all leaves that no rule matches or fits."""
+        found: list[_Found] = []
+        errors: list[EinshardError] = []
+        unmatched: list[tuple[str, Any]] = []
+        for path, leaf in zip(paths, leaves, strict=True):
+            try:
+                found.append(self.find(path, leaf))
+            except EinshardError as error:
+                errors.append(error)
+            else:
+                if found[-1][0] is None:
+                    unmatched.append((path, leaf))
         if unmatched:
-            raise self._unmatched([(paths[i], leaves[i]) for i in unmatched])
+            raise self._unmatched(unmatched)
+        if errors:
+            raise for_arrays(errors) from None
         return found
 
     def find(self, path: str, leaf: Any) -> _Found:
@@ -150,12 +170,13 @@ class Rules:
         if number is None:
             if self.default is _NO_DEFAULT:
                 return None, None
-            rule, spec = 'default', self.default
+            name, spec = 'default=', self.default
         else:
-            rule, spec = self.rules[number]
-        one = _spec_for(spec, path, leaf, rule)
+            pattern, spec = self.rules[number]
+            name = f"'{pattern}'"
+        one = _spec_for(spec, path, leaf, name)
         if one is not None:
-            one = lenient(one, on_missing=self.missing, on_indivisible=self.indivisible)
+            one = lenient(one, on_missing=self.missing, on_indivisible=self.indivisible, rule=name)
         found: _Found = ('default' if number is None else number, one)
         if not callable(spec):  # a function may depend on more than the shape
             self._found[path, shape] = found
@@ -179,6 +200,24 @@ class Rules:
         with mesh_scope(context.mesh):
             found = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
         return make_table(tree, found, self.patterns, context)
+
+    def _check_use(self, paths: tuple[str, ...]) -> None:
+        """Raises if no rule matches a path of a tree; with `strict=`, if one matches none."""
+        if paths in self._used or not self.rules or paths == ('',):
+            return
+        unused = [p.pattern for p in self.patterns if not any(map(p.search, paths))]
+        every = len(unused) == len(self.patterns)
+        if unused and (self.strict or every):
+            verb = 'matches' if len(unused) == 1 else 'match'
+            which = 'no rule matches any' if every else f'{plural(len(unused), "rule")} {verb} no'
+            facts = {
+                'rules': first_of([f"'{pattern}'" for pattern in unused], 8),
+                'paths': first_of([f"'{path}'" for path in paths], 8),
+            }
+            if every and self.default is not _NO_DEFAULT:
+                facts['instead'] = 'the spec of default= alone, to use it for all leaves'
+            raise EinshardError(f'{which} path of the tree', facts=facts)
+        self._used.add(paths)
 
     def _unmatched(self, leaves: Sequence[tuple[str, Any]]) -> EinshardError:
         shown = [f"'{path}' {array_text(leaf)}" for path, leaf in leaves]
@@ -285,7 +324,7 @@ def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
             )
         return _of_rank(spec, len(leaf.shape))
     except EinshardError as error:
-        raise error.about(array=leaf_text(path, leaf), rule=f"'{rule}'") from None
+        raise error.about(array=leaf_text(path, leaf), rule=rule) from None
 
 
 @cached
