@@ -98,7 +98,10 @@ def for_arrays(errors: Sequence[EinshardError]) -> EinshardError:
     first, *others = errors
     if not others:
         return first
-    also = [f'{error.facts.get("array")}: {error.sentence}' for error in others[:_MOST_ALSO]]
+    also: list[str] = []
+    for error in others[:_MOST_ALSO]:
+        why = '' if error.sentence == first.sentence else f': {error.sentence}'
+        also.append(error.facts.get('array', '') + why)
     more = len(others) - len(also)
     text = '; '.join(also) + (f'; and {more} more' if more else '')
     return type(first)(**first.parts(facts={**first.facts, 'also': text}))

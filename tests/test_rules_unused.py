@@ -95,9 +95,7 @@ def test_an_error_names_its_rule_and_lists_all_leaves():
     assert error.facts['array'] == "float32[6,8], leaf 'layer_0/kernel'"
     assert error.facts['rule'] == "'kernel'"
     also = error.facts['also'].split('; ')
-    assert also[0] == (
-        "float32[6,8], leaf 'layer_1/kernel': axis 'x' (size 6) is not divisible by 4"
-    )
+    assert also[0] == "float32[6,8], leaf 'layer_1/kernel'"
     assert (len(also), also[-1]) == (9, 'and 3 more')
 
 

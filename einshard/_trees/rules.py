@@ -11,18 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax.tree_util as jtu
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._cache import cached
 from .._errors import EinshardError, for_arrays, plural, quoted
 from .._notation.expression import Expression, Term, axis_letters, check_mesh_axes, parse
 from .._notation.layout import axis_positions
-from .._notation.write import write, write_short
+from .._notation.write import write
 from .._sharding.axis_rules import Missing, check_option
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec, as_leaf_spec, lenient
-from .._sharding.mesh import MeshLike, entry_axes, sizes_of
+from .._sharding.mesh import MeshLike, entry_axes
 from .._text import array_text, first_of
 from .paths import leaf_paths, leaf_text
 from .specs import Spec, check_visible, is_function
@@ -214,6 +213,7 @@ class Rules:
                 'rules': first_of([f"'{pattern}'" for pattern in unused], 8),
                 'paths': first_of([f"'{path}'" for path in paths], 8),
             }
+            facts |= _about_anchors(unused, paths[0])
             if every and self.default is not _NO_DEFAULT:
                 facts['instead'] = 'the spec of default= alone, to use it for all leaves'
             raise EinshardError(f'{which} path of the tree', facts=facts)
@@ -226,37 +226,19 @@ class Rules:
         facts = {'paths': first_of(shown, 8)}
         if near:
             facts['nearest rules'] = quoted(near)
-        path = leaves[0][0]
-        too_short = (p for p in patterns if p.endswith('$') and not p.endswith(r'\$'))
-        one = next((p for p in too_short if re.search(p[:-1], path)), None)
-        if one is not None:
-            facts['note'] = f"without its '$', '{one}' matches '{path}'"
+        facts |= _about_anchors(patterns, leaves[0][0])
         facts['expected'] = "a rule for each, or default='... -> * ...'"
         verb = 'matches' if len(leaves) == 1 else 'match'
         return EinshardError(f'{plural(len(leaves), "path")} {verb} no rule', facts=facts)
 
 
-def shard_largest(path: str, leaf: Any) -> str:
-    """A spec that shards the largest divisible axis of each array over all devices.
-
-        >>> import jax
-        >>> import numpy as np
-        >>> from einshard import einshard, shard_largest
-        >>> x = einshard(np.ones((3, 2 * jax.device_count())), shard_largest)
-        >>> x.sharding.shard_shape(x.shape)
-        (3, 2)
-
-    Arrays without a divisible axis are replicated. Of axes of equal size, the first is sharded.
-    Use it alone, or as `default=` of `Rules`, for fully sharded data parallelism (FSDP).
-    """
-    n_devices = math.prod(sizes_of(current_context().lowering_mesh).values())
-    shape: Sequence[int] = np.shape(leaf)
-    axes = [axis for axis, size in enumerate(shape) if size % n_devices == 0 and size]
-    if not axes or n_devices == 1:
-        return REPLICATED
-    chosen = max(axes, key=lambda axis: (shape[axis], -axis))
-    names = list(itertools.islice(axis_letters(), len(shape)))
-    return write_short(Term(name, star=i == chosen) for i, name in enumerate(names)).text
+def _about_anchors(patterns: Sequence[str], path: str) -> dict[str, str]:
+    """A note if a pattern would match a path without its anchor."""
+    for one in patterns:
+        for anchor, without in (('$', one.removesuffix('$')), ('^', one.removeprefix('^'))):
+            if without != one and not without.endswith('\\') and re.search(without, path):
+                return {'note': f"without its '{anchor}', '{one}' matches '{path}'"}
+    return {}
 
 
 def _checked(number: int, rule: Any) -> tuple[str, Spec]:
