@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -90,14 +89,7 @@ def einshard(
             return placed
     leaves, treedef = jtu.tree_flatten(x)
     specs = leaf_specs(x, leaves, spec, context.mesh, treedef)
-    find = partial(
-        resolve,
-        context=context,
-        memory_kind=memory_kind,
-        missing=missing,
-        indivisible=indivisible,
-        option="missing='replicate'",
-    )
+    find = _finder(context, memory_kind, missing, indivisible)
     placed = _place_leaves(x, leaves, specs, find, donate)
     return jtu.tree_unflatten(treedef, placed)
 
@@ -122,6 +114,18 @@ def _place_array(x: Any, spec: str, context: Context, memory_kind: str | None, d
     elif not _is_dtype_of_jax(x.dtype):
         return None
     return put_array(x, sharding, donate)
+
+
+def _finder(
+    context: Context, memory_kind: str | None, missing: Missing, indivisible: Missing
+) -> Callable[[AnySpec, Shape], Placement]:
+    # not a nested function of einshard: it would add 0.2 us to the fast path
+
+    def find(spec: AnySpec, shape: Shape) -> Placement:
+        option = "missing='replicate'"
+        return resolve(spec, shape, context, memory_kind, missing, indivisible, option=option)
+
+    return find
 
 
 def _place_leaves(
