@@ -8,7 +8,8 @@ Arrays and pytrees: `einshard`, `make_sharding`, `gather`, `from_local`.
 Functions: `sharded`, `Sharded`, `per_device`, `einsum`.
 Models: `Rules`, `shard_largest`, `for_optimizer`, `axis_rules`, `TRAINING_AXES`, `DECODING_AXES`.
 Inspect placements: `describe`, `show`, `device_mesh`.
-Inspect programs: `explain`, `topology`, `assert_collectives`; without compiling: `parallelism`.
+Inspect programs: `explain`, `topology`, `Chip`, `assert_collectives`.
+Without compiling: `parallelism`.
 Errors: `EinshardError`, `UnexpectedCollectives`.
 Caches: `clear_caches`.
 """
@@ -21,6 +22,7 @@ from ._errors import EinshardError as EinshardError
 from ._functions.annotations import Sharded as Sharded
 from ._functions.promise import UnexpectedCollectives as UnexpectedCollectives
 from ._functions.sharded import sharded as sharded
+from ._hlo.hardware import Chip as Chip
 from ._inspect.assert_collectives import assert_collectives as assert_collectives
 from ._inspect.explain import explain as explain
 from ._inspect.show import show as show

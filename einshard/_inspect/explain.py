@@ -16,7 +16,9 @@ from jax.stages import Compiled
 
 from .._functions.promise import program_text
 from .._hlo.all_gathers import AllGather, find_all_gathers
+from .._hlo.buffers import largest_temporaries
 from .._hlo.collectives import Collective, find_collectives
+from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.module import Module
 from .._hlo.output_uses import output_uses
 from .._notation.expression import ELLIPSIS, axis_letters
@@ -24,6 +26,7 @@ from .._sharding.describe import describe, describe_named
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
 from .._sharding.mesh import MeshLike, is_device_mesh, spec_axes
 from .._trees.paths import path_text
+from .bounds import NO_BOUNDS, find_bounds
 from .collective_axes import ShardedBy, along, mesh_axes_of
 from .diagnosis import (
     fully_rematerialized,
@@ -34,8 +37,10 @@ from .diagnosis import (
 )
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, lower
+from .memory import does_not_fit, read_memory
+from .oversized import Oversized, compile_stages, given_mesh
 from .report import Report
-from .report_rows import ArrayRow, Caution, CollectiveRow, Collectives, Memory
+from .report_rows import ArrayRow, Caution, CollectiveRow, Collectives
 
 
 def explain(
@@ -44,6 +49,7 @@ def explain(
     mesh: MeshLike | None = None,
     replicated_above: int = 2**20,
     intermediates: bool = False,
+    chip: Chip | str | None = None,
     **kwargs: Any,
 ) -> Report:
     """Compiles a function and lists its placements, collectives, memory and likely mistakes.
@@ -74,21 +80,31 @@ def explain(
             from `topology`. Then only shapes and dtypes of the arguments matter.
         replicated_above: warn about replicated arguments and results of more than this many bytes.
         intermediates: whether to list the placements of intermediate values; this compiles again.
+        chip: the chip for the lower bounds on time: a `Chip`, or a name such as 'H100'. Default:
+            that of the devices; for CPUs there are no bounds.
 
     Returns:
         A `Report` for print, the prompt, rich and notebooks.
 
     Raises:
         EinshardError: the arguments do not fit the function; it does not compile; or the compiler
-            does not expose the program.
+            does not expose the program. A program that is too large for a TPU gets a report.
     """
-    return _report(lower(fn, args, kwargs, mesh), replicated_above, intermediates)
+    given = None if chip is None else as_chip(chip)
+    stages = lower(fn, args, kwargs, mesh)
+    compiled = compile_stages(stages, given_mesh(stages, (args, kwargs), mesh))
+    return _report(stages, compiled, given, replicated_above, intermediates)
 
 
-def _report(stages: Stages, replicated_above: int, intermediates: bool) -> Report:
-    compiled = stages.compile()
+def _report(
+    stages: Stages,
+    compiled: Compiled | Oversized,
+    chip: Chip | None,
+    replicated_above: int,
+    intermediates: bool,
+) -> Report:
     module = Module(program_text(stages.name or 'the program', compiled))
-    held, results_info = compiled_shardings(compiled)
+    held, results_info = compiled_shardings(compiled)  # type: ignore[reportArgumentType]
     arguments = _arguments(stages, compiled, held, module)
     results = _results(stages, results_info)
     shardings = [array.sharding for array in (*arguments, *results)]
@@ -102,7 +118,18 @@ def _report(stages: Stages, replicated_above: int, intermediates: bool) -> Repor
     ids = [device.id for device in devices]
     collectives, all_gathers = _communication(module, ids, len(used))
     uses = output_uses(module, [one.name for one in collectives])
+    rows = Collectives(
+        _collective_row(
+            one,
+            _of(all_gathers.get(one.name), uses[one.name], inputs, outputs),
+            meshes,
+            sharded_by,
+        )
+        for one in collectives
+    )
     flops = (compiled.cost_analysis() or {}).get('flops', 0)
+    chip = chip or find_chip(devices[0].device_kind)
+    memory = read_memory(compiled, chip, devices[0])
     return Report(
         name=stages.name or module.name or 'the program',
         n_devices=len(devices),
@@ -110,19 +137,12 @@ def _report(stages: Stages, replicated_above: int, intermediates: bool) -> Repor
         mesh=_mesh_axes(meshes),
         arguments=tuple(in_rows),
         results=tuple(out_rows),
-        collectives=Collectives(
-            _collective_row(
-                one,
-                _of(all_gathers.get(one.name), uses[one.name], inputs, outputs),
-                meshes,
-                sharded_by,
-            )
-            for one in collectives
-        ),
-        memory=_memory(compiled),
+        collectives=rows,
+        memory=memory,
         flops=flops if flops > 0 else None,
         warnings=tuple(
             itertools.chain(
+                does_not_fit(compiled, memory),
                 promise_broken(stages.promise, collectives),
                 replicated([*in_rows, *out_rows], len(devices), replicated_above),
                 fully_rematerialized(all_gathers, collectives, meshes, inputs),
@@ -131,6 +151,17 @@ def _report(stages: Stages, replicated_above: int, intermediates: bool) -> Repor
             )
         ),
         intermediates=tuple(find_intermediates(stages.lower(), meshes)) if intermediates else None,
+        temporaries=largest_temporaries(module),
+        chip=chip.name if chip else None,
+        bounds=find_bounds(
+            chip,
+            devices,
+            module,
+            flops if flops > 0 else None,
+            [(one, row.along) for one, row in zip(collectives, rows, strict=True)],
+        )
+        if chip
+        else NO_BOUNDS,
     )
 
 
@@ -174,7 +205,10 @@ def _of_constraints(stages: Stages, arguments: Sequence[_Array]) -> Iterator[Cau
 
 
 def _arguments(
-    stages: Stages, compiled: Compiled, shardings: Sequence[Sharding | None], module: Module
+    stages: Stages,
+    compiled: Compiled | Oversized,
+    shardings: Sequence[Sharding | None],
+    module: Module,
 ) -> list[_Array]:
     leaves = jtu.tree_leaves_with_path(compiled.args_info)
     specs = stages.argument_specs() or [None] * len(leaves)
@@ -354,18 +388,3 @@ def _mesh_axes(meshes: Sequence[Any]) -> tuple[tuple[str, int], ...]:
         if not is_device_mesh(mesh):
             return tuple(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
     return ()
-
-
-def _memory(compiled: Compiled) -> Memory | None:
-    figures = compiled.memory_analysis()
-    if figures is None:
-        return None
-    peak = getattr(figures, 'peak_memory_in_bytes', 0)
-    return Memory(
-        arguments=figures.argument_size_in_bytes,
-        results=figures.output_size_in_bytes,
-        temporaries=figures.temp_size_in_bytes,
-        code=figures.generated_code_size_in_bytes,
-        aliased=figures.alias_size_in_bytes,
-        peak=peak if peak > 0 else None,
-    )

@@ -114,6 +114,7 @@ class Memory:
     Attributes:
         aliased: bytes of the results that reuse the memory of donated arguments.
         peak: the compiler's peak memory (some compilers exclude temporaries), or None.
+        capacity: what a device has for programs; None if its chip is unknown, as for CPUs.
     """
 
     arguments: int
@@ -122,6 +123,7 @@ class Memory:
     code: int
     aliased: int
     peak: int | None
+    capacity: int | None = None
 
     @property
     def total(self) -> int:
@@ -133,8 +135,8 @@ class Caution:
     """A likely mistake.
 
     Attributes:
-        kind: 'promise broken', 'replicated', 'full rematerialization', 'gathered again' or
-            'no effect'.
+        kind: 'does not fit', 'promise broken', 'replicated', 'full rematerialization', 'gathered
+            again' or 'no effect'.
         text: a sentence about it.
         source: 'model.py:12', or None.
     """
