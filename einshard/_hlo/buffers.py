@@ -85,12 +85,18 @@ def _running(module: Module) -> Iterator[Computation]:
                         left.append(module.computation(name))
 
 
+def _unmoved(here: Computation, name: str) -> Instruction:
+    """The instruction that a value comes from, without bitcasts and the like."""
+    made = here[name]
+    while made.opcode in ('bitcast', 'convert', 'copy'):
+        made = here[made.operands[0]]
+    return made
+
+
 def _in_place(module: Module, made: Instruction) -> bool:
     """Whether an instruction only changes a part of its operand."""
     while made.opcode == 'fusion' and (called := module.called(made)):
-        made = called['']
-        while made.opcode in ('bitcast', 'convert', 'copy') and made.operands:
-            made = called[made.operands[0]]
+        made = _unmoved(called, '')
     return made.opcode in ('dynamic-update-slice', 'scatter')
 
 
@@ -145,8 +151,11 @@ class _Reads:
                 body = _body(self._module, user)
                 return self.of(body, body.parameter(0), element, True)
             case 'fusion' | 'call' if called := self._module.called(user):
-                inside = called.parameter(at)
-                return self.of(called, inside, element, in_loop)
+                if self.of(called, called.parameter(at), element, in_loop):
+                    return True
+                # on TPU there are fusions of nothing but a bitcast
+                only_moves = _unmoved(called, '').name == called.parameter(at)
+                return only_moves and self.of(here, user.name, element, in_loop)
             case 'dynamic-slice':
                 # a loop over layers reads all of them, one after another
                 return at == 0 and in_loop
