@@ -12,7 +12,7 @@ import pytest
 import einshard
 from einshard.__main__ import main
 
-TOO_MANY = 'JAX has no shardings over more than 2147483647 devices'
+TOO_MANY = 'JAX supports at most 2147483647 devices in a mesh'
 
 MODEL = """
 import jax

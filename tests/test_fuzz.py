@@ -130,7 +130,7 @@ def test_no_other_exception_ever():
                     check_error(error)
             if number % 10 == 0:
                 try:
-                    make_sharding(text, n_dims=n_dims, mesh=rng.choice(whole))
+                    make_sharding(text, ndim=n_dims, mesh=rng.choice(whole))
                     made += 1
                 except EinshardError as error:
                     check_error(error)
@@ -140,7 +140,7 @@ def test_no_other_exception_ever():
                 except EinshardError as error:
                     check_error(error)
         except Exception:
-            pytest.fail(f'case {number}, {text!r}, n_dims={n_dims}:\n{ascii_of_the_traceback()}')
+            pytest.fail(f'case {number}, {text!r}, ndim={n_dims}:\n{ascii_of_the_traceback()}')
     # neither all good nor all bad, or the edits are not worth much
     assert 0.2 < refused / CASES < 0.9
     assert laid > CASES // 20
@@ -157,16 +157,16 @@ def test_every_fix_is_a_fix():
         n_dims = rng.choice((None, 1, 2, 2, 3))
         mesh = rng.choice(whole)
         try:
-            make_sharding(text, n_dims=n_dims, mesh=mesh)
+            make_sharding(text, ndim=n_dims, mesh=mesh)
         except EinshardError as error:
             if error.fix is None:
                 continue
             fixed += 1
             fix = re.fullmatch("'(.*)'", error.fix, re.DOTALL)
             try:
-                make_sharding(fix[1] if fix else '', n_dims=n_dims, mesh=mesh)
+                make_sharding(fix[1] if fix else '', ndim=n_dims, mesh=mesh)
             except EinshardError as again:
-                wrong.append(f'{text!r}, n_dims={n_dims}, {mesh}:\n{error}\nand then: {again}')
+                wrong.append(f'{text!r}, ndim={n_dims}, {mesh}:\n{error}\nand then: {again}')
     assert fixed > CASES // 50
     assert not wrong, f'{len(wrong)} of {fixed} fixes do not work\n\n' + '\n\n'.join(wrong[:5])
 
@@ -176,7 +176,7 @@ def test_every_fix_is_a_fix():
 def test_one_device_more_is_refused_or_laid_out(case):
     n = case.n_devices % 16 + 1
     try:
-        sharding = make_sharding(case.text, n_dims=case.n_dims, mesh=jax.devices()[:n])
+        sharding = make_sharding(case.text, ndim=case.n_dims, mesh=jax.devices()[:n])
     except EinshardError as error:
         check_error(error)
     else:
@@ -221,7 +221,7 @@ def test_meshes_of_devices_in_any_container():
 @pytest.mark.parametrize('n_dims', [-1, '2', 2.0, [2], True, object()])
 def test_ranks_of_any_kind(n_dims, devices8):
     with pytest.raises(EinshardError):
-        make_sharding('a b -> a* b', n_dims=n_dims, mesh=devices8)
+        make_sharding('a b -> a* b', ndim=n_dims, mesh=devices8)
 
 
 @pytest.mark.parametrize('memory_kind', ['', 'hbm', 3, ['device'], b'device'])
@@ -232,7 +232,7 @@ def test_memory_kinds_of_any_kind(memory_kind, devices8):
 
 @pytest.mark.parametrize('expression', [None, 3, b'a*', ['a*'], ('a*',), object(), {'a': 1}, str])
 def test_expressions_of_any_kind(expression, devices8):
-    with pytest.raises(EinshardError, match='an expression is a string'):
+    with pytest.raises(EinshardError, match='an expression must be a string'):
         make_sharding(expression, mesh=devices8)
 
 
@@ -242,5 +242,5 @@ def test_expressions_of_any_kind(expression, devices8):
     ids=['str', 'object', 'datetime', 'record'],
 )
 def test_arrays_that_jax_has_not(x, devices8):
-    with pytest.raises(EinshardError, match='JAX has no arrays of'):
+    with pytest.raises(EinshardError, match='JAX does not support dtype'):
         einshard(x, '* ...', mesh=devices8)

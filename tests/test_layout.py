@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 def index_map(expression, shape, devices, mesh=None):
     mesh = devices if mesh is None else mesh
-    sharding = make_sharding(expression, n_dims=len(shape), mesh=mesh)
+    sharding = make_sharding(expression, ndim=len(shape), mesh=mesh)
     return oracle.of_sharding(sharding, devices, shape)
 
 
@@ -70,8 +70,8 @@ def test_devices_of_a_named_mesh_hold_what_numpy_says(case):
     if oracle.expressible(case):
         assert index_map(case.text, case.shape, devices, mesh) == case.index_map()
     else:
-        with pytest.raises(EinshardError, match='do not fall on the axes of the mesh'):
-            make_sharding(case.text, n_dims=case.n_dims, mesh=mesh)
+        with pytest.raises(EinshardError, match='do not match the axes of the mesh'):
+            make_sharding(case.text, ndim=case.n_dims, mesh=mesh)
 
 
 @oracle.examples(100)
@@ -83,8 +83,7 @@ def test_explicit_and_automatic_axes_hold_the_same(case):
         mesh_of(types=kind, **dict(case.mesh)) for kind in (AxisType.Auto, AxisType.Explicit)
     )
     specs = [
-        make_sharding(case.text, n_dims=case.n_dims, mesh=mesh).spec
-        for mesh in (automatic, explicit)
+        make_sharding(case.text, ndim=case.n_dims, mesh=mesh).spec for mesh in (automatic, explicit)
     ]
     assert specs[0] == specs[1]
 
@@ -179,8 +178,8 @@ def test_grids(expression, n, grid):
 
 def test_ellipsis_in_the_middle_stands_for_the_axes_between():
     shape = (4, 2, 3, 4)
-    with_ellipsis = make_sharding('a ... d -> 4 a2 ... d2', n_dims=4)
-    with_names = make_sharding('a b c d -> 4 a2 b c d2', n_dims=4)
+    with_ellipsis = make_sharding('a ... d -> 4 a2 ... d2', ndim=4)
+    with_names = make_sharding('a b c d -> 4 a2 b c d2', ndim=4)
     assert with_ellipsis == with_names
     devices = jax.devices()
     found = oracle.of_sharding(with_ellipsis, devices, shape)
@@ -246,7 +245,7 @@ AGREE = [
 @pytest.mark.parametrize(('n', 'n_dims', 'spellings'), AGREE)
 def test_expressions_that_agree(n, n_dims, spellings):
     devices = jax.devices()[:n]
-    shardings = [make_sharding(one, n_dims=n_dims, mesh=devices) for one in spellings]
+    shardings = [make_sharding(one, ndim=n_dims, mesh=devices) for one in spellings]
     for spelling, sharding in zip(spellings, shardings, strict=True):
         assert sharding == shardings[0], spelling
         assert hash(sharding) == hash(shardings[0]), spelling
@@ -256,7 +255,7 @@ def test_expressions_that_agree(n, n_dims, spellings):
 def test_lists_that_agree_differ_from_each_other():
     by_devices = {}
     for n, n_dims, spellings in AGREE:
-        sharding = make_sharding(spellings[0], n_dims=n_dims, mesh=jax.devices()[:n])
+        sharding = make_sharding(spellings[0], ndim=n_dims, mesh=jax.devices()[:n])
         assert sharding not in by_devices.setdefault((n, n_dims), set())
         by_devices[n, n_dims].add(sharding)
 
@@ -299,7 +298,7 @@ def test_lists_that_agree_differ_from_each_other():
 def test_expressions_that_agree_on_a_named_mesh(sizes, spec, spellings):
     mesh = mesh_of(**dict(sizes))
     for spelling in spellings:
-        sharding = make_sharding(spelling, n_dims=3 if len(spec) == 3 else 2, mesh=mesh)
+        sharding = make_sharding(spelling, ndim=3 if len(spec) == 3 else 2, mesh=mesh)
         assert sharding == NamedSharding(mesh, spec), spelling
         assert hash(sharding) == hash(NamedSharding(mesh, spec)), spelling
 
@@ -315,7 +314,7 @@ def test_stars_agree_with_the_counts_that_they_stand_for(case):
     ]
     plain = f'{" ".join(case.left)} -> {" ".join(terms)}'
     written, counted = (
-        make_sharding(text, n_dims=case.n_dims, mesh=devices) for text in (case.text, plain)
+        make_sharding(text, ndim=case.n_dims, mesh=devices) for text in (case.text, plain)
     )
     assert written == counted
     assert hash(written) == hash(counted)
@@ -344,7 +343,7 @@ def test_a_function_jitted_with_shardings_traces_once(devices8):
 
     x = jnp.ones((8, 8))
     for spelling in AGREE[0][2]:
-        sharding = make_sharding(spelling, n_dims=2, mesh=devices8)
+        sharding = make_sharding(spelling, ndim=2, mesh=devices8)
         jax.jit(double, in_shardings=sharding, out_shardings=sharding)(jax.device_put(x, sharding))
     assert len(traced) == 1
 
@@ -381,8 +380,16 @@ def test_fit_takes_consecutive_axes_that_no_term_names():
 
 def test_rank_is_needed_only_where_it_matters(devices8):
     assert make_sharding('a ... -> a* ...', mesh=devices8).spec == make_sharding(
-        'a ... -> a* ...', n_dims=5, mesh=devices8
+        'a ... -> a* ...', ndim=5, mesh=devices8
     ).spec  # fmt: skip
     assert make_sharding('a ... b -> a* ... b', mesh=devices8).spec[0] is not None
-    with pytest.raises(EinshardError, match='depends on the rank'):
+    with pytest.raises(EinshardError, match='depends on the number of dimensions'):
         make_sharding('... b -> ... b*', mesh=devices8)
+
+
+def test_the_old_name_of_ndim(devices8):
+    expected = make_sharding('... b -> ... b*', ndim=2, mesh=devices8)
+    with pytest.warns(DeprecationWarning, match='n_dims= of make_sharding is now ndim='):
+        assert make_sharding('... b -> ... b*', n_dims=2, mesh=devices8) == expected
+    with pytest.raises(EinshardError, match='both ndim= and n_dims='):
+        make_sharding('... b -> ... b*', n_dims=2, ndim=2, mesh=devices8)

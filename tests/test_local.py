@@ -55,8 +55,8 @@ def test_what_is_placed_already_is_returned():
 
 
 TRACED = (
-    'from_local cannot be traced: it builds arrays from data of the process\n'
-    '  instead: call it outside of jit; einshard constrains traced values'
+    'from_local cannot be traced: it needs the data of each process\n'
+    '  instead: call it outside jit; in jit, einshard constrains traced values'
 )
 
 
@@ -92,5 +92,5 @@ def test_errors_are_those_of_einshard():
 
 
 def test_mesh_is_no_mesh():
-    with pytest.raises(EinshardError, match='which is no mesh'):
+    with pytest.raises(EinshardError, match='must be a mesh'):
         from_local(X, '* ...', mesh='data')
