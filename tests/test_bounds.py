@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -15,9 +16,10 @@ from jax.sharding import Mesh
 
 from einshard import Chip, EinshardError, explain, sharded
 from einshard._hlo.buffers import bytes_once, largest_temporaries
-from einshard._hlo.collectives import Collective
+from einshard._hlo.collectives import Collective, find_collectives
 from einshard._hlo.hardware import as_chip, find_chip
 from einshard._hlo.module import ArrayType, Module
+from einshard._inspect.bounds import Bound, find_bounds
 from einshard._inspect.network import Network
 from einshard._text import format_seconds
 
@@ -343,6 +345,34 @@ def test_chips_of_the_user():
 def test_each_resource_has_one_bound():
     text = str(explain(mlp, *ARGUMENTS, chip='TPU v5e'))
     assert text.count('at least') == 3
+
+
+@pytest.mark.parametrize(
+    ('exposed', 'text'),
+    [
+        (None, ''),
+        (0, ', hidden if overlapped'),
+        (2.0, ', exposed'),
+        (0.5, ', of which 500 ms exposed'),
+    ],
+)
+def test_communication_that_overlaps_is_told_apart(exposed, text):
+    bound = Bound('network', 'tensor', 2.0, exposed)
+    assert str(bound) == f'network along tensor at least 2 s{text}'
+
+
+def test_bounds_of_a_program_for_gpus():
+    """As JAX's CUDA plugin compiles it for 8 GPUs."""
+    text = (Path(__file__).parent / 'hlo' / 'gpu_8-shardy-0.12.0.1.txt').read_text()
+    start = text.index('HloModule jit_product_scattered')
+    module = Module(text[start : text.index('\nHloModule ', start)])
+    (one,) = find_collectives(module)
+    devices = [SimpleNamespace(id=i, platform='gpu') for i in range(8)]
+    hbm, network = find_bounds(H100, devices, module, None, [(one, 'model')])
+
+    # terms of 64 x 256 sums, of which each of the 4 GPUs keeps a quarter; not asynchronous
+    assert network.seconds == network.exposed == pytest.approx(3 / 4 * 4 * 64 * 256 / 450e9)
+    assert hbm.seconds == pytest.approx(4 * (64 * 32 + 32 * 256 + 16 * 256) / 3.4e12)
 
 
 def test_a_chip_that_is_unknown():
