@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .module import Computation, Instruction, Module
+from .module import ArrayType, Computation, Instruction, Module
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,17 @@ def largest_temporaries(module: Module, n: int = 5) -> tuple[Temporary, ...]:
     The compiler may give several of them the same memory, one after another.
     """
     found: dict[tuple[str, str | None], Temporary] = {}
+    for array, made in sorted(_arrays(module), key=lambda pair: -pair[0].bytes):
+        key = str(array), module.source(made)
+        name = made.op_name or made.opcode
+        found.setdefault(key, Temporary(key[0], array.bytes, key[1], name))
+        if len(found) == n:
+            break
+    return tuple(found.values())
+
+
+def _arrays(module: Module) -> Iterator[tuple[ArrayType, Instruction]]:
+    """The arrays that take memory, and the instructions that make them."""
     for here in _running(module):
         root = here['']
         # the results of the program and of loop bodies are no temporaries
@@ -63,12 +74,8 @@ def largest_temporaries(module: Module, n: int = 5) -> tuple[Temporary, ...]:
                 continue
             if made.name in outputs or _MOVED_MEMORY.search(made.type) or _in_place(module, made):
                 continue
-            for array in made.results[:1] if made.opcode.endswith('-done') else made.results:
-                key = str(array), module.source(made)
-                name = made.op_name or made.opcode
-                found.setdefault(key, Temporary(str(array), array.bytes, key[1], name))
-    in_order = sorted(found.values(), key=lambda one: -one.bytes)
-    return tuple(in_order[:n])
+            arrays = made.results[:1] if made.opcode.endswith('-done') else made.results
+            yield from ((array, made) for array in arrays)
 
 
 def _running(module: Module) -> Iterator[Computation]:
