@@ -10,7 +10,7 @@ Models: `Rules`, `shard_largest`, `for_optimizer`, `axis_rules`, `TRAINING_AXES`
 Inspect placements: `describe`, `show`, `device_mesh`.
 Inspect programs: `explain`, `topology`, `Chip`, `assert_collectives`.
 Without compiling: `parallelism`.
-Errors: `EinshardError`, `UnexpectedCollectives`.
+Errors: `EinshardError`, `UnexpectedCollectives`, `MemoryExceeded`.
 Caches: `clear_caches`.
 """
 
@@ -20,6 +20,7 @@ from ._arrays.place import einshard as einshard
 from ._cache import clear_caches as clear_caches
 from ._errors import EinshardError as EinshardError
 from ._functions.annotations import Sharded as Sharded
+from ._functions.promise import MemoryExceeded as MemoryExceeded
 from ._functions.promise import UnexpectedCollectives as UnexpectedCollectives
 from ._functions.sharded import sharded as sharded
 from ._hlo.hardware import Chip as Chip

@@ -19,6 +19,7 @@ from .._hlo.all_gathers import AllGather, find_all_gathers
 from .._hlo.buffers import largest_temporaries
 from .._hlo.collectives import Collective, find_collectives
 from .._hlo.hardware import Chip, as_chip, find_chip
+from .._hlo.memory import read_memory
 from .._hlo.module import Module
 from .._hlo.output_uses import output_uses
 from .._notation.expression import ELLIPSIS, axis_letters
@@ -37,7 +38,7 @@ from .diagnosis import (
 )
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, lower
-from .memory import does_not_fit, read_memory
+from .memory import does_not_fit
 from .oversized import Oversized, compile_stages, given_mesh
 from .report import Report
 from .report_rows import ArrayRow, Caution, CollectiveRow, Collectives
@@ -129,7 +130,10 @@ def _report(
     )
     flops = (compiled.cost_analysis() or {}).get('flops', 0)
     chip = chip or find_chip(devices[0].device_kind)
-    memory = read_memory(compiled, chip, devices[0])
+    capacity = int(chip.memory * chip.share(devices[0])) if chip else None
+    memory = read_memory(
+        compiled, compiled.available if isinstance(compiled, Oversized) else capacity
+    )
     return Report(
         name=stages.name or module.name or 'the program',
         n_devices=len(devices),
@@ -143,7 +147,7 @@ def _report(
         warnings=tuple(
             itertools.chain(
                 does_not_fit(compiled, memory),
-                promise_broken(stages.promise, collectives),
+                promise_broken(stages.promise, collectives, memory),
                 replicated([*in_rows, *out_rows], len(devices), replicated_above),
                 fully_rematerialized(all_gathers, collectives, meshes, inputs),
                 gathered_again(all_gathers, collectives, inputs),

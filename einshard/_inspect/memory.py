@@ -1,36 +1,17 @@
-"""The memory of a program: what it needs, what a device has, and the largest temporaries."""
+"""What a report says of memory: programs that do not fit, and the largest temporaries."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from jax.stages import Compiled
 
 from .._hlo.buffers import Temporary
-from .._hlo.hardware import Chip
+from .._hlo.memory import Memory
 from .._page import Column, Section
 from .._text import format_bytes, short_source
 from .oversized import Oversized
-from .report_rows import Caution, Memory
-
-
-def read_memory(compiled: Compiled | Oversized, chip: Chip | None, device: Any) -> Memory | None:
-    """The compiler's figures, and what a device has; None if there are none."""
-    figures = compiled.memory_analysis()
-    if figures is None:
-        return None
-    peak = getattr(figures, 'peak_memory_in_bytes', 0)
-    capacity = int(chip.memory * chip.share(device)) if chip else None
-    return Memory(
-        arguments=figures.argument_size_in_bytes,
-        results=figures.output_size_in_bytes,
-        temporaries=figures.temp_size_in_bytes,
-        code=figures.generated_code_size_in_bytes,
-        aliased=figures.alias_size_in_bytes,
-        peak=peak if peak > 0 else None,
-        capacity=compiled.available if isinstance(compiled, Oversized) else capacity,
-    )
+from .report_rows import Caution
 
 
 def does_not_fit(compiled: Compiled | Oversized, memory: Memory | None) -> Iterator[Caution]:

@@ -257,18 +257,10 @@ def _resources(report: Report) -> list[str]:
 
 
 def _memory_text(memory: Memory) -> str:
-    parts = {
-        'arguments': memory.arguments,
-        'results': memory.results,
-        'temporaries': memory.temporaries,
-        'code': memory.code,
-    }
-    listed = {name: f'{name} {format_bytes(n)}' for name, n in parts.items() if n}
-    if memory.aliased:
-        listed['results'] += f' ({format_bytes(memory.aliased)} in place of arguments)'
     share = ''
     if memory.capacity:
         used = memory.total / memory.capacity
         percent = f'{used:.0%}' if used >= 0.01 else '<1%'
         share = f', {percent} of {format_bytes(memory.capacity)}'
-    return f'{format_bytes(memory.total)}{share}{": " * bool(listed)}{", ".join(listed.values())}'
+    listed = ', '.join(f'{name} {text}' for name, text in memory.parts.items())
+    return f'{format_bytes(memory.total)}{share}{": " * bool(listed)}{listed}'

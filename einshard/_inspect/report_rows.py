@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from .._hlo.memory import Memory as Memory
 from .._text import old_name, shape_text
 
 
@@ -105,29 +106,6 @@ class Collectives(tuple[CollectiveRow, ...]):
             if row.network_bytes is not None:
                 total[row.kind] += row.total_bytes
         return dict(total)
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes per device, as the compiler reports them.
-
-    Attributes:
-        aliased: bytes of the results that reuse the memory of donated arguments.
-        peak: the compiler's peak memory (some compilers exclude temporaries), or None.
-        capacity: what a device has for programs; None if its chip is unknown, as for CPUs.
-    """
-
-    arguments: int
-    results: int
-    temporaries: int
-    code: int
-    aliased: int
-    peak: int | None
-    capacity: int | None = None
-
-    @property
-    def total(self) -> int:
-        return self.arguments + self.results + self.temporaries + self.code - self.aliased
 
 
 @dataclass(frozen=True, slots=True)
