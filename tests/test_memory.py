@@ -48,9 +48,8 @@ def too_large(x, w):
 
 
 def test_a_program_that_does_not_fit():
-    report = explain(
-        too_large, bf16(400_000, 40_000), bf16(40_000, 200_000), mesh=topology('v5e:2x2')
-    )
+    arguments = bf16(400_000, 40_000), bf16(40_000, 200_000)
+    report = explain(too_large, *arguments, mesh=topology('v5e:2x2'), intermediates=True)
     memory = report.memory
     assert (report.n_devices, report.device_kind) == (4, 'TPU v5 lite')
     x, w, hidden = 2e5 * 4e4 / GIB, 8e4 * 2e5 / GIB, 2e5 * 2e5 / GIB
@@ -67,6 +66,9 @@ def test_a_program_that_does_not_fit():
     largest = report.temporaries[0]
     assert (largest.array, largest.op_name) == ('bf16[100000,200000]', 'jit(too_large)/dot_general')
     assert largest.source.startswith(__file__)
+    assert ('bf16[400000,200000]', 'a b -> a4 b') in [
+        (row.array, row.placement) for row in report.intermediates
+    ]
     assert report.warnings[0].kind == 'does not fit'
     assert report.warnings[0].text == (
         'the program needs 67.1 GiB of memory, and a device has 15.8 GiB (it does not compile)'

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.stages import Compiled
 
 from .._errors import EinshardError
@@ -79,7 +79,7 @@ def compile_stages(stages: Stages, mesh: AnyMesh | None) -> Compiled | Oversized
     except EinshardError as error:
         says = str(error.__cause__)
         available = _AVAILABLE.search(says)
-        if mesh is None or available is None:
+        if available is None or mesh is None or isinstance(mesh, AbstractMesh):
             raise
         made = _dumped(stages, mesh)
         if made is None:
