@@ -99,6 +99,15 @@ def test_a_jitted_program_that_does_not_fit():
     assert report.warnings[0].kind == 'does not fit'
 
 
+def test_a_program_that_does_not_fit_on_the_mesh_in_context():
+    mesh = Mesh(topology('v5e:2x2').devices.reshape(4), 'd')
+    rows = NamedSharding(mesh, P('d'))
+    with jax.set_mesh(mesh):
+        report = explain(jax.jit(lambda x: x @ x.T, in_shardings=rows), bf16(400_000, 400_000))
+    assert report.arguments[0].placement == 'a b -> a@d b'
+    assert report.warnings[0].kind == 'does not fit'
+
+
 def test_one_device_is_too_small():
     mesh = topology('v5e:2x2')
     one = NamedSharding(Mesh(mesh.devices.reshape(4)[:1], 'd'), P())

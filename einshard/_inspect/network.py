@@ -207,14 +207,23 @@ class _Links:
 
     def across(self, axis: int, start: int, end: int, wraps: bool) -> tuple[int, int]:
         """The number of links into and out of the positions from start to end."""
-        size = self.network.sizes[axis]
-        plus = np.moveaxis(self.plus[axis], axis + 1, 0).reshape(size, -1).sum(1)
-        minus = np.moveaxis(self.minus[axis], axis + 1, 0).reshape(size, -1).sum(1)
-        before, last = (start - 1) % size, (end - 1) % size
+        plus, minus = self._counts[axis]
+        before, last = start - 1, (end - 1) % len(plus)
         has_before = wraps or start > 0
         into = minus[last] + (plus[before] if has_before else 0)
         out = plus[last] + (minus[before] if has_before else 0)
-        return int(into), int(out)
+        return into, out
+
+    @functools.cached_property
+    def _counts(self) -> list[tuple[list[int], list[int]]]:
+        """The numbers of links from each position, by axis: to the next one, and back."""
+
+        def count(links: Any, axis: int) -> list[int]:
+            others = tuple(i for i in range(links.ndim) if i != axis + 1)
+            return links.sum(others).tolist()
+
+        both = enumerate(zip(self.plus, self.minus, strict=True))
+        return [(count(plus, axis), count(minus, axis)) for axis, (plus, minus) in both]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -21,7 +21,7 @@ from jax.stages import Compiled
 
 from .._errors import EinshardError
 from .._hlo.module import Module
-from .._sharding.context import current_context
+from .._sharding.context import current_context, is_mesh_in_context
 from .._sharding.mesh import AnyMesh, MeshLike
 from .intermediates import shardings_in
 from .lowered import Stages
@@ -64,8 +64,12 @@ def given_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | No
         return stages.program.mesh
     if mesh is not None:
         return current_context(mesh).lowering_mesh
-    shardings = (getattr(leaf, 'sharding', None) for leaf in jtu.tree_leaves(args))
-    return next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
+    for leaf in jtu.tree_leaves(args):
+        sharding = getattr(leaf, 'sharding', None)
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    ambient = current_context(None).lowering_mesh
+    return ambient if is_mesh_in_context(ambient) else None
 
 
 def compile_stages(stages: Stages, mesh: AnyMesh | None) -> Compiled | Oversized:
