@@ -1,14 +1,15 @@
 """The collectives of an optimised HLO program. Imports no JAX.
 
 XLA writes a collective in many forms: as one instruction; as a pair of -start and -done; inside a
-fusion, a call or an async-start; as a send and a recv; and on TPU as a chain of fusions that all
-contain it while they compute something else. Each becomes one `Collective` here.
+fusion, a call or an async-start; as a send and a recv; as a loop of products and permutes; and on
+TPU as a chain of fusions that all contain it while they compute something else, even in loops. Each
+becomes one `Collective` here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from .groups import Groups, Slices, connected, count_slices, read_groups
 from .loops import Executions
 from .module import ArrayType, Computation, Instruction, Module, Place
 from .sources import number_of
+from .widened import narrowed, widened_dtypes
+from .windowed import merge_windowed
 
 KINDS = (
     'all-reduce',
@@ -48,6 +51,10 @@ class Collective:
         source: 'model.py:12', with the path that JAX reports, or None.
         op_name: the JAX operation it comes from, such as 'jit(step)/jvp()/dot_general'.
         n_devices: the number of devices of the program.
+        widened: whether the compiled program runs it in f32 although the arrays are bf16, as on
+            CPU. Arrays and bytes here are those in bf16.
+        sent: bytes that a device sends in one execution, if the form of the collective tells; None
+            if `network_bytes` follows from the arrays.
     """
 
     kind: str
@@ -61,6 +68,8 @@ class Collective:
     source: str | None
     op_name: str
     n_devices: int
+    widened: bool = False
+    sent: int | None = None
 
     @property
     def arrays(self) -> tuple[ArrayType, ...]:
@@ -97,6 +106,8 @@ class Collective:
         time: this assumes equal pieces.
         """
         n = self.group_size
+        if self.sent is not None:
+            return self.sent
         if self.kind == 'custom-call':
             return None
         if self.kind == 'collective-permute':
@@ -172,15 +183,15 @@ class _Finder:
             self.phases[here.name] = phase[1] if phase else ''
 
     def find(self) -> tuple[Collective, ...]:
-        found = list(self.instructions())
-        started = (place.made for place, _ in found if self.phase(place.here) == 'Start')
-        chains = {chain for made in started if (chain := _chain(made))[0]}
         executions = Executions(self.module)
-        ordered: list[tuple[tuple[int, ...], Collective]] = []
-        for place, what in found:
-            path = self.module.path(place.here)
-            if path is None or self.is_link(place, chains):
-                continue
+        candidates = [
+            (place, what, path)
+            for place, what in self.instructions()
+            if (path := self.module.path(place.here)) is not None
+        ]
+        links = self.links([place for place, _, _ in candidates], executions)
+        found: list[tuple[tuple[int, ...], Place, Collective]] = []
+        for place, what, path in candidates:
             one = Collective(
                 **what,
                 name=place.made.name,
@@ -189,10 +200,11 @@ class _Finder:
                 op_name=place.made.op_name,
                 n_devices=self.slices.n_devices,
             )
-            if one.group_size > 1:
+            if one.group_size > 1 and place.start not in links:
                 order = (*(site.start for site in path), place.start)
-                ordered.append((order, self.with_callers(path, place, one)))
-        return tuple(one for _, one in sorted(ordered, key=lambda pair: pair[0]))
+                found.append((order, place, self.with_callers(path, place, one)))
+        merged = merge_windowed(self.module, executions, found)
+        return tuple(one for _, _, one in sorted(merged, key=lambda found: found[0]))
 
     def instructions(self) -> Iterator[tuple[Place, dict[str, Any]]]:
         """The instructions that communicate, with fields of `Collective`."""
@@ -219,6 +231,7 @@ class _Finder:
             return None
         operands = tuple(array for name in made.operands for array in place.here[name].results)
         results = made.results
+        dtypes = widened_dtypes(self.module, place.here, made)
         if kind != made.opcode and len(results) > len(
             operands
         ):  # its type lists the operands first
@@ -238,11 +251,12 @@ class _Finder:
             groups = (tuple(range(self.slices.n_devices)),)
         return {
             'kind': kind,
-            'operands': operands,
-            'results': results,
+            'operands': narrowed(operands, dtypes),
+            'results': narrowed(results, dtypes),
             'groups': groups,
             'pairs': pairs,
             'is_async': is_send or _is_async(made),
+            'widened': any(dtypes),
         }
 
     def read_transfer(self, send: Instruction, receive: Instruction) -> dict[str, Any]:
@@ -267,13 +281,30 @@ class _Finder:
         fusions = [site for site in self.module.call_sites(here) if site.made.opcode == 'fusion']
         return self.phases.get(here.name) or (self.phase(fusions[0].here) if fusions else '')
 
-    def is_link(self, place: Place, chains: Collection[object]) -> bool:
-        """Whether it is a later link of an asynchronous chain, which counts only at its start."""
-        if phase := self.phase(place.here):
-            return phase == 'Done'
-        sites = self.module.call_sites(place.here)
-        is_fused = any(site.made.opcode == 'fusion' for site in sites)
-        return is_fused and _chain(place.made) in chains
+    def links(self, places: Sequence[Place], executions: Executions) -> set[int]:
+        """The offsets of the later links of asynchronous chains, which count only at their start.
+
+        Links may be in inner loops. If no link is marked as the start, it is the one that runs
+        least often, and the first of these.
+        """
+        chains: dict[tuple[int, str], list[Place]] = {}
+        later: set[int] = set()
+        for place in places:
+            phase, chain = self.phase(place.here), _chain(place.made)
+            if phase == 'Done':
+                later.add(place.start)
+            elif phase or (chain[1] and self.is_fused(place.here)):
+                chains.setdefault(chain, []).append(place)
+        for links in chains.values():
+            start = [place.start for place in links if self.phase(place.here) == 'Start']
+            if not start:
+                often = {place.start: executions.of(place.here) for place in links}
+                start = [min(often, key=lambda at: (often[at] is None, often[at] or 0))]
+            later.update(place.start for place in links if place.start not in start)
+        return later
+
+    def is_fused(self, here: Computation) -> bool:
+        return any(site.made.opcode == 'fusion' for site in self.module.call_sites(here))
 
     def with_callers(self, path: Sequence[Place], place: Place, one: Collective) -> Collective:
         """Adds information from the instructions that run its computation."""
