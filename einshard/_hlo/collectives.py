@@ -49,10 +49,13 @@ class Collective:
             all branches of a conditional count. None if a trip count is unknown.
         is_async: whether it overlaps with computation.
         source: 'model.py:12', with the path that JAX reports, or None.
+            The line of its first user if the compiler inserted it.
         op_name: the JAX operation it comes from, such as 'jit(step)/jvp()/dot_general'.
         n_devices: the number of devices of the program.
         widened: whether the compiled program runs it in f32 although the arrays are bf16, as on
             CPU. Arrays and bytes here are those in bf16.
+        called_at: if `source` is in a helper, such as a function with one line, the first line
+            outside of it; else None.
         sent: bytes that a device sends in one execution, if the form of the collective tells; None
             if `network_bytes` follows from the arrays.
     """
@@ -69,6 +72,7 @@ class Collective:
     op_name: str
     n_devices: int
     widened: bool = False
+    called_at: str | None = None
     sent: int | None = None
 
     @property
@@ -196,9 +200,8 @@ class _Finder:
                 **what,
                 name=place.made.name,
                 executions=executions.of(place.here),
-                source=self.module.source(place.made),
-                op_name=place.made.op_name,
                 n_devices=self.slices.n_devices,
+                **self.origin(path, place),
             )
             if one.group_size > 1 and place.start not in links:
                 order = (*(site.start for site in path), place.start)
@@ -306,18 +309,47 @@ class _Finder:
     def is_fused(self, here: Computation) -> bool:
         return any(site.made.opcode == 'fusion' for site in self.module.call_sites(here))
 
+    def origin(self, path: Sequence[Place], place: Place) -> dict[str, Any]:
+        """Source line and operation: of its instruction, the fusion around it, or a user."""
+        described = place.made
+        for _, _, made in reversed(path):
+            if made.opcode not in ('while', 'conditional') and not described.op_name:
+                described = made
+        if not described.op_name:  # the compiler inserted it
+            user = user_with_source(self.module, place.here, place.made.name)
+            described = user or described
+        return {
+            'source': self.module.source(described),
+            'called_at': self.module.sources.caller(described.metadata),
+            'op_name': described.op_name,
+        }
+
     def with_callers(self, path: Sequence[Place], place: Place, one: Collective) -> Collective:
         """Adds information from the instructions that run its computation."""
         if self.phase(place.here) == 'Start' or any(_is_async(site.made) for site in path):
             one = replace(one, is_async=True)
         for _, _, made in reversed(path):
-            if made.opcode not in ('while', 'conditional') and not one.op_name:
-                one = replace(one, op_name=made.op_name, source=self.module.source(made))
             called = self.module.called(made) if made.opcode == 'fusion' else None
             is_sliced = called is not None and called[''].opcode == 'dynamic-slice'
             if is_sliced and one.kind == 'all-reduce':  # TPU writes a reduce-scatter like this
                 one = replace(one, kind='reduce-scatter', results=made.results)
         return one
+
+
+def user_with_source(
+    module: Module, here: Computation, name: str, far: int = 3
+) -> Instruction | None:
+    """A user of an array that has a source line, looking through copies without one."""
+    for user in here.users(name):
+        called = module.called(user)
+        if module.source(user) is not None:
+            return user
+        if called is not None and module.source(called['']) is not None:
+            return called['']
+        further = user_with_source(module, here, user.name, far - 1) if far else None
+        if further is not None:
+            return further
+    return None
 
 
 def _chain(made: Instruction) -> tuple[int, str]:

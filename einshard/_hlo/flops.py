@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from .collectives import user_with_source
 from .loops import Executions
-from .module import Module, Place
+from .module import Instruction, Module, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,7 @@ def find_products(module: Module) -> Iterator[Product]:
         flops = _flops(place)
         if not flops or module.path(place.here) is None:
             continue
-        made, callers = place.made, module.call_sites(place.here)
-        if not made.metadata and callers and callers[0].made.opcode == 'fusion':
-            made = callers[0].made  # the compiler may keep metadata of the fusion only
+        made = _described(module, place)
         operands = [array for name in place.made.operands for array in place.here[name].results]
         yield Product(
             flops=flops,
@@ -72,6 +71,17 @@ def find_products(module: Module) -> Iterator[Product]:
             source=module.source(made),
             op_name=made.op_name,
         )
+
+
+def _described(module: Module, place: Place) -> Instruction:
+    """The instruction that has its source line: itself, the fusion around it, or a user."""
+    if module.source(place.made) is not None:
+        return place.made
+    around = [site for site in module.call_sites(place.here) if site.made.opcode == 'fusion']
+    for site in around[:1] or [place]:
+        user = user_with_source(module, site.here, site.made.name)
+        return site.made if module.source(site.made) is not None else user or site.made
+    return place.made
 
 
 def _flops(place: Place) -> int:

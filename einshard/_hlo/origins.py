@@ -71,7 +71,7 @@ class Origins:
 
     def _keeps(self, loop: Instruction, element: int) -> bool:
         """Whether a loop keeps an element of its state, or only sends it to another device."""
-        body = self._module.computation(next(n for n in loop.callees if _is_body(loop, n)))
+        body = self._module.computation(loop.body)
         root = body['']
         if element < 0 or root.opcode != 'tuple' or element >= len(root.operands):
             return False
@@ -94,9 +94,5 @@ class Origins:
 
 def _source(made: Instruction) -> str | None:
     """The operand that an instruction takes a part of, or changes the form or dtype of."""
-    is_part = made.opcode in _PARTS or '"ConcatBitcast"' in made.attributes
+    is_part = made.opcode in _PARTS or made.joins_slices
     return made.operands[0] if is_part and made.operands else None
-
-
-def _is_body(loop: Instruction, name: str) -> bool:
-    return f'body=%{name},' in f'{loop.attributes},'

@@ -18,12 +18,12 @@ from .._functions.promise import program_text
 from .._hlo.all_gathers import AllGather, find_all_gathers
 from .._hlo.collectives import Collective, find_collectives
 from .._hlo.module import Module
-from .._hlo.output_uses import output_uses
 from .._notation.expression import ELLIPSIS, axis_letters
 from .._sharding.describe import describe, describe_named
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
 from .._sharding.mesh import MeshLike, is_device_mesh, spec_axes
 from .._trees.paths import path_text
+from .carried import Carried, find_carried, find_weights, results_in_place
 from .collective_axes import ShardedBy, along, mesh_axes_of
 from .diagnosis import (
     fully_rematerialized,
@@ -36,6 +36,7 @@ from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, lower
 from .report import Report
 from .report_rows import ArrayRow, Caution, CollectiveRow, Collectives, Memory
+from .totals import product_rows
 
 
 def explain(
@@ -101,8 +102,10 @@ def _report(stages: Stages, replicated_above: int, intermediates: bool) -> Repor
     outputs = _output_paths(out_rows, [array.path for array in used], module)
     ids = [device.id for device in devices]
     collectives, all_gathers = _communication(module, ids, len(used))
-    uses = output_uses(module, [one.name for one in collectives])
-    flops = (compiled.cost_analysis() or {}).get('flops', 0)
+    weights = find_weights([(a.path, str(a.dtype)) for a in used], outputs, module.aliases)
+    paths = [array.path for array in used]
+    carried = find_carried(module, collectives, weights, paths, outputs)
+    products = product_rows(module)
     return Report(
         name=stages.name or module.name or 'the program',
         n_devices=len(devices),
@@ -111,16 +114,13 @@ def _report(stages: Stages, replicated_above: int, intermediates: bool) -> Repor
         arguments=tuple(in_rows),
         results=tuple(out_rows),
         collectives=Collectives(
-            _collective_row(
-                one,
-                _of(all_gathers.get(one.name), uses[one.name], inputs, outputs),
-                meshes,
-                sharded_by,
-            )
-            for one in collectives
+            _collective_row(one, what, meshes, sharded_by)
+            for one, what in zip(collectives, carried, strict=True)
         ),
         memory=_memory(compiled),
-        flops=flops if flops > 0 else None,
+        flops=sum(row.flops for row in products) or None,
+        products=products,
+        in_place=results_in_place(in_rows, out_rows, module),
         warnings=tuple(
             itertools.chain(
                 promise_broken(stages.promise, collectives),
@@ -159,12 +159,7 @@ def _communication(
     for name, one in all_gathers.items():
         if one.parameter is not None and one.parameter >= n_inputs:
             all_gathers[name] = replace(one, parameter=None)
-    # all-gathers inserted by the compiler have no source line: use that of their first user
-    sources = {name: one.source for name, one in all_gathers.items()}
-    return [
-        replace(one, source=sources.get(one.name)) if one.source is None else one
-        for one in collectives
-    ], all_gathers
+    return collectives, all_gathers
 
 
 def _of_constraints(stages: Stages, arguments: Sequence[_Array]) -> Iterator[Caution]:
@@ -311,20 +306,8 @@ def _output_paths(
     return paths
 
 
-def _of(
-    all_gather: AllGather | None,
-    uses: Sequence[int],
-    inputs: Sequence[tuple[str, Any, Any]],
-    outputs: Mapping[int, str],
-) -> tuple[str, ...]:
-    """The path of the argument that a collective gathers, or of the outputs that it becomes."""
-    if all_gather is not None and all_gather.parameter is not None:
-        return (inputs[all_gather.parameter][0],)
-    return tuple(outputs[i] for i in uses if i in outputs)
-
-
 def _collective_row(
-    one: Collective, of: tuple[str, ...], meshes: Sequence[Any], sharded_by: ShardedBy
+    one: Collective, what: Carried, meshes: Sequence[Any], sharded_by: ShardedBy
 ) -> CollectiveRow:
     words = ''
     for mesh in meshes if one.kind != 'custom-call' else ():
@@ -343,8 +326,13 @@ def _collective_row(
         network_bytes=one.network_bytes,
         is_async=one.is_async,
         source=one.source,
-        of=of,
+        of=what.of,
         op_name=one.op_name,
+        role=what.role,
+        is_backward=what.is_backward,
+        axes=what.axes,
+        widened=one.widened,
+        called_at=one.called_at,
     )
 
 

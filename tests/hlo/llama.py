@@ -1,8 +1,8 @@
 """A train step of a Llama-like model, in plain JAX on a mesh with the axes data and tensor.
 
 It has what large training programs have: a scan over layers with remat, attention in chunks,
-tensor parallelism with the sequence sharded between the products, weights sharded over data too,
-gradient accumulation, and Adam. `flops` counts its floating-point operations by hand.
+tensor parallelism with the sequence sharded between products, weights sharded over data too,
+gradient accumulation, and Adam. `flops` counts its matrix products by hand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,20 @@ class Config:
     chunk: int = 512  # of queries
 
 
-SMALL = Config(2, 64, 8, 8, 8, 128, 256, 64, 16, 2, 16)
+# of the same proportions, for simulated devices
+SMALL = Config(
+    layers=3,
+    d=64,
+    heads=8,
+    kv_heads=4,
+    head=16,
+    f=192,
+    vocab=512,
+    sequence=64,
+    batch=16,
+    accumulated=2,
+    chunk=16,
+)
 
 SHAPES = {  # and axes of the mesh
     'embed': (('vocab', 'd'), P('tensor', 'data')),
@@ -117,7 +130,7 @@ def adam(state, gradients):
 
 
 def train_step(mesh, c: Config):
-    """The jitted step, and its arguments as shapes."""
+    """The jitted step, to be called under `jax.set_mesh(mesh)`."""
 
     def step(state, tokens):
         def accumulate(total, part):
@@ -130,20 +143,35 @@ def train_step(mesh, c: Config):
 
     specs = {name: NamedSharding(mesh, spec) for name, (_, spec) in SHAPES.items()}
     state = {'params': specs, 'm': specs, 'v': specs, 'n': NamedSharding(mesh, P())}
-    rows = NamedSharding(mesh, P(None, 'data'))
-    jitted = jax.jit(
-        step,
-        in_shardings=(state, rows),
-        out_shardings=(state, NamedSharding(mesh, P())),
-        donate_argnums=0,
+    rows, replicated = NamedSharding(mesh, P(None, 'data')), NamedSharding(mesh, P())
+    return jax.jit(
+        step, in_shardings=(state, rows), out_shardings=(state, replicated), donate_argnums=0
     )
-    return jitted, shapes(c)
 
 
-def shapes(c: Config):
+def arguments(c: Config):
+    """The state and the tokens, as shapes."""
     shape = {name: tuple(getattr(c, axis) for axis in axes) for name, (axes, _) in SHAPES.items()}
     params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shape.items()}
     count = jax.ShapeDtypeStruct((), jnp.float32)
     state = {'params': params, 'm': params, 'v': params, 'n': count}
     tokens = (c.accumulated, c.batch // c.accumulated, c.sequence)
     return state, jax.ShapeDtypeStruct(tokens, jnp.int32)
+
+
+def text_of(mesh, c: Config):
+    """The optimised program."""
+    with jax.set_mesh(mesh):
+        return train_step(mesh, c).lower(*arguments(c)).compile().as_text()
+
+
+def flops(c: Config):
+    """The flops of the matrix products of one step, on all devices together."""
+    tokens = c.batch * c.sequence
+    attention = c.d * c.head * (2 * c.heads + 2 * c.kv_heads)
+    per_layer = attention + 3 * c.d * c.f
+    scores = 2 * c.batch * c.heads * c.sequence**2 * c.head  # weighting the values costs the same
+    trained = 6 * tokens * (c.layers * per_layer + c.d * c.vocab) + 3 * 2 * c.layers * scores
+    # the backward pass repeats a layer, but for its last product; and the scores once more
+    again = 2 * tokens * (per_layer - c.d * c.f) + 3 * scores
+    return trained + c.layers * again
