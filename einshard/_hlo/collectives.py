@@ -16,9 +16,10 @@ from typing import Any
 from .groups import Groups, Slices, connected, count_slices, read_groups
 from .loops import Executions
 from .module import ArrayType, Computation, Instruction, Module, Place
+from .origins import user_with_source
 from .sources import number_of
 from .widened import narrowed, widened_dtypes
-from .windowed import merge_windowed
+from .windowed import Windowed
 
 KINDS = (
     'all-reduce',
@@ -176,6 +177,9 @@ _PHASE = re.compile(r'custom_call_target="AsyncCollective(\w+)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
+_Found = tuple[tuple[int, ...], Place, Collective]  # with the offsets of the path to it
+
+
 class _Finder:
     def __init__(self, module: Module, device_ids: Sequence[int]):
         self.module = module
@@ -194,7 +198,7 @@ class _Finder:
             if (path := self.module.path(place.here)) is not None
         ]
         links = self.links([place for place, _, _ in candidates], executions)
-        found: list[tuple[tuple[int, ...], Place, Collective]] = []
+        found: list[_Found] = []
         for place, what, path in candidates:
             one = Collective(
                 **what,
@@ -206,8 +210,18 @@ class _Finder:
             if one.group_size > 1 and place.start not in links:
                 order = (*(site.start for site in path), place.start)
                 found.append((order, place, self.with_callers(path, place, one)))
-        merged = merge_windowed(self.module, executions, found)
-        return tuple(one for _, _, one in sorted(merged, key=lambda found: found[0]))
+        ordered: list[tuple[tuple[int, ...], Collective]] = []
+        windowed, permutes = Windowed(self.module), dict[int, list[_Found]]()
+        for order, place, one in found:
+            loop = windowed.loop(place) if one.kind == 'collective-permute' else None
+            if loop is None:
+                ordered.append((order, one))
+            else:
+                permutes.setdefault(loop, []).append((order, place, one))
+        for start, several in permutes.items():
+            loop, form = windowed.loops[start]
+            ordered.append(_merged(several, form, executions.of(loop.here)))
+        return tuple(one for _, one in sorted(ordered, key=lambda pair: pair[0]))
 
     def instructions(self) -> Iterator[tuple[Place, dict[str, Any]]]:
         """The instructions that communicate, with fields of `Collective`."""
@@ -336,20 +350,26 @@ class _Finder:
         return one
 
 
-def user_with_source(
-    module: Module, here: Computation, name: str, far: int = 3
-) -> Instruction | None:
-    """A user of an array that has a source line, looking through copies without one."""
-    for user in here.users(name):
-        called = module.called(user)
-        if module.source(user) is not None:
-            return user
-        if called is not None and module.source(called['']) is not None:
-            return called['']
-        further = user_with_source(module, here, user.name, far - 1) if far else None
-        if further is not None:
-            return further
-    return None
+def _merged(
+    several: Sequence[_Found], form: str, executions: int | None
+) -> tuple[tuple[int, ...], Collective]:
+    """The permutes of a collective einsum as one collective."""
+    permutes = [one for _, _, one in several]
+    piece = max((one.operands for one in permutes), key=lambda arrays: sum(a.bytes for a in arrays))
+    n = max(one.group_size for one in permutes)
+    sent = [(one.network_bytes or 0) * (one.executions or 1) for one in permutes]
+    order, _, first = several[0]
+    return order, replace(
+        max(permutes, key=lambda one: one.executions or 0),
+        name=first.name,
+        kind='all-gather' if form == 'ag' else 'reduce-scatter',
+        operands=piece * (1 if form == 'ag' else n),
+        results=piece * (n if form == 'ag' else 1),
+        pairs=(),
+        executions=executions,
+        is_async=any(one.is_async for one in permutes),
+        sent=sum(sent) // (executions or 1),
+    )
 
 
 def _chain(made: Instruction) -> tuple[int, str]:

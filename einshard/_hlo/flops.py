@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from .collectives import user_with_source
 from .loops import Executions
 from .module import Instruction, Module, Place
+from .origins import user_with_source
 
 
 @dataclass(frozen=True, slots=True)

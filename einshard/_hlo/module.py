@@ -203,7 +203,8 @@ class Computation:
             else:
                 given = self._text[start:end].partition('), ')[0]
             for operand in _OPERAND.findall(given):
-                users.setdefault(names.get(operand, operand), []).append(names[found[2]])
+                name = names.get(operand) or operand
+                users.setdefault(name, []).append(names[found[2]])
         return users
 
 

@@ -1,8 +1,8 @@
-"""Maps collectives to the program parameters that they send. Imports no JAX."""
+"""Where the values of a program come from: its parameters, and source lines. Imports no JAX."""
 
 from __future__ import annotations
 
-from .module import Instruction, Module, Place, Value
+from .module import Computation, Instruction, Module, Place, Value
 
 # operations that take a part of their first operand, or change its form or dtype
 _PARTS = frozenset(
@@ -96,3 +96,19 @@ def _source(made: Instruction) -> str | None:
     """The operand that an instruction takes a part of, or changes the form or dtype of."""
     is_part = made.opcode in _PARTS or made.joins_slices
     return made.operands[0] if is_part and made.operands else None
+
+
+def user_with_source(
+    module: Module, here: Computation, name: str, far: int = 3
+) -> Instruction | None:
+    """A user of an array that has a source line, looking through copies without one."""
+    for user in here.users(name):
+        called = module.called(user)
+        if module.source(user) is not None:
+            return user
+        if called is not None and module.source(called['']) is not None:
+            return called['']
+        further = user_with_source(module, here, user.name, far - 1) if far else None
+        if further is not None:
+            return further
+    return None
