@@ -329,13 +329,14 @@ class _Finder:
         for _, _, made in reversed(path):
             if made.opcode not in ('while', 'conditional') and not described.op_name:
                 described = made
-        if not described.op_name:  # the compiler inserted it
+        line = described
+        if self.module.source(line) is None and (not line.op_name or self.module.sources.has_lines):
             user = user_with_source(self.module, place.here, place.made.name)
-            described = user or described
+            line = user or line  # the compiler inserted it
         return {
-            'source': self.module.source(described),
-            'called_at': self.module.sources.caller(described.metadata),
-            'op_name': described.op_name,
+            'source': self.module.source(line),
+            'called_at': self.module.sources.caller(line.metadata),
+            'op_name': described.op_name or line.op_name,
         }
 
     def with_callers(self, path: Sequence[Place], place: Place, one: Collective) -> Collective:

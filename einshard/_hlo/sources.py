@@ -51,6 +51,11 @@ class Sources:
         # Once XLA fixes that, it has parent 0.
         self._beyond = 1 if self._frames.get(1, (0, 0))[1] == 1 else 0
 
+    @property
+    def has_lines(self) -> bool:
+        """Whether the module has tables with lines."""
+        return bool(self._frames)
+
     def line(self, metadata: str) -> str | None:
         """'model.py:12': the innermost frame outside of libraries, or else outside of JAX."""
         if file := re.search(r'source_file="([^"]*)"', metadata):
