@@ -109,11 +109,16 @@ def _axes(one: Collective) -> str:
     """The axis names of an activation, from an einsum or from an expression in its source line."""
     n_dims = len(one.arrays[0].shape)
     if einsum := _EINSUM.search(one.op_name):
+        operands, result = einsum[1].split(','), einsum[2]
         is_forward = 'transpose(' not in one.op_name or '/rematted_computation/' in one.op_name
-        is_result = one.kind not in _MOVES and is_forward
-        sides = [einsum[2]] if is_result else einsum[1].split(',')
+        if one.kind in _MOVES:  # an operand, or the gradient of the result
+            sides = operands if is_forward else [*operands, result]
+        else:  # the result, or the gradient of an operand
+            sides = [result] if is_forward else operands
         alike = [side for side in sides if len(side) == n_dims]
         return ' '.join(alike[0]) if len(alike) == 1 else einsum[0].strip('/')
+    if not one.op_name.endswith('sharding_constraint'):
+        return ''
     for source in (one.source, one.called_at):
         file, _, line = (source or '').rpartition(':')
         text = linecache.getline(file, int(line)) if line.isdecimal() else ''
