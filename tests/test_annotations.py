@@ -1,5 +1,5 @@
 # ruff: noqa: F722, F821
-"""Sharded[...]: read by @sharded, checked by beartype, and seen through by type checkers."""
+"""Sharded[...]: read by @sharded, checked by beartype, an array type to type checkers."""
 
 import dataclasses
 import functools
@@ -252,7 +252,7 @@ class Constant:
         (TypeVar('Free'), X, {}),
     ],
 )
-def test_types_behind_others(hint, value, expected):
+def test_qualified_and_derived_types(hint, value, expected):
     test_types_of_trees(hint, value, expected)
 
 
@@ -372,7 +372,7 @@ def test_annotations_that_are_strings():
 # --------------------------------------------------------------------- what Sharded[...] itself is
 
 
-def test_it_is_annotated():
+def test_sharded_is_annotated():
     matrix = Float[Array, 'x y']  # of jaxtyping every such type is another
     hint = Sharded[matrix, 'x y*']
     assert get_origin(hint) is Annotated
@@ -427,7 +427,7 @@ def test_names_that_agree_with_the_type(dims, spec):
         ('#x y', 'z y*'),
     ],
 )
-def test_names_that_disagree_are_refused_at_once(dims, spec):
+def test_names_that_differ_from_the_type(dims, spec):
     with pytest.raises(EinshardError, match='the expression names the axes'):
         Sharded[Float[Array, dims], spec]
 
@@ -453,7 +453,7 @@ SIXTEEN = np.ones((16, 16), np.float32)
 
 
 @checkers
-def test_arrays_placed_so_are_let_through(check):
+def test_arrays_sharded_as_annotated_pass(check):
     @check
     def f(x: Placed, y: Placed | None = None) -> Placed:
         return x
@@ -466,7 +466,7 @@ def test_arrays_placed_so_are_let_through(check):
 
 @checkers
 @pytest.mark.parametrize('spec', ['a* b', '* a b', 'a4 b4', 'a b4 4'])
-def test_arrays_placed_otherwise_are_refused_with_both_expressions(check, spec):
+def test_errors_show_both_expressions(check, spec):
     @check
     def f(x: Placed):
         return x
@@ -476,23 +476,23 @@ def test_arrays_placed_otherwise_are_refused_with_both_expressions(check, spec):
     text = str(caught.value)
     assert 'x y*\n' in text
     described = spec.replace('a', 'x').replace('b', 'y').replace('*', '16').replace('16 x', '16 x')
-    assert f"it is 'x y -> {described}'" in text
+    assert f"sharded as 'x y -> {described}'" in text
     assert 'float32[16,16]' in text
     assert type(caught.value).__name__ == 'EinshardError'
 
 
 @checkers
-def test_results_placed_otherwise_are_refused(check):
+def test_results_are_checked(check):
     @check
     def f(x) -> Placed:
         return x
 
-    with pytest.raises(EinshardError, match="it is 'x y -> x16 y'"):
+    with pytest.raises(EinshardError, match="sharded as 'x y -> x16 y'"):
         f(on('a* b', SIXTEEN))
 
 
 @checkers
-def test_arrays_on_one_device_are_refused(check):
+def test_arrays_on_one_device_are_errors(check):
     @check
     def f(x: Placed):
         return x
@@ -551,7 +551,7 @@ def test_inside_containers(check):
         return tree
 
     f({'a': [on('a b*', SIXTEEN)]})
-    with pytest.raises(EinshardError, match="it is 'x y -> x16 y'"):
+    with pytest.raises(EinshardError, match="sharded as 'x y -> x16 y'"):
         f({'a': [on('a* b', SIXTEEN)]})
 
 
@@ -575,7 +575,7 @@ def test_both_orders_of_decorators(check, order):
 
 
 @checkers
-def test_traced_values_on_automatic_axes_are_let_through(check):
+def test_traced_values_on_auto_axes_pass(check):
     """Their type does not say where they are."""
     seen = []
 
@@ -600,7 +600,7 @@ def test_traced_values_on_explicit_axes_are_checked(check):
         right = jax.jit(lambda x: inner(einshard(x, 'a b*')))
         np.testing.assert_array_equal(right(X), X + 1)
         wrong = jax.jit(lambda x: inner(einshard(x, 'a* b')))
-        with pytest.raises(EinshardError, match=r"it is 'x y -> x@\(d0,d1,d2\) y'|x8 y"):
+        with pytest.raises(EinshardError, match=r"sharded as 'x y -> x@\(d0,d1,d2\) y'|x8 y"):
             wrong(X)
 
 

@@ -1,4 +1,4 @@
-"""axis_rules: logical names take a placement from the code around them."""
+"""axis_rules: placements for logical axis names."""
 
 import asyncio
 import contextvars
@@ -42,7 +42,7 @@ def test_names_take_the_placement_of_their_rule():
         assert spec('heads d') == P('tp')
         # without a rule an axis is not sharded, and the mesh replicates
         assert spec('a b') == P()
-        # nor is an axis with a placement of its own, or an expression with an arrow, changed
+        # rules do not apply to an axis with its own placement, or with an arrow
         assert spec('batch@data heads') == P('data', 'tp')
         assert spec('batch d -> batch@tp d') == P('tp')
         assert spec('batch ...') == P(('data', 'fsdp'))
@@ -148,15 +148,15 @@ def test_two_names_that_claim_one_mesh_axis():
     with rules, pytest.raises(EinshardError) as caught:
         spec('batch embed')
     assert str(caught.value) == (
-        "mesh axis 'fsdp' is used 2 times, but it can shard only one place\n"
+        "mesh axis 'fsdp' is used 2 times; each mesh axis can be used once\n"
         '    batch@(data,fsdp) embed@fsdp\n'
         '    ^^^^^^^^^^^^^^^^^ ^^^^^^^^^^\n'
-        "  written: 'batch embed', placed by axis_rules\n"
-        '  instead: an axis that stays whole goes by a name without a rule'
+        "  written: 'batch embed', with axis_rules\n"
+        '  instead: a name without a rule, for an axis that is not sharded'
     )
 
 
-def test_a_rule_for_a_mesh_axis_that_is_not_there():
+def test_a_rule_for_a_missing_mesh_axis():
     with axis_rules(batch='@dta'), pytest.raises(EinshardError) as caught:
         spec('batch d')
     assert str(caught.value) == (
@@ -179,14 +179,14 @@ def test_an_expression_with_an_arrow_is_not_the_short_form_of_itself():
 @pytest.mark.parametrize(
     'placement', ['data', '@', 'x*', '0', '* *', ' *', None, 4, '...', ' -> x@data']
 )
-def test_placements_that_are_none(placement):
-    with pytest.raises(EinshardError, match='which is no placement of an axis'):
+def test_invalid_placements(placement):
+    with pytest.raises(EinshardError, match='which is not a valid placement'):
         axis_rules(batch=placement)
 
 
 @pytest.mark.parametrize('name', ['b1', 'a b', '', '...', '2', ' a', 'a -> a', 'a@x', 3, None, ()])
-def test_names_that_are_none(name):
-    with pytest.raises(EinshardError, match='which is no name of an axis'):
+def test_invalid_names(name):
+    with pytest.raises(EinshardError, match='which is not a valid axis name'):
         axis_rules({name: '@data'})
 
 
@@ -209,7 +209,7 @@ def test_mesh_axes_as_other_tables_give_them(given, placement):
 
 
 @pytest.mark.parametrize('given', [4, 'x*', ('a b',), (3,), ('data', 'data'), ('',)])
-def test_what_is_no_mesh_axis_is_not_offered(given):
+def test_invalid_mesh_axes_are_not_suggested(given):
     with pytest.raises(EinshardError) as caught:
         axis_rules({'batch': given})
     assert caught.value.fix is None
@@ -228,7 +228,7 @@ def test_a_mapping_and_keywords():
         assert spec('missing placements self') == P('data', 'tp', 'fsdp')
     with axis_rules({}), axis_rules(), pytest.raises(EinshardError, match='nothing is sharded'):
         spec('batch')
-    with axis_rules({'e\u0301': '@data'}):  # as expressions have it: composed
+    with axis_rules({'e\u0301': '@data'}):  # decomposed; expressions compose it
         assert spec('\u00e9 d') == P('data')
 
 
@@ -238,23 +238,23 @@ def test_two_rules_for_one_axis():
     assert str(caught.value) == (
         "axis_rules has two rules for axis 'batch'\n"
         "  rules:   '@data' and '@fsdp'\n"
-        '  instead: one axis_rules inside the other, of which the inner wins'
+        '  instead: nested axis_rules, where the inner rule wins'
     )
     with pytest.raises(EinshardError, match="two rules for axis '\u00e9'"):
         axis_rules({'e\u0301': '@data', '\u00e9': '@data'})
 
 
 @pytest.mark.parametrize('placements', ['batch', [('batch', '@data')], None, 3, {'batch'}])
-def test_what_is_no_mapping(placements):
+def test_invalid_mappings(placements):
     with pytest.raises(EinshardError) as caught:
         axis_rules(placements)
     assert str(caught.value) == (
-        f'axis_rules takes a mapping from axis names to placements, not {placements!r}\n'
-        "  as in: axis_rules({'batch': '@data'}), axis_rules(batch='@data')"
+        f'axis_rules needs a mapping from axis names to placements, not {placements!r}\n'
+        "  examples: axis_rules({'batch': '@data'}), axis_rules(batch='@data')"
     )
 
 
-# --------------------------------------------------------- mesh axes that are not there, dropped
+# --------------------------------------------------------------------------- missing mesh axes
 
 LENIENT = {
     # rule, expression: what it is on (data=2, fsdp=2, tp=2)
@@ -275,7 +275,7 @@ LENIENT = {
 
 
 @pytest.mark.parametrize(('rule', 'expression'), LENIENT)
-def test_rules_for_mesh_axes_that_are_not_there(rule, expression):
+def test_rules_with_missing_mesh_axes(rule, expression):
     with axis_rules(batch=rule, missing='replicate'):
         assert spec(expression) == LENIENT[rule, expression]
 
@@ -296,7 +296,7 @@ def test_only_rules_that_say_so_may_name_missing_axes():
         assert spec('batch d') == P('data')
 
 
-def test_missing_axes_claim_nothing():
+def test_missing_axes_never_conflict():
     with axis_rules(batch='@(data,pod)', embed='@pod', missing='replicate'):
         assert spec('batch embed') == P('data')
         with pytest.raises(EinshardError, match="mesh axis 'pod' is used 2 times"):
@@ -307,11 +307,11 @@ def test_on_the_mesh_of_all_devices_every_name_is_missing():
     with axis_rules(batch='@(data,fsdp)', heads='@d0', missing='replicate'):
         assert make_sharding('batch heads').spec == P()
         assert make_sharding('batch heads*').spec == P(None, ('d0', 'd1', 'd2', 'd3'))
-        # a mesh that is given has its names
+        # a given mesh has named axes
         assert make_sharding('batch heads', mesh=device_mesh()).spec == P(None, 'd0')
 
 
-def test_as_a_decorator_missing_axes_are_left_out_too():
+def test_missing_axes_in_a_decorator():
     @axis_rules({'batch': '@(data,pod)'}, missing='replicate')
     def inside():
         return spec('batch d')
@@ -339,16 +339,16 @@ def test_sharded_tells_rules_apart_by_what_may_be_missing():
 
 
 @pytest.mark.parametrize('missing', ['drop', None, True, '@tp', ['replicate'], b'error'])
-def test_what_missing_may_be(missing):
+def test_invalid_values_of_missing(missing):
     with pytest.raises(EinshardError) as caught:
         axis_rules(missing=missing)
     assert str(caught.value) == (
-        f"missing= is 'error' or 'replicate', not {missing!r}\n"
-        "  for an axis of that name: axis_rules({'missing': '@tp'})"
+        f"missing= must be 'error' or 'replicate', not {missing!r}\n"
+        "  for an axis named missing: axis_rules({'missing': '@tp'})"
     )
 
 
-def test_the_error_offers_to_leave_missing_axes_out_where_that_works():
+def test_the_error_suggests_missing_if_it_works():
     with axis_rules(batch='@(data,pod)'), pytest.raises(EinshardError) as caught:
         spec('batch d')
     assert str(caught.value) == (
@@ -358,11 +358,11 @@ def test_the_error_offers_to_leave_missing_axes_out_where_that_works():
         "  mesh: 'data': 2, 'fsdp': 2, 'tp': 2\n"
         "  try:  axis_rules(..., missing='replicate')"
     )
-    for expression in ('batch d3', 'batch d@other'):  # with it there would be another error
+    for expression in ('batch d3', 'batch d@other'):  # missing= would only lead to another error
         with axis_rules(batch='@(data,pod)'), pytest.raises(EinshardError) as caught:
             spec(expression)
         assert caught.value.fix is None
-    # without a mesh it is the mesh that is missing
+    # without a mesh, the mesh is missing
     with axis_rules(batch='@data'), pytest.raises(EinshardError, match='no mesh') as caught:
         make_sharding('batch d')
     assert caught.value.fix is None
@@ -461,15 +461,15 @@ def test_ready_sets_may_be_copied_and_pickled(name):
     assert eval(repr(ready)) == ready
 
 
-def test_the_model_axis_of_activations_has_no_rule():
+def test_the_model_axis_of_activations_needs_no_rule():
     with axis_rules(TRAINING_AXES, missing='replicate'), pytest.raises(EinshardError) as caught:
         spec('batch sequence embed')
     assert str(caught.value) == (
-        "mesh axis 'fsdp' is used 2 times, but it can shard only one place\n"
+        "mesh axis 'fsdp' is used 2 times; each mesh axis can be used once\n"
         '    batch@(data,fsdp) sequence embed@fsdp\n'
         '    ^^^^^^^^^^^^^^^^^          ^^^^^^^^^^\n'
-        "  written: 'batch sequence embed', placed by axis_rules\n"
-        '  instead: an axis that stays whole goes by a name without a rule'
+        "  written: 'batch sequence embed', with axis_rules\n"
+        '  instead: a name without a rule, for an axis that is not sharded'
     )
 
 
@@ -511,14 +511,14 @@ def block_by_hand(w, x):
 
 @pytest.mark.parametrize('ready', [TRAINING_AXES, DECODING_AXES], ids=['training', 'decoding'])
 @pytest.mark.parametrize('sizes', [{'data': 2, 'fsdp': 2, 'tensor': 2, 'sequence': 2}, {'data': 8}])
-def test_one_model_text_serves_any_mesh(ready, sizes):
+def test_one_model_works_on_any_mesh(ready, sizes):
     mesh = mesh_of(**sizes)
     rng = np.random.default_rng(0)
     host = {name: rng.normal(size=shape) / 4 for name, (_, shape) in WEIGHTS.items()}
     x = rng.normal(size=(8, 4, 16))
     with jax.set_mesh(mesh), axis_rules(ready, missing='replicate'):
         weights = einshard(host, {name: axes for name, (axes, _) in WEIGHTS.items()})
-        # a function of its own: jit keeps the rules under which it traced another
+        # a new function each time, since jit caches by function and rules
         y = jax.jit(lambda *args: block(*args))(weights, einshard(x, 'batch sequence d'))
         assert y.sharding == make_sharding('batch sequence d')
     np.testing.assert_allclose(y, block_by_hand(host, x), rtol=1e-4, atol=1e-5)

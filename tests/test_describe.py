@@ -1,4 +1,4 @@
-"""describe: the expression that means a sharding, so that make_sharding takes it back."""
+"""describe: the expression for a sharding, which make_sharding accepts."""
 
 import dataclasses
 import itertools
@@ -40,7 +40,7 @@ def user_mesh(shape, names, types=None):
 
 
 def factorings(n):
-    """The ways to write n as a product, order counting: 4 -> (4,), (2, 2)."""
+    """The ordered factorizations of n: 4 -> (4,), (2, 2)."""
     if n == 1:
         return [()]
     return [
@@ -70,7 +70,7 @@ def right_sides(draw, rank, counts, named=()):
 
 @st.composite
 def cases_on_devices(draw):
-    """An expression over some devices, and what is given as mesh=."""
+    """An expression over some devices, and its mesh=."""
     n = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]))
     rank = draw(st.integers(0, 4))
     counts = draw(st.sampled_from(factorings(n)))
@@ -90,7 +90,7 @@ def cases_on_devices(draw):
 
 
 def runs(sizes):
-    """Counts of consecutive axes: every way to cut the row of sizes into runs."""
+    """Counts of consecutive axes: every way to split the sizes into runs."""
     cuts = itertools.product([False, True], repeat=max(len(sizes) - 1, 0))
     for cut in cuts:
         counts, run = [], 1
@@ -125,16 +125,16 @@ def cases_on_user_meshes(draw):
 
 
 def check_round_trip(expression, rank, mesh):
-    sharding = make_sharding(expression, n_dims=rank, mesh=mesh)
+    sharding = make_sharding(expression, ndim=rank, mesh=mesh)
     text = describe(sharding)
     for n_dims in (None, rank, rank + 1):
-        made = make_sharding(text, n_dims=n_dims, mesh=mesh)
+        made = make_sharding(text, ndim=n_dims, mesh=mesh)
         assert made == sharding, text
         assert hash(made) == hash(sharding)
     # an array knows its rank: every axis is named
     struct = jax.ShapeDtypeStruct((48,) * rank, np.float32, sharding=sharding)
     text = describe(struct)
-    assert make_sharding(text, n_dims=rank, mesh=mesh) == sharding, text
+    assert make_sharding(text, ndim=rank, mesh=mesh) == sharding, text
     left = text.split('->')[0].split()
     assert left == (list(string.ascii_lowercase[:rank]) or ['...'])
 
@@ -154,7 +154,7 @@ def test_round_trip_on_user_meshes(case):
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_round_trip_on_explicit_meshes(data):
-    """On explicit axes only counts that fit; runs of the axes are those."""
+    """Explicit axes only allow counts that match runs of axes."""
     n = data.draw(st.sampled_from([1, 2, 4, 6, 8, 12, 16]))
     mesh = device_mesh(DEVICES[:n], axis_types=EXPLICIT)
     mesh = data.draw(st.sampled_from([mesh, mesh.abstract_mesh]))
@@ -170,7 +170,7 @@ def test_round_trip_with_a_memory_kind(kind):
     assert make_sharding(describe(sharding), memory_kind=kind) == sharding
 
 
-# --- the words --------------------------------------------------------------------------------
+# --- the text ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_arrays_name_every_axis(expression, text):
     assert describe(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)) == found
 
 
-def test_a_sharding_alone_knows_no_rank():
+def test_a_sharding_has_no_rank():
     assert describe(make_sharding('x y z -> x4 y z 4')) == 'a ... -> a4 4 ...'
     assert describe(make_sharding('x y -> * x y')) == '... -> 16 ...'
     assert describe(make_sharding('x y z -> x y* z')) == 'a b ... -> a b16 ...'
@@ -201,9 +201,9 @@ def test_a_sharding_alone_knows_no_rank():
 def test_arrays_of_rank_zero():
     x = einshard(1.0, '... -> * ...')
     assert describe(x) == '... -> 16 ...'
-    assert make_sharding(describe(x), n_dims=0) == x.sharding
+    assert make_sharding(describe(x), ndim=0) == x.sharding
     one = einshard(1.0, '... -> ...', mesh=DEVICES[:1])
-    assert make_sharding(describe(one), n_dims=0, mesh=DEVICES[:1]) == one.sharding
+    assert make_sharding(describe(one), ndim=0, mesh=DEVICES[:1]) == one.sharding
 
 
 def test_arrays_of_many_dimensions():
@@ -211,7 +211,7 @@ def test_arrays_of_many_dimensions():
     text = describe(x)
     assert text.startswith('a b c d')
     assert ' z aa ab ac ad ae -> ' in text
-    assert make_sharding(text, n_dims=31) == x.sharding
+    assert make_sharding(text, ndim=31) == x.sharding
 
 
 def test_refactored():
@@ -244,7 +244,7 @@ def test_user_meshes_by_name(spec, text):
 
 @pytest.mark.parametrize('mesh', [user_mesh((2, 4), ('data', 'tp')), device_mesh(DEVICES[:8])])
 def test_specs_that_are_not_normalised(mesh):
-    """They mean what the expression means, though JAX has them unequal."""
+    """They mean the same, although JAX compares them unequal."""
     first, last = mesh.axis_names[0], mesh.axis_names[-1]
     for spec in [
         P(first, None),
@@ -255,13 +255,13 @@ def test_specs_that_are_not_normalised(mesh):
     ]:
         sharding = NamedSharding(mesh, spec)
         text = describe(jax.ShapeDtypeStruct((8, 8, 8), np.float32, sharding=sharding))
-        made = make_sharding(text, n_dims=3, mesh=mesh)
+        made = make_sharding(text, ndim=3, mesh=mesh)
         assert made.is_equivalent_to(sharding, 3)
         text = describe(sharding)
-        assert make_sharding(text, n_dims=3, mesh=mesh).is_equivalent_to(sharding, 3)
+        assert make_sharding(text, ndim=3, mesh=mesh).is_equivalent_to(sharding, 3)
 
 
-def test_axes_of_ours_out_of_order():
+def test_canonical_axes_out_of_order():
     mesh = device_mesh(DEVICES[:8])
     sharding = NamedSharding(mesh, P(('d1', 'd0')))
     assert describe(sharding) == 'a ... -> a@(d1,d0) ...'
@@ -271,7 +271,7 @@ def test_axes_of_ours_out_of_order():
     assert make_sharding(describe(sharding), mesh=DEVICES[:8]) == sharding
 
 
-def test_devices_in_another_order_are_no_mesh_of_ours():
+def test_devices_in_another_order_are_not_the_canonical_mesh():
     grid = np.array(DEVICES[:8][::-1]).reshape(2, 2, 2)
     mesh = Mesh(grid, ('d0', 'd1', 'd2'))
     sharding = NamedSharding(mesh, P('d0'))
@@ -279,8 +279,8 @@ def test_devices_in_another_order_are_no_mesh_of_ours():
     assert make_sharding(describe(sharding), mesh=mesh) == sharding
 
 
-def test_mesh_axis_names_that_no_expression_can_write():
-    """Counts made the sharding, so counts can say it."""
+def test_mesh_axis_names_that_expressions_cannot_write():
+    """Counts made the sharding, so counts can describe it."""
     for names in [('my data', 'tp'), ('a,b', 'tp'), ('(x)', 'tp'), ('x@y', 'tp'), ('*', 'tp')]:
         mesh = user_mesh((2, 4), names)
         for expression in ('a b -> a2 b4', 'a b -> b8 a', 'a b -> a2 b 4'):
@@ -288,13 +288,13 @@ def test_mesh_axis_names_that_no_expression_can_write():
             assert make_sharding(describe(sharding), mesh=mesh) == sharding
 
 
-def test_left_unconstrained():
+def test_unconstrained():
     mesh = user_mesh((2, 4), ('data', 'tp'))
     text = describe(NamedSharding(mesh, P(P.UNCONSTRAINED, 'tp')))
-    assert text == 'a b ... -> a b@tp ... (with axes left unconstrained)'
+    assert text == 'a b ... -> a b@tp ... (with unconstrained axes)'
 
 
-# --- where there is no expression to give -----------------------------------------------------
+# --- shardings without an expression ---------------------------------------------------------
 
 
 def test_on_one_device():
@@ -302,7 +302,7 @@ def test_on_one_device():
     assert describe(x) == f'on one device: {DEVICES[0]}'
     assert describe(x.sharding) == f'on one device: {DEVICES[0]}'
     assert describe(jax.device_put(x, DEVICES[3])) == f'on one device: {DEVICES[3]}'
-    # placed on a mesh of one device it has an expression
+    # on a mesh of one device it has an expression
     assert describe(einshard(x, 'a -> a*', mesh=DEVICES[:1])) == 'a -> a'
 
 
@@ -315,7 +315,7 @@ def test_on_one_device():
         (True, 'on the host: bool'),
         (1.5, 'on the host: float'),
         (1j, 'on the host: complex'),
-        (jax.ShapeDtypeStruct((2,), np.float32), 'nowhere yet: '),
+        (jax.ShapeDtypeStruct((2,), np.float32), 'not placed: '),
     ],
 )
 def test_not_on_devices(x, text):
@@ -334,7 +334,7 @@ def test_traced_under_auto():
     f(einshard(np.ones((16, 16)), 'a b -> a4 b4'))
     with jax.set_mesh(device_mesh()):
         f(np.ones((16, 16)))
-    assert set(seen) == {'where the compiler decides: a traced value'}
+    assert set(seen) == {'decided by the compiler: a traced value'}
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_results_of_jit():
 
 
 def test_shardings_of_other_types():
-    """On 0.8 jit gives a sharding of XLA's own where the mesh cannot say it; later JAX refuses."""
+    """If the mesh cannot express it, JAX 0.8 returns a GSPMDSharding, later JAX raises."""
     devices = DEVICES[:12]
     whole = np.ones((12, 12), np.float32)
 
@@ -394,8 +394,8 @@ def test_things_without_a_sharding(x):
     with pytest.raises(EinshardError) as caught:
         describe(x)
     assert str(caught.value) == (
-        f'{type(x).__name__} has no sharding to describe\n'
-        '  give: an array, a ShapeDtypeStruct, a sharding, or a tree of those'
+        f'{type(x).__name__} has no sharding\n'
+        '  expected: an array, a ShapeDtypeStruct, a sharding, or a tree of those'
     )
 
 
@@ -443,7 +443,7 @@ def test_trees():
     assert describe(shardings)['pair'] == ('a b ... -> a b2 8 ...', None)
 
 
-def test_what_describe_says_of_a_tree_is_a_spec():
+def test_the_description_of_a_tree_is_a_spec():
     placed = einshard(HOST, EXPRESSIONS)
     spec = describe(placed)
     shapes = jax.eval_shape(lambda: {**HOST, 'pair': (HOST['pair'][0], None)})
@@ -467,7 +467,7 @@ def test_a_tree_on_a_mesh_of_the_user():
     ]
 
 
-def test_words_in_trees():
+def test_descriptions_in_trees():
     tree = {
         'host': np.ones(3),
         'one': jnp.ones(3),
@@ -485,9 +485,9 @@ def test_words_in_trees():
         'f': None,
         'none': None,
         'mesh': None,
-        'shape': 'nowhere yet: a ShapeDtypeStruct without a sharding',
+        'shape': 'not placed: a ShapeDtypeStruct without a sharding',
     }
-    with pytest.raises(EinshardError):  # words are no placement
+    with pytest.raises(EinshardError):  # descriptions are not specs
         einshard(tree, words)
 
 
@@ -538,11 +538,11 @@ def test_memory_survives(expression, kind, mesh):
     assert einshard(placed, words, mesh=mesh) is placed
     np.testing.assert_array_equal(again, x)
     described = describe(placed.sharding)
-    assert make_sharding(described, n_dims=2, mesh=mesh) == placed.sharding
+    assert make_sharding(described, ndim=2, mesh=mesh) == placed.sharding
 
 
 def test_memory_survives_in_trees():
-    """Moments in the memory of the host, parameters on the devices."""
+    """Moments in host memory, parameters on devices."""
     w = np.ones((16, 4))
     tree = {'w': einshard(w, 'a* b'), 'mu': einshard(w, 'a b -> a8 b 2', memory_kind='pinned_host')}
     assert describe(tree) == {'w': 'a b -> a16 b', 'mu': 'a b -> a8 b 2 (in pinned_host)'}
@@ -577,7 +577,7 @@ def test_memory_in_an_expression_is_checked():
     x = np.ones((8, 4))
     for spec, options, sentence in (
         ('a* b (in hbm)', {}, "the devices have no memory kind 'hbm'"),
-        ('a* b (in pinned_host)', {'memory_kind': 'device'}, "for the memory 'pinned_host'"),
+        ('a* b (in pinned_host)', {'memory_kind': 'device'}, "says memory 'pinned_host'"),
         ('a* b (pinned_host)', {}, "'(' is not part of the notation"),
         ('(in pinned_host)', {}, "'(' is not part of the notation"),
         ('a3 b (in pinned_host)', {}, "'a3' uses 3"),
@@ -589,7 +589,7 @@ def test_memory_in_an_expression_is_checked():
     assert same.sharding.memory_kind == 'pinned_host'
     with pytest.raises(EinshardError) as caught:
         jax.jit(lambda x: einshard(x, 'a* b (in pinned_host)', mesh=DEVICES[:8]))(x)
-    assert 'has no place in memory yet' in caught.value.sentence
+    assert 'cannot be set on a traced value' in caught.value.sentence
 
 
 def test_a_fix_keeps_the_memory():

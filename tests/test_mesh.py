@@ -1,4 +1,4 @@
-"""The one mesh: its order and its factors; and the meshes that users bring."""
+"""The canonical mesh, its device order and factors; and users' own meshes."""
 
 import enum
 import itertools
@@ -25,7 +25,7 @@ def user_mesh(shape, names, types=None, devices=None):
 
 
 class StandIn:
-    """A device of a machine that is not here; `isinstance` takes it for a `jax.Device`."""
+    """A fake device for any machine; `isinstance` accepts it as a `jax.Device`."""
 
     __class__ = property(lambda self: jax.Device)
     platform = 'tpu'
@@ -44,10 +44,10 @@ def ids(mesh):
     return [device.id for device in mesh.devices.flat]
 
 
-# --- one mesh ---------------------------------------------------------------------------------
+# --- the canonical mesh ---------------------------------------------------------------------------
 
 
-def test_same_object_whatever_the_order(devices):
+def test_same_object_for_any_order(devices):
     mesh = device_mesh(devices)
     assert device_mesh(devices) is mesh
     assert device_mesh(tuple(devices)) is mesh
@@ -59,7 +59,7 @@ def test_same_object_whatever_the_order(devices):
     assert list(mesh.devices.flat) == sorted(devices, key=lambda d: d.id)
 
 
-def test_all_devices_where_left_out():
+def test_all_devices_by_default():
     assert device_mesh() is device_mesh(jax.devices())
     assert device_mesh(axis_types=EXPLICIT) is device_mesh(jax.devices(), axis_types=EXPLICIT)
 
@@ -90,7 +90,7 @@ def test_axes_are_prime_factors_larger_first(n, sizes):
     ('hosts', 'per_host', 'sizes'),
     [
         (3, 8, (3, 2, 2, 2)),  # not 2, 2, 2, 3: hosts are the slower network
-        (8, 3, (2, 2, 2, 3)),  # not 3, 2, 2, 2, which 24 devices of one host would be
+        (8, 3, (2, 2, 2, 3)),  # 24 devices of one host would be 3, 2, 2, 2
         (1, 24, (3, 2, 2, 2)),
         (24, 1, (3, 2, 2, 2)),
         (2, 6, (2, 3, 2)),
@@ -106,7 +106,7 @@ def test_factors_level_by_level(hosts, per_host, sizes):
 
 
 def test_hosts_come_before_ids():
-    # ids that go round the hosts in turn: 0, 2, 4, 6 on host 0
+    # ids alternate between hosts: 0, 2, 4, 6 on host 0
     row = [StandIn(i, process_index=i % 2) for i in range(8)]
     mesh = device_mesh(row)
     assert ids(mesh) == [0, 2, 4, 6, 1, 3, 5, 7]
@@ -120,7 +120,7 @@ def test_uneven_hosts_are_one_level():
 
 
 def test_two_slices_slice_is_slowest():
-    # ids run over both slices in turn; 2 slices x (2 x 3) chips
+    # ids alternate between slices; 2 slices x (2 x 3) chips
     places = list(itertools.product(range(2), range(3), range(2)))  # x, y, slice: slice fastest
     row = [
         StandIn(i, process_index=0, slice_index=s, coords=(x, y, 0), core_on_chip=0)
@@ -130,7 +130,7 @@ def test_two_slices_slice_is_slowest():
     assert mesh.axis_sizes == (2, 2, 3)
     found = [(d.slice_index, *d.coords[:2]) for d in mesh.devices.flat]
     assert found == list(itertools.product(range(2), range(2), range(3)))
-    # data parallelism on the left crosses the slices, and nothing else does
+    # only data parallelism, on the left, crosses slices
     sharding = make_sharding('batch d -> batch2 d6', mesh=row)
     assert sharding.spec == P('d0', ('d1', 'd2'))
     grid = sharding.mesh.devices.reshape(2, 6)
@@ -185,37 +185,35 @@ def test_mesh_that_is_none(mesh):
 
 
 SIXTEEN = np.array(jax.devices(), dtype=object)
+EXPECTED = 'expected: a Mesh, an AbstractMesh or a sequence of devices'
 
 
 @pytest.mark.parametrize(
     ('mesh', 'text'),
     [
-        (8, 'is 8, which is no mesh\n  give: a Mesh, an AbstractMesh or a sequence of devices'),
+        (8, f'must be a mesh, not 8\n  {EXPECTED}'),
         (
             np.array(3),
-            'is array(3), which is no mesh\n'
-            '  give: a Mesh, an AbstractMesh or a sequence of devices',
+            f'must be a mesh, not array(3)\n  {EXPECTED}',
         ),
         (
             (4, 2),
-            'is (4, 2), which is no mesh\n'
-            '  give:  a Mesh, an AbstractMesh or a sequence of devices\n'
-            "  as in: jax.make_mesh((4, 2), ('x', 'y'))",
+            f'must be a mesh, not (4, 2)\n  {EXPECTED}\n'
+            "  try:      jax.make_mesh((4, 2), ('x', 'y'))",
         ),
         (
             {'data': 4},
-            "is {'data': 4}, which is no mesh\n"
-            '  give:  a Mesh, an AbstractMesh or a sequence of devices\n'
-            "  as in: jax.make_mesh((4,), ('data',))",
+            f"must be a mesh, not {{'data': 4}}\n  {EXPECTED}\n"
+            "  try:      jax.make_mesh((4,), ('data',))",
         ),
         (
             SIXTEEN.reshape(8, 2),
-            'is an array of 2 dimensions, which does not name its axes\n'
-            "  instead: jax.sharding.Mesh(devices, ('x', 'y'))",
+            'is an array with 2 dimensions, whose axes have no names\n'
+            "  try: jax.sharding.Mesh(devices, ('x', 'y'))",
         ),
     ],
 )
-def test_no_mesh_wherever_one_is_taken(mesh, text):
+def test_invalid_meshes_in_every_function(mesh, text):
     def f(x):
         return x
 
@@ -241,27 +239,27 @@ def test_no_mesh_wherever_one_is_taken(mesh, text):
 
 
 @pytest.mark.filterwarnings('ignore:The default axis_types will change')  # JAX 0.8
-def test_the_lines_that_make_a_mesh_make_one():
+def test_suggested_meshes_work():
     for given in [(4, 2), {'data': 4}]:
         with pytest.raises(EinshardError) as caught:
             make_sharding('a -> a*', mesh=given)
-        mesh = eval(caught.value.facts['as in'], {'jax': jax})
+        mesh = eval(caught.value.facts['try'], {'jax': jax})
         assert make_sharding('a*', mesh=mesh).num_devices == mesh.size
     grid = SIXTEEN.reshape(8, 2)
     with pytest.raises(EinshardError) as caught:
         make_sharding('a -> a*', mesh=grid)
-    mesh = eval(caught.value.facts['instead'], {'jax': jax, 'devices': grid})
+    mesh = eval(caught.value.facts['try'], {'jax': jax, 'devices': grid})
     assert make_sharding('a@x b@y', mesh=mesh).spec == P('x', 'y')
     assert make_sharding('a*', mesh=SIXTEEN) == make_sharding('a*')  # one dimension needs no names
 
 
 @pytest.mark.parametrize('thing', [jax.devices()[0], make_sharding('*'), [SIXTEEN], 'data', object])
-def test_things_that_are_no_devices(thing):
-    with pytest.raises(EinshardError, match=r'no mesh|a mesh is made of devices'):
+def test_invalid_devices(thing):
+    with pytest.raises(EinshardError, match=r'must be a mesh|a mesh needs devices'):
         device_mesh(thing)
 
 
-def test_more_devices_than_jax_can_count():
+def test_too_many_devices_for_jax():
     most = AbstractMesh((2**31 - 1,), ('x',))
     assert make_sharding('a@x', mesh=most).spec == P('x')
     shapes = [(2**31,), (2**16, 2**16), (2**61 - 1,)]
@@ -270,7 +268,7 @@ def test_more_devices_than_jax_can_count():
         with pytest.raises(EinshardError) as caught:
             taker(AbstractMesh(shape, ('x', 'y')[: len(shape)], axis_types=(AUTO,) * len(shape)))
         assert str(caught.value).startswith(
-            "JAX has no shardings over more than 2147483647 devices\n  mesh: 'x': "
+            "JAX supports at most 2147483647 devices in a mesh\n  mesh: 'x': "
         )
 
 
@@ -282,7 +280,7 @@ def test_clear_caches_gives_an_equal_mesh():
     assert make_sharding('a b -> a4 b4') == sharding
 
 
-# --- counts that do not fit -------------------------------------------------------------------
+# --- counts that do not match -------------------------------------------------------------------
 
 
 def test_refactored_mesh_under_auto():
@@ -303,7 +301,7 @@ def test_refactored_mesh_under_auto():
     assert make_sharding('a b -> a3 b4', mesh=other.mesh).mesh == fits.mesh
 
 
-def test_refactored_mesh_of_stand_ins():
+def test_refactored_mesh_of_fake_devices():
     row = [StandIn(i, process_index=i // 8) for i in range(24)]
     sharding = make_sharding('a b -> a8 b3', mesh=row)
     assert sharding.mesh.axis_sizes == (2, 2, 2, 3)
@@ -340,7 +338,7 @@ def test_counts_that_do_not_fit_a_user_mesh_show_the_mesh():
         make_sharding('a b -> a@dataa b', mesh=mesh)
 
 
-# --- meshes of users --------------------------------------------------------------------------
+# --- users' meshes ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('types', list(itertools.product([AUTO, EXPLICIT], repeat=3)))
@@ -363,7 +361,7 @@ def test_counts_take_consecutive_axes_of_user_meshes(types):
         assert spec('a b -> a* b@data') == P(('replica', 'tp'), 'data')
 
 
-def test_axes_of_size_one_are_passed_over():
+def test_axes_of_size_one_are_skipped():
     mesh = user_mesh((1, 2, 1, 4, 1), ('p', 'q', 'r', 's', 't'))
     assert make_sharding('a b -> a2 b4', mesh=mesh).spec == P('q', 's')
     assert make_sharding('a b -> a8 b', mesh=mesh).spec == P(('q', 's'))
@@ -374,7 +372,7 @@ def test_axes_of_size_one_are_passed_over():
     assert make_sharding('a b -> a* b', mesh=ones).spec == P()
 
 
-def test_axis_names_that_are_no_strings():
+def test_axis_names_that_are_not_strings():
     class Axis(enum.Enum):
         MODEL = 'model'
 
@@ -386,7 +384,7 @@ def test_axis_names_that_are_no_strings():
 
 
 @pytest.mark.parametrize('name', [0, ''])
-def test_axis_names_that_jax_takes_for_none(name):
+def test_axis_names_that_jax_ignores(name):
     # JAX leaves an axis on P(0) unsharded and says nothing (tests/test_jax_facts.py)
     mesh = user_mesh((2, 4), (name, 'tp'))
     with pytest.raises(EinshardError, match='mesh'):
@@ -394,8 +392,8 @@ def test_axis_names_that_jax_takes_for_none(name):
 
 
 def test_axis_names_that_look_alike():
-    # 1 and '1' are two axes for JAX, and one word in an expression
-    with pytest.raises(EinshardError, match='names, which differ'):
+    # JAX has two axes, 1 and '1', but an expression cannot tell them apart
+    with pytest.raises(EinshardError, match='distinct, nonempty names'):
         make_sharding('a b -> a2 b4', mesh=user_mesh((2, 4), (1, '1')))
 
 
@@ -406,10 +404,10 @@ def test_mesh_without_axes():
 
 
 def test_user_mesh_named_like_ours_in_another_order():
-    # not our order, so not ours to refactor: other counts would be on another flat order
+    # not in hardware order, so it must not be refactored
     mesh = user_mesh((3, 2, 2), ('d0', 'd1', 'd2'), devices=jax.devices()[:12][::-1])
     assert make_sharding('a b -> a3 b4', mesh=mesh).mesh is mesh
-    with pytest.raises(EinshardError, match='do not fall on the axes'):
+    with pytest.raises(EinshardError, match='do not match the axes'):
         make_sharding('a b -> a4 b3', mesh=mesh)
 
 
@@ -423,7 +421,7 @@ def test_mesh_in_context():
         assert make_sharding('a b -> a@tp b') == NamedSharding(mesh, P('tp'))
         with pytest.raises(EinshardError, match="'data': 2, 'tp': 8"):
             make_sharding('a b -> a8 b2')
-        # a mesh that is given goes before it
+        # mesh= overrides it
         assert make_sharding('a b -> a8 b2', mesh=jax.devices()).mesh is device_mesh()
     assert make_sharding('a b -> a2 b8').mesh is device_mesh()
 
@@ -452,7 +450,7 @@ def test_abstract_mesh_in_context():
             einshard.einshard(np.ones((2, 1024)), 'a b -> a2 b1024')
 
 
-# --- arrays of different expressions meet -----------------------------------------------------
+# --- arrays of different expressions together -----------------------------------------------------
 
 EXPRESSIONS_ON_12 = [
     'a b -> a3 b4',
@@ -465,7 +463,7 @@ EXPRESSIONS_ON_12 = [
 
 
 @pytest.mark.parametrize('in_context', [False, True])
-def test_expressions_meet_in_one_jit(in_context):
+def test_different_expressions_in_one_jit(in_context):
     devices = jax.devices()[:12]
     x = np.arange(144, dtype=np.float32).reshape(12, 12)
 
@@ -488,7 +486,7 @@ def test_expressions_meet_in_one_jit(in_context):
 # abort the process ('Could not slice dimension 1 with size 4'), with hand-made meshes as well;
 # jaxlib 0.8.1, 0.9.2 and 0.10.2 compile it
 @pytest.mark.parametrize('expression', [e for e in EXPRESSIONS_ON_12 if 'b12' not in e])
-def test_result_of_a_meeting_is_placed_as_asked(expression):
+def test_result_of_different_expressions_is_sharded_as_requested(expression):
     devices = jax.devices()[:12]
     x = np.arange(144, dtype=np.float32).reshape(12, 12)
     a = einshard.einshard(x, 'a b -> a4 b3', mesh=devices)
@@ -499,7 +497,7 @@ def test_result_of_a_meeting_is_placed_as_asked(expression):
     assert result.sharding == out
 
 
-def test_expressions_meet_under_explicit():
+def test_different_expressions_under_explicit():
     mesh = device_mesh(axis_types=EXPLICIT)
     x = np.arange(256, dtype=np.float32).reshape(16, 16)
     with jax.set_mesh(mesh):
@@ -524,7 +522,7 @@ def test_equal_placements_are_equal_and_trace_once():
         '... b c -> 2 b4 c2 ...',
         'a b -> 2 a4 1 b2',
     ]
-    shardings = [make_sharding(text, n_dims=2) for text in spellings]
+    shardings = [make_sharding(text, ndim=2) for text in spellings]
     assert len(set(shardings)) == 1
     traces = []
 
@@ -538,7 +536,7 @@ def test_equal_placements_are_equal_and_trace_once():
     assert len(traces) == 1
 
 
-# --- TPU slices, by their real descriptions ---------------------------------------------------
+# --- TPU slices, as libtpu describes them -----------------------------------------------------
 
 
 @pytest.fixture(scope='module')
@@ -600,7 +598,7 @@ def test_tpu_two_cores_of_a_chip_are_closest(tpu):
 
 
 def test_tpu_different_expressions_compile_together(tpu):
-    """On TPU a mesh for each shape has its own device order, and jit refuses to mix them."""
+    """On TPU, meshes of different shapes have different device orders, which jit refuses to mix."""
     devices = tpu('v5e:4x4')
 
     def struct(sharding):

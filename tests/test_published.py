@@ -111,7 +111,7 @@ def test_devices_hold_what_they_held(python, n_devices):
         if isinstance(answer, str):
             assert i >= len(KNOWN[n_devices]), f'the published package refuses {text!r}: {answer}'
             continue
-        ours = make_sharding(meant, n_dims=len(shape), mesh=devices)
+        ours = make_sharding(meant, ndim=len(shape), mesh=devices)
         assert oracle.of_sharding(ours, devices, shape) == answer, (text, meant, shape)
         compared += 1
     assert compared > len(questions) // 5, f'only {compared} of {len(questions)} compared'

@@ -56,7 +56,7 @@ def row(n, *texts):
         (24, ['b x -> 2 b2 3 x2', 'y -> 2 y2 6'], None),  # the devices of b
         (24, ['b x -> 2 b2 3 x2', '... -> 24 ...'], '2 b2 3 x2'),
         (8, ['x -> * x', 'y -> y'], '8'),
-        # several orders that fit, until one says which
+        # several orders match until one expression decides
         (8, ['b -> b4 2', 'x -> x2'], 'b4 x2'),
         (8, ['b -> b4', 'x -> x2'], None),
         (24, ['a -> a2', 'b -> 2 b3 4', 'c -> c4', 'b c -> b3 c4'], 'a2 b3 c4'),
@@ -110,14 +110,14 @@ def test_replicas_have_names_that_no_array_axis_has():
 
 
 def coordinates(cells):
-    """For each device, where it is along each axis of a row of axes and replicas."""
+    """The coordinates of each device along a row of axes and replicas."""
     shape = [count for _, count in cells]
     grid = np.unravel_index(np.arange(math.prod(shape)), shape) if shape else ()
     return {name: grid[i].tolist() for i, (name, _) in enumerate(cells) if name is not None}
 
 
 def fits(candidate, expression):
-    """Whether devices in the order of `candidate` are what an expression says."""
+    """Whether devices in the order of `candidate` match an expression."""
     whole, cells = expression
     where = coordinates(candidate)
     if whole:
@@ -127,7 +127,7 @@ def fits(candidate, expression):
 
 
 def candidates(sizes, n):
-    """Every row of the axes, with replicas in every place."""
+    """Every order of the axes, with replicas in every position."""
     replicas = n // math.prod(sizes.values())
     divisors = [d for d in range(1, replicas + 1) if replicas % d == 0]
     for names in itertools.permutations(sizes):
@@ -142,7 +142,7 @@ def candidates(sizes, n):
 
 @st.composite
 def functions(draw):
-    """Expressions that are read off one row of axes, one of them perhaps wrongly."""
+    """Expressions for one row of axes; one of them may be wrong."""
     cells = draw(
         st.lists(
             st.tuples(st.sampled_from('abc') | st.none(), st.sampled_from([2, 3, 4])), max_size=4
@@ -166,7 +166,7 @@ def functions(draw):
 
 
 def merged(row):
-    """Neighbouring replicas as one."""
+    """Merges adjacent replicas."""
     cells = []
     for name, replicas in itertools.groupby(row, key=lambda cell: cell[0]):
         counts = [count for _, count in replicas]

@@ -1,4 +1,4 @@
-"""topology: slices of TPUs that are not here, and what explain says of programs for them."""
+"""topology: TPU slices you don't have, and reports of programs compiled for them."""
 
 import ast
 import os
@@ -77,16 +77,16 @@ KNOWN = (
         ('', "'' is not a valid topology name"),
         ('v5e:16', "'v5e:16' has 1 dimension, but v5e slices have 2"),
         ('v5e:2x2x2', "'v5e:2x2x2' has 3 dimensions, but v5e slices have 2"),
-        ('v5e:0x4', "'v5e:0x4' has no chips"),  # libtpu would divide by it, and end the process
+        ('v5e:0x4', "'v5e:0x4' has no chips"),  # libtpu would divide by zero and abort
     ],
 )
-def test_names_of_nothing(name, sentence):
+def test_invalid_names(name, sentence):
     with pytest.raises(EinshardError) as caught:
         topology(name)
     assert str(caught.value) == f'{sentence}\n{KNOWN}'
 
 
-def test_slices_that_libtpu_does_not_have():
+def test_slices_unknown_to_libtpu():
     with pytest.raises(EinshardError) as caught:
         topology('v5e:3x3')
     first, says, *known = str(caught.value).splitlines()
@@ -96,7 +96,7 @@ def test_slices_that_libtpu_does_not_have():
 
 
 @pytest.mark.parametrize('name', ['h100:8', 'cuda', 'A100', 'gpu:2x4'])
-def test_gpus_are_not_described_by_names(name):
+def test_gpu_names(name):
     with pytest.raises(EinshardError) as caught:
         topology(name)
     assert str(caught.value) == (
@@ -156,8 +156,8 @@ def run(**environment):
     )
 
 
-def test_the_environment_is_set_where_it_is_not():
-    """And no backend is started, nor is there any word on standard error."""
+def test_the_environment_is_set_if_unset():
+    """No backend is started, and nothing is printed to standard error."""
     done = run(TPU_WORKER_HOSTNAMES='here')
     assert done.returncode == 0, done.stderr
     variables, started = done.stdout.splitlines()
@@ -217,7 +217,7 @@ def test_matrix_products(name, function, kind, array, share, along):
     assert report.memory.code > 0
 
 
-def test_arrays_in_hand_are_looked_at_for_their_shapes():
+def test_arrays_are_used_for_their_shapes_only():
     x, w = np.ones((1024, 512), np.float32), jnp.ones((512, 256))
     report = explain(gathering, x, w, mesh=topology('v5e:4x4'))
     assert report.device_kind == 'TPU v5 lite'
@@ -251,14 +251,14 @@ def test_a_loop_that_gathers_the_same_in_each_turn():
 
 
 def test_the_same_program_runs_here_afterwards():
-    """A function that was explained for TPUs still works on what there is."""
+    """A function that was explained for TPUs still runs on the local devices."""
     explain(gathering, floats(1024, 512), floats(512, 256), mesh=topology('v5e:4x4'))
     x, w = np.ones((32, 16), np.float32), np.ones((16, 32), np.float32)
     assert np.array_equal(gathering(x, w), x @ w)
 
 
 def shift(x):
-    """A Pallas kernel that sends its part to the next device."""
+    """A Pallas kernel that sends its shard to the next device."""
     n = jax.lax.axis_size('x')
 
     def kernel(x_ref, out_ref, sent, received):

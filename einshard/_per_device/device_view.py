@@ -62,7 +62,7 @@ class View(NamedTuple):
         self, text: str, n_dims: int | None, manual: frozenset[str]
     ) -> PartitionSpec:
         """The spec of an expression over the manual mesh axes."""
-        spec = make_sharding(self._in_mesh(text), n_dims=n_dims, mesh=self.mesh).spec
+        spec = make_sharding(self._in_mesh(text), ndim=n_dims, mesh=self.mesh).spec
         if not manual:
             return spec
         rows = map(entry_axes, spec)

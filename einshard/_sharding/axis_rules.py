@@ -1,4 +1,4 @@
-"""Logical axis names: `axis_rules` gives names a placement for all expressions inside it."""
+"""Logical axis names: `axis_rules` maps axis names to placements."""
 
 from __future__ import annotations
 
@@ -19,44 +19,49 @@ from .context import AxisRules, enter_rules, leave_rules
 P = ParamSpec('P')
 R = TypeVar('R')
 
-# What happens to mesh axes that an expression names and the mesh does not have.
+# What to do with mesh axes that an expression names and the mesh lacks.
 Missing: TypeAlias = Literal['error', 'replicate']
 
 
 class axis_rules:
-    """Gives axis names a placement, inside a `with` or in a function that it decorates.
+    """Maps axis names to placements, as a context manager or a decorator.
 
+        >>> import jax
+        >>> import numpy as np
+        >>> from einshard import axis_rules, describe, einshard
         >>> types = (jax.sharding.AxisType.Auto,) * 2
-        >>> mesh = jax.make_mesh((4, 2), ('data', 'tp'), axis_types=types)
+        >>> mesh = jax.make_mesh((jax.device_count(), 1), ('data', 'tp'), axis_types=types)
+        >>> x = np.ones((jax.device_count(), 16, 4))
         >>> with axis_rules(batch='@data', heads='@tp'):
-        ...     x = einshard(np.ones((8, 16, 4)), 'batch heads d', mesh=mesh)
+        ...     x = einshard(x, 'batch heads d', mesh=mesh)
         >>> describe(x)
         'a b c -> a@data b@tp c'
 
-    Read by expressions in the short form: a name without a placement of its own takes that of its
-    rule; a name without a rule is not sharded; devices that no name takes hold replicas. One
-    model text then serves any mesh. Rules inside others add to them, and win where both name an
-    axis. One object can be entered many times, by several threads too.
+    Rules apply to expressions in the short form. A name without its own placement takes the
+    placement of its rule; a name without a rule is not sharded; unused devices hold replicas.
+    So the same model code works on any mesh. Nested rules are merged, and the inner rule of an axis
+    wins. One object can be entered many times, also by several threads.
 
-    Rules are part of JAX's cache keys: each distinct set of them compiles once what is called
-    inside, under `jax.jit` and `sharded`, and no trace is reused for another set.
+    Rules are part of JAX's cache keys: functions under `jax.jit` and `sharded` are traced once per
+    set of rules.
 
-    Do not hold rules across an `await` or a `yield`. Tasks of asyncio share a thread, and JAX's
-    cache keys belong to the thread; einshard raises where it runs in a task that has other rules.
-    In a thread with a copied context, `einshard` and `sharded` use the rules of that context;
-    for a bare `jax.jit` enter them in the function that the thread runs.
+    Do not hold rules across an `await` or a `yield`. Asyncio tasks share a thread, and JAX's cache
+    keys are per thread; einshard raises an error in a task with other rules. In a thread with a
+    copied context, `einshard` and `sharded` use the rules of that context; for plain `jax.jit`,
+    enter the rules in the function that the thread runs.
 
     Args:
-        placements: a mapping from axis names to placements, such as `TRAINING_AXES`.
-        missing: what becomes of mesh axes in these rules that the mesh does not have: 'error', or
-            'replicate' to cut nothing over them. Rules inside and outside keep their own.
-        more: placements by keyword; a placement is what would follow the name in an expression:
-            '@data', '@(data,fsdp)', '4', '*', '2*'; or '' for not sharded, to undo an outer rule.
+        placements: a mapping from axis names to placements, such as `TRAINING_AXES`. A placement
+            is what follows a name in an expression: '@data', '@(data,fsdp)', '4', '*', '2*'. Use
+            '' for not sharded, to override an outer rule.
+        missing: what to do with mesh axes in these rules that the mesh lacks: 'error', or
+            'replicate' to ignore them. Nested rules keep their own setting.
+        more: placements by keyword.
 
     Raises:
-        EinshardError: a placement is none, or an axis has two; a function that is decorated is a
-            coroutine or a generator. In use: two names of an array claim one mesh axis, or the
-            mesh has no such axis; another task holds its rules across an `await`.
+        EinshardError: a placement is invalid, an axis has two rules, or the decorated function is a
+            coroutine or a generator. In use: two names of an array take the same mesh axis, the
+            mesh lacks an axis, or another task holds rules across an `await`.
     """
 
     def __init__(
@@ -68,7 +73,7 @@ class axis_rules:
         **more: str,
     ):
         _check_mapping(placements)
-        check_missing(missing, for_an_axis_of_that_name="axis_rules({'missing': '@tp'})")
+        check_missing(missing, for_an_axis_named_missing="axis_rules({'missing': '@tp'})")
         self.placements: dict[str, str] = {}
         for name, placement in [*placements.items(), *more.items()]:
             known = _axis_name(name, placement)
@@ -77,7 +82,7 @@ class axis_rules:
                     f"axis_rules has two rules for axis '{known}'",
                     facts={
                         'rules': f"'{self.placements[known]}' and '{placement}'",
-                        'instead': 'one axis_rules inside the other, of which the inner wins',
+                        'instead': 'nested axis_rules, where the inner rule wins',
                     },
                 )
             self.placements[known] = placement
@@ -92,8 +97,8 @@ class axis_rules:
         in_order = leave_rules(self)
         if not in_order and raised is None:
             raise EinshardError(
-                'axis_rules are left by another task or thread than entered them, or before rules '
-                'that were entered later',
+                'axis_rules must be left in reverse order, by the task and thread that entered '
+                'them',
                 facts={'instead': 'enter axis_rules in a function that does not await or yield'},
             )
 
@@ -102,8 +107,8 @@ class axis_rules:
         if kind:
             name = getattr(function, '__name__', repr(function))
             raise EinshardError(
-                f'{name} is {kind}, whose body runs after the call: axis_rules cannot decorate it, '
-                'since rules must not be held across an await or a yield',
+                f'axis_rules cannot decorate {name}: it is {kind}, and rules cannot be held across '
+                'an await or a yield',
                 facts={'instead': 'decorate a plain function that it calls'},
             )
 
@@ -121,9 +126,9 @@ def apply_axis_rules(
     mesh_axes: tuple[str, ...],
     on_missing: Missing = 'error',
 ) -> tuple[Expression, tuple[str, ...]]:
-    """The expression as the rules place its names, and the mesh axes in it that are missing.
+    """The expression with rules applied, and the mesh axes in it that the mesh lacks.
 
-    These are left out where `on_missing` or their rule is 'replicate'.
+    Missing axes are removed if `on_missing` or the `missing=` of their rule is 'replicate'.
     """
     ruled = _ruled_terms(expression, rules)
     named = dict.fromkeys(axis for term, _ in ruled for axis in term.mesh_axes)
@@ -138,25 +143,25 @@ def apply_axis_rules(
 def _placed(
     expression: Expression, ruled: Sequence[tuple[Term, bool]], mesh_axes: tuple[str, ...]
 ) -> Expression:
-    """The expression with the terms that rules have placed."""
+    """The expression with `ruled` as its terms, and a replica for unused devices."""
     terms = [_on_mesh(term, mesh_axes) if lenient else term for term, lenient in ruled]
     takes_devices = any(term.takes_devices for term in terms)
     named = any(term.mesh_axes for term in terms)
     if not any(term.star for term in terms) and (takes_devices or not named):
-        terms.insert(0, Term(star=True))  # the rest of the devices hold replicas
+        terms.insert(0, Term(star=True))  # unused devices hold replicas
     placed = write_short(terms)
     try:
         check_mesh_axes(placed)
     except EinshardError as error:
         raise error.about(
-            written=f"'{expression.text}', placed by axis_rules",
-            instead='an axis that stays whole goes by a name without a rule',
+            written=f"'{expression.text}', with axis_rules",
+            instead='a name without a rule, for an axis that is not sharded',
         ) from None
     return placed
 
 
 def _ruled_terms(expression: Expression, rules: AxisRules) -> list[tuple[Term, bool]]:
-    """The terms as the rules place them, and whether mesh axes of theirs may be missing."""
+    """The terms with rules applied, and whether each may have missing mesh axes."""
     by_name = {name: (placement, lenient) for name, placement, lenient in rules}
     terms: list[tuple[Term, bool]] = []
     for term in expression.right:
@@ -168,10 +173,10 @@ def _ruled_terms(expression: Expression, rules: AxisRules) -> list[tuple[Term, b
 
 
 def _drop_missing(expression: Expression, mesh_axes: tuple[str, ...]) -> Expression:
-    """The expression without the mesh axes that are not among these: nothing is cut over them."""
+    """The expression without mesh axes that the mesh lacks."""
     right = tuple(_on_mesh(term, mesh_axes) for term in expression.right)
     if not any(term.is_sharded for term in right):
-        right = (Term(star=True), *right)  # nothing is cut at all: every device has the whole
+        right = (Term(star=True), *right)  # nothing is sharded: all devices hold replicas
     return replace(expression, right=right)
 
 
@@ -180,9 +185,11 @@ def _on_mesh(term: Term, mesh_axes: tuple[str, ...]) -> Term:
 
 
 def check_missing(missing: object, **facts: str) -> None:
-    """Raises where `missing=` is neither of its values."""
+    """Raises if `missing=` is not valid."""
     if not isinstance(missing, str) or missing not in ('error', 'replicate'):
-        raise EinshardError(f"missing= is 'error' or 'replicate', not {missing!r}", facts=facts)
+        raise EinshardError(
+            f"missing= must be 'error' or 'replicate', not {missing!r}", facts=facts
+        )
 
 
 @cached
@@ -194,23 +201,23 @@ def _term(placement: str) -> Term:
 def _check_mapping(placements: object) -> None:
     if not isinstance(placements, Mapping):
         raise EinshardError(
-            f'axis_rules takes a mapping from axis names to placements, not {placements!r}',
-            facts={'as in': "axis_rules({'batch': '@data'}), axis_rules(batch='@data')"},
+            f'axis_rules needs a mapping from axis names to placements, not {placements!r}',
+            facts={'examples': "axis_rules({'batch': '@data'}), axis_rules(batch='@data')"},
         )
 
 
 def _axis_name(name: object, placement: object) -> str:
-    """The name of a rule, as expressions have it; raises where name or placement is none."""
+    """The NFC name of a rule; raises if the name or the placement is invalid."""
     known = unicodedata.normalize('NFC', str(name))
     if not (isinstance(name, str) and known != ELLIPSIS and _right_side(known) == [Term(known)]):
         raise EinshardError(
-            f'axis_rules has a rule for {name!r}, which is no name of an axis',
-            facts={'names are': 'of letters and underscores, as in expressions'},
+            f'axis_rules has a rule for {name!r}, which is not a valid axis name',
+            facts={'expected': 'letters and underscores, as in expressions'},
         )
     if not isinstance(placement, str) or not _is_placement(placement):
         raise EinshardError(
-            f'axis_rules gives {name}={placement!r}, which is no placement of an axis',
-            facts={'placements are': "'@data'  '@(data,fsdp)'  '4'  '*'  '2*'  '' (not sharded)"},
+            f'axis_rules has {name}={placement!r}, which is not a valid placement',
+            facts={'expected': "'@data'  '@(data,fsdp)'  '4'  '*'  '2*'  '' (not sharded)"},
             fix=_as_placement(placement),
         )
     return known
@@ -221,7 +228,7 @@ def _is_placement(text: str) -> bool:
 
 
 def _right_side(short: str) -> list[Term]:
-    """The terms of an expression in the short form; none where it is no such expression."""
+    """The terms of an expression in the short form; [] if it is invalid or has an arrow."""
     try:
         expression = parse(short)
     except EinshardError:
@@ -230,7 +237,7 @@ def _right_side(short: str) -> list[Term]:
 
 
 def _as_placement(mesh_axes: object) -> str | None:
-    """What other tables of rules give a name, mesh axes or None, as a placement."""
+    """The placement for a value of a Flax rule: a mesh axis, several, or None."""
     names = [mesh_axes] if isinstance(mesh_axes, str) else mesh_axes
     if names is None or names == () or names == []:
         return "''"

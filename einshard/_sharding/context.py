@@ -1,9 +1,9 @@
-"""What surrounds a call of einshard: a mesh, and axis rules.
+"""Context: the mesh and the axis rules in effect where einshard is called.
 
-JAX caches the trace of a function that is given to `scan`, `cond`, `checkpoint` or a nested `jit`
-by the function's identity. What expressions in that function look up must be in the cache key:
-`jax.make_user_context` adds it there. JAX's value belongs to a thread, a ContextVar to a task. They
-differ where a task holds axis rules across an `await`, and in a thread that got a copied context.
+JAX caches traces of functions passed to `scan`, `cond`, `checkpoint` or a nested `jit` by the
+function's identity. Whatever expressions in such a function look up must be part of JAX's cache
+key; `jax.make_user_context` adds it. JAX's value is per thread, a ContextVar is per task. The two
+differ if a task holds axis rules across an `await`, and in a thread with a copied context.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .._cache import cached
 from .._errors import EinshardError
 from .mesh import AnyMesh, MeshLike, check_mesh, device_mesh, mesh_fact
 
-# (axis name, placement, whether mesh axes that the mesh lacks are left out of it), sorted
+# (axis name, placement, whether mesh axes that the mesh lacks are ignored), sorted
 AxisRules: TypeAlias = tuple[tuple[str, str, bool], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Context:
-    """What an expression means depends on this, beside its text and the array's shape.
+    """The mesh and the axis rules that an expression is resolved with.
 
-    `make_context` makes one object of equal parts, so that contexts are compared by identity: a
-    look-up by a dataclass's own hash takes 0.3 us more, of 1.0 for an array that stays.
+    `make_context` returns one object for equal arguments, so contexts compare by identity: hashing
+    the fields would add 0.3 us to the 1.0 us for an array that is already placed.
     """
 
     mesh: AnyMesh | None = None  # None: the canonical mesh of all devices
-    mesh_is_ambient: bool = False  # whether `jax.set_mesh` has entered one, which fixes the axes
+    mesh_is_ambient: bool = False  # whether JAX has this mesh in context, which fixes its axes
     axis_rules: AxisRules = ()
 
     @property
@@ -46,7 +46,7 @@ class Context:
         return self.mesh or device_mesh()
 
     def key(self) -> tuple[AnyMesh | None, AxisRules] | None:
-        """What JAX's cache keys hold of it: a small value, compared by equality."""
+        """The part of it in JAX's cache keys: a small value, compared by equality."""
         return (self.mesh, self.axis_rules) if self.mesh or self.axis_rules else None
 
 
@@ -61,11 +61,11 @@ _NO_CONTEXT = Context()
 
 
 def current_context(mesh: MeshLike | None = None) -> Context:
-    """The context of a call: the mesh given, else that around it, and the axis rules.
+    """The context of a call: the given or ambient mesh, and the axis rules.
 
-    Around it is what a per-device function leaves of its mesh, else the mesh of the enclosing
-    `sharded`, else that of `jax.set_mesh`. Looked up once for a tree, not for every leaf: to find
-    the mesh in context takes a microsecond, to hash a sequence of devices one for each few.
+    The ambient mesh is the one that an enclosing per-device function leaves, else the one of the
+    enclosing `sharded`, else the one of `jax.set_mesh`. Looked up once per tree, not per leaf:
+    finding the mesh in context takes 1 us, hashing a sequence of devices more.
     """
     enclosing = _enclosing()
     ambient = jax.sharding.get_abstract_mesh()
@@ -81,14 +81,14 @@ def current_context(mesh: MeshLike | None = None) -> Context:
     given = mesh if isinstance(mesh, Mesh | AbstractMesh) else device_mesh(mesh)
     if AxisType.Manual in ambient.axis_types and given != ambient:
         raise EinshardError(
-            'in a per-device function another mesh cannot be used: each device has its own array',
-            facts={'mesh around': mesh_fact(ambient), 'mesh given': mesh_fact(given)},
+            'a per-device function cannot use another mesh: each device has its own array',
+            facts={'mesh in context': mesh_fact(ambient), 'mesh given': mesh_fact(given)},
         )
     return make_context(given, False, enclosing.axis_rules)
 
 
 def ambient_mesh() -> AnyMesh | None:
-    """The mesh of `jax.set_mesh`, if one is entered; while tracing, its abstract mesh."""
+    """The mesh of `jax.set_mesh`, or None; while tracing, its abstract mesh."""
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
         return None
@@ -102,9 +102,9 @@ def ambient_mesh() -> AnyMesh | None:
 
 
 def is_mesh_in_context(mesh: AnyMesh) -> bool:
-    """Whether a mesh that was not given is that of `jax.set_mesh`: no enclosing function has one.
+    """Whether `mesh`, found by `current_context`, comes from `jax.set_mesh`.
 
-    While tracing, the devices of a mesh in context are not known.
+    While tracing, JAX does not tell the devices of the mesh in context.
     """
     ambient = jax.sharding.get_abstract_mesh()
     if isinstance(mesh, AbstractMesh):
@@ -114,21 +114,21 @@ def is_mesh_in_context(mesh: AnyMesh) -> bool:
 
 @cached
 def _retyped(concrete: Mesh, abstract: AbstractMesh) -> AnyMesh:
-    """The devices of a mesh, with the axis types that `auto_axes` and the like have in context."""
+    """The mesh with the axis types in context, which `jax.sharding.auto_axes` changes."""
     if concrete.axis_names != abstract.axis_names or concrete.axis_sizes != abstract.axis_sizes:
         return abstract
     return Mesh(concrete.devices, concrete.axis_names, axis_types=abstract.axis_types)
 
 
-# Made at import, once: to make one is not thread-safe, and JAX traces everything again after it.
+# Created once at import: creation is not thread-safe and makes JAX retrace everything.
 _in_cache_keys: Any = jax.make_user_context(default_value=None)
 
 
 class Scope:
-    """The code inside has this context, in our ContextVar and in JAX's cache keys.
+    """Sets the context inside a `with`, in our ContextVar and in JAX's cache keys.
 
-    Scopes may be left in another order than they were entered, by tasks and generators that take
-    turns. What each restores is handed on, so that nothing of a scope that was left comes back.
+    Interleaved tasks and generators may leave scopes in a different order than they entered them.
+    A scope then passes on the state it would restore, so a scope that was left never reappears.
     """
 
     __slots__ = ('_cache_keys', '_outer', 'context', 'key', 'owner')
@@ -136,7 +136,7 @@ class Scope:
     def __init__(self, context: Context, owner: object = None):
         self.context = context
         self.key = context.key()
-        self.owner = owner  # the axis_rules that it is of
+        self.owner = owner  # the axis_rules object that entered it
         self._cache_keys: Any = _in_cache_keys(self.key)
 
     def __enter__(self) -> None:
@@ -149,7 +149,7 @@ class Scope:
         self.leave()
 
     def leave(self) -> bool:
-        """Leaves the scope; returns whether it was the last that was entered, and by this task."""
+        """Leaves the scope; returns whether it was the last one entered, and by this task."""
         mine = entered.get() is self
         if mine:
             entered.set(self._outer)
@@ -167,51 +167,51 @@ class Scope:
         return mine and not later
 
 
-# the scope that this task has entered last; most code is in none
+# the scope that this task entered last; usually None
 entered: ContextVar[Scope | None] = ContextVar('entered', default=None)
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.scopes: list[Scope] = []  # that are entered and not left, by any task
+        self.scopes: list[Scope] = []  # entered and not yet left, by any task
 
 
 _thread = _Thread()
 
 
 def mesh_scope(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
-    """Inside, `mesh` is that of an enclosing `sharded`, which functions of the path find too."""
+    """Makes `mesh` the mesh of an enclosing `sharded`, which functions of the path use too."""
     if mesh is None:
         return nullcontext()
     return Scope(make_context(mesh, False, _enclosing().axis_rules))
 
 
 def _enclosing() -> Context:
-    """The context that scopes have left; raises where a trace would be kept for others.
+    """The context of the innermost scope; raises if JAX would cache a trace under another one.
 
-    Eager code needs no check: nothing of it is cached by JAX.
+    Eager code needs no check, as JAX caches no trace of it.
     """
     scope = entered.get()
-    # without a scope, a thread is in step unless a task has entered some: 0.1 us less to ask
+    # checked first because it saves 0.1 us: most threads have no scopes
     if (scope is not None or _thread.scopes) and not in_step() and is_tracing():
         raise _out_of_step()
     return _NO_CONTEXT if scope is None else scope.context
 
 
 def same_in_thread() -> AbstractContextManager[Any]:
-    """Makes a copied context that of JAX's cache keys in this thread, too."""
+    """Puts the context of this task, which may be a copy, into JAX's cache keys of this thread."""
     scope = entered.get()
     return Scope(_NO_CONTEXT if scope is None else scope.context)
 
 
 def in_step() -> bool:
-    """Whether expressions and JAX's cache keys see the same context."""
+    """Whether our ContextVar and JAX's cache keys hold the same context."""
     scope = entered.get()
     return (None if scope is None else scope.key) == _in_cache_keys.value
 
 
 def enter_rules(owner: object, rules: Iterable[tuple[str, str, bool]]) -> None:
-    """Adds axis rules to those around; raises where another task holds its own across an await."""
+    """Adds axis rules to the current ones; raises if another task holds rules across an await."""
     if _thread.scopes and not in_step():
         raise _out_of_step()
     scope = entered.get()
@@ -222,7 +222,7 @@ def enter_rules(owner: object, rules: Iterable[tuple[str, str, bool]]) -> None:
 
 
 def leave_rules(owner: object) -> bool:
-    """Leaves what `owner` entered last in this task; returns whether that was in order."""
+    """Leaves the last scope of `owner` in this task; returns whether the order was correct."""
     scopes = [scope for scope in _thread.scopes if scope.owner is owner]
     here = [scope for scope in scopes if scope is entered.get()]
     return bool(scopes) and (here or scopes)[-1].leave()
@@ -231,8 +231,8 @@ def leave_rules(owner: object) -> bool:
 def is_tracing() -> bool:
     """Whether a function is being traced.
 
-    JAX has no public question for it; that `get_mesh` refuses while tracing is its documented
-    behaviour, and tests/test_jax_facts.py notices if that ends.
+    JAX has no public function for this. `get_mesh` is documented to raise while tracing;
+    tests/test_jax_facts.py fails if that changes.
     """
     try:
         get_mesh()
@@ -242,10 +242,10 @@ def is_tracing() -> bool:
 
 
 def is_staging() -> bool:
-    """Whether operations become part of a program, as in `jax.jit`, instead of running now.
+    """Whether operations are staged into a program, as in `jax.jit`, instead of running now.
 
-    In `jax.grad` and `jax.vmap` alone they run. Leaves one unused equation in a jaxpr, which JAX
-    drops when it lowers; so it is asked only where a user is warned, or after an error.
+    Under `jax.grad` or `jax.vmap` alone they run now. The check adds an unused equation to the
+    jaxpr, which JAX drops when lowering, so use it only before a warning or after an error.
     """
     return isinstance(jax.lax.neg(np.float32(0)), Tracer)
 
@@ -255,15 +255,15 @@ def _out_of_step() -> EinshardError:
     ours = _rules_text(None if scope is None else scope.key)
     if _thread.scopes:
         return EinshardError(
-            'axis_rules must not be held across an await: another task in this thread holds others',
+            'axis_rules cannot be held across an await: another task in this thread holds others',
             facts={
                 'rules in this task': ours,
-                'held by the other': held,
+                'rules held by the other': held,
                 'instead': 'enter axis_rules in a function that does not await',
             },
         )
     return EinshardError(
-        'this thread has the axis_rules of a copied context, and JAX traces here without them',
+        'this thread has axis_rules from a copied context, but JAX traces in it without them',
         facts={
             'rules': ours,
             'instead': 'enter axis_rules in the function that the thread runs',

@@ -1,4 +1,4 @@
-"""A sharding -> the expression that means it; the inverse of `make_sharding`."""
+"""Sharding -> Expression: the inverse of `make_sharding`."""
 
 from __future__ import annotations
 
@@ -26,30 +26,34 @@ def describe(x: jax.Array | np.ndarray | jax.ShapeDtypeStruct | Sharding) -> str
 @overload
 def describe(x: Any) -> Any: ...
 def describe(x: Any) -> Any:
-    """The expression of where an array, or anything with a sharding, lives; or a tree of those.
+    """Returns the expression for the sharding of an array; for a pytree, a pytree of expressions.
 
-        >>> describe(make_sharding('x y -> x4 * y', n_dims=2, mesh=jax.devices()[:8]))
-        'a ... -> a4 2 ...'
-        >>> describe({'w': einshard(np.ones((16, 4)), 'x* y'), 'b': jax.numpy.zeros(3)})
-        {'b': 'on one device: ...', 'w': 'a b -> a16 b'}
+        >>> import jax
+        >>> import numpy as np
+        >>> from einshard import describe, einshard
+        >>> types = (jax.sharding.AxisType.Auto,)
+        >>> mesh = jax.make_mesh((jax.device_count(),), ('data',), axis_types=types)
+        >>> w = einshard(np.ones((8 * mesh.size, 4)), 'x@data y', mesh=mesh)
+        >>> describe({'w': w, 'b': jax.numpy.zeros(3)})
+        {'b': 'on one device: ...', 'w': 'a b -> a@data b'}
 
-    Axes are called a, b, c, ... in array order. `make_sharding(describe(s))` equals `s` for every
-    `s` that `make_sharding` makes (with the same `mesh=`, if `s` is on a mesh of your own: such a
-    sharding is described by its axis names, as in `'a b -> a@data b'`). Memory other than that of
-    the device is at the end: `'a b -> a16 b (in pinned_host)'`. `make_sharding`, `einshard` and
-    other places that take a spec read it as `memory_kind='pinned_host'`.
+    Axes are named a, b, c, ... in array order. `make_sharding(describe(s))` equals `s` for every
+    `s` from `make_sharding`; if `s` is on your own mesh, pass the same `mesh=`. Shardings on your
+    own mesh are described by mesh axis names, others by counts: `'a b -> a16 b'`. Memory other
+    than the device's comes last: `'a b -> a16 b (in pinned_host)'`. Specs with it are accepted
+    wherever specs are, and mean `memory_kind='pinned_host'`.
 
-    Of a tree whose arrays are all placed this is a spec: `einshard(other, describe(tree))` places
-    another tree of that structure in the same way.
+    If all arrays of a tree have expressions, the result is a spec: `einshard(other,
+    describe(tree))` shards another tree of the same structure in the same way.
 
     Args:
-        x: an array, a sharding, a `ShapeDtypeStruct`, or a tracer. A sharding alone does not
-            know its rank, so axes after the last sharded one are '...'. Or a tree of those.
+        x: an array, a sharding, a `ShapeDtypeStruct` or a tracer, or a pytree of those. A sharding
+            has no rank, so the axes after the last sharded one are '...'.
 
     Returns:
-        An expression; or words where there is none to give, as for host arrays, arrays on a single
-        device, and tracers whose placement the compiler decides: `einshard` refuses those. For a
-        tree, the tree of them, with None for leaves that are not arrays.
+        An expression. Host arrays, arrays on a single device, and tracers sharded by the compiler
+        have none: they get a description such as 'on one device: ..', which is not a valid spec.
+        For a pytree, a pytree of those, with None for leaves that are not arrays.
 
     Raises:
         EinshardError: `x` is a leaf without a sharding.
@@ -58,59 +62,71 @@ def describe(x: Any) -> Any:
         text = _describe_leaf(x)
         if text is None:
             raise EinshardError(
-                f'{type(x).__name__} has no sharding to describe',
-                facts={'give': 'an array, a ShapeDtypeStruct, a sharding, or a tree of those'},
+                f'{type(x).__name__} has no sharding',
+                facts={'expected': 'an array, a ShapeDtypeStruct, a sharding, or a tree of those'},
             )
         return text
     return jtu.tree_map(_describe_leaf, x)
 
 
 class Words(str):
-    """Where an array is, where no spec says it."""
+    """A description of a sharding that has no expression. It is not a valid spec.
+
+    `portable` is the same without device names, which differ between machines.
+    """
+
+    portable: str
+
+    def __new__(cls, text: str, portable: str | None = None):
+        words = super().__new__(cls, text)
+        words.portable = text if portable is None else portable
+        return words
 
 
 def _describe_leaf(x: Any) -> str | None:
-    """Where a leaf is; None if it is not an array."""
-    sharding: Any = x if isinstance(x, Sharding) else _sharding_of(x)
+    """The expression or description of a leaf; None if it is not an array."""
+    sharding: Any = x if isinstance(x, Sharding) else sharding_of(x)
     if sharding is None or isinstance(sharding, Words):
         return sharding
-    n_dims = None if isinstance(x, Sharding) else len(x.shape)  # in 0.8.1 a jax.Ref has no ndim
+    ndim = None if isinstance(x, Sharding) else len(x.shape)  # in 0.8.1 a jax.Ref has no ndim
     if isinstance(sharding, NamedSharding):
-        return describe_named(sharding, n_dims)
+        return describe_named(sharding, ndim)
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
-        where = f'on one device: {device}'
+        where = 'on one device'
+        text = f'{where}: {device}'
     else:
-        where = f'by a {type(sharding).__name__} over {len(sharding.device_set)} devices'
-    return Words(in_memory(where, sharding.memory_kind))
+        text = where = f'by a {type(sharding).__name__} over {len(sharding.device_set)} devices'
+    kind = sharding.memory_kind
+    return Words(in_memory(text, kind), in_memory(where, kind))
 
 
 def describe_named(
-    sharding: NamedSharding, n_dims: int | None = None, names: Sequence[str] | None = None
+    sharding: NamedSharding, ndim: int | None = None, names: Sequence[str] | None = None
 ) -> str:
-    """The expression of a NamedSharding, in the axis names given or in a, b, c, ..."""
-    expression = find_expression(sharding, n_dims, names)
+    """The expression of a NamedSharding, with these axis names or a, b, c, ..."""
+    expression = find_expression(sharding, ndim, names)
     if expression is not None:
         return in_memory(expression.text, sharding.memory_kind)
-    axes, rest = _axes(sharding, n_dims, names)
+    axes, rest = _axes(sharding, ndim, names)
     named = write(map(Term, (*axes, *rest)), (*_by_name(sharding, axes), *map(Term, rest)))
     return Words(f'{named.text}{_rest(sharding)}')
 
 
-def describe_in(expression: Expression, sharding: Sharding, n_dims: int) -> str:
-    """Where an array lives that an expression is for, in the axis names of that."""
+def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
+    """The expression of a sharding, with the axis names of `expression`."""
     if not isinstance(sharding, NamedSharding):
         return describe(sharding)
     names = expression.names
-    return describe_named(sharding, n_dims, None if ELLIPSIS in names else names)
+    return describe_named(sharding, ndim, None if ELLIPSIS in names else names)
 
 
-def _sharding_of(x: Any) -> Sharding | Words | None:
-    """The sharding of an array, or words for where it is; None if it is not an array."""
+def sharding_of(x: Any) -> Sharding | Words | None:
+    """The sharding of an array, or a description; None if it is not an array."""
     if isinstance(x, Tracer):
         sharding = jax.typeof(x).sharding
         if not any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
-            return Words('where the compiler decides: a traced value')
+            return Words('decided by the compiler: a traced value')
         return sharding
     if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
         kind = f'{type(x).__module__.split(".")[0]}.{type(x).__name__}'
@@ -119,25 +135,25 @@ def _sharding_of(x: Any) -> Sharding | Words | None:
     if isinstance(sharding, Sharding):
         return sharding
     if isinstance(x, jax.ShapeDtypeStruct):
-        return Words('nowhere yet: a ShapeDtypeStruct without a sharding')
+        return Words('not placed: a ShapeDtypeStruct without a sharding')
     return None
 
 
 def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
-    """The mesh axes of each array axis; None for an axis left unconstrained."""
+    """The mesh axes of each array axis; None for an unconstrained axis."""
     free = PartitionSpec.UNCONSTRAINED
     return [None if axes == (free,) else axes for axes in spec_axes(sharding.spec)]
 
 
 def find_expression(
-    sharding: NamedSharding, n_dims: int | None = None, names: Sequence[str] | None = None
+    sharding: NamedSharding, ndim: int | None = None, names: Sequence[str] | None = None
 ) -> Expression | None:
-    """The expression that is lowered onto just this mesh and spec; None if there is none."""
+    """The expression that lowers to exactly this sharding; None if there is none."""
     spec, mesh = sharding.spec, sharding.mesh
     entries = _entries(sharding)
     if spec.unreduced or spec.reduced or None in entries or not has_names(mesh):
         return None
-    axes, rest = _axes(sharding, n_dims, names)
+    axes, rest = _axes(sharding, ndim, names)
     by_name = any(entries) and _are_writable(sharding)
     if _is_by_count(sharding) and not (by_name and not is_device_mesh(mesh)):
         right = _by_count(sharding, axes)
@@ -149,12 +165,12 @@ def find_expression(
 
 
 def _axes(
-    sharding: NamedSharding, n_dims: int | None, names: Sequence[str] | None
+    sharding: NamedSharding, ndim: int | None, names: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """The names of the axes, and '...' for those that are not known."""
-    n_named = len(_entries(sharding)) if n_dims is None else n_dims
+    """The names of the axes, and ['...'] if the rank is not known."""
+    n_named = len(_entries(sharding)) if ndim is None else ndim
     axes = list(itertools.islice(axis_letters(), n_named)) if names is None else names
-    return axes, [ELLIPSIS] if n_dims is None or not axes else []
+    return axes, [ELLIPSIS] if ndim is None or not axes else []
 
 
 def _by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
@@ -177,7 +193,7 @@ def _by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
 
 
 def _is_by_count(sharding: NamedSharding) -> bool:
-    """Whether counts in the order of the mesh axes are lowered onto the mesh and spec."""
+    """Whether counts in the order of the mesh axes lower to exactly this sharding."""
     mesh, entries = sharding.mesh, _entries(sharding)
     if AxisType.Manual in mesh.axis_types:
         return False
@@ -188,7 +204,7 @@ def _is_by_count(sharding: NamedSharding) -> bool:
         meshes.insert(0, device_mesh(mesh, axis_types=mesh.axis_types[0]))
     for candidate in meshes:
         made = lower(Layout(tuple(_grid(sharding))), candidate)
-        # devices are not compared: those of an abstract mesh are not known, others are the same
+        # devices need no comparison: both meshes have the same ones, and abstract meshes none
         if made is not None and _entries(made) == entries:
             its = made.mesh
             if (its.axis_names, its.axis_sizes) == (mesh.axis_names, mesh.axis_sizes):
@@ -197,7 +213,7 @@ def _is_by_count(sharding: NamedSharding) -> bool:
 
 
 def _grid(sharding: NamedSharding) -> list[Split]:
-    """The device grid: neighbouring mesh axes that cut one array axis are one dimension."""
+    """The device grid, where adjacent mesh axes that shard the same array axis are merged."""
     owner = {axis: i for i, entry in enumerate(_entries(sharding)) for axis in entry or ()}
     mesh = sharding.mesh
     sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
@@ -205,10 +221,10 @@ def _grid(sharding: NamedSharding) -> list[Split]:
 
 
 def _rest(sharding: NamedSharding) -> str:
-    """What the notation has no words for."""
+    """The parts of a sharding that the notation cannot express."""
     notes: list[str] = []
     if None in _entries(sharding):
-        notes.append('with axes left unconstrained')
+        notes.append('with unconstrained axes')
     spec = sharding.spec
     if spec.unreduced:
         kind = getattr(getattr(spec, 'unreduced_kind', None), 'name', 'sum')

@@ -1,4 +1,4 @@
-"""The spec of one array: an expression, its memory, and what happens where it does not fit."""
+"""The spec of one leaf: an expression, a memory kind, and what to do if it does not fit."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ REPLICATED = '... -> * ...'
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafSpec:
-    """The spec of one leaf, as it was read. Compared by identity: it is a key of caches."""
+    """A parsed spec of one leaf. Compared by identity, because caches use it as a key."""
 
     expression: Expression
     memory_kind: str | None = None
-    on_missing: Missing = 'error'  # or axes that the mesh lacks shard nothing
-    on_indivisible: Missing = 'error'  # or axes that are not divisible are replicated
+    on_missing: Missing = 'error'  # 'replicate': ignore mesh axes that the mesh lacks
+    on_indivisible: Missing = 'error'  # 'replicate': replicate axes that are not divisible
 
     def __str__(self) -> str:
         return in_memory(self.expression.text, self.memory_kind)
 
 
-AnySpec: TypeAlias = str | LeafSpec  # of one leaf: as users write it, or read
+AnySpec: TypeAlias = str | LeafSpec  # of one leaf: as written, or parsed
 
 _IN_MEMORY = re.compile(r'(.*\S)\s+\(in (\w+)\)\s*', re.DOTALL)
 
 
 def in_memory(expression: str, memory_kind: str | None) -> str:
-    """An expression with the memory of the array, as `describe` writes it: 'a -> a8 (in host)'."""
+    """An expression with a memory kind, as `describe` writes it: 'a -> a8 (in host)'."""
     return expression if memory_kind in (None, 'device') else f'{expression} (in {memory_kind})'
 
 
 def split_memory(text: str) -> tuple[str, str | None]:
-    """What `in_memory` has joined: the expression, and the memory kind if there is one."""
+    """The inverse of `in_memory`: the expression, and its memory kind or None."""
     found = _IN_MEMORY.fullmatch(text)
     return (found[1], found[2]) if found else (text, None)
 
 
 def as_leaf_spec(spec: AnySpec) -> LeafSpec:
-    """The spec of a leaf, read: one object for each text."""
+    """The parsed spec; one object per text."""
     return _read(spec) if isinstance(spec, str) else spec
 
 
@@ -57,7 +57,7 @@ def _read(text: str) -> LeafSpec:
 def lenient(
     spec: AnySpec, *, on_missing: Missing = 'error', on_indivisible: Missing = 'error'
 ) -> LeafSpec:
-    """The spec of a leaf, with more of it that may be left out where it does not fit."""
+    """The spec with these options set to 'replicate' where they say so."""
     known = as_leaf_spec(spec)
     if on_missing == 'error':
         on_missing = known.on_missing
@@ -67,7 +67,7 @@ def lenient(
 
 
 def rewritten(spec: AnySpec, expression: str) -> AnySpec:
-    """The spec of a leaf with another expression."""
+    """The spec with another expression."""
     if isinstance(spec, str):
         return in_memory(expression, split_memory(spec)[1])
     return replace(spec, expression=parse(expression))

@@ -1,10 +1,10 @@
-"""devices -> the one mesh; and named meshes.
+"""Devices -> the canonical mesh; and what all modules ask of a mesh.
 
-Every expression over the same devices is lowered onto the same mesh: the devices in the order of
-the hardware, their number in prime factors, one mesh axis each. Layouts that are equal then
-compare equal, arrays of different expressions meet in one program, and explicit sharding, which
-knows one mesh, works. A mesh for every expression would fail on TPU, where `jax.make_mesh` orders
-the devices by the shape that it is asked for.
+All expressions over the same devices are lowered onto the same mesh: the devices in hardware order,
+with one mesh axis per prime factor of their number. So equal layouts compare equal, arrays of
+different expressions can be used in one program, and explicit sharding, which allows one mesh,
+works. One mesh per expression would fail on TPU, where `jax.make_mesh` orders the devices by the
+mesh shape.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .._notation.layout import mesh_text, prime_factors
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 Device: TypeAlias = Any  # a jax.Device, for which JAX has no static type
-# What `mesh=` takes: a mesh, or devices to build the one mesh of.
+# What `mesh=` accepts: a mesh, or devices to build the canonical mesh from.
 MeshLike: TypeAlias = AnyMesh | Sequence[Device]
 
 
@@ -34,36 +34,36 @@ def device_mesh(
     devices: Mesh | Sequence[Device] | None = None, *, axis_types: AxisType | None = None
 ) -> Mesh: ...
 def device_mesh(devices: MeshLike | None = None, *, axis_types: AxisType | None = None) -> AnyMesh:
-    """The one mesh of some devices, on which all expressions over them are lowered.
+    """Returns the canonical mesh of some devices, the one that expressions are lowered onto.
 
-        >>> mesh = device_mesh(jax.devices()[:8])
+        >>> from jax.sharding import AbstractMesh
+        >>> from einshard import device_mesh
+        >>> mesh = device_mesh(AbstractMesh((24,), ('x',)))
         >>> mesh.axis_names, mesh.axis_sizes
-        (('d0', 'd1', 'd2'), (2, 2, 2))
+        (('d0', 'd1', 'd2', 'd3'), (3, 2, 2, 2))
 
-    The order in which the devices are given does not matter: on TPU they are ordered by slice,
-    then by the chip's coordinates, then by core, so that a term which spans a dimension of the
-    torus is a ring of it; elsewhere by process and id. Mesh axes to the left change slowest and
-    cross the slower network. Inside each of those levels larger primes come first (24 devices on 3
-    hosts: 3, 2, 2, 2).
+    Devices are sorted in hardware order: on TPU by slice, chip coordinates and core, so that a term
+    that spans a torus dimension is a ring; elsewhere by process and id. Mesh axes on the left cross
+    the slower network. At each level, larger prime factors come first.
 
     Args:
-        devices: the devices; or a mesh, for the one mesh of its devices (abstract, if that mesh
-            is). All devices of the default backend where left out.
-        axis_types: the type of every axis, `AxisType.Auto` where left out. With
-            `AxisType.Explicit`, enter the mesh by `jax.set_mesh`.
+        devices: the devices, in any order; or a mesh, to take its devices. Default: all devices of
+            the default backend.
+        axis_types: the type of every axis. Default: `AxisType.Auto`. To use `AxisType.Explicit`,
+            enter the mesh with `jax.set_mesh`.
 
     Returns:
         A `jax.sharding.Mesh` with axes `d0`, `d1`, ...; the same object each time. For an
         `AbstractMesh`, an `AbstractMesh`.
 
     Raises:
-        EinshardError: no devices, or one twice.
+        EinshardError: no devices, or a device twice.
     """
     axis_type = AxisType.Auto if axis_types is None else axis_types
     if not isinstance(axis_type, AxisType):
         raise EinshardError(
-            f'axis_types= is one AxisType for every axis, not {axis_types!r}',
-            facts={'give': 'AxisType.Auto or AxisType.Explicit'},
+            f'axis_types= must be one AxisType for all axes, not {axis_types!r}',
+            facts={'expected': 'AxisType.Auto or AxisType.Explicit'},
         )
     if isinstance(devices, AbstractMesh):
         _check_size(devices)
@@ -75,8 +75,8 @@ def device_mesh(devices: MeshLike | None = None, *, axis_types: AxisType | None 
     for device in chosen:
         if not isinstance(device, jax.Device):
             raise EinshardError(
-                f'a mesh is made of devices, but one of them is {device!r}',
-                facts={'give': 'a sequence of jax.Device, a Mesh or an AbstractMesh'},
+                f'a mesh needs devices, but one item is {device!r}',
+                facts={'expected': 'a sequence of jax.Device, a Mesh or an AbstractMesh'},
             )
     return _device_mesh(chosen, axis_type)
 
@@ -84,16 +84,16 @@ def device_mesh(devices: MeshLike | None = None, *, axis_types: AxisType | None 
 @cached
 def _device_mesh(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
     if not devices:
-        raise EinshardError('a mesh needs at least one device, but none is given')
+        raise EinshardError('a mesh needs at least one device, but got none')
     if len(set(devices)) != len(devices):
         raise EinshardError(
-            'a device is given more than once',
+            'the same device is listed more than once',
             facts={'devices': ', '.join(map(str, devices))},
         )
     platforms = sorted({device.platform for device in devices})
     if len(platforms) > 1:
         raise EinshardError(
-            f'a mesh is made of devices of one platform, not of {" and ".join(platforms)}',
+            f'all devices of a mesh must be of one platform, not {" and ".join(platforms)}',
         )
     in_order = tuple(sorted(devices, key=position))
     if in_order != devices:
@@ -103,7 +103,7 @@ def _device_mesh(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
 
 @cached
 def refactored_mesh(mesh: AnyMesh, sizes: tuple[int, ...]) -> AnyMesh:
-    """The one mesh with other axis sizes: the same devices in the same order."""
+    """The canonical mesh with other axis sizes: the same devices in the same order."""
     axis_type = mesh.axis_types[0]
     if isinstance(mesh, AbstractMesh):
         return _abstract_mesh(mesh.size, axis_type, sizes)
@@ -128,11 +128,11 @@ def axis_names(sizes: Sequence[int]) -> tuple[str, ...]:
 
 
 def position(device: Device) -> tuple[int, ...]:
-    """Where a device is in the hardware, the slowest network first.
+    """The position of a device in the hardware, slowest network first.
 
-    Plain coordinates, not host by host: a host of a TPU holds a 2 x 2 block of chips, and a term
-    over such blocks would be no ring of the torus. `slice_index` and `core_on_chip` are attributes
-    of some devices only.
+    TPUs are sorted by coordinates, not by host: a host has a 2 x 2 block of chips, and a term over
+    such blocks would not be a ring of the torus. Only some devices have `slice_index` and
+    `core_on_chip`.
     """
     pod_slice = getattr(device, 'slice_index', None) or 0
     coordinates = getattr(device, 'coords', None)
@@ -142,10 +142,10 @@ def position(device: Device) -> tuple[int, ...]:
 
 
 def axis_sizes_of(positions: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Mesh axis sizes of devices at these positions: prime factors, level by level.
+    """Mesh axis sizes for devices at these positions: prime factors, level by level.
 
-    A level (slices, one dimension of the torus, hosts, ...) counts where it divides the devices
-    evenly; devices that form no such hierarchy are one level.
+    Levels are slices, torus dimensions, hosts and so on. A level that does not divide the devices
+    evenly is skipped.
     """
     sizes: list[int] = []
     groups = 1
@@ -161,11 +161,11 @@ def axis_sizes_of(positions: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:
-    """The axes that an expression may use: all but manual ones, which a shard_map has taken."""
+    """The axes that an expression may use: all except Manual ones, which a shard_map uses."""
     names = [str(name) for name in mesh.axis_names]
     if not has_names(mesh):
         raise EinshardError(
-            'the axes of a mesh need names, which differ',
+            'mesh axes need distinct, nonempty names',
             facts={'mesh axes': ', '.join(map(repr, mesh.axis_names))},
         )
     _check_size(mesh)
@@ -174,42 +174,42 @@ def sizes_of(mesh: AnyMesh) -> dict[str, int]:
 
 
 def has_names(mesh: AnyMesh) -> bool:
-    """Whether mesh axes have names that differ. JAX takes P(0) and P('') for no axis."""
+    """Whether all mesh axes have distinct names. JAX reads P(0) and P('') as no axis."""
     return all(mesh.axis_names) and len(set(map(str, mesh.axis_names))) == len(mesh.axis_names)
 
 
 def _check_size(mesh: AnyMesh) -> None:
     if math.prod(mesh.axis_sizes) > _MOST_DEVICES:
         raise EinshardError(
-            f'JAX has no shardings over more than {_MOST_DEVICES} devices',
+            f'JAX supports at most {_MOST_DEVICES} devices in a mesh',
             facts={'mesh': mesh_fact(mesh)},
         )
 
 
-_MOST_DEVICES = 2**31 - 1  # beyond, it is a C++ exception: std::bad_cast
+_MOST_DEVICES = 2**31 - 1  # above this, JAX raises the C++ exception std::bad_cast
 
 
 def entry_axes(entry: Any) -> tuple[Any, ...]:
-    """The mesh axes of one entry of a PartitionSpec: of P('x', None, ('y', 'z'))[2], y and z."""
+    """The mesh axes of a PartitionSpec entry: () for None, ('x',) for 'x', ('y', 'z') as it is."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def spec_axes(spec: PartitionSpec) -> list[tuple[Any, ...]]:
     """The mesh axes of each entry of a PartitionSpec; not those in `unreduced` and `reduced`."""
-    # With such axes JAX refuses to iterate over a spec, and 0.8.1, which lacks `partitions`, does
-    # it and leaves them out.
+    # JAX refuses to iterate over a spec with unreduced axes. JAX 0.8.1 lacks `partitions`, and
+    # iterates without them.
     entries = spec.partitions if hasattr(spec, 'partitions') else tuple(spec)
     return [entry_axes(entry) for entry in entries]
 
 
 def partition_spec(entries: Iterable[tuple[Any, ...]]) -> PartitionSpec:
     """The PartitionSpec with these mesh axes for each array axis."""
-    # normalised, since PartitionSpec('x') != PartitionSpec(('x',))
+    # normalized, because P('x') and P(('x',)) are equal but have different hashes
     return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
 
 
 def is_device_mesh(mesh: AnyMesh) -> bool:
-    """Whether a mesh is the one mesh of its devices, or that with other factors."""
+    """Whether a mesh is the canonical mesh of its devices, or a refactored one."""
     types = set(mesh.axis_types)
     if mesh.axis_names != axis_names(mesh.axis_sizes) or len(types) != 1:
         return False
@@ -219,42 +219,42 @@ def is_device_mesh(mesh: AnyMesh) -> bool:
 
 
 def memory_kind_of(sharding: Sharding) -> str | None:
-    """The memory that a sharding is for, also where that is the default of its devices."""
+    """The memory kind of a sharding; on abstract meshes, 'device' by default."""
     if sharding.memory_kind is None and isinstance(getattr(sharding, 'mesh', None), AbstractMesh):
         return 'device'
     return sharding.memory_kind
 
 
 def memory_kinds(mesh: AnyMesh) -> list[str] | None:
-    """The memories that each device of a mesh has; None where there are no devices to tell."""
+    """The memory kinds of each device; None for an abstract mesh."""
     if isinstance(mesh, AbstractMesh):
         return None
     return sorted({memory.kind for memory in mesh.devices.flat[0].addressable_memories()})
 
 
 def check_mesh(mesh: Any, option: str = 'mesh=') -> None:
-    """Raises where `mesh=` can be none; asks for no devices."""
+    """Raises if this is not a valid `mesh=`. Starts no backend."""
     if mesh is None or isinstance(mesh, Mesh | AbstractMesh):
         return
-    n_dims = getattr(mesh, 'ndim', 1)
-    if n_dims > 1:
+    ndim = getattr(mesh, 'ndim', 1)
+    if ndim > 1:
         raise EinshardError(
-            f'{option} is an array of {n_dims} dimensions, which does not name its axes',
-            facts={'instead': f'jax.sharding.Mesh(devices, {tuple(_NAMES[:n_dims])})'},
+            f'{option} is an array with {ndim} dimensions, whose axes have no names',
+            facts={'try': f'jax.sharding.Mesh(devices, {tuple(_NAMES[:ndim])})'},
         )
-    made = _making(mesh)
-    several = isinstance(mesh, Iterable) and not isinstance(mesh, str | Mapping) and n_dims == 1
+    made = _make_mesh_call(mesh)
+    several = isinstance(mesh, Iterable) and not isinstance(mesh, str | Mapping) and ndim == 1
     if made or not several:
-        facts = {'give': 'a Mesh, an AbstractMesh or a sequence of devices'}
-        facts |= {'as in': made} if made else {}
-        raise EinshardError(f'{option} is {mesh!r}, which is no mesh', facts=facts)
+        facts = {'expected': 'a Mesh, an AbstractMesh or a sequence of devices'}
+        facts |= {'try': made} if made else {}
+        raise EinshardError(f'{option} must be a mesh, not {mesh!r}', facts=facts)
 
 
 _NAMES = 'xyzuvw'
 
 
-def _making(sizes: Any) -> str | None:
-    """How a mesh is made of these sizes, if they are sizes: (4, 2) or {'data': 4}."""
+def _make_mesh_call(sizes: Any) -> str | None:
+    """The `jax.make_mesh` call for sizes such as (4, 2) or {'data': 4}; None for other values."""
     if isinstance(sizes, Mapping):
         names, numbers = tuple(sizes), tuple(sizes.values())
     elif isinstance(sizes, tuple):
@@ -268,7 +268,7 @@ def _making(sizes: Any) -> str | None:
 
 
 def mesh_fact(mesh: AnyMesh) -> str:
-    """A mesh as errors show it: 'data': 4, 'tp': 2"""
+    """A mesh as errors show it: 'data': 4, 'tp': 2 (Auto)"""
     kinds = {kind.name for kind in mesh.axis_types}
     sizes = dict(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
     return f'{mesh_text(sizes)} ({", ".join(sorted(kinds))})'

@@ -1,9 +1,10 @@
-"""Expression, context -> Placement -> NamedSharding: what a spec means for an array."""
+"""Spec, context -> Placement -> NamedSharding."""
 
 from __future__ import annotations
 
 import math
 import reprlib
+import warnings
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -31,49 +32,59 @@ from .mesh import (
 
 Shape: TypeAlias = tuple[int, ...]
 
-_MOST_DIMS = 2**16  # far more than arrays have: '...' has an entry for each
+_MOST_DIMS = 2**16  # a limit, since '...' takes an entry per dimension
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """An expression with all that was made of it."""
+    """An expression with its layout and sharding."""
 
     expression: Expression
     layout: Layout
     sharding: NamedSharding
-    missing_axes: tuple[str, ...] = ()  # mesh axes that are named and not there, where that may be
+    missing_axes: tuple[str, ...] = ()  # named mesh axes that the mesh lacks, if that is allowed
 
 
 def make_sharding(
     expression: str,
     *,
-    n_dims: int | None = None,
+    ndim: int | None = None,
     mesh: MeshLike | None = None,
     memory_kind: str | None = None,
+    n_dims: int | None = None,
 ) -> NamedSharding:
-    """The `jax.sharding.NamedSharding` that an expression means.
+    """Returns the `jax.sharding.NamedSharding` for an expression.
 
-        >>> sharding = make_sharding('a b -> 2 a2* b*', mesh=jax.devices()[:16])
-        >>> sharding.shard_shape((8, 4))
-        (2, 2)
+        >>> import jax
+        >>> from einshard import make_sharding
+        >>> n = jax.device_count()
+        >>> sharding = make_sharding('batch d -> batch* d')
+        >>> sharding.shard_shape((8 * n, 4))
+        (8, 4)
 
-    Equal placements give equal shardings with equal hashes, however they were written, so `jax.jit`
-    traces once for all of them. A known expression costs a look-up.
+    Equal placements give equal shardings with equal hashes, however they are written, so `jax.jit`
+    traces once for all of them. A repeated expression costs one cache look-up.
 
     Args:
-        expression: the placement, in the notation of the package.
-        n_dims: the number of dimensions of the array; needed only where a sharded axis comes
-            after '...' on the left, checked wherever it is given.
-        mesh: a mesh whose axes are used, or devices; the mesh of `jax.set_mesh` where left out,
-            else all devices. An `AbstractMesh` gives a sharding without devices.
-        memory_kind: where on each device, as for `NamedSharding`: 'device', 'pinned_host', ...
+        expression: the placement, in einshard's notation.
+        ndim: the rank of the array. Needed only if a sharded axis comes after '...' on the left;
+            checked if given.
+        mesh: a mesh, or a sequence of devices. Default: the mesh of `jax.set_mesh`, else all
+            devices. An `AbstractMesh` gives a sharding without devices.
+        memory_kind: the memory on each device, as in `NamedSharding`: 'device', 'pinned_host', ...
+        n_dims: the old name of `ndim`; deprecated.
 
     Raises:
-        EinshardError: the expression breaks a rule, or does not fit the rank or the mesh.
+        EinshardError: the expression is invalid, or does not fit the rank or the mesh.
     """
-    if n_dims is not None and type(n_dims) is not int:
-        check_types(expression, n_dims, memory_kind)  # the cache takes 2.0 for 2
-    return resolve(expression, n_dims, current_context(mesh), memory_kind).sharding
+    if n_dims is not None:
+        if ndim is not None:
+            raise EinshardError('make_sharding got both ndim= and n_dims=, its old name')
+        warnings.warn('n_dims= of make_sharding is now ndim=', DeprecationWarning, stacklevel=2)
+        ndim = n_dims
+    if ndim is not None and type(ndim) is not int:
+        check_types(expression, ndim, memory_kind)  # the cache takes 2.0 for 2
+    return resolve(expression, ndim, current_context(mesh), memory_kind).sharding
 
 
 def resolve(
@@ -85,16 +96,16 @@ def resolve(
     *,
     option: str | None = None,
 ) -> Placement:
-    """What a spec means for arrays of a shape, or of a number of dimensions that may be unknown.
+    """The placement of arrays of a shape or rank; None if neither is known.
 
-    Errors have a fix that works here, if one is known. `option` is how users of the caller ask it
-    to leave out mesh axes that the mesh does not have.
+    Errors get a fix that was tried, if there is one. `option` is the argument that users of the
+    caller set to ignore mesh axes that the mesh lacks.
     """
     try:
         if missing == 'replicate':
             spec = lenient(spec, on_missing=missing)
         return find_placement(spec, shape, context, memory_kind)
-    except TypeError:  # of the cache, for what has no hash
+    except TypeError:  # raised by the cache for unhashable arguments
         check_types(spec, shape, memory_kind)
         raise
     except EinshardError as error:
@@ -106,27 +117,26 @@ def resolve(
 def find_placement(
     spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
 ) -> Placement:
-    """`resolve` in one look-up, without fixes in its errors."""
+    """`resolve` in one cache look-up, without fixes in errors."""
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
     if memory_kind is not None and spec.memory_kind not in (None, memory_kind):
         raise EinshardError(
-            f'the expression is for the memory {spec.memory_kind!r}, but memory_kind= is '
-            f'{memory_kind!r}',
+            f'the expression says memory {spec.memory_kind!r}, but memory_kind= is {memory_kind!r}',
             expression=str(spec),
         )
     memory_kind = spec.memory_kind or memory_kind
     mesh = context.lowering_mesh
     axis_sizes = sizes_of(mesh)
-    # the axes d0, d1, ... of the canonical mesh are names for nobody
+    # expressions cannot name the axes d0, d1, ... of the canonical mesh
     named_sizes = axis_sizes if context.mesh else {}
     expression, missing = apply_axis_rules(
         spec.expression, context.axis_rules, tuple(named_sizes), spec.on_missing
     )
     if mesh.axis_types and not axis_sizes:
         raise expression.error(
-            'every mesh axis is manual here: in a per-device function each device '
-            'has its own array, which cannot be sharded',
+            'cannot shard an array here: in a per-device function each device has its own array, '
+            'and no mesh axis is left',
             mesh=mesh_fact(mesh),
         )
     layout = lay_out(
@@ -146,16 +156,16 @@ def find_placement(
     if sharding is None:
         counts = ' x '.join(str(split.count) for split in layout.splits if not split.mesh_axes)
         raise expression.error(
-            f'the counts {counts} do not fall on the axes of the mesh',
+            f'the counts {counts} do not match the axes of the mesh',
             [term for term in expression.right if term.takes_devices and not term.mesh_axes],
             mesh=mesh_fact(mesh),
-            a_count_takes='consecutive mesh axes, in order, and all of an axis',
+            expected='each count the product of consecutive mesh axes, in mesh order',
         )
     return Placement(expression, layout, sharding, missing)
 
 
 def _hints(mesh: AnyMesh) -> dict[str, str]:
-    """What errors about the number of devices tell those who have one only."""
+    """Facts for errors about the number of devices on a machine with one CPU device."""
     alone = mesh.size == 1 and isinstance(mesh, Mesh) and jax.device_count() == 1
     if not alone or jax.default_backend() != 'cpu':
         return {}
@@ -167,11 +177,11 @@ def _hints(mesh: AnyMesh) -> dict[str, str]:
 def lower(
     layout: Layout, mesh: AnyMesh, mesh_is_ambient: bool = False, memory_kind: str | None = None
 ) -> NamedSharding | None:
-    """A layout in the axes of a mesh; None where its counts do not fall on them.
+    """The sharding of a layout; None if its counts do not match the axes of the mesh.
 
-    The canonical mesh may be one with other factors, unless it is ambient: there JAX takes arrays
-    on other factors for arrays on other devices. One object for arrays of many shapes, since
-    device_put takes one sharding faster than many.
+    The canonical mesh may be refactored, unless it is ambient: JAX then rejects arrays on other
+    factors as arrays on other devices. Cached, so arrays of many shapes share one object:
+    device_put is faster with one sharding than with many equal ones.
     """
     entries = mesh_entries(layout, sizes_of(mesh))
     if entries is None:
@@ -181,7 +191,7 @@ def lower(
             return None
         mesh = refactored_mesh(mesh, refactor(layout))
         entries = mesh_entries(layout, sizes_of(mesh))
-        assert entries is not None, 'a mesh made for the layout fits it'
+        assert entries is not None, 'a refactored mesh fits its layout'
     names = {str(name): name for name in mesh.axis_names}
     spec = partition_spec(tuple(names[axis] for axis in axes) for axes in entries)
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
@@ -195,7 +205,7 @@ def _working_fix(
     memory_kind: str | None,
     option: str | None,
 ) -> str | None:
-    """What the error, or else what is known here, suggests and what works."""
+    """The fix of the error, or an option that ignores missing mesh axes, if it works."""
 
     def attempt(one: AnySpec, where: Context = context) -> Placement:
         return find_placement(one, shape, where, memory_kind)
@@ -204,7 +214,7 @@ def _working_fix(
     if fix is not None:
         return Suggestion(str(rewritten(spec, fix.expression)))
     mesh, rules = context.mesh, context.axis_rules
-    if mesh is None:  # more likely it has been forgotten
+    if mesh is None:  # more likely, mesh= was forgotten
         return None
     lenient_rules = tuple((name, placement, True) for name, placement, _ in rules)
     there = make_context(mesh, context.mesh_is_ambient, lenient_rules)
@@ -220,25 +230,25 @@ def _working_fix(
         placement = attempt(lenient(spec, on_missing='replicate'))
     except EinshardError:
         return None
-    # not where the spec is lenient already, and names no mesh axis that is missing
+    # the option helps only if mesh axes are missing
     return option if placement.missing_axes else None
 
 
 def check_types(expression: object, shape: object, memory_kind: object) -> None:
     if not isinstance(expression, str | LeafSpec):
         raise EinshardError(
-            'an expression is a string, not '
+            'an expression must be a string, not '
             f'{reprlib.repr(expression)} of type {type(expression).__name__}'
         )
-    n_dims = len(shape) if isinstance(shape, tuple) else shape
-    if n_dims is not None and (
-        not isinstance(n_dims, int) or isinstance(n_dims, bool) or not 0 <= n_dims < _MOST_DIMS
+    ndim = len(shape) if isinstance(shape, tuple) else shape
+    if ndim is not None and (
+        not isinstance(ndim, int) or isinstance(ndim, bool) or not 0 <= ndim < _MOST_DIMS
     ):
         raise EinshardError(
-            f'n_dims= is the number of dimensions of an array, not {n_dims!r}',
+            f'ndim= must be the rank of an array, not {ndim!r}',
             expression=str(expression),
         )
     if memory_kind is not None and not isinstance(memory_kind, str):
         raise EinshardError(
-            f'memory_kind= is a string, not {memory_kind!r}', expression=str(expression)
+            f'memory_kind= must be a string, not {memory_kind!r}', expression=str(expression)
         )

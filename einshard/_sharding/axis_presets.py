@@ -36,9 +36,9 @@ class AxisTable(Mapping[str, str]):
         return self._name
 
 
-#: Axis rules for training, on a mesh with some of the axes data, fsdp, tensor, sequence and expert.
-#: `embed` is the model axis of parameters. In activations, where `batch` takes fsdp, give the model
-#: axis a name without a rule, such as d.
+#: Axis rules for training, on a mesh with any of the axes data, fsdp, tensor, sequence and expert.
+#: `embed` is the model axis of parameters. In activations `batch` takes fsdp, so give the model
+#: axis a name without a rule there, such as d.
 TRAINING_AXES: Mapping[str, str] = AxisTable(
     'TRAINING_AXES',
     {
