@@ -263,21 +263,20 @@ def test_chips_of_devices(kind, name):
 
 
 @pytest.mark.parametrize(
-    ('name', 'dtypes', 'rate'),
+    ('name', 'dtype', 'rate'),
     [
-        ('TPU v5e', {'bf16'}, 197e12),
-        ('TPU v5e', {'f32'}, 197e12),
-        ('TPU v5e', {'bf16', 's8'}, 394e12),
-        ('TPU v5e', {'f8e4m3fn'}, 394e12),  # unknown: as fast as the fastest
-        ('TPU v5e', set(), 394e12),
-        ('H100', {'f32'}, 494.7e12),
-        ('H100', {'f16'}, 989.5e12),
-        ('H100', {'f8e5m2'}, 1979e12),
-        ('B200', {'f4e2m1fn'}, 9e15),
+        ('TPU v5e', 'bf16', 197e12),
+        ('TPU v5e', 'f32', 197e12),
+        ('TPU v5e', 's8', 394e12),
+        ('TPU v5e', 'f8e4m3fn', 394e12),  # unknown: as fast as the fastest
+        ('H100', 'f32', 494.7e12),
+        ('H100', 'f16', 989.5e12),
+        ('H100', 'f8e5m2', 1979e12),
+        ('B200', 'f4e2m1fn', 9e15),
     ],
 )
-def test_rates_by_dtype(name, dtypes, rate):
-    assert as_chip(name).rate(dtypes) == rate
+def test_rates_by_dtype(name, dtype, rate):
+    assert as_chip(name).rate(dtype) == rate
 
 
 @pytest.mark.parametrize(
@@ -318,7 +317,8 @@ def test_bounds_of_a_chip_that_is_given():
     flops = 2 * 512 * 512 * 512 * 2
     bounds = {bound.resource: bound for bound in report.bounds}
     assert report.chip == 'H100'
-    assert bounds['compute'].seconds == pytest.approx(flops / 494.7e12, rel=0.01)
+    # the CPU backend multiplies bf16 in f32: it may have been either
+    assert bounds['compute'].seconds == pytest.approx(flops / 989.5e12)
     assert bounds['HBM'].seconds == 4 * 4 * 512 * 512 / 3.4e12
     network = bounds['network']
     assert (network.along, network.exposed) == ('tensor', None)
@@ -368,7 +368,7 @@ def test_bounds_of_a_program_for_gpus():
     module = Module(text[start : text.index('\nHloModule ', start)])
     (one,) = find_collectives(module)
     devices = [SimpleNamespace(id=i, platform='gpu') for i in range(8)]
-    hbm, network = find_bounds(H100, devices, module, None, [(one, 'model')])
+    hbm, network = find_bounds(H100, devices, module, (), [(one, 'model')])
 
     # terms of 64 x 256 sums, of which each of the 4 GPUs keeps a quarter; not asynchronous
     assert network.seconds == network.exposed == pytest.approx(3 / 4 * 4 * 64 * 256 / 450e9)

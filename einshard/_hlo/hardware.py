@@ -62,17 +62,13 @@ class Chip:
         """The part of a chip that a JAX device has: a half if there is one for each TensorCore."""
         return getattr(device, 'num_cores', self.cores) / self.cores
 
-    def rate(self, dtypes: set[str]) -> float:
-        """The highest rate that products of arrays of these HLO dtypes can have."""
-        fastest = max(self.flops.values())
-        return max((self._rate(dtype, fastest) for dtype in dtypes), default=fastest)
-
-    def _rate(self, dtype: str, fastest: float) -> float:
+    def rate(self, dtype: str) -> float:
+        """The highest rate of products of arrays of an HLO dtype."""
         if dtype == 'f32' and 'tf32' not in self.flops:
             dtype = 'bf16'  # on TPU, float32 operands are rounded by default
         kinds = {'f32': 'tf32', 'f16': 'bf16', 's8': 'int8', 'u8': 'int8'}
         kind = kinds.get(dtype) or re.sub(r'^f([48])e.*', r'fp\1', dtype)
-        return self.flops.get(kind, fastest)
+        return self.flops.get(kind) or max(self.flops.values())
 
 
 GIB = 2**30

@@ -13,6 +13,7 @@ from .._hlo.module import Module
 from .._page import Section
 from .._text import format_seconds
 from .network import Network
+from .report_rows import ProductRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,10 @@ def find_bounds(
     chip: Chip,
     devices: Sequence[Any],
     module: Module,
-    flops: float | None,
+    products: Sequence[ProductRow],
     collectives: Sequence[tuple[Collective, str]],
 ) -> Bounds:
-    """The lower bounds of a program, from its flops and its collectives with what they run along.
+    """The lower bounds of a program, from its products and its collectives with their mesh axes.
 
     Collectives along the same mesh axes run one after another, as they need the same links.
     """
@@ -77,32 +78,17 @@ def find_bounds(
         both = along.setdefault(axes, [0.0, 0.0])
         both[0] += seconds
         both[1] += 0 if one.is_async else seconds
-    found = [Bound('HBM', '', bytes_once(module) / (chip.memory_bandwidth * share))]
-    if flops is not None:
-        found.insert(0, Bound('compute', '', flops / (chip.rate(_dtypes(module)) * share)))
+    # the CPU backend multiplies bf16 in f32
+    dtypes = [(row, 'bf16' if is_cpu and row.dtype == 'f32' else row.dtype) for row in products]
+    found = [
+        Bound('compute', '', sum(row.flops / (chip.rate(d) * share) for row, d in dtypes)),
+        Bound('HBM', '', bytes_once(module) / (chip.memory_bandwidth * share)),
+    ]
     found += [
         Bound('network', axes, seconds, None if is_cpu else exposed)
         for axes, (seconds, exposed) in along.items()
     ]
     return Bounds(bound for bound in found if bound.seconds)
-
-
-def _dtypes(module: Module) -> set[str]:
-    """The dtypes that matrix products may multiply in."""
-    found: set[str] = set()
-    for place in module.find(' dot(', ' convolution(', ' custom-call('):
-        types = [array for name in place.made.operands for array in place.here[name].results]
-        # the wider operand decides; custom calls have others too, such as workspaces
-        is_kernel = place.made.opcode == 'custom-call'
-        dtypes = {array.dtype for array in types if len(array.shape) > 1 or not is_kernel}
-        widest = max(dtypes, key=_width, default=None)
-        found |= dtypes if is_kernel else {widest} if widest else set()
-    return found
-
-
-def _width(dtype: str) -> int:
-    digits = ''.join(c for c in dtype.partition('e')[0] if c.isdigit())
-    return int(digits or 8)
 
 
 def bounds_section(chip: str, bounds: Bounds) -> Section:

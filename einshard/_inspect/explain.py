@@ -21,13 +21,13 @@ from .._hlo.collectives import Collective, find_collectives
 from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import read_memory
 from .._hlo.module import Module
-from .._hlo.output_uses import output_uses
 from .._notation.expression import ELLIPSIS, axis_letters
 from .._sharding.describe import Words, describe, describe_named
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
 from .._sharding.mesh import MeshLike, is_device_mesh, spec_axes
 from .._trees.paths import path_text
 from .bounds import NO_BOUNDS, find_bounds
+from .carried import Carried, find_carried, find_weights, results_in_place
 from .collective_axes import ShardedBy, along, mesh_axes_of
 from .diagnosis import (
     fully_rematerialized,
@@ -42,6 +42,7 @@ from .memory import does_not_fit
 from .oversized import Oversized, compile_stages, given_mesh
 from .report import Report
 from .report_rows import ArrayRow, Caution, CollectiveRow, Collectives
+from .totals import product_rows
 
 
 def explain(
@@ -118,17 +119,14 @@ def _report(
     outputs = _output_paths(out_rows, [array.path for array in used], module)
     ids = [device.id for device in devices]
     collectives, all_gathers = _communication(module, ids, len(used))
-    uses = output_uses(module, [one.name for one in collectives])
+    weights = find_weights([(a.path, str(a.dtype)) for a in used], outputs, module.aliases)
+    paths = [array.path for array in used]
+    carried = find_carried(module, collectives, weights, paths, outputs)
+    products = product_rows(module)
     rows = Collectives(
-        _collective_row(
-            one,
-            _of(all_gathers.get(one.name), uses[one.name], inputs, outputs),
-            meshes,
-            sharded_by,
-        )
-        for one in collectives
+        _collective_row(one, what, meshes, sharded_by)
+        for one, what in zip(collectives, carried, strict=True)
     )
-    flops = (compiled.cost_analysis() or {}).get('flops', 0)
     chip = chip or find_chip(devices[0].device_kind)
     capacity = int(chip.memory * chip.share(devices[0])) if chip else None
     memory = read_memory(
@@ -143,7 +141,9 @@ def _report(
         results=tuple(out_rows),
         collectives=rows,
         memory=memory,
-        flops=flops if flops > 0 else None,
+        flops=sum(row.flops for row in products) or None,
+        products=products,
+        in_place=results_in_place(in_rows, out_rows, module),
         warnings=tuple(
             itertools.chain(
                 does_not_fit(compiled, memory),
@@ -161,7 +161,7 @@ def _report(
             chip,
             devices,
             module,
-            flops if flops > 0 else None,
+            products,
             [(one, row.along) for one, row in zip(collectives, rows, strict=True)],
         )
         if chip
@@ -194,12 +194,7 @@ def _communication(
     for name, one in all_gathers.items():
         if one.parameter is not None and one.parameter >= n_inputs:
             all_gathers[name] = replace(one, parameter=None)
-    # all-gathers inserted by the compiler have no source line: use that of their first user
-    sources = {name: one.source for name, one in all_gathers.items()}
-    return [
-        replace(one, source=sources.get(one.name)) if one.source is None else one
-        for one in collectives
-    ], all_gathers
+    return collectives, all_gathers
 
 
 def _of_constraints(stages: Stages, arguments: Sequence[_Array]) -> Iterator[Caution]:
@@ -349,20 +344,8 @@ def _output_paths(
     return paths
 
 
-def _of(
-    all_gather: AllGather | None,
-    uses: Sequence[int],
-    inputs: Sequence[tuple[str, Any, Any]],
-    outputs: Mapping[int, str],
-) -> tuple[str, ...]:
-    """The path of the argument that a collective gathers, or of the outputs that it becomes."""
-    if all_gather is not None and all_gather.parameter is not None:
-        return (inputs[all_gather.parameter][0],)
-    return tuple(outputs[i] for i in uses if i in outputs)
-
-
 def _collective_row(
-    one: Collective, of: tuple[str, ...], meshes: Sequence[Any], sharded_by: ShardedBy
+    one: Collective, what: Carried, meshes: Sequence[Any], sharded_by: ShardedBy
 ) -> CollectiveRow:
     words = ''
     for mesh in meshes if one.kind != 'custom-call' else ():
@@ -381,8 +364,13 @@ def _collective_row(
         network_bytes=one.network_bytes,
         is_async=one.is_async,
         source=one.source,
-        of=of,
+        of=what.of,
         op_name=one.op_name,
+        role=what.role,
+        is_backward=what.is_backward,
+        axes=what.axes,
+        widened=one.widened,
+        called_at=one.called_at,
     )
 
 
