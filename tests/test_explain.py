@@ -799,12 +799,12 @@ def test_a_compiler_that_does_not_show_its_program(monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, 'as_text', lambda self: None)
     arguments = floats(2, 2), floats(2, 2)
     unknown = 'its compiler does not expose the program'
-    assert failing(step, *arguments)[0] == f'which collectives step {unknown}'
+    assert failing(step, *arguments)[0] == f'cannot read the collectives of step: {unknown}'
     compiled = jax.jit(step).lower(*arguments).compile()
-    assert failing(compiled)[0] == f'which collectives the program {unknown}'
+    assert failing(compiled)[0] == f'cannot read the collectives of the program: {unknown}'
     with pytest.raises(EinshardError) as caught:
         assert_collectives(step, *arguments, allowed=())
-    assert str(caught.value) == f'which collectives step {unknown}'
+    assert str(caught.value) == f'cannot read the collectives of step: {unknown}'
 
 
 def test_what_is_no_function():
@@ -835,7 +835,7 @@ def test_meshes_that_cannot_be_used():
     assert text.startswith('step has its own mesh, so mesh= cannot be given\n')
     text, _ = failing(jax.jit(step), floats(2, 2), floats(2, 2), mesh=jax.devices()[:8])
     assert text.startswith('step is jitted already, so mesh= cannot be given\n')
-    assert 'mesh= is 3, which is no mesh' in failing(spec, floats(16, 2), mesh=3)[0]
+    assert 'mesh= must be a mesh, not 3' in failing(spec, floats(16, 2), mesh=3)[0]
 
 
 # --- parts --------------------------------------------------------------------------------------
