@@ -338,7 +338,8 @@ def test_chips_of_the_user():
     (warning,) = (one for one in report.warnings if one.kind == 'does not fit')
     total = report.memory.total
     assert warning.text == (
-        f'the program needs {total / 2**20:.1f} MiB of memory, and a device has 1.0 MiB'
+        f'the program needs {total / 2**20:.1f} MiB of memory, as compiled for a CPU, and a device '
+        'has 1.0 MiB'
     )
 
 

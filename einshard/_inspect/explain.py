@@ -146,7 +146,7 @@ def _report(
         in_place=results_in_place(in_rows, out_rows, module),
         warnings=tuple(
             itertools.chain(
-                does_not_fit(compiled, memory),
+                does_not_fit(compiled, memory, devices[0].platform),
                 promise_broken(stages.promise, collectives, memory),
                 replicated([*in_rows, *out_rows], len(devices), replicated_above),
                 fully_rematerialized(all_gathers, collectives, meshes, inputs),

@@ -14,14 +14,21 @@ from .oversized import Oversized
 from .report_rows import Caution
 
 
-def does_not_fit(compiled: Compiled | Oversized, memory: Memory | None) -> Iterator[Caution]:
+def does_not_fit(
+    compiled: Compiled | Oversized, memory: Memory | None, platform: str
+) -> Iterator[Caution]:
     """A program that the compiler gave up on; or one larger than the memory of the chip."""
-    if memory is not None and memory.capacity is not None and memory.total > memory.capacity:
-        is_refused = isinstance(compiled, Oversized)
+    if memory is None or memory.capacity is None:
+        return
+    is_refused = isinstance(compiled, Oversized)
+    if is_refused or memory.total > memory.capacity:
+        # the CPU backend computes bf16 in f32, and plans memory differently
+        as_compiled = ', as compiled for a CPU' if platform == 'cpu' else ''
         yield Caution(
             'does not fit',
-            f'the program needs {format_bytes(memory.total)} of memory, and a device has '
-            f'{format_bytes(memory.capacity)}{" (it does not compile)" * is_refused}',
+            f'the program needs {format_bytes(memory.total)} of memory{as_compiled}, '
+            f'and a device has {format_bytes(memory.capacity)}'
+            f'{" (it does not compile)" * is_refused}',
         )
 
 

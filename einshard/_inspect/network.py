@@ -6,7 +6,8 @@ every chip, every stretch of a dimension of the torus, and every slice or node. 
 gives the formulas of the scaling book (chapter 3), with (n-1)/n where the book rounds up to 1.
 
 Links count if they are on a shortest path between devices of one group: a group of 4 neighbours in
-a ring of 16 is a line, and the chip at its end receives over one link.
+a ring of 16 is a line, and the chip at its end receives over one link. Twisted tori are taken as
+plain ones: their devices have the same coordinates.
 """
 
 from __future__ import annotations
