@@ -120,12 +120,23 @@ def bytes_once(module: Module) -> int:
         if not _MOVED_MEMORY.search(made.type) and reads.of(entry, made.name):
             total += sum(array.bytes for array in made.results)
     root = entry['']
-    written = [entry[name] for name in root.operands] if root.opcode == 'tuple' else [root]
-    for made in written:
-        is_argument = made.opcode == 'parameter'
-        if not (is_argument or _MOVED_MEMORY.search(made.type) or _in_place(module, made)):
+    for made in [entry[name] for name in root.operands] if root.opcode == 'tuple' else [root]:
+        if not _MOVED_MEMORY.search(made.type) and _is_written(module, entry, made):
             total += sum(array.bytes for array in made.results)
     return total
+
+
+def _is_written(module: Module, here: Computation, made: Instruction) -> bool:
+    """Whether all of a result is written; not so an argument, or what a loop updates in place."""
+    while made.opcode == 'bitcast':
+        made = here[made.operands[0]]
+    if made.opcode == 'get-tuple-element':
+        loop = here[made.operands[0]]
+        if loop.opcode == 'while':
+            body = _body(module, loop)
+            made = body[body[''].operands[made.element]] if body[''].opcode == 'tuple' else made
+            return made.opcode != 'get-tuple-element' and not _in_place(module, made)
+    return made.opcode != 'parameter' and not _in_place(module, made)
 
 
 class _Reads:
