@@ -22,7 +22,8 @@ class Bound:
 
     Attributes:
         resource: 'compute', 'HBM' or 'network'.
-        along: for the network, the mesh axes, as `along` of the collectives; else ''.
+        along: for the network, the mesh axes, as `along` of the collectives, '' for those whose
+            axes are unknown; else ''.
         seconds: the device needs at least this long.
         exposed: the part of `seconds` in collectives that nothing can overlap, because they are not
             asynchronous; None if the program does not tell, as one for CPUs.
@@ -34,7 +35,7 @@ class Bound:
     exposed: float | None = None
 
     def __str__(self) -> str:
-        along = f' along {self.along}' if self.along else ''
+        along = f' along {self.along or "unknown axes"}' if self.resource == 'network' else ''
         text = f'{self.resource}{along} at least {format_seconds(self.seconds)}'
         if self.exposed is None:
             return text
