@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import reprlib
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
@@ -19,18 +18,16 @@ from .._sharding.context import entered, in_step, is_tracing, same_in_thread
 from .._sharding.mesh import MeshLike, check_mesh, mesh_fact
 from .._text import deferred_kind, name_of
 from .._trees.specs import Spec, is_function
+from .bound_method import BoundMethod
 from .parameters import CallSignature, declare
 from .place_arguments import place_arguments
 from .program import OtherShardings, Program, Setup, TracedFunction
 from .program_cache import ProgramCache
-from .promise import Allowed, Budget, Promise, UnexpectedCollectives, read_promise
+from .promise import Budget, Limits, MemoryExceeded, Promise, UnexpectedCollectives, read_limits
 
 P = ParamSpec('P')
 Q = ParamSpec('Q')
 R = TypeVar('R')
-
-# the methods that take the arguments of a call
-CALLED = ('lower', 'trace', 'eval_shape', 'in_shardings', 'out_shardings')
 
 # Picks what to call with the arguments: `Program.run`, its `jitted.lower`, ...
 _Act: TypeAlias = Callable[[Program], Callable[..., Any]]
@@ -106,7 +103,7 @@ class ShardedFunction(Generic[P, R]):
         return function.__globals__  # jaxtyped resolves annotations with them
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-        """As `jax.jit(f).lower`. Does not check `collectives=`."""
+        """As `jax.jit(f).lower`. Does not check `collectives=` and `memory=`."""
         if kwargs or self._setup.declaration.has_defaults:
             return self._trace_as_called(args, kwargs).lower()
         return self._call(args, kwargs, lambda program: program.jitted.lower)
@@ -132,9 +129,9 @@ class ShardedFunction(Generic[P, R]):
         return traced.result_shardings(values)
 
     @property
-    def promised(self) -> Allowed | None:
-        """The limits that `collectives=` sets; None without it."""
-        return self._setup.budget and self._setup.budget.allowed
+    def promised(self) -> Limits | None:
+        """The limits that `collectives=` and `memory=` set; None without them."""
+        return self._setup.budget and self._setup.budget.limits
 
     def clear_cache(self) -> None:
         """Drops everything resolved, traced and compiled."""
@@ -189,7 +186,7 @@ class ShardedFunction(Generic[P, R]):
         self, error: Exception, failed: Any, call: CallSignature, values: Sequence[Any], act: _Act
     ) -> Any:
         """Retries a failed call with the right program or resharded arguments, or raises."""
-        if isinstance(error, UnexpectedCollectives):
+        if isinstance(error, UnexpectedCollectives | MemoryExceeded):
             self._fast = {}  # the next program is checked before it runs
         if isinstance(error, EinshardError):
             raise error
@@ -232,40 +229,6 @@ def _run(program: Program) -> Callable[..., Any]:
     return program.run
 
 
-class BoundMethod(functools.partial[Any]):
-    """A sharded method bound to its instance.
-
-    A partial is called in C: it takes 1.13 times as long as a bound method of `jax.jit`, an object
-    with a `__call__` in Python 1.21 times.
-    """
-
-    @property
-    def __func__(self) -> Any:
-        return self.func
-
-    @property
-    def __self__(self) -> Any:
-        return self.args[0]
-
-    # `inspect.signature` reads it, so that the signature has no `self`
-    @property
-    def __wrapped__(self) -> Any:
-        return types.MethodType(self.__func__.__wrapped__, self.__self__)
-
-    @property
-    def __doc__(self) -> str | None:  # type: ignore[override]
-        return self.__func__.__doc__
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.__self__, self.__func__.__name__)  # pickle methods by name
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self.__func__, name)
-        if name in CALLED:
-            return functools.partial(attribute, self.__self__)
-        return attribute
-
-
 @overload
 def sharded(function: Callable[P, R], /) -> ShardedFunction[P, R]: ...
 @overload
@@ -276,6 +239,7 @@ def sharded(
     reshard: bool = False,
     indivisible: Missing = 'error',
     collectives: Promise | None = None,
+    memory: str | int | None = None,
     **named_specs_and_jit_options: Any,
 ) -> Callable[[Callable[P, R]], ShardedFunction[P, R]]: ...
 def sharded(
@@ -285,6 +249,7 @@ def sharded(
     reshard: bool = False,
     indivisible: Missing = 'error',
     collectives: Promise | None = None,
+    memory: str | int | None = None,
     **named_specs_and_jit_options: Any,
 ) -> Any:
     """`jax.jit` with the shardings of arguments and results in the notation.
@@ -322,6 +287,8 @@ def sharded(
             collective in a loop counts once. The first program is checked before it runs, later
             ones before their result is returned; programs of `jax.grad` and `jax.vmap` outside
             `jax.jit` cannot be checked, which is a warning.
+        memory: how much memory the compiled program may need on each device, in all: '15 GB',
+            '14.5 GiB' or bytes. Checked like `collectives`.
         named_specs_and_jit_options: specs by parameter name, and options of `jax.jit`:
             `static_argnames`, `donate_argnums`, `compiler_options`, ...
 
@@ -333,11 +300,13 @@ def sharded(
         EinshardError: at decoration, for an invalid spec, a spec for an unknown or static
             parameter, or an unknown option; at a call, for arrays that do not fit their spec.
         UnexpectedCollectives: at a call, if the program has collectives that are not allowed.
+        MemoryExceeded: at a call, if the program needs more memory.
     """
     check_option('indivisible', indivisible)
     named = named_specs_and_jit_options
-    given = in_specs, out, mesh, reshard, indivisible, collectives, named
-    default = out is None and mesh is None and collectives is None and indivisible == 'error'
+    limits = collectives, memory
+    given = in_specs, out, mesh, reshard, indivisible, limits, named
+    default = out is None and mesh is None and limits == (None, None) and indivisible == 'error'
     if default and not (named or reshard) and len(in_specs) == 1 and _is_function(in_specs[0]):
         return _decorate(in_specs[0], (), *given[1:])
 
@@ -375,11 +344,11 @@ def _decorate(
     mesh: MeshLike | None,
     reshard: bool,
     indivisible: Missing,
-    collectives: Promise | None,
+    limits: tuple[Promise | None, str | int | None],
     named: Mapping[str, Any],
 ) -> Any:
     if isinstance(function, staticmethod | classmethod):
-        given = in_specs, out, mesh, reshard, indivisible, collectives, named
+        given = in_specs, out, mesh, reshard, indivisible, limits, named
         return type(function)(_decorate(function.__func__, *given))
     kind = deferred_kind(function)
     if kind:
@@ -393,7 +362,8 @@ def _decorate(
         check_mesh(mesh)
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
             mesh = tuple(mesh)  # a copy: the list may change
-        budget = None if collectives is None else Budget(name, read_promise(collectives))
+        found = read_limits(*limits)
+        budget = found and Budget(name, found)
     except EinshardError as error:
         raise error.about(function=name) from None
     return ShardedFunction(Setup(function, name, declaration, mesh, reshard, options, budget))
