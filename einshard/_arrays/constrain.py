@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, Sharding
 
 from .._errors import EinshardError
-from .._sharding.context import is_staging
+from .._sharding.context import depth_of_user, is_staging
 from .._sharding.mesh import mesh_fact, partition_spec, spec_axes
 from .._sharding.resolve import Placement
 
@@ -39,6 +40,17 @@ def place_constant(x: Any, placement: Placement) -> Any:
         return _constrain(moved, sharding) if isinstance(moved, Tracer) else moved
     except ValueError as error:
         raise _refused(placement, error) from error
+
+
+def warn_replicated(placement: Placement) -> None:
+    """Warns of a short form that replicates a value without saying so."""
+    text = placement.expression.text
+    warnings.warn(
+        f"'{text}' has no placement, and no axis_rules apply: the value is replicated over the "
+        f'mesh {mesh_fact(placement.sharding.mesh)}; to replicate it on purpose, write '
+        f"'{' '.join(placement.expression.names)} -> {text}'",
+        stacklevel=depth_of_user(),
+    )
 
 
 def _same_ref(ref: Any, placement: Placement) -> Any:

@@ -22,7 +22,7 @@ from .._sharding.mesh import MeshLike
 from .._sharding.resolve import Placement, find_placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import Spec, check_visible, leaf_specs
-from .constrain import constrain, place_constant
+from .constrain import constrain, place_constant, warn_replicated
 from .device_put import is_placed, put
 
 T = TypeVar('T')
@@ -160,6 +160,8 @@ def _annotated(leaf: Any, kind: int, placement: Placement) -> Any:
     if kind == _REF:
         check_ref(leaf, placement)
         return leaf
+    if placement.says_nothing:
+        warn_replicated(placement)
     # where a function is traced, jit forgets how the constants in it are placed
     return constrain(leaf, placement) if kind == _TRACER else place_constant(leaf, placement)
 

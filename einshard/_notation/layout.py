@@ -56,6 +56,7 @@ def lay_out(
     n_devices: int,
     axis_sizes: Mapping[str, int] | None = None,
     *,
+    replicates: bool = False,
     replicate_indivisible: bool = False,
     hints: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
@@ -65,11 +66,12 @@ def lay_out(
         shape: that of the array, which the parts must divide; or its rank alone. None will do
             unless a sharded axis comes after '...'.
         axis_sizes: the named axes of the mesh that the devices form, if there is such a mesh.
+        replicates: whether all devices hold replicas if no term takes any, as on a user's mesh.
         replicate_indivisible: whether axes are replicated that their parts do not divide.
         hints: facts for errors about the number of devices.
     """
     n_dims = len(shape) if isinstance(shape, tuple) else shape
-    layout = _lay_out(expression, n_dims, n_devices, axis_sizes, hints)
+    layout = _lay_out(expression, n_dims, n_devices, axis_sizes, replicates, hints)
     if not isinstance(shape, tuple):
         return layout
     if replicate_indivisible:
@@ -84,6 +86,7 @@ def _lay_out(
     n_dims: int | None,
     n_devices: int,
     axis_sizes: Mapping[str, int] | None,
+    replicates: bool,
     hints: Mapping[str, str],
 ) -> Layout:
     positions = axis_positions(expression, n_dims)
@@ -91,7 +94,7 @@ def _lay_out(
     laid = [term for term in expression.right if not term.mesh_axes]
     by_name = _named_splits(expression, named, positions, axis_sizes)
     taken = math.prod(split.count for split in by_name)
-    if by_name and not any(term.takes_devices for term in laid):
+    if (by_name or replicates) and not any(term.takes_devices for term in laid):
         return Layout(tuple(by_name))
     left = n_devices // taken
     counts = solve_counts(expression, laid, left, Devices(n_devices, named, taken, hints))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
 from .._cache import cached
-from .._errors import EinshardError
+from .._errors import EinshardError, Suggestion
 from .._notation.expression import ELLIPSIS, Expression, Term, check_mesh_axes, parse
 from .._notation.write import write_short
 from .._text import deferred_kind
@@ -167,9 +168,45 @@ def _ruled_terms(expression: Expression, rules: AxisRules) -> list[tuple[Term, b
     for term in expression.right:
         plain = expression.short and term.name is not None and term == Term(term.name)
         placement, lenient = by_name.get(str(term.name), ('', False)) if plain else ('', False)
+        if plain and rules and term.name not in by_name:
+            _check_spelling(expression, term, by_name)
         ruled = replace(_term(placement), name=term.name, span=term.span) if placement else term
         terms.append((ruled, lenient))
     return terms
+
+
+def _check_spelling(expression: Expression, term: Term, ruled: Collection[str]) -> None:
+    """Raises if a name without a rule looks like a misspelling of one that has a rule."""
+    name, (start, end) = str(term.name), term.span
+    for other in ruled:
+        if other not in expression.names and _is_misspelled(name, other):
+            raise expression.error(
+                f"axis '{name}' has no rule, but '{other}' has one",
+                [term],
+                fix=Suggestion(f'{expression.text[:start]}{other}{expression.text[end:]}'),
+                not_sharded=f"axis_rules({name}='')",
+            )
+
+
+def _is_misspelled(name: str, other: str) -> bool:
+    """Whether one letter is missing, added or different, or two neighbours are swapped.
+
+    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Names of up to 3 letters and
+    words of one letter, as in 'w_q' and 'w_k', are too often different on purpose.
+    """
+    different = {*name.split('_')} ^ {*other.split('_')}
+    if min(len(name), len(other)) < 4 or any(len(word) == 1 for word in different):
+        return False
+    start = _common_prefix(name, other)
+    name, other = name[start:], other[start:]
+    end = _common_prefix(name[::-1], other[::-1])
+    name, other = name[: len(name) - end], other[: len(other) - end]
+    return max(len(name), len(other)) == 1 or (len(name) == 2 and name == other[::-1])
+
+
+def _common_prefix(name: str, other: str) -> int:
+    pairs = zip(name, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _drop_missing(expression: Expression, mesh_axes: tuple[str, ...]) -> Expression:

@@ -43,6 +43,7 @@ class Placement:
     layout: Layout
     sharding: NamedSharding
     missing_axes: tuple[str, ...] = ()  # named mesh axes that the mesh lacks, if that is allowed
+    says_nothing: bool = False  # replicated, although the short form and no rules say so
 
 
 def make_sharding(
@@ -128,6 +129,7 @@ def find_placement(
     memory_kind = spec.memory_kind or memory_kind
     mesh = context.lowering_mesh
     axis_sizes = sizes_of(mesh)
+    is_own_mesh = context.mesh is not None and not is_device_mesh(mesh)
     # expressions cannot name the axes d0, d1, ... of the canonical mesh
     named_sizes = axis_sizes if context.mesh else {}
     expression, missing = apply_axis_rules(
@@ -144,6 +146,7 @@ def find_placement(
         shape,
         math.prod(axis_sizes.values()),
         named_sizes if context.mesh else None,
+        replicates=is_own_mesh,
         replicate_indivisible=spec.on_indivisible == 'replicate',
         hints=_hints(mesh),
     )
@@ -161,7 +164,13 @@ def find_placement(
             mesh=mesh_fact(mesh),
             expected='each count the product of consecutive mesh axes, in mesh order',
         )
-    return Placement(expression, layout, sharding, missing)
+    says_nothing = (
+        is_own_mesh
+        and not context.axis_rules
+        and spec.expression.short
+        and not any(term.is_sharded for term in spec.expression.right)
+    )
+    return Placement(expression, layout, sharding, missing, says_nothing)
 
 
 def _hints(mesh: AnyMesh) -> dict[str, str]:
