@@ -1,4 +1,4 @@
-"""All caches of the package register here, so that `clear_caches` can clear them."""
+"""Caches, all registered here for `clear_caches`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _caches: list[Callable[[], None]] = []
 
 
 def cached(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`functools.lru_cache`: its look-up in C takes 0.1 us and is thread-safe.
+    """A `functools.lru_cache` that `clear_caches` clears.
 
-    It is bounded because a long-running notebook may create any number of meshes and expressions.
+    Look-ups run in C: they take 0.1 us and are thread-safe. The size is bounded because a
+    long-running notebook may create any number of meshes and expressions.
     """
     wrapped: Any = functools.lru_cache(maxsize=8192)(function)
     _caches.append(wrapped.cache_clear)
@@ -24,7 +25,7 @@ def cached(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def register(cache: dict[_K, _V]) -> dict[_K, _V]:
-    """Registers a dictionary for `clear_caches` to empty; returns it."""
+    """Registers a dictionary that `clear_caches` clears, and returns it."""
     _caches.append(cache.clear)
     return cache
 
@@ -35,7 +36,7 @@ def clear_caches() -> None:
         >>> from einshard import clear_caches
         >>> clear_caches()
 
-    Use it in tests, and after the devices of the process have changed.
+    Call it in tests, or after the devices of the process have changed.
     """
     for clear in _caches:
         clear()

@@ -1,4 +1,4 @@
-"""EinshardError: the exception of the package, and how it prints."""
+"""EinshardError, and how it prints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Span = tuple[int, int]
 class EinshardError(ValueError):
     """An invalid expression, spec, shape, mesh or device count.
 
-    The message has a sentence, the expression with carets, labelled facts, and a fix:
+    The message consists of a sentence, the expression with carets, labelled facts, and a fix:
 
         >>> from einshard import EinshardError, make_sharding
         >>> try:
@@ -26,16 +26,16 @@ class EinshardError(ValueError):
         ',' is not part of the notation
             a, b -> a* b
              ^
-          terms are: a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  ...
+          valid terms: a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  ...
 
-    The parts are attributes too, so that tools can show them in their own way.
+    The parts are also attributes, for tools that format errors themselves.
 
     Attributes:
         sentence: what is wrong, with the values.
-        expression: the expression as the user wrote it, or None.
-        spans: (start, end) offsets in `expression` of the terms with carets.
-        facts: labelled facts, in the order shown.
-        fix: an expression or call that was tried and works, or None.
+        expression: the expression as written, or None.
+        spans: (start, end) offsets of the marked terms in `expression`.
+        facts: facts by label, in the order shown.
+        fix: an expression or call that works, or None. It was tried.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class EinshardError(ValueError):
         super().__init__(self._render())
 
     def about(self, **facts: object) -> EinshardError:
-        """The same error with more facts, placed before its own."""
+        """A copy with more facts, before the existing ones."""
         return type(self)(
             **self.parts(facts={**{_label(key): fact for key, fact in facts.items()}, **self.facts})
         )
 
     def with_fix(self, fix: str | None) -> EinshardError:
-        """The same error with another fix, or without one."""
+        """A copy with another fix, or with none."""
         return type(self)(**self.parts(fix=fix))
 
     def parts(self, **others: Any) -> dict[str, Any]:
-        """The constructor arguments for a copy of this error, with some of them replaced."""
+        """The constructor arguments of a copy, some of them replaced."""
         return {
             'sentence': self.sentence,
             'expression': self.expression,
@@ -89,7 +89,7 @@ class EinshardError(ValueError):
         return '\n'.join(lines)
 
     def __reduce__(self):
-        # self.args holds the rendered text: rebuilding from it would render the parts twice
+        # not from self.args: it holds the rendered message, which would be rendered again
         return functools.partial(type(self), **self.parts()), ()
 
 
@@ -97,7 +97,7 @@ EinshardError.__module__ = 'einshard'  # tracebacks print the public name
 
 
 def hide_inner_frames(error: BaseException) -> None:
-    """Leaves of the frames of this package only the outermost in the traceback of an error."""
+    """Removes the frames of this package from a traceback, except the outermost of each run."""
     frame = error.__traceback__
     while frame is not None:
         while frame.tb_next and frame.tb_next.tb_frame.f_code.co_filename.startswith(_FOLDER):
@@ -109,12 +109,12 @@ _FOLDER = f'{Path(__file__).parent}{os.sep}'
 
 
 def _label(key: str) -> str:
-    """The key of a fact as it is shown: 'works_with' as 'works with'."""
+    """The label of a fact, as shown: 'works_with' -> 'works with'."""
     return key.replace('_', ' ') if key.isidentifier() else key
 
 
 class Suggestion(str):
-    """An expression to write instead of a wrong one; as text it is in quotes, as errors show it."""
+    """An expression that replaces an invalid one. As a string it is quoted, as errors show it."""
 
     expression: str
 
@@ -137,7 +137,7 @@ def _carets(text: str, spans: Sequence[Span]) -> str:
 
 
 def shown(text: str) -> str:
-    """Text on one line: whitespace becomes spaces, unprintable characters become U+FFFD."""
+    """Text on one line: whitespace as spaces, unprintable characters as U+FFFD."""
     return ''.join(' ' if c.isspace() else c if c.isprintable() else '\ufffd' for c in text)
 
 

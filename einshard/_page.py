@@ -1,7 +1,4 @@
-"""Pages of tables and notes, rendered as text or as HTML.
-
-`_inspect/report.py` and `_trees/table.py` build the pages.
-"""
+"""Pages of tables and notes, rendered as text or HTML, for reports and tables of rules."""
 
 from __future__ import annotations
 
@@ -23,13 +20,13 @@ _NARROWEST = 12  # the minimum width of an elastic column
 class Column:
     head: str
     right: bool = False  # align right, for numbers
-    elastic: str = ''  # 'middle' or 'start' may be cut out on a narrow page
-    below: bool = False  # in text it goes on a line of its own, for long paths
+    elastic: str = ''  # 'middle' or 'start': the part to shorten if the page is narrow
+    below: bool = False  # in text, on a separate line, for long paths
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table with notes. In text it is indented below its title, if it has one."""
+    """A table with notes. In text, it is indented if it has a title."""
 
     title: str
     columns: tuple[Column, ...] = ()
@@ -45,7 +42,7 @@ class Page:
     warnings: tuple[str, ...] = ()
 
     def printable(self) -> Page:
-        """The page without control characters: paths may contain some, and terminals obey them."""
+        """The page without control characters, which paths may contain and terminals act on."""
         sections = (
             replace(
                 section,
@@ -61,7 +58,7 @@ class Page:
 
 
 def page_text(page: Page, width: int | None) -> str:
-    """A page as plain text; if width is None, lines are not wrapped."""
+    """The page as plain text; if width is None, lines are not wrapped."""
     lines = page_lines(page, width)
     return '\n'.join(''.join(text for text, _ in line).rstrip() for line in lines)
 
@@ -135,31 +132,31 @@ def _line(cells: Sequence[str], along: Sequence[Column], widths: Sequence[int]) 
 
 
 def _shortened(cell: str, column: Column, width: int) -> str:
-    """The text, without its middle or its start if it is too long."""
+    """The text, with its middle or start replaced by '..' if it is too long."""
     if display_width(cell) <= width:
         return cell
     head = (width - 2) // 2 if column.elastic == 'middle' else 0
     return f'{cell[:head]}..{cell[len(cell) - (width - 2 - head) :]}'
 
 
-# --- HTML for notebooks: inline styles, text in the colour of the page ----------------------------
+# --- HTML for notebooks: inline styles, text in the page's colour ---------------------------------
 
 _FRAME = 'font: 13px/1.45 system-ui, sans-serif; text-align: left; max-width: 70em'
 _TITLE = 'font-size: 15px; font-weight: 600; margin: 2px 0 8px'
 _SECTION = 'font-weight: 600; margin: 12px 0 2px'
-# Notebooks style all tables. These styles reset that, so that text keeps the colour of the page and
-# is readable on light and dark.
+# Notebooks style all tables. These styles reset that: text keeps the page's colour, readable on
+# light and dark backgrounds.
 _TABLE = 'border-collapse: collapse; border: none; margin: 0; font-size: 12px; color: inherit'
 _HEAD = 'border: none; padding: 2px 14px 2px 0; font-weight: normal; opacity: 0.65'
 _CELL = 'border: none; border-top: 1px solid rgba(128,128,128,0.3); padding: 2px 14px 2px 0'
 _WORDS = 'list-style: none; margin: 4px 0; padding: 0'
 _WARNING = 'border-left: 3px solid #d9a400; background: rgba(217,164,0,0.12); padding: 3px 10px'
-# large models have hundreds of rows: they scroll, so that the totals stay visible
+# tables of large models have hundreds of rows: scroll, so that totals stay visible
 _SCROLL = 'overflow: auto; max-height: 32em'
 
 
 def page_html(page: Page) -> str:
-    """A page as self-contained HTML."""
+    """The page as self-contained HTML."""
     page = page.printable()
     parts = [_titled(page.title, _TITLE), *map(_section, page.sections)]
     if page.warnings:

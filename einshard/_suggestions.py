@@ -1,4 +1,4 @@
-"""Tries the fixes in errors, and removes those that fail. Imports no JAX."""
+"""Tries the suggestions in errors, and removes those that fail. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ def tried(
     with_fix: Callable[[str], object],
     on_devices: Callable[[int], object] | None = None,
 ) -> EinshardError:
-    """The error with only those suggestions that work.
+    """A copy of the error without the suggestions that fail.
 
-    If a fix fails with an error that has a fix itself, as when several expressions are wrong, that
-    fix is tried next. `with_fix` and `on_devices` raise EinshardError if a suggestion fails.
+    Args:
+        error: the error. If trying its fix raises an error with another fix, as when several
+            expressions are wrong, that fix is tried next.
+        with_fix: runs the call with another expression.
+        on_devices: runs the call with another number of devices.
     """
     fix = working_fix(error, with_fix)
     facts = dict(error.facts)
@@ -27,7 +30,7 @@ def tried(
 
 
 def working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> Suggestion | None:
-    """The expression that an error suggests, if it works; else what its own error suggests."""
+    """The fix of an error if it works; else the fix of the error that it raises, and so on."""
     fix = error.fix
     for _ in range(_MOST_FIXES):
         if not isinstance(fix, Suggestion):
@@ -53,5 +56,5 @@ def works(attempt: Callable[[], object]) -> bool:
 
 
 def _work(counts: str, on_devices: Callable[[int], object]) -> bool:
-    """Whether all device counts in a text work, such as '1, 4, 9, ... devices'."""
+    """Whether all device counts in a text such as '1, 4, 9, ... devices' work."""
     return all(works(lambda n=n: on_devices(int(n))) for n in set(re.findall(r'\d+', counts)))

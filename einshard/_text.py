@@ -1,4 +1,4 @@
-"""Short texts for sizes, arrays, functions and source lines; and the display width of text."""
+"""Formats sizes, arrays, functions and source lines; measures the display width of text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-MONO = 'font-family: ui-monospace, Menlo, Consolas, monospace'  # HTML cells that line up
+MONO = 'font-family: ui-monospace, Menlo, Consolas, monospace'  # for aligned HTML cells
 
 
 def format_bytes(n_bytes: int) -> str:
@@ -37,7 +37,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def short_arrays(text: str) -> str:
-    """A list of arrays, shortened: '7 x f32[8], f32[8,4] and 3 more'."""
+    """Shortens a list of arrays: '7 x f32[8], f32[8,4] and 3 more'."""
     counts = Counter(re.findall(r'\w+\[[^\]]*\]', text))
     arrays = [f'{n} x {array}' if n > 1 else array for array, n in counts.items()]
     if len(arrays) <= 2:
@@ -47,7 +47,7 @@ def short_arrays(text: str) -> str:
 
 
 def first_of(texts: Sequence[str], n: int) -> str:
-    """The first n texts, and how many more there are."""
+    """The first n texts and the number of the others: 'a, b, and 3 more'."""
     more = f', and {len(texts) - n} more' if len(texts) > n else ''
     return ', '.join(texts[:n]) + more
 
@@ -66,24 +66,24 @@ def display_width(text: str) -> int:
 
 
 def old_name(old: str, new: str) -> Any:
-    """A property that reads the attribute `new` by its old name, with a DeprecationWarning."""
+    """A property for the old name of the attribute `new`; reading it warns of deprecation."""
 
     def read(thing: Any) -> Any:
-        warnings.warn(f'.{old} is now .{new}', DeprecationWarning, stacklevel=2)
+        warnings.warn(f'.{old} is deprecated; use .{new}', DeprecationWarning, stacklevel=2)
         return getattr(thing, new)
 
     return property(read, doc=f'Deprecated: use `{new}`.')
 
 
 def name_of(function: Any) -> str:
-    """The name of a function, a partial or a callable object, as errors show it."""
+    """The name of a function, partial or callable object, for errors."""
     while not hasattr(function, '__name__') and hasattr(function, 'func'):
         function = function.func
     return getattr(function, '__name__', type(function).__name__)
 
 
 def deferred_kind(function: Any) -> str | None:
-    """'a generator', 'a coroutine', ...: what a call returns if the body runs later; else None."""
+    """What a call returns if the body runs later, such as 'a generator'; else None."""
     for is_of_kind, kind in (
         (inspect.isgeneratorfunction, 'a generator'),
         (inspect.iscoroutinefunction, 'a coroutine'),
@@ -95,7 +95,7 @@ def deferred_kind(function: Any) -> str | None:
 
 
 def array_text(x: Any) -> str:
-    """An array as in float32[6,8]; anything else by its type."""
+    """'float32[6,8]' for an array; the type, and value if a number, for anything else."""
     shape, dtype = getattr(x, 'shape', None), getattr(x, 'dtype', None)
     if shape is None or dtype is None:
         value = f' {x!r}' if isinstance(x, int | float | complex) else ''

@@ -188,7 +188,7 @@ def rules():
         check_shards(layer['kernel'], WHOLE + i, [(None, 4), (1, 2)])
         check_shards(layer['bias'], np.ones(3), [(None, 8)])
     check_shards(placed['step'], np.int32(0), [(None, 8)])
-    assert 'matched by no rule' in refused(einshard, {'w': WHOLE}, Rules([]))
+    assert 'matches no rule' in refused(einshard, {'w': WHOLE}, Rules([]))
 
 
 @check

@@ -476,7 +476,7 @@ def test_arrays_placed_otherwise_are_refused_with_both_expressions(check, spec):
     text = str(caught.value)
     assert 'x y*\n' in text
     described = spec.replace('a', 'x').replace('b', 'y').replace('*', '16').replace('16 x', '16 x')
-    assert f"it is 'x y -> {described}'" in text
+    assert f"sharded as 'x y -> {described}'" in text
     assert 'float32[16,16]' in text
     assert type(caught.value).__name__ == 'EinshardError'
 
@@ -487,7 +487,7 @@ def test_results_placed_otherwise_are_refused(check):
     def f(x) -> Placed:
         return x
 
-    with pytest.raises(EinshardError, match="it is 'x y -> x16 y'"):
+    with pytest.raises(EinshardError, match="sharded as 'x y -> x16 y'"):
         f(on('a* b', SIXTEEN))
 
 
@@ -551,7 +551,7 @@ def test_inside_containers(check):
         return tree
 
     f({'a': [on('a b*', SIXTEEN)]})
-    with pytest.raises(EinshardError, match="it is 'x y -> x16 y'"):
+    with pytest.raises(EinshardError, match="sharded as 'x y -> x16 y'"):
         f({'a': [on('a* b', SIXTEEN)]})
 
 
@@ -600,7 +600,7 @@ def test_traced_values_on_explicit_axes_are_checked(check):
         right = jax.jit(lambda x: inner(einshard(x, 'a b*')))
         np.testing.assert_array_equal(right(X), X + 1)
         wrong = jax.jit(lambda x: inner(einshard(x, 'a* b')))
-        with pytest.raises(EinshardError, match=r"it is 'x y -> x@\(d0,d1,d2\) y'|x8 y"):
+        with pytest.raises(EinshardError, match=r"sharded as 'x y -> x@\(d0,d1,d2\) y'|x8 y"):
             wrong(X)
 
 

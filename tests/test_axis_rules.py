@@ -144,7 +144,7 @@ def test_two_names_that_claim_one_mesh_axis():
     with rules, pytest.raises(EinshardError) as caught:
         spec('batch embed')
     assert str(caught.value) == (
-        "mesh axis 'fsdp' is used 2 times, but it can shard only one place\n"
+        "mesh axis 'fsdp' is used 2 times; each mesh axis can be used once\n"
         '    batch@(data,fsdp) embed@fsdp\n'
         '    ^^^^^^^^^^^^^^^^^ ^^^^^^^^^^\n'
         "  written: 'batch embed', with axis_rules\n"
@@ -460,7 +460,7 @@ def test_the_model_axis_of_activations_needs_no_rule():
     with axis_rules(TRAINING_AXES, missing='replicate'), pytest.raises(EinshardError) as caught:
         spec('batch sequence embed')
     assert str(caught.value) == (
-        "mesh axis 'fsdp' is used 2 times, but it can shard only one place\n"
+        "mesh axis 'fsdp' is used 2 times; each mesh axis can be used once\n"
         '    batch@(data,fsdp) sequence embed@fsdp\n'
         '    ^^^^^^^^^^^^^^^^^          ^^^^^^^^^^\n'
         "  written: 'batch sequence embed', with axis_rules\n"

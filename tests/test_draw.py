@@ -697,10 +697,10 @@ def mesh8():
         (('a@tp', (8,), 8), "'a@tp' names mesh axes, but there is no mesh"),
         (('a@tp', (8,)), "'a@tp' names mesh axes, but there is no mesh"),
         (('a@tq', (8,), mesh8()), "the mesh has no axis 'tq'"),
-        (('a b -> a2', (8, 8)), "'b' is on the left side only"),
+        (('a b -> a2', (8, 8)), "'b' is missing on the right side"),
         (('a b -> a2 b', (8,)), 'the expression names 2 axes, but the array has 1 dimension'),
-        (('a b -> a2 b', (9, 9)), "axis 'a' has size 9, which 2 parts do not divide"),
-        (('a b -> a4 b', (8, 8), 16), "'a4' uses 4 of 16 devices"),
+        (('a b -> a2 b', (9, 9)), "axis 'a' (size 9) is not divisible by 2"),
+        (('a b -> a4 b', (8, 8), 16), "'a4' uses only 4 of 16 devices"),
         ((np.zeros(3),), 'nothing to draw: the array is on the host'),
         (
             (jax.ShapeDtypeStruct((3,), np.float32),),

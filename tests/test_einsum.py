@@ -166,7 +166,7 @@ the sum over 'x', which is sharded over explicit mesh axes, needs a placement fo
             'b x, x y',
             [(4, 16), (16, 8)],
             """
-an einsum has one '->', this one has none
+an einsum has one '->', but this one has none
     b x, x y
   example: 'b x, x y -> b y'""",
         ),
@@ -174,7 +174,7 @@ an einsum has one '->', this one has none
             'batch x, x y -> bach y',
             [(4, 16), (16, 8)],
             """
-'bach' is in the result, but in no operand
+'bach' is in the result but in no operand
     batch x, x y -> bach y
                     ^^^^
   operands have: batch x y
@@ -207,10 +207,10 @@ axis 'x' has size 16 in operand 0, but 8 in operand 1
             'b x x, x y -> b y',
             [(4, 16, 16), (16, 8)],
             """
-the short form lists each axis once, but 'x' comes again
+axis 'x' appears 2 times, but without '->' it must appear once
     b x x, x y -> b y
       ^ ^
-  with an arrow: an axis may come again on the right: 'i o -> i2 o4 i2'""",
+  repeated axis: with '->', on the right side: 'i o -> i2 o4 i2'""",
         ),
         (
             'b x, x y d -> b y',
@@ -228,13 +228,13 @@ the expression names 3 axes, but the array has 2 dimensions
 '!' is not part of the notation
     b x, x y! -> b y
             ^
-  terms are: a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  ...""",
+  valid terms: a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  ...""",
         ),
         (
             'b x3, x y -> b y',
             [(4, 16), (16, 8)],
             """
-the counts ask for 3 devices, which do not divide the 16 there are
+the number of devices (16) is not divisible by 3
     b x3
       ^^
   einsum:  'b x3, x y -> b y'
@@ -245,12 +245,12 @@ the counts ask for 3 devices, which do not divide the 16 there are
             'b x, x y -> b16 y',
             [(4, 16), (16, 8)],
             """
-axis 'b' has size 4, which 16 parts do not divide
+axis 'b' (size 4) is not divisible by 16
     b16 y
     ^^^
   einsum:     'b x, x y -> b16 y'
   devices:    16
-  works with: 1, 2, 4 parts""",
+  works with: 1, 2 or 4 shards""",
         ),
         (3, [], '\nan einsum is a string, not 3 of type int'),
         ([], [], '\nan einsum is a string, not [] of type list'),

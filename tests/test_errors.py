@@ -21,10 +21,10 @@ def error(devices8):
 def test_errors_print_their_public_name(error):
     printed = ''.join(traceback.format_exception_only(error))
     assert printed == (
-        "einshard.EinshardError: 4 devices cannot be shared 2 : 1 between 'a2*' and 'b*'\n"
+        "einshard.EinshardError: 'a2*' and 'b*' cannot have counts in the ratio 2:1 on 4 devices\n"
         '    a b -> 2 a2* b*\n'
         '             ^^^ ^^\n'
-        "  devices:    8, of which '2' replicates, leaving 4\n"
+        "  devices:    8 (4 left after '2')\n"
         '  works with: 4, 16, 36, 64, ... devices\n'
         "  try:        'a b -> 2 a4 b'\n"
     )
@@ -32,11 +32,11 @@ def test_errors_print_their_public_name(error):
 
 
 def test_parts_of_an_error_are_its_attributes(error):
-    assert error.sentence == "4 devices cannot be shared 2 : 1 between 'a2*' and 'b*'"
+    assert error.sentence == "'a2*' and 'b*' cannot have counts in the ratio 2:1 on 4 devices"
     assert error.expression == 'a b -> 2 a2* b*'
     assert [error.expression[slice(*span)] for span in error.spans] == ['a2*', 'b*']
     assert error.facts == {
-        'devices': "8, of which '2' replicates, leaving 4",
+        'devices': "8 (4 left after '2')",
         'works with': '4, 16, 36, 64, ... devices',
     }
     assert error.fix == "'a b -> 2 a4 b'"

@@ -777,7 +777,7 @@ def test_functions_that_cannot_be_traced():
 
 def test_specs_that_do_not_fit_are_errors_as_in_a_call():
     text, _ = failing(sharded('a b -> a* b')(lambda x: x), floats(15, 2))
-    assert text.startswith("axis 'a' has size 15, which 16 parts do not divide")
+    assert text.startswith("axis 'a' (size 15) is not divisible by 16")
 
 
 def test_functions_that_do_not_compile():
@@ -795,7 +795,7 @@ def test_a_compiler_that_does_not_show_its_program(monkeypatch):
     """As with JAX 0.8 for GPUs that are not there; to report no collectives would be wrong."""
     monkeypatch.setattr(jax.stages.Compiled, 'as_text', lambda self: None)
     arguments = floats(2, 2), floats(2, 2)
-    unknown = 'has is not known: its compiler does not show the program'
+    unknown = 'its compiler does not expose the program'
     assert failing(step, *arguments)[0] == f'which collectives step {unknown}'
     compiled = jax.jit(step).lower(*arguments).compile()
     assert failing(compiled)[0] == f'which collectives the program {unknown}'

@@ -134,4 +134,4 @@ def test_symbolic_sizes_that_parts_may_not_divide(traced):
     x = jax.ShapeDtypeStruct((n, d), np.float32)
     with pytest.raises(EinshardError) as caught:
         export.export(traced)(x, jax.ShapeDtypeStruct((d, 4), np.float32))
-    assert caught.value.sentence == "axis 'b' has size n, which 8 parts need not divide"
+    assert caught.value.sentence == "axis 'b' (size n) may not be divisible by 8"

@@ -65,7 +65,7 @@ def test_names_are_letters_and_underscores_of_any_script(name):
 
 def test_names_are_case_sensitive():
     assert parse('a A -> A2 a').names == ('a', 'A')
-    with pytest.raises(EinshardError, match="'A' is on the right side only"):
+    with pytest.raises(EinshardError, match="'A' is not on the left side"):
         parse('a -> A')
 
 

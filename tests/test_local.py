@@ -55,8 +55,8 @@ def test_what_is_placed_already_is_returned():
 
 
 TRACED = (
-    'from_local cannot be traced: it builds arrays from data of the process\n'
-    '  instead: call it outside of jit; einshard constrains traced values'
+    'from_local cannot be traced: it needs the data of each process\n'
+    '  instead: call it outside jit; in jit, einshard constrains traced values'
 )
 
 

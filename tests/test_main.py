@@ -35,7 +35,7 @@ def test_a_wrong_expression_exits_2():
     done = run('a b -> a* c', '--devices', '8')
     assert done.returncode == 2
     assert done.stdout == ''
-    assert done.stderr.startswith("einshard.EinshardError: 'c' is on the right side only\n")
+    assert done.stderr.startswith("einshard.EinshardError: 'c' is not on the left side\n")
     assert '^' in done.stderr
     assert 'Traceback' not in done.stderr
 
@@ -91,7 +91,7 @@ def test_named_mesh_axes(capsys):
 @pytest.mark.parametrize(
     ('arguments', 'error'),
     [
-        (['a b -> a4 b', '--shape', '6', '8'], "axis 'a' has size 6, which 4 parts do not divide"),
+        (['a b -> a4 b', '--shape', '6', '8'], "axis 'a' (size 6) is not divisible by 4"),
         (['a b -> a4 b', '--shape', '8'], 'the expression names 2 axes, but the array has 1'),
         (['a b -> a* b'], 'a star needs the number of devices'),
         (['a b -> a@tp b', '--devices', '4'], "'a@tp' names mesh axes, but there is no mesh"),

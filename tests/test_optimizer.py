@@ -609,9 +609,9 @@ def test_the_longest_path_is_followed():
 def test_whole_keys_are_compared():
     w = struct(16, 16)
     params = {'kernel': w, 'up': {'w': w}}
-    assert 'follows no parameter' in message(followed, params, ROWS, {'mykernel': w})
-    assert 'follows no parameter' in message(followed, params, ROWS, {'pup': {'w': w}})
-    assert 'follows no parameter' in message(followed, params, ROWS, {'w': w})
+    assert 'matches no parameter' in message(followed, params, ROWS, {'mykernel': w})
+    assert 'matches no parameter' in message(followed, params, ROWS, {'pup': {'w': w}})
+    assert 'matches no parameter' in message(followed, params, ROWS, {'w': w})
 
 
 def test_of_two_paths_the_one_whose_shape_fits():
@@ -632,7 +632,7 @@ def test_a_single_array_is_followed_by_its_shape(params):
     assert followed(params, ROWS, state) == [SCALAR, DOWN, DOWN]
     state = jax.eval_shape(optax.adafactor(1e-3, min_dim_size_to_factor=8).init, params)
     assert followed(params, ROWS, state)[:4] == [SCALAR, 'a -> a16', 'a -> 16 a', 'a -> 16 a']
-    assert 'follows no parameter' in message(followed, params, ROWS, struct(3, 3))
+    assert 'matches no parameter' in message(followed, params, ROWS, struct(3, 3))
 
 
 def test_sequences_and_records():
@@ -964,16 +964,16 @@ def test_no_parameter():
     }
     spec = for_optimizer(params, Rules([('', EVERYWHERE)]))
     assert message(einshard, state, spec) == expected("""
-        2 arrays follow no parameter
+        2 arrays match no parameter by path and shape
           arrays:     'p/mlp/w' float32[8,8] (its parameter is float32[8,4]), 'rng' uint32[2]
           parameters: 'mlp/b' float32[4], 'mlp/w' float32[8,4]
-          give:       default=, the spec of such arrays: default='... -> * ...'
+          expected:   default=, a spec for such arrays: default='... -> * ...'
         """)
     assert message(einshard, struct(3), for_optimizer({}, None)) == expected("""
-        1 array follows no parameter
+        1 array matches no parameter by path and shape
           arrays:     '' float32[3]
           parameters: none
-          give:       default=, the spec of such arrays: default='... -> * ...'
+          expected:   default=, a spec for such arrays: default='... -> * ...'
         """)
 
 
@@ -988,11 +988,11 @@ def test_several_ways_to_follow():
     params = {'w': struct(64, 64)}
     spec = for_optimizer(params, 'd f -> d4 f4')
     assert message(einshard, {'rows': {'w': struct(64)}}, spec) == expected("""
-        the sizes do not tell which axes of its parameter an array has
+        ambiguous: several parameter axes have this size
           array:     float32[64], leaf 'rows/w'
           parameter: float32[64,64], parameter 'w'
-          may be:    'd -> d4 4' or 'f -> 4 f4'
-          give:      a function (path, leaf) -> spec that knows, and asks this one otherwise
+          could be:  'd -> d4 4' or 'f -> 4 f4'
+          instead:   a function (path, leaf) -> spec that decides for this leaf
         """)
 
     def knows(path, leaf):
@@ -1006,23 +1006,23 @@ def test_several_ways_to_follow():
 def test_specs_that_do_not_fit_the_parameters():
     params = {'w': struct(6, 64), 'b': struct(64)}
     assert message(for_optimizer, params, {'w': ROWS}) == expected("""
-        the specs are no prefix of the tree: they differ at the top
+        spec tree does not match: no spec for 'b' at the root
           of:    the parameters of for_optimizer
           specs: dict with w
           tree:  dict with b, w
         """)
     assert message(for_optimizer, params, {'w': ROWS, 'b': 'x**'}).startswith("'x**'")
-    assert message(for_optimizer, params, 3).startswith('3 is no spec')
-    assert message(for_optimizer, params, ROWS, default=3).startswith('3 is no spec')
+    assert message(for_optimizer, params, 3).startswith('3 is not a spec')
+    assert message(for_optimizer, params, ROWS, default=3).startswith('3 is not a spec')
     state = {'mu': params}
     error = message(einshard, state, for_optimizer(params, Rules([('w', ROWS)])))
-    assert error.startswith('1 path is matched by no rule')
-    assert 'of:    the parameters of for_optimizer' in error
+    assert error.startswith('1 path matches no rule')
+    assert 'of:       the parameters of for_optimizer' in error
     # the parameter's own fault, with its path and its shape
     only = {'v': {'w': struct(64)}}
     spec = for_optimizer(params, Rules([('w', 'x y -> x4 4 y')], default=EVERYWHERE))
     error = message(einshard, only, spec)
-    assert error.startswith("axis 'x' has size 6, which 4 parts do not divide")
+    assert error.startswith("axis 'x' (size 6) is not divisible by 4")
     assert "array:      float32[6,64], parameter 'w'" in error
     # the same where the moment has all axes
     assert "leaf 'mu/w'" in message(einshard, state, spec)
@@ -1033,17 +1033,17 @@ def test_mesh_axes_of_zero():
     state = {'mu': params}
     for bad in (3, {'data'}, ('data', 2), None, b'data'):
         assert message(for_optimizer, params, ROWS, zero=bad) == (
-            f'zero= is True or mesh axes, not {bad!r}\n'
-            "  as in: zero=True, zero='data', zero=('data', 'fsdp')"
+            f'zero= must be True or names of mesh axes, not {bad!r}\n'
+            "  example: zero=True, zero='data', zero=('data', 'fsdp')"
         )
     assert message(einshard, state, for_optimizer(params, ROWS, zero='data')) == expected("""
         zero= names 'data', but there is no mesh
-          give: mesh=, or enter one: 'with jax.set_mesh(mesh):'; or zero=True
+          expected: mesh= or 'with jax.set_mesh(mesh):'; or zero=True
         """)
     spec = for_optimizer(params, ROWS, zero='dta')
     mesh = mesh_of(data=4, tp=2)
     assert message(einshard, state, spec, mesh=mesh) == expected("""
-        the mesh has no axis 'dta', which zero= names
+        zero= names 'dta', but the mesh has no such axis
           mesh: 'data': 4, 'tp': 2 (Auto)
           try:  zero='data'
         """)

@@ -168,16 +168,19 @@ def test_a_parameter_given_twice_whatever_the_ranks():
 @pytest.mark.parametrize(
     ('options', 'text'),
     [
-        ({'static_argnums': 'x'}, "static_argnums= is 'x', and no numbers of parameters"),
-        ({'static_argnums': 2.5}, 'static_argnums= is 2.5, and no numbers of parameters'),
+        ({'static_argnums': 'x'}, "static_argnums= must be indices of parameters, not 'x'"),
+        ({'static_argnums': 2.5}, 'static_argnums= must be indices of parameters, not 2.5'),
         (
             {'static_argnums': np.array(0)},
-            'static_argnums= is array(0), and no numbers of parameters',
+            'static_argnums= must be indices of parameters, not array(0)',
         ),
-        ({'donate_argnums': ('x',)}, "donate_argnums= is ('x',), and no numbers of parameters"),
-        ({'static_argnames': 0}, 'static_argnames= is 0, and no names of parameters'),
-        ({'donate_argnames': 0}, 'donate_argnames= is 0, and no names of parameters'),
-        ({'donate_argnames': ['x', 0]}, "donate_argnames= is ['x', 0], and no names of parameters"),
+        ({'donate_argnums': ('x',)}, "donate_argnums= must be indices of parameters, not ('x',)"),
+        ({'static_argnames': 0}, 'static_argnames= must be names of parameters, not 0'),
+        ({'donate_argnames': 0}, 'donate_argnames= must be names of parameters, not 0'),
+        (
+            {'donate_argnames': ['x', 0]},
+            "donate_argnames= must be names of parameters, not ['x', 0]",
+        ),
     ],
 )
 def test_options_of_jit_that_name_no_parameters(options, text):
@@ -185,7 +188,7 @@ def test_options_of_jit_that_name_no_parameters(options, text):
     example = '(0,)' if option.endswith('nums') else "('x',)"
     with pytest.raises(EinshardError) as caught:
         sharded('a*', **options)(weighted)
-    assert str(caught.value) == (f'{text}\n  function: weighted\n  as in:    {option}={example}')
+    assert str(caught.value) == (f'{text}\n  function: weighted\n  example:  {option}={example}')
 
 
 @pytest.mark.parametrize(

@@ -473,7 +473,7 @@ def test_axis_rules():
 def test_partly_manual():
     shapes = []
 
-    @per_device('b x -> b4 x2', 'x y -> x2 y', out='b y -> b4 y', mesh=EIGHT, manual=('x',))
+    @per_device('b x -> b4 x2', 'x y -> x2 y', out='b y -> b4 y', mesh=EIGHT, axis_names=('x',))
     def f(x, w):
         shapes.append((x.shape, w.shape))
         return einshard(jax.lax.psum(x @ w, 'x'), 'b y -> b* y')
@@ -510,7 +510,7 @@ def test_errors_of_the_body_are_not_touched(error):
 
 
 def test_nothing_is_moved_before_an_error():
-    with jax.transfer_guard('disallow'), pytest.raises(EinshardError, match='do not divide'):
+    with jax.transfer_guard('disallow'), pytest.raises(EinshardError, match='is not divisible by'):
         LAYER(product)(X[:6], W)
 
 
@@ -534,7 +534,7 @@ def replicating_gather():
 
 def test_a_gathered_result_is_not_summed_up():
     gather, text = replicating_gather()
-    assert instead(gathered) == {'instead': f'{text}, which returns a replicated value'}
+    assert instead(gathered) == {'try': f'{text}, which returns a replicated value'}
     replicated = functools.partial(gathered, gather=gather)
     for function, options in ((replicated, {}), (gathered, {'check_vma': False})):
         f = per_device('a b -> a4 b', out='a b', mesh=EIGHT[:4], **options)(function)
@@ -545,10 +545,10 @@ def test_a_gathered_result_is_not_summed_up():
 
 
 def test_what_is_said_of_other_results():
-    by_sum = {'instead': "jax.lax.psum(z, 'a') for the sum, or shard it in out="}
-    unknown = {'instead': 'check_vma=False, if the result is in fact replicated'}
+    by_sum = {'try': "jax.lax.psum(z, 'a') for the sum, or shard it in out="}
+    unknown = {'try': 'check_vma=False, if the result is in fact replicated'}
     assert instead(lambda x: x * 2) == by_sum
-    assert instead(lambda x: x.sum()) == {'instead': "jax.lax.psum(z, 'a') for the sum"}
+    assert instead(lambda x: x.sum()) == {'try': "jax.lax.psum(z, 'a') for the sum"}
     # weights that are gathered, and rows that differ
     assert instead(lambda x: x @ gathered(x)) == by_sum
     # a ring: every device has the sum, which JAX does not see
@@ -559,7 +559,7 @@ def test_what_is_said_of_other_results():
     # one spec for two arrays with different reasons
     assert instead(lambda x: (gathered(x), x)) == unknown
     keys = jax.random.split(jax.random.key(0), 4)
-    assert instead(lambda k: k, spec='a -> a4', x=keys) == {'instead': 'shard it in out='}
+    assert instead(lambda k: k, spec='a -> a4', x=keys) == {'try': 'shard it in out='}
 
 
 # ------------------------------------------------------------------------ axes of one part
@@ -615,7 +615,22 @@ def test_axes_of_one_part_cost_no_collectives():
     assert 'all-' not in f.lower(AT_ONE).compile().as_text()
 
 
-def test_manual_takes_any_iterable_of_names():
+def test_axis_names_takes_any_iterable_of_names():
     mesh = mesh_of(p=4, q=2)
-    f = per_device('i@p j', out='i@p j', mesh=mesh, manual=(name for name in ['p']))
+    f = per_device('i@p j', out='i@p j', mesh=mesh, axis_names=(name for name in ['p']))
     np.testing.assert_array_equal(f(lambda x: x + x.shape[0])(AT_ONE.T), AT_ONE.T + 2)
+
+
+def test_manual_is_the_old_name_of_axis_names():
+    mesh = mesh_of(p=4, q=2)
+    with pytest.warns(DeprecationWarning, match='manual= is now axis_names='):
+        f = per_device('i@p j', out='i@p j', mesh=mesh, manual='p')
+    np.testing.assert_array_equal(f(lambda x: x + x.shape[0])(AT_ONE.T), AT_ONE.T + 2)
+
+
+def test_array_with_explicit_mesh_axes():
+    x = jax.device_put(AT_ONE.T, NamedSharding(mesh_of(AxisType.Explicit, d=8), P('d')))
+    with pytest.raises(EinshardError, match="explicit mesh axis 'd'"):
+        per_device('i* j', out='i* j', mesh=EIGHT)(jnp.sin)(x)
+    y = per_device('i* j', out='i* j', mesh=x.sharding.mesh)(jnp.sin)(x)
+    np.testing.assert_allclose(y, np.sin(AT_ONE.T), rtol=1e-6)

@@ -171,13 +171,13 @@ def test_error_in_the_documentation(run):
 
 
 def different(*said, expression='batch d -> batch* d'):
-    width = max(len(label) for label in ('must agree', *dict(said))) + 1
+    width = max(len(label) for label in ('expected', *dict(said))) + 1
     return '\n'.join(
         [
             'the processes are about to build different arrays',
             *([f'    {expression}'] if expression else []),
             *(f'  {label + ":":<{width}} {text}' for label, text in said),
-            f'  {"must agree:":<{width}} shapes, dtypes, paths and expressions',
+            f'  {"expected:":<{width}} the same shapes, dtypes, paths and expressions',
         ]
     )
 
@@ -217,7 +217,7 @@ def test_what_is_wrong_in_all_processes_each_says_itself(run, n):
             '               ^^^^^^\n'
             '  array:       float32[5,4]\n'
             f'  process:     {process}\n'
-            f'  global axis: size {5 * n} in 8 shards\n'
+            f'  global size: {5 * n} in 8 shards\n'
             f'  works with:  multiples of {each}'
         )
         assert texts['lenient rules'] == (
@@ -226,25 +226,25 @@ def test_what_is_wrong_in_all_processes_each_says_itself(run, n):
             '               ^^^^^^\n'
             "  array:          float32[7,4], leaf 'x'\n"
             f'  process:        {process}\n'
-            f'  global axis:    size {7 * n} in 8 shards\n'
+            f'  global size:    {7 * n} in 8 shards\n'
             f'  works with:     multiples of {each}\n'
             '  not replicated: processes have different rows'
         )
         assert texts['bad expression'] == (
-            "'e' is on the right side only\n"
+            "'e' is not on the left side\n"
             '    batch d -> batch* e\n'
             '                      ^\n'
             "  array:     float32[8,4], leaf 'x'\n"
             '  left side: batch d'
         )
         assert texts['global'] == (
-            'the array is global already: several processes hold shards of it\n'
+            'the array is already global: several processes hold shards of it\n'
             '    batch d -> batch* d\n'
-            f"  array:         float32[{8 * n},4], leaf 'x'\n"
-            '  to reshard it: einshard'
+            f"  array:   float32[{8 * n},4], leaf 'x'\n"
+            '  instead: einshard(x, ...) to reshard it'
         )
         assert texts['strings'] == (
-            'JAX has no arrays of <U1\n    batch -> batch*\n  array: <U1[8]'
+            'JAX does not support dtype <U1\n    batch -> batch*\n  array: <U1[8]'
         )
         assert texts['abstract mesh'] == (
             "from_local needs a mesh of devices, but mesh= is abstract\n  mesh: 'x': 8 (Auto)"
@@ -253,8 +253,8 @@ def test_what_is_wrong_in_all_processes_each_says_itself(run, n):
             sizes = ', '.join(f"'d{i}': 2" for i in range(each.bit_length() - 1))
             assert texts['other mesh'] == (
                 f'process {process} has no device in the mesh\n'
-                f'  mesh:           {sizes} (Auto)\n'
-                '  has devices of: process 0'
+                f'  mesh:       {sizes} (Auto)\n'
+                '  devices of: process 0'
             )
 
 

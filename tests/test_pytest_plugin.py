@@ -211,7 +211,7 @@ def test_it_does_not(assert_collectives):
     status, printed = session(source)
     assert status == pytest.ExitCode.TESTS_FAILED
     assert '1 failed, 1 passed' in printed
-    assert 'product communicates more than it may: 1 all-reduce' in printed
+    assert 'product has unexpected collectives: 1 all-reduce' in printed
 
 
 def test_golden_text(report):

@@ -21,8 +21,8 @@ from einshard import (
 )
 
 X = np.arange(16, dtype=np.float32)
-STAYS = "a jax.Ref keeps the sharding that it was made with: it is 'on one device: "
-UNCONSTRAINED = 'a jax.Ref cannot be constrained: it keeps the sharding that it was made with'
+STAYS = "a jax.Ref cannot be resharded: it is 'on one device: "
+UNCONSTRAINED = 'a jax.Ref cannot be constrained: its sharding is fixed when it is created'
 
 
 def ref(expression='a*'):
@@ -106,7 +106,7 @@ def made_inside(x):
 def test_a_traced_one_cannot_be_constrained(trace):
     error = refusal(trace, ref())
     assert error.sentence == UNCONSTRAINED
-    assert error.facts['instead'] == "einshard(ref[...], 'a*'), which constrains its value"
+    assert error.facts['instead'] == "einshard(ref[...], 'a*'), to constrain its value"
 
 
 def test_what_is_read_of_a_traced_one_is_constrained():
@@ -178,7 +178,7 @@ def test_sharded_names_the_parameter_of_a_misplaced_one(reshard):
 
     for x in (jax.new_ref(jnp.asarray(X)), ref('* a')):
         error = refusal(step, {'w': x}, 1.0)
-        assert 'a jax.Ref keeps the sharding that it was made with' in error.sentence
+        assert 'a jax.Ref cannot be resharded' in error.sentence
         assert error.facts['array'] == "float32[16], parameter 'params/w' of step"
         made = jax.new_ref(einshard(x[...], 'a*'))
         step({'w': made}, 1.0)

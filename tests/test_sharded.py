@@ -327,7 +327,7 @@ def test_the_mesh_is_the_default_of_sharded_functions_inside(devices8):
     np.testing.assert_array_equal(result, 2 * X)
     # the inner one on its own has all devices
     x = np.ones((2, 16), np.float32)
-    with pytest.raises(EinshardError, match='use 4 of 16 devices'):
+    with pytest.raises(EinshardError, match='use only 4 of 16 devices'):
         inner(x)
 
 

@@ -75,7 +75,7 @@ def test_whole_arrays_are_placed_as_asked(kind, f):
 def test_arrays_partitioned_otherwise_are_refused(kind, f):
     x = OTHERWISE[kind]()
     for call in (f, lambda x: f(x=x), f.lower):
-        with pytest.raises(EinshardError, match='the argument is partitioned otherwise') as caught:
+        with pytest.raises(EinshardError, match='already sharded differently') as caught:
             call(x)
         assert "float32[8,8], parameter 'x' of plus" in str(caught.value)
         assert 'a b -> a* b' in str(caught.value)
@@ -156,7 +156,7 @@ def test_an_argument_without_a_spec_on_other_devices_is_refused(first):
     if not first:
         f(X, X)
     for y in (placed(ROWS, EIGHT[:4]), jax.device_put(X, EIGHT[3]), placed(WHOLE, jax.devices())):
-        with pytest.raises(EinshardError, match='an argument without a spec is held by') as caught:
+        with pytest.raises(EinshardError, match='has no spec and is committed to') as caught:
             f(X, y)
         assert "parameter 'y' of plus" in str(caught.value)
 
@@ -180,7 +180,7 @@ def test_arguments_are_checked_before_they_move():
 @pytest.mark.parametrize(
     ('shape', 'text'),
     [
-        ((6, 8), "axis 'a' has size 6, which 8 parts do not divide"),
+        ((6, 8), "axis 'a' (size 6) is not divisible by 8"),
         ((8,), 'the expression names 2 axes, but the array has 1'),
         ((8, 8, 8), 'the expression names 2 axes, but the array has 3'),
     ],
@@ -226,7 +226,7 @@ def test_results_that_do_not_fit(out, later):
     if later:
         f = sharded(None, out=out, mesh=EIGHT)(lambda x: x if x.shape == (8, 8) else x[:6, :6])
         f(X)
-    with pytest.raises(EinshardError, match='which 8 parts do not divide') as caught:
+    with pytest.raises(EinshardError, match='is not divisible by 8') as caught:
         f(np.ones((9, 9), np.float32))
     assert 'float32[6,6], result of <lambda>' in str(caught.value)
 
@@ -236,7 +236,7 @@ def test_rows_in_another_order_of_devices():
     backwards = NamedSharding(Mesh(np.array(EIGHT[::-1]), ('p',)), P('p'))
     f = sharded(ROWS, out=COLUMNS, mesh=EIGHT)(plus)
     for _ in range(2):
-        with pytest.raises(EinshardError, match='is partitioned otherwise'):
+        with pytest.raises(EinshardError, match='is already sharded differently'):
             f(jax.device_put(X, backwards))
 
 
@@ -320,7 +320,7 @@ def test_a_default_has_to_fit_its_spec(devices8):
     def f(x, y=SIX_ONES):
         return y
 
-    with pytest.raises(EinshardError, match="axis 'a' has size 6, which 8 parts do not divide"):
+    with pytest.raises(EinshardError, match='is not divisible by 8'):
         f(np.ones(3))
     assert describe(f(np.ones(3), np.ones(8))) == 'a -> a8'
 
@@ -337,10 +337,10 @@ def test_without_a_spec_in_another_order(devices8):
 
     y = einshard(np.arange(8), 'a*', mesh=other)
     for _ in range(2):
-        with pytest.raises(EinshardError, match='held by the devices of the mesh, but in another'):
+        with pytest.raises(EinshardError, match='committed to the devices of the mesh in another'):
             add(np.arange(8), y)
     assert add(np.arange(8), np.arange(8)).tolist() == list(range(0, 16, 2))
-    with pytest.raises(EinshardError, match='but in another order'):
+    with pytest.raises(EinshardError, match='in another order'):
         add(np.arange(8), y)
 
 
@@ -349,6 +349,6 @@ def test_without_a_spec_elsewhere_where_only_the_result_has_one(devices8):
     def same(x):
         return x
 
-    with pytest.raises(EinshardError, match='held by 1 of the 8 devices'):
+    with pytest.raises(EinshardError, match='committed to 1 of the 8 devices'):
         same(jax.device_put(X, jax.devices()[12]))
     assert describe(same(X)) == 'a b -> a8 b'

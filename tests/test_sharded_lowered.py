@@ -99,7 +99,7 @@ def test_arrays_placed_differently_are_refused_by_lower_too():
     wrong = einshard(W, 'a b*', mesh=EIGHT)
     for _ in range(2):
         for call in (lambda: f.lower(X, w=wrong), lambda: f.lower(X, wrong)):
-            with pytest.raises(EinshardError, match='partitioned otherwise') as caught:
+            with pytest.raises(EinshardError, match='already sharded differently') as caught:
                 call()
             assert "parameter 'w' of add" in str(caught.value)
         f(X, w=W)
@@ -144,10 +144,10 @@ def test_the_memory_kind_is_named(later):
             call(x)
         text = str(caught.value)
         assert text.splitlines()[0] == (
-            'the argument is in pinned_host memory, but its spec is for device memory'
+            'the argument is in pinned_host memory, but its spec expects device memory'
         )
         assert "parameter 'x' of add" in text
-        assert 'partitioned otherwise' not in text
+        assert 'already sharded differently' not in text
 
 
 def test_reshard_brings_it_to_the_device():

@@ -56,7 +56,7 @@ CASES = [
     ('a b -> b2 a4', None, None),
     ('a b c d -> a* b* c* d*', (16, 16, 16, 16), 256),
     ('... -> * ...', (), 8),
-    ('a b -> a* b*', (8, 8), 8),  # 8 devices cannot be shared 1 : 1
+    ('a b -> a* b*', (8, 8), 8),  # equal counts are impossible
     ('a b -> a4 c', (8, 8), 8),
     ('a b -> a4 b', (6, 8), 4),
 ]
@@ -90,7 +90,7 @@ def test_pictures_and_errors_are_those_of_show(alone, case):
 def test_errors_have_carets(alone):
     assert [case for case in CASES if isinstance(alone[case], str)] == CASES[4:]
     assert alone[CASES[5]].splitlines()[:3] == [
-        "'c' is on the right side only",
+        "'c' is not on the left side",
         '    a b -> a4 c',
         '              ^',
     ]

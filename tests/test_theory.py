@@ -382,14 +382,14 @@ def test_the_compiler_too_cuts_before_it_moves(before, after, n_bytes, devices8)
             'b x, x y -> b y',
             {'z': 8},
             """
-no einsum has an axis 'z'
+the einsum has no axis 'z'
   axes: b x y""",
         ),
         (
             'batch x, x y -> batch y',
             {'bach': 8},
             """
-no einsum has an axis 'bach'
+the einsum has no axis 'bach'
   axes:    batch x y
   similar: batch""",
         ),
@@ -514,7 +514,7 @@ the device grids of the operands do not match
             'b2 x, x4 y -> b y',
             {'devices': 8},
             """
-'b2' uses 2 of 8 devices, and nothing says that the others hold replicas
+'b2' uses only 2 of 8 devices; add '*' to replicate over the rest
     b2 x, x4 y -> b y
     ^^
   devices: 8
@@ -524,7 +524,7 @@ the device grids of the operands do not match
             'b8 x, x4 y -> b y',
             {},
             """
-'x4' uses 4 of 8 devices, and nothing says that the others hold replicas
+'x4' uses only 4 of 8 devices; add '*' to replicate over the rest
     b8 x, x4 y -> b y
           ^^
   devices: 8

@@ -1,1 +1,1 @@
-"""Arrays: placed, constrained, gathered, and built from the rows of many hosts."""
+"""Places, constrains and gathers arrays, and builds them from the rows of each host."""

@@ -1,4 +1,4 @@
-"""Placement -> constraint: what einshard does to values of a function that is being traced."""
+"""Sharding constraints: Placements of traced values."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from .._sharding.resolve import Placement
 
 
 def constrain(x: Any, placement: Placement) -> Any:
-    """Constrains a traced value: explicit mesh axes by reshard, automatic ones by constraint."""
+    """Constrains a traced value: reshard for explicit mesh axes, a constraint for the others."""
     _check_context(placement)
     if isinstance(x, jax.Ref):
-        return _same_ref(x, placement)
+        return _checked_ref(x, placement)
     try:
         return _constrain(x, placement.sharding)
     except ValueError as error:
-        # in jax.grad without jit the value itself may be on other devices, which no tracer tells
-        raise _refused(placement, error) from error
+        # under jax.grad without jit the value may be on other devices; the tracer does not show it
+        raise _cannot_constrain(placement, error) from error
 
 
 def place_constant(x: Any, placement: Placement) -> Any:
-    """Places or constrains an array that a traced function has from outside."""
+    """Places or constrains a concrete array that a traced function closes over."""
     _check_context(placement)
     sharding = placement.sharding
     try:
         if isinstance(sharding.mesh, AbstractMesh):
             return _constrain_in_jit(x, sharding)
-        # under jit this is a tracer, which device_put has not placed; under jax.grad and jax.vmap
-        # alone it is an array on the right devices
+        # under jit, device_put returns a tracer and places nothing; under jax.grad or jax.vmap
+        # without jit, it returns a placed array
         moved = jax.device_put(x, sharding)
         return _constrain(moved, sharding) if isinstance(moved, Tracer) else moved
     except ValueError as error:
-        raise _refused(placement, error) from error
+        raise _cannot_constrain(placement, error) from error
 
 
 def warn_replicated(placement: Placement) -> None:
@@ -53,14 +53,14 @@ def warn_replicated(placement: Placement) -> None:
     )
 
 
-def _same_ref(ref: Any, placement: Placement) -> Any:
-    """A traced `jax.Ref`, if its type says that it is placed so; JAX has no constraint for it."""
+def _checked_ref(ref: Any, placement: Placement) -> Any:
+    """A traced `jax.Ref` if its type has this sharding already: JAX cannot constrain a Ref."""
     sharding = placement.sharding
     if set(sharding.mesh.axis_types) == {AxisType.Explicit} and has_type(ref, sharding):
         return ref
     raise placement.expression.error(
-        'a jax.Ref cannot be constrained: it keeps the sharding that it was made with',
-        instead=f"einshard(ref[...], '{placement.expression.text}'), which constrains its value",
+        'a jax.Ref cannot be constrained: its sharding is fixed when it is created',
+        instead=f"einshard(ref[...], '{placement.expression.text}'), to constrain its value",
     )
 
 
@@ -77,7 +77,7 @@ _constrain_in_jit = jax.jit(_constrain, static_argnums=1)
 
 
 def only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
-    """A sharding over the mesh axes of one type."""
+    """The part of a sharding that uses mesh axes of one type."""
     mesh = sharding.mesh
     if set(mesh.axis_types) == {kind}:
         return sharding
@@ -89,19 +89,20 @@ def only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
 
 
 def has_type(x: Any, sharding: NamedSharding) -> bool:
-    """Whether the type of a traced value says what the sharding does on explicit mesh axes."""
+    """Whether the type of a traced value has this sharding, on explicit mesh axes."""
     typed_as: Any = jax.typeof(x).sharding.spec
     if typed_as.unreduced or typed_as.reduced:
         return False
     wanted, typed = spec_axes(only(sharding, AxisType.Explicit).spec), spec_axes(typed_as)
-    n_dims = max(len(wanted), len(typed))
-    return wanted + [()] * (n_dims - len(wanted)) == typed + [()] * (n_dims - len(typed))
+    ndim = max(len(wanted), len(typed))
+    return wanted + [()] * (ndim - len(wanted)) == typed + [()] * (ndim - len(typed))
 
 
 def sharding_refused(x: Any, for_jit: Any) -> Sharding | None:
-    """Where a value is that jit refuses for its placement, in jax.grad or jax.vmap alone.
+    """The sharding of a value that jit with these `in_shardings` rejects; None if jit accepts it.
 
-    None where it takes the value, as it does in a program. No tracer tells; so jit is asked.
+    jit can reject a value under jax.grad or jax.vmap without jit. The tracer does not show the
+    sharding, so this calls jit.
     """
     if is_staging():
         return None
@@ -115,10 +116,10 @@ def sharding_refused(x: Any, for_jit: Any) -> Sharding | None:
 
 
 def move_traced(x: Any, sharding: NamedSharding, replicated: Any) -> Any:
-    """Moves a value that jit refuses in jax.grad or jax.vmap alone.
+    """Reshards a value that jit rejects under jax.grad or jax.vmap without jit.
 
-    Not by device_put, which under jax.vmap shards the wrong axes. From other devices, where a
-    constraint does not lead, by way of `replicated`.
+    `device_put` would shard the wrong axes under jax.vmap. A constraint cannot move a value to
+    other devices: then `device_put` replicates it there first.
     """
     try:
         return _constrain_in_jit(x, sharding)
@@ -131,30 +132,29 @@ def _same(x: Any) -> Any:
 
 
 def _check_context(placement: Placement) -> None:
-    """Raises where JAX would ignore or misread a constraint."""
+    """Raises if JAX would ignore or misread a constraint in the current context."""
     sharding = placement.sharding
     error = placement.expression.error
     mesh = sharding.mesh
     if sharding.memory_kind not in (None, 'device'):
         raise error(
-            f'a traced value has no place in memory yet: memory_kind={sharding.memory_kind!r} is '
-            'for arrays',
-            instead='place the argument or the result',
+            f'memory_kind={sharding.memory_kind!r} cannot be set on a traced value',
+            instead='set it on the argument or the result',
         )
     context = jax.sharding.get_abstract_mesh()
     is_abstract = isinstance(mesh, AbstractMesh)
     if is_abstract and context.empty:
         raise error(
-            'an abstract mesh can be used in a traced function only while it is in context',
+            'a traced value can use an abstract mesh only if it is the mesh in context',
             mesh=mesh_fact(mesh),
-            give="'with jax.set_mesh(mesh):', or a mesh of devices",
+            expected="'with jax.set_mesh(mesh):', or a mesh of devices",
         )
     explicit = AxisType.Explicit in (*mesh.axis_types, *context.axis_types)
     other = not context.empty and context != (mesh if is_abstract else mesh.abstract_mesh)
     if other and (is_abstract or explicit):
         raise error(
-            'the mesh given is not the mesh in context',
-            mesh_given=mesh_fact(mesh),
+            'mesh= differs from the mesh in context',
+            mesh=mesh_fact(mesh),
             mesh_in_context=mesh_fact(context),
         )
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -162,13 +162,13 @@ def _check_context(placement: Placement) -> None:
         kinds = [types[axis] == AxisType.Explicit for axis in entry]
         if kinds != sorted(kinds, reverse=True):
             raise error(
-                f'one array axis is cut over {", ".join(map(str, entry))}, where an automatic mesh '
-                'axis comes before an explicit one; JAX has the explicit ones first',
+                f'an axis is sharded over {", ".join(map(str, entry))}, with an Auto mesh axis '
+                'before an Explicit one; JAX needs Explicit axes first',
                 mesh=mesh_fact(mesh),
             )
 
 
-def _refused(placement: Placement, error: ValueError) -> EinshardError:
+def _cannot_constrain(placement: Placement, error: ValueError) -> EinshardError:
     return placement.expression.error(
         'JAX cannot constrain this value to the devices of the mesh',
         JAX_says=str(error).splitlines()[0],

@@ -1,4 +1,4 @@
-"""Arrays -> devices: what moves concrete arrays, and what keeps them from moving."""
+"""Moves concrete arrays to devices with `jax.device_put`, and works around its limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._sharding.mesh import partition_spec, spec_axes
 
 
 def is_placed(x: Any, sharding: NamedSharding) -> bool:
-    """Whether an array is placed so already."""
+    """Whether an array already has this sharding."""
     if x.sharding == sharding:
         return True
     if not isinstance(x.sharding, NamedSharding) or x.sharding.mesh != sharding.mesh:
@@ -25,40 +25,40 @@ def is_placed(x: Any, sharding: NamedSharding) -> bool:
 
 
 def movable(x: Any, sharding: NamedSharding) -> Any:
-    """An array as `device_put` can bring it to `sharding`."""
+    """An array that `device_put` can move to `sharding`: the same one, or an equal one."""
     if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
         return x
     mesh = x.sharding.mesh
     if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
         return x
-    whole: Any = reduced(x, sharding) if is_partial(x) else x
+    x = reduced(x, sharding) if is_partial(x) else x
     if jax.__version_info__ >= (0, 10) or mesh.axis_names == sharding.mesh.axis_names:
-        return whole
-    # JAX 0.8.1 looks for the mesh axes in the type of an array in the mesh that it is moved to
+        return x
+    # JAX 0.8.1 looks up the mesh axes in the type of `x` in the mesh of `sharding`, and fails
     untyped = NamedSharding(
         Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim),
-        partition_spec(spec_axes(whole.sharding.spec)),
-        memory_kind=whole.sharding.memory_kind,
+        partition_spec(spec_axes(x.sharding.spec)),
+        memory_kind=x.sharding.memory_kind,
     )
-    shards = [shard.data for shard in whole.addressable_shards]
+    shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, untyped, shards)
 
 
 def reduced(x: Any, sharding: NamedSharding) -> Any:
-    """An array with unreduced or reduced axes, which `device_put` cannot move, without them.
+    """An array without its unreduced or reduced axes, which `device_put` rejects.
 
-    On the mesh of `sharding` it is brought there, for then a sum may be a reduce-scatter.
+    On the mesh of `sharding`, it gets that sharding at once: the sum may be a reduce-scatter.
     """
     mesh, entries = x.sharding.mesh, spec_axes(x.sharding.spec)
     if mesh == sharding.mesh:
         entries = spec_axes(sharding.spec)
-    # JAX 0.8.1 takes no array of another mesh than that in context
+    # JAX 0.8.1 rejects arrays of another mesh than the one in context
     with nullcontext() if is_tracing() else jax.set_mesh(mesh):
         return jax.sharding.reshard(x, NamedSharding(mesh, partition_spec(entries)))
 
 
 def is_partial(x: Any) -> bool:
-    """Whether an array has unreduced axes, or reduced ones, which JAX has in its type alike."""
+    """Whether an array has unreduced or reduced mesh axes in its type."""
     sharding = x.sharding if isinstance(x, jax.Array) else None
     if not isinstance(sharding, NamedSharding):
         return False
@@ -66,42 +66,53 @@ def is_partial(x: Any) -> bool:
 
 
 def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False) -> list[Any]:
-    """Moves concrete leaves, all in one `jax.device_put`."""
-    for sharding in shardings:
-        if isinstance(sharding.mesh, AbstractMesh):
-            raise EinshardError(
-                'an abstract mesh has no devices to put an array on',
-                facts={
-                    'give': 'a jax.ShapeDtypeStruct, which is annotated; or a mesh of devices',
-                },
-            )
-    leaves = [movable(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]
+    """Moves concrete leaves, in one `jax.device_put`."""
+    if len(leaves) == 1:  # 8 us less than a list of one
+        return [put_array(leaves[0], shardings[0], donate)]
     if jax.process_count() > 1:
-        return [_put_global(x, s, donate) for x, s in zip(leaves, shardings, strict=True)]
-    # one sharding for all spares device_put 0.7 us a leaf: it walks no tree of shardings
+        return [put_array(x, s, donate) for x, s in zip(leaves, shardings, strict=True)]
+    for sharding in shardings:
+        _check_devices(sharding)
+    leaves = [movable(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]
+    # with a single sharding, device_put walks no tree of shardings: 0.7 us less per leaf
     first = shardings[0]
     same = all(sharding is first for sharding in shardings)
-    if len(leaves) == 1:  # 8 us less than as a list
-        return [jax.device_put(leaves[0], first, donate=donate)]
     return jax.device_put(leaves, first if same else shardings, donate=donate)
 
 
-def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
-    """Moves one leaf where several processes hold the devices.
+def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
+    """Moves one concrete array or scalar."""
+    _check_devices(sharding)
+    x = movable(x, sharding)
+    if jax.process_count() > 1:
+        return _put_global(x, sharding, donate)
+    return jax.device_put(x, sharding, donate=donate)
 
-    `device_put` of data that each process has to itself would first gather it from all of them, to
-    see that it is the same; each process takes its own shards instead.
+
+def _check_devices(sharding: NamedSharding) -> None:
+    if isinstance(sharding.mesh, AbstractMesh):
+        raise EinshardError(
+            'an abstract mesh has no devices to put an array on',
+            facts={'expected': 'a mesh of devices, or a jax.ShapeDtypeStruct to annotate'},
+        )
+
+
+def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
+    """Moves one leaf to devices of several processes.
+
+    `device_put` would first gather process-local data from all processes, to check that it is the
+    same everywhere. Here each process slices its own shards.
     """
     is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
     if is_global or sharding.is_fully_addressable:
         return jax.device_put(x, sharding, donate=donate)
     is_key = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
-    whole = x if is_key else as_host(x)
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    full = x if is_key else as_host(x)
+    return jax.make_array_from_callback(full.shape, sharding, lambda index: full[index])
 
 
 def as_host(x: Any) -> np.ndarray[Any, Any]:
-    """An array or a number as numpy has it, of a dtype that JAX has, if there is one."""
-    # an int that JAX has no room for overflows here, as it does in one process
+    """An array or number as a numpy array, with the dtype that JAX would give it."""
+    # an int that is too large for JAX overflows here, as device_put does
     host = np.asarray(jax.numpy.asarray(x) if type(x) is int else x)
     return host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)

@@ -68,8 +68,8 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
     leaves, treedef = jtu.tree_flatten(batch)
     if is_tracing() or any(isinstance(leaf, Tracer) for leaf in leaves):
         raise EinshardError(
-            'from_local cannot be traced: it builds arrays from data of the process',
-            facts={'instead': 'call it outside of jit; einshard constrains traced values'},
+            'from_local cannot be traced: it needs the data of each process',
+            facts={'instead': 'call it outside jit; in jit, einshard constrains traced values'},
         )
     context = current_context(mesh)
     if jax.process_count() == 1:
@@ -105,9 +105,7 @@ def _check_shared(mesh: AnyMesh) -> Mesh:
             f'process {jax.process_index()} has no device in the mesh',
             facts={
                 'mesh': mesh_fact(mesh),
-                'has devices of': process_text(
-                    sorted({d.process_index for d in mesh.devices.flat})
-                ),
+                'devices of': process_text(sorted({d.process_index for d in mesh.devices.flat})),
             },
         )
     return mesh
@@ -138,7 +136,7 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
     for i, (path, leaf, one) in enumerate(zip(leaf_paths(batch), leaves, specs, strict=True)):
         if one is None or not isinstance(leaf, _ARRAYS):
             continue
-        array, said = leaf, ''
+        array, sentence = leaf, ''
         try:
             if isinstance(leaf, jax.Ref):
                 raise EinshardError(
@@ -148,11 +146,11 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
             array = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else as_host(leaf)
             plan.parts[i] = _find_part(array, one, context)
         except Exception as error:
-            said = f': {_sentence(error)}'
+            sentence = f': {_sentence(error)}'
             if isinstance(error, EinshardError):
                 error = error.about(array=leaf_text(path, array))
             plan.wrong = plan.wrong or error
-        plan.intentions.append((leaf_text(path, array) + said, str(one)))
+        plan.intentions.append((leaf_text(path, array) + sentence, str(one)))
     return plan
 
 
@@ -172,9 +170,9 @@ _ARRAYS = (
 def _find_part(array: Any, spec: AnySpec, context: Context) -> _Part:
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         raise EinshardError(
-            'the array is global already: several processes hold shards of it',
+            'the array is already global: several processes hold shards of it',
             expression=str(spec),
-            facts={'to reshard it': 'einshard'},
+            facts={'instead': 'einshard(x, ...) to reshard it'},
         )
     # the global shape is not known yet; size 0 is divisible by any count
     placement = resolve(spec, (0,) * array.ndim, context)
@@ -198,12 +196,12 @@ def _find_part(array: Any, spec: AnySpec, context: Context) -> _Part:
 
 @cached
 def _held_parts(
-    sharding: NamedSharding, layout: Layout, n_dims: int
+    sharding: NamedSharding, layout: Layout, ndim: int
 ) -> dict[int, dict[int, frozenset[int]]]:
     """For each sharded axis: the shards that each process holds."""
     counts = layout.parts
     # if the size of an axis is its number of shards, an index is the number of a shard
-    indices = sharding.devices_indices_map(tuple(counts.get(axis, 1) for axis in range(n_dims)))
+    indices = sharding.devices_indices_map(tuple(counts.get(axis, 1) for axis in range(ndim)))
     held: dict[int, dict[int, frozenset[int]]] = {axis: {} for axis in counts}
     for device, index in indices.items():
         process = device.process_index
@@ -218,15 +216,15 @@ def _indivisible(
 ) -> EinshardError:
     size, n_parts = array.shape[axis], placement.layout.parts[axis]
     name, terms = terms_of_axis(placement.expression, axis, array.ndim)
-    lenient = as_leaf_spec(spec).on_indivisible == 'replicate'
+    replicates = as_leaf_spec(spec).on_indivisible == 'replicate'
     return placement.expression.error(
         f"axis '{name}' (size {size} in this process) is not divisible by its "
         f'{n_here} local shards',
         terms,
         process=jax.process_index(),
-        global_axis=f'size {size * n_parts // n_here} in {n_parts} shards',
+        global_size=f'{size * n_parts // n_here} in {n_parts} shards',
         works_with=f'multiples of {n_here}',
-        **{'not replicated': 'processes have different rows'} if lenient else {},
+        **{'not replicated': 'processes have different rows'} if replicates else {},
     )
 
 

@@ -61,7 +61,7 @@ def gather(tree: T) -> T:
 
 
 def _contents(leaf: Any) -> Any:
-    """The array of a `jax.Ref`, the data of PRNG keys, the sum of an unreduced array."""
+    """Refs as arrays, PRNG keys as their data, unreduced arrays as their sums."""
     if isinstance(leaf, jax.Ref):
         leaf = leaf[...]
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):

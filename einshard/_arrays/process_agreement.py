@@ -1,4 +1,4 @@
-"""Checks that all processes are about to build the same arrays."""
+"""Checks that all processes build the same arrays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_agreement(intentions: Sequence[Intention], mesh: Mesh) -> None:
 
     if not differ(MOST):
         return
-    # all processes get the same answers, so their binary searches take the same steps
+    # all processes see the same digests, so their binary searches take the same steps
     first = bisect.bisect_left(range(MOST), True, key=differ) - 1
     text = mine[first] if first < len(mine) else 'no more arrays'
     said = _from_all(text.encode()[:LONGEST].ljust(LONGEST, b'\0'), mesh)
@@ -48,7 +48,7 @@ def check_same(arrays: Sequence[tuple[Intention, Any]], mesh: Mesh) -> None:
     try:
         check_agreement(mine, mesh)
     except EinshardError as error:
-        facts = {**error.facts, 'must agree': 'the arrays: each process must pass the full array'}
+        facts = {**error.facts, 'expected': 'the same full array in every process'}
         facts['for local rows'] = 'from_local(x, ...) joins the rows of all processes'
         raise EinshardError(**error.parts(facts=facts)) from None
 
@@ -93,7 +93,7 @@ def _difference(said: Mapping[int, Sequence[str]]) -> EinshardError:
     return EinshardError(
         'the processes are about to build different arrays',
         expression=min(expressions) if len(expressions) == 1 else None,
-        facts={**by_process(texts), 'must agree': 'shapes, dtypes, paths and expressions'},
+        facts={**by_process(texts), 'expected': 'the same shapes, dtypes, paths and expressions'},
     )
 
 

@@ -1,1 +1,1 @@
-"""`sharded`: `jax.jit` with shardings in the notation, and promises of collectives."""
+"""`sharded`: `jax.jit` with shardings in the notation, and limits on collectives."""

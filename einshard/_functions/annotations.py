@@ -1,4 +1,4 @@
-"""`Sharded[Float[Array, 'x y'], 'x y*']`: the placement of an array in its type."""
+"""`Sharded[Float[Array, 'x y'], 'x y*']`: shardings in type annotations."""
 
 from __future__ import annotations
 
@@ -31,34 +31,38 @@ if TYPE_CHECKING:
 else:
 
     class Sharded:
-        """An array type with its placement, for annotations.
+        """An array type with a spec, for annotations: `Sharded[array type, spec]`.
 
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> from einshard import Sharded, sharded
             >>> from jaxtyping import Array, Float
             >>> @sharded
             ... def double(x: Sharded[Float[Array, 'x y'], 'x y*']) -> Sharded[Array, 'x* y']:
             ...     return 2 * x
-            >>> describe(double(np.ones((16, 16))))
-            'a b -> a16 b'
+            >>> y = double(jnp.ones((3 * jax.device_count(), jax.device_count())))
+            >>> y.addressable_shards[0].data.shape == (3, jax.device_count())
+            True
 
-        To a type checker it is the array type. `@sharded` without specs reads it, in arguments
+        To a type checker it is the array type. `@sharded` without specs reads it from parameters
         and result, also inside tuples, lists, dicts, NamedTuples, TypedDicts, dataclasses and
-        Equinox modules. Under beartype, alone or with `jaxtyping.jaxtyped`, an array that is
-        placed otherwise raises EinshardError; of a traced array only what its type says is
-        known, which is its placement on explicit mesh axes.
+        Equinox modules. Under beartype, with or without `jaxtyping.jaxtyped`, an array that is
+        sharded differently raises EinshardError. The sharding of a traced array is checked only
+        on explicit mesh axes, where its type has it.
 
-        The first item is the type of an array, as of jaxtyping, or of a tree of arrays; the second
-        a spec. With a jaxtyping type, the names of the expression must be those of its
-        dimensions; '...' stands for any of them.
+        The array type may be a jaxtyping type, `jax.Array`, or a pytree type, whose leaves then
+        share the spec. The axis names of an expression must be the dimensions of a jaxtyping type;
+        '...' matches any number of them.
 
         Raises:
-            EinshardError: the expression is wrong, or its names are others than the type's.
+            EinshardError: the expression is invalid, or its names differ from the dimensions.
         """
 
         def __class_getitem__(cls, item: Any) -> Any:
             if not isinstance(item, tuple) or len(item) != 2:
                 raise EinshardError(
                     'Sharded takes an array type and a spec',
-                    facts={'as in': "Sharded[Float[Array, 'x y'], 'x y*']"},
+                    facts={'example': "Sharded[Float[Array, 'x y'], 'x y*']"},
                 )
             array_type, spec = item
             check_specs(spec)
@@ -70,13 +74,13 @@ else:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """What `Sharded[...]` leaves in an annotation: a spec."""
+    """The metadata of `Sharded[...]`: a spec."""
 
     spec: Spec
 
 
 def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spec]:
-    """Specs by parameter name and of the result, from the `Sharded` annotations of a function."""
+    """The specs of parameters, by name, and of the result, from `Sharded` annotations."""
     target: Any = function
     while isinstance(target, functools.partial):
         target = typing.cast('functools.partial[Any]', target).func
@@ -85,14 +89,14 @@ def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spe
         hints = typing.get_type_hints(target, include_extras=True)
     except NameError as error:
         raise EinshardError(
-            f'the annotations of {name_of(function)} cannot be read: {error}',
-            facts={'define': f"'{error.name}' in the module, before the function is decorated"},
+            f'cannot resolve the annotations of {name_of(function)}: {error}',
+            facts={'try': f"define '{error.name}' in the module before decorating the function"},
         ) from None
     if isinstance(function, functools.partial):
         left = (*inspect.signature(function).parameters, 'return')
         hints = {name: hint for name, hint in hints.items() if name in left}
     for name, hint in [*hints.items()]:
-        if typing.get_origin(hint) is typing.Unpack:  # of **kwargs, a TypedDict
+        if typing.get_origin(hint) is typing.Unpack:  # **kwargs: Unpack[TypedDict]
             hints |= _fields(_unwrapped(*typing.get_args(hints.pop(name))))
     specs = {name: _spec_of(hint) for name, hint in hints.items()}
     out = specs.pop('return', None)
@@ -100,7 +104,7 @@ def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spe
 
 
 def _spec_of(hint: Any) -> Spec:
-    """The spec that a type carries: None if there is no `Sharded` in it."""
+    """The spec of a type; None if it has no `Sharded` in it."""
     hint = _unwrapped(hint)
     placed = _placed(hint)
     if placed is not None:
@@ -113,11 +117,11 @@ def _spec_of(hint: Any) -> Spec:
 
 
 def _unwrapped(hint: Any) -> Any:
-    """The type that an alias, a NewType, a bound or a qualifier such as NotRequired stands for."""
+    """The type inside an alias, a NewType, a bound TypeVar or a qualifier such as NotRequired."""
     while True:
         if typing.get_origin(hint) in _QUALIFIERS:
             (hint,) = typing.get_args(hint)
-        elif type(hint).__name__ == 'TypeAliasType':  # in typing from Python 3.12 on
+        elif type(hint).__name__ == 'TypeAliasType':  # in typing since Python 3.12
             hint = hint.__value__
         elif isinstance(hint, typing.NewType):
             hint = hint.__supertype__
@@ -131,7 +135,7 @@ _QUALIFIERS = {
     typing.Required,
     typing.NotRequired,
     typing.Final,
-    getattr(typing, 'ReadOnly', typing.Final),  # from Python 3.13 on
+    getattr(typing, 'ReadOnly', typing.Final),  # since Python 3.13
 }
 
 
@@ -144,7 +148,7 @@ def _placed(hint: Any) -> Placed | None:
 
 
 class _ByPath:
-    """A spec for a container type: the type is followed along the path of each leaf."""
+    """The spec of a container type: follows the type along the path of each leaf."""
 
     def __init__(self, hint: Any):
         self.hint = hint
@@ -153,7 +157,7 @@ class _ByPath:
         return self._follow(path.split('/') if path else ())
 
     def for_tree(self, tree: Any) -> list[Spec]:
-        """For all leaves, by their keys: those of a dict may have a '/'."""
+        """The specs of all leaves, by keys: a dict key may contain '/'."""
         paths = [path for path, _ in jtu.tree_leaves_with_path(tree)]
         return [self._follow([path_text([key]) for key in path]) for path in paths]
 
@@ -166,7 +170,7 @@ class _ByPath:
 
 
 def _members(hint: Any) -> list[Any]:
-    """The types of a union, of unions in it too; of another type, that type."""
+    """The members of a union, flattened; for another type, that type."""
     hint = _unwrapped(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [inner for member in typing.get_args(hint) for inner in _members(member)]
@@ -174,11 +178,11 @@ def _members(hint: Any) -> list[Any]:
 
 
 def _step(hint: Any, key: str) -> list[Any]:
-    """The types that a value of type `hint` may have at a key; several where it is a union."""
+    """The types at a key of a value of type `hint`; several for a union."""
     hint = _unwrapped(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if _placed(hint) is not None:
-        return [hint]  # a tree type: the spec is for all below
+        return [hint]  # a pytree type: its spec is for all leaves
     if origin is Annotated:
         return _step(args[0], key)
     if origin in (typing.Union, types.UnionType):
@@ -212,14 +216,14 @@ def _mentions_sharded(hint: Any, within: tuple[Any, ...]) -> bool:
 
 
 def _check_names(array_type: Any, expression: Expression) -> None:
-    """Raises where the expression names other axes than the jaxtyping type."""
+    """Raises if the axis names differ from the dimensions of a jaxtyping type."""
     text = getattr(array_type, 'dim_str', None)
     if not isinstance(text, str):
         return
     dims = [_dimension(token) for token in text.split()]
     names = list(expression.names)
     if not _match(names, dims):
-        # written anew: in JAX 0.9 and 0.10 the name of jax.Array has its module in front
+        # not repr(array_type): in JAX 0.9 and 0.10 it has the module of jax.Array in it
         kind = array_type.__name__.partition('[')[0]
         held = getattr(array_type.array_type, '__name__', 'Any').rpartition('.')[2]
         raise expression.error(
@@ -230,7 +234,7 @@ def _check_names(array_type: Any, expression: Expression) -> None:
 
 
 def _dimension(token: str) -> str | None:
-    """The name of a jaxtyping dimension, '...' for several; None where any name will do."""
+    """The name of a jaxtyping dimension, '...' for several; None if any name matches."""
     token = token.lstrip('#?')
     if token == ELLIPSIS or token.startswith('*'):
         return ELLIPSIS
@@ -239,7 +243,7 @@ def _dimension(token: str) -> str | None:
 
 
 def _match(names: list[str], dims: list[str | None]) -> bool:
-    """Whether axis names agree with dimensions; '...' among the names takes any run of them."""
+    """Whether axis names match dimensions; '...' matches any number of dimensions."""
     if not names or not dims:
         return not dims if not names else names == [ELLIPSIS]
     if names[0] == ELLIPSIS:
@@ -249,14 +253,14 @@ def _match(names: list[str], dims: list[str | None]) -> bool:
     return dims[0] in (None, names[0]) and _match(names[1:], dims[1:])
 
 
-# Beartype obeys its validators only where they are all of the metadata, and they take no attribute:
-# the spec of each is kept here, by the id of a validator that is never dropped.
+# Beartype applies its validators only if they are all of the metadata, and they have no attribute
+# for the spec. So specs are kept here by the id of their validator, which is never deleted.
 _specs_of_validators: dict[int, Placed] = {}
 
 
 @functools.cache
 def _validator(spec: str) -> Any:
-    # imported when first used: with beartype's 100 ms, `import einshard` would take 140
+    # imported here: beartype takes 100 ms, `import einshard` without it 40 ms
     from beartype.vale import Is
 
     validator = Is[_checker(spec)]
@@ -266,7 +270,7 @@ def _validator(spec: str) -> Any:
 
 def _checker(spec: str) -> Callable[[Any], bool]:
     def is_placed(x: Any) -> bool:
-        """Whether an array is placed as the type says; raises where it is not."""
+        """Whether an array is sharded as the type says; raises if not."""
         if not isinstance(x, jax.Array):
             return True
         sharding = _known_sharding(x)
@@ -286,7 +290,7 @@ def _checker(spec: str) -> Callable[[Any], bool]:
         text = describe_in(placement.expression, sharding, x.ndim)
         raise _misplaced(
             placement.expression.error(
-                f"the array is placed otherwise than its type says: it is '{text}'",
+                f"the array is sharded as '{text}', not as its type says",
                 [term for term in placement.expression.right if term.is_sharded],
                 array=array_text(x),
             )
@@ -299,8 +303,8 @@ def _checker(spec: str) -> Callable[[Any], bool]:
 def _misplaced_class() -> type[EinshardError]:
     from jaxtyping import AnnotationError
 
-    # jaxtyping lets its AnnotationError through; of any other error it makes one of its own, which
-    # tells the type that was expected but not where the array is
+    # jaxtyping reraises its AnnotationError, and replaces any other error by one without the
+    # sharding of the array
     name, bases = EinshardError.__name__, (EinshardError, AnnotationError)
     return type(name, bases, {'__module__': 'einshard', '__doc__': EinshardError.__doc__})
 
@@ -310,7 +314,7 @@ def _misplaced(error: EinshardError) -> EinshardError:
 
 
 def _known_sharding(x: Any) -> Any:
-    """Where an array is; of a tracer only if its type says so, on explicit mesh axes."""
+    """The sharding of an array; of a tracer only on explicit mesh axes, else None."""
     if not isinstance(x, Tracer):
         return x.sharding
     sharding: Any = jax.typeof(x).sharding

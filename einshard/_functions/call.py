@@ -1,7 +1,7 @@
-"""A function's parameters with their specs, and how one call fills them.
+"""A function's parameters and their specs, and how a call passes arguments.
 
-`jax.jit` with `in_shardings` takes positional arguments only. A call is therefore flattened: its
-values in one row, and a signature that tells how many are positional and how the others are called.
+`jax.jit` with `in_shardings` takes positional arguments only, so a call is flattened to a list of
+values and a `CallSignature`.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {'fun'}
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """How a call passes its values: the first by position, the others by keyword."""
+    """How a call passes its values: `n_positional` by position, the others by keyword."""
 
     n_positional: int
     keywords: tuple[str, ...]
 
     def spread(self, values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The row of values as positional ones and keywords."""
+        """Splits the values into positional and keyword arguments."""
         n = self.n_positional
         return values[:n], dict(zip(self.keywords, values[n:], strict=True))
 
 
 class Parameters:
-    """The parameters of a function by kind; all of them `*args`, `**kwargs` if it has none to show.
+    """The parameters of a function by kind; `*args, **kwargs` if it has no signature.
 
     Attributes:
-        names: those that take a position, the instance of a method included.
-        instance: 1 if the first of them is the `self` or `cls` of a method, else 0.
-        by_keyword: those that must be given by keyword.
+        names: the positional parameters, including `self`.
+        instance: 1 if the first one is the `self` or `cls` of a method, else 0.
+        by_keyword: the keyword-only parameters.
         rest: the name of `*args`, or None.
         rest_keywords: the name of `**kwargs`, or None.
-        options: names beside those of parameters that may have been meant.
+        options: other keywords to suggest for a misspelled one.
     """
 
     def __init__(self, function: Callable[..., Any], options: Iterable[str] = ()):
@@ -74,14 +74,14 @@ class Parameters:
     def flatten_call(
         self, n_args: int, keywords: Iterable[str]
     ) -> tuple[CallSignature, tuple[str, ...]]:
-        """The signature of a call, and the order in which its keywords follow its arguments.
+        """The signature of a call, and the order of its keywords after its positional arguments.
 
-        Keywords move to their positions, if they have any.
+        Keywords become positional where they can.
         """
         others = set(keywords)
         for name in self.names[:n_args]:
             if name in others and name not in self.positional_only:
-                # before any spec is held against one of the two, and as Python says it
+                # Python's own message, before a spec is checked against either value
                 raise TypeError(f"{self.qualname}() got multiple values for argument '{name}'")
         moved: list[str] = []
         for name in self.names[n_args:]:
@@ -93,9 +93,9 @@ class Parameters:
         return CallSignature(n_args + len(moved), by_keyword), (*moved, *by_keyword)
 
     def value_names(self, call: CallSignature) -> tuple[str, ...]:
-        """The name of each value: that of its parameter; 'args[2]' for one of `*args`.
+        """The parameter name of each value; 'args[2]' for one of `*args`.
 
-        One of `**kwargs` may be called as a parameter that takes a position only: "kwargs['x']".
+        One of `**kwargs` with the name of a positional-only parameter x is "kwargs['x']".
         """
         named = self.names[: call.n_positional]
         rest = (f'{self.rest}[{i}]' for i in range(call.n_positional - len(named)))
@@ -104,12 +104,12 @@ class Parameters:
         return (*named, *rest, *given)
 
     def assign(self, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Spec by label, from specs by position and by name."""
+        """The specs by label, from specs by position and by name."""
         names = self.names[self.instance :]
         if len(specs) > len(names) and self.rest is None:
             raise EinshardError(
                 f'{self.function} takes {plural(len(names), "positional parameter")}, '
-                f'but {plural(len(specs), "spec")} {"is" if len(specs) == 1 else "are"} given',
+                f'but got {plural(len(specs), "spec")}',
                 facts={'parameters': ', '.join(names) or 'none'},
             )
         more = len(specs) - len(names)
@@ -119,15 +119,14 @@ class Parameters:
             self._check_name(name)
             if name in assigned:
                 raise EinshardError(
-                    f"parameter '{name}' of {self.function} has two specs, one by position and "
-                    'one by name',
+                    f"parameter '{name}' of {self.function} has two specs",
                     facts={'by position': assigned[name], 'by name': spec},
                 )
             assigned[name] = spec
         return assigned
 
     def spec_for(self, label: str, specs: Mapping[str, Any]) -> Any:
-        """The spec of a value; those of `*args` and `**kwargs` may share the spec of the whole."""
+        """The spec of a value; values of `*args` or `**kwargs` may share one."""
         if label in specs:
             return specs[label]
         if self.rest is not None and label.startswith(f'{self.rest}['):
@@ -137,47 +136,48 @@ class Parameters:
         return None
 
     def _check_name(self, name: str) -> None:
-        """Raises if a spec is given by a name that is no parameter, nor an option of jax.jit."""
+        """Raises if a keyword is neither a parameter nor an option of jax.jit."""
         known = [*self.names[self.instance :], *self.by_keyword]
         known += [rest for rest in (self.rest, self.rest_keywords) if rest is not None]
         if name in known or self.rest_keywords is not None:
             return
         near = difflib.get_close_matches(name, [*known, *self.options], n=1)
         raise EinshardError(
-            f"{self.function} has no parameter '{name}', and jax.jit has no such option",
+            f"'{name}' is neither a parameter of {self.function} nor an option of jax.jit",
             facts={'parameters': ', '.join(known) or 'none'},
             fix=f'{near[0]}=' if near else None,
         )
 
-    def chosen(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
-        """Labels of the parameters that `static_argnums`, `static_argnames` and their like name."""
+    def labels(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
+        """The labels of the parameters in `static_argnums` and `static_argnames`, or the like."""
         labels: set[str] = set(listed(names, str, option, 'names of parameters', "('x',)"))
         known = (*self.names, *self.by_keyword)
         for name in labels:
             if name not in known and self.rest_keywords is None:
                 raise EinshardError(
-                    f"{self.function} has no parameter '{name}', which {option} names",
+                    f"{option} includes '{name}', which is not a parameter of {self.function}",
                     facts={'parameters': ', '.join(known) or 'none'},
                 )
         by_number = option.replace('argnames', 'argnums')
-        for number in listed(numbers, numeric.Integral, by_number, 'numbers of parameters', '(0,)'):
+        for number in listed(numbers, numeric.Integral, by_number, 'indices of parameters', '(0,)'):
             if self.rest is not None and number >= len(self.names):
                 labels.add(f'{self.rest}[{number - len(self.names)}]')
             elif -len(self.names) <= number < len(self.names):
                 labels.add(self.names[number])
             else:
                 raise EinshardError(
-                    f'{self.function} has no parameter number {number}',
+                    f'{by_number} includes {number}, but {self.function} has '
+                    f'{plural(len(self.names), "positional parameter")}',
                     facts={'parameters': ', '.join(self.names) or 'none'},
                 )
         return frozenset(labels)
 
 
 class Declaration:
-    """What is said at decoration about the parameters of a function and its result.
+    """The specs of parameters and result, and which parameters are static or donated.
 
     Attributes:
-        static, donated: the names of values, as `Parameters.value_names` has them.
+        static, donated: labels, as in `Parameters.value_names`.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Declaration:
         both = sorted(static & donated)
         if both:
             raise EinshardError(
-                f"parameter '{both[0]}' is static: it is no array and has no memory to donate"
+                f"parameter '{both[0]}' is both static and donated; only arrays can be donated"
             )
         self.specs = {name: self._read(name, spec) for name, spec in specs.items()}
         self.result = ValueSpec(parameters.function, None, self._read('out=', out))
@@ -204,7 +204,7 @@ class Declaration:
     def flatten_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[CallSignature, tuple[str, ...], list[Any]]:
-        """The signature of a call, the order of what is given by keyword, and all values."""
+        """The signature of a call, the order of its keywords, and all values."""
         if self._defaults:
             taken = self.parameters.names[: len(args)]
             left = {name: x for name, x in self._defaults.items() if name not in taken}
@@ -214,7 +214,7 @@ class Declaration:
 
     @property
     def has_defaults(self) -> bool:
-        """Whether a call may pass values that are not written in it."""
+        """Whether calls pass arrays that are defaults of parameters."""
         return bool(self._defaults)
 
     def arguments(self, call: CallSignature) -> tuple[ValueSpec, ...]:
@@ -230,7 +230,7 @@ class Declaration:
     def _read(self, name: str, spec: Spec) -> Spec:
         if name in self.static and spec is not None:
             raise EinshardError(
-                f"parameter '{name}' is static: it is no array and takes no spec",
+                f"parameter '{name}' is static, so it cannot have a spec",
                 facts={'spec': spec},
             )
         try:
@@ -240,7 +240,7 @@ class Declaration:
             raise error.about(**where) from None
 
     def _arrays_by_default(self) -> dict[str, Any]:
-        """Arrays that are defaults of parameters with a spec; a call passes them, too."""
+        """The defaults with arrays, of parameters with a spec: calls pass these like arguments."""
         return {
             name: parameter.default
             for name, parameter in self.parameters.signature.parameters.items()
@@ -255,7 +255,7 @@ class Declaration:
 def declare(
     function: Any, in_specs: Sequence[Spec], out: Spec, named: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Declaration]:
-    """What `sharded` is given, as options of `jax.jit` and what is said about parameters."""
+    """The arguments of `sharded` as options of `jax.jit` and a `Declaration`."""
     options = _jit_options(named)
     parameters = Parameters(function, sorted(JIT_OPTIONS))
     specs = {name: spec for name, spec in named.items() if name not in options}
@@ -263,7 +263,7 @@ def declare(
         specs, out = read_annotations(function)
     specs = parameters.assign(in_specs, specs)
     static, donated = (
-        parameters.chosen(
+        parameters.labels(
             options.pop(f'{kind}_argnums', None),
             options.pop(f'{kind}_argnames', None),
             f'{kind}_argnames',
@@ -271,7 +271,7 @@ def declare(
         for kind in ('static', 'donate')
     )
     if parameters.instance and 'cls' in parameters.names:
-        static |= {'cls'}  # a class is not a pytree, but constant
+        static |= {'cls'}  # a class is not a pytree
     return options, Declaration(parameters, specs, out, static, donated)
 
 
@@ -279,29 +279,29 @@ def _jit_options(named: Mapping[str, Any]) -> dict[str, Any]:
     for option in ('in_shardings', 'out_shardings'):
         if option in named:
             raise EinshardError(
-                f'sharded makes {option} of the specs and does not take them as an option',
-                facts={'give': 'specs by position or by parameter name, and out='},
+                f'sharded does not take {option}=; it derives them from the specs',
+                facts={'try': 'specs by position or by parameter name, and out='},
             )
     return {name: value for name, value in named.items() if name in JIT_OPTIONS}
 
 
 def _is_method(function: Any) -> bool:
-    """Whether a function is defined in the body of a class."""
+    """Whether a function is defined in a class body."""
     parts = getattr(function, '__qualname__', '').split('.')
     return len(parts) > 1 and parts[-2] != '<locals>'
 
 
 def listed(values: Any, single: type, option: str, what: str, example: str) -> list[Any]:
-    """One thing or several that an option gives, as a list; raises for others."""
+    """The value or values of an option as a list; raises if one is not of type `single`."""
     if values is None:
         return []
     items: list[Any] = [values]
     if not isinstance(values, str):
-        with contextlib.suppress(TypeError):  # of what has no items, an array of no dimensions too
+        with contextlib.suppress(TypeError):  # not iterable, or a 0-dimensional array
             items = [*values]
     if not all(isinstance(item, single) for item in items):
         raise EinshardError(
-            f'{option}= is {values!r}, and no {what}',
-            facts={'as in': f'{option}={example}'},
+            f'{option}= must be {what}, not {values!r}',
+            facts={'example': f'{option}={example}'},
         )
     return items

@@ -1,4 +1,4 @@
-"""Arguments of a call -> the same, where jit would refuse them for their placement."""
+"""Places the arguments of a call whose sharding jit would reject."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .value_spec import ValueSpec
 
 
 def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool) -> Sequence[Any]:
-    """The arguments, those that jit refuses for their placement moved; `values` if there are none.
+    """The arguments, resharded where jit would reject their sharding; `values` itself if nowhere.
 
-    Raises for arrays that are partitioned differently, unless `reshard`; and, where all processes
-    are `running` the program, for one that each of them has to itself, if these are not the same.
+    Raises for arrays that are sharded differently, unless `reshard=True`. If all processes are
+    `running` the program, also raises for process-local arrays that differ between processes.
     """
     context = traced.setup.context()
     both = [*zip(traced.arguments, values, strict=True)]
-    # all are checked before any is moved
+    # check all before resharding any
     leaves = [argument.place(value, context) for argument, value in both]
     placed = list(values)
     spread: list[tuple[Intention, Any]] = []
@@ -47,7 +47,7 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
             moved.append(
                 leaf if placement is None else _place(traced, argument, path, leaf, placement)
             )
-            if placement and moved[-1] is not leaf and _is_spread(leaf, placement.sharding):
+            if placement and moved[-1] is not leaf and _must_agree(leaf, placement.sharding):
                 intention = argument.leaf_text(path, leaf), placement.expression.text
                 spread.append((intention, leaf))
         if any(new is not old for new, (_, old, _) in zip(moved, leaves[i], strict=True)):
@@ -65,26 +65,28 @@ def _place(
     leaf: Any,
     placement: Placement,
 ) -> Any:
-    """One leaf, moved if jit would refuse it."""
+    """One leaf, resharded if jit would reject it."""
     if isinstance(leaf, jax.Ref) and not isinstance(leaf, Tracer):
         try:
             check_ref(leaf, placement)
         except EinshardError as error:
             raise error.about(array=argument.leaf_text(path, leaf)) from None
         return leaf
-    held = _refused(traced, leaf, placement.sharding)
-    if held is not None and not (_is_whole(held) or traced.setup.reshard):
-        raise _placed_differently(held, placement, leaf, argument.leaf_text(path, leaf)) from None
-    if held is not None or _is_local(leaf):
+    current = _refused(traced, leaf, placement.sharding)
+    if current is not None and not (_is_unsharded(current) or traced.setup.reshard):
+        raise _placed_differently(
+            current, placement, leaf, argument.leaf_text(path, leaf)
+        ) from None
+    if current is not None or _is_local(leaf):
         return _moved(traced, leaf, placement.sharding)
     return leaf
 
 
 def _refused(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Sharding | None:
-    """Where an argument is that jit would refuse; it places host data itself."""
+    """The sharding of an argument, if jit would reject it. Jit places host data itself."""
     if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
         return sharding_refused(leaf, traced.for_jit(sharding))
-    # on explicit axes jit refuses uncommitted arrays too
+    # on explicit axes jit rejects uncommitted arrays too
     explicit = AxisType.Explicit in traced.mesh.axis_types
     if not (_is_committed(leaf) or (explicit and isinstance(leaf, jax.Array))):
         return None
@@ -97,34 +99,37 @@ def _moved(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
     if jax.process_count() > 1:
         return put([leaf], [sharding])[0]
     leaf = movable(leaf, sharding)
-    return jax.device_put(leaf, sharding)  # to an abstract mesh too, which put refuses
+    return jax.device_put(leaf, sharding)  # unlike put, accepts an abstract mesh
 
 
 def _is_hidden(traced: TracedFunction, sharding: NamedSharding) -> bool:
-    """Whether the devices of the mesh in context are not known, in a transformation."""
+    """Whether the devices of the mesh in context are unknown, as in a transformation."""
     return traced.mesh_is_ambient and isinstance(sharding.mesh, AbstractMesh)
 
 
 def _placed_differently(
-    held: Sharding, placement: Placement, leaf: Any, text: str
+    current: Sharding, placement: Placement, leaf: Any, text: str
 ) -> EinshardError:
-    memory, expected = memory_kind_of(held), memory_kind_of(placement.sharding)
+    memory, expected = memory_kind_of(current), memory_kind_of(placement.sharding)
     if memory != expected:
-        sentence = f'the argument is in {memory} memory, but its spec is for {expected} memory'
+        sentence = f'the argument is in {memory} memory, but its spec expects {expected} memory'
     else:
-        batched = isinstance(held, NamedSharding) and len(held.spec) > leaf.ndim  # by jax.vmap
-        shown = describe(held) if batched else describe_in(placement.expression, held, leaf.ndim)
-        sentence = f"the argument is partitioned otherwise: it is '{shown}'"
+        # under jax.vmap the sharding has a batch axis that the leaf does not have
+        batched = isinstance(current, NamedSharding) and len(current.spec) > leaf.ndim
+        shown = (
+            describe(current) if batched else describe_in(placement.expression, current, leaf.ndim)
+        )
+        sentence = f"the argument is already sharded differently, as '{shown}'"
     return placement.expression.error(
         sentence,
         [term for term in placement.expression.right if term.is_sharded],
         array=text,
-        to_move_it='einshard(x, ...) before the call, or sharded(..., reshard=True)',
+        **{'try': 'einshard(x, ...) before the call, or sharded(..., reshard=True)'},
     )
 
 
 def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> None:
-    """Raises where an argument without a spec is not on the devices of the mesh, in order."""
+    """Raises if an argument without a spec is not on the devices of the mesh in their order."""
     placed = any(traced.in_shardings) or bool(jtu.tree_leaves(traced.out_shardings))
     if isinstance(traced.mesh, AbstractMesh) or not placed:
         return
@@ -133,23 +138,23 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
         if not _is_committed(leaf):
             continue
         if leaf.sharding.device_set != set(row):
-            held = f'{len(leaf.sharding.device_set)} of the {traced.mesh.size} devices'
-        elif _row_of_devices(leaf.sharding) not in (None, row):
-            held = 'the devices of the mesh, but in another order'
+            where = f'{len(leaf.sharding.device_set)} of the {traced.mesh.size} devices'
+        elif _device_order(leaf.sharding) not in (None, row):
+            where = 'the devices of the mesh in another order'
         else:
             continue
         raise EinshardError(
-            f'an argument without a spec is held by {held}',
+            f"argument '{argument.name}' has no spec and is committed to {where}",
             facts={
                 'array': argument.leaf_text(path, leaf),
-                'it is': describe(leaf),
-                'give': f"a spec: {argument.name}='... -> * ...' puts it on every device",
+                'got': describe(leaf),
+                'try': f"{argument.name}='... -> * ...' to replicate it",
             },
         ) from None
 
 
-def _row_of_devices(sharding: Sharding) -> tuple[Any, ...] | None:
-    """The devices in the order that jit compares; None where nothing public tells it."""
+def _device_order(sharding: Sharding) -> tuple[Any, ...] | None:
+    """The devices in the order that jit compares; None if no public API has it."""
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
 
@@ -159,17 +164,17 @@ def _is_committed(leaf: Any) -> bool:
 
 
 def _is_local(leaf: Any) -> bool:
-    """Whether an argument is host data of one of several processes, which jit does not spread."""
+    """Whether an argument is host data in a multi-process program, which jit does not shard."""
     return jax.process_count() > 1 and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
-def _is_spread(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether of what each process has to itself each gets a part. JAX compares it, or refuses."""
+def _must_agree(leaf: Any, sharding: NamedSharding) -> bool:
+    """Whether process-local data is to be sharded over several processes."""
     if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return False
     is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
     return not (is_global or isinstance(leaf, Tracer | jax.ShapeDtypeStruct))
 
 
-def _is_whole(sharding: Sharding) -> bool:
+def _is_unsharded(sharding: Sharding) -> bool:
     return len(sharding.device_set) == 1 or sharding.is_fully_replicated

@@ -1,4 +1,4 @@
-"""One jitted program of a `sharded` function: a call signature, over one mesh."""
+"""One jitted program of a `sharded` function: for one call signature and mesh."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from .value_spec import ValueSpec
 
 
 class OtherShardings(ValueError):
-    """Stops the trace of a program for arguments with other shardings than it is jitted with.
+    """Stops the trace of a program that is jitted with other shardings than its arguments need.
 
-    JAX offers no other way to stop one. It reaches no user: like the ValueErrors by which jit
-    refuses arguments, it sends a call to the full look-up.
+    JAX has no other way to stop a trace. Callers treat it like the ValueErrors of jit about
+    shardings, and find the right program.
     """
 
 
@@ -42,9 +42,9 @@ class Setup:
     """How a decorated function is jitted.
 
     Attributes:
-        mesh: the mesh given; None for that in context at each call.
-        reshard: whether arguments that are partitioned differently are moved.
-        options: of `jax.jit`, without those that name parameters.
+        mesh: `mesh=`; None for the mesh in context at each call.
+        reshard: whether to reshard arguments that are sharded differently.
+        options: options of `jax.jit`, without those that name parameters.
         budget: the collectives that programs may have; None for any.
     """
 
@@ -57,19 +57,19 @@ class Setup:
     budget: Budget | None
 
     def context(self) -> Context:
-        """The context of a call. In a trace the devices of a mesh in context are not known."""
+        """The context of a call. Inside a trace, a mesh in context has no known devices."""
         try:
             return current_context(self.mesh)
         except EinshardError as error:
             raise error.about(function=self.name) from None
 
     def mesh_key(self, context: Context) -> AnyMesh:
-        """What tells programs for different meshes apart; jit itself those of one abstract mesh."""
+        """The mesh as a cache key. Jit itself handles meshes with the same abstract mesh."""
         mesh = context.lowering_mesh
         return abstract_mesh(mesh) if self.is_ambient(mesh) else mesh
 
     def is_ambient(self, mesh: AnyMesh) -> bool:
-        """Whether a mesh is that of `jax.set_mesh`."""
+        """Whether the mesh comes from `jax.set_mesh`."""
         return self.mesh is None and is_mesh_in_context(mesh)
 
 
@@ -77,17 +77,17 @@ ANY: Any = object()
 
 
 class TracedFunction:
-    """What JAX traces: it checks the specs, enters the mesh, and calls the function.
+    """The function that JAX traces: it checks the specs, enters the mesh, and calls the user's.
 
-    JAX traces where the shapes, dtypes or trees of arguments are new. What a spec says about ranks
-    and sizes is checked then, so that a call that needs no tracing pays nothing for it.
+    JAX traces again for new shapes, dtypes or pytrees. Ranks and sizes are checked only then, so
+    calls without tracing pay nothing.
 
     Attributes:
         arguments, result: their specs.
         static: the positions of static arguments.
-        in_shardings: the sharding, or tree of shardings, of each argument; None: not specified.
+        in_shardings: the sharding, or pytree of shardings, of each argument; None without a spec.
         out_shardings: the same for the result; `ANY` until the shapes of the result are known.
-        wrapper: the function that is given to `jax.jit`.
+        wrapper: the function for `jax.jit`.
     """
 
     def __init__(self, setup: Setup, call: CallSignature, values: Sequence[Any]):
@@ -103,7 +103,7 @@ class TracedFunction:
         try:
             self.in_shardings = self.argument_shardings(values)
         except EinshardError:
-            self.check(values)  # a leaf says more than a spec alone
+            self.check(values)  # its errors name the leaf
             raise
         self.out_shardings: Any = ANY
         self.wrapper = self.named(self._checking())
@@ -111,15 +111,15 @@ class TracedFunction:
 
     @property
     def constrains_result(self) -> bool:
-        """Whether a trace has to constrain the result: explicit axes ignore out_shardings there."""
+        """Whether a trace must constrain the result: explicit axes ignore its out_shardings."""
         return self.result.spec is not None and AxisType.Explicit in self.mesh.axis_types
 
     def positions(self, names: Collection[str]) -> list[int]:
-        """Where in the row of values those with these names are."""
+        """The positions of the values with these names."""
         return [i for i, name in enumerate(self.names) if name in names]
 
     def argument_shardings(self, values: Sequence[Any]) -> list[Any]:
-        """The shardings of each argument, on the mesh that is in context now."""
+        """The shardings of each argument on the current mesh."""
         return self._each(ValueSpec.shardings, values)
 
     def constrained(self, values: Sequence[Any]) -> list[Any]:
@@ -137,13 +137,13 @@ class TracedFunction:
         return [step(spec, x, context) for spec, x in zip(self.arguments, values, strict=True)]
 
     def result_shardings(self, values: Sequence[Any]) -> Any:
-        """The same for the result."""
-        # the one case that needs the result's shapes beforehand, by a trace that jit keeps
+        """The shardings of the result on the current mesh."""
+        # only this needs the shapes of the result before the call; jit reuses the trace
         result = self._shapes(*values) if self.result.needs_leaves else None
         return self.result.shardings(result, self.setup.context())
 
-    def takes(self, values: Sequence[Any]) -> bool:
-        """Whether the shardings of the arguments are those of these too, whatever their shapes."""
+    def matches_arguments(self, values: Sequence[Any]) -> bool:
+        """Whether these arguments get the shardings that it is jitted with."""
         context = self.setup.context()
         return all(
             _same_shardings(argument.shardings(value, context), shardings)
@@ -153,8 +153,8 @@ class TracedFunction:
             if argument.needs_leaves
         )
 
-    def gives(self, values: Sequence[Any]) -> bool:
-        """Whether the shardings of the result are those of a call with these, too."""
+    def matches_result(self, values: Sequence[Any]) -> bool:
+        """Whether the result of these arguments gets the shardings that it is jitted with."""
         if self.result.needs_leaves:
             try:
                 self._shapes(*values)
@@ -163,10 +163,10 @@ class TracedFunction:
         return True
 
     def for_jit(self, shardings: Any) -> Any:
-        """What jit is given for shardings: of those on the mesh in context the specs alone.
+        """The shardings as jit takes them: PartitionSpecs for those on the mesh in context.
 
-        Then jit itself finds the mesh that is in context at each call, also in a trace, where its
-        devices are not known: one program serves meshes that differ in their devices only.
+        Jit resolves these on the mesh in context at each call, even in a trace, where its devices
+        are unknown. So one program serves all meshes that differ only in their devices.
         """
         if not self.mesh_is_ambient:
             return shardings
@@ -178,21 +178,23 @@ class TracedFunction:
         )
 
     def named(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        """A wrapper that takes all values in a row, with the names that jit gives its program."""
+        """Names a wrapper of positional values, for the names in jit's programs and errors."""
         wrapper.__name__ = wrapper.__qualname__ = self.setup.name
         wrapper.__wrapped__ = self.setup.function  # type: ignore[attr-defined]
-        wrapper.__signature__ = _row_signature(self.names)  # type: ignore[attr-defined]
+        wrapper.__signature__ = _positional_signature(self.names)  # type: ignore[attr-defined]
         return wrapper
 
     def _checking(self) -> Callable[..., Any]:
         def wrapper(*values: Any) -> Any:
             context = self.setup.context()
             mesh = context.lowering_mesh
-            if abstract_mesh(mesh) != abstract_mesh(self.mesh) or not self.takes(values):
+            if abstract_mesh(mesh) != abstract_mesh(self.mesh) or not self.matches_arguments(
+                values
+            ):
                 raise OtherShardings
             self.check(values)
             if AxisType.Explicit in self.mesh.axis_types:
-                # jit puts arguments where in_shardings say, but their types are what they were
+                # in_shardings place the arguments but do not change their types
                 values = tuple(self.constrained(values))
             with mesh_scope(mesh):
                 args, kwargs = self.call.spread(values)
@@ -213,52 +215,54 @@ class TracedFunction:
 
 @dataclass(eq=False)
 class Program:
-    """A function jitted with the shardings that its specs mean, for one call signature.
-
-    Shardings are given to `jax.jit` by prefix where a spec is an expression, and leaf by leaf
-    where it depends on the leaves: a function of the path, or an axis behind '...'.
+    """A function jitted with the shardings of its specs, for one call signature.
 
     Attributes:
-        jitted: what runs and is lowered.
-        nested: the same as part of another program, or in a transformation. There a constraint
-            places the result: explicit axes ignore out_shardings, and in the backward pass these
-            would become in_shardings, which refuse what is placed differently.
-        called: what calls take: `jitted`, or with a budget what reads its programs.
-        checked: what reads them.
-        held: where the arguments without a spec are. JAX compiles anew where they are placed
-            differently, and traces nothing: with a budget a program is for one placement of these.
-        args_checked: whether arguments of a call have been placed by `place_arguments`.
+        options: options of jit, without shardings.
+        jitted: the function to run and lower.
+        nested: the function inside other programs and transformations. It constrains the result,
+            because explicit axes ignore out_shardings there, and because the backward pass would
+            turn out_shardings into in_shardings, which reject arrays that are sharded differently.
+        called: the function that calls run: `jitted`, or `checked.call`.
+        checked: checks the collectives; None without a budget.
+        unplaced: with a budget, the positions of arguments without a spec.
+        unplaced_shardings: the shardings of those. JAX compiles again for others without tracing,
+            so with a budget each program is for one placement of these arguments.
+        args_checked: whether `place_arguments` has seen the arguments of a call.
     """
 
     traced: TracedFunction
-    options: Mapping[str, Any]  # of jit, but for the shardings
+    options: Mapping[str, Any]
     jitted: Any
     nested: Any
     called: Any
     checked: CheckedJit | None
     unplaced: Sequence[int]
-    held: tuple[Any, ...]
+    unplaced_shardings: tuple[Any, ...]
     args_checked: bool = False
 
     @property
     def is_abstract(self) -> bool:
-        """Whether its mesh has no devices: then it can be traced, but not run."""
+        """Whether its mesh has no devices, so that it can be traced but not run."""
         traced = self.traced
         return isinstance(traced.mesh, AbstractMesh) and not traced.mesh_is_ambient
 
     def run(self, *values: Any) -> Any:
-        """Calls it; as part of another program, or in a transformation, the nested one."""
+        """Calls it; inside another trace, calls the nested function."""
         if self.checked is None and is_tracing():
             return self.nested(*values)
         return self.called(*values)
 
     def is_for(self, values: Sequence[Any]) -> bool:
-        """Whether the shardings of arguments and result are those of a call with these."""
-        held = held_shardings(values, self.unplaced)
-        return self.traced.takes(values) and self.held == held and self.traced.gives(values)
+        """Whether a call with these values gets the shardings that it is jitted with."""
+        return (
+            self.traced.matches_arguments(values)
+            and shardings_of(values, self.unplaced) == self.unplaced_shardings
+            and self.traced.matches_result(values)
+        )
 
     def must_be_placed(self) -> bool:
-        """Whether jit does not refuse what is placed differently, in jax.grad or jax.vmap alone."""
+        """Whether jit would accept any sharding, as in eager jax.grad and jax.vmap."""
         return self.traced.mesh_is_ambient and is_tracing() and not is_staging()
 
     def clear_cache(self) -> None:
@@ -270,9 +274,9 @@ class Program:
     def trace_as_called(
         self, n_args: int, given: Collection[str], order: Sequence[str], values: Sequence[Any]
     ) -> jax.stages.Traced:
-        """Its trace for a call as it is written, with the keywords `given`.
+        """The trace of a call as written, with the keywords `given`.
 
-        `jax.jit` with in_shardings refuses keywords, so arguments bring their shardings along.
+        `jax.jit` with in_shardings rejects keywords, so the shardings are part of the arguments.
         """
         traced, names = self.traced, dict(enumerate(order, n_args))
         context = traced.setup.context()
@@ -303,7 +307,7 @@ class Program:
 
 
 def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Program:
-    """The program of a call; its function is traced if the spec of the result needs its shapes."""
+    """Makes the program of a call; traces it if the spec of the result needs shapes."""
     traced = TracedFunction(setup, call, values)
     traced.out_shardings = traced.result_shardings(values)
     options: dict[str, Any] = {**setup.options, 'static_argnums': tuple(traced.static)}
@@ -316,7 +320,7 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     if any(sharding is not None for sharding in dynamic):
         with_shardings['in_shardings'] = tuple(traced.for_jit(one) for one in dynamic)
         if traced.mesh.size == 1:
-            budget = None  # a program that is held to one device communicates with none
+            budget = None  # a program on one device has no collectives
     nested = _nested(traced, with_shardings)
     if traced.out_shardings is not None:
         with_shardings['out_shardings'] = traced.for_jit(traced.out_shardings)
@@ -324,23 +328,23 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     if not traced.mesh_is_ambient and (
         traced.out_shardings is None or isinstance(traced.mesh, AbstractMesh)
     ):
-        nested = jitted  # nothing to constrain
+        nested = jitted  # no result to constrain
     called, checked, unplaced = jitted, None, list[int]()
     if budget is not None:
         checked = CheckedJit(budget, traced.wrapper, with_shardings, nested)
         called = checked.call
         unplaced = [i for i in range(len(values)) if _is_unplaced(traced, i)]
-    held = held_shardings(values, unplaced)
+    held = shardings_of(values, unplaced)
     return Program(traced, options, jitted, nested, called, checked, unplaced, held)
 
 
 def _nested(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
-    # the function itself is traced once, whether as part of another program or not
+    # jit caches the inner trace, so the function is traced once, nested or not
     unplaced: dict[str, Any] = {**options, 'in_shardings': None}
     inlined: dict[str, Any] = {**unplaced, 'inline': True}
     inside = jax.jit(traced.wrapper, **inlined)
     if traced.mesh_is_ambient:
-        # JAX would keep the devices with a trace, which it takes again for others
+        # JAX would keep the devices with the trace, and reuse it on other devices
         options = unplaced
 
     def nested(*values: Any) -> Any:
@@ -352,22 +356,22 @@ def _nested(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
 
 
 def _is_unplaced(traced: TracedFunction, i: int) -> bool:
-    """Whether an argument, or a part of it, has no spec."""
+    """Whether an argument, or a leaf of it, has no spec."""
     shardings = jtu.tree_leaves(traced.in_shardings[i], is_leaf=is_none)
     return i not in traced.static and any(map(is_none, shardings))
 
 
-def held_shardings(values: Sequence[Any], which: Sequence[int]) -> tuple[Any, ...]:
-    """Where the arrays of some arguments are; None for host data. While tracing, nothing."""
+def shardings_of(values: Sequence[Any], which: Sequence[int]) -> tuple[Any, ...]:
+    """The shardings of the leaves of some arguments; None for host data; () while tracing."""
     if not which or is_tracing():
         return ()
-    # whether an array is committed would take as long again, and where it matters jit refuses it
+    # `committed` is not read: it would double the time, and jit rejects what matters
     leaves = [leaf for i in which for leaf in jtu.tree_leaves(values[i])]
     return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
 
 
 def _same_shardings(some: Any, others: Any) -> bool:
-    """Whether trees of shardings are the same, be their meshes those of a trace or not."""
+    """Whether pytrees of shardings are equal, up to the devices of their meshes."""
     leaves, treedef = jtu.tree_flatten(some, is_leaf=is_none)
     other_leaves, other_treedef = jtu.tree_flatten(others, is_leaf=is_none)
     return treedef == other_treedef and all(
@@ -384,8 +388,8 @@ def abstract_mesh(mesh: AnyMesh) -> AbstractMesh:
     return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
 
-def _row_signature(names: Sequence[str]) -> inspect.Signature:
-    """A signature of positional parameters with these names, as far as they can be names."""
+def _positional_signature(names: Sequence[str]) -> inspect.Signature:
+    """A signature of positional parameters with these names, made valid and unique."""
     known: list[str] = []
     for name in names:
         name = re.sub(r'\W', '_', name.removesuffix(']'))

@@ -1,4 +1,4 @@
-"""The programs of a `sharded` function, and which of them a call takes."""
+"""The programs of a `sharded` function, and the look-up of the one for a call."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import jax.tree_util as jtu
 from .._sharding.context import AxisRules, is_tracing
 from .._sharding.mesh import AnyMesh
 from .call import CallSignature, Declaration
-from .program import Program, Setup, held_shardings, make_program
+from .program import Program, Setup, make_program, shardings_of
 
 
 class ProgramCache:
-    """Programs by call signature, mesh and axis rules, then by what specs see of the arguments.
+    """Programs by call signature, mesh and axis rules, then by what specs read of the arguments.
 
     Attributes:
-        need_full_lookup: whether one call signature may have several programs, so that calls are
-            told apart beforehand.
+        need_full_lookup: whether one call signature may have several programs.
     """
 
     def __init__(self, setup: Setup):
@@ -30,40 +29,39 @@ class ProgramCache:
         self._lock = threading.Lock()
         self.need_full_lookup = False
 
-    def find(self, call: CallSignature, values: Sequence[Any], not_this: Any = None) -> Program:
-        """The program of a call; where there is none, a new one.
+    def find(self, call: CallSignature, values: Sequence[Any], wrong: Any = None) -> Program:
+        """The program of a call; made if there is none.
 
-        Unless calls need the full look-up it is the first that was made. They do once `not_this` is
-        given, what calls of a program take that has turned out to be for others.
+        Without the full look-up it is the first program of the signature. `wrong` is the
+        `called` of a program that turned out to be wrong; it turns the full look-up on.
         """
         context = self._setup.context()
         where = call, self._setup.mesh_key(context), context.axis_rules
         programs = self._programs.setdefault(where, {})
         known = list(programs.values())
-        self.need_full_lookup |= not_this is not None
+        self.need_full_lookup |= wrong is not None
         if known and not self.need_full_lookup:
             return known[0]
         unplaced = sorted({i for program in known for i in program.unplaced})
-        seen = _seen(self._setup.declaration, call, values), held_shardings(values, unplaced)
+        seen = _leaves_key(self._setup.declaration, call, values), shardings_of(values, unplaced)
         program = programs.get(seen)
-        if program is None or program.called is not_this:
-            # One thread makes it, which may trace. Inside a trace none waits for another, which
-            # may be tracing a function that calls this one.
+        if program is None or program.called is wrong:
+            # One thread at a time makes a program, which may trace. Inside a trace there is no
+            # lock: another thread may hold it while it traces a function that calls this one.
             with nullcontext() if is_tracing() else self._lock:
                 for program in list(programs.values()):
-                    if program.called is not not_this and program.is_for(values):
+                    if program.called is not wrong and program.is_for(values):
                         break
                 else:
                     program = make_program(self._setup, call, values)
                 programs[seen] = program
-        # several meshes or rules, or placements under a budget: the fast path would take one for
-        # the other
+        # The fast path cannot tell meshes, axis rules, or shardings under a budget apart.
         several = len({key[1:] for key in self._programs}) > 1
         self.need_full_lookup |= several or bool(program.unplaced)
         return program
 
     def clear(self) -> None:
-        """Forgets what was resolved, traced and compiled."""
+        """Drops everything resolved, traced and compiled."""
         forgotten, self._programs = self._programs, {}
         self.need_full_lookup = False
         for programs in forgotten.values():
@@ -71,8 +69,8 @@ class ProgramCache:
                 program.clear_cache()
 
 
-def _seen(declaration: Declaration, call: CallSignature, values: Sequence[Any]) -> Any:
-    """What shardings depend on: trees, shapes and dtypes of the arguments that specs look at."""
+def _leaves_key(declaration: Declaration, call: CallSignature, values: Sequence[Any]) -> Any:
+    """What shardings depend on: structure, shapes and dtypes of arguments whose specs read them."""
     arguments = declaration.arguments(call)
     all_of_them = declaration.result.needs_leaves
     key: list[Any] = []
@@ -89,6 +87,6 @@ def _shape_and_dtype(leaf: Any) -> Any:
     """The same for a value and for its tracer."""
     try:
         aval: Any = jax.typeof(leaf)
-    except TypeError:  # no array: jit will say so
+    except TypeError:  # not an array: jit raises
         return type(leaf)
     return aval.shape, aval.dtype

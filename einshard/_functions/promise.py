@@ -1,4 +1,4 @@
-"""What a function may communicate: promises, and programs that are read before they run."""
+"""Limits on the collectives of a function, checked when its programs compile."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from .._hlo.collectives import KINDS, Collective, read_collectives
 from .._sharding.context import depth_of_user, is_staging, is_tracing
 from .._text import format_bytes, short_arrays, short_source
 
-# One kind of collective, several, or how many of each there may be at most.
+# One kind of collective, several kinds, or the limit of each kind.
 Promise: TypeAlias = str | Collection[str] | Mapping[str, int]
-# The most of each kind; of others there may be none.
+# The limit of each kind; 0 for other kinds.
 Allowed: TypeAlias = Mapping[str, float]
 
 
 class UnexpectedCollectives(EinshardError):
-    """A compiled program communicates more than it may: every collective that is too much."""
+    """A compiled program has collectives that are not allowed; the message lists them."""
 
 
 UnexpectedCollectives.__module__ = 'einshard'  # errors print their public name
 
 
 def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
-    """The kinds of collectives that are promised to be the only ones, and how many of each."""
+    """The limit of each kind of collective; raises if the promise is invalid."""
     if isinstance(promise, str):
         return read_promise((promise,), given_as)
     if not isinstance(promise, Collection):  # type: ignore[reportUnnecessaryIsInstance]
         raise EinshardError(
-            f'{given_as} is {promise!r}, which names no collectives',
-            facts={'give': "() for none, 'all-reduce', several kinds, or {'all-reduce': 1}"},
+            f'{given_as} must name collectives, not {promise!r}',
+            facts={'expected': "() for none, 'all-reduce', several kinds, or {'all-reduce': 1}"},
         )
     for kind in promise:
         if kind not in KINDS:
             near = difflib.get_close_matches(str(kind), KINDS, n=1)
             raise EinshardError(
-                f'{kind!r} is no kind of collective',
+                f'{kind!r} is not a kind of collective',
                 facts={'kinds': ', '.join(KINDS)},
                 fix=repr(near[0]) if near else None,
             )
@@ -53,26 +53,26 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
     for kind, most in promise.items():
         if not isinstance(most, int) or isinstance(most, bool) or most < 0:  # type: ignore[reportUnnecessaryIsInstance]
             raise EinshardError(
-                f"how many '{kind}' there may be is {most!r}, which is no count",
-                facts={'give': 'a whole number from 0 on; or the kinds alone, for any number'},
+                f"the limit for '{kind}' must be a non-negative integer, not {most!r}",
+                facts={'for no limit': f"'{kind}' outside a dict"},
             )
     return dict(promise)
 
 
 def check_promise(name: str, compiled: Any, allowed: Allowed) -> None:
-    """Raises for the collectives of a compiled program that are not allowed."""
+    """Raises if a compiled program has collectives that are not allowed."""
     found = read_collectives(program_text(name, compiled))
     too_many = more_than(allowed, found)
     if not too_many:
         return
     raise UnexpectedCollectives(
-        f'{name} communicates more than it may: {counts_text(too_many)}',
+        f'{name} has unexpected collectives: {counts_text(too_many)}',
         facts={'allowed': allowed_text(allowed), **_rows(too_many)},
     ) from None
 
 
 def more_than(allowed: Allowed, found: Sequence[Collective]) -> list[Collective]:
-    """The collectives of the kinds of which there are too many."""
+    """The collectives of each kind that exceeds its limit."""
     counts = Counter(one.kind for one in found)
     return [one for one in found if counts[one.kind] > allowed.get(one.kind, 0)]
 
@@ -83,11 +83,11 @@ def counts_text(found: Sequence[Collective]) -> str:
 
 
 def program_text(name: str, compiled: Any) -> str:
-    """The optimised program, as text; raises where the compiler does not show it."""
+    """The text of a compiled program; raises if the compiler does not expose it."""
     text = compiled.as_text()
     if text is None:
         raise EinshardError(
-            f'which collectives {name} has is not known: its compiler does not show the program'
+            f'cannot read the collectives of {name}: its compiler does not expose the program'
         )
     return text
 
@@ -103,7 +103,7 @@ def allowed_text(allowed: Allowed) -> str:
 
 
 def _rows(found: Sequence[Collective]) -> dict[str, str]:
-    """A fact for each collective, and for several that differ in nothing shown."""
+    """A fact for each collective; identical ones share a fact."""
     alike = Counter((one.kind, _row(one)) for one in found)
     kinds = Counter(kind for kind, _ in alike)
     seen: Counter[str] = Counter()
@@ -116,17 +116,18 @@ def _rows(found: Sequence[Collective]) -> dict[str, str]:
 
 
 def _row(one: Collective) -> str:
-    times = {1: '', None: ', in a loop of unknown length'}.get(
-        one.executions, f', {one.executions} times'
+    executions = {1: '', None: ', in a loop of unknown length'}.get(
+        one.executions, f', {one.executions} executions'
     )
     groups = f'{one.n_groups} groups of ' if one.n_groups > 1 else ''
     source = f', {short_source(one.source)}' if one.source else ''
     among = f'{groups}{plural(one.group_size, "device")}'
-    return f'{short_arrays(one.shape_text)} of {format_bytes(one.bytes)}, {among}{times}{source}'
+    array = f'{short_arrays(one.shape_text)} ({format_bytes(one.bytes)})'
+    return f'{array}, {among}{executions}{source}'
 
 
 class Budget:
-    """The collectives that one function may have, and whether its user knows where none is read."""
+    """The collectives that a function may have. Warns once where they cannot be checked."""
 
     def __init__(self, name: str, allowed: Allowed):
         self.name = name
@@ -137,33 +138,34 @@ class Budget:
         check_promise(self.name, compiled, self.allowed)
 
     def warn_unchecked(self) -> None:
-        """Warns, once, if the next program runs unread: JAX compiles it for a transformation.
+        """Warns once if the next program runs unchecked, because a transformation compiles it.
 
-        In `jax.jit` the function is part of another program, which makes promises of its own.
+        Inside `jax.jit` the function is part of another program, which has its own limits.
         """
         if self._warned or is_staging():
             return
         self._warned = True
         warnings.warn(
-            f'the collectives of {self.name} are not checked in jax.grad, jax.vmap and the like '
-            f'outside of jax.jit; write sharded(..., collectives=...)(jax.grad({self.name}))',
+            f'collectives= of {self.name} is not checked inside jax.grad, jax.vmap or another '
+            'transformation that runs outside jax.jit; use '
+            f'sharded(..., collectives=...)(jax.grad({self.name}))',
             stacklevel=depth_of_user(),
         )
 
 
 class CheckedJit:
-    """A jitted function whose programs are read: the first before it runs, later ones after.
+    """A jitted function that checks its collectives: the first program before it runs, later after.
 
-    JAX says nothing of a program that it compiles, but it traces before, and it keeps what it has
-    traced and compiled: to lower and compile again costs nothing. So the function notes that it is
-    traced, and calls ask afterwards. To raise while it is traced would come earlier, but then
-    `jax.jit` takes its slow way, 80 to 250 us, for such arguments ever after.
+    JAX does not report that it compiles a program, but it traces first. So each trace is noted, and
+    the call that caused it then lowers and compiles again, which JAX has cached. Raising inside the
+    trace would be earlier, but then `jax.jit` takes its slow path for such arguments, 80 to 250 us
+    in every later call.
 
-    A thread may run a program that another has traced and not read yet. So each call that returns
-    while any trace is unread, or whose jitted function has been replaced since, reads its own.
+    A thread may run a program that another thread has traced but not checked. So a call checks its
+    program if any trace is unchecked when it returns, or if the jitted function was replaced.
 
     Attributes:
-        call: what calls take, one Python frame more than the jitted function.
+        call: calls the function; adds one Python frame to the jitted function.
     """
 
     def __init__(
@@ -178,7 +180,7 @@ class CheckedJit:
         self._options = options
         self._nested = nested
         self._first = threading.RLock()
-        self.call = self._call  # one object, by which calls of it are recognised
+        self.call = self._call  # one object, so that `is` works
         self._begin()
 
     def _call(self, *values: Any) -> Any:
@@ -192,7 +194,7 @@ class CheckedJit:
             result = jitted(*values)
         except BaseException:
             if unread:
-                self._begin()  # what was traced is kept, and nobody has read it
+                self._begin()  # JAX keeps a trace that was not checked
             raise
         if unread or self._state is not state:
             self._check(values)
@@ -204,16 +206,16 @@ class CheckedJit:
         self._begin()
 
     def _begin(self) -> None:
-        """Begins anew, with nothing traced."""
-        unread = set[int]()  # threads that have traced a program which they have not read
+        """Starts over with a new jitted function."""
+        unread = set[int]()  # threads with a trace that they have not checked
 
         @functools.wraps(self._traced)
-        def noted(*values: Any) -> Any:
+        def note_trace(*values: Any) -> Any:
             unread.add(threading.get_ident())
             return self._traced(*values)
 
         self._checked = False
-        self._state: tuple[Any, set[int]] = jax.jit(noted, **self._options), unread
+        self._state: tuple[Any, set[int]] = jax.jit(note_trace, **self._options), unread
 
     def _check_first(self, values: Sequence[Any]) -> None:
         with self._first:
@@ -221,7 +223,7 @@ class CheckedJit:
                 self._check(values)
 
     def _check(self, values: Sequence[Any]) -> None:
-        """Raises if the program for these arguments breaks the promise."""
+        """Raises if the program for these arguments has collectives that are not allowed."""
         jitted, unread = state = self._state
         try:
             self._budget.check(jitted.trace(*values).lower().compile())

@@ -1,4 +1,4 @@
-"""The spec of an argument or of the result, and what it means for a value."""
+"""The spec of an argument or of the result, applied to values."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ValueSpec:
 
     Attributes:
         function: the name of the function.
-        name: that of the argument; None for the result.
-        spec: parsed; None leaves the value to the compiler.
-        needs_leaves: whether its shardings depend on the ranks, paths or shapes of leaves.
+        name: the name of the argument; None for the result.
+        spec: the parsed spec; None leaves the value to the compiler.
+        needs_leaves: whether the shardings depend on ranks, paths or shapes of leaves.
     """
 
     def __init__(self, function: str, name: str | None, spec: Spec):
@@ -41,25 +41,25 @@ class ValueSpec:
         self.needs_leaves = needs_leaves(spec)
 
     def place(self, value: Any, context: Context) -> list[PlacedLeaf]:
-        """The placement of every leaf; raises where a rank or a size does not fit its spec."""
+        """The placement of every leaf; raises if a rank or size does not fit its spec."""
         if self.spec is None:
             return []
         try:
             specs = leaf_specs(value, jtu.tree_leaves(value), self.spec, context.mesh)
         except EinshardError as error:
-            raise error.about(**self._no_prefix(value)) from None
+            raise error.about(**self._prefix_facts(value)) from None
         placed: list[PlacedLeaf] = []
         for (path, leaf), spec in zip(jtu.tree_leaves_with_path(value), specs, strict=True):
             try:
                 found = None if spec is None else resolve(spec, np.shape(leaf), context)
             except EinshardError as error:
                 text = self.leaf_text(path, leaf)
-                raise (_no_array(leaf, text) or error.about(array=text)) from None
+                raise (_not_an_array(leaf, text) or error.about(array=text)) from None
             placed.append((path, leaf, found))
         return placed
 
     def shardings(self, value: Any, context: Context) -> Any:
-        """What `jax.jit` is given: shardings, a prefix of the value unless they need its leaves."""
+        """The shardings for `jax.jit`: per leaf if the spec needs leaves, else a prefix."""
         if self.spec is None:
             return None
         if not self.needs_leaves:
@@ -72,7 +72,7 @@ class ValueSpec:
         return self._each(_constrained, value, context)
 
     def typed(self, value: Any, context: Context) -> Any:
-        """The value, leaves with a spec as shapes with their shardings."""
+        """The value, with a ShapeDtypeStruct and sharding for each leaf with a spec."""
         return self._each(_typed, value, context)
 
     def leaf_text(self, path: Sequence[Any], leaf: Any) -> str:
@@ -99,18 +99,18 @@ class ValueSpec:
         except EinshardError as error:
             raise error.about(function=self.function) from None
 
-    def _no_prefix(self, value: Any) -> dict[str, str]:
-        """The facts for a spec that is not a prefix of its value."""
+    def _prefix_facts(self, value: Any) -> dict[str, str]:
+        """The facts of an error about a spec that is not a prefix of its value."""
         if self.name is None:
             return {'of': f'the result of {self.function}'}
         facts = {'of': f"parameter '{self.name}' of {self.function}"}
         if isinstance(self.spec, list | tuple) and jtu.all_leaves([value]):
-            facts['instead'] = 'a spec for each parameter, not a list: sharded(spec, spec, ...)'
+            facts['try'] = 'a spec for each parameter, not a list: sharded(spec, spec, ...)'
         return facts
 
 
-def _no_array(leaf: Any, text: str) -> EinshardError | None:
-    """The error for a leaf that has a spec but is not an array: it has no dimensions."""
+def _not_an_array(leaf: Any, text: str) -> EinshardError | None:
+    """The error for a leaf with a spec that is not an array; None if it is one."""
     if hasattr(leaf, 'dtype') or isinstance(leaf, int | float | complex):
         return None
     try:
@@ -118,8 +118,8 @@ def _no_array(leaf: Any, text: str) -> EinshardError | None:
     except EinshardError as error:
         return error.about(array=text)
     return EinshardError(
-        f'{type(leaf).__name__} is no array, and no tree that JAX knows',
-        facts={'it is': text, 'give': 'no spec for it; jit takes it if it is static'},
+        f'{type(leaf).__name__} is neither an array nor a registered pytree',
+        facts={'got': text, 'try': 'no spec for it, and static_argnames'},
     )
 
 

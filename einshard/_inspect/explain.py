@@ -20,7 +20,7 @@ from .._hlo.collectives import Collective, find_collectives
 from .._hlo.module import Module
 from .._hlo.output_uses import output_uses
 from .._notation.expression import ELLIPSIS, axis_letters
-from .._sharding.describe import describe, describe_named
+from .._sharding.describe import Words, describe, describe_named
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
 from .._sharding.mesh import MeshLike, is_device_mesh, spec_axes
 from .._trees.paths import path_text
@@ -272,7 +272,7 @@ def _array_row(array: _Array) -> ArrayRow:
 
 def _placement(array: _Array) -> str:
     if array.sharding is None:
-        return 'not used'
+        return Words('not used')
     if isinstance(array.sharding, NamedSharding):
         return describe_named(array.sharding, len(array.shape), array.names)
     return describe(array.sharding)

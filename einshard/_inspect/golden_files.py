@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .._errors import EinshardError, plural, shown
+from .._sharding.describe import Words
 from .._text import short_source
 from .fold_layers import fold
 from .report import Report
@@ -47,13 +48,14 @@ def golden_text(report: Report) -> str:
 
 
 def _array_lines(rows: Sequence[ArrayRow]) -> list[str]:
-    # device names differ between platforms
-    placements = [
-        re.sub(r'^(on one device): .*?( \(in \w+\))?$', r'\1\2', row.placement) for row in rows
-    ]
-    things = [f'{row.array}  {text}' for row, text in zip(rows, placements, strict=True)]
+    things = [f'{row.array}  {_portable(row.placement)}' for row in rows]
     folded = fold([row.path for row in rows], things)
     return [f'  {path}: {things[numbers[0]]}' for path, numbers in folded]
+
+
+def _portable(placement: str) -> str:
+    """A placement without device names, which differ between platforms."""
+    return placement.portable if isinstance(placement, Words) else placement
 
 
 def _collective_text(row: CollectiveRow) -> str:

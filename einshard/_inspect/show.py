@@ -10,7 +10,6 @@ from typing import Any, TypeGuard, TypeVar, overload
 
 import jax
 import jax.tree_util as jtu
-from jax.core import Tracer
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -28,7 +27,7 @@ from .._pictures.caption import meaning
 from .._pictures.draw import axis_names, check_drawable, draw, draw_expression, rank_drawn
 from .._pictures.picture import Gallery, Picture
 from .._sharding.context import ambient_mesh, current_context
-from .._sharding.describe import Words, describe, describe_named
+from .._sharding.describe import Words, describe, describe_named, sharding_of
 from .._sharding.leaf_spec import split_memory
 from .._sharding.mesh import MeshLike, is_device_mesh, spec_axes
 from .._sharding.resolve import resolve
@@ -138,9 +137,7 @@ def _of_report(report: Report) -> Gallery:
         devices = devices if is_device_mesh(mesh) else mesh
     alike: dict[tuple[str, str], tuple[ArrayRow, list[str]]] = {}
     for row in (*report.arguments, *report.results):
-        if (
-            '->' in row.placement and '(with' not in row.placement
-        ):  # an expression, not a description
+        if not isinstance(row.placement, Words):
             alike.setdefault((row.array, row.placement), (row, []))[1].append(row.path)
     if not alike:
         raise EinshardError(f'nothing to draw: no array of {report.name} has a mesh')
@@ -198,10 +195,9 @@ def _of_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
                 'or a pytree of these'
             },
         )
-    placed = describe(x)
-    sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, 'sharding', None)
-    if not isinstance(sharding, Sharding) or (isinstance(x, Tracer) and '->' not in placed):
-        raise EinshardError(f'nothing to draw: the array is {placed}')
+    sharding = sharding_of(x)
+    if not isinstance(sharding, Sharding):
+        raise EinshardError(f'nothing to draw: the array is {describe(x)}')
     if shape is not None and shape != tuple(own_shape):
         raise EinshardError(
             f'shape= is {list(shape)}, but the array has the shape {list(own_shape)}',

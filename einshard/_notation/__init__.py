@@ -1,1 +1,1 @@
-"""Text to Expression, Expression to Layout, and back to text. Imports neither numpy nor JAX."""
+"""Parses expressions, lays them out on devices, and writes them. Imports neither numpy nor JAX."""

@@ -1,4 +1,4 @@
-"""Terms, number of devices -> the count of every term: stars share what is left. Imports no jax."""
+"""Solves the stars: terms and a number of devices -> the count of each term. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .expression import ELLIPSIS, Expression, Term
 
 @dataclass(frozen=True)
 class Devices:
-    """How many devices there are, for errors: in all, and those that names take; and hints."""
+    """The number of devices, for errors: in total, and after the named terms; and hints."""
 
     total: int
     named: Sequence[Term]
@@ -20,26 +20,18 @@ class Devices:
     hints: Mapping[str, str]
 
     def fact(self, counted: Sequence[Term] = ()) -> str:
-        text = str(self.total)
-        if self.named:
-            text += f', of which {quoted(map(str, self.named))} '
-            text += f'{"takes" if len(self.named) == 1 else "take"} {self.taken}'
-            text += f', leaving {self.total // self.taken}'
-        if counted:
-            left = self.total // self.taken
-            replicas = all(term.name is None for term in counted)
-            verb = ('replicate' if replicas else 'take') + 's' * (len(counted) == 1)
-            text += f', of which {quoted(map(str, counted))} {verb}'
-            used = math.prod(term.factor for term in counted)
-            text += '' if replicas and len(counted) == 1 else f' {used}'
-            text += f', leaving {left // used}'
-        return text
+        """8, or if some are used by named or `counted` terms: 8 (2 left after 'b@data')."""
+        terms = [*self.named, *counted]
+        if not terms:
+            return str(self.total)
+        left = self.total // self.taken // math.prod(term.factor for term in counted)
+        return f'{self.total} ({left} left after {quoted(map(str, terms))})'
 
 
 def solve_counts(
     expression: Expression, terms: Sequence[Term], n: int, devices: Devices
 ) -> tuple[int, ...]:
-    """The count of every term, its star solved: r ** stars = n / product of counts."""
+    """The count of each term. Each star becomes the same r: r ** stars = n / product of counts."""
     stars = [term for term in terms if term.star]
     product = math.prod(term.factor for term in terms)
     if not stars and product != n:
@@ -50,10 +42,11 @@ def solve_counts(
     if share is None:
         counted = [term for term in terms if term.factor > 1 and not term.star]
         left = n // math.prod(term.factor for term in counted)
+        factors = [term.factor for term in stars]
+        ratio = f'counts in the ratio {":".join(map(str, factors))}'
         raise expression.error(
-            f'{left} devices cannot be shared '
-            f'{" : ".join(str(term.factor) for term in stars)} '
-            f'{"between" if len(stars) == 2 else "among"} {quoted(map(str, stars))}',
+            f'{quoted(map(str, stars))} cannot have '
+            f'{"equal counts" if len(set(factors)) == 1 else ratio} on {plural(left, "device")}',
             stars,
             fix=_first_star_takes_all(expression, stars, left),
             **devices.hints,
@@ -64,11 +57,11 @@ def solve_counts(
 
 
 def _root(n: int, k: int) -> int | None:
-    """The integer r with r ** k == n, if there is one."""
+    """The integer r with r ** k == n, or None."""
     if k == 1:
         return n
     root = 1
-    while root**k < n:  # a float root is wrong from 64 ** (1 / 3) = 3.9999999999999996 on
+    while root**k < n:  # not a float root: 64 ** (1 / 3) = 3.9999999999999996
         root += 1
     return root if root**k == n else None
 
@@ -85,27 +78,29 @@ def _wrong_product(
     guilty = guilty or list(expression.right)
     fact = devices.fact()
     if product > n or n % product:
-        relation = 'more than' if product > n else 'which do not divide'
-        there = 'that the names leave' if devices.named else 'there is' if n == 1 else 'there are'
+        verb = 'is' if n == 1 else 'are'
+        limit = f'only {n} {verb} left' if devices.named else f'there {verb} only {n}'
         needed = product * devices.taken
         return expression.error(
-            f'the counts ask for {_product_text(counted)} devices, {relation} the {n} {there}',
+            f'the counts need {_product_text(counted)} devices, but {limit}'
+            if product > n
+            else _indivisible(n, counted, devices),
             guilty,
             **devices.hints,
             devices=fact,
-            works_with=f"{needed} devices, or a multiple of {needed} with a replica '*'",
+            works_with=f"{needed} devices, or a multiple of {needed} with '*' added",
         )
     fix = _with_replica(expression)
     if not counted:
         return expression.error(
-            f'nothing is sharded, and nothing says that {n} devices hold replicas',
+            f"nothing is sharded; add '*' to replicate over the {n} devices",
             guilty,
             fix=fix,
             devices=fact,
         )
     return expression.error(
-        f'{quoted(map(str, counted))} {"uses" if len(counted) == 1 else "use"} {product} of '
-        f'{n} devices, and nothing says that the others hold replicas',
+        f'{quoted(map(str, counted))} {"uses" if len(counted) == 1 else "use"} only {product} of '
+        f"{n} devices; add '*' to replicate over the rest",
         guilty,
         fix=fix,
         devices=fact,
@@ -118,12 +113,17 @@ def _not_a_multiple(
     counted = [term for term in terms if term.factor > 1]
     stars = sum(term.star for term in terms)
     return expression.error(
-        f'{plural(n, "device")} cannot be shared out in multiples of {_product_text(counted)}',
+        _indivisible(n, counted, devices),
         counted,
         **devices.hints,
         devices=devices.fact(),
         works_with=_works_with(product * devices.taken, stars),
     )
+
+
+def _indivisible(n: int, counted: Sequence[Term], devices: Devices) -> str:
+    which = 'remaining devices' if devices.named else 'devices'
+    return f'the number of {which} ({n}) is not divisible by {_product_text(counted)}'
 
 
 def _product_text(counted: Sequence[Term]) -> str:
@@ -134,7 +134,7 @@ def _product_text(counted: Sequence[Term]) -> str:
 
 
 def _with_replica(expression: Expression) -> Suggestion:
-    """The expression with '*' before its first placement: the rest of the devices replicate."""
+    """The expression with '*' in front of its right side."""
     start = expression.right[0].span[0]
     return Suggestion(f'{expression.text[:start]}* {expression.text[start:]}')
 

@@ -1,4 +1,4 @@
-"""text -> Expression: the notation and its grammar. Imports no jax.
+"""Parses the notation: text -> Expression. Imports no JAX.
 
 expression  =  left '->' right            an array's axes, then their placement
             |  right                      short form: the axes once, in array order
@@ -28,10 +28,10 @@ ELLIPSIS = '...'
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One term of an expression: an axis, a replica count (no name) or the ellipsis."""
+    """A term of an expression: an axis, replicas (no name) or the ellipsis."""
 
     name: str | None = None
-    count: int | None = None  # None: not written, which means 1
+    count: int | None = None  # None if not written; then it is 1
     star: bool = False
     mesh_axes: tuple[str, ...] = ()
     span: Span = field(default=(0, 0), compare=False)
@@ -42,12 +42,12 @@ class Term:
 
     @property
     def takes_devices(self) -> bool:
-        """Whether the term takes a share of the devices by its count or star."""
+        """Whether its count or star takes devices."""
         return self.star or self.factor > 1
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the term says which devices: it cuts an axis, or replicates."""
+        """Whether it takes devices: by count, star or mesh axes."""
         return self.takes_devices or bool(self.mesh_axes)
 
     def __str__(self) -> str:
@@ -59,9 +59,9 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A parsed expression: every axis of the array, then the placement in device order.
+    """A parsed expression: the axes of the array, and the placement in device order.
 
-    Expressions are equal when they say the same, whatever the white space.
+    Expressions that differ only in white space, or in the short form, are equal.
     """
 
     left: tuple[Term, ...]
@@ -71,7 +71,7 @@ class Expression:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The array's axes in order, '...' included."""
+        """The axes of the array in order, including '...'."""
         return tuple(term.name for term in self.left if term.name is not None)
 
     def error(
@@ -93,7 +93,7 @@ class Expression:
 
 @cached
 def parse(text: str) -> Expression:
-    """Reads an expression; raises EinshardError where it breaks a rule of the notation."""
+    """Parses an expression; raises EinshardError if it is invalid."""
     text = unicodedata.normalize('NFC', text)
     arrows = [match.span() for match in re.finditer('->', text)]
     if not text.strip():
@@ -103,7 +103,7 @@ def parse(text: str) -> Expression:
         )
     if len(arrows) > 1:
         raise EinshardError(
-            f"an expression has one '->', this one has {len(arrows)}",
+            f"an expression has at most one '->', but this one has {len(arrows)}",
             expression=text,
             spans=arrows,
         )
@@ -124,13 +124,13 @@ def parse(text: str) -> Expression:
 
 
 def axis_letters() -> Iterator[str]:
-    """Names for axes that have none: a, ..., z, aa, ab, ..."""
+    """Names for unnamed axes: a, ..., z, aa, ab, ..."""
     for length in itertools.count(1):
         for letters in itertools.product(string.ascii_lowercase, repeat=length):
             yield ''.join(letters)
 
 
-# A word is a term with what is glued to it; '@(' keeps its spaces.
+# Words are separated by spaces, except within '@(...)'.
 _WORD = re.compile(r'(?:@\s*\([^()]*\)|\S)+')
 _MESH_AXIS = re.compile(r'[^\s(),@*]+')
 _MOST_DIGITS = 12
@@ -157,13 +157,13 @@ def _term(text: str, start: int, end: int) -> Term:
         raise _unreadable(text, start, at, end)
     if len(count) > _MOST_DIGITS:
         raise EinshardError(
-            f'a count of {len(count)} digits is more than any machine has devices',
+            f'the count has {len(count)} digits; at most {_MOST_DIGITS} are allowed',
             expression=text,
             spans=[(start, end)],
         )
     if count and int(count) == 0:
         raise EinshardError(
-            f"'{text[start:end]}' has the count 0, but a count is at least 1",
+            f"'{text[start:end]}' has count 0; counts must be at least 1",
             expression=text,
             spans=[(start, end)],
         )
@@ -180,7 +180,7 @@ def _name(text: str, start: int, end: int) -> str:
 def _in_name(character: str, first: bool) -> bool:
     if character == '_' or character.isalpha():
         return True
-    # vowel signs and other marks that NFC leaves apart, as in Devanagari
+    # vowel signs and other marks that NFC does not combine, as in Devanagari
     return not first and unicodedata.category(character) in ('Mn', 'Mc')
 
 
@@ -192,10 +192,10 @@ def _digits(text: str, start: int, end: int) -> str:
 
 
 def _mesh_axes(text: str, at: int, end: int, span: Span, counted: bool) -> tuple[str, ...]:
-    """The mesh axes behind the '@' at `at`."""
+    """The mesh axes after the '@' at `at`."""
     if counted:
         raise EinshardError(
-            f"'{text[slice(*span)]}' has both a count and mesh axes; it is placed by one of them",
+            f"'{text[slice(*span)]}' has both a count and mesh axes; use one or the other",
             expression=text,
             spans=[span],
             facts={'by count': "'b4'  'b*'", 'by name': "'b@data'  'b@(data,fsdp)'"},
@@ -206,7 +206,7 @@ def _mesh_axes(text: str, at: int, end: int, span: Span, counted: bool) -> tuple
     axes = tuple(word.strip() for word in words)
     if not all(map(is_mesh_axis, axes)):
         raise EinshardError(
-            f"'{text[slice(*span)]}' does not name mesh axes",
+            f"'{text[slice(*span)]}' has no valid mesh axes after '@'",
             expression=text,
             spans=[span],
             facts={'one axis': "'b@data'", 'several': "'b@(data,fsdp)'"},
@@ -215,12 +215,12 @@ def _mesh_axes(text: str, at: int, end: int, span: Span, counted: bool) -> tuple
 
 
 def is_mesh_axis(name: str) -> bool:
-    """Whether an expression can name a mesh axis so."""
+    """Whether this is a valid name of a mesh axis in an expression."""
     return _MESH_AXIS.fullmatch(name) is not None
 
 
 def _unreadable(text: str, start: int, at: int, end: int) -> EinshardError:
-    """The error for a word whose characters from `at` on belong to no term."""
+    """The error for a word that is not a term because of its characters from `at` on."""
     word, rest = text[start:end], text[at:end]
     character = rest[0]
     if character.isalpha() or character == '_':
@@ -229,21 +229,21 @@ def _unreadable(text: str, start: int, at: int, end: int) -> EinshardError:
     fix = None
     span = (start, end)
     if character == '*' and text[at - 1 : at] == '*':
-        sentence = f"'{word}' has more than one star; several stars are several terms"
+        sentence = f"'{word}' has more than one star; a term has at most one"
     elif character in '0123456789':
-        sentence = f"in '{word}' the count comes after the star"
+        sentence = f"'{word}' has its count after the star; the star comes last"
         if _digits(text, at, end) == rest:
             fix = _fix(f'{text[: at - 1]}{rest}*{text[end:]}')
     elif character == '@':
-        sentence = f"'{word}' gives mesh axes to no array axis; a name goes before '@'"
+        sentence = f"'{word}' has no array axis before '@'"
     elif character == '.' and word.strip('.') and ELLIPSIS in word:
         other = word.replace(ELLIPSIS, '', 1)
         if word.startswith(ELLIPSIS) and (other[0] in '*@' or _digits(other, 0, 1)):
-            sentence = f"'...' stands for unsharded axes and carries no placement: '{word}'"
+            sentence = f"'{word}' is not a valid term: the axes in '...' are unsharded"
         else:
-            sentence = f"'...' stands apart from other terms, here it is glued to '{other}'"
+            sentence = f"'{word}' is not a valid term: put a space between '...' and '{other}'"
     elif character == '.':
-        sentence = f"'{word}' is no term; unnamed axes are written '...'"
+        sentence = f"'{word}' is not a valid term; write '...' for unnamed axes"
     elif character in '→⟶⇒' or rest.startswith('=>'):
         arrow = rest[: 2 if character == '=' else 1]
         sentence = f"'{arrow}' is not part of the notation; the arrow is '->'"
@@ -253,30 +253,30 @@ def _unreadable(text: str, start: int, at: int, end: int) -> EinshardError:
         sentence = f"'{character}' alone is not part of the notation; the arrow is '->'"
         span = (at, at + 1)
     elif character.isdigit():
-        sentence = f"'{character}' is not a digit of the notation; counts are written in 0 to 9"
+        sentence = f"'{character}' is not a valid digit; counts use 0 to 9"
         span = (at, at + 1)
     else:
         span = (at, at + 1)
         written = f"'{character}'"
         if not character.isprintable():
-            written = f'the character U+{ord(character):04X}, which does not show,'
+            written = f'unprintable character U+{ord(character):04X}'
         sentence = f'{written} is not part of the notation'
-        facts['terms are'] = 'a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  ...'
+        facts['valid terms'] = 'a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  ...'
     return EinshardError(sentence, expression=text, spans=[span], facts=facts, fix=fix)
 
 
 def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
-    """The error for a name that is glued to what stands before it, as in a2b or 2a."""
+    """The error for a name right after a count, a star or another term, as in a2b or 2a."""
     word, head, rest = text[start:end], text[start:at], text[at:end]
     facts: dict[str, object] = {'two terms': f"'{head} {rest}'"}
     if _name(text, start, end):
-        digits = 'names carry no digits, and ' if _digits(text, at - 1, at) else ''
-        sentence = f"'{word}' is no term: {digits}spaces separate terms"
+        digits = 'names have no digits, and ' if _digits(text, at - 1, at) else ''
+        sentence = f"'{word}' is not a valid term: {digits}spaces separate terms"
         if re.fullmatch(r'\w+', word):
             facts['one axis'] = f"'{re.sub('[0-9]+', '_', word).strip('_')}'"
     else:
         part = 'star' if head.endswith('*') else 'count'
-        sentence = f"'{word}' is no term: spaces separate terms, and a {part} comes after the name"
+        sentence = f"'{word}' is not a valid term: a {part} comes after the name"
         if _name(text, at, end) == rest:
             facts['one term'] = f"'{rest}{head}'"
     return EinshardError(sentence, expression=text, spans=[(start, end)], facts=facts)
@@ -286,9 +286,10 @@ def _check_short(expression: Expression) -> None:
     again = _repeated(expression.right)
     if again:
         raise expression.error(
-            f"the short form lists each axis once, but '{again[0].name}' comes again",
+            f"axis '{again[0].name}' appears {len(again)} times, "
+            "but without '->' it must appear once",
             again,
-            with_an_arrow="an axis may come again on the right: 'i o -> i2 o4 i2'",
+            repeated_axis="with '->', on the right side: 'i o -> i2 o4 i2'",
         )
 
 
@@ -297,29 +298,28 @@ def _check_left(expression: Expression) -> None:
         if term.name is None or term.star or term.count is not None or term.mesh_axes:
             written = expression.text[slice(*term.span)]
             raise expression.error(
-                f"'{written}' is a placement, but the left side lists the array's axes by name "
-                'alone',
+                f"'{written}' is not an axis name; the left side lists only the names of the axes",
                 [term],
-                to_place='write counts, stars and mesh axes on the right side',
-                in_names='letters and underscores, no digits',
+                names='letters and underscores, no digits',
+                placements='counts, stars and mesh axes, on the right side',
             )
-    _check_ellipsis(expression, expression.left, 'on the left side ')
+    _check_ellipsis(expression, expression.left, ' on the left side')
     again = _repeated(expression.left)
     if again:
         raise expression.error(
-            f"axis '{again[0].name}' is on the left side {len(again)} times, "
-            'but each axis of the array has a name of its own',
+            f"axis '{again[0].name}' appears {len(again)} times on the left side, "
+            'but each axis of the array needs its own name',
             again,
         )
 
 
 def _check_sides(expression: Expression) -> None:
-    """Both sides name the same axes."""
+    """Raises if the sides do not name the same axes."""
     left, right = expression.left, expression.right
     if not right:
         end = len(expression.text)
         raise EinshardError(
-            "there is no right side: after '->' comes the placement of every axis",
+            "the right side is empty; list the placement of every axis after '->'",
             expression=expression.text,
             spans=[(end, end + 1)],
             fix=_fix(' '.join([*map(str, left), '->', '*', *map(str, left)])),
@@ -332,8 +332,8 @@ def _check_sides(expression: Expression) -> None:
     if missing:
         names = [str(term.name) for term in missing]
         raise expression.error(
-            f'{quoted(names)} {"is" if len(names) == 1 else "are"} on the left side only; '
-            'an axis that is not sharded is named without a count',
+            f'{quoted(names)} {"is" if len(names) == 1 else "are"} missing on the right side; '
+            'list unsharded axes there too, without a count',
             missing,
             fix=_fix(f'{expression.text.rstrip()} {" ".join(names)}'),
         )
@@ -349,25 +349,25 @@ def _only_on_right(expression: Expression, term: Term) -> EinshardError:
         end = start + len(name)
         fix = _fix(f'{expression.text[:start]}{near[0]}{expression.text[end:]}')
     return expression.error(
-        f"'{name}' is on the right side only",
+        f"'{name}' is not on the left side",
         [term],
         fix=fix,
-        left_side=' '.join(expression.names) or 'names no axes, as for a scalar',
+        left_side=' '.join(expression.names) or 'no axes (a scalar)',
     )
 
 
 def _check_right(expression: Expression) -> None:
-    _check_ellipsis(expression, expression.right, '' if expression.short else 'on the right side ')
+    _check_ellipsis(expression, expression.right, '' if expression.short else ' on the right side')
     check_mesh_axes(expression)
 
 
 def check_mesh_axes(expression: Expression) -> None:
-    """Raises where two terms name one mesh axis."""
+    """Raises if a mesh axis is used more than once."""
     counts = Counter(axis for term in expression.right for axis in term.mesh_axes)
     for axis, times in counts.items():
         if times > 1:
             raise expression.error(
-                f"mesh axis '{axis}' is used {times} times, but it can shard only one place",
+                f"mesh axis '{axis}' is used {times} times; each mesh axis can be used once",
                 [term for term in expression.right if axis in term.mesh_axes],
             )
 
@@ -376,14 +376,13 @@ def _check_ellipsis(expression: Expression, terms: Sequence[Term], where: str) -
     ellipses = [term for term in terms if term.name == ELLIPSIS]
     if len(ellipses) > 1:
         raise expression.error(
-            f"'...' is {where or 'there '}{len(ellipses)} times, but it stands once for all "
-            'axes without a name',
+            f"'...' appears {len(ellipses)} times{where}; it can appear once, for all unnamed axes",
             ellipses,
         )
 
 
 def _repeated(terms: Sequence[Term]) -> list[Term]:
-    """The terms of the first name that comes more than once."""
+    """The terms of the first repeated name."""
     for name, times in Counter(term.name for term in terms if term.name is not None).items():
         if times > 1:
             return [term for term in terms if term.name == name]
@@ -391,7 +390,7 @@ def _repeated(terms: Sequence[Term]) -> list[Term]:
 
 
 def _fix(text: str) -> Suggestion | None:
-    """The suggestion of `text`, if it is an expression: a fix is certain or it is not offered."""
+    """A suggestion, if the text parses; else None."""
     try:
         parse(text)
     except EinshardError:

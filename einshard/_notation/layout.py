@@ -1,6 +1,6 @@
-"""Expression, rank, device count -> Layout: counts and stars become integers. Imports no jax.
+"""Lays out expressions on devices: Expression, ndim, device count -> Layout. Imports no JAX.
 
-Devices are a row of numbers here, 0 to N - 1, from the slow side of the network to the fast one.
+Devices are numbered 0 to N - 1 in hardware order.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from .expression import ELLIPSIS, Expression, Term
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One dimension of the device grid, and the array axis that it cuts into `count` parts."""
+    """A dimension of the device grid, and the array axis that it shards."""
 
     count: int
-    axis: int | None  # position in the array; None where the devices hold replicas
-    mesh_axes: tuple[str, ...] = ()  # () where the count alone says which devices
+    axis: int | None  # position in the array; None for replicas
+    mesh_axes: tuple[str, ...] = ()  # () for a split by count
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The device grid of an expression: its dimensions, slowest first.
 
-    Equal placements are equal layouts, however they were written: dimensions of one device are
-    left out, and neighbours that cut the same axis are one. Splits by name come first, in the
-    order written; splits by count share the devices that the names leave. An axis that is cut
-    both ways has its splits among the latter, in the order written.
+    Equal placements have equal layouts: dimensions of size 1 are omitted, and neighbours that shard
+    the same axis are merged. Splits by name come first, in the order written; splits by count use
+    the remaining devices. If an axis has both, all its splits are among the latter, in the order
+    written.
     """
 
     splits: tuple[Split, ...]
-    replicated_axes: tuple[int, ...] = field(default=(), compare=False)  # that are not divisible
+    replicated_axes: tuple[int, ...] = field(default=(), compare=False)  # indivisible ones
 
     @property
     def parts(self) -> dict[int, int]:
-        """Into how many parts each sharded array axis is cut."""
+        """The number of shards of each sharded array axis."""
         parts: dict[int, int] = {}
         for split in self.splits:
             if split.axis is not None:
@@ -60,14 +60,16 @@ def lay_out(
     replicate_indivisible: bool = False,
     hints: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
-    """Shares `n_devices` out among the terms of an expression.
+    """The layout of an expression on `n_devices` devices.
 
     Args:
-        shape: that of the array, which the parts must divide; or its rank alone. None will do
-            unless a sharded axis comes after '...'.
-        axis_sizes: the named axes of the mesh that the devices form, if there is such a mesh.
-        replicates: whether all devices hold replicas if no term takes any, as on a user's mesh.
-        replicate_indivisible: whether axes are replicated that their parts do not divide.
+        expression: the expression.
+        shape: the shape of the array, or only its number of dimensions. None is allowed if no
+            sharded axis comes after '...'.
+        n_devices: the number of devices.
+        axis_sizes: the mesh axes and their sizes, if the devices form a mesh with names.
+        replicates: give all devices replicas if no term takes any, as on a user's mesh.
+        replicate_indivisible: replicate axes whose size is not divisible, instead of raising.
         hints: facts for errors about the number of devices.
     """
     n_dims = len(shape) if isinstance(shape, tuple) else shape
@@ -91,23 +93,23 @@ def _lay_out(
 ) -> Layout:
     positions = axis_positions(expression, n_dims)
     named = [term for term in expression.right if term.mesh_axes]
-    laid = [term for term in expression.right if not term.mesh_axes]
+    unnamed = [term for term in expression.right if not term.mesh_axes]
     by_name = _named_splits(expression, named, positions, axis_sizes)
     taken = math.prod(split.count for split in by_name)
-    if (by_name or replicates) and not any(term.takes_devices for term in laid):
+    if (by_name or replicates) and not any(term.takes_devices for term in unnamed):
         return Layout(tuple(by_name))
     left = n_devices // taken
-    counts = solve_counts(expression, laid, left, Devices(n_devices, named, taken, hints))
-    named_splits, laid_counts = iter(by_name), iter(counts)
+    counts = solve_counts(expression, unnamed, left, Devices(n_devices, named, taken, hints))
+    named_splits, solved = iter(by_name), iter(counts)
     written: list[Split] = []
     for term in expression.right:
         if term.mesh_axes:
             written.append(next(named_splits))
             continue
-        count = next(laid_counts)
+        count = next(solved)
         if term.name != ELLIPSIS and count > 1:
             written.append(Split(count, None if term.name is None else positions[term.name]))
-    # an axis that is cut both ways is cut in the order written, the major part first
+    # an axis sharded by name and by count: its splits in the order written, major first
     counted_axes = {split.axis for split in written if not split.mesh_axes}
     first = [split for split in by_name if split.axis not in counted_axes]
     rest = [split for split in written if not split.mesh_axes or split.axis in counted_axes]
@@ -117,30 +119,30 @@ def _lay_out(
 def check_divisible(
     expression: Expression, layout: Layout, shape: Sequence[int], n_devices: int
 ) -> None:
-    """Raises for the first axis of `shape` that its parts do not divide."""
+    """Raises if the size of an axis is not divisible by its number of shards."""
     for axis, parts in layout.parts.items():
         size = shape[axis]
         if size % parts:
             name, guilty = terms_of_axis(expression, axis, len(shape))
-            if not isinstance(size, int):  # a symbol of jax.export
+            if not isinstance(size, int):  # a symbolic dimension of jax.export
                 raise expression.error(
-                    f"axis '{name}' has size {size}, which {parts} parts need not divide",
+                    f"axis '{name}' (size {size}) may not be divisible by {parts}",
                     guilty,
-                    works_with=f"a multiple of {parts}, as in symbolic_shape('{parts}*n')",
+                    expected=f"a multiple of {parts}, such as symbolic_shape('{parts}*n')",
                 )
             common = math.gcd(size, n_devices)
-            divisors = [str(n) for n in range(1, common + 1) if common % n == 0]
+            *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
             raise expression.error(
-                f"axis '{name}' has size {size}, which {parts} parts do not divide",
+                f"axis '{name}' (size {size}) is not divisible by {parts}",
                 guilty,
                 devices=n_devices,
-                works_with=f'{", ".join(divisors)} {"part" if divisors == ["1"] else "parts"}',
+                works_with=f'{", ".join(most)} or {last} shards' if most else '1 shard',
             )
 
 
 @cached
 def prime_factors(n: int) -> tuple[int, ...]:
-    """The prime factors of n, larger ones first: 12 -> (3, 2, 2)."""
+    """The prime factors of n, largest first: 12 -> (3, 2, 2)."""
     factors: list[int] = []
     divisor = 2
     while divisor * divisor <= n:
@@ -154,10 +156,9 @@ def prime_factors(n: int) -> tuple[int, ...]:
 
 
 def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
-    """The mesh axes of each split, or None where the counts do not fall on mesh axes.
+    """The mesh axes of each split, or None if the counts do not match the mesh axes.
 
-    A split by count takes consecutive axes, of those that no split names, until its count is
-    reached.
+    A split by count takes consecutive axes that no split names, until their product is its count.
     """
     names = {axis for split in layout.splits for axis in split.mesh_axes}
     free = [(name, size) for name, size in axis_sizes.items() if name not in names and size > 1]
@@ -178,12 +179,12 @@ def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...],
 
 
 def refactor(layout: Layout) -> tuple[int, ...]:
-    """Mesh axis sizes on which a layout by counts falls: each dimension in prime factors."""
+    """Sizes of mesh axes that match a layout: the prime factors of each of its dimensions."""
     return tuple(itertools.chain.from_iterable(prime_factors(s.count) for s in layout.splits))
 
 
 def spec_entries(layout: Layout, fitted: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes of each array axis, up to the last one that is sharded; major axes first."""
+    """The mesh axes of each array axis, major first, up to the last sharded axis."""
     entries: dict[int, tuple[str, ...]] = {}
     for split, mesh_axes in zip(layout.splits, fitted, strict=True):
         if split.axis is not None:
@@ -195,19 +196,19 @@ def spec_entries(layout: Layout, fitted: Sequence[tuple[str, ...]]) -> tuple[tup
 def mesh_entries(
     layout: Layout, axis_sizes: Mapping[str, int]
 ) -> tuple[tuple[str, ...], ...] | None:
-    """The mesh axes of each array axis, or None where the counts do not fall on mesh axes."""
+    """The mesh axes of each array axis, or None if the counts do not match the mesh axes."""
     fitted = fit(layout, axis_sizes)
     return None if fitted is None else spec_entries(layout, fitted)
 
 
 def without_axes(layout: Layout, axes: Collection[int]) -> Layout:
-    """The layout with replicas in place of the parts of some array axes."""
+    """The layout with some array axes replicated."""
     splits = [replace(s, axis=None) if s.axis in axes else s for s in layout.splits]
     return Layout(tuple(merged(splits)))
 
 
 def with_unsharded(terms: Sequence[Term], names: Sequence[str]) -> list[Term]:
-    """Adds the axes that are not sharded: each behind the axis before it, or first."""
+    """Adds the missing axes, unsharded: each after the axis before it, if there is one."""
     terms = list(terms)
     for i, name in enumerate(names):
         holders = [term.name for term in terms]
@@ -223,14 +224,14 @@ def with_unsharded(terms: Sequence[Term], names: Sequence[str]) -> list[Term]:
 
 
 def needs_rank(expression: Expression) -> bool:
-    """Whether the sharding depends on the rank of the array: a sharded axis comes after '...'."""
+    """Whether the sharding depends on ndim: a sharded axis comes after '...'."""
     names = expression.names
     late = names[names.index(ELLIPSIS) + 1 :] if ELLIPSIS in names else ()
     return any(term.name in late and term.is_sharded for term in expression.right)
 
 
 def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]:
-    """The position of each name, in an array of `n_dims` dimensions."""
+    """The position of each named axis in an array of `n_dims` dimensions."""
     names = expression.names
     if ELLIPSIS not in names:
         if n_dims is not None and n_dims != len(names):
@@ -245,15 +246,15 @@ def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]
     if n_dims is None:
         if needs_rank(expression):
             raise expression.error(
-                f"where {quoted(names[before + 1 :])} {'is' if after == 1 else 'are'} behind '...' "
-                'depends on the rank of the array, which is not known here',
+                f"the position of {quoted(names[before + 1 :])} after '...' depends on the number "
+                'of dimensions, which is not known here',
                 [t for t in expression.left if t.name == ELLIPSIS],
-                give='ndim=, the number of dimensions of the array',
+                expected='ndim=, the number of dimensions of the array',
             )
         n_dims = len(names) - 1
     if n_dims < before + after:
         raise expression.error(
-            f"beside '...' the expression names {plural(before + after, 'axis')}, "
+            f"the expression names {plural(before + after, 'axis')} and '...', "
             f'but the array has {plural(n_dims, "dimension")}',
             [t for t in expression.left if t.name != ELLIPSIS],
         )
@@ -263,7 +264,7 @@ def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]
 
 
 def terms_of_axis(expression: Expression, axis: int, n_dims: int) -> tuple[str, list[Term]]:
-    """The name of an array axis, and the terms that place it."""
+    """The name of an array axis, and its terms on the right side."""
     positions = axis_positions(expression, n_dims)
     name = next(name for name, position in positions.items() if position == axis)
     return name, [term for term in expression.right if term.name == name]
@@ -282,7 +283,7 @@ def _named_splits(
             f'{quoted(map(str, terms))} {"names" if len(terms) == 1 else "name"} mesh axes, '
             'but there is no mesh',
             terms,
-            give="mesh=, or enter one: 'with jax.set_mesh(mesh):'",
+            expected="mesh=, or 'with jax.set_mesh(mesh):'",
         )
     splits: list[Split] = []
     for term in terms:
@@ -316,7 +317,7 @@ def mesh_text(axis_sizes: Mapping[str, int]) -> str:
 
 
 def merged(splits: Sequence[Split]) -> list[Split]:
-    """Joins neighbours that cut the same axis by count."""
+    """Merges neighbouring splits of the same axis by count."""
     merged: list[Split] = []
     for split in splits:
         last = merged[-1] if merged else None

@@ -253,7 +253,7 @@ class _Specs:
                 if decided and (self.axis_sizes is None or mesh.fits(self.axis_sizes)):
                     ways.append(f"'{way.text}'")
             if ways:
-                facts['to set it'] = f'{" or ".join(ways)}, for {most.of}'
+                facts['try'] = f'{" or ".join(ways)}, for {most.of}'
         return EinshardError(f'ambiguous device order: {one} or {other} first', facts=facts)
 
     def no_order(self, counts: Mapping[str, int]) -> EinshardError:

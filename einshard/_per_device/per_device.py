@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,7 +21,7 @@ from .._functions.sharded import ShardedFunction, called_too_early, sharded
 from .._notation.expression import parse
 from .._notation.layout import axis_positions, mesh_text
 from .._sharding.context import current_context
-from .._sharding.mesh import MeshLike, mesh_fact
+from .._sharding.mesh import MeshLike, entry_axes, mesh_fact, sizes_of
 from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
 from .._trees.specs import Spec, check_specs, is_none, leaf_specs
@@ -36,7 +37,7 @@ def per_device(
     *in_specs: Spec,
     out: Spec,
     mesh: MeshLike | None = None,
-    manual: Iterable[str] | None = None,
+    axis_names: Iterable[str] | None = None,
     check_vma: bool = True,
     reshard: bool = False,
     collectives: Promise | None = None,
@@ -68,8 +69,8 @@ def per_device(
             is not static needs one; '...' replicates. The instance of a method is replicated.
         out: the expression of the result, or a pytree of expressions.
         mesh: a mesh or devices. Default: the mesh in context, or else all devices.
-        manual: mesh axes that are manual, as `axis_names` of `jax.shard_map`. Along the others the
-            function sees global arrays, which `einshard` or the compiler shard. Default: all axes.
+        axis_names: the mesh axes that are manual, as in `jax.shard_map`. Along the other axes the
+            function sees global arrays, sharded by `einshard` or the compiler. Default: all axes.
         check_vma: whether JAX checks that results are replicated where `out` says so. It can infer
             that for `psum`, and for `all_gather` only with `to='invarying'` (JAX 0.8:
             `all_gather_invariant`).
@@ -88,6 +89,9 @@ def per_device(
         UnexpectedCollectives: at a call, if the program has other collectives.
     """
     named = named_specs_and_jit_options
+    if 'manual' in named:
+        warnings.warn('manual= is now axis_names=', DeprecationWarning, stacklevel=2)
+        axis_names = named.pop('manual')
 
     def decorate(*functions: Any, **unexpected: Any) -> Any:
         function = functions[0] if len(functions) == 1 and not unexpected else None
@@ -98,7 +102,7 @@ def per_device(
             raise called_too_early('per_device', given, in_specs)
         its_specs = {name: spec for name, spec in named.items() if name not in JIT_OPTIONS}
         options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
-        mapped = _Mapped(function, in_specs, its_specs, out, mesh, manual, check_vma)
+        mapped = _Mapped(function, in_specs, its_specs, out, mesh, axis_names, check_vma)
         return sharded(
             *map(mapped.lazy, in_specs),
             out=mapped.lazy(out),
@@ -125,7 +129,7 @@ class _Mapped:
         named_specs: Mapping[str, Spec],
         out: Spec,
         mesh: MeshLike | None,
-        manual: Iterable[str] | None,
+        axis_names: Iterable[str] | None,
         check_vma: bool,
     ):
         self.function = function
@@ -135,7 +139,7 @@ class _Mapped:
         self.mesh = mesh
         self.check_vma = check_vma
         try:
-            names = listed(manual, str, 'manual', 'names of mesh axes', "('x',)")
+            names = listed(axis_names, str, 'axis_names', 'names of mesh axes', "('x',)")
             self.manual = frozenset(names)
             self.specs = self.parameters.assign(in_specs, named_specs)
             self.spec_axes = tuple(self._spec_axes())
@@ -196,7 +200,7 @@ class _Mapped:
             for axis in sorted(self.manual):
                 if axis not in view.axes:
                     raise EinshardError(
-                        f"manual= names '{axis}', but the mesh has no such axis",
+                        f"axis_names= includes '{axis}', but the mesh has no such axis",
                         facts={'mesh': mesh_text(view.axes)},
                     )
             return view
@@ -261,7 +265,24 @@ class _Mapped:
             if not isinstance(text, str):
                 raise _no_spec(f"parameter '{label}' of {self.name}", leaf)
             found.append(view.partition_spec(text, np.ndim(leaf), self.manual))
+            self._check_axes(view, label, leaf)
         return jtu.tree_unflatten(treedef, found)
+
+    def _check_axes(self, view: View, label: str, leaf: Any) -> None:
+        """Raises if the type of an argument has mesh axes that the mesh does not have."""
+        axes = {axis for entry in jax.typeof(leaf).sharding.spec for axis in entry_axes(entry)}
+        mesh = sizes_of(view.mesh)
+        for axis in sorted(axes - set(mesh)):
+            raise EinshardError(
+                f"parameter '{label}' is sharded over explicit mesh axis '{axis}', but the mesh "
+                'has no such axis',
+                facts={
+                    'of': self.name,
+                    'array': array_text(leaf),
+                    'mesh': mesh_text(mesh),
+                    'try': f'per_device(..., mesh={label}.sharding.mesh)',
+                },
+            )
 
     def _out_specs(self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         texts = [one for one in jtu.tree_leaves(self.out) if one is not None]
@@ -331,5 +352,5 @@ def _is_traced(value: Any) -> bool:
 def _no_spec(of: str, leaf: Any) -> EinshardError:
     return EinshardError(
         f'{of} has no spec',
-        facts={'array': array_text(leaf), 'to replicate it': f"'{_REPLICATED}'"},
+        facts={'array': array_text(leaf), 'try': f"'{_REPLICATED}' to replicate it"},
     )

@@ -111,13 +111,13 @@ def how_to_agree(
     gathered = [axis for axis, kind in kinds.items() if kind == {'gathered'}]
     gather = _replicating_gather(gathered, shard_map) if gathered else ''
     if len(varying) + len(gathered) < len(result.axes) or gather is None:
-        return {'instead': 'check_vma=False, if the result is in fact replicated'}
-    facts = {'instead': f'{gather}, which returns a replicated value'} if gather else {}
+        return {'try': 'check_vma=False, if the result is in fact replicated'}
+    facts = {'try': f'{gather}, which returns a replicated value'} if gather else {}
     if varying:
         axes = repr(varying[0] if len(varying) == 1 else tuple(varying))
         ways = [f'jax.lax.psum(z, {axes}) for the sum'] if all(sums) else []
         ways += ['shard it in out='] if all(ranks) else []
-        label = f'along {", ".join(varying)}' if gathered else 'instead'
+        label = f'along {", ".join(varying)}' if gathered else 'try'
         facts |= {label: ', or '.join(ways)} if ways else {}
     return facts
 

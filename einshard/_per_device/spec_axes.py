@@ -80,7 +80,7 @@ class SpecAxes:
             raise self.error(
                 f"axis '{again[0].name}' is sharded twice, but it names only one mesh axis",
                 again,
-                instead="pass mesh= and name its axes: 'i@(p,q)'",
+                **{'try': "mesh=, with its axes by name: 'i@(p,q)'"},
             )
         known = {name for other in others for name in other.makes}
         for axis, term in self.uses.items():
@@ -89,7 +89,7 @@ class SpecAxes:
                     f"'{term}' uses mesh axis '{axis}', but no expression shards '{axis}'",
                     [term],
                     sharded=', '.join(f"'{name}'" for name in sorted(known)) or 'none',
-                    instead=f"use a mesh with an axis '{axis}' (mesh= or jax.set_mesh)",
+                    **{'try': f"a mesh with an axis '{axis}' (mesh= or jax.set_mesh)"},
                 )
             if axis in self.makes:
                 raise self.error(

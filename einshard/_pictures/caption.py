@@ -12,7 +12,7 @@ from .blocks import Blocks
 
 
 def meaning(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> str:
-    """A sentence about the shards; with the mesh axes of each array axis, if they are named."""
+    """A sentence about the shards; with the mesh axes of each array axis if `entries` has them."""
     n_shards, replicas = blocks.n_blocks, blocks.replicas
     sharded = [axis for axis, count in enumerate(blocks.parts) if count > 1]
     array = '' if blocks.sizes is None else f', {dtype}{shape_text(blocks.sizes)}'
@@ -42,7 +42,7 @@ def device_order(
     entries: Sequence[tuple[Any, ...]],
     unreduced: Collection[Any] = (),
 ) -> list[str]:
-    """The dimensions of the device grid, in the order of the right side."""
+    """The dimensions of the device grid, slowest first; none if there are fewer than two."""
     owner = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}
     dimensions: list[tuple[str | None, Any, int]] = []
     for axis, size in mesh.items():
@@ -81,7 +81,7 @@ def wrapped(words: Sequence[str], width: int) -> Iterator[str]:
 
 
 def _filled(text: str, width: int) -> Iterator[str]:
-    # not textwrap: it counts characters, and some are two columns wide
+    # textwrap counts characters, but some are two columns wide
     line = ''
     for word in text.split():
         if line and display_width(f'{line} {word}') > width:

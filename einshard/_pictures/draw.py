@@ -1,4 +1,4 @@
-"""Placement -> picture, from mesh axes or from an expression alone."""
+"""Draws a placement given by mesh axes, or by an expression without a mesh."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def draw(
         sizes: their sizes, if known.
         dtype: the dtype, if known.
         named: whether the user named the mesh axes.
-        unreduced: mesh axes along which devices hold terms of a sum.
+        unreduced: mesh axes along which devices hold partial sums.
     """
     check_drawable(math.prod(mesh.values()), len(names))
     blocks = blocks_over(mesh, entries, names, sizes)

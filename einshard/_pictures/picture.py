@@ -23,7 +23,7 @@ _WIDTH = 100
 
 
 class Shown:
-    """Prints as text; in colour if rich is installed and the terminal has colours."""
+    """A repr in colour if rich is installed and the terminal supports it; else plain text."""
 
     def __repr__(self) -> str:
         try:
@@ -42,9 +42,9 @@ class Shown:
 class Picture(Shown):
     """A picture of a placement, made by `show`.
 
-    `str` is plain text. `repr` is in colour on a terminal if rich is installed. Notebooks show an
-    SVG. Each device has one colour in all pictures; a replicated block has the colours of all its
-    devices in SVG, and that of the first in text.
+    `str` is plain text, `repr` adds colour on a terminal if rich is installed, and notebooks show
+    an SVG. A device has the same colour in every picture. A replicated block shows the colours of
+    all its devices in the SVG, and of the first one in text.
 
     Attributes:
         blocks: the blocks of the array and the devices that hold them.
@@ -56,7 +56,7 @@ class Picture(Shown):
 
     @property
     def svg(self) -> str:
-        """The SVG, for a page: its text takes the colour of the page."""
+        """The SVG, for use in a page: text takes the colour of the page."""
         return svg_text(self.blocks)
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -95,7 +95,7 @@ class Gallery(Shown):
 
     Attributes:
         pictures: (caption with the paths, picture).
-        rest: the number of pictures that are omitted.
+        rest: the number of omitted pictures.
     """
 
     pictures: Sequence[tuple[str, Picture]]

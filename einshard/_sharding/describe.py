@@ -70,12 +70,22 @@ def describe(x: Any) -> Any:
 
 
 class Words(str):
-    """A description of a sharding that has no expression. It is not a valid spec."""
+    """A description of a sharding that has no expression. It is not a valid spec.
+
+    `portable` is the same without device names, which differ between machines.
+    """
+
+    portable: str
+
+    def __new__(cls, text: str, portable: str | None = None):
+        words = super().__new__(cls, text)
+        words.portable = text if portable is None else portable
+        return words
 
 
 def _describe_leaf(x: Any) -> str | None:
     """The expression or description of a leaf; None if it is not an array."""
-    sharding: Any = x if isinstance(x, Sharding) else _sharding_of(x)
+    sharding: Any = x if isinstance(x, Sharding) else sharding_of(x)
     if sharding is None or isinstance(sharding, Words):
         return sharding
     ndim = None if isinstance(x, Sharding) else len(x.shape)  # in 0.8.1 a jax.Ref has no ndim
@@ -83,10 +93,12 @@ def _describe_leaf(x: Any) -> str | None:
         return describe_named(sharding, ndim)
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
-        where = f'on one device: {device}'
+        where = 'on one device'
+        text = f'{where}: {device}'
     else:
-        where = f'by a {type(sharding).__name__} over {len(sharding.device_set)} devices'
-    return Words(in_memory(where, sharding.memory_kind))
+        text = where = f'by a {type(sharding).__name__} over {len(sharding.device_set)} devices'
+    kind = sharding.memory_kind
+    return Words(in_memory(text, kind), in_memory(where, kind))
 
 
 def describe_named(
@@ -109,7 +121,7 @@ def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
     return describe_named(sharding, ndim, None if ELLIPSIS in names else names)
 
 
-def _sharding_of(x: Any) -> Sharding | Words | None:
+def sharding_of(x: Any) -> Sharding | Words | None:
     """The sharding of an array, or a description; None if it is not an array."""
     if isinstance(x, Tracer):
         sharding = jax.typeof(x).sharding

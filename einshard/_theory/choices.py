@@ -62,15 +62,15 @@ def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
             yield f"'{name}' is sharded differently in operand 0 and operand 1"
             continue
         sharded, replicated = (0, 1) if mine else (1, 0)
-        if not any(map(operands[replicated].holder, mine or its)):  # else reported above
+        if not any(map(operands[replicated].holder, mine or its)):  # else already reported
             yield f"'{name}' is sharded in operand {sharded} but not in operand {replicated}"
 
 
 def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]:
-    """Layouts of all axes in which blocks match, made of the shardings of operands and result.
+    """Layouts in which the blocks match, combined from the shardings of operands and result.
 
-    The sharding of the result counts because XLA may reshard an operand to it before multiplying,
-    which may send less.
+    The sharding of the result is included because XLA may first reshard an operand to match it,
+    which may send less data.
     """
     space = result.space
     alike: dict[tuple[str | None, ...], list[str]] = {}  # device axes that shard the same axes
@@ -97,7 +97,7 @@ def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]
 def _as_written(
     arrays: Sequence[Blocks], holders: Mapping[str, str | None]
 ) -> dict[str, str | None]:
-    """The axis that each device axis shards, in the order of the array that shards it most."""
+    """The axis that each device axis shards, in the order used by the most sharded array."""
     first: dict[str, str | None] = {}
     for name in dict.fromkeys(holders.values()):
         if name:
@@ -109,7 +109,7 @@ def _as_written(
 def choices_for(
     operands: Sequence[Blocks], target: Layout, result: Blocks, placed: bool
 ) -> Iterable[Choice]:
-    """The choices with the operands in the layout `target`; `placed`: `result` is required."""
+    """The choices with operands in the layout `target`; if `placed`, with the result as given."""
     met = [operand.with_layout(target) for operand in operands]
     pairs = list(zip(operands, met, strict=True))
     before = [move for old, new in pairs for move in moves(old, new)]

@@ -147,13 +147,13 @@ def in_order(axes: Sequence[str], order: Iterable[str]) -> bool:
 def moves(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
     """The collectives that reshard an array.
 
-    Local slices come first, because they need no communication. For the costs of collectives see
+    Local slices come first, because they need no communication. For the costs of collectives, see
     Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH",
     2005.
     """
     kept = old
     for name in old.names:
-        # unless a device axis must leave this axis
+        # not if a device axis must move away from this axis
         if set(old.over(name)) <= set(new.over(name)):
             free = [axis for axis in new.over(name) if old.holder(axis) is None]
             kept = kept.sharded(dict.fromkeys(free, name))

@@ -67,7 +67,7 @@ def is_placed(operand: Expression) -> bool:
 
 
 def written(operand: Expression) -> str:
-    """An operand as an expression of its own."""
+    """The text of an operand."""
     return ' '.join(map(str, operand.right))
 
 
@@ -84,7 +84,7 @@ def _read(text: str) -> Contraction:
     arrows = [match.span() for match in re.finditer('->', text)]
     if len(arrows) != 1:
         raise EinshardError(
-            f"an einsum has one '->', this one has {len(arrows) or 'none'}",
+            f"an einsum has one '->', but this one has {len(arrows) or 'none'}",
             expression=text,
             spans=arrows,
             facts={'example': "'b x, x y -> b y'"},
@@ -97,7 +97,7 @@ def _read(text: str) -> Contraction:
 
 
 def of_words(text: object) -> Suggestion | None:
-    """A numpy einsum, in which every letter is an axis, in the notation; None if it is not one.
+    """Rewrites a numpy einsum, with an axis per letter, in the notation; None if it is not one.
 
     >>> from einshard._theory.contraction import of_words
     >>> of_words('bx,xy->by')
@@ -188,7 +188,7 @@ def _operand(text: str, start: int, end: int) -> Expression:
         parsed = parse(' ' * start + written)
         return replace(parsed, text=text)
     except EinshardError as error:
-        # drop the fix: it is for this operand alone
+        # drop the fix: it covers only this operand
         raise EinshardError(
             error.sentence, expression=text, spans=error.spans, facts=error.facts
         ) from None
@@ -205,7 +205,7 @@ def _check_result(contraction: Contraction) -> None:
     if near:
         facts['similar'] = f"'{near[0]}'"
     raise EinshardError(
-        f'{quoted(names)} {"is" if len(names) == 1 else "are"} in the result, but in no operand',
+        f'{quoted(names)} {"is" if len(names) == 1 else "are"} in the result but in no operand',
         expression=contraction.text,
         spans=[term.span for term in unknown],
         facts=facts,

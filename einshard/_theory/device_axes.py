@@ -17,7 +17,7 @@ from .contraction import Contraction, is_placed
 def device_axes(
     contraction: Contraction, n_devices: int | None, counts: Mapping[str, int]
 ) -> tuple[dict[str, int], tuple[Expression, ...]]:
-    """Device axes and their sizes; and the operands with placements over them."""
+    """The device axes with sizes, and the operands placed on them."""
     if contraction.mesh_axes:
         named = _named_devices(contraction, counts)
         left = _left(contraction, named, n_devices)
@@ -34,7 +34,7 @@ def device_axes(
 
 
 def _over_its_name(operand: Expression, counts: Mapping[str, int]) -> Expression:
-    """An operand whose counted axes are sharded over device axes of the same names."""
+    """The operand with its counted axes sharded over device axes of the same names."""
     terms = (
         replace(term, mesh_axes=(str(term.name),)) if term.name in counts else term
         for term in operand.right
@@ -43,7 +43,7 @@ def _over_its_name(operand: Expression, counts: Mapping[str, int]) -> Expression
 
 
 def _left(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
-    """The number of replicas: the devices that counts leave."""
+    """The number of replicas: devices divided by the product of the counts."""
     product = math.prod(counts.values())
     if n_devices is not None and n_devices % product:
         raise contraction.error(

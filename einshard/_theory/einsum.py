@@ -34,9 +34,9 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         >>> Y.shape == (4, 3 * n), Y.addressable_shards[0].data.shape
         (True, (4, 3))
 
-    Here x is sharded over all devices in both operands, and y in the result, so the sum over x
-    becomes a reduce-scatter. Operands and result are expressions in the short form. Those with a
-    placement are placed or constrained, as by `einshard`; the others are left to the compiler.
+    Both operands shard x over all devices, and the result shards y, so the sum over x becomes a
+    reduce-scatter. Operands and result are expressions without '->'. Those with a placement are
+    placed or constrained, as by `einshard`; the others are left to the compiler.
 
     Args:
         expression: operands separated by commas, '->', and the result. An axis appears once per
@@ -70,7 +70,7 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
             _check_types(contraction, operands)
     except EinshardError as error:
         raise _with_tried_fix(error, contraction, operand, arrays, mesh, options) from None
-    # outside of jit, one jitted program, so that the sum is computed in the sharding of the result
+    # outside jit, run one jitted program: it computes the sum in the sharding of the result
     contract = _contract if is_tracing() else _jitted
     if isinstance(options.get('optimize'), list | tuple):
         options['optimize'] = _path(options['optimize'])
@@ -85,7 +85,7 @@ def _with_tried_fix(
     mesh: MeshLike | None,
     options: Mapping[str, Any],
 ) -> EinshardError:
-    """An error about one operand, with a tried fix of the entire einsum, if there is one."""
+    """An error about one operand, with a fix of the entire einsum if one works."""
     text = contraction.text
     if error.expression != text:
         start, end = operand.right[0].span[0], operand.right[-1].span[1]

@@ -99,7 +99,7 @@ def _listed(names: Sequence[str]) -> str:
 class Chain(tuple[Parallelism, ...]):
     """The parallelism of a list of einsums, one after another.
 
-    An axis name is sharded alike in all of them, so each result is placed as the next einsum needs.
+    An axis has the same sharding in all of them, so each result is sharded as the next step needs.
     """
 
     __slots__ = ()
@@ -206,7 +206,7 @@ def _read(einsum: str, with_fix: Callable[[str], object]) -> Contraction:
 
 
 def _tried(contraction: Contraction, n_devices: int | None, *options: Any) -> Parallelism:
-    """Explains an einsum; suggestions in its errors have been tried."""
+    """Explains an einsum; its errors have only suggestions that work."""
     try:
         return _explain(contraction, n_devices, *options)
     except EinshardError as error:
@@ -285,7 +285,8 @@ def _check_counts(contractions: Sequence[Contraction], counts: Mapping[str, obje
             facts = {'axes': ' '.join(dict.fromkeys(known))} | (
                 {'similar': near[0]} if near else {}
             )
-            raise EinshardError(f"no einsum has an axis '{name}'", facts=facts)
+            owner = 'the einsum has no' if len(contractions) == 1 else 'no einsum has an'
+            raise EinshardError(f"{owner} axis '{name}'", facts=facts)
         if not _is_count(count):
             raise EinshardError(f'{name}= must be a positive integer, not {count!r}')
 

@@ -1,4 +1,4 @@
-"""Specs for the states of optimizers: moments live as the parameters that they belong to."""
+"""for_optimizer: specs for optimizer states, sharded like the parameters."""
 
 from __future__ import annotations
 
@@ -37,72 +37,67 @@ from .specs import Spec, check_specs, leaf_specs
 from .table import Table, make_table
 
 Shape: TypeAlias = tuple[int, ...]
-Zero: TypeAlias = Literal[True] | tuple[str, ...]  # every mesh axis, or those of these names
-# One way to follow a parameter: for each axis of a leaf the axis that it is of the parameter.
-Way: TypeAlias = tuple[int | None, ...]
+Zero: TypeAlias = Literal[True] | tuple[str, ...]  # all mesh axes, or these
+# For each axis of a state array: the axis of its parameter, or None for an added axis.
+AxisMap: TypeAlias = tuple[int | None, ...]
 MeshAxes: TypeAlias = tuple[Any, ...]
 
 
 def for_optimizer(
     params: Any, spec: Spec, *, zero: bool | str | Sequence[str] = False, default: Spec = ...
 ) -> StateSpec:
-    """A spec for the state of an optimizer: moments live as their parameters do.
+    """A spec for an optimizer state: moments are sharded like their parameters.
 
-        >>> params = {'up': np.ones((64, 256)), 'down': np.ones((256, 64))}
-        >>> rules = Rules([('^up', 'd f -> * d f2'), ('^down', 'f d -> * f2 d')])
-        >>> state = {'count': np.zeros(()), 'mu': params, 'v_row': {'up': np.ones(64)}}
-        >>> describe(einshard(state, for_optimizer(params, rules))['mu'])
-        {'down': 'a b -> 8 a2 b', 'up': 'a b -> 8 a b2'}
-        >>> describe(einshard(state, for_optimizer(params, rules, zero=True))['mu'])
-        {'down': 'a b -> b8 a2', 'up': 'a b -> a8 b2'}
+        >>> import jax
+        >>> import numpy as np
+        >>> from einshard import Rules, describe, device_mesh, einshard, for_optimizer
+        >>> mesh = device_mesh(jax.sharding.AbstractMesh((16,), ('d0',)))
+        >>> params = {'w': jax.ShapeDtypeStruct((64, 256), np.float32)}
+        >>> state = {'count': jax.ShapeDtypeStruct((), np.int32), 'mu': params}
+        >>> rules = Rules([('w$', 'd f -> * d f2')])
+        >>> describe(einshard(state, for_optimizer(params, rules), mesh=mesh)['mu'])
+        {'w': 'a b -> 8 a b2'}
+        >>> describe(einshard(state, for_optimizer(params, rules, zero=True), mesh=mesh)['mu'])
+        {'w': 'a b -> a8 b2'}
 
-    A leaf follows the parameter in whose path its own path ends, as '0/mu/mlp/kernel' ends in
-    'mlp/kernel'; of several parameters, that of the longest path. What it gets depends on its
-    shape:
+    The path of a moment ends with the path of its parameter: '0/mu/mlp/kernel' belongs to
+    'mlp/kernel' (the longest match wins). Its spec depends on its shape:
 
-    * that of the parameter: the spec of the parameter;
-    * with axes left out, as in the factored moments of Adafactor: that spec without them, where
-      the devices that cut them hold replicas. If sizes do not tell which axes these are, and it
-      makes a difference, `v_row` and `v_col` in the path mean what they mean in optax;
-    * with axes added in front, as in the history of L-BFGS: these are not cut.
+    * Same shape as the parameter: the spec of the parameter.
+    * Fewer axes, as in Adafactor: that spec without the missing axes. If several axes have the same
+      size, `v_row` and `v_col` in the path have their meaning in optax.
+    * More axes in front, as in L-BFGS: the added axes are not sharded.
 
-    Leaves of one element, such as counters, are on every device. So one spec places the
-    state of any chain of transformations and, without `zero=`, a train state that holds parameters
-    and moments. It goes wherever `Rules` go, and has a `table` as they do.
+    Arrays with one element, such as counters, are replicated. Use the spec wherever `Rules` are
+    accepted; it has a `table` too.
 
-    With `zero=`, devices that hold replicas of a parameter share its moments out (ZeRO, stage 1).
-    The mesh axes that do not cut the parameter are given to the array axis that is largest on a
-    device, of those that they divide; if they divide none, as many of them as do, and then the
-    others. What nothing takes stays replicated. They come behind the mesh axes that cut an array
-    axis already: each device keeps a part of what it keeps of the parameter, and a step has only
-    the new parameters to gather. In expressions by count a replica is cut in its place instead,
-    first along axes that are not cut to the right of it, for which the same is true.
+    With `zero=`, moments are also sharded over the mesh axes that replicate the parameter (ZeRO,
+    stage 1): over the largest divisible array axis. Free mesh axes become minor to those already
+    sharding the axis, so that a step gathers only the new parameters.
 
-    Parameters in one tree with their moments would be shared out too. Rules tell them apart:
-    `Rules([('opt_state/', for_optimizer(params, rules, zero=True))], default=rules)`; without '^',
-    since paths may begin with a place among several results.
+    If parameters and moments are in one pytree, use rules to apply `zero=` to the moments only:
+    `Rules([('opt_state/', for_optimizer(params, rules, zero=True))], default=rules)`.
 
     Args:
-        params: the parameters: arrays, or the shapes of `jax.eval_shape`. Only their paths, shapes
-            and dtypes are kept.
-        spec: the spec of the parameters: an expression, `Rules`, a function, or a tree of those.
-        zero: True to share moments out over every mesh axis that is free, or the names of those
-            that may be used, where there is a mesh with names.
-        default: the spec of leaves that follow no parameter; where left out, they are an error.
+        params: the parameters, as arrays or as shapes from `jax.eval_shape`. Only their paths,
+            shapes and dtypes are kept.
+        spec: the spec of the parameters: an expression, `Rules`, a function, or a pytree of these.
+        zero: True to shard moments over all free mesh axes, or the names of the mesh axes to use.
+        default: the spec of arrays without a parameter. If omitted, they are an error.
 
     Returns:
-        A spec, a function `(path, leaf) -> spec`.
+        A function `(path, leaf) -> spec`.
 
     Raises:
-        EinshardError: `spec` or `default` is no spec, or `spec` no prefix of `params`. In use: a
-            leaf follows no parameter, or there are several ways to follow it; a spec does not fit
-            its parameter; the mesh has no axis that `zero=` names.
+        EinshardError: `spec` or `default` is not a spec, or `spec` is not a prefix of `params`. In
+            use: an array has no parameter, or is ambiguous; a spec does not fit its parameter; or
+            the mesh lacks an axis in `zero=`.
     """
     return StateSpec(params, spec, zero, default)
 
 
 class StateSpec:
-    """Where the leaves of an optimizer's state live: a spec that `for_optimizer` makes."""
+    """The spec of an optimizer state, made by `for_optimizer`."""
 
     def __init__(self, params: Any, spec: Spec, zero: bool | str | Sequence[str], default: Spec):
         self._params = jtu.tree_map(_without_values, params)
@@ -113,13 +108,13 @@ class StateSpec:
         self._default = None if default is ... else Rules([], default=default)
         try:
             check_specs(spec)
-            # raises where it is no prefix; what functions say depends on the mesh in use
+            # functions are not called yet: their results may depend on the mesh in use
             leaf_specs(self._params, self._leaves, jtu.tree_map(lambda _: None, spec))
         except EinshardError as error:
             raise error.about(of='the parameters of for_optimizer') from None
         arrays = [i for i, leaf in enumerate(self._leaves) if _shape_of(leaf) is not None]
         self._by_path = {self._paths[i]: i for i in arrays}
-        self._followed: dict[tuple[str, Shape], tuple[int, tuple[Way, ...]] | None] = {}
+        self._parameters: dict[tuple[str, Shape], tuple[int, tuple[AxisMap, ...]] | None] = {}
         self._known: tuple[Context, Sequence[AnySpec | None]] | None = None
 
     def __repr__(self) -> str:
@@ -127,19 +122,19 @@ class StateSpec:
         return f'for_optimizer({plural(len(self._by_path), "parameter")}, {self._spec!r}{zero})'
 
     def __getstate__(self) -> dict[str, Any]:
-        # what was found for a mesh holds its devices, which neither pickle nor copy
-        return {**self.__dict__, '_followed': {}, '_known': None}
+        # without the caches: they contain devices, which cannot be pickled or copied
+        return {**self.__dict__, '_parameters': {}, '_known': None}
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
         """The spec of one leaf."""
         return self.for_leaves([path], [leaf])[0]
 
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
-        """The specs of many leaves; one error for all that follow no parameter."""
+        """The specs of many leaves; one error lists all arrays without a parameter."""
         return [spec for _, spec in self.find_all(paths, leaves)]
 
     def table(self, tree: Any, *, mesh: MeshLike | None = None) -> Table:
-        """What becomes of a state, leaf by leaf, with totals, as `Rules.table` has it."""
+        """How each leaf of a state is sharded, with totals, as in `Rules.table`."""
         context = current_context(mesh)
         with mesh_scope(context.mesh):
             found = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
@@ -148,18 +143,18 @@ class StateSpec:
     def find_all(
         self, paths: Sequence[str], leaves: Sequence[Any]
     ) -> list[tuple[str, AnySpec | None]]:
-        """What each leaf follows, or why it follows nothing, and the spec that comes of it."""
+        """For each leaf: its parameter, or why it has none, and its spec."""
         context = current_context(None)
         _check_mesh_axes(self._zero, context)
         specs = self._specs(context)
         found: list[tuple[str, AnySpec | None]] = []
-        lost: list[str] = []
+        unmatched: list[str] = []
         for path, leaf in zip(paths, leaves, strict=True):
             shape = _shape_of(leaf)
-            follows = None if shape is None else self._follow(path, shape)
-            if follows:
-                i, ways = follows
-                spec = self._follower(path, leaf, i, ways, specs[i], context)
+            parameter = None if shape is None else self._find_parameter(path, shape)
+            if parameter:
+                i, axis_maps = parameter
+                spec = self._spec_of(path, leaf, i, axis_maps, specs[i], context)
                 found.append((f'as {self._paths[i]}', spec))
             elif shape is None:
                 found.append(('no array', None))
@@ -168,13 +163,13 @@ class StateSpec:
             elif self._default:
                 found.append(('default', self._default(path, leaf)))
             else:
-                lost.append(self._lost(path, leaf))
-        if lost:
-            raise self._no_parameter(lost)
+                unmatched.append(self._unmatched_text(path, leaf))
+        if unmatched:
+            raise self._no_parameter(unmatched)
         return found
 
     def _specs(self, context: Context) -> Sequence[AnySpec | None]:
-        """The specs of the parameters, kept until the mesh or the axis rules are others."""
+        """The specs of the parameters, cached for the latest context."""
         known = self._known
         if known is None or known[0] is not context:
             try:
@@ -184,66 +179,71 @@ class StateSpec:
             self._known = known
         return known[1]
 
-    def _follow(self, path: str, shape: Shape) -> tuple[int, tuple[Way, ...]] | None:
-        """The number of the parameter that a leaf follows, and in which ways it may do so."""
+    def _find_parameter(self, path: str, shape: Shape) -> tuple[int, tuple[AxisMap, ...]] | None:
+        """The index of the parameter of a state array, and the possible maps of their axes."""
         key = path, shape
-        if key not in self._followed:
-            self._followed[key] = next(self._followable(path, shape), None)
-        return self._followed[key]
+        if key not in self._parameters:
+            self._parameters[key] = next(self._find_parameters(path, shape), None)
+        return self._parameters[key]
 
-    def _followable(self, path: str, shape: Shape) -> Iterator[tuple[int, tuple[Way, ...]]]:
-        for end in _ends(path):
-            i = self._by_path.get(end)
+    def _find_parameters(
+        self, path: str, shape: Shape
+    ) -> Iterator[tuple[int, tuple[AxisMap, ...]]]:
+        for suffix in _suffixes(path):
+            i = self._by_path.get(suffix)
             if i is not None:
-                ways = _ways(self._leaves[i].shape, shape, path.removesuffix(end))
-                if ways:
-                    yield i, ways
+                prefix = path.removesuffix(suffix)
+                axis_maps = _axis_maps(self._leaves[i].shape, shape, prefix)
+                if axis_maps:
+                    yield i, axis_maps
 
-    def _follower(
+    def _spec_of(
         self,
         path: str,
         leaf: Any,
         i: int,
-        ways: tuple[Way, ...],
+        axis_maps: tuple[AxisMap, ...],
         spec: AnySpec | None,
         context: Context,
     ) -> AnySpec | None:
-        """The spec of a leaf that follows the i-th parameter, whose spec is given."""
-        whole = self._leaves[i]
-        if spec is None or (not self._zero and leaf.shape == whole.shape):
+        """The spec of a state array of the i-th parameter; `spec` is that of the parameter."""
+        parameter = self._leaves[i]
+        if spec is None or (not self._zero and leaf.shape == parameter.shape):
             return spec
+        shape = tuple(leaf.shape)
         try:
-            found = _followers(spec, whole.shape, tuple(leaf.shape), ways, self._zero, context)
+            found = _state_specs(spec, parameter.shape, shape, axis_maps, self._zero, context)
         except EinshardError as error:
-            raise error.about(array=leaf_text(self._paths[i], whole, 'parameter')) from None
+            raise error.about(array=leaf_text(self._paths[i], parameter, 'parameter')) from None
         if len(found) == 1:
             return found[0]
         raise EinshardError(
-            'the sizes do not tell which axes of its parameter an array has',
+            'ambiguous: several parameter axes have this size',
             facts={
                 'array': leaf_text(path, leaf),
-                'parameter': leaf_text(self._paths[i], whole, 'parameter'),
-                'may be': ' or '.join(f"'{text}'" for text in found),
-                'give': 'a function (path, leaf) -> spec that knows, and asks this one otherwise',
+                'parameter': leaf_text(self._paths[i], parameter, 'parameter'),
+                'could be': ' or '.join(f"'{text}'" for text in found),
+                'instead': 'a function (path, leaf) -> spec that decides for this leaf',
             },
         )
 
-    def _lost(self, path: str, leaf: Any) -> str:
-        near = next((self._by_path[end] for end in _ends(path) if end in self._by_path), None)
+    def _unmatched_text(self, path: str, leaf: Any) -> str:
+        suffixes = (suffix for suffix in _suffixes(path) if suffix in self._by_path)
+        near = next((self._by_path[suffix] for suffix in suffixes), None)
         text = f"'{path}' {array_text(leaf)}"
         if near is None:
             return text
         return f'{text} (its parameter is {array_text(self._leaves[near])})'
 
-    def _no_parameter(self, lost: Sequence[str]) -> EinshardError:
+    def _no_parameter(self, unmatched: Sequence[str]) -> EinshardError:
         some = [f"'{path}' {array_text(self._leaves[i])}" for path, i in self._by_path.items()]
         return EinshardError(
-            f'{plural(len(lost), "array")} {"follows" if len(lost) == 1 else "follow"} '
-            'no parameter',
+            f'{plural(len(unmatched), "array")} {"matches" if len(unmatched) == 1 else "match"} '
+            'no parameter by path and shape',
             facts={
-                'arrays': first_of(lost, 8),
+                'arrays': first_of(unmatched, 8),
                 'parameters': first_of(some, 3) or 'none',
-                'give': "default=, the spec of such arrays: default='... -> * ...'",
+                'expected': "default=, a spec for such arrays: default='... -> * ...'",
             },
         )
 
@@ -253,12 +253,12 @@ def _without_values(leaf: Any) -> Any:
 
 
 def _shape_of(leaf: Any) -> Shape | None:
-    """The shape of an array or a struct; None for anything else, numbers of Python too."""
-    # a Mesh has a shape too, but is no array
+    """The shape of an array or a struct; None for anything else, such as a Python number."""
+    # a Mesh has a shape but no dtype
     return tuple(leaf.shape) if hasattr(leaf, 'dtype') else None
 
 
-def _ends(path: str) -> Iterator[str]:
+def _suffixes(path: str) -> Iterator[str]:
     """'a/b/c' -> 'a/b/c', 'b/c', 'c', ''"""
     yield path
     while path:
@@ -266,94 +266,103 @@ def _ends(path: str) -> Iterator[str]:
         yield path
 
 
-def _ways(whole: Shape, shape: Shape, prefix: str) -> tuple[Way, ...]:
-    """How an array of a shape may have come of a parameter; `prefix` is before that in its path."""
-    n_new = len(shape) - len(whole)
+def _axis_maps(param_shape: Shape, shape: Shape, prefix: str) -> tuple[AxisMap, ...]:
+    """The maps from axes of a state array to those of its parameter that fit the shapes.
+
+    `prefix` is the path of the array without that of the parameter.
+    """
+    n_new = len(shape) - len(param_shape)
     if n_new > 0:
-        same = shape[n_new:] == whole
-        return ((None,) * n_new + tuple(range(len(whole))),) if same else ()
-    if math.prod(shape) == 1 and shape != whole:
+        same = shape[n_new:] == param_shape
+        return ((None,) * n_new + tuple(range(len(param_shape))),) if same else ()
+    if math.prod(shape) == 1 and shape != param_shape:
         return ()
-    kept = itertools.combinations(range(len(whole)), len(shape))
-    ways = tuple(axes for axes in kept if tuple(whole[axis] for axis in axes) == shape)
+    kept = itertools.combinations(range(len(param_shape)), len(shape))
+    fitting = tuple(axes for axes in kept if tuple(param_shape[axis] for axis in axes) == shape)
     names = prefix.split('/')
-    if len(ways) > 1 and ('v_row' in names or 'v_col' in names):
-        # optax: v_row lacks the largest axis, v_col the second; of equals, as argsort has them
-        lacks = int(np.argsort(whole)[-1 if 'v_row' in names else -2])
-        way = tuple(axis for axis in range(len(whole)) if axis != lacks)
-        return (way,) if way in ways else ways
-    return ways
+    if len(fitting) > 1 and ('v_row' in names or 'v_col' in names):
+        # optax: v_row lacks the largest axis and v_col the second largest, in argsort order
+        lacks = int(np.argsort(param_shape)[-1 if 'v_row' in names else -2])
+        axis_map = tuple(axis for axis in range(len(param_shape)) if axis != lacks)
+        return (axis_map,) if axis_map in fitting else fitting
+    return fitting
 
 
 _REPLICATED = parse(REPLICATED)
 
 
 @cached
-def _followers(
-    spec: AnySpec, whole: Shape, shape: Shape, ways: tuple[Way, ...], zero: Zero, context: Context
+def _state_specs(
+    spec: AnySpec,
+    param_shape: Shape,
+    shape: Shape,
+    axis_maps: tuple[AxisMap, ...],
+    zero: Zero,
+    context: Context,
 ) -> tuple[LeafSpec, ...]:
-    """The specs of a leaf that follows a parameter of shape `whole`, in some ways.
-
-    One for each placement: most often all ways come to the same.
-    """
-    placement = resolve(spec, whole, context)
+    """The distinct specs that the axis maps give a state array; usually one."""
+    placement = resolve(spec, param_shape, context)
     mesh, memory_kind = placement.sharding.mesh, placement.sharding.memory_kind
-    cuts = spec_axes(placement.sharding.spec)
-    cuts += [()] * (len(whole) - len(cuts))
-    free = [axis for axis in mesh.axis_names if axis not in itertools.chain(*cuts)]
+    entries = spec_axes(placement.sharding.spec)
+    entries += [()] * (len(param_shape) - len(entries))
+    free = [axis for axis in mesh.axis_names if axis not in itertools.chain(*entries)]
     free = [axis for axis in free if zero is True or str(axis) in zero]
-    names = {axis: name for name, axis in axis_positions(placement.expression, len(whole)).items()}
+    positions = axis_positions(placement.expression, len(param_shape))
+    names = {axis: name for name, axis in positions.items()}
     found: dict[NamedSharding, LeafSpec] = {}
-    for way in ways:
-        left = [() if axis is None else cuts[axis] for axis in way]
-        shared = _share_out(left, shape, free, mesh)
-        sharding = NamedSharding(mesh, partition_spec(shared), memory_kind=memory_kind)
+    for axis_map in axis_maps:
+        of_param = [() if axis is None else entries[axis] for axis in axis_map]
+        of_state = _shard_over(free, of_param, shape, mesh)
+        sharding = NamedSharding(mesh, partition_spec(of_state), memory_kind=memory_kind)
         letters = (letter for letter in axis_letters() if letter not in names.values())
-        called = [names[axis] if axis in names else next(letters) for axis in way]
-        expression = find_expression(sharding, len(shape), called) if any(shared) else _REPLICATED
+        own_names = [names[axis] if axis in names else next(letters) for axis in axis_map]
+        expression = _REPLICATED
+        if any(of_state):
+            expression = find_expression(sharding, len(shape), own_names)
         if expression is None:
             raise EinshardError(
-                'the mesh has axes that an expression cannot name', facts={'mesh': mesh_fact(mesh)}
+                'the mesh has axis names that cannot be written in an expression',
+                facts={'mesh': mesh_fact(mesh)},
             )
         found.setdefault(sharding, LeafSpec(expression, memory_kind))
     return tuple(found.values())
 
 
-def _share_out(
-    cuts: Sequence[MeshAxes], shape: Shape, free: Sequence[Any], mesh: AnyMesh
+def _shard_over(
+    free: Sequence[Any], entries: Sequence[MeshAxes], shape: Shape, mesh: AnyMesh
 ) -> list[MeshAxes]:
-    """Cuts an array over mesh axes that hold replicas: as many at a time as one array axis takes.
+    """Shards an array also over free mesh axes: the largest axis over as many as divide it.
 
-    A device is to keep a part of what it has, so the free mesh axes come behind those that cut an
-    axis already. The expressions of the one mesh know device order only. There, axes go first
-    that are not cut behind the replicas, then the one cut next to them: where a parameter
-    float32[256,1024] was 'd f -> * d f2' on 16 devices, moments 'f8 d f2' made XLA sum gradients of
-    the whole shape and gather activations; 'd8 f2' added the gathering of new parameters alone.
+    Free mesh axes become minor to those that shard an array axis already, so that a device keeps a
+    part of its shard. On the canonical mesh the order of mesh axes is fixed. There, array axes
+    without a minor mesh axis come first, then the one sharded over the next minor axis. For a
+    parameter float32[256,1024] as 'd f -> * d f2' on 16 devices, moments 'f8 d f2' made XLA
+    all-reduce unsharded gradients and gather activations; 'd8 f2' only gathered new parameters.
     """
     sizes = sizes_of(mesh)
     free = [axis for axis in free if sizes.get(str(axis), 1) > 1]
     in_order = is_device_mesh(mesh)
     place = {axis: i if in_order else 0 for i, axis in enumerate(mesh.axis_names)}
-    shared = list(cuts)
+    sharded = list(entries)
     while free:
         choices: list[tuple[int, int, int, int]] = []
-        for i, (size, axes) in enumerate(zip(shape, shared, strict=True)):
-            on_device = size // _parts(axes, sizes)
-            behind = (place[axis] for axis in axes if place[axis] > place[free[0]])
-            next_to = min(behind, default=-1)
+        for i, (size, axes) in enumerate(zip(shape, sharded, strict=True)):
+            on_device = size // _n_shards(axes, sizes)
+            minor = (place[axis] for axis in axes if place[axis] > place[free[0]])
+            next_minor = min(minor, default=-1)
             for n in range(1, len(free) + 1):
-                if on_device and on_device % _parts(free[:n], sizes) == 0:
-                    choices.append((next_to, -n, -on_device, i))
+                if on_device and on_device % _n_shards(free[:n], sizes) == 0:
+                    choices.append((next_minor, -n, -on_device, i))
         n = 1
         if choices:
             _, minus_n, _, i = min(choices)
             n = -minus_n
-            shared[i] = tuple(sorted((*shared[i], *free[:n]), key=lambda axis: place[axis]))
+            sharded[i] = tuple(sorted((*sharded[i], *free[:n]), key=lambda axis: place[axis]))
         free = free[n:]
-    return shared
+    return sharded
 
 
-def _parts(axes: Sequence[Any], sizes: Mapping[str, int]) -> int:
+def _n_shards(axes: Sequence[Any], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[str(axis)] for axis in axes)
 
 
@@ -363,28 +372,28 @@ def _checked(zero: object) -> Zero:
     names = (zero,) if isinstance(zero, str) else zero
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise EinshardError(
-            f'zero= is True or mesh axes, not {zero!r}',
-            facts={'as in': "zero=True, zero='data', zero=('data', 'fsdp')"},
+            f'zero= must be True or names of mesh axes, not {zero!r}',
+            facts={'example': "zero=True, zero='data', zero=('data', 'fsdp')"},
         )
     return tuple(names)
 
 
 def _check_mesh_axes(zero: Zero, context: Context) -> None:
-    """Raises where `zero=` names mesh axes that are not there."""
+    """Raises if the mesh lacks an axis that `zero=` names."""
     if zero is True or not zero:
         return
     mesh = context.mesh
     if mesh is None:
         raise EinshardError(
             f'zero= names {quoted(zero)}, but there is no mesh',
-            facts={'give': "mesh=, or enter one: 'with jax.set_mesh(mesh):'; or zero=True"},
+            facts={'expected': "mesh= or 'with jax.set_mesh(mesh):'; or zero=True"},
         )
     sizes = sizes_of(mesh)
     for name in zero:
         if name not in sizes:
             near = difflib.get_close_matches(name, sizes, n=1)
             raise EinshardError(
-                f"the mesh has no axis '{name}', which zero= names",
+                f"zero= names '{name}', but the mesh has no such axis",
                 facts={'mesh': mesh_fact(mesh)},
                 fix=f"zero='{near[0]}'" if near and len(zero) == 1 else None,
             )

@@ -1,4 +1,4 @@
-"""Rules by path: where every leaf of a model lives, from a table of regular expressions."""
+"""Rules: specs for the leaves of a pytree, by regular expressions on their paths."""
 
 from __future__ import annotations
 
@@ -28,42 +28,46 @@ from .paths import leaf_paths, leaf_text
 from .specs import Spec, check_visible, is_function
 from .table import Table, make_table
 
-_NO_DEFAULT: Any = ...  # stays itself in a copy and in a pickle, as an object() does not
-# the position of a rule, or why there is none; and the spec of the leaf
+_NO_DEFAULT: Any = ...  # unlike an object(), it survives copy and pickle
+# (index of the rule, or 'scalar', 'default' etc.; None if no rule matches), spec of the leaf
 _Found: TypeAlias = tuple[int | str | None, AnySpec | None]
 
 
 class Rules:
-    """Where the leaves of a tree live: (regular expression, spec) pairs, tried in order.
+    """Specs for the leaves of a pytree: (regular expression, spec) pairs, tried in order.
 
+        >>> import jax
+        >>> import numpy as np
+        >>> from einshard import Rules, einshard
         >>> rules = Rules([
-        ...     (r'kernel$', 'x y -> * x y2'),
+        ...     (r'kernel$', 'x y -> x y*'),
         ...     (r'bias$', '... -> * ...'),
         ... ])
-        >>> params = {'mlp': {'kernel': np.ones((8, 4)), 'bias': np.ones(4)}}
-        >>> describe(einshard(params, rules)['mlp']['kernel'])
-        'a b -> 8 a b2'
+        >>> n = 8 * jax.device_count()
+        >>> params = {'mlp': {'kernel': np.ones((32, n)), 'bias': np.ones(n)}}
+        >>> kernel = einshard(params, rules)['mlp']['kernel']
+        >>> kernel.sharding.shard_shape(kernel.shape)
+        (32, 8)
 
-    The spec of a leaf is that of the first pattern which `re.search` finds in its path: the keys of
-    the tree, joined by '/'; it begins with a place, '0/w', where rules are part of a tuple of
-    specs. `Rules` are a spec, so they go wherever one does: into `einshard` and `sharded`, for
-    arrays and for the shapes of `jax.eval_shape`. The moments of an optimizer have the paths of
-    their parameters in their own, so the same rules place them. Arrays without dimensions are on
-    every device; what is no array, a number of Python too, is left alone.
+    A leaf gets the spec of the first pattern that `re.search` finds in its path: its keys, joined
+    by '/'. In a tuple of specs, paths begin with an index: '0/w'. Use `Rules` wherever a spec is
+    expected, such as in `einshard` and `sharded`, for arrays and for `jax.eval_shape` results. The
+    same rules match optimizer moments, whose paths contain those of their parameters. Scalar
+    arrays are replicated. Leaves that are not arrays, such as Python numbers, are skipped.
 
     Args:
-        rules: pairs of a pattern and a spec: an expression, None to leave the leaf alone, a
+        rules: pairs of a pattern and a spec: an expression, None for no spec, a
             `jax.sharding.PartitionSpec`, or a function `(path, leaf) -> spec`.
-        default: the spec of leaves that no pattern matches; where left out, they are an error.
-        indivisible: what happens to an axis whose parts do not divide its size: 'error', or
-            'replicate' that axis and keep the others; `table` lists such axes.
-        missing: what becomes of mesh axes that a spec names and the mesh does not have: 'error',
-            or 'replicate' to cut nothing over them; `table` lists them.
-        min_size: leaves of fewer elements are on every device.
+        default: the spec of leaves that no pattern matches. If omitted, they are an error.
+        indivisible: for an axis whose size is not divisible by its number of shards: 'error', or
+            'replicate' to replicate that axis only. `table` lists such axes.
+        missing: for mesh axes that a spec names and the mesh lacks: 'error', or 'replicate' to
+            ignore them. `table` lists them.
+        min_size: leaves with fewer elements are replicated.
 
     Raises:
-        EinshardError: a pattern is no regular expression, a rule no pair, a spec wrong. In use: no
-            rule matches a leaf, or its rule does not fit its rank or its sizes.
+        EinshardError: a pattern is not a regular expression, a rule is not a pair, or a spec is
+            invalid. In use: no rule matches a leaf, or its spec does not fit its rank or sizes.
     """
 
     def __init__(
@@ -77,15 +81,15 @@ class Rules:
     ):
         if isinstance(rules, str | Mapping) or not isinstance(rules, Iterable):
             raise EinshardError(
-                f'rules are a list of pairs of a pattern and a spec, not {rules!r}',
-                facts={'as in': "Rules([(r'kernel$', 'x y -> x y*')])"},
+                f'rules must be a list of (pattern, spec) pairs, not {rules!r}',
+                facts={'example': "Rules([(r'kernel$', 'x y -> x y*')])"},
             )
         self.rules = tuple(_checked(i, rule) for i, rule in enumerate(rules))
         self.default = default
         if default is not _NO_DEFAULT:
             _check_rule_spec(default, {'of': 'default='})
         if indivisible not in ('error', 'replicate'):
-            raise EinshardError(f"indivisible= is 'error' or 'replicate', not {indivisible!r}")
+            raise EinshardError(f"indivisible= must be 'error' or 'replicate', not {indivisible!r}")
         check_missing(missing)
         self.indivisible: Missing = indivisible
         self.missing: Missing = missing
@@ -98,7 +102,7 @@ class Rules:
         return f'Rules({list(self.rules)!r})'
 
     def __getstate__(self) -> dict[str, Any]:
-        # without the caches, to which other threads may add meanwhile
+        # without the caches, which other threads may change during a pickle
         return {**self.__dict__, '_matches': {}, '_found': {}}
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
@@ -106,35 +110,35 @@ class Rules:
         return self.for_leaves([path], [leaf])[0]
 
     def match(self, path: str) -> int | None:
-        """The position of the rule for a path; None where no pattern matches."""
+        """The index of the first rule that matches a path; None if there is none."""
         if path not in self._matches:
             found = (i for i, pattern in enumerate(self.patterns) if pattern.search(path))
             self._matches[path] = next(found, None)
         return self._matches[path]
 
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
-        """The specs of many leaves; one error for all that no rule matches."""
+        """The specs of many leaves; one error lists all leaves that no rule matches."""
         return [spec for _, spec in self.find_all(paths, leaves)]
 
     def find_all(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[_Found]:
-        """What `find` says of many leaves; one error for all that no rule matches."""
+        """`find` for many leaves; one error lists all leaves that no rule matches."""
         found = [self.find(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
-        unmatched = [i for i, (reason, _) in enumerate(found) if reason is None]
+        unmatched = [i for i, (rule, _) in enumerate(found) if rule is None]
         if unmatched:
             raise self._unmatched([(paths[i], leaves[i]) for i in unmatched])
         return found
 
     def find(self, path: str, leaf: Any) -> _Found:
-        """The rule for a leaf, or why it needs none, and the spec that comes of it."""
-        # a Mesh has a shape too, but is no array
+        """The rule for a leaf, or why it needs none, and its spec."""
+        # a Mesh has a shape but no dtype
         shape = leaf.shape if hasattr(leaf, 'dtype') else None
-        if shape is None:  # numbers of Python too: modules hold them as settings
+        if shape is None:  # such as Python numbers, which are settings of modules
             try:
                 check_visible(leaf)
             except EinshardError as error:
                 raise error.about(array=leaf_text(path, leaf)) from None
             return 'no array', None
-        # known: 0.5 us a leaf; else 2 us beside some 10 to match it against 50 patterns
+        # cached: 0.5 us per leaf; else 2 us, plus about 10 us to match it against 50 patterns
         known = self._found.get((path, shape))
         if known is not None:
             return known
@@ -153,20 +157,23 @@ class Rules:
         if one is not None:
             one = lenient(one, on_missing=self.missing, on_indivisible=self.indivisible)
         found: _Found = ('default' if number is None else number, one)
-        if not callable(spec):  # a function may look at more than the shape
+        if not callable(spec):  # a function may depend on more than the shape
             self._found[path, shape] = found
         return found
 
     def table(self, tree: Any, *, mesh: MeshLike | None = None) -> Table:
-        """What the rules make of a tree, leaf by leaf, with totals and what is odd about them.
+        """How the rules shard each leaf, with totals, and rules that never apply.
 
+            >>> import jax
+            >>> from einshard import Rules, device_mesh
+            >>> mesh = device_mesh(jax.sharding.AbstractMesh((8,), ('d0',)))
             >>> shapes = jax.eval_shape(lambda: {'kernel': jax.numpy.ones((8, 4))})
-            >>> table = Rules([('kernel', 'x y -> * x y2')]).table(shapes)
+            >>> table = Rules([('kernel', 'x y -> * x y2')]).table(shapes, mesh=mesh)
             >>> table.rows[0].shard_shape
             (8, 2)
 
-        Nothing is allocated: shapes are enough. Printed it is text, in a notebook HTML. `mesh` is
-        as for `make_sharding`; an `AbstractMesh` needs no devices.
+        It needs only shapes, and allocates nothing. The table prints as text, and as HTML in
+        notebooks. `mesh` is as for `make_sharding`; an `AbstractMesh` needs no devices.
         """
         context = current_context(mesh)
         with mesh_scope(context.mesh):
@@ -184,22 +191,24 @@ class Rules:
         too_short = (p for p in patterns if p.endswith('$') and not p.endswith(r'\$'))
         one = next((p for p in too_short if re.search(p[:-1], path)), None)
         if one is not None:
-            facts['without its $'] = f"'{one}' would match '{path}'"
-        facts['give'] = "a rule that matches, or default='... -> * ...'"
-        verb = 'is' if len(leaves) == 1 else 'are'
-        return EinshardError(
-            f'{plural(len(leaves), "path")} {verb} matched by no rule', facts=facts
-        )
+            facts['note'] = f"without its '$', '{one}' matches '{path}'"
+        facts['expected'] = "a rule for each, or default='... -> * ...'"
+        verb = 'matches' if len(leaves) == 1 else 'match'
+        return EinshardError(f'{plural(len(leaves), "path")} {verb} no rule', facts=facts)
 
 
 def shard_largest(path: str, leaf: Any) -> str:
-    """A spec for any array: its largest divisible axis over all devices, else on every device.
+    """A spec that shards the largest divisible axis of each array over all devices.
 
-    As a `default=` of `Rules`, or alone, this is what fully sharded data parallelism does to
-    parameters. Of axes of one size, the first is taken.
-
-        >>> einshard(np.ones((3, 32)), shard_largest).sharding.shard_shape((3, 32))
+        >>> import jax
+        >>> import numpy as np
+        >>> from einshard import einshard, shard_largest
+        >>> x = einshard(np.ones((3, 2 * jax.device_count())), shard_largest)
+        >>> x.sharding.shard_shape(x.shape)
         (3, 2)
+
+    Arrays without a divisible axis are replicated. Of axes of equal size, the first is sharded.
+    Use it alone, or as `default=` of `Rules`, for fully sharded data parallelism (FSDP).
     """
     n_devices = math.prod(sizes_of(current_context().lowering_mesh).values())
     shape: Sequence[int] = np.shape(leaf)
@@ -214,8 +223,8 @@ def shard_largest(path: str, leaf: Any) -> str:
 def _checked(number: int, rule: Any) -> tuple[str, Spec]:
     if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
         raise EinshardError(
-            f'rule {number} is no pair of a pattern and a spec, but {rule!r}',
-            facts={'as in': "(r'kernel$', 'x y -> x y*')"},
+            f'rule {number} is not a (pattern, spec) pair: {rule!r}',
+            facts={'example': "(r'kernel$', 'x y -> x y*')"},
         )
     pattern, spec = rule
     try:
@@ -223,7 +232,7 @@ def _checked(number: int, rule: Any) -> tuple[str, Spec]:
     except (re.error, OverflowError, RecursionError) as error:
         at = getattr(error, 'pos', None)
         raise EinshardError(
-            f'rule {number} is no regular expression: {getattr(error, "msg", error)}',
+            f'rule {number} is not a valid regular expression: {getattr(error, "msg", error)}',
             expression=pattern,
             spans=[] if at is None else [(at, at + 1)],
         ) from None
@@ -238,20 +247,20 @@ def _check_rule_spec(spec: Spec, facts: dict[str, str]) -> None:
         elif isinstance(spec, PartitionSpec):
             _check_partition(spec)
         elif spec is not None and not is_function(spec):
-            raise EinshardError(f'{spec!r} is no spec of a rule', facts={'specs are': _SPECS})
+            raise EinshardError(f'{spec!r} is not a spec for a rule', facts={'expected': _SPECS})
     except EinshardError as error:
         raise error.about(**facts) from None
 
 
-_SPECS = 'an expression, None, a PartitionSpec, a function (path, leaf) -> spec'
+_SPECS = 'an expression, None, a PartitionSpec, or a function (path, leaf) -> spec'
 
 
 def _check_partition(spec: PartitionSpec) -> None:
-    """Raises for what a PartitionSpec can say of values in a program, but not of an array."""
+    """Raises if a PartitionSpec has parts that are only for traced values."""
     if spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in tuple(spec):
         raise EinshardError(
-            f'{spec} does not say where an array lives',
-            facts={'allowed': 'mesh axes, tuples of them, and None'},
+            f'{spec} cannot place an array',
+            facts={'expected': 'mesh axes, tuples of them, and None'},
         )
 
 
@@ -259,11 +268,11 @@ def _size(size: Any) -> int:
     try:
         return operator.index(size)
     except TypeError:
-        raise EinshardError(f'min_size= is a number of elements, not {size!r}') from None
+        raise EinshardError(f'min_size= must be a number of elements, not {size!r}') from None
 
 
 def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
-    """The spec of a rule for one leaf; raises where its rank is another."""
+    """The spec of a rule for one leaf; raises if it does not fit the rank of the leaf."""
     if spec is None:
         return None
     if is_function(spec):
@@ -271,8 +280,8 @@ def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
     try:
         if not isinstance(spec, str | PartitionSpec | LeafSpec):
             raise EinshardError(
-                f'a function of the path gave {spec!r}, which is no spec of a rule',
-                facts={'specs are': _SPECS},
+                f'the spec function returned {spec!r}, which is not a spec for a rule',
+                facts={'expected': _SPECS},
             )
         return _of_rank(spec, len(leaf.shape))
     except EinshardError as error:
@@ -280,25 +289,24 @@ def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
 
 
 @cached
-def _of_rank(spec: AnySpec | PartitionSpec, n_dims: int) -> LeafSpec:
-    """The spec of a leaf, read and checked against a rank."""
+def _of_rank(spec: AnySpec | PartitionSpec, ndim: int) -> LeafSpec:
+    """The parsed spec of a leaf, checked against its rank."""
     if isinstance(spec, PartitionSpec):
-        return LeafSpec(_expression_of(spec, n_dims))
+        return LeafSpec(_expression_of(spec, ndim))
     known = as_leaf_spec(spec)
-    axis_positions(known.expression, n_dims)
+    axis_positions(known.expression, ndim)
     return known
 
 
-def _expression_of(spec: PartitionSpec, n_dims: int) -> Expression:
+def _expression_of(spec: PartitionSpec, ndim: int) -> Expression:
     _check_partition(spec)
-    if len(spec) > n_dims:
+    if len(spec) > ndim:
         raise EinshardError(
-            f'{spec} places {plural(len(spec), "axis")}, '
-            f'but the array has {plural(n_dims, "dimension")}'
+            f'{spec} has {len(spec)} entries, but the array has {plural(ndim, "dimension")}'
         )
     if not any(spec):
         return parse(REPLICATED)
-    names = list(itertools.islice(axis_letters(), n_dims))
+    names = list(itertools.islice(axis_letters(), ndim))
     right = [
         Term(name, mesh_axes=tuple(map(str, entry_axes(entry))))
         for name, entry in itertools.zip_longest(names, spec)

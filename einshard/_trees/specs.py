@@ -1,4 +1,4 @@
-"""Specs for trees: an expression for every leaf, from a prefix tree or a function of the path."""
+"""Specs for pytrees: one expression per leaf, from a pytree prefix or a function of the path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._errors import EinshardError
+from .._errors import EinshardError, quoted
 from .._notation.layout import needs_rank
 from .._sharding.context import mesh_scope
 from .._sharding.leaf_spec import AnySpec, LeafSpec, as_leaf_spec
@@ -20,8 +20,8 @@ from .._sharding.mesh import AnyMesh
 from .._text import array_text
 from .paths import leaf_paths, leaf_text, path_text
 
-# An expression, None, a function (path, leaf) -> spec, or a pytree of those that is a prefix of
-# the tree it is for. Python has no type for the last.
+# An expression, None, a function (path, leaf) -> spec, or a pytree prefix of these, which Python
+# cannot type.
 Spec: TypeAlias = Any
 
 
@@ -32,10 +32,10 @@ def leaf_specs(
     mesh: AnyMesh | None = None,
     treedef: Any = None,
 ) -> Sequence[AnySpec | None]:
-    """The expression of each leaf of `tree`, whose leaves are `leaves`; None leaves it alone.
+    """The spec of each leaf of `tree`; None for leaves without a spec.
 
-    `mesh` is what functions among the specs find around them, where one is given; `treedef` the
-    structure of the tree, where it is known.
+    `leaves` and `treedef` are those of `tree`. Functions in `spec` are called with `mesh` as the
+    mesh in context.
     """
     if isinstance(spec, str | LeafSpec) or spec is None:
         return [spec] * len(leaves)
@@ -52,29 +52,29 @@ def leaf_specs(
         below = leaves if alone else jtu.tree_leaves(subtree)
         its_paths = paths[len(specs) : len(specs) + len(below)]
         with mesh_scope(mesh):
-            if hasattr(one, 'for_tree'):  # a type, which is followed by the keys of each leaf
+            if hasattr(one, 'for_tree'):  # annotations: specs by type
                 found = zip(one.for_tree(subtree), its_paths, below, strict=True)
-                specs += [_called(spec, path, leaf) for spec, path, leaf in found]
-            elif hasattr(one, 'for_leaves'):  # Rules, which see all of their leaves at once
+                specs += [_call(spec, path, leaf) for spec, path, leaf in found]
+            elif hasattr(one, 'for_leaves'):  # Rules: one error for all leaves
                 specs += one.for_leaves(its_paths, below)
             else:
                 both = zip(its_paths, below, strict=True)
-                specs += [_called(one, path, leaf) for path, leaf in both]
+                specs += [_call(one, path, leaf) for path, leaf in both]
     return specs
 
 
 def is_none(node: Any) -> bool:
-    """For `is_leaf=`: None in a tree of specs is a spec, not an empty tree."""
+    """For `is_leaf=`: None in a pytree of specs is a spec, not an empty pytree."""
     return node is None
 
 
 def is_function(spec: Spec) -> bool:
-    """Whether a spec is a function of the path. A Mesh can be called too, as a decorator."""
+    """Whether a spec is a function of the path. A Mesh is callable too, but not a spec."""
     return callable(spec) and not isinstance(spec, Mesh)
 
 
 def check_specs(spec: Spec) -> None:
-    """Raises where a tree of specs has a leaf that is none, or an expression with a mistake."""
+    """Raises if a leaf is not a spec, or is an invalid expression."""
     for path, one in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
         if isinstance(one, str):
             try:
@@ -82,11 +82,11 @@ def check_specs(spec: Spec) -> None:
             except EinshardError as error:
                 raise (error.about(spec_at=f"'{path_text(path)}'") if path else error) from None
         elif not (one is None or isinstance(one, LeafSpec) or is_function(one)):
-            raise _no_spec(path, one)
+            raise _not_a_spec(path, one)
 
 
 def read_specs(spec: Spec) -> Spec:
-    """A tree of specs with its expressions parsed; raises as `check_specs`."""
+    """A pytree of specs with parsed expressions; raises like `check_specs`."""
     check_specs(spec)
     return jtu.tree_map(
         lambda one: as_leaf_spec(one) if isinstance(one, str) else one, spec, is_leaf=is_none
@@ -94,54 +94,56 @@ def read_specs(spec: Spec) -> Spec:
 
 
 def needs_leaves(spec: Spec) -> bool:
-    """Whether the shardings of a spec depend on the leaves: their ranks, paths or shapes."""
+    """Whether the shardings depend on the ranks, paths or shapes of the leaves."""
     return any(
         needs_rank(one.expression) if isinstance(one, LeafSpec) else one is not None
         for one in jtu.tree_leaves(spec, is_leaf=is_none)
     )
 
 
-def _called(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
+def _call(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
     while spec is not None and not isinstance(spec, str | LeafSpec):
         if not is_function(spec):
             raise EinshardError(
-                f'a function of the path gave {spec!r} for a leaf, which is no spec for one',
-                facts={'array': leaf_text(path, leaf), 'give': 'an expression or None'},
+                f'the spec function returned {spec!r}, which is not a spec',
+                facts={'array': leaf_text(path, leaf), 'expected': 'an expression or None'},
             )
         spec = spec(path, leaf)
     return spec
 
 
-def _no_spec(path: Sequence[Any], spec: Any) -> EinshardError:
+def _not_a_spec(path: Sequence[Any], spec: Any) -> EinshardError:
     where = f" at '{path_text(path)}'" if path else ''
-    facts = {'specs are': 'an expression, None, a function (path, leaf) -> spec, a tree of those'}
+    function = 'a function (path, leaf) -> spec'
+    facts = {'expected': f'an expression, None, {function}, or a pytree of these'}
     text = repr(spec)
     if isinstance(spec, NamedSharding | PartitionSpec):
         facts['instead'] = "name the mesh axes in an expression: 'b d -> b@data d'"
     elif isinstance(spec, Mesh | AbstractMesh | jax.Device):
-        facts['instead'] = "mesh=, next to an expression: einshard(x, 'b d -> b* d', mesh=mesh)"
+        facts['instead'] = "pass it as mesh=: einshard(x, 'b d -> b* d', mesh=mesh)"
     elif hasattr(spec, 'shape') and hasattr(spec, 'dtype'):
         text = array_text(spec)
-        facts['order'] = 'the array, then its spec: einshard(x, spec)'
-    return EinshardError(f'{text}{where} is no spec', facts=facts)
+        facts['instead'] = 'pass the array first: einshard(x, spec)'
+    return EinshardError(f'{text}{where} is not a spec', facts=facts)
 
 
 def check_visible(leaf: Any) -> None:
-    """Raises for a leaf that has arrays which JAX does not see, and so would leave where they are.
+    """Raises if a leaf contains arrays that JAX cannot see, so that they would not be placed.
 
-    Other leaves that are no arrays, functions and strings, are parts of models.
+    Functions, strings and other leaves without arrays are fine: models have them.
     """
     kind = type(leaf)
     if hasattr(kind, '__array__'):
-        give = 'numpy.asarray(x)'
+        instead = 'numpy.asarray(x)'
     elif isinstance(leaf, FunctionType) or not _has_arrays(leaf):
         return
     elif is_dataclass(leaf):
-        give = f'it registered by jax.tree_util.register_dataclass({kind.__name__})'
+        instead = f'register it: jax.tree_util.register_dataclass({kind.__name__})'
     else:
-        give = f'it registered by jax.tree_util.register_pytree_node({kind.__name__}, ...)'
+        instead = f'register it: jax.tree_util.register_pytree_node({kind.__name__}, ...)'
     raise EinshardError(
-        f'{kind.__name__} has arrays, but is no tree that JAX knows', facts={'give': give}
+        f'{kind.__name__} contains arrays but is not a registered pytree',
+        facts={'instead': instead},
     )
 
 
@@ -151,32 +153,32 @@ def _has_arrays(node: Any) -> bool:
         inside = {field.name: getattr(node, field.name, None) for field in fields(node)}
     if not isinstance(inside, dict):
         return False
-    # a Mesh has an array of devices
+    # a Mesh contains a numpy array of devices, of dtype object
     return any(
         isinstance(x, jax.Array | np.ndarray) and x.dtype != object for x in jtu.tree_leaves(inside)
     )
 
 
 def _subtrees(prefix_def: Any, spec: Spec, tree: Any) -> list[Any]:
-    """The subtrees of `tree` that the leaves of `spec` stand for."""
+    """The subtrees of `tree` at the leaves of `spec`."""
     try:
         return prefix_def.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError) as error:
         raise _mismatch(spec, tree, ()) or EinshardError(
-            f'the specs are no prefix of the tree: {error}'
+            f'spec tree does not match: {error}'
         ) from None
 
 
 def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | None:
-    """The first place where `spec` has another structure than `tree`."""
+    """The error for the first node where `spec` and `tree` differ; None if there is none."""
     if jtu.all_leaves([spec]) or spec is None:
         return None
     spec_children, tree_children = _children(spec), _children(tree)
-    where = f"at '{path_text(path)}'" if path else 'at the top'
+    where = f"at '{path_text(path)}'" if path else 'at the root'
     keys, tree_keys = ([_key(child) for child in node] for node in (spec_children, tree_children))
     if type(spec) is not type(tree) or keys != tree_keys:
         return EinshardError(
-            f'the specs are no prefix of the tree: they differ {where}',
+            f'spec tree does not match: {_difference(spec, tree, keys, tree_keys)} {where}',
             facts={'specs': _node_text(spec, keys), 'tree': _node_text(tree, tree_keys)},
         )
     for (key, spec_child), (_, tree_child) in zip(spec_children, tree_children, strict=True):
@@ -184,6 +186,19 @@ def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | N
         if error is not None:
             return error
     return None
+
+
+def _difference(spec: Any, tree: Any, keys: Sequence[str], tree_keys: Sequence[str]) -> str:
+    """How two nodes differ: "no spec for 'b'", 'tuple instead of list'."""
+    if jtu.all_leaves([tree]):
+        return f'{type(spec).__name__} instead of a leaf'
+    if type(spec) is not type(tree):
+        return f'{type(spec).__name__} instead of {type(tree).__name__}'
+    if missing := [key for key in tree_keys if key not in keys]:
+        return f'no spec for {quoted(missing[:8])}'
+    if extra := [key for key in keys if key not in tree_keys]:
+        return f'the tree has no {quoted(extra[:8])}'
+    return 'different order of keys'
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:

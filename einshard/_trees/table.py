@@ -181,7 +181,7 @@ def _aval(leaf: Any, path: str, spec: AnySpec | None) -> Any:
         if spec is None:
             return None
         raise EinshardError(
-            f'JAX has no arrays of {leaf.dtype}', facts={'array': leaf_text(path, leaf)}
+            f'JAX does not support dtype {leaf.dtype}', facts={'array': leaf_text(path, leaf)}
         ) from None
 
 
