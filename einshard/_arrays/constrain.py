@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
 from .._errors import EinshardError
 from .._sharding.context import depth_of_user, is_staging
-from .._sharding.mesh import mesh_fact, partition_spec, spec_axes
+from .._sharding.mesh import AnyMesh, mesh_fact, partition_spec, spec_axes
 from .._sharding.resolve import Placement
 
 
@@ -81,11 +81,16 @@ def only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
     mesh = sharding.mesh
     if set(mesh.axis_types) == {kind}:
         return sharding
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    types = _axis_types(mesh)
     kept = [
         tuple(axis for axis in entry if types[axis] == kind) for entry in spec_axes(sharding.spec)
     ]
     return NamedSharding(mesh, partition_spec(kept))
+
+
+def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
+    types: dict[Any, AxisType] = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return types | {PartitionSpec.UNCONSTRAINED: AxisType.Auto}
 
 
 def has_type(x: Any, sharding: NamedSharding) -> bool:
@@ -157,7 +162,7 @@ def _check_context(placement: Placement) -> None:
             mesh=mesh_fact(mesh),
             mesh_in_context=mesh_fact(context),
         )
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    types = _axis_types(mesh)
     for entry in spec_axes(sharding.spec):
         kinds = [types[axis] == AxisType.Explicit for axis in entry]
         if kinds != sorted(kinds, reverse=True):

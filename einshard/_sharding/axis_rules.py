@@ -10,18 +10,23 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
+from jax.sharding import NamedSharding, PartitionSpec
+
 from .._cache import cached
 from .._errors import EinshardError, Suggestion
 from .._notation.expression import ELLIPSIS, Expression, Term, check_mesh_axes, parse
 from .._notation.write import write_short
 from .._text import deferred_kind
 from .context import AxisRules, enter_rules, leave_rules
+from .mesh import FREE, partition_text, spec_axes
 
 P = ParamSpec('P')
 R = TypeVar('R')
 
 # What to do with mesh axes that an expression names and the mesh lacks.
 Missing: TypeAlias = Literal['error', 'replicate']
+# A placement: the text after a name, or a PartitionSpec with one entry.
+Placed: TypeAlias = str | PartitionSpec | NamedSharding
 
 
 class axis_rules:
@@ -54,7 +59,8 @@ class axis_rules:
     Args:
         placements: a mapping from axis names to placements, such as `TRAINING_AXES`. A placement
             is what follows a name in an expression: '@data', '@(data,fsdp)', '4', '*', '2*'. Use
-            '' for not sharded, to override an outer rule.
+            '' for not sharded, to override an outer rule. `P('data')` means '@data'; so does a
+            `NamedSharding` with this spec, whose mesh is not used.
         missing: what to do with mesh axes in these rules that the mesh lacks: 'error', or
             'replicate' to ignore them. Nested rules keep their own setting.
         more: placements by keyword.
@@ -67,16 +73,17 @@ class axis_rules:
 
     def __init__(
         self,
-        placements: Mapping[str, str] = MappingProxyType({}),
+        placements: Mapping[str, Placed] = MappingProxyType({}),
         /,
         *,
         missing: Missing = 'error',
-        **more: str,
+        **more: Placed,
     ):
         _check_mapping(placements)
         check_missing(missing, for_an_axis_named_missing="axis_rules({'missing': '@tp'})")
         self.placements: dict[str, str] = {}
-        for name, placement in [*placements.items(), *more.items()]:
+        for name, value in [*placements.items(), *more.items()]:
+            placement = _as_text(name, value)
             known = _axis_name(name, placement)
             if known in self.placements:
                 raise EinshardError(
@@ -241,6 +248,20 @@ def _check_mapping(placements: object) -> None:
             f'axis_rules needs a mapping from axis names to placements, not {placements!r}',
             facts={'examples': "axis_rules({'batch': '@data'}), axis_rules(batch='@data')"},
         )
+
+
+def _as_text(name: object, placement: Placed) -> str:
+    """A placement as text: '@data' for P('data')."""
+    spec = placement.spec if isinstance(placement, NamedSharding) else placement
+    if not isinstance(spec, PartitionSpec):
+        return spec
+    entries = spec_axes(spec)
+    if len(entries) > 1 or FREE in entries or spec.unreduced or spec.reduced:
+        raise EinshardError(
+            f'axis_rules has {name}={partition_text(spec)}, but a rule places one axis',
+            facts={'expected': "one entry, such as P('data') or P(('data', 'fsdp'))"},
+        )
+    return str(Term('', mesh_axes=tuple(map(str, entries[0] if entries else ()))))
 
 
 def _axis_name(name: object, placement: object) -> str:

@@ -90,6 +90,20 @@ def current_context(mesh: MeshLike | None = None) -> Context:
     return make_context(given, False, enclosing.axis_rules)
 
 
+def context_on(mesh: AnyMesh, context: Context) -> Context:
+    """The context for the mesh of a NamedSharding, found in a context."""
+    known = context.mesh
+    if known is not None:
+        if mesh in (known, getattr(known, 'abstract_mesh', None)):
+            return context
+        if AxisType.Manual in known.axis_types or not context.mesh_is_ambient:
+            raise EinshardError(
+                'the NamedSharding is on another mesh',
+                facts={'its mesh': mesh_fact(mesh), 'expected': mesh_fact(known)},
+            )
+    return make_context(mesh, False, context.axis_rules)
+
+
 def ambient_mesh() -> AnyMesh | None:
     """The mesh of `jax.set_mesh`, or None; while tracing, its abstract mesh."""
     abstract = jax.sharding.get_abstract_mesh()

@@ -243,6 +243,23 @@ def partition_spec(entries: Iterable[tuple[Any, ...]]) -> PartitionSpec:
     return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
 
 
+FREE = (PartitionSpec.UNCONSTRAINED,)  # an entry, as `spec_axes` returns it
+
+
+def partition_text(spec: PartitionSpec) -> str:
+    """A PartitionSpec as users write it: P('data', None). Its repr differs between versions."""
+    texts = [_entry_text(entry) for entry in spec_axes(spec)]
+    both = {'unreduced': spec.unreduced, 'reduced': spec.reduced}
+    texts += [f'{kind}={set(axes)}' for kind, axes in both.items() if axes]
+    return f'P({", ".join(texts)})'
+
+
+def _entry_text(entry: tuple[Any, ...]) -> str:
+    if entry == FREE:
+        return 'P.UNCONSTRAINED'
+    return repr(entry[0] if len(entry) == 1 else entry or None)
+
+
 def is_device_mesh(mesh: AnyMesh) -> bool:
     """Whether a mesh is the canonical mesh of its devices, or a refactored one."""
     types = set(mesh.axis_types)
