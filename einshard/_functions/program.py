@@ -24,7 +24,7 @@ from .._sharding.context import (
 )
 from .._sharding.mesh import AnyMesh, MeshLike
 from .._trees.specs import is_none
-from .call import CallSignature, Declaration
+from .parameters import CallSignature, Declaration
 from .promise import Budget, CheckedJit
 from .value_spec import ValueSpec
 

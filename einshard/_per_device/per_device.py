@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .._errors import EinshardError
-from .._functions.call import JIT_OPTIONS, CallSignature, Parameters, listed
+from .._functions.parameters import JIT_OPTIONS, CallSignature, Parameters, listed
 from .._functions.promise import Promise
 from .._functions.sharded import ShardedFunction, called_too_early, sharded
 from .._notation.expression import parse
@@ -352,7 +352,7 @@ class _Mapped:
         axes = {name: n for name, n in view.axes.items() if not self.manual or name in self.manual}
         facts = {'mesh axes': mesh_text(axes) or 'none'}
         if axis in view.axes:
-            sentence = f"a collective uses axis '{axis}', which is not manual"
+            sentence = f"a collective uses axis '{axis}', which is not in axis_names="
         elif view.by_name:
             sentence = f"a collective uses axis '{axis}', but no expression shards '{axis}'"
         else:
