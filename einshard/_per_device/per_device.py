@@ -21,7 +21,7 @@ from .._functions.sharded import ShardedFunction, called_too_early, sharded
 from .._notation.expression import parse
 from .._notation.layout import axis_positions, mesh_text
 from .._sharding.context import current_context
-from .._sharding.leaf_spec import as_leaf_spec
+from .._sharding.leaf_spec import as_leaf_spec, check_constrained
 from .._sharding.mesh import MeshLike, entry_axes, mesh_fact, sizes_of
 from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
@@ -127,8 +127,7 @@ def _as_expressions(specs: Any) -> Any:
         if not isinstance(spec, NamedSharding | PartitionSpec):
             return spec
         known = as_leaf_spec(spec)
-        if known.unconstrained:
-            raise EinshardError('P.UNCONSTRAINED is only for values in a traced function')
+        check_constrained(known)
         return str(known)
 
     return jtu.tree_map(text, specs, is_leaf=is_none)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -47,9 +47,9 @@ class LeafSpec:
         return in_memory(self.expression.text, self.memory_kind)
 
 
-# The spec of one leaf: as written, or parsed.
-AnySpec: TypeAlias = str | LeafSpec | NamedSharding | PartitionSpec
-LEAF_SPECS = (str, LeafSpec, NamedSharding, PartitionSpec)
+AnySpec: TypeAlias = str | LeafSpec  # of one leaf: as written, or parsed
+JAX_SPECS = (NamedSharding, PartitionSpec)
+LEAF_SPECS = (str, LeafSpec, *JAX_SPECS)
 
 _IN_MEMORY = re.compile(r'(.*\S)\s+\(in (\w+)\)\s*', re.DOTALL)
 
@@ -65,7 +65,7 @@ def split_memory(text: str) -> tuple[str, str | None]:
     return (found[1], found[2]) if found else (text, None)
 
 
-def as_leaf_spec(spec: AnySpec) -> LeafSpec:
+def as_leaf_spec(spec: AnySpec | NamedSharding | PartitionSpec) -> LeafSpec:
     """The parsed spec; one object per text."""
     if isinstance(spec, LeafSpec):
         return spec
@@ -140,6 +140,17 @@ def lenient(
     if on_indivisible == 'error':
         on_indivisible = known.on_indivisible
     return replace(known, on_missing=on_missing, on_indivisible=on_indivisible)
+
+
+def parsed(spec: Any) -> Any:
+    """The spec; a PartitionSpec or NamedSharding as a LeafSpec."""
+    return as_leaf_spec(spec) if isinstance(spec, JAX_SPECS) else spec
+
+
+def check_constrained(spec: LeafSpec) -> None:
+    """Raises if an axis is P.UNCONSTRAINED."""
+    if spec.partition is not None and spec.unconstrained:
+        raise EinshardError('P.UNCONSTRAINED is only for values in a traced function')
 
 
 def rewritten(spec: AnySpec, expression: str) -> AnySpec:

@@ -19,10 +19,10 @@ from .._suggestions import working_fix
 from .axis_rules import Missing, apply_axis_rules
 from .context import Context, context_on, current_context, make_context
 from .leaf_spec import (
-    LEAF_SPECS,
     AnySpec,
     LeafSpec,
     as_leaf_spec,
+    check_constrained,
     lenient,
     of_rank,
     rewritten,
@@ -54,6 +54,7 @@ class Placement:
     sharding: NamedSharding
     missing_axes: tuple[str, ...] = ()  # named mesh axes that the mesh lacks, if that is allowed
     says_nothing: bool = False  # replicated, although the short form and no rules say so
+    is_unconstrained: bool = False  # along some axes, which only traced values can be
 
 
 def make_sharding(
@@ -116,11 +117,9 @@ def resolve(
     try:
         if missing == 'replicate':
             spec = lenient(spec, on_missing=missing)
-        if not isinstance(spec, str | LeafSpec) and isinstance(spec, LEAF_SPECS):
-            spec = as_leaf_spec(spec)
         placement = find_placement(spec, shape, context, memory_kind)
-        if not traced and isinstance(spec, LeafSpec) and spec.unconstrained:
-            raise EinshardError('P.UNCONSTRAINED is only for values in a traced function')
+        if placement.is_unconstrained and not traced:
+            check_constrained(as_leaf_spec(spec))
         return placement
     except TypeError:  # raised by the cache for unhashable arguments
         check_types(spec, shape, memory_kind)
@@ -194,7 +193,7 @@ def find_placement(
         and spec.expression.short
         and not any(term.is_sharded for term in spec.expression.right)
     )
-    return Placement(expression, layout, sharding, missing, says_nothing)
+    return Placement(expression, layout, sharding, missing, says_nothing, bool(spec.unconstrained))
 
 
 def _leave_free(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:

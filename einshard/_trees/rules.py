@@ -279,14 +279,14 @@ def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
                 f'the spec function returned {spec!r}, which is not a spec for a rule',
                 facts={'expected': _SPECS},
             )
-        return _checked_rank(spec, len(leaf.shape))
+        return _checked_rank(as_leaf_spec(spec), len(leaf.shape))
     except EinshardError as error:
         raise error.about(array=leaf_text(path, leaf), rule=f"'{rule}'") from None
 
 
 @cached
-def _checked_rank(spec: AnySpec, ndim: int) -> LeafSpec:
-    """The parsed spec of a leaf, checked against its rank."""
-    known = of_rank(as_leaf_spec(spec), ndim)
+def _checked_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
+    """The spec of a leaf, checked against its rank."""
+    known = of_rank(spec, ndim)
     axis_positions(known.expression, ndim)
     return known

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from .._errors import EinshardError, quoted
 from .._notation.layout import needs_rank
 from .._sharding.context import mesh_scope
-from .._sharding.leaf_spec import LEAF_SPECS, AnySpec, LeafSpec, as_leaf_spec
+from .._sharding.leaf_spec import LEAF_SPECS, AnySpec, LeafSpec, as_leaf_spec, parsed
 from .._sharding.mesh import AnyMesh, mesh_fact
 from .._text import array_text
 from .paths import leaf_paths, leaf_text, path_text
@@ -38,14 +38,18 @@ def leaf_specs(
     mesh in context.
     """
     if spec is None or isinstance(spec, LEAF_SPECS):
-        return [spec] * len(leaves)
+        return [parsed(spec)] * len(leaves)
     check_specs(spec)
     prefix, prefix_def = jtu.tree_flatten(spec, is_leaf=is_none)
     alone = len(prefix) == 1 and prefix[0] is spec
     subtrees = [tree] if alone else _subtrees(prefix_def, spec, tree)
     if all(one is None or isinstance(one, LEAF_SPECS) for one in prefix):
         counts = [len(jtu.tree_leaves(subtree)) for subtree in subtrees]
-        return [one for one, count in zip(prefix, counts, strict=True) for _ in range(count)]
+        return [
+            one
+            for one, count in zip(map(parsed, prefix), counts, strict=True)
+            for _ in range(count)
+        ]
     specs: list[AnySpec | None] = []
     paths = leaf_paths(tree, treedef)
     for one, subtree in zip(prefix, subtrees, strict=True):
@@ -109,7 +113,7 @@ def _call(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
                 facts={'array': leaf_text(path, leaf), 'expected': f'{_LEAF_SPEC} or None'},
             )
         spec = spec(path, leaf)
-    return spec
+    return parsed(spec)
 
 
 _LEAF_SPEC = 'an expression, a PartitionSpec, a NamedSharding'
