@@ -12,11 +12,13 @@ from jax.sharding import PartitionSpec as P
 from einshard import (
     EinshardError,
     Rules,
+    Sharded,
     axis_rules,
     device_mesh,
     einshard,
     explain,
     for_optimizer,
+    from_local,
     per_device,
     sharded,
 )
@@ -335,3 +337,13 @@ def test_another_mesh():
 def test_values_of_axis_rules_for_more_than_one_axis(spec):
     with pytest.raises(EinshardError, match='but a rule places one axis'):
         axis_rules(batch=spec)
+
+
+def test_annotations_and_from_local():
+    @sharded(mesh=AUTO)
+    def f(x: Sharded[jax.Array, P('data')]) -> Sharded[jax.Array, NamedSharding(AUTO, P())]:
+        return x + 1
+
+    assert f.in_shardings(X)['x'].is_equivalent_to(NamedSharding(AUTO, P('data')), 2)
+    assert placed(f(X), AUTO, P())
+    assert placed(from_local(X, P('data'), mesh=AUTO), AUTO, P('data'))
