@@ -22,7 +22,7 @@ from .._sharding.mesh import MeshLike
 from .._sharding.resolve import Placement, Shape, find_placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import Spec, check_visible, leaf_specs
-from .constrain import constrain, place_constant
+from .constrain import constrain, place_constant, warn_replicated
 from .device_put import is_placed, put, put_array
 
 T = TypeVar('T')
@@ -61,9 +61,11 @@ def einshard(
 
     Args:
         x: an array or a pytree of arrays.
-        spec: an expression, such as the text that `describe` returns; `Rules`; a function
-            `(path, leaf) -> spec`, with paths such as 'layers/0/w'; None to leave `x` as it is; or
-            a pytree of these that is a prefix of `x`, like `in_shardings` of `jax.jit`.
+        spec: an expression, such as the text that `describe` returns; a `PartitionSpec`; a
+            `NamedSharding`, with its mesh; `Rules`; a function `(path, leaf) -> spec`, with paths
+            such as 'layers/0/w'; None to leave `x` as it is; or a pytree of these that is a prefix
+            of `x`, like `in_shardings` of `jax.jit`. In a traced function, axes may be
+            `P.UNCONSTRAINED`.
         mesh: as for `make_sharding`.
         donate: donates the arrays that move, as `donate` of `jax.device_put` does.
         memory_kind: as for `make_sharding`.
@@ -89,8 +91,9 @@ def einshard(
             return placed
     leaves, treedef = jtu.tree_flatten(x)
     specs = leaf_specs(x, leaves, spec, context.mesh, treedef)
-    find = _finder(context, memory_kind, missing, indivisible)
-    placed = _place_leaves(x, leaves, specs, find, donate)
+    tracing = is_tracing()
+    find = _finder(context, memory_kind, missing, indivisible, tracing)
+    placed = _place_leaves(x, leaves, specs, find, tracing, donate)
     return jtu.tree_unflatten(treedef, placed)
 
 
@@ -117,13 +120,25 @@ def _place_array(x: Any, spec: str, context: Context, memory_kind: str | None, d
 
 
 def _finder(
-    context: Context, memory_kind: str | None, missing: Missing, indivisible: Missing
+    context: Context,
+    memory_kind: str | None,
+    missing: Missing,
+    indivisible: Missing,
+    traced: bool,
 ) -> Callable[[AnySpec, Shape], Placement]:
     # not a nested function of einshard: it would add 0.2 us to the fast path
 
     def find(spec: AnySpec, shape: Shape) -> Placement:
-        option = "missing='replicate'"
-        return resolve(spec, shape, context, memory_kind, missing, indivisible, option=option)
+        return resolve(
+            spec,
+            shape,
+            context,
+            memory_kind,
+            missing,
+            indivisible,
+            option="missing='replicate'",
+            traced=traced,
+        )
 
     return find
 
@@ -133,11 +148,11 @@ def _place_leaves(
     leaves: list[Any],
     specs: Sequence[AnySpec | None],
     find: Callable[[AnySpec, Shape], Placement],
+    tracing: bool,
     donate: bool,
 ) -> list[Any]:
     moving: dict[int, NamedSharding] = {}  # by index of the leaf
     errors: list[EinshardError] = []
-    tracing = is_tracing()
     for i, (leaf, one) in enumerate(zip(leaves, specs, strict=True)):
         try:
             kind = _kind(type(leaf))
@@ -182,6 +197,8 @@ def _annotated(leaf: Any, kind: int, placement: Placement) -> Any:
     if kind == _REF:
         check_ref(leaf, placement)
         return leaf
+    if placement.says_nothing:
+        warn_replicated(placement)
     # jit does not keep the shardings of constants in a traced function
     return constrain(leaf, placement) if kind == _TRACER else place_constant(leaf, placement)
 

@@ -12,7 +12,7 @@ from .._cache import cached
 from .._errors import EinshardError, quoted
 from .._notation.expression import Expression, parse
 from .._notation.layout import axis_positions, check_divisible, lay_out, needs_rank
-from .._sharding.axis_rules import apply_axis_rules
+from .._sharding.apply_axis_rules import apply_axis_rules
 from .._sharding.context import AxisRules
 from .._sharding.mesh import AnyMesh, entry_axes, is_device_mesh, partition_spec, sizes_of
 from .._sharding.resolve import make_sharding
@@ -108,7 +108,7 @@ def make_view(
     if not by_name:
         by_count = tuple(spec for spec in specs if not spec.uses)
         says = any(spec.makes or spec.spells_out_replicas for spec in by_count)
-        if len(by_count) < len(specs) and not says:
+        if not says and (len(by_count) < len(specs) or not is_device_mesh(mesh)):
             shared = JointMesh(((None, n_devices),))
         else:
             shared = _on_mesh(by_count, specs, sizes)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import unicodedata
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
-from .._cache import cached
+from jax.sharding import NamedSharding, PartitionSpec
+
 from .._errors import EinshardError
-from .._notation.expression import ELLIPSIS, Expression, Term, check_mesh_axes, parse
-from .._notation.write import write_short
+from .._notation.expression import ELLIPSIS, Term, parse
 from .._text import deferred_kind
-from .context import AxisRule, AxisRules, enter_rules, leave_rules
+from .context import AxisRule, enter_rules, leave_rules
+from .mesh import FREE, partition_text, spec_axes
 
 P = ParamSpec('P')
 R = TypeVar('R')
@@ -23,8 +23,10 @@ R = TypeVar('R')
 Missing: TypeAlias = Literal['error', 'replicate']
 # What to do with a rule whose mesh axes another axis of the array has taken.
 Taken: TypeAlias = Literal['error', 'next']
+# A placement: the text after a name, or a PartitionSpec with one entry.
+Placed: TypeAlias = str | PartitionSpec | NamedSharding
 # A mesh axis, several, or None, as in the logical axis rules of Flax; or a placement.
-LogicalRule: TypeAlias = tuple[str, str | Sequence[str] | None]
+LogicalRule: TypeAlias = tuple[str, Placed | Sequence[str] | None]
 
 
 class axis_rules:
@@ -65,8 +67,9 @@ class axis_rules:
     Args:
         placements: a mapping from axis names to placements, such as `TRAINING_AXES`. A placement
             is what follows a name in an expression: '@data', '@(data,fsdp)', '4', '*', '2*'. Use
-            '' for not sharded, to override an outer rule. Or a list of pairs of an axis name and a
-            mesh axis, a tuple of mesh axes, or None for not sharded.
+            '' for not sharded, to override an outer rule. `P('data')` means '@data'; so does a
+            `NamedSharding` with this spec, whose mesh is not used. Or a list of pairs of an axis
+            name and a mesh axis, a tuple of mesh axes, or None for not sharded.
         missing: what to do with mesh axes in these rules that the mesh lacks: 'error', or
             'replicate' to ignore them. Nested rules keep their own setting.
         indivisible: what to do if the size of an axis is not divisible by the number of shards of
@@ -85,13 +88,13 @@ class axis_rules:
 
     def __init__(
         self,
-        placements: Mapping[str, str] | Iterable[LogicalRule] = MappingProxyType({}),
+        placements: Mapping[str, Placed] | Iterable[LogicalRule] = MappingProxyType({}),
         /,
         *,
         missing: Missing = 'error',
         indivisible: Missing = 'error',
         taken: Taken = 'error',
-        **more: str,
+        **more: Placed,
     ):
         for option, value in (('missing', missing), ('indivisible', indivisible)):
             check_option(option, value, **_for_an_axis_named(option))
@@ -100,7 +103,7 @@ class axis_rules:
         self.rules: list[AxisRule] = []
         known: dict[str, str] = {}
         for name, value in [*_pairs(placements), *more.items()]:
-            rule = AxisRule(*_read_rule(name, value), *how)
+            rule = AxisRule(*_read_rule(name, _as_text(name, value)), *how)
             if rule.name in known and taken == 'error':
                 raise EinshardError(
                     f"axis_rules has two rules for axis '{rule.name}'",
@@ -144,105 +147,6 @@ class axis_rules:
         return with_rules
 
 
-class Ruled(NamedTuple):
-    """An expression with axis rules applied.
-
-    Attributes:
-        missing: the mesh axes in it that the mesh lacks.
-        indivisible: its axes that may be replicated if their size is not divisible.
-    """
-
-    expression: Expression
-    missing: tuple[str, ...]
-    indivisible: frozenset[str]
-
-
-def apply_axis_rules(
-    expression: Expression,
-    rules: AxisRules,
-    axis_sizes: Mapping[str, int],
-    on_missing: Missing = 'error',
-) -> Ruled:
-    """Applies axis rules to an expression, on a mesh with these axes.
-
-    Missing axes are removed if `on_missing` or the `missing=` of their rule is 'replicate'.
-    """
-    if on_missing == 'replicate':
-        rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
-    ruled = _ruled_terms(expression, rules, axis_sizes)
-    named = dict.fromkeys(axis for term, _ in ruled for axis in term.mesh_axes)
-    missing = tuple(axis for axis in named if axis not in axis_sizes)
-    indivisible = {str(term.name) for term, rule in ruled if rule and rule.replicates_indivisible}
-    if expression.short and rules:
-        expression = _placed(expression, ruled, axis_sizes)
-    if on_missing == 'replicate' and missing:
-        expression = _drop_missing(expression, axis_sizes)
-    return Ruled(expression, missing, frozenset(indivisible))
-
-
-def _placed(
-    expression: Expression,
-    ruled: Sequence[tuple[Term, AxisRule | None]],
-    axis_sizes: Mapping[str, int],
-) -> Expression:
-    """The expression with `ruled` as its terms, and a replica for unused devices."""
-    terms = [
-        _on_mesh(term, axis_sizes) if rule and rule.ignores_missing else term
-        for term, rule in ruled
-    ]
-    takes_devices = any(term.takes_devices for term in terms)
-    named = any(term.mesh_axes for term in terms)
-    if not any(term.star for term in terms) and (takes_devices or not named):
-        terms.insert(0, Term(star=True))  # unused devices hold replicas
-    placed = write_short(terms)
-    try:
-        check_mesh_axes(placed)
-    except EinshardError as error:
-        raise error.about(
-            written=f"'{expression.text}', with axis_rules",
-            instead="a name without a rule, for an axis that is not sharded; or taken='next'",
-        ) from None
-    return placed
-
-
-def _ruled_terms(
-    expression: Expression, rules: AxisRules, axis_sizes: Mapping[str, int]
-) -> list[tuple[Term, AxisRule | None]]:
-    """The terms with rules applied, and the rule of each."""
-    ruled: list[tuple[Term, AxisRule | None]] = [(term, None) for term in expression.right]
-    if not expression.short:
-        return ruled
-    by_name = {term.name: i for i, term in enumerate(expression.right) if term == Term(term.name)}
-    used = {axis for term in expression.right for axis in term.mesh_axes}
-    for rule in rules:
-        i = by_name.get(rule.name)
-        if i is None or ruled[i][1] is not None:
-            continue
-        term = replace(_term(rule.placement), name=rule.name, span=expression.right[i].span)
-        taken = used.intersection(term.mesh_axes)
-        size_if_missing = 1 if rule.ignores_missing else None
-        in_use = any(axis_sizes.get(axis, size_if_missing) != 1 for axis in taken)
-        if rule.skips_taken and in_use:
-            continue
-        # a mesh axis of size 1 shards nothing, so it may be named for several axes
-        axes = tuple(a for a in term.mesh_axes if a not in taken or axis_sizes.get(a) != 1)
-        used.update(axes)
-        ruled[i] = replace(term, mesh_axes=axes), rule
-    return ruled
-
-
-def _drop_missing(expression: Expression, mesh_axes: Container[str]) -> Expression:
-    """The expression without mesh axes that the mesh lacks."""
-    right = tuple(_on_mesh(term, mesh_axes) for term in expression.right)
-    if not any(term.is_sharded for term in right):
-        right = (Term(star=True), *right)  # nothing is sharded: all devices hold replicas
-    return replace(expression, right=right)
-
-
-def _on_mesh(term: Term, mesh_axes: Container[str]) -> Term:
-    return replace(term, mesh_axes=tuple(axis for axis in term.mesh_axes if axis in mesh_axes))
-
-
 def check_option(
     option: str,
     value: object,
@@ -257,12 +161,6 @@ def check_option(
 
 def _for_an_axis_named(option: str) -> dict[str, str]:
     return {f'for an axis named {option}': f"axis_rules({{'{option}': '@tp'}})"}
-
-
-@cached
-def _term(placement: str) -> Term:
-    (term,) = parse(f'x{placement}').right
-    return term
 
 
 def _pairs(placements: Any) -> list[tuple[Any, Any]]:
@@ -281,6 +179,20 @@ def _pairs(placements: Any) -> list[tuple[Any, Any]]:
             },
         )
     return pairs
+
+
+def _as_text(name: object, placement: Placed) -> str:
+    """A placement as text: '@data' for P('data')."""
+    spec = placement.spec if isinstance(placement, NamedSharding) else placement
+    if not isinstance(spec, PartitionSpec):
+        return spec
+    entries = spec_axes(spec)
+    if len(entries) > 1 or FREE in entries or spec.unreduced or spec.reduced:
+        raise EinshardError(
+            f'axis_rules has {name}={partition_text(spec)}, but a rule places one axis',
+            facts={'expected': "one entry, such as P('data') or P(('data', 'fsdp'))"},
+        )
+    return str(Term('', mesh_axes=tuple(map(str, entries[0] if entries else ()))))
 
 
 def _read_rule(name: object, placement: object) -> tuple[str, str]:

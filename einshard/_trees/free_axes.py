@@ -54,7 +54,8 @@ def state_specs(
         also_over: mesh axes to shard the array over too, if they do not shard the parameter.
         all_or_none: whether to shard one array axis over all of those, or none.
     """
-    placement = resolve(spec, param_shape, context)
+    known = as_leaf_spec(spec)
+    placement = resolve(known, param_shape, context)
     mesh, memory_kind = placement.sharding.mesh, placement.sharding.memory_kind
     entries = spec_axes(placement.sharding.spec)
     entries += [()] * (len(param_shape) - len(entries))
@@ -77,8 +78,8 @@ def state_specs(
                 'the mesh has axis names that cannot be written in an expression',
                 facts={'mesh': mesh_fact(mesh)},
             )
-        rule = as_leaf_spec(spec).rule
-        found.setdefault(sharding, LeafSpec(expression, memory_kind, rule=rule))
+        own = LeafSpec(expression, memory_kind, rule=known.rule, mesh=known.mesh)
+        found.setdefault(sharding, own)
     return tuple(found.values())
 
 
