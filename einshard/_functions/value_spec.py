@@ -15,7 +15,7 @@ from .._arrays.constrain import constrain, place_constant
 from .._errors import EinshardError, for_arrays
 from .._sharding.axis_rules import Missing
 from .._sharding.context import Context
-from .._sharding.leaf_spec import AnySpec, LeafSpec
+from .._sharding.leaf_spec import LeafSpec
 from .._sharding.resolve import Placement, resolve
 from .._text import array_text
 from .._trees.paths import path_text
@@ -60,7 +60,10 @@ class ValueSpec:
         errors: list[EinshardError] = []
         for (path, leaf), spec in zip(jtu.tree_leaves_with_path(value), specs, strict=True):
             try:
-                found = None if spec is None else self._resolve(spec, np.shape(leaf), context)
+                found = None
+                if spec is not None:
+                    shape = np.shape(leaf)
+                    found = resolve(spec, shape, context, indivisible=self.indivisible)
             except EinshardError as error:
                 text = self.leaf_text(path, leaf)
                 errors.append(_not_an_array(leaf, text) or error.about(array=text))
@@ -110,9 +113,6 @@ class ValueSpec:
             return None if spec is None else resolve(spec, None, context).sharding
         except EinshardError as error:
             raise error.about(function=self.function) from None
-
-    def _resolve(self, spec: AnySpec, shape: tuple[int, ...], context: Context) -> Placement:
-        return resolve(spec, shape, context, indivisible=self.indivisible)
 
     def _prefix_facts(self, value: Any) -> dict[str, str]:
         """The facts of an error about a spec that is not a prefix of its value."""
