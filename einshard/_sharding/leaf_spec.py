@@ -133,7 +133,7 @@ def _expression_of(spec: PartitionSpec, ndim: int | None) -> Expression:
 def lenient(
     spec: AnySpec, *, on_missing: Missing = 'error', on_indivisible: Missing = 'error'
 ) -> LeafSpec:
-    """The spec with these options set to 'replicate' where they say so."""
+    """The spec with these options; 'error' keeps those it has."""
     known = as_leaf_spec(spec)
     if on_missing == 'error':
         on_missing = known.on_missing
