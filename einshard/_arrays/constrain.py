@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, Sharding
 
+from .._cache import register
 from .._errors import EinshardError
+from .._notation.expression import Expression
 from .._sharding.context import is_staging
 from .._sharding.mesh import mesh_fact, partition_spec, spec_axes
 from .._sharding.resolve import Placement
+
+# The axis names of the value that a line constrains, by 'model.py:12', for `explain`: a compiled
+# program has lines, but no names. Empty for a line that constrains values with different names.
+names_at: dict[str, tuple[str, ...]] = register({})
+_PACKAGE = f'{Path(__file__).parent.parent}{os.sep}'
 
 
 def constrain(x: Any, placement: Placement) -> Any:
     """Constrains a traced value: reshard for explicit mesh axes, a constraint for the others."""
     _check_context(placement)
+    _note_names(placement.expression)
     if isinstance(x, jax.Ref):
         return _checked_ref(x, placement)
     try:
@@ -24,6 +35,17 @@ def constrain(x: Any, placement: Placement) -> Any:
     except ValueError as error:
         # under jax.grad without jit the value may be on other devices; the tracer does not show it
         raise _cannot_constrain(placement, error) from error
+
+
+def _note_names(expression: Expression) -> None:
+    """Notes the axis names at the line of the user, and at the line that calls its function."""
+    frame = sys._getframe(1)  # type: ignore[reportPrivateUsage]
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    for user in filter(None, (frame, frame.f_back)):
+        line = f'{user.f_code.co_filename}:{user.f_lineno}'
+        if names_at.setdefault(line, expression.names) != expression.names:
+            names_at[line] = ()
 
 
 def place_constant(x: Any, placement: Placement) -> Any:
