@@ -121,7 +121,8 @@ def _axes(one: Collective) -> str:
             sides = operands if is_forward else [*operands, result]
         else:  # the result, or the gradient of an operand
             sides = [result] if is_forward else operands
-        alike = [side for side in sides if len(side) == n_dims]
+        # the compiler may merge axes, so ranks only choose among several
+        alike = [side for side in sides if len(side) == n_dims or len(sides) == 1]
         return ' '.join(alike[0]) if len(alike) == 1 else einsum[0].strip('/')
     if one.op_name.rpartition('/')[2] in _ELEMENTWISE:
         for line in filter(None, (one.called_at, one.source)):
