@@ -169,6 +169,10 @@ class Computation:
             made = self._parsed[name] = read_instruction(line)
         return made
 
+    def instructions(self) -> Iterator[Instruction]:
+        """All instructions, in order."""
+        return (self[name] for name in self._lines if name)
+
     def users(self, name: str) -> list[Instruction]:
         """The instructions that use this one as an operand."""
         return [self[user] for user in self._users.get(name, ())]

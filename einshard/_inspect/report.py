@@ -10,10 +10,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .._errors import plural
+from .._hlo.buffers import Temporary
 from .._page import Column, Page, Section, page_html, page_lines, page_text
 from .._text import format_bytes, short_arrays, short_source
+from .bounds import NO_BOUNDS, Bounds, bounds_section
 from .diff import Compared, Diff, make_diff
 from .fold_layers import fold
+from .memory import temporaries_section
 from .report_rows import ArrayRow, Caution, CollectiveRow, Collectives, Memory, ProductRow
 from .totals import compute_line, network_lines
 
@@ -42,6 +45,10 @@ class Report:
             multiplied; None if there are none. Kernels count if they tell their flops.
         warnings: likely mistakes.
         intermediates: one row per intermediate value with a source line; None if not requested.
+        temporaries: the largest arrays that the program computes in between.
+        chip: the name of the chip that `bounds` are for; None if it is unknown, as for CPUs.
+        bounds: lower bounds on the time of one run: compute, HBM, and the network along each mesh
+            axis, with `largest`. Empty without a chip.
         products: where the flops come from, by source line.
         in_place: (result, argument) for results that take the memory of a donated argument and have
             its sharding.
@@ -58,6 +65,9 @@ class Report:
     flops: float | None
     warnings: tuple[Caution, ...]
     intermediates: tuple[ArrayRow, ...] | None = None
+    temporaries: tuple[Temporary, ...] = ()
+    chip: str | None = None
+    bounds: Bounds = NO_BOUNDS
     products: tuple[ProductRow, ...] = ()
     in_place: tuple[tuple[str, str], ...] = ()
 
@@ -152,6 +162,8 @@ def _page(report: Report) -> Page:
     if report.intermediates is not None:
         sections.insert(2, _intermediates(report.intermediates))
     sections.append(Section('on each device', words=tuple(_resources(report))))
+    sections.append(temporaries_section(report.temporaries, report.memory))
+    sections.append(bounds_section(report.chip or '', report.bounds))
     mesh = ', '.join(f'{name}={size}' for name, size in report.mesh)
     devices = plural(report.n_devices, 'device')
     title = f'{report.name} on {devices} ({report.device_kind}{"; " * bool(mesh)}{mesh})'
@@ -281,13 +293,10 @@ def _resources(report: Report) -> list[str]:
 
 
 def _memory_text(memory: Memory) -> str:
-    parts = {
-        'arguments': memory.arguments,
-        'results': memory.results,
-        'temporaries': memory.temporaries,
-        'code': memory.code,
-    }
-    listed = {name: f'{name} {format_bytes(n)}' for name, n in parts.items() if n}
-    if memory.aliased:
-        listed['results'] += f' ({format_bytes(memory.aliased)} in place of arguments)'
-    return f'{format_bytes(memory.total)}{": " * bool(listed)}{", ".join(listed.values())}'
+    share = ''
+    if memory.capacity:
+        used = memory.total / memory.capacity
+        percent = f'{used:.0%}' if used >= 0.01 else '<1%'
+        share = f', {percent} of {format_bytes(memory.capacity)}'
+    listed = ', '.join(f'{name} {text}' for name, text in memory.parts.items())
+    return f'{format_bytes(memory.total)}{share}{": " * bool(listed)}{listed}'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from .._hlo.memory import Memory as Memory
 from .._text import old_name, shape_text
 
 
@@ -150,33 +151,12 @@ class ProductRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes per device, as the compiler reports them.
-
-    Attributes:
-        aliased: bytes of the results that reuse the memory of donated arguments.
-        peak: the compiler's peak memory (some compilers exclude temporaries), or None.
-    """
-
-    arguments: int
-    results: int
-    temporaries: int
-    code: int
-    aliased: int
-    peak: int | None
-
-    @property
-    def total(self) -> int:
-        return self.arguments + self.results + self.temporaries + self.code - self.aliased
-
-
-@dataclass(frozen=True, slots=True)
 class Caution:
     """A likely mistake.
 
     Attributes:
-        kind: 'promise broken', 'replicated', 'full rematerialization', 'gathered again' or
-            'no effect'.
+        kind: 'does not fit', 'promise broken', 'replicated', 'full rematerialization', 'gathered
+            again' or 'no effect'.
         text: a sentence about it.
         source: 'model.py:12', or None.
     """
