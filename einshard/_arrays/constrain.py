@@ -17,7 +17,7 @@ from .._sharding.context import depth_of_user, is_staging
 from .._sharding.mesh import AnyMesh, mesh_fact, partition_spec, spec_axes
 from .._sharding.resolve import Placement
 
-# The axis names of the value that a line constrains, by 'path/model.py:12', for `explain`: a compiled
+# The axis names of the value that a line constrains, by file and line, for `explain`: a compiled
 # program has lines, but no names. Empty for a line that constrains values with different names.
 names_at: dict[str, tuple[str, ...]] = register({})
 
