@@ -1,5 +1,8 @@
 """axis_rules with lists of pairs, as in Flax and MaxText."""
 
+import concurrent.futures
+import threading
+
 import jax
 import jax.numpy as jnp
 import maxtext_axes
@@ -7,9 +10,19 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 from placed import mesh_of
 
-from einshard import EinshardError, axis_rules, describe, einshard, make_sharding, sharded
+from einshard import (
+    EinshardError,
+    Sharded,
+    axis_rules,
+    describe,
+    einshard,
+    make_sharding,
+    per_device,
+    sharded,
+)
 
 MESH = mesh_of(data=2, fsdp=2, tp=2)
 SIZE_ONE = mesh_of(data=4, fsdp=1, tp=2)
@@ -233,3 +246,48 @@ def test_invalid_options(option):
     for call in (lambda: einshard(np.zeros(8), 'x*', **option), lambda: sharded('x*', **option)):
         with pytest.raises(EinshardError, match="indivisible= must be 'error' or 'replicate'"):
             call()
+
+
+# ------------------------------------------------------------------------------- where they apply
+
+
+def test_in_per_device_functions():
+    @per_device('batch embed', out='batch embed', mesh=MESH)
+    def shape(x):
+        return jnp.full(x.shape, x.shape[1])
+
+    x = np.zeros((8, 8), np.float32)
+    with axis_rules(FALLBACKS, taken='next'):
+        assert np.asarray(shape(x)).max() == 4  # embed over tp, of size 2
+    with axis_rules(FALLBACKS[1:] + FALLBACKS[:1], taken='next'):
+        assert np.asarray(shape(x)).max() == 2
+
+
+def test_each_thread_has_its_rules():
+    lists = [FALLBACKS, FALLBACKS[1:] + FALLBACKS[:1]]
+    ready = threading.Barrier(2)
+
+    def run(pairs):
+        with axis_rules(pairs, taken='next'):
+            ready.wait()
+            return jax.jit(constrained)(np.zeros((8, 8))).sharding.spec
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, lists))
+    assert found == [P(('data', 'fsdp'), 'tp'), P(None, ('fsdp', 'tp'))]
+
+
+def constrained(x):
+    return einshard(x, 'batch embed', mesh=MESH)
+
+
+def test_annotations_under_rules_that_replicate():
+    @sharded
+    def double(x: Sharded[Float[Array, 'batch d'], 'batch d']):  # noqa: F722
+        return x * 2
+
+    with jax.set_mesh(MESH), axis_rules(batch='@data', indivisible='replicate'):
+        for n, spec in ((8, P('data')), (7, P())):
+            x = double(np.ones((n, 2), np.float32))
+            assert double.in_shardings(x)['x'].spec == spec
+            assert np.asarray(x).max() == 2

@@ -218,7 +218,7 @@ def test_memory():
     assert einshard(X, on_host).sharding.memory_kind == 'pinned_host'
     default = NamedSharding(AUTO, P('data'))
     assert einshard(X, default, memory_kind='pinned_host').sharding == on_host
-    with pytest.raises(EinshardError, match="says memory 'pinned_host', but memory_kind= is"):
+    with pytest.raises(EinshardError, match="has memory kind 'pinned_host', but memory_kind= is"):
         einshard(X, on_host, memory_kind='device')
 
 

@@ -115,7 +115,7 @@ def test_an_abstract_mesh_like_the_canonical_one_needs_a_replica():
         make_sharding('a b -> a b', mesh=mesh)
 
 
-# --- a short form in a trace that says nothing ------------------------------------------------
+# --- a short form without placements in a trace ----------------------------------------------
 
 
 @pytest.mark.parametrize('mesh', [AUTO, EXPLICIT], ids=str)

@@ -197,7 +197,7 @@ def _annotated(leaf: Any, kind: int, placement: Placement) -> Any:
     if kind == _REF:
         check_ref(leaf, placement)
         return leaf
-    if placement.says_nothing:
+    if placement.lacks_placement:
         warn_replicated(placement)
     # jit does not keep the shardings of constants in a traced function
     return constrain(leaf, placement) if kind == _TRACER else place_constant(leaf, placement)

@@ -138,7 +138,7 @@ def lenient(
     on_indivisible: Missing = 'error',
     rule: str | None = None,
 ) -> LeafSpec:
-    """The spec with these options set to 'replicate' where they say so, and with its rule."""
+    """The spec with these options and its rule; 'error' keeps those it has."""
     known = as_leaf_spec(spec)
     if on_missing == 'error':
         on_missing = known.on_missing

@@ -54,7 +54,7 @@ class Placement:
     layout: Layout
     sharding: NamedSharding
     missing_axes: tuple[str, ...] = ()  # named mesh axes that the mesh lacks, if that is allowed
-    says_nothing: bool = False  # replicated, although the short form and no rules say so
+    lacks_placement: bool = False  # a short form without placements and rules, so replicated
     is_unconstrained: bool = False  # along some axes, which only traced values can be
 
 
@@ -146,7 +146,7 @@ def find_placement(
         spec = of_rank(spec, len(shape) if isinstance(shape, tuple) else shape)
     if memory_kind is not None and spec.memory_kind not in (None, memory_kind):
         raise EinshardError(
-            f'the expression says memory {spec.memory_kind!r}, but memory_kind= is {memory_kind!r}',
+            f'the spec has memory kind {spec.memory_kind!r}, but memory_kind= is {memory_kind!r}',
             expression=str(spec),
         )
     memory_kind = spec.memory_kind or memory_kind
@@ -191,13 +191,15 @@ def find_placement(
         )
     if spec.unconstrained:
         sharding = _leave_free(sharding, spec)
-    says_nothing = (
+    lacks_placement = (
         is_own_mesh
         and not context.axis_rules
         and spec.expression.short
         and not any(term.is_sharded for term in spec.expression.right)
     )
-    return Placement(expression, layout, sharding, missing, says_nothing, bool(spec.unconstrained))
+    return Placement(
+        expression, layout, sharding, missing, lacks_placement, bool(spec.unconstrained)
+    )
 
 
 def _leave_free(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
