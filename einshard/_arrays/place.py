@@ -98,10 +98,13 @@ def _place_array(x: Any, spec: str, context: Context, memory_kind: str | None, d
     if kind != _ARRAY and kind != _HOST:
         return None
     try:
-        sharding = find_placement(spec, x.shape, context, memory_kind).sharding
+        placement = find_placement(spec, x.shape, context, memory_kind)
         get_mesh()  # raises while tracing; see is_tracing
     except (ValueError, TypeError):  # the full path raises an error with the array
         return None
+    if placement.warning:  # the full path warns
+        return None
+    sharding = placement.sharding
     if kind == _ARRAY:
         placed = x.sharding
         if placed is sharding or placed == sharding or is_placed(x, sharding):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -127,14 +128,33 @@ def check_divisible(
                     guilty,
                     expected=f"a multiple of {parts}, such as symbolic_shape('{parts}*n')",
                 )
-            common = math.gcd(size, n_devices)
-            *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
+            named = [split for split in layout.splits if split.axis == axis and split.mesh_axes]
+            if named:
+                facts = _padding(layout, shape, size + -size % parts)
+            else:
+                common = math.gcd(size, n_devices)
+                *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
+                facts = {'works with': f'{", ".join(most)} or {last} shards' if most else '1 shard'}
             raise expression.error(
-                f"axis '{name}' (size {size}) is not divisible by {parts}",
+                f"axis '{name}' (size {size}) is not divisible by {parts}{_of_mesh_axes(named)}",
                 guilty,
                 devices=n_devices,
-                works_with=f'{", ".join(most)} or {last} shards' if most else '1 shard',
+                **facts,
             )
+
+
+def _of_mesh_axes(named: Sequence[Split]) -> str:
+    """, the size of mesh axis 'data'"""
+    names = [name for split in named for name in split.mesh_axes]
+    if not names:
+        return ''
+    return f', the size of mesh {"axis" if len(names) == 1 else "axes"} {quoted(names)}'
+
+
+def _padding(layout: Layout, shape: Sequence[int], size: int) -> dict[str, object]:
+    parts = layout.parts
+    widths = [(0, -n % parts.get(axis, 1)) for axis, n in enumerate(shape)]
+    return {'next multiple': size, 'to pad': f'jnp.pad(x, {tuple(widths)})'}
 
 
 @cached
@@ -276,10 +296,12 @@ def _named_splits(
     if not terms:
         return []
     if axis_sizes is None:
+        counts = ((term, _as_count(term)) for term in terms)
         raise expression.error(
             f'{quoted(map(str, terms))} {"names" if len(terms) == 1 else "name"} mesh axes, '
             'but there is no mesh',
             terms,
+            fix=next((_with_term(expression, *both) for both in counts if both[1]), None),
             expected="mesh=, or 'with jax.set_mesh(mesh):'",
         )
     splits: list[Split] = []
@@ -292,20 +314,35 @@ def _named_splits(
 def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str, int]) -> int:
     if axis in sizes:
         return sizes[axis]
-    fix = None
     used = {name for other in expression.right for name in other.mesh_axes}
-    near = difflib.get_close_matches(axis, sizes.keys() - used, n=1)
-    if near:
-        start, end = term.span
-        axes = tuple(near[0] if name == axis else name for name in term.mesh_axes)
-        fixed = Term(term.name, mesh_axes=axes)
-        fix = Suggestion(f'{expression.text[:start]}{fixed}{expression.text[end:]}')
+    meant = _as_count(term) or _other_axes(term, axis, sizes.keys() - used)
     raise expression.error(
         f"the mesh has no axis '{axis}'",
         [term],
-        fix=fix,
+        fix=_with_term(expression, term, meant) if meant else None,
         mesh=mesh_text(sizes),
     )
+
+
+def _as_count(term: Term) -> Term | None:
+    """a8 for a@8"""
+    (axis, *others) = term.mesh_axes
+    is_count = not others and re.fullmatch('[1-9][0-9]*', axis)
+    return Term(term.name, int(axis)) if is_count else None
+
+
+def _other_axes(term: Term, axis: str, free: Collection[str]) -> Term | None:
+    """The term with free mesh axes instead of `axis`, as for a@data+tp or a@dta."""
+    meant = re.findall(r'\w+', axis)
+    if len(meant) == 1 or not {*meant} <= {*free}:
+        meant = difflib.get_close_matches(axis, free, n=1)
+    axes = [name for old in term.mesh_axes for name in (meant if old == axis else [old])]
+    return Term(term.name, mesh_axes=tuple(axes)) if meant else None
+
+
+def _with_term(expression: Expression, old: Term, new: Term) -> Suggestion:
+    start, end = old.span
+    return Suggestion(f'{expression.text[:start]}{new}{expression.text[end:]}')
 
 
 def mesh_text(axis_sizes: Mapping[str, int]) -> str:

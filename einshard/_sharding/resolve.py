@@ -14,10 +14,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from .._cache import cached
 from .._errors import EinshardError, Suggestion
 from .._notation.expression import Expression
+from .._notation.hints import spacing_hint
 from .._notation.layout import Layout, lay_out, mesh_entries, refactor
 from .._suggestions import working_fix
 from .axis_rules import Missing, apply_axis_rules
-from .context import Context, current_context, make_context
+from .context import Context, current_context, depth_of_user, make_context
 from .leaf_spec import AnySpec, LeafSpec, as_leaf_spec, lenient, rewritten
 from .mesh import (
     AnyMesh,
@@ -43,6 +44,7 @@ class Placement:
     layout: Layout
     sharding: NamedSharding
     missing_axes: tuple[str, ...] = ()  # named mesh axes that the mesh lacks, if that is allowed
+    warning: str | None = None  # for whoever wrote the expression
 
 
 def make_sharding(
@@ -104,20 +106,23 @@ def resolve(
     try:
         if missing == 'replicate':
             spec = lenient(spec, on_missing=missing)
-        return find_placement(spec, shape, context, memory_kind)
+        placement = find_placement(spec, shape, context, memory_kind)
     except TypeError:  # raised by the cache for unhashable arguments
         check_types(spec, shape, memory_kind)
         raise
     except EinshardError as error:
         fix = _working_fix(error, spec, shape, context, memory_kind, option)
         raise error.with_fix(fix) from None
+    if placement.warning:  # each time: Python shows it once per line of the user
+        warnings.warn(placement.warning, stacklevel=depth_of_user())
+    return placement
 
 
 @cached
 def find_placement(
     spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
 ) -> Placement:
-    """`resolve` in one cache look-up, without fixes in errors."""
+    """`resolve` in one cache look-up, without fixes in errors and without warnings."""
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
     if memory_kind is not None and spec.memory_kind not in (None, memory_kind):
@@ -161,7 +166,19 @@ def find_placement(
             mesh=mesh_fact(mesh),
             expected='each count the product of consecutive mesh axes, in mesh order',
         )
-    return Placement(expression, layout, sharding, missing)
+    warning = None
+    if not _is_ruled(spec.expression, context):
+        warning = spacing_hint(
+            spec.expression,
+            lambda text: find_placement(rewritten(spec, text), shape, context, memory_kind),
+        )
+    return Placement(expression, layout, sharding, missing, warning)
+
+
+def _is_ruled(expression: Expression, context: Context) -> bool:
+    """Whether axis rules say how some axis of the expression is sharded."""
+    ruled = {name for name, placement, _ in context.axis_rules if placement}
+    return expression.short and not ruled.isdisjoint(expression.names)
 
 
 def _hints(mesh: AnyMesh) -> dict[str, str]:
