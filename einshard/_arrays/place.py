@@ -85,7 +85,10 @@ def einshard(
             return placed
     leaves, treedef = jtu.tree_flatten(x)
     specs = leaf_specs(x, leaves, spec, context.mesh, treedef)
-    placed = _place_leaves(x, leaves, specs, context, memory_kind, missing, donate)
+    try:
+        placed = _place_leaves(x, leaves, specs, context, memory_kind, missing, donate)
+    except EinshardError as error:
+        raise error.with_fix(_with_numpy(x, leaves, spec, context) or error.fix) from None
     return jtu.tree_unflatten(treedef, placed)
 
 
@@ -165,6 +168,18 @@ def _find(
     if kind == _HOST:
         check_dtype(placement.expression, leaf.dtype)
     return placement
+
+
+def _with_numpy(x: Any, leaves: list[Any], spec: Spec, context: Context) -> str | None:
+    """The call that places a list of numbers as one array, if it works."""
+    is_numbers = isinstance(x, list | tuple) and {_kind(type(leaf)) for leaf in leaves} == {_SCALAR}
+    if not is_numbers or not isinstance(spec, str):
+        return None
+    try:
+        find_placement(spec, np.shape(x), context, None)
+    except ValueError:  # numpy raises it for rows of several lengths
+        return None
+    return f'einshard(np.array(x), {spec!r})'
 
 
 def _annotated(leaf: Any, kind: int, placement: Placement) -> Any:

@@ -333,6 +333,12 @@ def sharded(
     bare = not (named or reshard) and out is None and mesh is None and collectives is None
     if bare and len(in_specs) == 1 and _is_function(in_specs[0]):
         return _decorate(in_specs[0], (), None, None, False, None, {})
+    for spec in in_specs:
+        if _is_function(spec) and not _takes_path_and_leaf(spec):
+            raise EinshardError(
+                f'{name_of(spec)} is not a spec: spec functions are called with (path, leaf)',
+                facts={'try': f'sharded(...)({name_of(spec)})'},
+            )
 
     def decorate(*functions: Any, **unexpected: Any) -> Any:
         if len(functions) != 1 or unexpected or not _is_function(functions[0]):
@@ -348,15 +354,28 @@ def _is_function(x: Any) -> bool:
     return isinstance(x, staticmethod | classmethod) or (is_function(x) and not is_spec)
 
 
+def _takes_path_and_leaf(spec: Any) -> bool:
+    try:
+        signature = inspect.signature(spec)
+    except (TypeError, ValueError):  # unknown, as of some functions in C
+        return True
+    try:
+        signature.bind('path', None)
+    except TypeError:
+        return False
+    return True
+
+
 def called_too_early(
     decorator: str, given: Sequence[Any], in_specs: Sequence[Spec]
 ) -> EinshardError:
     """The error for a decorator, such as `sharded(...)`, that got something else to decorate."""
     found = reprlib.repr(given[0]) if len(given) == 1 else plural(len(given), 'argument')
     facts: dict[str, Any] = {}
-    if len(in_specs) == 1 and _is_function(in_specs[0]):
-        name = name_of(in_specs[0])
-        facts['note'] = f'{name} was taken as a spec, because {decorator} has options too'
+    if in_specs and _is_function(in_specs[-1]):
+        name = name_of(in_specs[-1])
+        also = 'options' if len(in_specs) == 1 else 'other specs'
+        facts['note'] = f'{name} was taken as a spec, because {decorator} has {also} too'
         facts['try'] = f'{decorator}(...)({name})'
     return EinshardError(f'{decorator} decorates a function, not {found}', facts=facts)
 

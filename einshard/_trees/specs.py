@@ -73,8 +73,11 @@ def is_function(spec: Spec) -> bool:
     return callable(spec) and not isinstance(spec, Mesh)
 
 
-def check_specs(spec: Spec) -> None:
-    """Raises if a leaf is not a spec, or is an invalid expression."""
+def check_specs(spec: Spec, order: str = 'the array first: einshard(x, spec)') -> None:
+    """Raises if a leaf is not a spec, or is an invalid expression.
+
+    `order` is what to write if it is an array, as when the arguments are swapped.
+    """
     for path, one in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
         if isinstance(one, str):
             try:
@@ -82,7 +85,7 @@ def check_specs(spec: Spec) -> None:
             except EinshardError as error:
                 raise (error.about(spec_at=f"'{path_text(path)}'") if path else error) from None
         elif not (one is None or isinstance(one, LeafSpec) or is_function(one)):
-            raise _not_a_spec(path, one)
+            raise _not_a_spec(path, one, order)
 
 
 def read_specs(spec: Spec) -> Spec:
@@ -112,7 +115,7 @@ def _call(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
     return spec
 
 
-def _not_a_spec(path: Sequence[Any], spec: Any) -> EinshardError:
+def _not_a_spec(path: Sequence[Any], spec: Any, order: str) -> EinshardError:
     where = f" at '{path_text(path)}'" if path else ''
     function = 'a function (path, leaf) -> spec'
     facts = {'expected': f'an expression, None, {function}, or a pytree of these'}
@@ -123,7 +126,7 @@ def _not_a_spec(path: Sequence[Any], spec: Any) -> EinshardError:
         facts['instead'] = "pass it as mesh=: einshard(x, 'b d -> b* d', mesh=mesh)"
     elif hasattr(spec, 'shape') and hasattr(spec, 'dtype'):
         text = array_text(spec)
-        facts['instead'] = 'pass the array first: einshard(x, spec)'
+        facts['instead'] = f'pass {order}'
     return EinshardError(f'{text}{where} is not a spec', facts=facts)
 
 
