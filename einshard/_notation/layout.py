@@ -151,10 +151,10 @@ def _of_mesh_axes(named: Sequence[Split]) -> str:
     return f', the size of mesh {"axis" if len(names) == 1 else "axes"} {quoted(names)}'
 
 
-def _padding(layout: Layout, shape: Sequence[int], size: int) -> dict[str, object]:
+def _padding(layout: Layout, shape: Sequence[int], size: int) -> dict[str, str]:
     parts = layout.parts
     widths = [(0, -n % parts.get(axis, 1)) for axis, n in enumerate(shape)]
-    return {'next multiple': size, 'to pad': f'jnp.pad(x, {tuple(widths)})'}
+    return {'next multiple': str(size), 'to pad': f'jnp.pad(x, {tuple(widths)})'}
 
 
 @cached
@@ -296,12 +296,12 @@ def _named_splits(
     if not terms:
         return []
     if axis_sizes is None:
-        counts = ((term, _as_count(term)) for term in terms)
+        counts = [(term, count) for term in terms if (count := _as_count(term))]
         raise expression.error(
             f'{quoted(map(str, terms))} {"names" if len(terms) == 1 else "name"} mesh axes, '
             'but there is no mesh',
             terms,
-            fix=next((_with_term(expression, *both) for both in counts if both[1]), None),
+            fix=_with_term(expression, *counts[0]) if counts else None,
             expected="mesh=, or 'with jax.set_mesh(mesh):'",
         )
     splits: list[Split] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from types import FunctionType
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from .._notation.layout import needs_rank
 from .._sharding.context import mesh_scope
 from .._sharding.leaf_spec import AnySpec, LeafSpec, as_leaf_spec
 from .._sharding.mesh import AnyMesh
-from .._text import array_text
+from .._text import array_text, name_of
 from .paths import leaf_paths, leaf_text, path_text
 
 # An expression, None, a function (path, leaf) -> spec, or a pytree prefix of these, which Python
@@ -86,6 +87,28 @@ def check_specs(spec: Spec, order: str = 'the array first: einshard(x, spec)') -
                 raise (error.about(spec_at=f"'{path_text(path)}'") if path else error) from None
         elif not (one is None or isinstance(one, LeafSpec) or is_function(one)):
             raise _not_a_spec(path, one, order)
+
+
+def check_spec_functions(specs: Sequence[Spec]) -> None:
+    """Raises if a function cannot be called as a spec, as in `sharded(spec, function)`."""
+    for spec in specs:
+        if is_function(spec) and not _takes_path_and_leaf(spec):
+            raise EinshardError(
+                f'{name_of(spec)} is not a spec: spec functions are called with (path, leaf)',
+                facts={'try': f'sharded(...)({name_of(spec)})'},
+            )
+
+
+def _takes_path_and_leaf(function: Callable[..., Any]) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # unknown, as of some functions in C
+        return True
+    try:
+        signature.bind('path', None)
+    except TypeError:
+        return False
+    return True
 
 
 def read_specs(spec: Spec) -> Spec:
