@@ -128,33 +128,42 @@ def check_divisible(
                     guilty,
                     expected=f"a multiple of {parts}, such as symbolic_shape('{parts}*n')",
                 )
-            named = [split for split in layout.splits if split.axis == axis and split.mesh_axes]
-            if named:
-                facts = _padding(layout, shape, size + -size % parts)
-            else:
-                common = math.gcd(size, n_devices)
-                *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
-                facts = {'works with': f'{", ".join(most)} or {last} shards' if most else '1 shard'}
+            mesh_axes = _mesh_axes_of(layout, axis)
+            of = f', the size of mesh {_axes_text(mesh_axes)}' if mesh_axes else ''
+            fits = _padding(layout, shape, axis) if mesh_axes else _counts_of(size, n_devices)
             raise expression.error(
-                f"axis '{name}' (size {size}) is not divisible by {parts}{_of_mesh_axes(named)}",
+                f"axis '{name}' (size {size}) is not divisible by {parts}{of}",
                 guilty,
                 devices=n_devices,
-                **facts,
+                **fits,
             )
 
 
-def _of_mesh_axes(named: Sequence[Split]) -> str:
-    """, the size of mesh axis 'data'"""
-    names = [name for split in named for name in split.mesh_axes]
-    if not names:
-        return ''
-    return f', the size of mesh {"axis" if len(names) == 1 else "axes"} {quoted(names)}'
+def _mesh_axes_of(layout: Layout, axis: int) -> list[str]:
+    """The mesh axes that shard an array axis; [] if counts do too."""
+    splits = [split for split in layout.splits if split.axis == axis]
+    by_name = all(split.mesh_axes for split in splits)
+    return [name for split in splits for name in split.mesh_axes] if by_name else []
 
 
-def _padding(layout: Layout, shape: Sequence[int], size: int) -> dict[str, str]:
-    parts = layout.parts
-    widths = [(0, -n % parts.get(axis, 1)) for axis, n in enumerate(shape)]
-    return {'next multiple': str(size), 'to pad': f'jnp.pad(x, {tuple(widths)})'}
+def _axes_text(mesh_axes: Sequence[str]) -> str:
+    return f'{"axis" if len(mesh_axes) == 1 else "axes"} {quoted(mesh_axes)}'
+
+
+def _padding(layout: Layout, shape: Sequence[int], axis: int) -> dict[str, str]:
+    """How to pad an array so that all its axes are divisible."""
+    more = [
+        -size % layout.parts.get(i, 1) if isinstance(size, int) else 0
+        for i, size in enumerate(shape)
+    ]
+    widths = tuple((0, n) for n in more)
+    return {'next multiple': str(shape[axis] + more[axis]), 'to pad': f'jnp.pad(x, {widths})'}
+
+
+def _counts_of(size: int, n_devices: int) -> dict[str, str]:
+    common = math.gcd(size, n_devices)
+    *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
+    return {'works with': f'{", ".join(most)} or {last} shards' if most else '1 shard'}
 
 
 @cached
