@@ -55,7 +55,7 @@ def test_only_what_fits_is_suggested(devices8):
     'text',
     [
         '* a b', 'a b -> * a b', '... -> * ...', '... -> ... *', '... *', '2 8 a b', '16 ...',
-        'a2 8 b', 'a 8 b2', 'a b -> b a* 1', 'a 1 b*', 'a b -> 2 a2 2 b2',
+        'a2 8 b', 'a 8 b2', 'a b -> b a* 1', 'a 1 b*', 'a b -> 2 a2 2 b2', 'a1 16 b',
     ],
 )  # fmt: skip
 def test_replicas_on_purpose(text):

@@ -44,5 +44,10 @@ def _separate_counts(expression: Expression) -> list[tuple[Term, Term]]:
     return [
         (term, after)
         for term, after in itertools.pairwise(expression.right)
-        if term.name not in (None, ELLIPSIS) and after.name is None and after.takes_devices
+        if _is_bare_name(term) and after.name is None and after.takes_devices
     ]
+
+
+def _is_bare_name(term: Term) -> bool:
+    # not a1, as from f'a{n} {m} b' with n = 1
+    return term.name not in (None, ELLIPSIS) and term == Term(term.name)
