@@ -117,3 +117,52 @@ def test_once_for_each_line():
     # Python shows a warning once for each line; the expression is parsed and placed only once
     assert len(warnings_of(calls, 'default')) == 2
     assert len(warnings_of(calls, 'always')) == 4
+
+
+@pytest.mark.parametrize(
+    ('text', 'sentence', 'to_shard'),
+    [
+        ('data model', "'data' and 'model' are array axes", 'data@data model@model axes'),
+        ('model d', "'model' is an array axis", 'model@model d axis'),
+        ('... data', "'data' is an array axis", '... data@data axis'),
+    ],
+)
+def test_array_axes_named_like_mesh_axes(text, sentence, to_shard):
+    mesh = mesh_of(data=4, model=2)
+    named, _, axes = to_shard.rpartition(' ')
+    calls = lambda: einshard(X, text, mesh=mesh), lambda: inside(mesh, text)
+    for call in calls:
+        (caught,) = warnings_of(call)
+        assert caught.filename == __file__
+        assert str(caught.message) == (
+            f"in '{text}', {sentence}, and nothing is sharded; write '{named}' to shard over the "
+            f"mesh {axes}, or '{text} -> {text}' to replicate without this warning"
+        )
+    assert warnings_of(lambda: einshard(X, f'{text} -> {text}', mesh=mesh)) == []
+    assert not einshard(X, named, mesh=mesh).is_fully_replicated
+
+
+def inside(mesh, text):
+    with jax.set_mesh(mesh):
+        jax.jit(lambda x: einshard(x, text))(X)
+
+
+@pytest.mark.parametrize(
+    ('text', 'shape'),
+    [
+        ('data d', (6, 8)),  # 'data@data d' does not work
+        ('pod d', (8, 8)),  # 'pod' has size 1
+        ('data@data model', (8, 8)),
+        ('* data model', (8, 8)),
+        ('d e', (8, 8)),
+    ],
+)
+def test_other_names_and_sizes(text, shape):
+    mesh = mesh_of(pod=1, data=4, model=2)
+    assert warnings_of(lambda: einshard(np.ones(shape), text, mesh=mesh)) == []
+
+
+def test_names_with_axis_rules_are_not_mesh_axes():
+    mesh = mesh_of(data=4, model=2)
+    with axis_rules(batch='@data'):
+        assert warnings_of(lambda: einshard(X, 'data d', mesh=mesh)) == []

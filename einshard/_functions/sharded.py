@@ -17,7 +17,7 @@ from .._errors import EinshardError, hide_inner_frames, plural
 from .._sharding.context import entered, in_step, is_tracing, same_in_thread
 from .._sharding.mesh import MeshLike, check_mesh, mesh_fact
 from .._text import deferred_kind, name_of
-from .._trees.specs import Spec, check_spec_functions, is_function
+from .._trees.specs import Spec, check_spec_functions, is_function, mesh_of
 from .parameters import CallSignature, declare
 from .place_arguments import place_arguments
 from .program import OtherShardings, Program, Setup, TracedFunction
@@ -309,8 +309,9 @@ def sharded(
     `out=` a constraint. Inside the decorated function, `einshard` uses the same mesh.
 
     Args:
-        in_specs: specs by position: expressions, None, `Rules`, functions `(path, leaf) -> spec`,
-            or pytree prefixes of those. `sharded(f)` decorates the function f.
+        in_specs: specs by position: expressions, `PartitionSpec`s, `NamedSharding`s, None,
+            `Rules`, functions `(path, leaf) -> spec`, or pytree prefixes of those.
+            `sharded(f)` decorates the function f.
         out: the spec of the result.
         mesh: a mesh or devices. Default: the mesh in context at each call, or else all devices.
         reshard: whether to reshard arguments that are sharded differently.
@@ -349,8 +350,7 @@ def sharded(
 
 
 def _is_function(x: Any) -> bool:
-    # Rules are callable, but a spec
-    is_spec = hasattr(x, 'for_leaves')
+    is_spec = hasattr(x, 'for_leaves')  # such as Rules, which are callable
     return isinstance(x, staticmethod | classmethod) or (is_function(x) and not is_spec)
 
 
@@ -362,8 +362,7 @@ def called_too_early(
     facts: dict[str, Any] = {}
     if in_specs and _is_function(in_specs[-1]):
         name = name_of(in_specs[-1])
-        also = 'options' if len(in_specs) == 1 else 'other specs'
-        facts['note'] = f'{name} was taken as a spec, because {decorator} has {also} too'
+        facts['note'] = f'{name} was taken as a spec, because {decorator} has other arguments too'
         facts['try'] = f'{decorator}(...)({name})'
     return EinshardError(f'{decorator} decorates a function, not {found}', facts=facts)
 
@@ -392,6 +391,8 @@ def _decorate(
         check_mesh(mesh)
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
             mesh = tuple(mesh)  # a copy: the list may change
+        if mesh is None:
+            mesh = mesh_of([declaration.specs, declaration.result.spec])
         found = read_limits(*limits)
         budget = found and Budget(name, found)
     except EinshardError as error:

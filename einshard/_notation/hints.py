@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from .._errors import quoted, shown
 from .._suggestions import works
@@ -34,6 +34,32 @@ def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> st
         f"in '{expression.text}', {quoted(str(count) for _, count in separate)} only "
         f'{"replicates" if len(separate) == 1 else "replicate"}, and nothing is sharded; '
         f"write {to_shard}'{in_front}' to replicate without this warning"
+    )
+
+
+def mesh_axes_hint(
+    expression: Expression, mesh_axes: Collection[str], attempt: Callable[[str], object]
+) -> str | None:
+    """The warning about array axes named like mesh axes, as in 'data model', if nothing is sharded.
+
+    None if the expression with '@' does not work.
+
+    Args:
+        expression: an expression in the short form without placements.
+        mesh_axes: the mesh axes, except those of size 1.
+        attempt: resolves another expression.
+    """
+    same = [term for term in expression.right if term.name in mesh_axes]
+    named = expression.text
+    for term in reversed(same):
+        named = f'{named[: term.span[1]]}@{term.name}{named[term.span[1] :]}'
+    if not same or not works(lambda: attempt(named)):
+        return None
+    are_axes = 'is an array axis' if len(same) == 1 else 'are array axes'
+    return shown(
+        f"in '{expression.text}', {quoted(map(str, same))} {are_axes}, and nothing is sharded; "
+        f"write '{named}' to shard over the mesh {'axis' if len(same) == 1 else 'axes'}, or "
+        f"'{' '.join(expression.names)} -> {expression.text}' to replicate without this warning"
     )
 
 

@@ -9,17 +9,25 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._cache import cached
 from .._errors import EinshardError, Suggestion
 from .._notation.expression import Expression
-from .._notation.hints import spacing_hint
+from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._notation.layout import Layout, lay_out, mesh_entries, refactor
 from .._suggestions import working_fix
 from .axis_rules import Missing, apply_axis_rules
-from .context import Context, current_context, depth_of_user, make_context
-from .leaf_spec import AnySpec, LeafSpec, as_leaf_spec, lenient, rewritten
+from .context import Context, context_on, current_context, depth_of_user, make_context
+from .leaf_spec import (
+    AnySpec,
+    LeafSpec,
+    as_leaf_spec,
+    check_constrained,
+    lenient,
+    of_rank,
+    rewritten,
+)
 from .mesh import (
     AnyMesh,
     MeshLike,
@@ -27,8 +35,10 @@ from .mesh import (
     memory_kinds,
     mesh_fact,
     partition_spec,
+    partition_text,
     refactored_mesh,
     sizes_of,
+    spec_axes,
 )
 
 Shape: TypeAlias = tuple[int, ...]
@@ -44,6 +54,8 @@ class Placement:
     layout: Layout
     sharding: NamedSharding
     missing_axes: tuple[str, ...] = ()  # named mesh axes that the mesh lacks, if that is allowed
+    lacks_placement: bool = False  # a short form without placements and rules, so replicated
+    is_unconstrained: bool = False  # along some axes, which only traced values can be
     warning: str | None = None  # for whoever wrote the expression
 
 
@@ -97,21 +109,26 @@ def resolve(
     missing: Missing = 'error',
     *,
     option: str | None = None,
+    traced: bool = False,
 ) -> Placement:
     """The placement of arrays of a shape or rank; None if neither is known.
 
     Errors get a fix that was tried, if there is one. `option` is the argument that users of the
-    caller set to ignore mesh axes that the mesh lacks.
+    caller set to ignore mesh axes that the mesh lacks. P.UNCONSTRAINED is an error unless `traced`.
     """
     try:
         if missing == 'replicate':
             spec = lenient(spec, on_missing=missing)
         placement = find_placement(spec, shape, context, memory_kind)
+        if placement.is_unconstrained and not traced:
+            check_constrained(as_leaf_spec(spec))
     except TypeError:  # raised by the cache for unhashable arguments
         check_types(spec, shape, memory_kind)
         raise
     except EinshardError as error:
         fix = _working_fix(error, spec, shape, context, memory_kind, option)
+        if isinstance(spec, LeafSpec) and spec.partition is not None:
+            error = error.about(spec=partition_text(spec.partition))
         raise error.with_fix(fix) from None
     if placement.warning:  # each time: Python shows it once per line of the user
         warnings.warn(placement.warning, stacklevel=depth_of_user())
@@ -125,14 +142,19 @@ def find_placement(
     """`resolve` in one cache look-up, without fixes in errors and without warnings."""
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
+    if spec.partition is not None and shape is not None:
+        spec = of_rank(spec, len(shape) if isinstance(shape, tuple) else shape)
     if memory_kind is not None and spec.memory_kind not in (None, memory_kind):
         raise EinshardError(
-            f'the expression says memory {spec.memory_kind!r}, but memory_kind= is {memory_kind!r}',
+            f'the spec has memory kind {spec.memory_kind!r}, but memory_kind= is {memory_kind!r}',
             expression=str(spec),
         )
     memory_kind = spec.memory_kind or memory_kind
+    if spec.mesh is not None:
+        context = context_on(spec.mesh, context)
     mesh = context.lowering_mesh
     axis_sizes = sizes_of(mesh)
+    is_own_mesh = context.mesh is not None and not is_device_mesh(mesh)
     # expressions cannot name the axes d0, d1, ... of the canonical mesh
     named_sizes = axis_sizes if context.mesh else {}
     expression, missing = apply_axis_rules(
@@ -149,6 +171,7 @@ def find_placement(
         shape,
         math.prod(axis_sizes.values()),
         named_sizes if context.mesh else None,
+        replicates=is_own_mesh,
         replicate_indivisible=spec.on_indivisible == 'replicate',
         hints=_hints(mesh),
     )
@@ -166,19 +189,53 @@ def find_placement(
             mesh=mesh_fact(mesh),
             expected='each count the product of consecutive mesh axes, in mesh order',
         )
+    if spec.unconstrained:
+        sharding = _leave_free(sharding, spec)
+    lacks_placement = (
+        is_own_mesh
+        and not context.axis_rules
+        and spec.expression.short
+        and not any(term.is_sharded for term in spec.expression.right)
+    )
+
+    def attempt(text: str) -> Placement:
+        return find_placement(rewritten(spec, text), shape, context, memory_kind)
+
     warning = None
-    if not _is_ruled(spec.expression, context):
-        warning = spacing_hint(
-            spec.expression,
-            lambda text: find_placement(rewritten(spec, text), shape, context, memory_kind),
-        )
-    return Placement(expression, layout, sharding, missing, warning)
+    if lacks_placement:
+        names = [name for name, size in named_sizes.items() if size > 1]
+        warning = mesh_axes_hint(spec.expression, names, attempt)
+    elif not _is_ruled(spec.expression, context):
+        warning = spacing_hint(spec.expression, attempt)
+    return Placement(
+        expression,
+        layout,
+        sharding,
+        missing,
+        lacks_placement and warning is None,
+        bool(spec.unconstrained),
+        warning,
+    )
 
 
 def _is_ruled(expression: Expression, context: Context) -> bool:
     """Whether axis rules say how some axis of the expression is sharded."""
     ruled = {name for name, placement, _ in context.axis_rules if placement}
     return expression.short and not ruled.isdisjoint(expression.names)
+
+
+def _leave_free(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
+    """The sharding with P.UNCONSTRAINED for some axes."""
+    mesh = sharding.mesh
+    if AxisType.Explicit in mesh.axis_types:
+        raise EinshardError(
+            'P.UNCONSTRAINED needs a mesh without explicit axes', facts={'mesh': mesh_fact(mesh)}
+        )
+    entries = spec_axes(sharding.spec)
+    entries += [()] * (max(spec.unconstrained) + 1 - len(entries))
+    for axis in spec.unconstrained:
+        entries[axis] = (PartitionSpec.UNCONSTRAINED,)
+    return NamedSharding(mesh, partition_spec(entries), memory_kind=sharding.memory_kind)
 
 
 def _hints(mesh: AnyMesh) -> dict[str, str]:
