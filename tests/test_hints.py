@@ -55,7 +55,7 @@ def test_only_what_fits_is_suggested(devices8):
     'text',
     [
         '* a b', 'a b -> * a b', '... -> * ...', '... -> ... *', '... *', '2 8 a b', '16 ...',
-        'a2 8 b', 'a 8 b2', 'a b -> b a* 1', 'a 1 b*', 'a b -> 2 a2 2 b2', 'a1 16 b',
+        'a2 8 b', 'a 8 b2', 'a b -> b a* 1', 'a 1 b*', 'a b -> 2 a2 2 b2', 'a1 16 b', '16 a 1 b',
     ],
 )  # fmt: skip
 def test_replicas_on_purpose(text):
@@ -80,6 +80,8 @@ def test_axis_rules_shard():
         assert warnings_of(place) == []
     with axis_rules(batch='', heads='@tp'):
         assert len(warnings_of(place)) == 1
+    with axis_rules(batch='@data'):  # rules are for the short form
+        assert len(warnings_of(lambda: einshard(X, 'batch d -> batch * d', mesh=mesh))) == 1
 
 
 def scanned(x):
