@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from oracle import ANY_SPACING
 
 from einshard import (
     EinshardError,
@@ -25,6 +26,8 @@ from einshard import (
     sharded,
     show,
 )
+
+pytestmark = ANY_SPACING
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 DEVICES = jax.devices()

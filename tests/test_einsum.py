@@ -153,9 +153,9 @@ the sum over 'x', which is sharded over explicit mesh axes, needs a placement fo
     batch x*, x* y -> batch y
           ^^
   operand: 0, float32[4,16@(d0,d1,d2,d3)]
-  try:     'batch x*, x* y -> batch y *'"""
+  try:     'batch x*, x* y -> * batch y'"""
         )
-        y = einsum('batch x*, x* y -> batch y *', array(4, 16), array(16, 8))
+        y = einsum('batch x*, x* y -> * batch y', array(4, 16), array(16, 8))
         assert str(jax.typeof(y)) == 'float32[4,8]'
 
 

@@ -93,7 +93,10 @@ def einshard(
     specs = leaf_specs(x, leaves, spec, context.mesh, treedef)
     tracing = is_tracing()
     find = _finder(context, memory_kind, missing, indivisible, tracing)
-    placed = _place_leaves(x, leaves, specs, find, tracing, donate)
+    try:
+        placed = _place_leaves(x, leaves, specs, find, tracing, donate)
+    except EinshardError as error:
+        raise error.with_fix(_with_numpy(x, leaves, spec, context) or error.fix) from None
     return jtu.tree_unflatten(treedef, placed)
 
 
@@ -106,10 +109,13 @@ def _place_array(x: Any, spec: str, context: Context, memory_kind: str | None, d
     if kind != _ARRAY and kind != _HOST:
         return None
     try:
-        sharding = find_placement(spec, x.shape, context, memory_kind).sharding
+        placement = find_placement(spec, x.shape, context, memory_kind)
         get_mesh()  # raises while tracing; see is_tracing
     except (ValueError, TypeError):  # the full path raises an error with the array
         return None
+    if placement.warning:  # the full path warns
+        return None
+    sharding = placement.sharding
     if kind == _ARRAY:
         placed = x.sharding
         if placed is sharding or placed == sharding or is_placed(x, sharding):
@@ -188,6 +194,18 @@ def _find(
     if kind == _HOST:
         check_dtype(placement.expression, leaf.dtype)
     return placement
+
+
+def _with_numpy(x: Any, leaves: list[Any], spec: Spec, context: Context) -> str | None:
+    """The call that places a list of numbers as one array, if it works."""
+    is_numbers = isinstance(x, list | tuple) and {_kind(type(leaf)) for leaf in leaves} == {_SCALAR}
+    if not is_numbers or not isinstance(spec, str):
+        return None
+    try:
+        find_placement(spec, np.shape(x), context, None)
+    except ValueError:  # numpy raises it for rows of several lengths
+        return None
+    return f'einshard(np.array(x), {spec!r})'
 
 
 def _annotated(leaf: Any, kind: int, placement: Placement) -> Any:

@@ -17,7 +17,7 @@ from .._sharding.axis_rules import Missing, check_option
 from .._sharding.context import entered, in_step, is_tracing, same_in_thread
 from .._sharding.mesh import MeshLike, check_mesh, mesh_fact
 from .._text import deferred_kind, name_of
-from .._trees.specs import Spec, is_function, mesh_of
+from .._trees.specs import Spec, check_spec_functions, is_function, mesh_of
 from .bound_method import BoundMethod
 from .parameters import CallSignature, declare
 from .place_arguments import place_arguments
@@ -310,6 +310,7 @@ def sharded(
     default = out is None and mesh is None and limits == (None, None) and indivisible == 'error'
     if default and not (named or reshard) and len(in_specs) == 1 and _is_function(in_specs[0]):
         return _decorate(in_specs[0], (), *given[1:])
+    check_spec_functions(in_specs)
 
     def decorate(*functions: Any, **unexpected: Any) -> Any:
         if len(functions) != 1 or unexpected or not _is_function(functions[0]):
@@ -320,8 +321,7 @@ def sharded(
 
 
 def _is_function(x: Any) -> bool:
-    # Rules are callable, but a spec
-    is_spec = hasattr(x, 'for_leaves')
+    is_spec = hasattr(x, 'for_leaves')  # such as Rules, which are callable
     return isinstance(x, staticmethod | classmethod) or (is_function(x) and not is_spec)
 
 
@@ -331,9 +331,9 @@ def called_too_early(
     """The error for a decorator, such as `sharded(...)`, that got something else to decorate."""
     found = reprlib.repr(given[0]) if len(given) == 1 else plural(len(given), 'argument')
     facts: dict[str, Any] = {}
-    if len(in_specs) == 1 and _is_function(in_specs[0]):
-        name = name_of(in_specs[0])
-        facts['note'] = f'{name} was taken as a spec, because {decorator} has options too'
+    if in_specs and _is_function(in_specs[-1]):
+        name = name_of(in_specs[-1])
+        facts['note'] = f'{name} was taken as a spec, because {decorator} has other arguments too'
         facts['try'] = f'{decorator}(...)({name})'
     return EinshardError(f'{decorator} decorates a function, not {found}', facts=facts)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from .._errors import EinshardError
-from .._notation.expression import is_mesh_axis
+from .._notation.words import is_mesh_axis
 
 _MOST_SHOWN = 5
 

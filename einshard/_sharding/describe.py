@@ -13,8 +13,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from .._errors import EinshardError
-from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters, is_mesh_axis
+from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters
 from .._notation.layout import Layout, Split, merged, with_unsharded
+from .._notation.words import is_mesh_axis
 from .._notation.write import write
 from .leaf_spec import in_memory
 from .mesh import device_mesh, has_names, is_device_mesh, sizes_of, spec_axes

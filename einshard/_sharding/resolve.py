@@ -14,11 +14,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .._cache import cached
 from .._errors import EinshardError, Suggestion
 from .._notation.expression import Expression
+from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._notation.layout import Layout, lay_out, mesh_entries, refactor
 from .._suggestions import working_fix
 from .apply_axis_rules import apply_axis_rules
 from .axis_rules import Missing
-from .context import Context, context_on, current_context, make_context
+from .context import Context, context_on, current_context, depth_of_user, make_context
 from .leaf_spec import (
     AnySpec,
     LeafSpec,
@@ -56,6 +57,7 @@ class Placement:
     missing_axes: tuple[str, ...] = ()  # named mesh axes that the mesh lacks, if that is allowed
     lacks_placement: bool = False  # a short form without placements and rules, so replicated
     is_unconstrained: bool = False  # along some axes, which only traced values can be
+    warning: str | None = None  # for whoever wrote the expression
 
 
 def make_sharding(
@@ -122,7 +124,6 @@ def resolve(
         placement = find_placement(spec, shape, context, memory_kind)
         if placement.is_unconstrained and not traced:
             check_constrained(as_leaf_spec(spec))
-        return placement
     except TypeError:  # raised by the cache for unhashable arguments
         check_types(spec, shape, memory_kind)
         raise
@@ -133,13 +134,16 @@ def resolve(
         if isinstance(spec, LeafSpec) and spec.rule is not None:
             error = error.about(rule=spec.rule)
         raise error.with_fix(fix) from None
+    if placement.warning:  # each time: Python shows it once per line of the user
+        warnings.warn(placement.warning, stacklevel=depth_of_user())
+    return placement
 
 
 @cached
 def find_placement(
     spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
 ) -> Placement:
-    """`resolve` in one cache look-up, without fixes in errors."""
+    """`resolve` in one cache look-up, without fixes in errors and without warnings."""
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
     if spec.partition is not None and shape is not None:
@@ -197,9 +201,31 @@ def find_placement(
         and spec.expression.short
         and not any(term.is_sharded for term in spec.expression.right)
     )
+
+    def attempt(text: str) -> Placement:
+        return find_placement(rewritten(spec, text), shape, context, memory_kind)
+
+    warning = None
+    if lacks_placement:
+        names = [name for name, size in named_sizes.items() if size > 1]
+        warning = mesh_axes_hint(spec.expression, names, attempt)
+    elif not _is_ruled(spec.expression, context):
+        warning = spacing_hint(spec.expression, attempt)
     return Placement(
-        expression, layout, sharding, missing, lacks_placement, bool(spec.unconstrained)
+        expression,
+        layout,
+        sharding,
+        missing,
+        lacks_placement and warning is None,
+        bool(spec.unconstrained),
+        warning,
     )
+
+
+def _is_ruled(expression: Expression, context: Context) -> bool:
+    """Whether axis rules say how some axis of the expression is sharded."""
+    ruled = {rule.name for rule in context.axis_rules if rule.placement}
+    return expression.short and not ruled.isdisjoint(expression.names)
 
 
 def _leave_free(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:

@@ -155,6 +155,7 @@ _jitted = jax.jit(_contract, static_argnums=(0, 1, 2))
 def _check_types(contraction: Contraction, operands: Sequence[Any]) -> None:
     """Raises if a sum over an explicit axis has no placement for its result."""
     reduced = contraction.reduced
+    before, _, result = contraction.text.rpartition('->')
     for i, (operand, array) in enumerate(zip(contraction.operands, operands, strict=True)):
         sharding = jax.typeof(array).sharding
         explicit = {
@@ -172,5 +173,5 @@ def _check_types(contraction: Contraction, operands: Sequence[Any]) -> None:
                     'placement for the result',
                     [term.span for term in operand.right if term.name == name],
                     operand=f'{i}, {jax.typeof(array)}',
-                    fix=Suggestion(f'{contraction.text.rstrip()} *'),
+                    fix=Suggestion(f'{before}-> * {result.strip()}'.strip()),
                 )

@@ -87,7 +87,7 @@ class StateSpec:
         self._zero: MeshAxes = read_mesh_axes(zero, ZERO)
         self._default = None if default is ... else Rules([], default=default)
         try:
-            check_specs(spec)
+            check_specs(spec, order='the parameters first: for_optimizer(params, spec)')
             # functions are not called yet: their results may depend on the mesh in use
             leaf_specs(self._params, self._leaves, jtu.tree_map(lambda _: None, spec))
         except EinshardError as error:

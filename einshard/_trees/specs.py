@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from types import FunctionType
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from .._notation.layout import needs_rank
 from .._sharding.context import mesh_scope
 from .._sharding.leaf_spec import LEAF_SPECS, AnySpec, LeafSpec, as_leaf_spec, parsed
 from .._sharding.mesh import AnyMesh, mesh_fact
-from .._text import array_text
+from .._text import array_text, name_of
 from .paths import leaf_paths, leaf_text, path_text
 
 # An expression, a PartitionSpec, a NamedSharding, None, a function (path, leaf) -> spec, or a
@@ -77,8 +78,11 @@ def is_function(spec: Spec) -> bool:
     return callable(spec) and not isinstance(spec, Mesh)
 
 
-def check_specs(spec: Spec) -> None:
-    """Raises if a leaf is not a spec, or is an invalid expression."""
+def check_specs(spec: Spec, order: str = 'the array first: einshard(x, spec)') -> None:
+    """Raises if a leaf is not a spec, or is an invalid expression.
+
+    `order` is what to write if it is an array, as when the arguments are swapped.
+    """
     for path, one in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
         if isinstance(one, LEAF_SPECS):
             try:
@@ -86,7 +90,29 @@ def check_specs(spec: Spec) -> None:
             except EinshardError as error:
                 raise (error.about(spec_at=f"'{path_text(path)}'") if path else error) from None
         elif not (one is None or is_function(one)):
-            raise _not_a_spec(path, one)
+            raise _not_a_spec(path, one, order)
+
+
+def check_spec_functions(specs: Sequence[Spec]) -> None:
+    """Raises if a function cannot be called as a spec, as in `sharded(spec, function)`."""
+    for spec in specs:
+        if is_function(spec) and not _takes_path_and_leaf(spec):
+            raise EinshardError(
+                f'{name_of(spec)} is not a spec: spec functions are called with (path, leaf)',
+                facts={'try': f'sharded(...)({name_of(spec)})'},
+            )
+
+
+def _takes_path_and_leaf(function: Callable[..., Any]) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # unknown, as of some functions in C
+        return True
+    try:
+        signature.bind('path', None)
+    except TypeError:
+        return False
+    return True
 
 
 def read_specs(spec: Spec) -> Spec:
@@ -132,7 +158,7 @@ def mesh_of(spec: Spec) -> AnyMesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def _not_a_spec(path: Sequence[Any], spec: Any) -> EinshardError:
+def _not_a_spec(path: Sequence[Any], spec: Any, order: str) -> EinshardError:
     where = f" at '{path_text(path)}'" if path else ''
     function = 'a function (path, leaf) -> spec'
     facts = {'expected': f'{_LEAF_SPEC}, None, {function}, or a pytree of these'}
@@ -141,7 +167,7 @@ def _not_a_spec(path: Sequence[Any], spec: Any) -> EinshardError:
         facts['instead'] = "pass it as mesh=: einshard(x, 'b d -> b* d', mesh=mesh)"
     elif hasattr(spec, 'shape') and hasattr(spec, 'dtype'):
         text = array_text(spec)
-        facts['instead'] = 'pass the array first: einshard(x, spec)'
+        facts['instead'] = f'pass {order}'
     return EinshardError(f'{text}{where} is not a spec', facts=facts)
 
 
