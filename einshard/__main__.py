@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[0] in commands:
             text = commands[arguments[0]](arguments[1:])
         else:
-            # a misspelt command would parse as an expression with one unsharded axis
+            # a misspelled command would parse as an expression with one unsharded axis
             if near := difflib.get_close_matches(arguments[0], commands, n=1, cutoff=0.7):
                 fix = f'python -m einshard {near[0]}'
                 raise EinshardError(f"'{arguments[0]}' is not a command", fix=fix)

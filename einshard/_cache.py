@@ -16,7 +16,7 @@ _caches: list[Callable[[], None]] = []
 def cached(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """A `functools.lru_cache` that `clear_caches` clears.
 
-    Look-ups run in C: they take 0.1 us and are thread-safe. The size is bounded because a
+    Lookups run in C: they take 0.1 us and are thread-safe. The size is bounded because a
     long-running notebook may create any number of meshes and expressions.
     """
     wrapped: Any = functools.lru_cache(maxsize=8192)(function)

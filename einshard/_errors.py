@@ -16,7 +16,7 @@ Span = tuple[int, int]
 class EinshardError(ValueError):
     """An invalid expression, spec, shape, mesh or device count.
 
-    The message consists of a sentence, the expression with carets, labelled facts, and a fix:
+    The message consists of a sentence, the expression with carets, labeled facts, and a fix:
 
         >>> from einshard import EinshardError, make_sharding
         >>> try:

@@ -139,12 +139,12 @@ def _shortened(cell: str, column: Column, width: int) -> str:
     return f'{cell[:head]}..{cell[len(cell) - (width - 2 - head) :]}'
 
 
-# --- HTML for notebooks: inline styles, text in the page's colour ---------------------------------
+# --- HTML for notebooks: inline styles, text in the page's color ---------------------------------
 
 _FRAME = 'font: 13px/1.45 system-ui, sans-serif; text-align: left; max-width: 70em'
 _TITLE = 'font-size: 15px; font-weight: 600; margin: 2px 0 8px'
 _SECTION = 'font-weight: 600; margin: 12px 0 2px'
-# Notebooks style all tables. These styles reset that: text keeps the page's colour, readable on
+# Notebooks style all tables. These styles reset that: text keeps the page's color, readable on
 # light and dark backgrounds.
 _TABLE = 'border-collapse: collapse; border: none; margin: 0; font-size: 12px; color: inherit'
 _HEAD = 'border: none; padding: 2px 14px 2px 0; font-weight: normal; opacity: 0.65'

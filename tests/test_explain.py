@@ -402,7 +402,7 @@ def test_a_gathered_array_with_other_uses_is_not_a_full_rematerialization():
 
 
 @quick('x y -> x* y', 'i y -> i* y')
-def rematerialised(w, x):
+def rematerialized(w, x):
     @jax.checkpoint
     def layer(w, x):
         return jnp.tanh(x @ w)
@@ -411,15 +411,15 @@ def rematerialised(w, x):
 
 
 def test_what_is_gathered_several_times():
-    report = explain(rematerialised, floats(64, 64), floats(64, 64), mesh=jax.devices()[:8])
+    report = explain(rematerialized, floats(64, 64), floats(64, 64), mesh=jax.devices()[:8])
     n = report.collectives.counts['all-gather']
     assert n > 1
     ((kind, text, line),) = warnings_of(report)
     assert kind == 'gathered again'
     assert text.startswith(f'w, f32[64,64], is gathered {n} times')
     assert line in (
-        line_of(rematerialised, 'tanh'),
-        line_of(rematerialised, 'jax.grad'),
+        line_of(rematerialized, 'tanh'),
+        line_of(rematerialized, 'jax.grad'),
     )
 
 
@@ -614,7 +614,7 @@ def test_nothing_of_a_program_is_kept():
     explain(between, *arguments, mesh=jax.devices()[:8])
     before = len(kept())
     explain(between, *arguments, mesh=jax.devices()[:8])
-    explain(rematerialised, floats(16, 16), floats(16, 16), mesh=jax.devices()[:8])
+    explain(rematerialized, floats(16, 16), floats(16, 16), mesh=jax.devices()[:8])
     assert len(kept()) == before
 
 
@@ -704,16 +704,16 @@ def test_html(small):
         assert text in html
 
 
-def test_rich_has_the_text_in_colour(small):
+def test_rich_has_the_text_in_color(small):
     import io
 
     console_module = pytest.importorskip('rich.console')
 
-    plain, coloured = io.StringIO(), io.StringIO()
+    plain, colored = io.StringIO(), io.StringIO()
     console_module.Console(file=plain, width=120).print(small)
-    console_module.Console(file=coloured, width=120, force_terminal=True).print(small)
+    console_module.Console(file=colored, width=120, force_terminal=True).print(small)
     assert [line.rstrip() for line in plain.getvalue().splitlines()] == str(small).splitlines()
-    assert '\x1b[1m' in coloured.getvalue()
+    assert '\x1b[1m' in colored.getvalue()
 
 
 def test_no_line_is_wider_than_a_hundred_columns(right):

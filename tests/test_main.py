@@ -48,7 +48,7 @@ def test_output_without_box_characters():
 
 
 @pytest.mark.skipif(sys.platform == 'win32', reason='needs a pseudo-terminal')
-def test_a_terminal_has_colour():
+def test_a_terminal_has_color():
     pytest.importorskip('rich')
     import pty
 

@@ -1,4 +1,4 @@
-"""The programs of a `sharded` function, and the look-up of the one for a call."""
+"""The programs of a `sharded` function, and the lookup of the one for a call."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ProgramCache:
     def find(self, call: CallSignature, values: Sequence[Any], wrong: Any = None) -> Program:
         """The program of a call; made if there is none.
 
-        Without the full look-up it is the first program of the signature. `wrong` is the
-        `called` of a program that turned out to be wrong; it turns the full look-up on.
+        Without the full lookup it is the first program of the signature. `wrong` is the
+        `called` of a program that turned out to be wrong; it turns the full lookup on.
         """
         context = self._setup.context()
         where = call, self._setup.mesh_key(context), context.axis_rules

@@ -24,7 +24,7 @@ def assert_collectives(
         >>> assert_collectives(product, x, w, allowed=())  # rows are independent
         >>> assert_collectives(product, x, w, allowed={'all-reduce': 1})  # at most one
 
-    Each collective of the optimised program counts once, even in a loop.
+    Each collective of the optimized program counts once, even in a loop.
 
     Args:
         fn: a `sharded` or jitted function, or any other function, which is jitted.

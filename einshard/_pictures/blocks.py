@@ -153,9 +153,9 @@ def _runs(devices: Sequence[int]) -> Iterator[tuple[int, int]]:
     yield first, last
 
 
-def colour(device: int) -> str:
-    """The colour of a device in all pictures, '#rrggbb'; light enough for black text."""
-    # golden ratio steps give neighbours distinct hues for any number of devices
+def color(device: int) -> str:
+    """The color of a device in all pictures, '#rrggbb'; light enough for black text."""
+    # golden ratio steps give neighbors distinct hues for any number of devices
     hue = device * 0.6180339887 % 1
     rgb = colorsys.hls_to_rgb(hue, 0.74 if device % 2 else 0.82, 0.75)
     return '#' + ''.join(f'{round(255 * value):02x}' for value in rgb)

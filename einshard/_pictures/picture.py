@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._errors import plural
-from .blocks import Blocks, colour
+from .blocks import Blocks, color
 from .caption import wrapped
 from .svg import svg_text
 from .terminal import text_lines
@@ -23,7 +23,7 @@ _WIDTH = 100
 
 
 class Shown:
-    """A repr in colour if rich is installed and the terminal supports it; else plain text."""
+    """A repr in color if rich is installed and the terminal supports it; else plain text."""
 
     def __repr__(self) -> str:
         try:
@@ -42,8 +42,8 @@ class Shown:
 class Picture(Shown):
     """A picture of a placement, made by `show`.
 
-    `str` is plain text, `repr` adds colour on a terminal if rich is installed, and notebooks show
-    an SVG. A device has the same colour in every picture. A replicated block shows the colours of
+    `str` is plain text, `repr` adds color on a terminal if rich is installed, and notebooks show
+    an SVG. A device has the same color in every picture. A replicated block shows the colors of
     all its devices in the SVG, and of the first one in text.
 
     Attributes:
@@ -56,7 +56,7 @@ class Picture(Shown):
 
     @property
     def svg(self) -> str:
-        """The SVG, for use in a page: text takes the colour of the page."""
+        """The SVG, for use in a page: text takes the color of the page."""
         return svg_text(self.blocks)
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -75,7 +75,7 @@ class Picture(Shown):
         for line in text_lines(self.blocks, width):
             text = Text()
             for segment, device in line:
-                text.append(segment, '' if device is None else f'black on {colour(device)}')
+                text.append(segment, '' if device is None else f'black on {color(device)}')
             yield text
         for line in wrapped(self.words, width):
             yield Text(line)

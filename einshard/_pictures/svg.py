@@ -1,4 +1,4 @@
-"""Blocks -> SVG, in the text colour of the page."""
+"""Blocks -> SVG, in the text color of the page."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .._text import display_width
-from .blocks import Blocks, Slices, colour, device_list, slices_of
+from .blocks import Blocks, Slices, color, device_list, slices_of
 
 _WIDE, _HIGH = 480, 360  # pixels, for the blocks of one slice or of all slices
 _WIDEST_BOX, _HIGHEST_BOX = 120, 60
 _FONT, _LEAST_FONT = 12, 7
 _CHARACTER = 0.62  # the width of a monospaced character, in font sizes
 _GAP = 18
-_LEAST_STRIPE = 5  # pixels; thinner stripes blur to grey
+_LEAST_STRIPE = 5  # pixels; thinner stripes blur to gray
 _LEAST_SCALE = 0.7  # on narrow pages; below this text is unreadable, so the picture scrolls instead
 _MOST_BOXES = 20_000
 
@@ -42,7 +42,7 @@ class _Sheet:
 
 
 def svg_text(blocks: Blocks) -> str:
-    """An SVG with a colour per device; the replicas of a block share its box as stripes.
+    """An SVG with a color per device; the replicas of a block share its box as stripes.
 
     Arrays with more than two sharded axes are drawn as several slices.
     """
@@ -96,9 +96,9 @@ def _sheet(slices: Slices, beside: int) -> _Sheet:
     margin += 6 * bool(margin)
     reach = max(map(_text_width, slices.titles))
     top = (bool(reach) + (slices.column_axis is not None)) * 1.5 * _FONT
-    for text, centre in _column_heads(slices, box_width):
+    for text, center in _column_heads(slices, box_width):
         half = _text_width(text) / 2
-        margin, reach = max(margin, half - centre), max(reach, centre + half)
+        margin, reach = max(margin, half - center), max(reach, center + half)
     digits = len(str(max(blocks.devices)))
     return _Sheet(slices, box_width, box_height, margin, top, reach, digits)
 
@@ -107,8 +107,8 @@ def _slice(sheet: _Sheet, n: int) -> Iterator[str]:
     slices = sheet.slices
     if title := slices.titles[n]:
         yield _text(title, sheet.margin, _FONT, 'start')
-    for text, centre in _column_heads(slices, sheet.box_width):
-        yield _text(text, sheet.margin + centre, sheet.top - 0.5 * _FONT, 'middle')
+    for text, center in _column_heads(slices, sheet.box_width):
+        yield _text(text, sheet.margin + center, sheet.top - 0.5 * _FONT, 'middle')
     for row in _thinned(_FONT + 2, sheet.box_height, slices.n_rows):
         at = sheet.top + (row + 0.5) * sheet.box_height + 0.35 * _FONT
         yield _text(slices.row_head(row), sheet.margin - 6, at, 'end')
@@ -126,7 +126,7 @@ def _box(sheet: _Sheet, row: int, column: int, holders: Sequence[int]) -> Iterat
     for i, device in enumerate(stripes):
         yield (
             f'<rect x="{_px(x + i * step)}" y="{_px(y)}" width="{_px(step)}" '
-            f'height="{_px(height)}" fill="{colour(device)}"/>'
+            f'height="{_px(height)}" fill="{color(device)}"/>'
         )
     numbers = ', '.join(map(str, holders)) if len(holders) <= 1024 else device_list(holders)
     about = f'<title>device {numbers}</title>'
@@ -154,7 +154,7 @@ def _box(sheet: _Sheet, row: int, column: int, holders: Sequence[int]) -> Iterat
 
 
 def _column_heads(slices: Slices, box_width: float) -> Iterator[tuple[str, float]]:
-    """As many column labels as fit, and the centres of their boxes."""
+    """As many column labels as fit, and the centers of their boxes."""
     heads = [slices.column_head(column) for column in range(slices.n_columns)]
     for i in _thinned(max(map(_text_width, heads)) + 6, box_width, slices.n_columns):
         if heads[i]:

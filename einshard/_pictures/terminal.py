@@ -1,4 +1,4 @@
-"""Blocks -> lines of text: boxes or a table; each segment has a device, for its colour."""
+"""Blocks -> lines of text: boxes or a table; each segment has a device, for its color."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeAlias
 from .._text import display_width
 from .blocks import Blocks, Slices, device_list, slices_of
 
-Segment: TypeAlias = tuple[str, int | None]  # text, and a device for its colour
+Segment: TypeAlias = tuple[str, int | None]  # text, and a device for its color
 Line: TypeAlias = list[Segment]
 
 _MOST_SLICES = 8
@@ -144,7 +144,7 @@ def _in_proportion(boxes: _Boxes, width: int) -> _Boxes:
     rows, cols = (max(sizes[i], 1) / parts[i] for i in (row_axis, column_axis))
     height = round(boxes.box_width * rows / cols / 2)
     height = min(height, _HIGHEST_BOX, 2 * _MOST_RULED_ROWS // len(boxes.rows))
-    height -= height % 2 == 0  # odd, so that labels are centred
+    height -= height % 2 == 0  # odd, so that labels are centered
     box = boxes.box_width
     if height <= 1:
         room = (min(_WIDEST_STRETCHED, width - 1) - boxes.margin) // slices.n_columns - 1
@@ -167,7 +167,7 @@ def _slice_lines(boxes: _Boxes, n: int) -> list[Line]:
             middle = at == boxes.box_height // 2
             line: Line = [(_in_margin(head if middle else '', boxes), None)]
             for text, device in row:
-                line += [('│', None), (_centre(text if middle else '', boxes.box_width), device)]
+                line += [('│', None), (_center(text if middle else '', boxes.box_width), device)]
             lines.append([*line, ('│', None)])
     lines.append([(margin + _rule('└┴┘', boxes), None)])
     return lines
@@ -176,7 +176,7 @@ def _slice_lines(boxes: _Boxes, n: int) -> list[Line]:
 def _heads_text(boxes: _Boxes) -> str:
     text = _in_margin(boxes.corner, boxes)
     if all(display_width(head) <= boxes.box_width for head in boxes.column_heads):
-        return text + ''.join(' ' + _centre(head, boxes.box_width) for head in boxes.column_heads)
+        return text + ''.join(' ' + _center(head, boxes.box_width) for head in boxes.column_heads)
     for i, head in enumerate(boxes.column_heads):  # ticks, at the left edge of their boxes
         at = boxes.margin + 1 + i * (boxes.box_width + 1)
         text += (' ' * (at - display_width(text)) + head) if head else ''
@@ -242,6 +242,6 @@ def _in_margin(text: str, boxes: _Boxes) -> str:
     return ' ' * (boxes.margin - 1 - display_width(text)) + text + ' ' * bool(boxes.margin)
 
 
-def _centre(text: str, width: int) -> str:
+def _center(text: str, width: int) -> str:
     space = width - display_width(text)
     return ' ' * (space // 2) + text + ' ' * (space - space // 2)

@@ -63,7 +63,7 @@ def make_sharding(
         (8, 4)
 
     Equal placements give equal shardings with equal hashes, however they are written, so `jax.jit`
-    traces once for all of them. A repeated expression costs one cache look-up.
+    traces once for all of them. A repeated expression costs one cache lookup.
 
     Args:
         expression: the placement, in einshard's notation.
@@ -117,7 +117,7 @@ def resolve(
 def find_placement(
     spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
 ) -> Placement:
-    """`resolve` in one cache look-up, without fixes in errors."""
+    """`resolve` in one cache lookup, without fixes in errors."""
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
     if memory_kind is not None and spec.memory_kind not in (None, memory_kind):

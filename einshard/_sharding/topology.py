@@ -54,7 +54,7 @@ def topology(name: str, *, n_slices: int = 1) -> Mesh:
     Args:
         name: TPU generation and chips along each dimension, such as 'v5e:4x4' or 'v5p:2x2x2'. A
             chip of v2, v3, v4 or tpu7x may have two devices.
-        n_slices: number of slices, connected by the data centre network. Slices are the slowest
+        n_slices: number of slices, connected by the data center network. Slices are the slowest
             mesh axes.
 
     Returns:
