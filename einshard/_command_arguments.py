@@ -24,7 +24,7 @@ from ._sharding.topology import topology
 from ._text import name_of
 
 # these take 2 GB and 12 s to start; 4 times as many take more than 100 s
-_MOST_SIMULATED = 16_384
+_MAX_SIMULATED = 16_384
 _ARRAY = re.compile(r'(\w+)\[([\d,\s]*)\]')
 _KEYWORD = re.compile(r'([^\W\d]\w*)=(.*)', re.DOTALL)
 _SHORT_DTYPE = re.compile(r'^(bf|f|i|u|c)(?=\d+$)|^pred$')
@@ -167,10 +167,10 @@ def mesh_of(
 
 def _simulated(n_devices: int) -> list[Any]:
     """Simulated CPU devices. The JAX backend must not have started."""
-    if n_devices > _MOST_SIMULATED:
+    if n_devices > _MAX_SIMULATED:
         raise EinshardError(
             f'cannot simulate {n_devices} devices',
-            facts={'at most': _MOST_SIMULATED},
+            facts={'at most': _MAX_SIMULATED},
         )
     flags = os.environ.get('XLA_FLAGS', '')
     os.environ['XLA_FLAGS'] = f'{flags} --xla_force_host_platform_device_count={n_devices}'

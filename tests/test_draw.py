@@ -627,9 +627,9 @@ def without_devices():
 @pytest.mark.parametrize(
     ('arguments', 'sentence'),
     [
-        (('a*', 8), 'shape= is not a shape: 8'),
-        (('a*', (-8,)), 'shape= is not a shape: (-8,)'),
-        (('a*', ('8',)), "shape= is not a shape: ('8',)"),
+        (('a*', 8), 'shape= must be a sequence of sizes, not 8'),
+        (('a*', (-8,)), 'shape= must be a sequence of sizes, not (-8,)'),
+        (('a*', ('8',)), "shape= must be a sequence of sizes, not ('8',)"),
         (('a*', (8,), True), 'devices= is not a number of devices: True'),
         (('a*', (8,), 0), 'devices= is not a number of devices: 0'),
         (('a*', (8,), 2.5), 'devices= is not a number of devices: 2.5'),

@@ -795,7 +795,7 @@ def test_a_compiler_that_does_not_show_its_program(monkeypatch):
     """As with JAX 0.8 for GPUs that are not there; to report no collectives would be wrong."""
     monkeypatch.setattr(jax.stages.Compiled, 'as_text', lambda self: None)
     arguments = floats(2, 2), floats(2, 2)
-    unknown = 'its compiler does not expose the program'
+    unknown = 'the backend does not expose the compiled program'
     assert failing(step, *arguments)[0] == f'cannot read the collectives of step: {unknown}'
     compiled = jax.jit(step).lower(*arguments).compile()
     assert failing(compiled)[0] == f'cannot read the collectives of the program: {unknown}'

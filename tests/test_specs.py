@@ -201,9 +201,9 @@ def test_functions_see_leaves_that_are_no_arrays():
             'dict with a, b',
             'dict with a',
         ),
-        ({'a': W}, [ROWS], 'list instead of dict at the root', 'list with 0', 'dict with a'),
-        ([W], (ROWS,), 'tuple instead of list at the root', 'tuple with 0', 'list with 0'),
-        ([W, W], [ROWS], "no spec for '1' at the root", 'list with 0', 'list with 0, 1'),
+        ({'a': W}, [ROWS], 'list instead of dict at the root', 'list of length 1', 'dict with a'),
+        ([W], (ROWS,), 'tuple instead of list at the root', 'tuple of length 1', 'list of length 1'),
+        ([W, W], [ROWS], 'no spec for element 1 at the root', 'list of length 1', 'list of length 2'),
         (W, {'a': ROWS}, 'dict instead of a leaf at the root', 'dict with a', 'float32[16,16]'),
         (
             {'net': [W, {'w': W}]},
@@ -223,7 +223,7 @@ def test_functions_see_leaves_that_are_no_arrays():
             {'net': Layer(W, B)},
             {'net': (ROWS, VECTOR)},
             "tuple instead of Layer at 'net'",
-            'tuple with 0, 1',
+            'tuple of length 2',
             'Layer with w, b',
         ),
         (

@@ -87,10 +87,10 @@ def has_type(x: Any, sharding: NamedSharding) -> bool:
 
 
 def sharding_refused(x: Any, for_jit: Any) -> Sharding | None:
-    """The sharding of a value that jit with these `in_shardings` rejects; None if jit accepts it.
+    """A value's sharding if jit with these `in_shardings` rejects it, else None.
 
-    jit can reject a value under jax.grad or jax.vmap without jit. The tracer does not show the
-    sharding, so this calls jit.
+    Under jax.grad or jax.vmap outside jit, the value is a tracer that does not expose its sharding,
+    so this calls jit to find out.
     """
     if is_staging():
         return None

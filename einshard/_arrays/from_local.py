@@ -112,7 +112,7 @@ def _check_shared(mesh: AnyMesh) -> Mesh:
 
 
 class _Part(NamedTuple):
-    """A local array, with shape and sharding of the global array."""
+    """A local array, with the shape and sharding of the global array."""
 
     array: Any
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""gather: sharded arrays -> numpy arrays, in every process."""
+"""gather: copies sharded arrays to NumPy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar('T')
 
 
 def gather(tree: T) -> T:
-    """Copies the full arrays of a pytree to numpy, in every process.
+    """Copies the full arrays of a pytree to NumPy, in every process.
 
         >>> import numpy as np
         >>> from einshard import einshard, gather
@@ -27,15 +27,16 @@ def gather(tree: T) -> T:
         (4, 6)
 
     In one process this is `jax.device_get`. With several processes, all of them must call it:
-    arrays with shards in other processes are replicated first, by one program for the whole tree.
-    Each device needs memory for all arrays of the tree.
+    arrays with shards in other processes are replicated first, by one program for the entire
+    pytree. Each device needs memory for all of these arrays.
 
     Args:
-        tree: a pytree. Leaves that are not jax arrays are returned as they are. A `jax.Ref` gives
-            its array, PRNG keys give their data (see `jax.random.wrap_key_data`).
+        tree: a pytree. Leaves that are not JAX arrays are returned as they are. A `jax.Ref` is
+            read, and PRNG keys are returned as key data (see `jax.random.wrap_key_data`).
 
     Returns:
-        The same pytree of numpy arrays. `einshard(gather(x), describe(x))` restores `x` exactly.
+        The same pytree of NumPy arrays. For ordinary arrays, `einshard(gather(x), describe(x))`
+        restores `x` exactly.
 
     Raises:
         EinshardError: a leaf is a traced value.
@@ -61,7 +62,7 @@ def gather(tree: T) -> T:
 
 
 def _contents(leaf: Any) -> Any:
-    """Refs as arrays, PRNG keys as their data, unreduced arrays as their sums."""
+    """Reads a Ref, takes the data of PRNG keys, and sums an unreduced array."""
     if isinstance(leaf, jax.Ref):
         leaf = leaf[...]
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):

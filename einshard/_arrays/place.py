@@ -21,7 +21,7 @@ from .._sharding.leaf_spec import AnySpec, in_memory
 from .._sharding.mesh import MeshLike
 from .._sharding.resolve import Placement, find_placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
-from .._trees.specs import Spec, check_visible, leaf_specs
+from .._trees.specs import Spec, check_registered_pytree, leaf_specs
 from .constrain import constrain, place_constant
 from .device_put import is_placed, put, put_array
 
@@ -154,7 +154,7 @@ def _find(
     if spec is None:
         return None
     if kind == _OTHER:
-        check_visible(leaf)
+        check_registered_pytree(leaf)
         return None
     shape = () if kind == _SCALAR else leaf.shape
     option = "missing='replicate'"

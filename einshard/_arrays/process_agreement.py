@@ -19,8 +19,8 @@ from .._errors import EinshardError
 
 Intention = tuple[str, str]  # an array as errors show it, and its expression
 
-MOST = 2**20  # intentions compared
-LONGEST = 1024  # bytes of an intention that an error shows
+MAX_COMPARED = 2**20  # intentions compared
+MAX_SHOWN_BYTES = 1024  # bytes of an intention that an error shows
 
 
 def check_agreement(intentions: Sequence[Intention], mesh: Mesh) -> None:
@@ -32,12 +32,12 @@ def check_agreement(intentions: Sequence[Intention], mesh: Mesh) -> None:
         digest = hashlib.blake2b('\n'.join(mine[:n]).encode(), digest_size=16)
         return len(set(_from_all(digest.digest(), mesh).values())) > 1
 
-    if not differ(MOST):
+    if not differ(MAX_COMPARED):
         return
     # all processes see the same digests, so their binary searches take the same steps
-    first = bisect.bisect_left(range(MOST), True, key=differ) - 1
+    first = bisect.bisect_left(range(MAX_COMPARED), True, key=differ) - 1
     text = mine[first] if first < len(mine) else 'no more arrays'
-    said = _from_all(text.encode()[:LONGEST].ljust(LONGEST, b'\0'), mesh)
+    said = _from_all(text.encode()[:MAX_SHOWN_BYTES].ljust(MAX_SHOWN_BYTES, b'\0'), mesh)
     texts = {process: its.rstrip(b'\0').decode(errors='ignore') for process, its in said.items()}
     raise _difference({process: its.split('\0') for process, its in texts.items()})
 

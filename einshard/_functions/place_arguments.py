@@ -143,11 +143,12 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
             where = 'the devices of the mesh in another order'
         else:
             continue
+        device, *others = leaf.sharding.device_set
         raise EinshardError(
             f"argument '{argument.name}' has no spec and is committed to {where}",
             facts={
                 'array': argument.leaf_text(path, leaf),
-                'got': describe(leaf),
+                'got': describe(leaf) if others else f'committed to {device}',
                 'try': f"{argument.name}='... -> * ...' to replicate it",
             },
         ) from None

@@ -44,7 +44,7 @@ class Setup:
     Attributes:
         mesh: `mesh=`; None for the mesh in context at each call.
         reshard: whether to reshard arguments that are sharded differently.
-        options: options of `jax.jit`, without those that name parameters.
+        options: `jax.jit` options, except those that name parameters.
         budget: the collectives that programs may have; None for any.
     """
 

@@ -358,7 +358,7 @@ def called_too_early(
         name = name_of(in_specs[0])
         facts['note'] = f'{name} was taken as a spec, because {decorator} has options too'
         facts['try'] = f'{decorator}(...)({name})'
-    return EinshardError(f'{decorator} decorates a function, not {found}', facts=facts)
+    return EinshardError(f'{decorator} must decorate one function, got {found}', facts=facts)
 
 
 def _decorate(

@@ -18,7 +18,7 @@ from .._sharding.leaf_spec import LeafSpec
 from .._sharding.resolve import Placement, resolve
 from .._text import array_text
 from .._trees.paths import path_text
-from .._trees.specs import Spec, check_visible, is_none, leaf_specs, needs_leaves
+from .._trees.specs import Spec, check_registered_pytree, is_none, leaf_specs, needs_leaves
 
 # The path of a leaf, the leaf, and its placement; None without a spec.
 PlacedLeaf: TypeAlias = tuple[Sequence[Any], Any, Placement | None]
@@ -47,7 +47,9 @@ class ValueSpec:
         try:
             specs = leaf_specs(value, jtu.tree_leaves(value), self.spec, context.mesh)
         except EinshardError as error:
-            raise error.about(**self._prefix_facts(value)) from None
+            # errors of per_device are about a function, not about one of its values
+            facts = {} if 'function' in error.facts else self._prefix_facts(value)
+            raise error.about(**facts) from None
         placed: list[PlacedLeaf] = []
         for (path, leaf), spec in zip(jtu.tree_leaves_with_path(value), specs, strict=True):
             try:
@@ -102,8 +104,8 @@ class ValueSpec:
     def _prefix_facts(self, value: Any) -> dict[str, str]:
         """The facts of an error about a spec that is not a prefix of its value."""
         if self.name is None:
-            return {'of': f'the result of {self.function}'}
-        facts = {'of': f"parameter '{self.name}' of {self.function}"}
+            return {'value': f'result of {self.function}'}
+        facts = {'value': f"parameter '{self.name}' of {self.function}"}
         if isinstance(self.spec, list | tuple) and jtu.all_leaves([value]):
             facts['try'] = 'a spec for each parameter, not a list: sharded(spec, spec, ...)'
         return facts
@@ -114,7 +116,7 @@ def _not_an_array(leaf: Any, text: str) -> EinshardError | None:
     if hasattr(leaf, 'dtype') or isinstance(leaf, int | float | complex):
         return None
     try:
-        check_visible(leaf)
+        check_registered_pytree(leaf)
     except EinshardError as error:
         return error.about(array=text)
     return EinshardError(

@@ -206,7 +206,7 @@ class Value(NamedTuple):
         return self._replace(name=name)
 
     def inside(self, called: Computation, name: str = '') -> Value:
-        """A value in the computation that this instruction runs."""
+        """A value in the computation that this instruction calls."""
         return Value(called, name, tuple(map(self.beside, self.made.operands)))
 
 

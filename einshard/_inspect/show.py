@@ -302,6 +302,6 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
         sizes = (-1,)
     if any(size < 0 for size in sizes):
         raise EinshardError(
-            f'shape= is not a shape: {shape!r}', facts={'expected': 'sizes, such as (4, 8)'}
+            f'shape= must be a sequence of sizes, not {shape!r}', facts={'example': '(4, 8)'}
         )
     return sizes

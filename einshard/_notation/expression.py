@@ -133,7 +133,7 @@ def axis_letters() -> Iterator[str]:
 # Words are separated by spaces, except within '@(...)'.
 _WORD = re.compile(r'(?:@\s*\([^()]*\)|\S)+')
 _MESH_AXIS = re.compile(r'[^\s(),@*]+')
-_MOST_DIGITS = 12
+_MAX_DIGITS = 12
 
 
 def _terms(text: str, start: int, end: int) -> tuple[Term, ...]:
@@ -155,9 +155,9 @@ def _term(text: str, start: int, end: int) -> Term:
         at = end
     if at < end:
         raise _unreadable(text, start, at, end)
-    if len(count) > _MOST_DIGITS:
+    if len(count) > _MAX_DIGITS:
         raise EinshardError(
-            f'the count has {len(count)} digits; at most {_MOST_DIGITS} are allowed',
+            f'the count has {len(count)} digits; at most {_MAX_DIGITS} are allowed',
             expression=text,
             spans=[(start, end)],
         )

@@ -16,7 +16,7 @@ from .._sharding.axis_rules import apply_axis_rules
 from .._sharding.context import AxisRules
 from .._sharding.mesh import AnyMesh, entry_axes, is_device_mesh, partition_spec, sizes_of
 from .._sharding.resolve import make_sharding
-from .._suggestions import tried
+from .._suggestions import keep_working_suggestions
 from .joint_mesh import JointMesh, joint_mesh
 from .spec_axes import SpecAxes
 
@@ -141,7 +141,7 @@ def _on_mesh(
     try:
         return joint_mesh(by_count, n_devices, tuple(sizes.values()))
     except EinshardError as error:
-        raise tried(error, lay_out_named) from None
+        raise keep_working_suggestions(error, lay_out_named) from None
 
 
 def _ruled(expression: Expression, rules: AxisRules, mesh_axes: tuple[str, ...]) -> Expression:

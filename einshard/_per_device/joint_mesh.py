@@ -11,7 +11,7 @@ from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
 from .._notation.expression import Expression, Term, parse
 from .._notation.layout import Layout, Split, fit, mesh_text
-from .._suggestions import tried, works
+from .._suggestions import keep_working_suggestions, works
 from .spec_axes import MeshAxis, SpecAxes, grid_of, replicas
 
 
@@ -70,10 +70,10 @@ def _written(expression: Expression, placed: Collection[str], terms: Sequence[st
 def joint_mesh(
     specs: tuple[SpecAxes, ...], n_devices: int, axis_sizes: tuple[int, ...] | None = None
 ) -> JointMesh:
-    """The mesh with its axes in the only order that agrees with all expressions.
+    """The joint mesh of some expressions, if only one order of its axes agrees with all of them.
 
-    A count in one expression holds in all. Stars are solved first in expressions that list
-    replicas, because these use all devices; the other stars share the remaining devices.
+    A count in one expression applies to all of them. Stars are solved first in expressions that
+    list replicas, because these use all devices; the other stars share the remaining devices.
     `axis_sizes` are those of the user's mesh, if there is one: suggestions must fit it.
     """
     joint = _Specs(specs, n_devices, axis_sizes)
@@ -81,7 +81,7 @@ def joint_mesh(
         return joint.mesh()
     except EinshardError as error:
         text = str(error.expression)
-        raise tried(
+        raise keep_working_suggestions(
             error,
             lambda fix: joint.try_fix(text, fix),
             None if axis_sizes else lambda n: replace(joint, n_devices=n).mesh(),
@@ -117,7 +117,7 @@ class _Specs:
         return JointMesh((*order, *of_one) or ((None, 1),))
 
     def try_fix(self, text: str, fix: str) -> None:
-        """Raises if the expressions, with `fix` in place of `text`, make no mesh."""
+        """Raises if the expressions, with `fix` in place of `text`, do not form a mesh."""
         i = [spec.expression.text for spec in self.specs].index(text)
         changed = replace(self.specs[i], expression=parse(fix))
         mesh = replace(self, specs=(*self.specs[:i], changed, *self.specs[i + 1 :])).mesh()
@@ -254,7 +254,9 @@ class _Specs:
                     ways.append(f"'{way.text}'")
             if ways:
                 facts['try'] = f'{" or ".join(ways)}, for {most.of}'
-        return EinshardError(f'ambiguous device order: {one} or {other} first', facts=facts)
+        return EinshardError(
+            f'ambiguous device order: either {one} or {other} could come first', facts=facts
+        )
 
     def no_order(self, counts: Mapping[str, int]) -> EinshardError:
         apart: Sequence[SpecAxes] = self.specs
@@ -279,9 +281,10 @@ def _orders(
 ) -> Iterator[tuple[MeshAxis, ...]]:
     """All orders of the mesh axes larger than 1 that agree with every expression.
 
-    Each expression is read from left to right. An axis that it makes must be its next one. Axes of
-    other expressions are skipped or, if the expression lists replicas, count towards those. Sizes
-    matter for that, so a topological sort (`graphlib`) of the axes is not enough.
+    Each expression is read from left to right. An axis that it defines can only be the next one in
+    its own order. Axes of other expressions are skipped or, if the expression lists replicas, count
+    towards those. Sizes matter for that, so a topological sort (`graphlib`) of the axes is not
+    enough.
     """
 
     def extend(

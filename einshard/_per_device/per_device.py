@@ -205,8 +205,8 @@ class _Mapped:
                     )
             return view
         except EinshardError as error:
-            # named here, because `sharded` would name the parameter that it is resolving
-            raise error.about(of=self.name) from None
+            # with the function, `sharded` does not add the parameter that it is resolving
+            raise error.about(function=self.name) from None
 
     def _place(self, text: str | None, path: str, leaf: Any) -> str | None:
         """The spec of a leaf for `sharded`."""
@@ -277,7 +277,7 @@ class _Mapped:
                 f"parameter '{label}' is sharded over explicit mesh axis '{axis}', but the mesh "
                 'has no such axis',
                 facts={
-                    'of': self.name,
+                    'function': self.name,
                     'array': array_text(leaf),
                     'mesh': mesh_text(mesh),
                     'try': f'per_device(..., mesh={label}.sharding.mesh)',
@@ -301,7 +301,7 @@ class _Mapped:
         try:
             texts = leaf_specs(result, leaves, self.out)
         except EinshardError as error:
-            raise error.about(of=f'the result of {self.name}') from None
+            raise error.about(value=f'result of {self.name}') from None
         found: list[tuple[str, int]] = []
         for text, (path, leaf) in zip(texts, jtu.tree_leaves_with_path(result), strict=True):
             inside = f" '{path_text(path)}'" if path else ''
@@ -342,7 +342,7 @@ class _Mapped:
             facts['note'] = 'with mesh= or a mesh in context, collectives use its axis names'
             if axis in view.joint.sizes:
                 facts[f"'{axis}' is sharded over"] = view.mesh_axes_of(axis)
-        return EinshardError(sentence, facts={'of': self.name, **facts})
+        return EinshardError(sentence, facts={'function': self.name, **facts})
 
 
 def _is_traced(value: Any) -> bool:

@@ -35,11 +35,11 @@ class Varying:
 
     def error(self, function: str, facts: Mapping[str, str]) -> EinshardError:
         path = '/'.join(re.findall(r'\w+', self.key))
-        of = f"the result '{path}' of {function}" if path else function
+        value = f"result '{path}' of {function}" if path else f'result of {function}'
         return EinshardError(
             f'out= declares the result replicated over {quoted(self.axes)}, but it may vary across '
             f'{"it" if len(self.axes) == 1 else "them"}',
-            facts={'of': of, **facts},
+            facts={'value': value, **facts},
         )
 
 
@@ -57,9 +57,10 @@ class History:
     """The mesh axes of the collectives that a value depends on.
 
     Attributes:
-        varying: axes along which the value may vary, even if all `all_gather`s are replicated.
-        gathered: axes of an `all_gather`.
-        exchanged: axes of other exchanges, such as a ring of `ppermute`. The value may be
+        varying: axes along which the value may vary even if every `all_gather` returned a
+            replicated result.
+        gathered: axes along which the value was all-gathered.
+        exchanged: axes of other collectives, such as a ring of `ppermute`. The value may be
             replicated along these, but JAX cannot infer it.
     """
 

@@ -14,8 +14,8 @@ from .blocks import blocks_over
 from .caption import device_order, meaning
 from .picture import Picture
 
-_MOST_DEVICES = 1_000_000
-_MOST_DIMS = 63  # numpy allows 64 dimensions, JAX fewer
+_MAX_DEVICES = 1_000_000
+_MAX_DIMS = 63  # numpy allows 64 dimensions, JAX fewer
 
 
 def draw(
@@ -114,8 +114,8 @@ def _device_count(expression: Expression, given: Any) -> int:
 def check_drawable(n_devices: int, n_dims: int, expression: str | None = None) -> None:
     """Raises if a picture would be too large."""
     for n, most, what in (
-        (n_devices, _MOST_DEVICES, 'devices'),
-        (n_dims, _MOST_DIMS, 'dimensions'),
+        (n_devices, _MAX_DEVICES, 'devices'),
+        (n_dims, _MAX_DIMS, 'dimensions'),
     ):
         if n > most:
             raise EinshardError(

@@ -13,12 +13,12 @@ from .blocks import Blocks, Slices, device_list, slices_of
 Segment: TypeAlias = tuple[str, int | None]  # text, and a device for its color
 Line: TypeAlias = list[Segment]
 
-_MOST_SLICES = 8
-_MOST_ROWS = 64  # longer pictures show only the first and last rows
+_MAX_SLICES = 8
+_MAX_ROWS = 64  # longer pictures show only the first and last rows
 _FIRST_ROWS, _LAST_ROWS = 24, 8
-_MOST_RULED_ROWS = 16  # no lines between rows if there are more
-_WIDEST_BOX, _HIGHEST_BOX = 20, 5
-_WIDEST_STRETCHED = 72  # stretched to proportion up to this width
+_MAX_RULED_ROWS = 16  # no lines between rows if there are more
+_MAX_BOX_WIDTH, _MAX_BOX_HEIGHT = 20, 5
+_MAX_STRETCHED_WIDTH = 72  # stretched to proportion up to this width
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _Boxes:
 
     @property
     def ruled(self) -> bool:
-        return self.slices.n_rows <= _MOST_RULED_ROWS
+        return self.slices.n_rows <= _MAX_RULED_ROWS
 
     @property
     def row_heads(self) -> list[str]:
@@ -55,7 +55,7 @@ class _Boxes:
 def text_lines(blocks: Blocks, width: int) -> list[Line]:
     """Boxes if they fit in `width` columns, else a table."""
     slices = slices_of(blocks)
-    boxes = _boxes(slices, width) if len(slices.titles) <= _MOST_SLICES else None
+    boxes = _boxes(slices, width) if len(slices.titles) <= _MAX_SLICES else None
     if boxes is None:
         return list(_table_lines(blocks, width))
     beside = max(1, (width + 2) // (boxes.width + 2))
@@ -103,7 +103,7 @@ def _boxes(slices: Slices, width: int) -> _Boxes | None:
 
 def _kept(n: int) -> list[int | None]:
     """The rows to show; None stands for omitted rows."""
-    if n <= _MOST_ROWS:
+    if n <= _MAX_ROWS:
         return list(range(n))
     return [*range(_FIRST_ROWS), None, *range(n - _LAST_ROWS, n)]
 
@@ -143,12 +143,12 @@ def _in_proportion(boxes: _Boxes, width: int) -> _Boxes:
     sizes = slices.blocks.sizes or (1,) * len(parts)
     rows, cols = (max(sizes[i], 1) / parts[i] for i in (row_axis, column_axis))
     height = round(boxes.box_width * rows / cols / 2)
-    height = min(height, _HIGHEST_BOX, 2 * _MOST_RULED_ROWS // len(boxes.rows))
+    height = min(height, _MAX_BOX_HEIGHT, 2 * _MAX_RULED_ROWS // len(boxes.rows))
     height -= height % 2 == 0  # odd, so that labels are centered
     box = boxes.box_width
     if height <= 1:
-        room = (min(_WIDEST_STRETCHED, width - 1) - boxes.margin) // slices.n_columns - 1
-        box = max(box, min(round(2 * cols / rows), _WIDEST_BOX, room))
+        room = (min(_MAX_STRETCHED_WIDTH, width - 1) - boxes.margin) // slices.n_columns - 1
+        box = max(box, min(round(2 * cols / rows), _MAX_BOX_WIDTH, room))
     return replace(boxes, box_width=box, box_height=max(height, 1))
 
 

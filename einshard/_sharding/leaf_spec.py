@@ -57,7 +57,7 @@ def _read(text: str) -> LeafSpec:
 def lenient(
     spec: AnySpec, *, on_missing: Missing = 'error', on_indivisible: Missing = 'error'
 ) -> LeafSpec:
-    """The spec with these options set to 'replicate' where they say so."""
+    """The spec, with each option that is 'replicate' here applied to it."""
     known = as_leaf_spec(spec)
     if on_missing == 'error':
         on_missing = known.on_missing

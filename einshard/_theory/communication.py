@@ -25,7 +25,7 @@ class Communication:
         over: the device axes along which it runs.
         group_size: the number of devices in each group.
         groups: the number of groups.
-        block: the larger of a device's blocks before and after, such as 'b/2 x'.
+        block: the larger of a device's blocks before and after the collective, such as 'b/2 x'.
         bytes: bytes of that block, if sizes are given.
     """
 

@@ -23,7 +23,7 @@ def device_axes(
         left = _left(contraction, named, n_devices)
         rest = {f'd{i}': factor for i, factor in enumerate(prime_factors(left))}
         return rest | named, contraction.operands
-    if any(map(is_placed, contraction.every)):
+    if any(map(is_placed, contraction.arrays)):
         if counts:
             raise _placed_twice(contraction, counts)
         return _joint_devices(contraction, n_devices), contraction.operands
@@ -88,21 +88,21 @@ def _named_devices(contraction: Contraction, counts: Mapping[str, int]) -> dict[
 def _placed_twice(contraction: Contraction, counts: Mapping[str, int]) -> EinshardError:
     return contraction.error(
         'shards are given both by keyword and by placement',
-        [term.span for one in contraction.every for term in one.right if term.is_sharded],
+        [term.span for one in contraction.arrays for term in one.right if term.is_sharded],
         by_keyword=', '.join(f'{name}={count}' for name, count in counts.items()),
     )
 
 
 def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str, int]:
     """Device axes that fit the counts of all operands."""
-    every = list(filter(is_placed, contraction.every))
+    placed = list(filter(is_placed, contraction.arrays))
     if n_devices is None:
-        counted = [one for one in every if not any(term.star for term in one.right)]
+        counted = [one for one in placed if not any(term.star for term in one.right)]
         if not counted:
             raise contraction.error('a star needs the number of devices', expected='devices=')
         n_devices = max(math.prod(term.factor for term in one.right) for one in counted)
     steps = {1, n_devices}
-    for operand in every:
+    for operand in placed:
         layout = lay_out(operand, len(operand.names), n_devices)
         steps.update(itertools.accumulate((s.count for s in layout.splits), operator.mul))
     in_order = sorted(steps)
@@ -110,7 +110,7 @@ def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str,
     if any(after % before for after, before in ratios):
         raise contraction.error(
             'the device grids of the operands do not match',
-            [term.span for one in every for term in one.right if term.takes_devices],
+            [term.span for one in placed for term in one.right if term.takes_devices],
             devices=n_devices,
         )
     return {f'd{i}': after // before for i, (after, before) in enumerate(ratios)}

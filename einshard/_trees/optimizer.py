@@ -111,7 +111,7 @@ class StateSpec:
             # functions are not called yet: their results may depend on the mesh in use
             leaf_specs(self._params, self._leaves, jtu.tree_map(lambda _: None, spec))
         except EinshardError as error:
-            raise error.about(of='the parameters of for_optimizer') from None
+            raise error.about(value='parameters of for_optimizer') from None
         arrays = [i for i, leaf in enumerate(self._leaves) if _shape_of(leaf) is not None]
         self._by_path = {self._paths[i]: i for i in arrays}
         self._parameters: dict[tuple[str, Shape], tuple[int, tuple[AxisMap, ...]] | None] = {}
@@ -175,7 +175,7 @@ class StateSpec:
             try:
                 known = context, leaf_specs(self._params, self._leaves, self._spec)
             except EinshardError as error:
-                raise error.about(of='the parameters of for_optimizer') from None
+                raise error.about(value='parameters of for_optimizer') from None
             self._known = known
         return known[1]
 
