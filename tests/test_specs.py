@@ -202,8 +202,20 @@ def test_functions_see_leaves_that_are_no_arrays():
             'dict with a',
         ),
         ({'a': W}, [ROWS], 'list instead of dict at the root', 'list of length 1', 'dict with a'),
-        ([W], (ROWS,), 'tuple instead of list at the root', 'tuple of length 1', 'list of length 1'),
-        ([W, W], [ROWS], 'no spec for element 1 at the root', 'list of length 1', 'list of length 2'),
+        (
+            [W],
+            (ROWS,),
+            'tuple instead of list at the root',
+            'tuple of length 1',
+            'list of length 1',
+        ),
+        (
+            [W, W],
+            [ROWS],
+            'no spec for element 1 at the root',
+            'list of length 1',
+            'list of length 2',
+        ),
         (W, {'a': ROWS}, 'dict instead of a leaf at the root', 'dict with a', 'float32[16,16]'),
         (
             {'net': [W, {'w': W}]},

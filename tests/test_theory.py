@@ -48,7 +48,7 @@ def compiled(einsum, placements, devices, out=None, sizes=None):
         for operand, placement in zip(contraction.operands, placements, strict=True)
     ]
     out = None if out is None else make_sharding(out, mesh=devices)
-    subscripts = contraction.of_letters()
+    subscripts = contraction.numpy_subscripts()
     program = jax.jit(lambda *xs: jnp.einsum(subscripts, *xs), out_shardings=out)
     return program.lower(*shapes).compile()
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._errors import EinshardError
 from .._sharding.mesh import device_mesh
 from .._trees.paths import leaf_paths, leaf_text
-from .device_put import is_partial, reduced
+from .device_put import is_partial, without_partial_axes
 
 T = TypeVar('T')
 
@@ -49,25 +49,25 @@ def gather(tree: T) -> T:
                 'a traced value cannot be gathered: it has no data yet',
                 facts={'array': array, 'instead': 'return it and gather the result'},
             )
-    leaves = [_contents(leaf) for leaf in leaves]
+    leaves = [_plain_array(leaf) for leaf in leaves]
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
-    spread = {i: leaf for i, leaf in arrays.items() if not leaf.is_fully_addressable}
-    if spread:
-        everywhere = {i: _replicated(leaf) for i, leaf in spread.items()}
-        replicated = jax.jit(_same, out_shardings=everywhere)(spread)
+    remote = {i: leaf for i, leaf in arrays.items() if not leaf.is_fully_addressable}
+    if remote:
+        shardings = {i: _replicated(leaf) for i, leaf in remote.items()}
+        replicated = jax.jit(_same, out_shardings=shardings)(remote)
         arrays |= {i: leaf.addressable_data(0) for i, leaf in replicated.items()}
     for i, host in jax.device_get(arrays).items():
         leaves[i] = host
     return jtu.tree_unflatten(treedef, leaves)
 
 
-def _contents(leaf: Any) -> Any:
+def _plain_array(leaf: Any) -> Any:
     """Reads a Ref, takes the data of PRNG keys, and sums an unreduced array."""
     if isinstance(leaf, jax.Ref):
         leaf = leaf[...]
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    return reduced(leaf, _replicated(leaf)) if is_partial(leaf) else leaf
+    return without_partial_axes(leaf, _replicated(leaf)) if is_partial(leaf) else leaf
 
 
 def _same(arrays: T) -> T:

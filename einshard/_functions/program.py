@@ -83,7 +83,7 @@ class TracedFunction:
     calls without tracing pay nothing.
 
     Attributes:
-        arguments, result: their specs.
+        arguments, result: the specs of the arguments and of the result.
         static: the positions of static arguments.
         in_shardings: the sharding, or pytree of shardings, of each argument; None without a spec.
         out_shardings: the same for the result; `ANY` until the shapes of the result are known.

@@ -1,4 +1,4 @@
-"""`sharded`: `jax.jit` with shardings in the notation."""
+"""sharded: `jax.jit` with shardings in einshard's notation."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def sharded(
     collectives: Promise | None = None,
     **named_specs_and_jit_options: Any,
 ) -> Any:
-    """`jax.jit` with the shardings of arguments and results in the notation.
+    """`jax.jit` with the shardings of arguments and results in einshard's notation.
 
         >>> import jax
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The spec of an argument or of the result, applied to values."""
+"""Applies the spec of an argument, or of the result, to values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .._text import array_text
 from .._trees.paths import path_text
 from .._trees.specs import Spec, check_registered_pytree, is_none, leaf_specs, needs_leaves
 
-# The path of a leaf, the leaf, and its placement; None without a spec.
+# The path of a leaf, the leaf, and its placement; None if it has no spec.
 PlacedLeaf: TypeAlias = tuple[Sequence[Any], Any, Placement | None]
 
 
@@ -41,7 +41,7 @@ class ValueSpec:
         self.needs_leaves = needs_leaves(spec)
 
     def place(self, value: Any, context: Context) -> list[PlacedLeaf]:
-        """The placement of every leaf; raises if a rank or size does not fit its spec."""
+        """Finds the placement of every leaf; raises if a rank or size does not fit its spec."""
         if self.spec is None:
             return []
         try:
@@ -70,21 +70,21 @@ class ValueSpec:
         return jtu.tree_unflatten(jtu.tree_structure(value), found)
 
     def constrain(self, value: Any, context: Context) -> Any:
-        """The value with every leaf constrained to its spec."""
+        """Constrains every leaf to its spec."""
         return self._each(_constrained, value, context)
 
     def typed(self, value: Any, context: Context) -> Any:
-        """The value, with a ShapeDtypeStruct and sharding for each leaf with a spec."""
+        """Replaces each leaf with a spec by a ShapeDtypeStruct with its sharding."""
         return self._each(_typed, value, context)
 
     def leaf_text(self, path: Sequence[Any], leaf: Any) -> str:
-        """A leaf as errors show it: float32[6,8], parameter 'params/w' of step."""
+        """Formats a leaf for errors: "float32[6,8], parameter 'params/w' of step"."""
         text = path_text(path)
         if self.name is None:
-            inside = f" '{text}'" if path else ''
-            return f'{array_text(leaf)}, result{inside} of {self.function}'
-        inside = f'/{text}' if path else ''
-        return f"{array_text(leaf)}, parameter '{self.name}{inside}' of {self.function}"
+            which = f" '{text}'" if path else ''
+            return f'{array_text(leaf)}, result{which} of {self.function}'
+        which = f'/{text}' if path else ''
+        return f"{array_text(leaf)}, parameter '{self.name}{which}' of {self.function}"
 
     def _each(self, change: Callable[[Any, Placement], Any], value: Any, context: Context) -> Any:
         if self.spec is None:
@@ -102,7 +102,7 @@ class ValueSpec:
             raise error.about(function=self.function) from None
 
     def _prefix_facts(self, value: Any) -> dict[str, str]:
-        """The facts of an error about a spec that is not a prefix of its value."""
+        """The facts for an error about a spec that is not a prefix of its value."""
         if self.name is None:
             return {'value': f'result of {self.function}'}
         facts = {'value': f"parameter '{self.name}' of {self.function}"}

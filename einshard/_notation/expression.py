@@ -1,4 +1,4 @@
-"""Parses the notation: text -> Expression. Imports no JAX.
+"""Parses text into an Expression. Imports no JAX.
 
 expression  =  left '->' right            an array's axes, then their placement
             |  right                      short form: the axes once, in array order
@@ -42,12 +42,12 @@ class Term:
 
     @property
     def takes_devices(self) -> bool:
-        """Whether its count or star takes devices."""
+        """Whether the term's count or star takes devices."""
         return self.star or self.factor > 1
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it takes devices: by count, star or mesh axes."""
+        """Whether the term takes devices, by count, star or mesh axes."""
         return self.takes_devices or bool(self.mesh_axes)
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Term:
 class Expression:
     """A parsed expression: the axes of the array, and the placement in device order.
 
-    Expressions that differ only in white space, or in the short form, are equal.
+    Expressions that differ only in whitespace, or in the use of the short form, are equal.
     """
 
     left: tuple[Term, ...]
@@ -124,7 +124,7 @@ def parse(text: str) -> Expression:
 
 
 def axis_letters() -> Iterator[str]:
-    """Names for unnamed axes: a, ..., z, aa, ab, ..."""
+    """Yields names for unnamed axes: a, ..., z, aa, ab, ..."""
     for length in itertools.count(1):
         for letters in itertools.product(string.ascii_lowercase, repeat=length):
             yield ''.join(letters)
@@ -192,7 +192,7 @@ def _digits(text: str, start: int, end: int) -> str:
 
 
 def _mesh_axes(text: str, at: int, end: int, span: Span, counted: bool) -> tuple[str, ...]:
-    """The mesh axes after the '@' at `at`."""
+    """Parses the mesh axes after the '@' at `at`."""
     if counted:
         raise EinshardError(
             f"'{text[slice(*span)]}' has both a count and mesh axes; use one or the other",
@@ -215,12 +215,12 @@ def _mesh_axes(text: str, at: int, end: int, span: Span, counted: bool) -> tuple
 
 
 def is_mesh_axis(name: str) -> bool:
-    """Whether this is a valid name of a mesh axis in an expression."""
+    """Whether an expression can contain this name of a mesh axis."""
     return _MESH_AXIS.fullmatch(name) is not None
 
 
 def _unreadable(text: str, start: int, at: int, end: int) -> EinshardError:
-    """The error for a word that is not a term because of its characters from `at` on."""
+    """The error for a word that stops being a valid term at character `at`."""
     word, rest = text[start:end], text[at:end]
     character = rest[0]
     if character.isalpha() or character == '_':
@@ -266,7 +266,7 @@ def _unreadable(text: str, start: int, at: int, end: int) -> EinshardError:
 
 
 def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
-    """The error for a name right after a count, a star or another term, as in a2b or 2a."""
+    """The error for a name directly after a count or a star, as in a2b or 2a."""
     word, head, rest = text[start:end], text[start:at], text[at:end]
     facts: dict[str, object] = {'two terms': f"'{head} {rest}'"}
     if _name(text, start, end):
@@ -314,7 +314,7 @@ def _check_left(expression: Expression) -> None:
 
 
 def _check_sides(expression: Expression) -> None:
-    """Raises if the sides do not name the same axes."""
+    """Raises if the two sides do not have the same axes."""
     left, right = expression.left, expression.right
     if not right:
         end = len(expression.text)
@@ -382,7 +382,7 @@ def _check_ellipsis(expression: Expression, terms: Sequence[Term], where: str) -
 
 
 def _repeated(terms: Sequence[Term]) -> list[Term]:
-    """The terms of the first repeated name."""
+    """The terms of the first name that is repeated."""
     for name, times in Counter(term.name for term in terms if term.name is not None).items():
         if times > 1:
             return [term for term in terms if term.name == name]
@@ -390,7 +390,7 @@ def _repeated(terms: Sequence[Term]) -> list[Term]:
 
 
 def _fix(text: str) -> Suggestion | None:
-    """A suggestion, if the text parses; else None."""
+    """Suggests the text if it parses; else returns None."""
     try:
         parse(text)
     except EinshardError:

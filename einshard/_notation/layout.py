@@ -1,4 +1,4 @@
-"""Lays out expressions on devices: Expression, ndim, device count -> Layout. Imports no JAX.
+"""Lays out an expression on devices. Imports no JAX.
 
 Devices are numbered 0 to N - 1 in hardware order.
 """
@@ -128,12 +128,12 @@ def check_divisible(
                     expected=f"a multiple of {parts}, such as symbolic_shape('{parts}*n')",
                 )
             common = math.gcd(size, n_devices)
-            *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
+            *others, last = [str(n) for n in range(1, common + 1) if common % n == 0]
             raise expression.error(
                 f"axis '{name}' (size {size}) is not divisible by {parts}",
                 guilty,
                 devices=n_devices,
-                works_with=f'{", ".join(most)} or {last} shards' if most else '1 shard',
+                works_with=f'{", ".join(others)} or {last} shards' if others else '1 shard',
             )
 
 

@@ -1,4 +1,4 @@
-"""The joint mesh of the expressions of a per-device function. Imports no JAX."""
+"""Finds one mesh for all expressions of a per-device function. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .spec_axes import MeshAxis, SpecAxes, grid_of, replicas
 
 @dataclass(frozen=True, slots=True)
 class JointMesh:
-    """A mesh with axes named after array axes, in device order; None names an axis of replicas."""
+    """A mesh with axes named after array axes, in device order. Replica axes have name None."""
 
     axes: tuple[MeshAxis, ...]
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Size by name; axes of replicas get names that array axes cannot have."""
+        """Size by name. Replica axes get names with digits, which array axes cannot have."""
         numbers = itertools.count()
         return {name or f'replica{next(numbers)}': count for name, count in self.axes}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size by name, without axes of replicas."""
+        """Size by name, without replica axes."""
         return {name: count for name, count in self.axes if name is not None}
 
     def fits(self, axis_sizes: Sequence[int]) -> bool:
@@ -38,7 +38,7 @@ class JointMesh:
         return fit(grid, {str(i): size for i, size in enumerate(axis_sizes)}) is not None
 
     def complete(self, expression: Expression) -> str:
-        """The expression over all devices: 'x y -> x2 y' becomes 'x y -> 4 x2 y'."""
+        """Completes an expression to all devices: 'x y -> x2 y' becomes 'x y -> 4 x2 y'."""
         holders = self._holders(expression)
         terms = [(holders.get(name or '', ''), count) for name, count in self.axes if count > 1]
         return _written(
@@ -46,7 +46,7 @@ class JointMesh:
         )
 
     def by_name(self, expression: Expression) -> str:
-        """The expression with mesh axes by name: 'x y -> x2 y' becomes 'x y -> x@x y'."""
+        """Names the mesh axes in an expression: 'x y -> x2 y' becomes 'x y -> x@x y'."""
         axes: dict[str, list[str]] = {}
         for axis, name in self._holders(expression).items():
             axes.setdefault(name, []).append(axis)
@@ -57,7 +57,7 @@ class JointMesh:
         """The array axis that each mesh axis shards, in device order."""
         spec = SpecAxes('', expression)
         holders = {axis: str(term.name) for axis, term in spec.uses.items()}
-        holders |= {name: name for name in spec.makes}
+        holders |= {name: name for name in spec.defines}
         return {axis: holders[axis] for axis in self.sizes if axis in holders}
 
 
@@ -90,7 +90,7 @@ def joint_mesh(
 
 @dataclass(frozen=True, slots=True)
 class _Specs:
-    """The expressions of a function, and the devices."""
+    """The expressions of a function, and the devices to build their mesh from."""
 
     specs: tuple[SpecAxes, ...]
     n_devices: int
@@ -133,45 +133,45 @@ class _Specs:
             if first != count:
                 raise other.expression.error(
                     f"axis '{name}' has {first} shards in one expression and {count} in another",
-                    [other.makes[name]],
+                    [other.defines[name]],
                     **_texts([other, spec]),
                     devices=self.n_devices,
                 )
 
         for spec in self.specs:
-            for name, term in spec.makes.items():
+            for name, term in spec.defines.items():
                 if not term.star:
                     learn(name, term.factor, spec)
         written = {name: count for name, (count, _) in known.items()}
         for spec in self.specs:
             if spec.spells_out_replicas and not spec.uses:
                 solved = dict(spec.grid(written, self.n_devices))
-                for name in spec.makes:
+                for name in spec.defines:
                     learn(name, solved.get(name, 1), spec)
         counts = {name: count for name, (count, _) in known.items()}
         counts |= self.solve_stars(counts)
-        return {name: counts[name] for spec in self.specs for name in spec.makes}
+        return {name: counts[name] for spec in self.specs for name in spec.defines}
 
     def solve_stars(self, counts: Mapping[str, int]) -> dict[str, int]:
         """The sizes of starred axes, which share the remaining devices."""
         starred: dict[str, SpecAxes] = {}
         for spec in self.specs:
-            for name, term in spec.makes.items():
+            for name, term in spec.defines.items():
                 if name in counts:
                     continue
                 first = starred.setdefault(name, spec)
-                if first.makes[name].factor != term.factor:
+                if first.defines[name].factor != term.factor:
                     raise first.expression.error(
-                        f"ambiguous: axis '{name}' is '{first.makes[name]}' in one expression and "
-                        f"'{term}' in another",
-                        [first.makes[name]],
+                        f"ambiguous: axis '{name}' is '{first.defines[name]}' in one expression "
+                        f"and '{term}' in another",
+                        [first.defines[name]],
                         **_texts([first, spec]),
                     )
         if not starred:
             return {}
         if self.n_devices % math.prod(counts.values()):
             raise self.too_many(counts)
-        factors = {name: spec.makes[name].factor for name, spec in starred.items()}
+        factors = {name: spec.defines[name].factor for name, spec in starred.items()}
         terms = [f'{name}{count}' for name, count in counts.items()]
         terms += [f'{name}{"" if factor == 1 else factor}*' for name, factor in factors.items()]
         try:
@@ -206,10 +206,10 @@ class _Specs:
         )
 
     def over_the_same(self, first: str, second: str) -> _Specs:
-        """The expressions with the second axis over the devices of the first."""
+        """The expressions with the second axis sharded over the devices of the first."""
         changed: list[SpecAxes] = []
         for spec in self.specs:
-            term = spec.makes.get(second)
+            term = spec.defines.get(second)
             over = Term(second, mesh_axes=(first,))
             right = tuple(over if one is term else one for one in spec.expression.right)
             changed.append(replace(spec, expression=replace(spec.expression, right=right)))
@@ -218,8 +218,8 @@ class _Specs:
     def left_over(self, counts: Mapping[str, int]) -> EinshardError:
         n_devices = self.n_devices
         sharded = [f'{name}{count}' for name, count in counts.items() if count > 1]
-        most = max(self.specs, key=lambda spec: len(spec.makes))
-        expression = most.expression
+        longest = max(self.specs, key=lambda spec: len(spec.defines))
+        expression = longest.expression
         start = expression.right[0].span[0]
         sentence = f"nothing is sharded; add '*' to replicate over all {n_devices} devices"
         if sharded:
@@ -230,7 +230,7 @@ class _Specs:
             )
         return expression.error(
             sentence,
-            most.makes.values() or expression.right,
+            longest.defines.values() or expression.right,
             **_texts(self.specs),
             devices=n_devices,
             fix=Suggestion(f'{expression.text[:start]}* {expression.text[start:]}'),
@@ -244,16 +244,16 @@ class _Specs:
         facts = {**_texts(self.specs), 'devices': str(self.n_devices)}
         # counts cannot order an axis that shares the devices of another
         by_count = [spec for spec in self.specs if not spec.uses]
-        for most in sorted(by_count, key=lambda spec: len(spec.makes), reverse=True)[:1]:
-            ways: list[str] = []
+        for longest in sorted(by_count, key=lambda spec: len(spec.defines), reverse=True)[:1]:
+            fixes: list[str] = []
             for mesh in map(JointMesh, orders):
-                way = parse(mesh.complete(most.expression))
-                changed = [replace(s, expression=way) if s is most else s for s in self.specs]
-                decided = list(_orders(changed, counts, self.n_devices)) == [mesh.axes]
-                if decided and (self.axis_sizes is None or mesh.fits(self.axis_sizes)):
-                    ways.append(f"'{way.text}'")
-            if ways:
-                facts['try'] = f'{" or ".join(ways)}, for {most.of}'
+                fix = parse(mesh.complete(longest.expression))
+                changed = [replace(s, expression=fix) if s is longest else s for s in self.specs]
+                is_unique = list(_orders(changed, counts, self.n_devices)) == [mesh.axes]
+                if is_unique and (self.axis_sizes is None or mesh.fits(self.axis_sizes)):
+                    fixes.append(f"'{fix.text}'")
+            if fixes:
+                facts['try'] = f'{" or ".join(fixes)}, for {longest.of}'
         return EinshardError(
             f'ambiguous device order: either {one} or {other} could come first', facts=facts
         )
@@ -261,7 +261,7 @@ class _Specs:
     def no_order(self, counts: Mapping[str, int]) -> EinshardError:
         apart: Sequence[SpecAxes] = self.specs
         for pair in itertools.combinations(self.specs, 2):
-            names = {name for spec in pair for name in (*spec.makes, *spec.uses)}
+            names = {name for spec in pair for name in (*spec.defines, *spec.uses)}
             theirs = {name: count for name, count in counts.items() if name in names}
             if next(_orders(pair, theirs, self.n_devices), None) is None:
                 apart = pair
@@ -311,7 +311,7 @@ def _orders(
 
 
 def _texts(specs: Sequence[SpecAxes]) -> dict[str, str]:
-    """The distinct expressions as facts."""
+    """The distinct expressions, as facts."""
     first = {spec.expression: spec for spec in reversed(specs)}
     shown = [spec for spec in specs if first[spec.expression] is spec]
     return {spec.of: f"'{spec.expression.text}'" for spec in shown}

@@ -1,4 +1,4 @@
-"""per_device: `jax.shard_map` in the notation."""
+"""per_device: `jax.shard_map` with specs in einshard's notation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
 from .._trees.specs import Spec, check_specs, is_none, leaf_specs
 from .device_view import View, make_view
-from .replication import how_to_agree, read_varying
+from .replication import read_varying, suggest_replication
 from .spec_axes import SpecAxes
 
 P = ParamSpec('P')
@@ -43,7 +43,7 @@ def per_device(
     collectives: Promise | None = None,
     **named_specs_and_jit_options: Any,
 ) -> Callable[[Callable[P, R]], ShardedFunction[P, R]]:
-    """`jax.shard_map` in the notation: each device runs the function on its own shards.
+    """`jax.shard_map` in einshard's notation: each device runs the function on its own shards.
 
         >>> import jax
         >>> import numpy as np
@@ -58,15 +58,15 @@ def per_device(
 
     The sharded axes of all expressions form one mesh, and collectives use their names:
     `jax.lax.psum(z, 'x')`. Each expression lists the axes that it shards, in device order, and is
-    replicated over the others. A count in one expression holds in all. `'y@x'` shards y over the
-    devices of x, as after `psum_scatter` over 'x'. If a mesh is in context or passed as `mesh=`,
-    collectives use the axis names of that mesh instead.
+    replicated over the others. A count in one expression applies to all of them. `'y@x'` shards y
+    over the devices of x, as after `psum_scatter` over 'x'. If a mesh is in context or passed as
+    `mesh=`, collectives use the axis names of that mesh instead.
 
     Arguments are placed and checked as for `sharded`.
 
     Args:
         in_specs: expressions by position, or pytree prefixes of the arguments. Every argument that
-            is not static needs one; '...' replicates. The instance of a method is replicated.
+            is not static needs one; '...' replicates it. `self` of a method is replicated.
         out: the expression of the result, or a pytree of expressions.
         mesh: a mesh or devices. Default: the mesh in context, or else all devices.
         axis_names: the mesh axes that are manual, as in `jax.shard_map`. Along the other axes the
@@ -74,19 +74,20 @@ def per_device(
         check_vma: whether JAX checks that results are replicated where `out` says so. It can infer
             that for `psum`, and for `all_gather` only with `to='invarying'` (JAX 0.8:
             `all_gather_invariant`).
-        reshard: whether arguments with another sharding are resharded; if False, they are errors.
+        reshard: whether to reshard arguments that are sharded differently; if False, they are
+            errors.
         collectives: the collectives that the compiled program may have, as for `sharded`.
         named_specs_and_jit_options: expressions by parameter name, and options of `jax.jit`.
 
     Returns:
-        A decorator. It returns a `ShardedFunction` of global arrays.
+        A decorator that turns the function into a `ShardedFunction` of global arrays.
 
     Raises:
         EinshardError: at decoration, for invalid specs; at the first call, if the expressions
             disagree on a count or on the device order, or do not use all devices; at any call, if
             an array does not fit, a collective uses an axis that is not sharded, or the call is
             inside another per-device function.
-        UnexpectedCollectives: at a call, if the program has other collectives.
+        UnexpectedCollectives: at a call, if the program has collectives that are not allowed.
     """
     named = named_specs_and_jit_options
     if 'manual' in named:
@@ -120,7 +121,7 @@ _REPLICATED = '...'
 
 
 class _Mapped:
-    """A function with its expressions, which are resolved when the mesh is known."""
+    """A per-device function and its expressions, which are resolved at a call, with its mesh."""
 
     def __init__(
         self,
@@ -147,11 +148,11 @@ class _Mapped:
             raise error.about(function=self.name) from None
 
     def lazy(self, spec: Spec) -> Spec:
-        """A spec for `sharded`: callables that resolve once the mesh is known."""
+        """Replaces the expressions in a spec by callables, which `sharded` resolves at a call."""
         return jtu.tree_map(lambda one: functools.partial(self._place, one), spec, is_leaf=is_none)
 
     def global_function(self) -> Callable[..., Any]:
-        """The function of global arrays that `sharded` traces."""
+        """Returns the function of global arrays that `sharded` traces."""
 
         @functools.wraps(self.function)
         def global_(*args: Any, **kwargs: Any) -> Any:
@@ -209,7 +210,7 @@ class _Mapped:
             raise error.about(function=self.name) from None
 
     def _place(self, text: str | None, path: str, leaf: Any) -> str | None:
-        """The spec of a leaf for `sharded`."""
+        """Resolves the spec of one leaf for `sharded`."""
         if text is None:
             return None
         view = self._view()
@@ -223,7 +224,7 @@ class _Mapped:
         view = self._view()
         labels = self.parameters.value_names(CallSignature(len(args), tuple(kwargs)))
         values = [*args, *kwargs.values()]
-        # the others are static or have no array leaves
+        # the other values are static or have no array leaves
         traced = [i for i, value in enumerate(values) if _is_traced(value)]
         arguments = [values[i] for i in traced]
 
@@ -233,7 +234,7 @@ class _Mapped:
                 row[i] = value
             n = len(args)
             result = self.function(*row[:n], **dict(zip(kwargs, row[n:], strict=True)))
-            self._result_leaves(view, result)  # better errors than those of JAX
+            self._result_leaves(view, result)  # its errors are clearer than JAX's
             return result
 
         each.__name__ = each.__qualname__ = self.name
@@ -249,7 +250,7 @@ class _Mapped:
             ours = self._unbound(view, mapped, arguments)
             varying = read_varying(error)
             if varying is not None:
-                facts = how_to_agree(varying, each, in_specs, arguments, shard_map)
+                facts = suggest_replication(varying, each, in_specs, arguments, shard_map)
                 ours = varying.error(self.name, facts)
             if ours is None:
                 raise
@@ -269,7 +270,7 @@ class _Mapped:
         return jtu.tree_unflatten(treedef, found)
 
     def _check_axes(self, view: View, label: str, leaf: Any) -> None:
-        """Raises if the type of an argument has mesh axes that the mesh does not have."""
+        """Raises if an argument's type has mesh axes that the mesh lacks."""
         axes = {axis for entry in jax.typeof(leaf).sharding.spec for axis in entry_axes(entry)}
         mesh = sizes_of(view.mesh)
         for axis in sorted(axes - set(mesh)):
@@ -287,7 +288,7 @@ class _Mapped:
     def _out_specs(self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         texts = [one for one in jtu.tree_leaves(self.out) if one is not None]
         if view.size_one_axes(self.manual) or any(view.needs_rank(text) for text in texts):
-            # ranks do not depend on out_specs
+            # any out_specs will do to find the ranks
             unplaced = mapped(out_specs=PartitionSpec(), check_vma=False)
             shapes = jax.eval_shape(unplaced, *arguments)
             found = self._result_leaves(view, shapes)
@@ -296,7 +297,7 @@ class _Mapped:
         return jtu.tree_map(lambda text: view.partition_spec(text, None, self.manual), self.out)
 
     def _result_leaves(self, view: View, result: Any) -> list[tuple[str, int]]:
-        """The expression and rank of each array of a result, after checks."""
+        """Checks a result; returns the expression and rank of each array in it."""
         leaves = jtu.tree_leaves(result)
         try:
             texts = leaf_specs(result, leaves, self.out)
@@ -304,8 +305,8 @@ class _Mapped:
             raise error.about(value=f'result of {self.name}') from None
         found: list[tuple[str, int]] = []
         for text, (path, leaf) in zip(texts, jtu.tree_leaves_with_path(result), strict=True):
-            inside = f" '{path_text(path)}'" if path else ''
-            of = f'the result{inside} of {self.name}'
+            which = f" '{path_text(path)}'" if path else ''
+            of = f'the result{which} of {self.name}'
             if not isinstance(text, str):
                 raise _no_spec(of, leaf)
             try:
@@ -318,7 +319,7 @@ class _Mapped:
     def _unbound(
         self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]
     ) -> EinshardError | None:
-        """The error for a collective over an unknown axis, if that is the cause."""
+        """The error for a collective over an unknown axis; None if that is not the cause."""
         try:
             # JAX raises AssertionError or KeyError with check_vma, NameError without
             unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)

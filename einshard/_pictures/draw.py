@@ -10,7 +10,7 @@ from typing import Any
 from .._errors import EinshardError
 from .._notation.expression import ELLIPSIS, Expression
 from .._notation.layout import axis_positions, check_divisible, lay_out, spec_entries
-from .blocks import blocks_over
+from .blocks import blocks_on_mesh
 from .caption import device_order, meaning
 from .picture import Picture
 
@@ -28,7 +28,7 @@ def draw(
     named: bool = True,
     unreduced: Collection[Any] = (),
 ) -> Picture:
-    """The picture of an array.
+    """Draws an array.
 
     Args:
         mesh: mesh axes and their sizes, slowest first.
@@ -36,11 +36,11 @@ def draw(
         names: the names of the array axes.
         sizes: their sizes, if known.
         dtype: the dtype, if known.
-        named: whether the user named the mesh axes.
+        named: whether mesh axes have names that the user gave.
         unreduced: mesh axes along which devices hold partial sums.
     """
     check_drawable(math.prod(mesh.values()), len(names))
-    blocks = blocks_over(mesh, entries, names, sizes)
+    blocks = blocks_on_mesh(mesh, entries, names, sizes)
     words = [meaning(blocks, dtype, entries if named else [])]
     return Picture(blocks, (*words, *device_order(mesh, named, names, entries, unreduced)))
 
@@ -48,7 +48,7 @@ def draw(
 def draw_expression(
     expression: Expression, shape: tuple[int, ...] | None, n_devices: object = None
 ) -> Picture:
-    """The picture of an expression, without a mesh.
+    """Draws an expression, without a mesh.
 
     Args:
         expression: an expression with counts only.
@@ -67,7 +67,7 @@ def draw_expression(
 
 
 def rank_drawn(expression: Expression, shape: Sequence[int] | None) -> int:
-    """The number of axes in the picture of an expression."""
+    """The number of array axes that the picture of an expression shows."""
     names = expression.names
     return len(names) - (ELLIPSIS in names) if shape is None else len(shape)
 
@@ -104,7 +104,7 @@ def _device_count(expression: Expression, given: Any) -> int:
             n_devices = 0
         if n_devices < 1:
             raise EinshardError(
-                f'devices= is not a number of devices: {given!r}',
+                f'devices= must be a number of devices, not {given!r}',
                 facts={'expected': 'a positive integer, a Mesh, an AbstractMesh or devices'},
             )
     check_drawable(n_devices, 0, expression.text)
@@ -113,13 +113,13 @@ def _device_count(expression: Expression, given: Any) -> int:
 
 def check_drawable(n_devices: int, n_dims: int, expression: str | None = None) -> None:
     """Raises if a picture would be too large."""
-    for n, most, what in (
+    for n, limit, what in (
         (n_devices, _MAX_DEVICES, 'devices'),
         (n_dims, _MAX_DIMS, 'dimensions'),
     ):
-        if n > most:
+        if n > limit:
             raise EinshardError(
                 f'a picture of {n} {what} would be too large',
                 expression=expression,
-                facts={'at most': f'{most} {what}'},
+                facts={'at most': f'{limit} {what}'},
             )

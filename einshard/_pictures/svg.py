@@ -1,4 +1,4 @@
-"""Blocks -> SVG, in the text color of the page."""
+"""Draws blocks as SVG, with text in the color of the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FONT, _MIN_FONT = 12, 7
 _CHARACTER = 0.62  # the width of a monospaced character, in font sizes
 _GAP = 18
 _MIN_STRIPE = 5  # pixels; thinner stripes blur to gray
-_MIN_SCALE = 0.7  # on narrow pages; below this text is unreadable, so the picture scrolls instead
+_MIN_SCALE = 0.7  # smaller text is unreadable, so narrow pages scroll the picture instead
 _MAX_BOXES = 20_000
 
 
@@ -42,9 +42,9 @@ class _Sheet:
 
 
 def svg_text(blocks: Blocks) -> str:
-    """An SVG with a color per device; the replicas of a block share its box as stripes.
+    """Draws blocks with a color per device; the replicas of a block share its box as stripes.
 
-    Arrays with more than two sharded axes are drawn as several slices.
+    An array with more than two sharded axes is drawn as several slices.
     """
     slices = slices_of(blocks)
     n_slices = len(slices.titles)
@@ -118,7 +118,7 @@ def _slice(sheet: _Sheet, n: int) -> Iterator[str]:
 
 
 def _box(sheet: _Sheet, row: int, column: int, holders: Sequence[int]) -> Iterator[str]:
-    """A block: a stripe for each device that holds it, and their numbers if there is room."""
+    """Draws a block: a stripe for each of its devices, and their numbers if there is room."""
     x, y = sheet.margin + column * sheet.box_width, sheet.top + row * sheet.box_height
     width, height = sheet.box_width, sheet.box_height
     stripes = holders if width / len(holders) >= _MIN_STRIPE else holders[:1]
@@ -154,7 +154,7 @@ def _box(sheet: _Sheet, row: int, column: int, holders: Sequence[int]) -> Iterat
 
 
 def _column_heads(slices: Slices, box_width: float) -> Iterator[tuple[str, float]]:
-    """As many column labels as fit, and the centers of their boxes."""
+    """Yields as many column labels as fit, with the centers of their boxes."""
     heads = [slices.column_head(column) for column in range(slices.n_columns)]
     for i in _thinned(max(map(_text_width, heads)) + 6, box_width, slices.n_columns):
         if heads[i]:
@@ -162,7 +162,7 @@ def _column_heads(slices: Slices, box_width: float) -> Iterator[tuple[str, float
 
 
 def _thinned(needed: float, box: float, n: int) -> range:
-    """Every k-th of n labels, so that each has the space it needs."""
+    """The indices of every k-th of n labels, so that each has the space it needs."""
     return range(0, n, math.ceil(needed / box))
 
 

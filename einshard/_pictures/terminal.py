@@ -1,4 +1,4 @@
-"""Blocks -> lines of text: boxes or a table; each segment has a device, for its color."""
+"""Draws blocks as lines of text, in boxes or in a table."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Segment: TypeAlias = tuple[str, int | None]  # text, and a device for its color
 Line: TypeAlias = list[Segment]
 
 _MAX_SLICES = 8
-_MAX_ROWS = 64  # longer pictures show only the first and last rows
-_FIRST_ROWS, _LAST_ROWS = 24, 8
+_MAX_ROWS = 64
+_FIRST_ROWS, _LAST_ROWS = 24, 8  # the rows that longer pictures show
 _MAX_RULED_ROWS = 16  # no lines between rows if there are more
 _MAX_BOX_WIDTH, _MAX_BOX_HEIGHT = 20, 5
 _MAX_STRETCHED_WIDTH = 72  # stretched to proportion up to this width
@@ -27,7 +27,7 @@ class _Boxes:
 
     slices: Slices
     rows: Sequence[int | None]  # None for omitted rows
-    cells: Sequence[Sequence[Line]]  # the rows of each slice
+    cells: Sequence[Sequence[Line]]  # by slice, then by row
     column_heads: Sequence[str]
     corner: str  # the name of the column axis, if the column labels omit it
     box_width: int
@@ -53,7 +53,7 @@ class _Boxes:
 
 
 def text_lines(blocks: Blocks, width: int) -> list[Line]:
-    """Boxes if they fit in `width` columns, else a table."""
+    """Draws boxes if they fit in `width` columns, else a table."""
     slices = slices_of(blocks)
     boxes = _boxes(slices, width) if len(slices.titles) <= _MAX_SLICES else None
     if boxes is None:
@@ -69,8 +69,8 @@ def text_lines(blocks: Blocks, width: int) -> list[Line]:
     return lines
 
 
-# Column labels from clearest to shortest: (axis name in each label instead of in the corner,
-# padding around labels, label only some columns, like ticks)
+# Forms of column labels, from clearest to shortest: (whether each label has the axis name, which is
+# in the corner otherwise; padding around labels; whether only some columns have labels, like ticks)
 _HEADINGS = (
     (True, 1, False),
     (False, 1, False),
@@ -102,7 +102,7 @@ def _boxes(slices: Slices, width: int) -> _Boxes | None:
 
 
 def _kept(n: int) -> list[int | None]:
-    """The rows to show; None stands for omitted rows."""
+    """The indices of n rows to show; None stands for omitted rows."""
     if n <= _MAX_ROWS:
         return list(range(n))
     return [*range(_FIRST_ROWS), None, *range(n - _LAST_ROWS, n)]
@@ -127,14 +127,14 @@ def _column_heads(slices: Slices, named: bool) -> tuple[list[str], str]:
 
 
 def _thinned(heads: Sequence[str], box_width: int) -> list[str]:
-    """Every k-th label, so that each has room up to the next label or the last box."""
+    """Keeps every k-th label, so that each has room up to the next label or the last box."""
     step = max(map(display_width, heads)) // (box_width + 1) + 1
     last = len(heads) - step
     return [head if i % step == 0 and i <= last else '' for i, head in enumerate(heads)]
 
 
 def _in_proportion(boxes: _Boxes, width: int) -> _Boxes:
-    """Boxes in the proportions of the blocks; a character is twice as high as wide."""
+    """Gives boxes the proportions of the blocks; a character is twice as high as wide."""
     slices = boxes.slices
     row_axis, column_axis = slices.row_axis, slices.column_axis
     if row_axis is None or column_axis is None or not boxes.ruled or len(slices.titles) > 1:
@@ -189,7 +189,7 @@ def _rule(corners: str, boxes: _Boxes) -> str:
 
 
 def _join(pieces: Iterable[Line], width: int) -> Line:
-    """Lines of slices side by side."""
+    """Joins lines of slices that are drawn side by side."""
     joined: Line = []
     for piece in pieces:
         if joined:
@@ -200,7 +200,7 @@ def _join(pieces: Iterable[Line], width: int) -> Line:
 
 
 def _table_lines(blocks: Blocks, width: int) -> Iterator[Line]:
-    """A table with a row per block and its devices in the last column."""
+    """Draws a table with a row per block, with its devices in the last column."""
     everything = list(range(len(blocks.parts)))
     sharded = [axis for axis in everything if blocks.parts[axis] > 1]
     rows, widths = _table(blocks, everything if blocks.sizes is not None else sharded)
@@ -238,7 +238,7 @@ def _left(text: str, width: int) -> str:
 
 
 def _in_margin(text: str, boxes: _Boxes) -> str:
-    """Text aligned right in the margin, with a space after it."""
+    """Aligns text right in the margin, with a space after it."""
     return ' ' * (boxes.margin - 1 - display_width(text)) + text + ' ' * bool(boxes.margin)
 
 

@@ -1,4 +1,4 @@
-"""Sharding -> Expression: the inverse of `make_sharding`."""
+"""Describes shardings as expressions: the inverse of `make_sharding`."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def describe(x: Any) -> Any:
 
     Axes are named a, b, c, ... in array order. `make_sharding(describe(s))` equals `s` for every
     `s` from `make_sharding`; if `s` is on your own mesh, pass the same `mesh=`. Shardings on your
-    own mesh are described by mesh axis names, others by counts: `'a b -> a16 b'`. Memory other
-    than the device's comes last: `'a b -> a16 b (in pinned_host)'`. Specs with it are accepted
-    wherever specs are, and mean `memory_kind='pinned_host'`.
+    own mesh are described by mesh axis names, others by counts: `'a b -> a16 b'`. A memory kind
+    other than 'device' comes last, as in `'a b -> a16 b (in pinned_host)'`. This is also a valid
+    spec, with `memory_kind='pinned_host'`.
 
-    If all arrays of a tree have expressions, the result is a spec: `einshard(other,
-    describe(tree))` shards another tree of the same structure in the same way.
+    If all arrays of a pytree have expressions, the result is a spec: `einshard(other,
+    describe(tree))` shards another pytree of the same structure in the same way.
 
     Args:
         x: an array, a sharding, a `ShapeDtypeStruct` or a tracer, or a pytree of those. A sharding
@@ -52,8 +52,8 @@ def describe(x: Any) -> Any:
 
     Returns:
         An expression. Host arrays, arrays on a single device, and tracers sharded by the compiler
-        have none: they get a description such as 'on one device: ..', which is not a valid spec.
-        For a pytree, a pytree of those, with None for leaves that are not arrays.
+        have no expression; for these, a description such as 'on one device: ..', which is not a
+        valid spec. For a pytree, a pytree of these, with None for leaves that are not arrays.
 
     Raises:
         EinshardError: `x` is a leaf without a sharding.
@@ -104,7 +104,7 @@ def _describe_leaf(x: Any) -> str | None:
 def describe_named(
     sharding: NamedSharding, ndim: int | None = None, names: Sequence[str] | None = None
 ) -> str:
-    """The expression of a NamedSharding, with these axis names or a, b, c, ..."""
+    """Describes a NamedSharding, with these axis names or a, b, c, ..."""
     expression = find_expression(sharding, ndim, names)
     if expression is not None:
         return in_memory(expression.text, sharding.memory_kind)
@@ -114,7 +114,7 @@ def describe_named(
 
 
 def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
-    """The expression of a sharding, with the axis names of `expression`."""
+    """Describes a sharding with the axis names of `expression`."""
     if not isinstance(sharding, NamedSharding):
         return describe(sharding)
     names = expression.names
@@ -167,7 +167,7 @@ def find_expression(
 def _axes(
     sharding: NamedSharding, ndim: int | None, names: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """The names of the axes, and ['...'] if the rank is not known."""
+    """The names of the axes, and ['...'] if the rank is unknown."""
     n_named = len(_entries(sharding)) if ndim is None else ndim
     axes = list(itertools.islice(axis_letters(), n_named)) if names is None else names
     return axes, [ELLIPSIS] if ndim is None or not axes else []
@@ -180,14 +180,14 @@ def _by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
 
 
 def _are_writable(sharding: NamedSharding) -> bool:
-    """Whether an expression can name the mesh axes of a sharding."""
+    """Whether an expression can name all mesh axes of a sharding."""
     sizes = sizes_of(sharding.mesh)
     used = [str(axis) for entry in _entries(sharding) for axis in entry or ()]
     return all(axis in sizes and is_mesh_axis(axis) for axis in used)
 
 
 def _by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
-    """The right side in counts."""
+    """The right side of an expression with counts."""
     terms = [Term(None if s.axis is None else axes[s.axis], s.count) for s in _grid(sharding)]
     return with_unsharded(terms, axes)
 
@@ -204,7 +204,7 @@ def _is_by_count(sharding: NamedSharding) -> bool:
         meshes.insert(0, device_mesh(mesh, axis_types=mesh.axis_types[0]))
     for candidate in meshes:
         made = lower(Layout(tuple(_grid(sharding))), candidate)
-        # devices need no comparison: both meshes have the same ones, and abstract meshes none
+        # devices need no comparison: the meshes have the same ones, or are abstract
         if made is not None and _entries(made) == entries:
             its = made.mesh
             if (its.axis_names, its.axis_sizes) == (mesh.axis_names, mesh.axis_sizes):
@@ -221,7 +221,7 @@ def _grid(sharding: NamedSharding) -> list[Split]:
 
 
 def _rest(sharding: NamedSharding) -> str:
-    """The parts of a sharding that the notation cannot express."""
+    """Describes the parts of a sharding that the notation cannot express."""
     notes: list[str] = []
     if None in _entries(sharding):
         notes.append('with unconstrained axes')

@@ -39,7 +39,7 @@ class Contraction:
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """The axes that are summed over: those missing in the result."""
+        """The axes that are summed over: those that the result lacks."""
         return tuple(name for name in self.names if name not in self.result.names)
 
     def numpy_subscripts(self) -> str:
@@ -121,7 +121,7 @@ def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> t
     if len(shapes) != len(contraction.operands):
         raise contraction.error(
             f'the einsum has {plural(len(contraction.operands), "operand")}, '
-            f'but {plural(len(shapes), "array")} {"is" if len(shapes) == 1 else "are"} given'
+            f'but got {plural(len(shapes), "array")}'
         )
     sizes: dict[str, tuple[int, ...]] = {}  # one size per name, any number for '...'
     holder: dict[str, int] = {}
@@ -169,7 +169,7 @@ def _two_sizes(
 
 
 def _between_commas(text: str, end: int) -> Iterable[Span]:
-    """The spans of the operands: between commas, except those in '@(fsdp,tp)'."""
+    """The spans of the operands, split at commas outside parentheses such as '@(fsdp,tp)'."""
     start = depth = 0
     for at, character in enumerate(text[:end]):
         depth += (character == '(') - (character == ')')
@@ -188,7 +188,7 @@ def _operand(text: str, start: int, end: int) -> Expression:
         parsed = parse(' ' * start + written)
         return replace(parsed, text=text)
     except EinshardError as error:
-        # drop the fix: it covers only this operand
+        # without the fix, which covers only this operand
         raise EinshardError(
             error.sentence, expression=text, spans=error.spans, facts=error.facts
         ) from None
@@ -213,6 +213,6 @@ def _check_result(contraction: Contraction) -> None:
 
 
 def _letter(i: int) -> str:
-    """a to z, A to Z, then letters beyond ASCII, as in opt_einsum."""
+    """The i-th subscript: a to z, A to Z, then letters beyond ASCII, as in opt_einsum."""
     ascii_letters = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'
     return ascii_letters[i] if i < len(ascii_letters) else chr(i + 140)

@@ -1,4 +1,4 @@
-"""The device axes of an einsum, and the array axis that each of them shards. Imports no JAX."""
+"""Finds the device axes of an einsum, and the array axis that each one shards. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .contraction import Contraction, is_placed
 def device_axes(
     contraction: Contraction, n_devices: int | None, counts: Mapping[str, int]
 ) -> tuple[dict[str, int], tuple[Expression, ...]]:
-    """The device axes with sizes, and the operands placed on them."""
+    """Returns the device axes with their sizes, and the operands with placements on them."""
     if contraction.mesh_axes:
         named = _named_devices(contraction, counts)
         left = _left(contraction, named, n_devices)
@@ -34,7 +34,7 @@ def device_axes(
 
 
 def _over_its_name(operand: Expression, counts: Mapping[str, int]) -> Expression:
-    """The operand with its counted axes sharded over device axes of the same names."""
+    """Shards the axes of an operand that have counts over device axes of the same names."""
     terms = (
         replace(term, mesh_axes=(str(term.name),)) if term.name in counts else term
         for term in operand.right
@@ -53,7 +53,7 @@ def _left(contraction: Contraction, counts: Mapping[str, int], n_devices: int | 
 
 
 def holders_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, str | None]:
-    """The array axis that each device axis shards, major to minor."""
+    """The array axis that each device axis shards, from major to minor device axes."""
     if not is_placed(operand):
         return {}
     layout = lay_out(operand, len(operand.names), math.prod(devices.values()), devices)
@@ -87,14 +87,14 @@ def _named_devices(contraction: Contraction, counts: Mapping[str, int]) -> dict[
 
 def _placed_twice(contraction: Contraction, counts: Mapping[str, int]) -> EinshardError:
     return contraction.error(
-        'shards are given both by keyword and by placement',
+        'shard counts are given both by keyword and in a placement',
         [term.span for one in contraction.arrays for term in one.right if term.is_sharded],
         by_keyword=', '.join(f'{name}={count}' for name, count in counts.items()),
     )
 
 
 def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str, int]:
-    """Device axes that fit the counts of all operands."""
+    """Splits the devices into axes that fit the counts of all operands and the result."""
     placed = list(filter(is_placed, contraction.arrays))
     if n_devices is None:
         counted = [one for one in placed if not any(term.star for term in one.right)]

@@ -259,7 +259,7 @@ def _shape_of(leaf: Any) -> Shape | None:
 
 
 def _suffixes(path: str) -> Iterator[str]:
-    """'a/b/c' -> 'a/b/c', 'b/c', 'c', ''"""
+    """The suffixes of a path: 'a/b/c', 'b/c', 'c' and '' for 'a/b/c'."""
     yield path
     while path:
         path = path.partition('/')[2]
