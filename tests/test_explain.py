@@ -303,7 +303,7 @@ def test_keys_and_scalars_have_sizes():
 # --- memory, flops, compilations ----------------------------------------------------------------
 
 
-def test_memory_and_flops_are_the_compilers():
+def test_memory_and_flops_agree_with_the_compiler():
     @sharded('x y -> x* y', 'y z -> y z*', donate_argnums=0)
     def f(x, w):
         return jnp.tanh(x) @ w, x + 1
@@ -320,7 +320,8 @@ def test_memory_and_flops_are_the_compilers():
     assert memory.total == (
         memory.arguments + memory.results + memory.temporaries + memory.code - memory.aliased
     )
-    assert report.flops == compiled.cost_analysis()['flops']
+    # the compiler also counts the 256 operations of `x + 1`
+    assert report.flops == compiled.cost_analysis()['flops'] - 4 * 64 == 2 * 4 * 64 * 32
 
 
 @pytest.mark.parametrize('decorate', [jax.jit, sharded('a b -> a* b')], ids=['jit', 'sharded'])
@@ -725,7 +726,7 @@ def test_a_model_is_shown_in_few_lines(right):
     assert len(right.arguments) == 38
     text = str(right)
     assert 'state/{weights,mean,square}/layers/q ' in text
-    assert len(text.splitlines()) < 50
+    assert len(text.splitlines()) < 55
 
 
 def test_diff():
@@ -742,7 +743,9 @@ def test_diff():
     assert diff.arrays == (('w', "float32[32,16] 'y z -> y16 z'", "float32[32,16] 'y z -> y z16'"),)
     lines = str(diff).splitlines()
     assert lines[0] == "  w: float32[32,16] 'y z -> y16 z'  =>  float32[32,16] 'y z -> y z16'"
-    assert '- all-reduce f32[16,16], 1 of 16 along y: 1' in lines
+    line = line_of(product, 'x @ w')
+    sent = f'{before.network_bytes / 1024:.1f} KiB'
+    assert f'- all-reduce f32[16,16], 1 of 16 along y: 1 (-{sent}, at {line})' in lines
     assert ('sent in one run', before.network_bytes, after.network_bytes) in diff.numbers
 
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
+from .._cache import register
 from .._errors import EinshardError
-from .._sharding.context import is_staging
-from .._sharding.mesh import mesh_fact, partition_spec, spec_axes
+from .._notation.expression import Expression
+from .._sharding.context import depth_of_user, is_staging
+from .._sharding.mesh import AnyMesh, mesh_fact, partition_spec, spec_axes
 from .._sharding.resolve import Placement
+
+# The axis names of the value that a line constrains, by file and line, for `explain`: a compiled
+# program has lines, but no names. Empty for a line that constrains values with different names.
+names_at: dict[str, tuple[str, ...]] = register({})
 
 
 def constrain(x: Any, placement: Placement) -> Any:
     """Constrains a traced value: reshard for explicit mesh axes, a constraint for the others."""
     _check_context(placement)
+    _note_names(placement.expression)
     if isinstance(x, jax.Ref):
         return _checked_ref(x, placement)
     try:
@@ -24,6 +33,15 @@ def constrain(x: Any, placement: Placement) -> Any:
     except ValueError as error:
         # under jax.grad outside jit, the value may be on other devices, which the tracer hides
         raise _cannot_constrain(placement, error) from error
+
+
+def _note_names(expression: Expression) -> None:
+    """Notes the axis names at the line of the user, and at the line that calls its function."""
+    user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
+    for frame in filter(None, (user, user.f_back)):
+        line = f'{frame.f_code.co_filename}:{frame.f_lineno}'
+        if names_at.setdefault(line, expression.names) != expression.names:
+            names_at[line] = ()
 
 
 def place_constant(x: Any, placement: Placement) -> Any:
@@ -39,6 +57,17 @@ def place_constant(x: Any, placement: Placement) -> Any:
         return _constrain(moved, sharding) if isinstance(moved, Tracer) else moved
     except ValueError as error:
         raise _cannot_constrain(placement, error) from error
+
+
+def warn_replicated(placement: Placement) -> None:
+    """Warns of a short form that replicates a value without saying so."""
+    text = placement.expression.text
+    warnings.warn(
+        f"'{text}' has no placement, and no axis_rules apply: the value is replicated over the "
+        f'mesh {mesh_fact(placement.sharding.mesh)}; to replicate it on purpose, write '
+        f"'{' '.join(placement.expression.names)} -> {text}'",
+        stacklevel=depth_of_user(),
+    )
 
 
 def _checked_ref(ref: Any, placement: Placement) -> Any:
@@ -72,11 +101,16 @@ def only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
     mesh = sharding.mesh
     if set(mesh.axis_types) == {kind}:
         return sharding
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    types = _axis_types(mesh)
     kept = [
         tuple(axis for axis in entry if types[axis] == kind) for entry in spec_axes(sharding.spec)
     ]
     return NamedSharding(mesh, partition_spec(kept))
+
+
+def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
+    types: dict[Any, AxisType] = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return types | {PartitionSpec.UNCONSTRAINED: AxisType.Auto}
 
 
 def has_type(x: Any, sharding: NamedSharding) -> bool:
@@ -148,7 +182,7 @@ def _check_context(placement: Placement) -> None:
             mesh=mesh_fact(mesh),
             mesh_in_context=mesh_fact(context),
         )
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    types = _axis_types(mesh)
     for entry in spec_axes(sharding.spec):
         kinds = [types[axis] == AxisType.Explicit for axis in entry]
         if kinds != sorted(kinds, reverse=True):

@@ -1,24 +1,25 @@
-"""Limits on the collectives of a function, checked when its programs compile."""
+"""Limits on the collectives and the memory of a function, checked when its programs compile."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-import inspect
 import math
-import os
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 
 from .._errors import EinshardError, plural
+from .._hlo.buffers import largest_temporaries
 from .._hlo.collectives import KINDS, Collective, read_collectives
-from .._sharding.context import is_staging, is_tracing
+from .._hlo.memory import parse_bytes, read_memory
+from .._hlo.module import Module
+from .._sharding.context import depth_of_user, is_staging, is_tracing
 from .._text import format_bytes, short_arrays, short_source
 
 # One kind of collective, several kinds, or the limit of each kind.
@@ -31,7 +32,32 @@ class UnexpectedCollectives(EinshardError):
     """A compiled program has collectives that are not allowed; the message lists them."""
 
 
-UnexpectedCollectives.__module__ = 'einshard'  # errors print their public name
+class MemoryExceeded(EinshardError):
+    """A compiled program needs more memory than allowed."""
+
+
+# errors print their public name
+UnexpectedCollectives.__module__ = MemoryExceeded.__module__ = 'einshard'
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the programs of a function may have; None for no limit.
+
+    Attributes:
+        memory: bytes on each device.
+    """
+
+    collectives: Allowed | None
+    memory: int | None
+
+
+def read_limits(collectives: Promise | None, memory: str | int | None) -> Limits | None:
+    """The limits that `collectives=` and `memory=` set; None without both."""
+    if collectives is None and memory is None:
+        return None
+    allowed = None if collectives is None else read_promise(collectives)
+    return Limits(allowed, None if memory is None else parse_bytes(memory, 'memory='))
 
 
 def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
@@ -71,6 +97,29 @@ def check_promise(name: str, compiled: Any, allowed: Allowed) -> None:
     raise UnexpectedCollectives(
         f'{name} has unexpected collectives: {counts_text(too_many)}',
         facts={'allowed': allowed_text(allowed), **_rows(too_many)},
+    ) from None
+
+
+def check_memory(name: str, compiled: Any, limit: int) -> None:
+    """Raises if a compiled program needs more memory on each device."""
+    memory = read_memory(compiled)
+    if memory is None:
+        raise EinshardError(f'cannot read the memory of {name}: its compiler does not report it')
+    if memory.total <= limit:
+        return
+    largest = largest_temporaries(Module(program_text(name, compiled)), 3)
+    rows = (
+        f'{one.array} ({format_bytes(one.bytes)}){", " * bool(one.source)}'
+        f'{short_source(one.source)}'
+        for one in largest
+    )
+    raise MemoryExceeded(
+        f'{name} needs {format_bytes(memory.total)} of memory on each device',
+        facts={
+            'allowed': format_bytes(limit),
+            **memory.parts,
+            **{f'largest {i}': row for i, row in enumerate(rows, 1)},
+        },
     ) from None
 
 
@@ -131,15 +180,23 @@ def _row(one: Collective) -> str:
 
 
 class Budget:
-    """The collectives that a function may have. Warns once where they cannot be checked."""
+    """The limits of a function. Warns once where they cannot be checked."""
 
-    def __init__(self, name: str, allowed: Allowed):
+    def __init__(self, name: str, limits: Limits):
         self.name = name
-        self.allowed = allowed
+        self.limits = limits
         self._warned = False
 
+    def on_one_device(self) -> Budget | None:
+        """The budget of a program on one device, which has no collectives; None for no limits."""
+        return None if self.limits.memory is None else self
+
     def check(self, compiled: Any) -> None:
-        check_promise(self.name, compiled, self.allowed)
+        limits = self.limits
+        if limits.collectives is not None:
+            check_promise(self.name, compiled, limits.collectives)
+        if limits.memory is not None:
+            check_memory(self.name, compiled, limits.memory)
 
     def warn_unchecked(self) -> None:
         """Warns once if the next program runs unchecked, because a transformation compiles it.
@@ -149,26 +206,17 @@ class Budget:
         if self._warned or is_staging():
             return
         self._warned = True
+        given = 'memory=' if self.limits.collectives is None else 'collectives='
         warnings.warn(
-            f'collectives= of {self.name} is not checked inside jax.grad, jax.vmap or another '
+            f'{given} of {self.name} is not checked inside jax.grad, jax.vmap or another '
             'transformation that runs outside jax.jit; use '
-            f'sharded(..., collectives=...)(jax.grad({self.name}))',
-            stacklevel=_depth_of_user(),
+            f'sharded(..., {given}...)(jax.grad({self.name}))',
+            stacklevel=depth_of_user(),
         )
 
 
-def _depth_of_user() -> int:
-    """The `stacklevel` of the innermost frame that is neither of this package nor of JAX."""
-    folders = tuple(f'{Path(package).parent}{os.sep}' for package in (__file__, jax.__file__))
-    depth, frame = 1, inspect.currentframe()
-    frame = frame and frame.f_back
-    while frame is not None and frame.f_code.co_filename.startswith(folders):
-        depth, frame = depth + 1, frame.f_back
-    return depth
-
-
 class CheckedJit:
-    """A jitted function that checks its collectives.
+    """A jitted function that checks the limits of its programs.
 
     Its first program is checked before it runs, later ones before the result is returned. JAX does
     not report compilation, but each compilation follows a trace. So the function records each
@@ -238,7 +286,7 @@ class CheckedJit:
                 self._check(values)
 
     def _check(self, values: Sequence[Any]) -> None:
-        """Raises if the program for these arguments has collectives that are not allowed."""
+        """Raises if the program for these arguments exceeds the limits."""
         jitted, unchecked = state = self._state
         try:
             self._budget.check(jitted.trace(*values).lower().compile())

@@ -114,7 +114,7 @@ def make_view(
     if not by_name:
         by_count = tuple(spec for spec in specs if not spec.uses)
         has_counts = any(spec.defines or spec.spells_out_replicas for spec in by_count)
-        if len(by_count) < len(specs) and not has_counts:
+        if not has_counts and (len(by_count) < len(specs) or not is_device_mesh(mesh)):
             joint = JointMesh(((None, n_devices),))
         else:
             joint = _on_mesh(by_count, specs, sizes)

@@ -38,10 +38,10 @@ def describe(x: Any) -> Any:
         {'b': 'on one device: ...', 'w': 'a b -> a@data b'}
 
     Axes are named a, b, c, ... in array order. `make_sharding(describe(s))` equals `s` for every
-    `s` from `make_sharding`; if `s` is on your own mesh, pass the same `mesh=`. Shardings on your
-    own mesh are described by mesh axis names, others by counts: `'a b -> a16 b'`. A memory kind
-    other than 'device' comes last, as in `'a b -> a16 b (in pinned_host)'`. This is also a valid
-    spec, with `memory_kind='pinned_host'`.
+    `s` from `make_sharding`; if `s` is on your own mesh, pass the same `mesh=`. Axes sharded over
+    your own mesh are described by mesh axis names, others by counts: `'a b -> a16 b'`. A memory
+    kind other than 'device' comes last, as in `'a b -> a16 b (in pinned_host)'`. This is also a
+    valid spec, with `memory_kind='pinned_host'`.
 
     If all arrays of a pytree have expressions, the result is a spec: `einshard(other,
     describe(tree))` shards another pytree of the same structure in the same way.

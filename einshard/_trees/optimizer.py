@@ -19,7 +19,7 @@ from .._notation.expression import axis_letters, parse
 from .._notation.layout import axis_positions
 from .._sharding.context import Context, current_context, mesh_scope
 from .._sharding.describe import find_expression
-from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec
+from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec, as_leaf_spec
 from .._sharding.mesh import (
     AnyMesh,
     MeshLike,
@@ -157,7 +157,7 @@ class StateSpec:
                 spec = self._spec_of(path, leaf, i, axis_maps, specs[i], context)
                 found.append((f'as {self._paths[i]}', spec))
             elif shape is None:
-                found.append(('no array', None))
+                found.append(('not an array', None))
             elif math.prod(shape) == 1:
                 found.append(('scalar', REPLICATED))
             elif self._default:
@@ -324,7 +324,8 @@ def _state_specs(
                 'the mesh has axis names that cannot be written in an expression',
                 facts={'mesh': mesh_fact(mesh)},
             )
-        found.setdefault(sharding, LeafSpec(expression, memory_kind))
+        own_mesh = as_leaf_spec(spec).mesh
+        found.setdefault(sharding, LeafSpec(expression, memory_kind, mesh=own_mesh))
     return tuple(found.values())
 
 
