@@ -112,7 +112,7 @@ def _wrapped(words: str, width: int | None) -> list[str]:
 
 
 def _below(text: str, width: int | None) -> list[str]:
-    """The lines below a row; long paths break anywhere."""
+    """Wraps the lines below a row; long paths break anywhere."""
     wide = len(text) if width is None else width - 12
     return textwrap.wrap(text, wide, break_on_hyphens=False) if text else []
 

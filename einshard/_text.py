@@ -32,7 +32,7 @@ def flops_text(n: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """0.0018 -> '1.8 ms'"""
+    """Formats a duration: '1.8 ms' for 0.0018."""
     for unit, size in (('s', 1.0), ('ms', 1e-3), ('us', 1e-6)):
         if seconds >= size:
             return f'{seconds / size:.3g} {unit}'

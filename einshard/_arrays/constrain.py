@@ -36,7 +36,7 @@ def constrain(x: Any, placement: Placement) -> Any:
 
 
 def _note_names(expression: Expression) -> None:
-    """Notes the axis names at the line of the user, and at the line that calls its function."""
+    """Records the axis names for the user's line, and for the line that calls its function."""
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
     for frame in filter(None, (user, user.f_back)):
         line = f'{frame.f_code.co_filename}:{frame.f_lineno}'
@@ -60,7 +60,7 @@ def place_constant(x: Any, placement: Placement) -> Any:
 
 
 def warn_replicated(placement: Placement) -> None:
-    """Warns of a short form that replicates a value without saying so."""
+    """Warns that a short form without a placement replicates a value."""
     text = placement.expression.text
     warnings.warn(
         f"'{text}' has no placement, and no axis_rules apply: the value is replicated over the "

@@ -104,7 +104,7 @@ def check_memory(name: str, compiled: Any, limit: int) -> None:
     """Raises if a compiled program needs more memory on each device."""
     memory = read_memory(compiled)
     if memory is None:
-        raise EinshardError(f'cannot read the memory of {name}: its compiler does not report it')
+        raise EinshardError(f'cannot read the memory of {name}: the backend does not report it')
     if memory.total <= limit:
         return
     largest = largest_temporaries(Module(program_text(name, compiled)), 3)
@@ -228,7 +228,7 @@ class CheckedJit:
     program if any trace is unchecked when it returns, or if the jitted function was replaced.
 
     Attributes:
-        call: calls the function; adds one Python frame to the jitted function.
+        call: calls the function; costs one Python frame more than the jitted function.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class CheckedJit:
 
     def _begin(self) -> None:
         """Starts over with a new jitted function."""
-        unchecked = set[int]()  # threads with a trace that they have not checked
+        unchecked = set[int]()  # ids of threads that have traced, but not checked, a program
 
         @functools.wraps(self._traced)
         def record_trace(*values: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Sizes of named mesh axes for a number of devices. Imports no JAX."""
+"""Solves for the sizes of named mesh axes. Imports no JAX."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def describe(x: Any) -> Any:
     return jtu.tree_map(_describe_leaf, x)
 
 
-class Words(str):
+class Description(str):
     """A description of a sharding that has no expression. It is not a valid spec.
 
     `portable` is the same without device names, which differ between machines.
@@ -78,15 +78,15 @@ class Words(str):
     portable: str
 
     def __new__(cls, text: str, portable: str | None = None):
-        words = super().__new__(cls, text)
-        words.portable = text if portable is None else portable
-        return words
+        description = super().__new__(cls, text)
+        description.portable = text if portable is None else portable
+        return description
 
 
 def _describe_leaf(x: Any) -> str | None:
     """The expression or description of a leaf; None if it is not an array."""
     sharding: Any = x if isinstance(x, Sharding) else sharding_of(x)
-    if sharding is None or isinstance(sharding, Words):
+    if sharding is None or isinstance(sharding, Description):
         return sharding
     ndim = None if isinstance(x, Sharding) else len(x.shape)  # in 0.8.1 a jax.Ref has no ndim
     if isinstance(sharding, NamedSharding):
@@ -98,7 +98,7 @@ def _describe_leaf(x: Any) -> str | None:
     else:
         text = where = f'by a {type(sharding).__name__} over {len(sharding.device_set)} devices'
     kind = sharding.memory_kind
-    return Words(in_memory(text, kind), in_memory(where, kind))
+    return Description(in_memory(text, kind), in_memory(where, kind))
 
 
 def describe_named(
@@ -110,7 +110,7 @@ def describe_named(
         return in_memory(expression.text, sharding.memory_kind)
     axes, rest = _axes(sharding, ndim, names)
     named = write(map(Term, (*axes, *rest)), (*_by_name(sharding, axes), *map(Term, rest)))
-    return Words(f'{named.text}{_rest(sharding)}')
+    return Description(f'{named.text}{_rest(sharding)}')
 
 
 def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
@@ -121,21 +121,21 @@ def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
     return describe_named(sharding, ndim, None if ELLIPSIS in names else names)
 
 
-def sharding_of(x: Any) -> Sharding | Words | None:
+def sharding_of(x: Any) -> Sharding | Description | None:
     """The sharding of an array, or a description; None if it is not an array."""
     if isinstance(x, Tracer):
         sharding = jax.typeof(x).sharding
         if not any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
-            return Words('decided by the compiler: a traced value')
+            return Description('decided by the compiler: a traced value')
         return sharding
     if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
         kind = f'{type(x).__module__.split(".")[0]}.{type(x).__name__}'
-        return Words(f'on the host: {kind.removeprefix("builtins.")}')
+        return Description(f'on the host: {kind.removeprefix("builtins.")}')
     sharding = getattr(x, 'sharding', None)
     if isinstance(sharding, Sharding):
         return sharding
     if isinstance(x, jax.ShapeDtypeStruct):
-        return Words('not placed: a ShapeDtypeStruct without a sharding')
+        return Description('not placed: a ShapeDtypeStruct without a sharding')
     return None
 
 

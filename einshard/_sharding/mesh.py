@@ -52,7 +52,7 @@ def device_mesh(
 
     Devices are sorted in hardware order: on TPU by slice, chip coordinates and core; elsewhere by
     process and id. Named axes divide this order row by row: the first axis crosses the slower
-    network, and whole slices if there are several; devices along the last axis are neighbors.
+    network, and slices if there are several; devices along the last axis are neighbors.
     `jax.make_mesh` may reorder TPUs for the mesh shape, and takes the first devices if the sizes
     need fewer than all.
 
@@ -80,7 +80,7 @@ def device_mesh(
 
 
 def named_mesh(mesh: AnyMesh, axes: Mapping[str, int], call: str) -> AnyMesh:
-    """The devices of the canonical mesh with named axes. `call` is shown in errors."""
+    """Gives the canonical mesh named axes. `call` is shown in errors."""
     sizes = solve_sizes(axes, mesh.size, call)
     return _named_mesh(mesh, tuple(sizes), tuple(sizes.values()))
 
@@ -247,7 +247,7 @@ FREE = (PartitionSpec.UNCONSTRAINED,)  # an entry, as `spec_axes` returns it
 
 
 def partition_text(spec: PartitionSpec) -> str:
-    """A PartitionSpec as users write it: P('data', None). Its repr differs between versions."""
+    """Formats a PartitionSpec as P('data', None). Its repr differs between versions of JAX."""
     texts = [_entry_text(entry) for entry in spec_axes(spec)]
     both = {'unreduced': spec.unreduced, 'reduced': spec.reduced}
     texts += [f'{kind}={set(axes)}' for kind, axes in both.items() if axes]
