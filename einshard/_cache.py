@@ -14,7 +14,7 @@ _caches: list[Callable[[], None]] = []
 
 
 def cached(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A `functools.lru_cache` that `clear_caches` clears.
+    """Caches a function like `functools.lru_cache`, in a cache that `clear_caches` clears.
 
     Lookups run in C, take 0.1 us, and are thread-safe. The size is bounded because a
     long-running notebook may create any number of meshes and expressions.

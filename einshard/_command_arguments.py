@@ -122,7 +122,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _names_in(found: Any, module_name: str) -> list[str]:
-    """The public names that a module or class defines; if there are none, those it imports."""
+    """Lists the public names that a module or class defines, or else those that it imports."""
 
     def is_imported(value: Any) -> bool:
         if inspect.isroutine(value) or inspect.isclass(value) or hasattr(value, '__wrapped__'):

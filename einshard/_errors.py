@@ -65,7 +65,7 @@ class EinshardError(ValueError):
         return type(self)(**self.parts(fix=fix))
 
     def parts(self, **others: Any) -> dict[str, Any]:
-        """The constructor arguments of a copy, with some of them replaced."""
+        """Returns the constructor arguments of a copy, with some of them replaced."""
         return {
             'sentence': self.sentence,
             'expression': self.expression,

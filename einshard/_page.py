@@ -118,7 +118,7 @@ def _below(text: str, width: int | None) -> list[str]:
 
 
 def _beside(section: Section, width: int | None) -> tuple[int, list[int]]:
-    """The number of columns of a table that fit side by side, and their widths."""
+    """Returns the number of columns of a table that fit side by side, and their widths."""
     n = sum(not column.below for column in section.columns)
     while True:
         widths = _widths(section.columns[:n], section.rows, width)

@@ -30,7 +30,7 @@ def keep_working_suggestions(
 
 
 def working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> Suggestion | None:
-    """The fix of an error if it works; else the fix of the error that it raises, and so on."""
+    """Returns an error's fix if it works, else the fix of the error that it raises, and so on."""
     fix = error.fix
     for _ in range(_MAX_FIXES):
         if not isinstance(fix, Suggestion):

@@ -74,7 +74,7 @@ def display_width(text: str) -> int:
 
 
 def old_name(old: str, new: str) -> Any:
-    """A property for the old name of the attribute `new`; reading it warns of deprecation."""
+    """Makes a property for the old name of the attribute `new`, with a deprecation warning."""
 
     def read(thing: Any) -> Any:
         warnings.warn(f'.{old} is deprecated; use .{new}', DeprecationWarning, stacklevel=2)
@@ -84,14 +84,14 @@ def old_name(old: str, new: str) -> Any:
 
 
 def name_of(function: Any) -> str:
-    """The name of a function, partial or callable object, for errors."""
+    """Returns the name of a function, partial or callable object, for errors."""
     while not hasattr(function, '__name__') and hasattr(function, 'func'):
         function = function.func
     return getattr(function, '__name__', type(function).__name__)
 
 
 def deferred_kind(function: Any) -> str | None:
-    """The kind of a function whose body runs after the call returns, for errors; else None."""
+    """Returns the kind of a function whose body runs after the call, for errors; else None."""
     for is_of_kind, kind in (
         (inspect.isgeneratorfunction, 'a generator function'),
         (inspect.iscoroutinefunction, 'an async function'),

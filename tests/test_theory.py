@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 from einshard import EinshardError, make_sharding, parallelism
 from einshard._hlo.collectives import read_collectives
-from einshard._theory.communication import Blocks, Space, moves
+from einshard._theory.communication import Blocks, Space, resharding
 from einshard._theory.contraction import read_contraction
 
 EINSUMS = [
@@ -338,7 +338,7 @@ def test_moves():
         return Blocks('the array', space.names, layout, space)
 
     def kinds(old, new):
-        found = moves(blocks(old), blocks(new))
+        found = resharding(blocks(old), blocks(new))
         return [(one.kind, one.over, one.block) for one in found]
 
     a, b, ab, ba = {'a': ('d0',)}, {'b': ('d0',)}, {'a': ('d0', 'd1')}, {'a': ('d1', 'd0')}

@@ -97,7 +97,7 @@ _constrain_in_jit = jax.jit(_constrain, static_argnums=1)
 
 
 def only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
-    """The sharding without the mesh axes of other types."""
+    """Returns the sharding without the mesh axes of other types."""
     mesh = sharding.mesh
     if set(mesh.axis_types) == {kind}:
         return sharding
@@ -124,7 +124,7 @@ def has_type(x: Any, sharding: NamedSharding) -> bool:
 
 
 def sharding_refused(x: Any, for_jit: Any) -> Sharding | None:
-    """A value's sharding if jit with these `in_shardings` rejects it, else None.
+    """Returns a value's sharding if jit with these `in_shardings` rejects it, else None.
 
     Under jax.grad or jax.vmap outside jit, the value is a tracer that does not expose its sharding,
     so this calls jit to find out.

@@ -25,7 +25,7 @@ def is_placed(x: Any, sharding: NamedSharding) -> bool:
 
 
 def movable(x: Any, sharding: NamedSharding) -> Any:
-    """The array, or an equal one, in a form that `device_put` can move to `sharding`."""
+    """Returns the array, or an equal one, in a form that `device_put` can move to `sharding`."""
     if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
         return x
     mesh = x.sharding.mesh

@@ -95,7 +95,7 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
 
 @cached
 def _check_local_devices(mesh: AnyMesh) -> Mesh:
-    """The mesh; raises if it is abstract or has no device of this process."""
+    """Returns the mesh; raises if it is abstract or has no device of this process."""
     if isinstance(mesh, AbstractMesh):
         raise EinshardError(
             'from_local needs a mesh of devices, but mesh= is abstract',
@@ -200,7 +200,7 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
 def _shards_by_process(
     sharding: NamedSharding, layout: Layout, ndim: int
 ) -> dict[int, dict[int, frozenset[int]]]:
-    """The indices of the shards that each process has, for each sharded axis."""
+    """Returns the indices of the shards that each process has, for each sharded axis."""
     counts = layout.parts
     # with one element per shard, the start of a slice is the index of the shard
     indices = sharding.devices_indices_map(tuple(counts.get(axis, 1) for axis in range(ndim)))

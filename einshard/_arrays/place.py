@@ -153,7 +153,7 @@ def _find(
     missing: Missing,
     tracing: bool,
 ) -> Placement | None:
-    """The placement of a leaf; None if it has no spec or is not an array."""
+    """Returns the placement of a leaf, or None if it has no spec or is not an array."""
     if spec is None:
         return None
     if kind == _OTHER:

@@ -78,7 +78,7 @@ def _from_all(mine: bytes, mesh: Mesh) -> dict[int, bytes]:
 
 @cached
 def _process_rows(mesh: Mesh) -> Mesh:
-    """A mesh in which each row has devices of one process; rows are as long as possible."""
+    """Returns a mesh in which each row has devices of one process; rows are as long as possible."""
     devices = sorted(mesh.devices.flat, key=lambda device: device.process_index)
     counts = Counter(device.process_index for device in devices)
     grid = np.array(devices).reshape(-1, math.gcd(*counts.values()))

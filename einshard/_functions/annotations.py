@@ -104,7 +104,7 @@ def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spe
 
 
 def _spec_of(hint: Any) -> Spec:
-    """The spec of a type; None if the type does not contain `Sharded`."""
+    """Returns the spec of a type, or None if the type does not contain `Sharded`."""
     hint = _unwrapped(hint)
     placed = _placed(hint)
     if placed is not None:
@@ -157,7 +157,7 @@ class _ByPath:
         return self._follow(path.split('/') if path else ())
 
     def for_tree(self, tree: Any) -> list[Spec]:
-        """The specs of all leaves, found by keys, because a dict key may contain '/'."""
+        """Returns the specs of all leaves, found by keys, because a dict key may contain '/'."""
         paths = [path for path, _ in jtu.tree_leaves_with_path(tree)]
         return [self._follow([path_text([key]) for key in path]) for path in paths]
 
@@ -170,7 +170,7 @@ class _ByPath:
 
 
 def _members(hint: Any) -> list[Any]:
-    """The members of a union, flattened; for any other type, that type."""
+    """Returns the members of a union, flattened; for any other type, that type."""
     hint = _unwrapped(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [inner for member in typing.get_args(hint) for inner in _members(member)]
@@ -178,7 +178,7 @@ def _members(hint: Any) -> list[Any]:
 
 
 def _step(hint: Any, key: str) -> list[Any]:
-    """The types of the element at a key of a container type; several for a union."""
+    """Returns the types of the element at a key of a container type; several for a union."""
     hint = _unwrapped(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if _placed(hint) is not None:
@@ -196,7 +196,7 @@ def _step(hint: Any, key: str) -> list[Any]:
 
 
 def _fields(cls: Any) -> dict[str, Any]:
-    """The annotated fields of a NamedTuple, TypedDict, dataclass or Equinox module."""
+    """Returns the annotated fields of a NamedTuple, TypedDict, dataclass or Equinox module."""
     has_fields = (
         dataclasses.is_dataclass(cls) or typing.is_typeddict(cls) or hasattr(cls, '_fields')
     )
@@ -234,7 +234,7 @@ def _check_names(array_type: Any, expression: Expression) -> None:
 
 
 def _dimension(token: str) -> str | None:
-    """The name of a jaxtyping dimension; '...' for several; None if any axis name matches it."""
+    """Returns the name of a jaxtyping dimension; '...' for several; None if any name matches."""
     token = token.lstrip('#?')
     if token == ELLIPSIS or token.startswith('*'):
         return ELLIPSIS
@@ -314,7 +314,7 @@ def _misplaced(error: EinshardError) -> EinshardError:
 
 
 def _known_sharding(x: Any) -> Any:
-    """The sharding of an array; None for a tracer, unless all mesh axes are explicit."""
+    """Returns the sharding of an array; None for a tracer unless all mesh axes are explicit."""
     if not isinstance(x, Tracer):
         return x.sharding
     sharding: Any = jax.typeof(x).sharding

@@ -93,9 +93,10 @@ class Parameters:
         return CallSignature(n_args + len(moved), by_keyword), (*moved, *by_keyword)
 
     def value_names(self, call: CallSignature) -> tuple[str, ...]:
-        """The label of each value: the parameter name, or 'args[2]' for an element of `*args`.
+        """Labels each value with its parameter name, or 'args[2]' for an element of `*args`.
 
-        If `**kwargs` has a keyword x that is also a positional-only parameter: "kwargs['x']".
+        If a keyword x in `**kwargs` is also a positional-only parameter, the label is
+        "kwargs['x']".
         """
         named = self.names[: call.n_positional]
         rest = (f'{self.rest}[{i}]' for i in range(call.n_positional - len(named)))
@@ -126,7 +127,7 @@ class Parameters:
         return assigned
 
     def spec_for(self, label: str, specs: Mapping[str, Any]) -> Any:
-        """The spec of a value. All values of `*args` or `**kwargs` may share one."""
+        """Returns the spec of a value. All values of `*args` or `**kwargs` may share one."""
         if label in specs:
             return specs[label]
         if self.rest is not None and label.startswith(f'{self.rest}['):
@@ -149,7 +150,7 @@ class Parameters:
         )
 
     def labels(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
-        """The labels of the parameters in a pair such as `static_argnums` and `static_argnames`."""
+        """Returns the labels of parameters from `static_argnums` and `static_argnames`, say."""
         labels: set[str] = set(listed(names, str, option, 'names of parameters', "('x',)"))
         known = (*self.names, *self.by_keyword)
         for name in labels:
@@ -218,7 +219,7 @@ class Declaration:
         return bool(self._defaults)
 
     def arguments(self, call: CallSignature) -> tuple[ValueSpec, ...]:
-        """The spec of each value of a call."""
+        """Returns the spec of each value of a call."""
         known = self._arguments.get(call)
         if known is None:
             by = self.parameters
@@ -240,7 +241,7 @@ class Declaration:
             raise error.about(**where) from None
 
     def _arrays_by_default(self) -> dict[str, Any]:
-        """The defaults that contain arrays and have a spec: calls pass these like arguments."""
+        """Returns the defaults with arrays and a spec, which calls pass like arguments."""
         return {
             name: parameter.default
             for name, parameter in self.parameters.signature.parameters.items()

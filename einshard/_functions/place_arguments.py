@@ -83,7 +83,10 @@ def _place(
 
 
 def _refused(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Sharding | None:
-    """An argument's sharding if jit would reject it, else None. Jit places host data itself."""
+    """Returns an argument's sharding if jit would reject it, else None.
+
+    Jit places host data itself.
+    """
     if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
         return sharding_refused(leaf, traced.for_jit(sharding))
     # on explicit axes jit rejects uncommitted arrays too
@@ -155,7 +158,7 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
 
 
 def _device_order(sharding: Sharding) -> tuple[Any, ...] | None:
-    """The devices in the order that jit compares; None if no public API exposes it."""
+    """Returns the devices in the order that jit compares, or None if no public API exposes it."""
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
 

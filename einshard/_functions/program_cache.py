@@ -36,15 +36,18 @@ class ProgramCache:
         `called` of a program that turned out to be wrong; passing it enables the full lookup.
         """
         context = self._setup.context()
-        where = call, self._setup.mesh_key(context), context.axis_rules
-        programs = self._programs.setdefault(where, {})
+        outer_key = call, self._setup.mesh_key(context), context.axis_rules
+        programs = self._programs.setdefault(outer_key, {})
         known = list(programs.values())
         self.need_full_lookup |= wrong is not None
         if known and not self.need_full_lookup:
             return known[0]
         unplaced = sorted({i for program in known for i in program.unplaced})
-        seen = _leaves_key(self._setup.declaration, call, values), shardings_of(values, unplaced)
-        program = programs.get(seen)
+        inner_key = (
+            _leaves_key(self._setup.declaration, call, values),
+            shardings_of(values, unplaced),
+        )
+        program = programs.get(inner_key)
         if program is None or program.called is wrong:
             # Only one thread at a time makes a program, which may trace. Within a trace, taking the
             # lock could deadlock: another thread may have it while tracing a function that calls
@@ -55,7 +58,7 @@ class ProgramCache:
                         break
                 else:
                     program = make_program(self._setup, call, values)
-                programs[seen] = program
+                programs[inner_key] = program
         # the fast path cannot distinguish meshes, axis rules, or shardings under a budget
         several = len({key[1:] for key in self._programs}) > 1
         self.need_full_lookup |= several or bool(program.unplaced)
@@ -71,7 +74,7 @@ class ProgramCache:
 
 
 def _leaves_key(declaration: Declaration, call: CallSignature, values: Sequence[Any]) -> Any:
-    """The structure, shapes and dtypes of arguments whose specs depend on their leaves."""
+    """Returns the structure, shapes and dtypes of arguments whose specs depend on their leaves."""
     arguments = declaration.arguments(call)
     all_of_them = declaration.result.needs_leaves
     key: list[Any] = []
@@ -85,7 +88,7 @@ def _leaves_key(declaration: Declaration, call: CallSignature, values: Sequence[
 
 
 def _shape_and_dtype(leaf: Any) -> Any:
-    """A cache key for a leaf, equal for a value and its tracer."""
+    """Returns a cache key for a leaf, equal for a value and its tracer."""
     try:
         aval: Any = jax.typeof(leaf)
     except TypeError:  # not an array: jit raises

@@ -61,7 +61,7 @@ class ValueSpec:
         return placed
 
     def shardings(self, value: Any, context: Context) -> Any:
-        """The shardings for `jax.jit`: per leaf if the spec needs leaves, else a prefix."""
+        """Returns the shardings for `jax.jit`: per leaf if the spec needs leaves, else a prefix."""
         if self.spec is None:
             return None
         if not self.needs_leaves:
@@ -102,7 +102,7 @@ class ValueSpec:
             raise error.about(function=self.function) from None
 
     def _prefix_facts(self, value: Any) -> dict[str, str]:
-        """The facts for an error about a spec that is not a prefix of its value."""
+        """Returns the facts for an error about a spec that is not a prefix of its value."""
         if self.name is None:
             return {'value': f'result of {self.function}'}
         facts = {'value': f"parameter '{self.name}' of {self.function}"}
@@ -112,7 +112,7 @@ class ValueSpec:
 
 
 def _not_an_array(leaf: Any, text: str) -> EinshardError | None:
-    """The error for a leaf with a spec that is not an array; None if it is one."""
+    """Returns the error for a leaf with a spec that is not an array, or None if it is one."""
     if hasattr(leaf, 'dtype') or isinstance(leaf, int | float | complex):
         return None
     try:

@@ -82,7 +82,7 @@ class Expression:
         fix: str | None = None,
         **facts: object,
     ) -> EinshardError:
-        """An error about `terms` of this expression."""
+        """Returns an error about `terms` of this expression."""
         spans = [term.span for term in terms]
         return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
 
@@ -220,7 +220,7 @@ def is_mesh_axis(name: str) -> bool:
 
 
 def _unreadable(text: str, start: int, at: int, end: int) -> EinshardError:
-    """The error for a word that stops being a valid term at character `at`."""
+    """Returns the error for a word that stops being a valid term at character `at`."""
     word, rest = text[start:end], text[at:end]
     character = rest[0]
     if character.isalpha() or character == '_':
@@ -266,7 +266,7 @@ def _unreadable(text: str, start: int, at: int, end: int) -> EinshardError:
 
 
 def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
-    """The error for a name directly after a count or a star, as in a2b or 2a."""
+    """Returns the error for a name directly after a count or a star, as in a2b or 2a."""
     word, head, rest = text[start:end], text[start:at], text[at:end]
     facts: dict[str, object] = {'two terms': f"'{head} {rest}'"}
     if _name(text, start, end):
@@ -382,7 +382,7 @@ def _check_ellipsis(expression: Expression, terms: Sequence[Term], where: str) -
 
 
 def _repeated(terms: Sequence[Term]) -> list[Term]:
-    """The terms of the first name that is repeated."""
+    """Returns the terms of the first name that is repeated."""
     for name, times in Counter(term.name for term in terms if term.name is not None).items():
         if times > 1:
             return [term for term in terms if term.name == name]

@@ -58,25 +58,23 @@ class View(NamedTuple):
     def needs_rank(self, text: str) -> bool:
         return needs_rank(parse(self._in_mesh(text)))
 
-    def partition_spec(
-        self, text: str, n_dims: int | None, manual: frozenset[str]
-    ) -> PartitionSpec:
-        """The PartitionSpec of an expression, restricted to the manual mesh axes."""
-        spec = make_sharding(self._in_mesh(text), ndim=n_dims, mesh=self.mesh).spec
+    def partition_spec(self, text: str, ndim: int | None, manual: frozenset[str]) -> PartitionSpec:
+        """Returns the PartitionSpec of an expression, restricted to the manual mesh axes."""
+        spec = make_sharding(self._in_mesh(text), ndim=ndim, mesh=self.mesh).spec
         if not manual:
             return spec
         rows = map(entry_axes, spec)
         return PartitionSpec(*(tuple(axis for axis in row if axis in manual) for row in rows))
 
     def size_one_axes(self, manual: frozenset[str]) -> tuple[str, ...]:
-        """The names of manual mesh axes of size 1."""
+        """Returns the names of manual mesh axes of size 1."""
         sizes = sizes_of(self.mesh)
         return tuple(a for a in sizes if sizes[a] == 1 and (not manual or a in manual))
 
-    def result_spec(self, text: str, n_dims: int, manual: frozenset[str]) -> PartitionSpec:
-        """The PartitionSpec of a result, which must also name mesh axes of size 1."""
-        spec = self.partition_spec(text, n_dims, manual)
-        if not n_dims:
+    def result_spec(self, text: str, ndim: int, manual: frozenset[str]) -> PartitionSpec:
+        """Returns the PartitionSpec of a result, which must also name mesh axes of size 1."""
+        spec = self.partition_spec(text, ndim, manual)
+        if not ndim:
             return spec
         # for JAX, a value sharded over an axis of size 1 varies along it, so the spec must name it
         first, *others = [*map(entry_axes, spec)] or [()]

@@ -54,7 +54,7 @@ class JointMesh:
         return _written(expression, axes.keys(), terms or ['*'])
 
     def _holders(self, expression: Expression) -> dict[str, str]:
-        """The array axis that each mesh axis shards, in device order."""
+        """Returns the array axis that each mesh axis shards, in device order."""
         spec = SpecAxes('', expression)
         holders = {axis: str(term.name) for axis, term in spec.uses.items()}
         holders |= {name: name for name in spec.defines}
@@ -70,7 +70,7 @@ def _written(expression: Expression, placed: Collection[str], terms: Sequence[st
 def joint_mesh(
     specs: tuple[SpecAxes, ...], n_devices: int, axis_sizes: tuple[int, ...] | None = None
 ) -> JointMesh:
-    """The joint mesh of some expressions, if only one order of its axes agrees with all of them.
+    """Finds the mesh whose axes are in the only order that agrees with all expressions.
 
     A count in one expression applies to all of them. Stars are solved first in expressions that
     list replicas, because these use all devices; the other stars share the remaining devices.
@@ -125,7 +125,7 @@ class _Specs:
             raise changed.expression.error('the counts do not match the axes of the mesh')
 
     def counts(self) -> dict[str, int]:
-        """The size of every axis, in order of appearance."""
+        """Returns the size of every axis, in order of appearance."""
         known: dict[str, tuple[int, SpecAxes]] = {}
 
         def learn(name: str, count: int, spec: SpecAxes) -> None:
@@ -153,7 +153,7 @@ class _Specs:
         return {name: counts[name] for spec in self.specs for name in spec.defines}
 
     def solve_stars(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """The sizes of starred axes, which share the remaining devices."""
+        """Returns the sizes of starred axes, which share the remaining devices."""
         starred: dict[str, SpecAxes] = {}
         for spec in self.specs:
             for name, term in spec.defines.items():
@@ -206,7 +206,7 @@ class _Specs:
         )
 
     def over_the_same(self, first: str, second: str) -> _Specs:
-        """The expressions with the second axis sharded over the devices of the first."""
+        """Returns the expressions with the second axis sharded over the devices of the first."""
         changed: list[SpecAxes] = []
         for spec in self.specs:
             term = spec.defines.get(second)
@@ -279,7 +279,7 @@ class _Specs:
 def _orders(
     specs: Sequence[SpecAxes], counts: Mapping[str, int], n_devices: int
 ) -> Iterator[tuple[MeshAxis, ...]]:
-    """All orders of the mesh axes larger than 1 that agree with every expression.
+    """Yields the orders of the mesh axes larger than 1 that agree with every expression.
 
     Each expression is read from left to right. An axis that it defines can only be the next one in
     its own order. Axes of other expressions are skipped or, if the expression lists replicas, count
@@ -311,7 +311,7 @@ def _orders(
 
 
 def _texts(specs: Sequence[SpecAxes]) -> dict[str, str]:
-    """The distinct expressions, as facts."""
+    """Returns the distinct expressions, as facts."""
     first = {spec.expression: spec for spec in reversed(specs)}
     shown = [spec for spec in specs if first[spec.expression] is spec]
     return {spec.of: f"'{spec.expression.text}'" for spec in shown}

@@ -122,7 +122,7 @@ def per_device(
 
 
 def _as_expressions(specs: Any) -> Any:
-    """The specs, with PartitionSpecs and NamedShardings as expressions."""
+    """Returns the specs, with PartitionSpecs and NamedShardings as expressions."""
 
     def text(spec: Any) -> Any:
         if not isinstance(spec, NamedSharding | PartitionSpec):
@@ -200,21 +200,21 @@ class _Mapped:
 
     def _view(self) -> View:
         try:
-            context = jax.sharding.get_abstract_mesh()
-            if AxisType.Manual in context.axis_types:
+            ambient = jax.sharding.get_abstract_mesh()
+            if AxisType.Manual in ambient.axis_types:
                 raise EinshardError(
                     'a per-device function cannot be called inside another one',
-                    facts={'mesh in context': mesh_fact(context)},
+                    facts={'mesh in context': mesh_fact(ambient)},
                 )
-            around = current_context(self.mesh)
-            mesh, rules = around.lowering_mesh, around.axis_rules
+            context = current_context(self.mesh)
+            mesh, rules = context.lowering_mesh, context.axis_rules
             abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-            if not context.empty and context != abstract:
+            if not ambient.empty and ambient != abstract:
                 raise EinshardError(
                     'mesh= differs from the mesh in context',
-                    facts={'mesh=': mesh_fact(mesh), 'mesh in context': mesh_fact(context)},
+                    facts={'mesh=': mesh_fact(mesh), 'mesh in context': mesh_fact(ambient)},
                 )
-            view = make_view(self.spec_axes, mesh, not context.empty, rules)
+            view = make_view(self.spec_axes, mesh, not ambient.empty, rules)
             for axis in sorted(self.manual):
                 if axis not in view.axes:
                     raise EinshardError(
@@ -309,7 +309,7 @@ class _Mapped:
             unplaced = mapped(out_specs=PartitionSpec(), check_vma=False)
             shapes = jax.eval_shape(unplaced, *arguments)
             found = self._result_leaves(view, shapes)
-            specs = [view.result_spec(text, n_dims, self.manual) for text, n_dims in found]
+            specs = [view.result_spec(text, ndim, self.manual) for text, ndim in found]
             return jtu.tree_unflatten(jtu.tree_structure(shapes), specs)
         return jtu.tree_map(lambda text: view.partition_spec(text, None, self.manual), self.out)
 
@@ -336,7 +336,7 @@ class _Mapped:
     def _unbound(
         self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]
     ) -> EinshardError | None:
-        """The error for a collective over an unknown axis; None if that is not the cause."""
+        """Returns the error for a collective over an unknown axis, if that is the cause."""
         try:
             # JAX raises AssertionError or KeyError with check_vma, NameError without
             unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)

@@ -128,7 +128,7 @@ def _sharded_along(spec: PartitionSpec) -> History:
 
 
 def _replicating_gather(axes: Sequence[str], shard_map: Callable[..., Any]) -> str | None:
-    """The call of `all_gather` that returns a replicated result in this version of JAX, or None."""
+    """Returns the `all_gather` with a replicated result in this version of JAX, or None."""
     lax: Any = jax.lax
     ways: dict[str, Callable[..., Any]] = {  # the first in JAX 0.8.1, the second in 0.10.2 and 0.12
         'jax.lax.all_gather_invariant(...)': lambda x, axis: lax.all_gather_invariant(x, axis),
@@ -185,13 +185,13 @@ def _after(equation: Any, before: History) -> History:
 
 
 def _mesh_axes(equation: Any) -> frozenset[str]:
-    """The mesh axes of a collective. Other primitives have array axes, which are numbers."""
+    """Returns the mesh axes of a collective. The axes of other primitives are numbers."""
     axes = equation.params.get('axis_name', equation.params.get('axes', ()))
     return frozenset(axis for axis in entry_axes(axes) if isinstance(axis, str))
 
 
 def _equations_inside(equation: Any) -> Iterator[Any]:
-    """The equations in the body of a loop, a conditional or a nested jit."""
+    """Yields the equations in the body of a loop, a conditional or a nested jit."""
     for value in jtu.tree_leaves(list(equation.params.values())):
         jaxpr = value.jaxpr if isinstance(value, ClosedJaxpr) else value
         if isinstance(jaxpr, Jaxpr):

@@ -119,7 +119,7 @@ class SpecAxes:
 
 
 def replicas(grid: Sequence[MeshAxis]) -> int:
-    """The number of replicas at the start of a grid."""
+    """Returns the number of replicas at the start of a grid."""
     return grid[0][1] if grid and grid[0][0] is None else 1
 
 
@@ -130,10 +130,10 @@ def _defines_an_axis(term: Term) -> bool:
 def grid_of(
     expression: Expression, n_devices: int, sizes: Mapping[str, int] | None = None
 ) -> tuple[MeshAxis, ...]:
-    """The device grid of an expression, without mesh axes used by name."""
-    n_dims = len(expression.names) - 1 if ELLIPSIS in expression.names else None
-    names = {i: name for name, i in axis_positions(expression, n_dims).items() if name != ELLIPSIS}
-    layout = lay_out(expression, n_dims, n_devices, sizes)
+    """Returns the device grid of an expression, without mesh axes used by name."""
+    ndim = len(expression.names) - 1 if ELLIPSIS in expression.names else None
+    names = {i: name for name, i in axis_positions(expression, ndim).items() if name != ELLIPSIS}
+    layout = lay_out(expression, ndim, n_devices, sizes)
     return tuple(
         (None if split.axis is None else names[split.axis], split.count)
         for split in layout.splits

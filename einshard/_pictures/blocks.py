@@ -36,7 +36,7 @@ class Blocks:
         return math.prod(self.parts)
 
     def holders(self, block: int) -> Sequence[int]:
-        """The devices of a block."""
+        """Returns the devices of a block."""
         # computed, because a list per block takes 2 s for a million blocks
         return self.devices[block * self.replicas : (block + 1) * self.replicas]
 
@@ -105,7 +105,7 @@ class Slices:
         return 1 if self.column_axis is None else self.blocks.parts[self.column_axis]
 
     def holders(self, n: int, row: int, column: int) -> Sequence[int]:
-        """The devices of a block of the n-th slice."""
+        """Returns the devices of a block of the n-th slice."""
         # omitted axes have one part, so they do not change the index
         return self.blocks.holders((n * self.n_rows + row) * self.n_columns + column)
 
@@ -143,7 +143,7 @@ def device_list(devices: Sequence[int], tight: bool = False) -> str:
 
 
 def _runs(devices: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first and last of each run of consecutive numbers."""
+    """Yields the first and last of each run of consecutive numbers."""
     first = last = devices[0]
     for device in devices[1:]:
         if device != last + 1:
@@ -154,7 +154,7 @@ def _runs(devices: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def color(device: int) -> str:
-    """The color of a device in all pictures, as '#rrggbb'; light enough for black text."""
+    """Returns the color of a device in all pictures, as '#rrggbb'; light enough for black text."""
     # steps of the golden ratio give neighbors distinct hues for any number of devices
     hue = device * 0.6180339887 % 1
     rgb = colorsys.hls_to_rgb(hue, 0.74 if device % 2 else 0.82, 0.75)

@@ -56,31 +56,31 @@ def draw_expression(
         n_devices: the number of devices; by default, as many as the counts use.
     """
     n_devices = _device_count(expression, n_devices)
-    n_dims = rank_drawn(expression, shape)
-    layout = lay_out(expression, n_dims, n_devices)
+    ndim = rank_drawn(expression, shape)
+    layout = lay_out(expression, ndim, n_devices)
     if shape is not None:
         check_divisible(expression, layout, shape, n_devices)
     mesh = {f'd{i}': split.count for i, split in enumerate(layout.splits)}
     entries = spec_entries(layout, [(axis,) for axis in mesh])
-    entries += ((),) * (n_dims - len(entries))
-    return draw(mesh, entries, axis_names(expression, n_dims), shape, named=False)
+    entries += ((),) * (ndim - len(entries))
+    return draw(mesh, entries, axis_names(expression, ndim), shape, named=False)
 
 
 def rank_drawn(expression: Expression, shape: Sequence[int] | None) -> int:
-    """The number of array axes that the picture of an expression shows."""
+    """Returns the number of array axes that the picture of an expression shows."""
     names = expression.names
     return len(names) - (ELLIPSIS in names) if shape is None else len(shape)
 
 
-def axis_names(expression: Expression, n_dims: int) -> tuple[str, ...]:
-    """The name of each axis, '...' for unnamed ones."""
-    positions = axis_positions(expression, n_dims)
+def axis_names(expression: Expression, ndim: int) -> tuple[str, ...]:
+    """Returns the name of each axis, '...' for unnamed ones."""
+    positions = axis_positions(expression, ndim)
     names = {position: name for name, position in positions.items()}
-    return tuple(names.get(i, ELLIPSIS) for i in range(n_dims))
+    return tuple(names.get(i, ELLIPSIS) for i in range(ndim))
 
 
 def _device_count(expression: Expression, given: Any) -> int:
-    """The given number of devices, or the number that the counts use."""
+    """Returns the given number of devices, or the number that the counts use."""
     by_name = [term for term in expression.right if term.mesh_axes]
     if by_name:
         raise expression.error(
@@ -111,11 +111,11 @@ def _device_count(expression: Expression, given: Any) -> int:
     return n_devices
 
 
-def check_drawable(n_devices: int, n_dims: int, expression: str | None = None) -> None:
+def check_drawable(n_devices: int, ndim: int, expression: str | None = None) -> None:
     """Raises if a picture would be too large."""
     for n, limit, what in (
         (n_devices, _MAX_DEVICES, 'devices'),
-        (n_dims, _MAX_DIMS, 'dimensions'),
+        (ndim, _MAX_DIMS, 'dimensions'),
     ):
         if n > limit:
             raise EinshardError(

@@ -162,7 +162,7 @@ def _column_heads(slices: Slices, box_width: float) -> Iterator[tuple[str, float
 
 
 def _thinned(needed: float, box: float, n: int) -> range:
-    """The indices of every k-th of n labels, so that each has the space it needs."""
+    """Returns the indices of every k-th of n labels, so that each has the space it needs."""
     return range(0, n, math.ceil(needed / box))
 
 

@@ -81,7 +81,7 @@ _HEADINGS = (
 
 
 def _boxes(slices: Slices, width: int) -> _Boxes | None:
-    """The clearest boxes that fit in `width` columns."""
+    """Returns the clearest boxes that fit in `width` columns."""
     if 2 * slices.n_columns > width:
         return None
     rows = _kept(slices.n_rows)
@@ -102,7 +102,7 @@ def _boxes(slices: Slices, width: int) -> _Boxes | None:
 
 
 def _kept(n: int) -> list[int | None]:
-    """The indices of n rows to show; None stands for omitted rows."""
+    """Returns the indices of n rows to show; None stands for omitted rows."""
     if n <= _MAX_ROWS:
         return list(range(n))
     return [*range(_FIRST_ROWS), None, *range(n - _LAST_ROWS, n)]
@@ -116,7 +116,7 @@ def _cells(slices: Slices, n: int, row: int | None, tight: bool) -> Line:
 
 
 def _column_heads(slices: Slices, named: bool) -> tuple[list[str], str]:
-    """The column labels, and the text in the corner: the axis name, if the labels omit it."""
+    """Returns the column labels, and the text in the corner: the axis name if they omit it."""
     blocks, axis = slices.blocks, slices.column_axis
     if axis is None:
         return [''], ''
@@ -214,7 +214,7 @@ def _table_lines(blocks: Blocks, width: int) -> Iterator[Line]:
 
 
 def _table(blocks: Blocks, axes: Sequence[int]) -> tuple[list[Line], list[int]]:
-    """The rows, headings first, and the column widths."""
+    """Returns the rows, headings first, and the column widths."""
     heads: Line = [*((blocks.names[axis], None) for axis in axes), ('devices', None)]
     rows = [heads, *(_table_row(blocks, axes, block) for block in _kept(blocks.n_blocks))]
     texts = zip(*([text for text, _ in row] for row in rows), strict=True)

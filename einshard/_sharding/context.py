@@ -49,7 +49,7 @@ class Context:
         return self.mesh or device_mesh()
 
     def key(self) -> tuple[AnyMesh | None, AxisRules] | None:
-        """The part of the context in JAX's cache keys: a small value, compared by equality."""
+        """Returns the part that is in JAX's cache keys: a small value, compared by equality."""
         return (self.mesh, self.axis_rules) if self.mesh or self.axis_rules else None
 
 
@@ -64,7 +64,7 @@ _NO_CONTEXT = Context()
 
 
 def current_context(mesh: MeshLike | None = None) -> Context:
-    """The context of a call: the given or ambient mesh, and the axis rules.
+    """Returns the context of a call: the given or ambient mesh, and the axis rules.
 
     The ambient mesh is that of an enclosing per-device function, else that of the enclosing
     `sharded`, else that of `jax.set_mesh`. Call this once per pytree, not per leaf: finding the
@@ -91,7 +91,7 @@ def current_context(mesh: MeshLike | None = None) -> Context:
 
 
 def context_on(mesh: AnyMesh, context: Context) -> Context:
-    """The context for the mesh of a NamedSharding, found in a context."""
+    """Returns the context for the mesh of a NamedSharding, found in a context."""
     known = context.mesh
     if known is not None:
         if mesh in (known, getattr(known, 'abstract_mesh', None)):
@@ -105,7 +105,7 @@ def context_on(mesh: AnyMesh, context: Context) -> Context:
 
 
 def ambient_mesh() -> AnyMesh | None:
-    """The mesh of `jax.set_mesh`, or None; while tracing, its abstract mesh."""
+    """Returns the mesh of `jax.set_mesh`, or None; while tracing, its abstract mesh."""
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
         return None
@@ -131,7 +131,7 @@ def is_mesh_in_context(mesh: AnyMesh) -> bool:
 
 @cached
 def _retyped(concrete: Mesh, abstract: AbstractMesh) -> AnyMesh:
-    """The mesh with the axis types in context, which `jax.sharding.auto_axes` may have changed."""
+    """Gives a mesh the axis types in context, which `jax.sharding.auto_axes` may have changed."""
     if concrete.axis_names != abstract.axis_names or concrete.axis_sizes != abstract.axis_sizes:
         return abstract
     return Mesh(concrete.devices, concrete.axis_names, axis_types=abstract.axis_types)
@@ -205,7 +205,7 @@ def mesh_scope(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
 
 
 def _enclosing() -> Context:
-    """The context of the innermost scope; raises if JAX would cache a trace under another one.
+    """Returns the innermost context; raises if JAX would cache a trace under another one.
 
     Eager code needs no check, as JAX caches no trace of it.
     """
@@ -269,7 +269,7 @@ def is_staging() -> bool:
 
 
 def depth_of_user() -> int:
-    """The `stacklevel` for a warning of its caller: the first frame outside einshard and JAX."""
+    """Returns the `stacklevel` for a warning: that of the first frame outside einshard and JAX."""
     frame = inspect.currentframe()
     frame = frame and frame.f_back
     depth = 1

@@ -84,7 +84,7 @@ class Description(str):
 
 
 def _describe_leaf(x: Any) -> str | None:
-    """The expression or description of a leaf; None if it is not an array."""
+    """Returns the expression or description of a leaf, or None if it is not an array."""
     sharding: Any = x if isinstance(x, Sharding) else sharding_of(x)
     if sharding is None or isinstance(sharding, Description):
         return sharding
@@ -122,7 +122,7 @@ def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
 
 
 def sharding_of(x: Any) -> Sharding | Description | None:
-    """The sharding of an array, or a description; None if it is not an array."""
+    """Returns the sharding of an array, or a description of it; None if `x` is not an array."""
     if isinstance(x, Tracer):
         sharding = jax.typeof(x).sharding
         if not any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
@@ -140,7 +140,7 @@ def sharding_of(x: Any) -> Sharding | Description | None:
 
 
 def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
-    """The mesh axes of each array axis; None for an unconstrained axis."""
+    """Returns the mesh axes of each array axis; None for an unconstrained axis."""
     free = PartitionSpec.UNCONSTRAINED
     return [None if axes == (free,) else axes for axes in spec_axes(sharding.spec)]
 
@@ -148,7 +148,7 @@ def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
 def find_expression(
     sharding: NamedSharding, ndim: int | None = None, names: Sequence[str] | None = None
 ) -> Expression | None:
-    """The expression that lowers to exactly this sharding; None if there is none."""
+    """Returns the expression that lowers to exactly this sharding, or None if there is none."""
     spec, mesh = sharding.spec, sharding.mesh
     entries = _entries(sharding)
     if spec.unreduced or spec.reduced or None in entries or not has_names(mesh):
@@ -167,7 +167,7 @@ def find_expression(
 def _axes(
     sharding: NamedSharding, ndim: int | None, names: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """The names of the axes, and ['...'] if the rank is unknown."""
+    """Returns the names of the axes, and ['...'] if the rank is unknown."""
     n_named = len(_entries(sharding)) if ndim is None else ndim
     axes = list(itertools.islice(axis_letters(), n_named)) if names is None else names
     return axes, [ELLIPSIS] if ndim is None or not axes else []
@@ -187,7 +187,7 @@ def _are_writable(sharding: NamedSharding) -> bool:
 
 
 def _by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
-    """The right side of an expression with counts."""
+    """Returns the right side of an expression with counts."""
     terms = [Term(None if s.axis is None else axes[s.axis], s.count) for s in _grid(sharding)]
     return with_unsharded(terms, axes)
 
@@ -213,7 +213,7 @@ def _is_by_count(sharding: NamedSharding) -> bool:
 
 
 def _grid(sharding: NamedSharding) -> list[Split]:
-    """The device grid, where adjacent mesh axes that shard the same array axis are merged."""
+    """Returns the device grid; adjacent mesh axes that shard the same array axis are merged."""
     owner = {axis: i for i, entry in enumerate(_entries(sharding)) for axis in entry or ()}
     mesh = sharding.mesh
     sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)

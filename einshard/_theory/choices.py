@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .._notation.layout import Layout
-from .communication import Blocks, Communication, in_order, moves
+from .communication import Blocks, Communication, in_order, resharding
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
 
 
 def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]:
-    """Layouts in which the blocks match, combined from the shardings of operands and result.
+    """Finds layouts in which the blocks match, combined from shardings of operands and result.
 
     The sharding of the result is a candidate because XLA may first reshard an operand to match it,
     which may send less data.
@@ -97,7 +97,7 @@ def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]
 
 
 def _in_order(arrays: Sequence[Blocks], holders: Mapping[str, str | None]) -> dict[str, str | None]:
-    """The axis that each device axis shards, in the order used by the most sharded array."""
+    """Orders device axes as in the most sharded array; returns the axis that each one shards."""
     first: dict[str, str | None] = {}
     for name in dict.fromkeys(holders.values()):
         if name:
@@ -109,13 +109,13 @@ def _in_order(arrays: Sequence[Blocks], holders: Mapping[str, str | None]) -> di
 def choices_for(
     operands: Sequence[Blocks], target: Layout, result: Blocks, placed: bool
 ) -> Iterable[Choice]:
-    """The choices that multiply operands in the layout `target`.
+    """Yields the choices that multiply operands in the layout `target`.
 
     If `placed`, the result ends up in its own layout.
     """
     matched = [operand.with_layout(target) for operand in operands]
     pairs = list(zip(operands, matched, strict=True))
-    before = [move for old, new in pairs for move in moves(old, new)]
+    before = [one for old, new in pairs for one in resharding(old, new)]
     slices = [
         f'{old.array} along {name}'
         for old, new in pairs
@@ -123,36 +123,36 @@ def choices_for(
         if any(old.holder(axis) is None for axis in new.over(name))
     ]
     block = ' '.join(f'[{one.block}]' for one in matched)
-    at_once = result.with_layout(target)
+    product = result.with_layout(target)
     sharding = {split.mesh_axes[0] for split in target.splits if split.axis is not None}
-    partial = [a for a in result.space.devices if a in sharding and not at_once.holder(a)]
-    for final in [result] if placed else [at_once, *_scattered(at_once, partial)]:
+    partial = [a for a in result.space.devices if a in sharding and not product.holder(a)]
+    for final in [result] if placed else [product, *_scattered(product, partial)]:
         yield Choice(
             final.expression(),
-            (*before, *_sums(at_once, partial, final)),
+            (*before, *_sums(product, partial, final)),
             tuple(slices),
             tuple(one.expression() for one in matched),
             block,
         )
 
 
-def _sums(at_once: Blocks, partial: Sequence[str], final: Blocks) -> Iterable[Communication]:
-    """The collectives that add partial sums and reshard the result."""
+def _sums(product: Blocks, partial: Sequence[str], final: Blocks) -> Iterable[Communication]:
+    """Yields the collectives that add partial sums and reshard the result."""
     scattered = {axis: final.holder(axis) for axis in partial if final.holder(axis)}
     added = [axis for axis in partial if axis not in scattered]
     if scattered:
-        yield at_once.communication('reduce-scatter', list(scattered))
-    now = at_once.sharded(scattered)
+        yield product.communication('reduce-scatter', list(scattered))
+    summed = product.sharded(scattered)
     if added:
-        yield now.communication('all-reduce', added)
-    yield from moves(now, final)
+        yield summed.communication('all-reduce', added)
+    yield from resharding(summed, final)
 
 
-def _scattered(at_once: Blocks, partial: Sequence[str]) -> Iterable[Blocks]:
-    """The results of a reduce-scatter along one axis, if the notation can express them."""
-    devices, sizes = at_once.space.devices, at_once.space.sizes
-    for name in at_once.names if partial else ():
-        over = (*at_once.over(name), *partial)
+def _scattered(product: Blocks, partial: Sequence[str]) -> Iterable[Blocks]:
+    """Yields the results of a reduce-scatter along one axis, if the notation can express them."""
+    devices, sizes = product.space.devices, product.space.sizes
+    for name in product.names if partial else ():
+        over = (*product.over(name), *partial)
         parts = math.prod(devices[axis] for axis in over)
         if (sizes is None or sizes[name] % parts == 0) and in_order(over, devices):
-            yield at_once.sharded(dict.fromkeys(partial, name))
+            yield product.sharded(dict.fromkeys(partial, name))

@@ -82,7 +82,7 @@ class Blocks:
     space: Space
 
     def with_layout(self, layout: Layout) -> Blocks:
-        """The array in another layout, restricted to its own axes."""
+        """Returns the array in another layout, restricted to its own axes."""
         others = {i for i, name in enumerate(self.space.names) if name not in self.names}
         return replace(self, layout=self.space.sharded(without_axes(layout, others), {}))
 
@@ -91,14 +91,14 @@ class Blocks:
         return replace(self, layout=self.space.sharded(self.layout, holders))
 
     def over(self, name: str) -> tuple[str, ...]:
-        """The device axes that shard an axis, major to minor."""
+        """Returns the device axes that shard an axis, major to minor."""
         if name not in self.names:
             return ()
         at = self.space.names.index(name)
         return tuple(split.mesh_axes[0] for split in self.layout.splits if split.axis == at)
 
     def holder(self, device_axis: str) -> str | None:
-        """The axis that a device axis shards, or None."""
+        """Returns the axis that a device axis shards, or None."""
         return next((name for name in self.names if device_axis in self.over(name)), None)
 
     def parts(self, name: str) -> int:
@@ -131,7 +131,7 @@ class Blocks:
         return f'{left} -> {" ".join(map(str, with_unsharded(terms, self.names)))}'.strip()
 
     def communication(self, kind: str, over: Sequence[str]) -> Communication:
-        """A collective on these blocks along some device axes."""
+        """Returns a collective on these blocks along some device axes."""
         devices = self.space.devices
         group_size = math.prod(devices[axis] for axis in over)
         groups = math.prod(devices.values()) // group_size
@@ -144,8 +144,8 @@ def in_order(axes: Sequence[str], order: Iterable[str]) -> bool:
     return [axis for axis in order if axis in axes] == list(axes)
 
 
-def moves(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
-    """The collectives that reshard an array.
+def resharding(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
+    """Returns the collectives that reshard an array.
 
     Local slices come first, because they need no communication. For the cost of collectives, see
     Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH",

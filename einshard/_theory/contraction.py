@@ -43,21 +43,21 @@ class Contraction:
         return tuple(name for name in self.names if name not in self.result.names)
 
     def numpy_subscripts(self) -> str:
-        """The einsum as numpy subscripts, without placements."""
+        """Returns the einsum as numpy subscripts, without placements."""
         named = [name for name in self.names if name != ELLIPSIS]
         letters = {name: _letter(i) for i, name in enumerate(named)} | {ELLIPSIS: ELLIPSIS}
         sides = [''.join(letters[name] for name in one.names) for one in self.arrays]
         return f'{",".join(sides[:-1])}->{sides[-1]}'
 
     def plain(self) -> str:
-        """The einsum without placements."""
+        """Returns the einsum without placements."""
         sides = [' '.join(one.names) for one in self.arrays]
         return f'{", ".join(sides[:-1])} -> {sides[-1]}'.rstrip()
 
     def error(
         self, sentence: str, spans: Iterable[Span] = (), *, fix: str | None = None, **facts: object
     ) -> EinshardError:
-        """An error about the einsum."""
+        """Returns an error about the einsum."""
         return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
 
 
@@ -67,7 +67,7 @@ def is_placed(operand: Expression) -> bool:
 
 
 def operand_text(operand: Expression) -> str:
-    """The expression of one operand, without the rest of the einsum."""
+    """Returns the expression of one operand, without the rest of the einsum."""
     return ' '.join(map(str, operand.right))
 
 
@@ -117,7 +117,7 @@ def from_numpy_subscripts(text: object) -> Suggestion | None:
 
 
 def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape of the result; raises if the arrays do not fit the einsum or each other."""
+    """Returns the shape of the result; raises if the arrays do not fit the einsum or each other."""
     if len(shapes) != len(contraction.operands):
         raise contraction.error(
             f'the einsum has {plural(len(contraction.operands), "operand")}, '
@@ -169,7 +169,7 @@ def _two_sizes(
 
 
 def _between_commas(text: str, end: int) -> Iterable[Span]:
-    """The spans of the operands, split at commas outside parentheses such as '@(fsdp,tp)'."""
+    """Yields the spans of the operands, split at commas outside of parentheses as in '@(p,q)'."""
     start = depth = 0
     for at, character in enumerate(text[:end]):
         depth += (character == '(') - (character == ')')
@@ -213,6 +213,6 @@ def _check_result(contraction: Contraction) -> None:
 
 
 def _letter(i: int) -> str:
-    """The i-th subscript: a to z, A to Z, then letters beyond ASCII, as in opt_einsum."""
+    """Returns the i-th subscript: a to z, A to Z, then letters beyond ASCII, as in opt_einsum."""
     ascii_letters = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'
     return ascii_letters[i] if i < len(ascii_letters) else chr(i + 140)

@@ -43,7 +43,7 @@ def _over_its_name(operand: Expression, counts: Mapping[str, int]) -> Expression
 
 
 def _left(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
-    """The number of replicas: devices divided by the product of the counts."""
+    """Returns the number of replicas: devices divided by the product of the counts."""
     product = math.prod(counts.values())
     if n_devices is not None and n_devices % product:
         raise contraction.error(
@@ -53,7 +53,7 @@ def _left(contraction: Contraction, counts: Mapping[str, int], n_devices: int | 
 
 
 def holders_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, str | None]:
-    """The array axis that each device axis shards, from major to minor device axes."""
+    """Returns the array axis that each device axis shards, from major to minor device axes."""
     if not is_placed(operand):
         return {}
     layout = lay_out(operand, len(operand.names), math.prod(devices.values()), devices)

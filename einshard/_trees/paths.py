@@ -12,7 +12,7 @@ from .._text import array_text
 
 
 def leaf_paths(tree: Any, treedef: Any = None) -> Sequence[str]:
-    """The path of every leaf, cached by tree structure."""
+    """Returns the path of every leaf, cached by tree structure."""
     treedef = jtu.tree_structure(tree) if treedef is None else treedef
     try:
         known = _paths.get(treedef)

@@ -32,7 +32,7 @@ def leaf_specs(
     mesh: AnyMesh | None = None,
     treedef: Any = None,
 ) -> Sequence[AnySpec | None]:
-    """The spec of each leaf of `tree`; None for leaves without a spec.
+    """Returns the spec of each leaf of `tree`; None for leaves without a spec.
 
     `leaves` and `treedef` come from flattening `tree`. Functions in `spec` are called with `mesh`
     as the mesh in context.
@@ -68,7 +68,7 @@ def leaf_specs(
 
 
 def is_none(node: Any) -> bool:
-    """The `is_leaf=` of pytrees of specs, where None is a spec and not an empty pytree."""
+    """Whether a node is None: the `is_leaf=` of pytrees of specs, where None is a spec."""
     return node is None
 
 
@@ -120,7 +120,7 @@ _LEAF_SPEC = 'an expression, a PartitionSpec, a NamedSharding'
 
 
 def mesh_of(spec: Spec) -> AnyMesh | None:
-    """The mesh of the NamedShardings in a pytree of specs, if it has devices."""
+    """Returns the mesh of the NamedShardings in a pytree of specs, if it has devices."""
     leaves = jtu.tree_leaves(spec, is_leaf=is_none)
     meshes = {one.mesh for one in leaves if isinstance(one, LeafSpec | NamedSharding) and one.mesh}
     if len(meshes) > 1:
@@ -178,7 +178,7 @@ def _has_arrays(node: Any) -> bool:
 
 
 def _subtrees(prefix_def: Any, spec: Spec, tree: Any) -> list[Any]:
-    """The subtree of `tree` at each leaf of `spec`; raises if `spec` is not a prefix of `tree`."""
+    """Returns the subtrees of `tree` at the leaves of `spec`; raises if `spec` is not a prefix."""
     try:
         return prefix_def.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError) as error:
@@ -188,7 +188,7 @@ def _subtrees(prefix_def: Any, spec: Spec, tree: Any) -> list[Any]:
 
 
 def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | None:
-    """The error for the first node where `spec` and `tree` differ; None if they match."""
+    """Returns the error for the first node where `spec` and `tree` differ, or None."""
     if jtu.all_leaves([spec]) or spec is None:
         return None
     spec_children, tree_children = _children(spec), _children(tree)

@@ -92,7 +92,7 @@ class Table:
         return on_devices / self.total_bytes if self.total_bytes else 1.0
 
     def largest_replicated(self, n: int = 5) -> list[Row]:
-        """The n largest replicated arrays."""
+        """Returns the n largest replicated arrays."""
         replicated = [row for row in self.rows if not row.sharded]
         return sorted(replicated, key=lambda row: -row.bytes)[:n]
 
@@ -181,7 +181,7 @@ def make_table(
 
 
 def _aval(leaf: Any, path: str, spec: AnySpec | None) -> Any:
-    """A leaf's shape and dtype in JAX; None if JAX lacks the dtype and the leaf has no spec."""
+    """Returns a leaf's shape and dtype in JAX; None if JAX lacks the dtype and there is no spec."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     try:
