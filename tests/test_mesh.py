@@ -255,7 +255,7 @@ def test_suggested_meshes_work():
 
 @pytest.mark.parametrize('thing', [jax.devices()[0], make_sharding('*'), [SIXTEEN], 'data', object])
 def test_invalid_devices(thing):
-    with pytest.raises(EinshardError, match=r'must be a mesh|a mesh needs devices'):
+    with pytest.raises(EinshardError, match=r'must be a mesh|must contain jax.Device objects'):
         device_mesh(thing)
 
 
