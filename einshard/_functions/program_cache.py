@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from .._sharding.context import AxisRules, is_tracing
+from .._sharding.context import AxisRules, Context, is_tracing
 from .._sharding.mesh import AnyMesh
 from .parameters import CallSignature, Declaration
 from .program import Program, Setup, make_program, shardings_of
@@ -43,10 +43,8 @@ class ProgramCache:
         if known and not self.need_full_lookup:
             return known[0]
         unplaced = sorted({i for program in known for i in program.unplaced})
-        inner_key = (
-            _leaves_key(self._setup.declaration, call, values),
-            shardings_of(values, unplaced),
-        )
+        leaves_key = _leaves_key(self._setup.declaration, call, values, context)
+        inner_key = leaves_key, shardings_of(values, unplaced)
         program = programs.get(inner_key)
         if program is None or program.called is wrong:
             # Only one thread at a time makes a program, which may trace. Within a trace, taking the
@@ -73,15 +71,17 @@ class ProgramCache:
                 program.clear_cache()
 
 
-def _leaves_key(declaration: Declaration, call: CallSignature, values: Sequence[Any]) -> Any:
+def _leaves_key(
+    declaration: Declaration, call: CallSignature, values: Sequence[Any], context: Context
+) -> Any:
     """Returns the structure, shapes and dtypes of arguments whose specs depend on their leaves."""
     arguments = declaration.arguments(call)
-    all_of_them = declaration.result.needs_leaves
+    all_of_them = declaration.result.needs_leaves(context)
     key: list[Any] = []
     for argument, value in zip(arguments, values, strict=True):
         if all_of_them and argument.name in declaration.static:
             key.append(value)
-        elif all_of_them or argument.needs_leaves:
+        elif all_of_them or argument.needs_leaves(context):
             leaves, treedef = jtu.tree_flatten(value)
             key.append((treedef, tuple(map(_shape_and_dtype, leaves))))
     return tuple(key)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from .._errors import EinshardError, plural, quoted
+from .._errors import EinshardError, for_arrays, plural, quoted
 from .._page import Column, Page, Section, page_html, page_text
 from .._sharding.context import Context
 from .._sharding.leaf_spec import AnySpec, in_memory
@@ -149,6 +149,7 @@ def make_table(
     """Builds the table of a pytree, from the rule and the spec of each leaf."""
     paths = leaf_paths(tree)
     rows: list[Row] = []
+    errors: list[EinshardError] = []
     for path, leaf, (rule, spec) in zip(paths, jtu.tree_leaves(tree), found, strict=True):
         aval = None if rule == 'not an array' else _aval(leaf, path, spec)
         if aval is None:
@@ -160,8 +161,11 @@ def make_table(
                 option = "Rules(..., missing='replicate')"
                 placement = resolve(spec, tuple(aval.shape), context, option=option)
             except EinshardError as error:
-                raise error.about(array=leaf_text(path, aval), rule=f"'{name}'") from None
+                errors.append(error.about(array=leaf_text(path, aval), rule=f"'{name}'"))
+                continue
         rows.append(_row(path, aval, name, placement))
+    if errors:
+        raise for_arrays(errors) from None
     unused: list[str] = []
     shadowed: list[tuple[str, str]] = []
     unneeded: list[str] = []
