@@ -248,7 +248,7 @@ def _case(draw, n: int, max_dims: int, mesh) -> Case:
 
 
 def _left(draw, names: list[str]) -> tuple[list[str], list[str]]:
-    """The left side, '...' for some neighbours perhaps, and the names that are left."""
+    """The left side, '...' for some neighbors perhaps, and the names that are left."""
     if draw(st.integers(0, 2)):
         return names, names
     start = draw(st.integers(0, len(names)))

@@ -246,7 +246,7 @@ def test_user_meshes_by_name(spec, text):
 
 
 @pytest.mark.parametrize('mesh', [user_mesh((2, 4), ('data', 'tp')), device_mesh(DEVICES[:8])])
-def test_specs_that_are_not_normalised(mesh):
+def test_specs_that_are_not_normalized(mesh):
     """They mean the same, although JAX compares them unequal."""
     first, last = mesh.axis_names[0], mesh.axis_names[-1]
     for spec in [

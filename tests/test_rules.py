@@ -391,7 +391,7 @@ def test_errors_of_rules_name_the_parameter_of_sharded():
 
     error = refusal(step, {'kernel': np.ones((16, 16)), 'scale': np.ones(16)})
     assert error.sentence == '1 path matches no rule'
-    assert error.facts['of'] == "parameter 'params' of step"
+    assert error.facts['value'] == "parameter 'params' of step"
     assert error.facts['paths'] == "'scale' float64[16]"
     error = refusal(step, {'kernel': np.ones(16)})
     assert "leaf 'kernel'" in error.facts['array']
@@ -673,7 +673,7 @@ def test_a_wrong_expression_is_refused_at_once():
     error = refusal(Rules, [('ok', ROWS), ('w', 'a b -> a** b')])
     assert error.facts['rule'] == "'w'"
     assert error.expression == 'a b -> a** b'
-    assert refusal(Rules, [], default='a -> b').facts['of'] == 'default='
+    assert refusal(Rules, [], default='a -> b').facts['rule'] == 'default='
 
 
 @pytest.mark.parametrize(

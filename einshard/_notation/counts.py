@@ -1,4 +1,4 @@
-"""Solves the stars: terms and a number of devices -> the count of each term. Imports no JAX."""
+"""Computes the count of each term, starred ones included, on some devices. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .expression import ELLIPSIS, Expression, Term
 
 @dataclass(frozen=True)
 class Devices:
-    """The number of devices, for errors: in total, and after the named terms; and hints."""
+    """What errors say about devices: their number, those that named terms take, and hints."""
 
     total: int
     named: Sequence[Term]
@@ -20,7 +20,7 @@ class Devices:
     hints: Mapping[str, str]
 
     def fact(self, counted: Sequence[Term] = ()) -> str:
-        """8, or if some are used by named or `counted` terms: 8 (2 left after 'b@data')."""
+        """Formats the number of devices: '8', or "8 (2 left after 'b@data')"."""
         terms = [*self.named, *counted]
         if not terms:
             return str(self.total)

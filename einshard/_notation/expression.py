@@ -1,4 +1,4 @@
-"""Parses the notation: text -> Expression. Imports no JAX.
+"""Parses text into an Expression. Imports no JAX.
 
 expression  =  left '->' right            an array's axes, then their placement
             |  right                      short form: the axes once, in array order
@@ -42,12 +42,12 @@ class Term:
 
     @property
     def takes_devices(self) -> bool:
-        """Whether its count or star takes devices."""
+        """Whether the term's count or star takes devices."""
         return self.star or self.factor > 1
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it takes devices: by count, star or mesh axes."""
+        """Whether the term takes devices, by count, star or mesh axes."""
         return self.takes_devices or bool(self.mesh_axes)
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Term:
 class Expression:
     """A parsed expression: the axes of the array, and the placement in device order.
 
-    Expressions that differ only in white space, or in the short form, are equal.
+    Expressions that differ only in whitespace, or in the use of the short form, are equal.
     """
 
     left: tuple[Term, ...]
@@ -82,7 +82,7 @@ class Expression:
         fix: str | None = None,
         **facts: object,
     ) -> EinshardError:
-        """An error about `terms` of this expression."""
+        """Returns an error about `terms` of this expression."""
         spans = [term.span for term in terms]
         return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
 
@@ -131,7 +131,7 @@ def _parse(text: str) -> Expression:
 
 
 def axis_letters() -> Iterator[str]:
-    """Names for unnamed axes: a, ..., z, aa, ab, ..."""
+    """Yields names for unnamed axes: a, ..., z, aa, ab, ..."""
     for length in itertools.count(1):
         for letters in itertools.product(string.ascii_lowercase, repeat=length):
             yield ''.join(letters)
@@ -139,7 +139,7 @@ def axis_letters() -> Iterator[str]:
 
 # Words are separated by spaces, except within '@(...)'.
 _WORD = re.compile(r'(?:@\s*\([^()]*\)|\S)+')
-_MOST_DIGITS = 12
+_MAX_DIGITS = 12
 
 
 def _terms(text: str, start: int, end: int) -> tuple[Term, ...]:
@@ -161,9 +161,9 @@ def _term(text: str, start: int, end: int) -> Term:
         at = end
     if at < end:
         raise not_a_term(text, start, at, end)
-    if len(count) > _MOST_DIGITS:
+    if len(count) > _MAX_DIGITS:
         raise EinshardError(
-            f'the count has {len(count)} digits; at most {_MOST_DIGITS} are allowed',
+            f'the count has {len(count)} digits; at most {_MAX_DIGITS} are allowed',
             expression=text,
             spans=[(start, end)],
         )
@@ -208,7 +208,7 @@ def _check_left(expression: Expression) -> None:
 
 
 def _check_sides(expression: Expression) -> None:
-    """Raises if the sides do not name the same axes."""
+    """Raises if the two sides do not have the same axes."""
     left, right = expression.left, expression.right
     if not right:
         end = len(expression.text)
@@ -276,7 +276,7 @@ def _check_ellipsis(expression: Expression, terms: Sequence[Term], where: str) -
 
 
 def _repeated(terms: Sequence[Term]) -> list[Term]:
-    """The terms of the first repeated name."""
+    """Returns the terms of the first name that is repeated."""
     for name, times in Counter(term.name for term in terms if term.name is not None).items():
         if times > 1:
             return [term for term in terms if term.name == name]

@@ -1,4 +1,4 @@
-"""Lays out expressions on devices: Expression, ndim, device count -> Layout. Imports no JAX.
+"""Lays out an expression on devices. Imports no JAX.
 
 Devices are numbered 0 to N - 1 in hardware order.
 """
@@ -32,7 +32,7 @@ class Split:
 class Layout:
     """The device grid of an expression: its dimensions, slowest first.
 
-    Equal placements have equal layouts: dimensions of size 1 are omitted, and neighbours that shard
+    Equal placements have equal layouts: dimensions of size 1 are omitted, and neighbors that shard
     the same axis are merged. Splits by name come first, in the order written; splits by count use
     the remaining devices. If an axis has both, all its splits are among the latter, in the order
     written.
@@ -369,7 +369,7 @@ def mesh_text(axis_sizes: Mapping[str, int]) -> str:
 
 
 def merged(splits: Sequence[Split]) -> list[Split]:
-    """Merges neighbouring splits of the same axis by count."""
+    """Merges neighboring splits of the same axis by count."""
     merged: list[Split] = []
     for split in splits:
         last = merged[-1] if merged else None

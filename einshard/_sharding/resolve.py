@@ -1,4 +1,4 @@
-"""Spec, context -> Placement -> NamedSharding."""
+"""Resolves a spec in a context: to a Placement, and to a NamedSharding."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from .mesh import (
 
 Shape: TypeAlias = tuple[int, ...]
 
-_MOST_DIMS = 2**16  # a limit, since '...' takes an entry per dimension
+_MAX_DIMS = 2**16  # a limit, since '...' takes an entry per dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def make_sharding(
         (8, 4)
 
     Equal placements give equal shardings with equal hashes, however they are written, so `jax.jit`
-    traces once for all of them. A repeated expression costs one cache look-up.
+    traces once for all of them. A repeated expression costs one cache lookup.
 
     Args:
         expression: the placement, in einshard's notation.
@@ -98,7 +98,7 @@ def make_sharding(
         warnings.warn('n_dims= of make_sharding is now ndim=', DeprecationWarning, stacklevel=2)
         ndim = n_dims
     if ndim is not None and type(ndim) is not int:
-        check_types(expression, ndim, memory_kind)  # the cache takes 2.0 for 2
+        check_types(expression, ndim, memory_kind)  # for the cache, 2.0 and 2 are equal
     return resolve(expression, ndim, current_context(mesh), memory_kind).sharding
 
 
@@ -113,10 +113,10 @@ def resolve(
     option: str | None = None,
     traced: bool = False,
 ) -> Placement:
-    """The placement of arrays of a shape or rank; None if neither is known.
+    """Finds the placement for arrays of a shape or rank. `shape` is None if neither is known.
 
-    Errors get a fix that was tried, if there is one. `option` is the argument that users of the
-    caller set to ignore mesh axes that the mesh lacks. P.UNCONSTRAINED is an error unless `traced`.
+    Errors get a fix that was tested, if there is one. `option` is the argument with which users
+    ignore mesh axes that the mesh lacks. P.UNCONSTRAINED is an error unless `traced`.
     """
     try:
         if missing == 'replicate' or indivisible == 'replicate':
@@ -143,7 +143,7 @@ def resolve(
 def find_placement(
     spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
 ) -> Placement:
-    """`resolve` in one cache look-up, without fixes in errors and without warnings."""
+    """`resolve` in one cache lookup, without fixes in errors and without warnings."""
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
     if spec.partition is not None and shape is not None:
@@ -320,7 +320,7 @@ def check_types(expression: object, shape: object, memory_kind: object) -> None:
         )
     ndim = len(shape) if isinstance(shape, tuple) else shape
     if ndim is not None and (
-        not isinstance(ndim, int) or isinstance(ndim, bool) or not 0 <= ndim < _MOST_DIMS
+        not isinstance(ndim, int) or isinstance(ndim, bool) or not 0 <= ndim < _MAX_DIMS
     ):
         raise EinshardError(
             f'ndim= must be the rank of an array, not {ndim!r}',

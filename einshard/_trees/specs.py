@@ -1,4 +1,4 @@
-"""Specs for pytrees: one expression per leaf, from a pytree prefix or a function of the path."""
+"""Finds the spec of every leaf of a pytree, from a pytree prefix or a function of the path."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def leaf_specs(
     mesh: AnyMesh | None = None,
     treedef: Any = None,
 ) -> Sequence[AnySpec | None]:
-    """The spec of each leaf of `tree`; None for leaves without a spec.
+    """Returns the spec of each leaf of `tree`; None for leaves without a spec.
 
-    `leaves` and `treedef` are those of `tree`. Functions in `spec` are called with `mesh` as the
-    mesh in context.
+    `leaves` and `treedef` come from flattening `tree`. Functions in `spec` are called with `mesh`
+    as the mesh in context.
     """
     if spec is None or isinstance(spec, LEAF_SPECS):
         return [parsed(spec)] * len(leaves)
@@ -69,12 +69,12 @@ def leaf_specs(
 
 
 def is_none(node: Any) -> bool:
-    """For `is_leaf=`: None in a pytree of specs is a spec, not an empty pytree."""
+    """Whether a node is None: the `is_leaf=` of pytrees of specs, where None is a spec."""
     return node is None
 
 
 def is_function(spec: Spec) -> bool:
-    """Whether a spec is a function of the path. A Mesh is callable too, but not a spec."""
+    """Whether a spec is a function of the path. A Mesh is callable, but is not a spec."""
     return callable(spec) and not isinstance(spec, Mesh)
 
 
@@ -116,7 +116,7 @@ def _takes_path_and_leaf(function: Callable[..., Any]) -> bool:
 
 
 def read_specs(spec: Spec) -> Spec:
-    """A pytree of specs with parsed expressions; raises like `check_specs`."""
+    """Parses the expressions in a pytree of specs; raises like `check_specs`."""
     check_specs(spec)
     return jtu.tree_map(
         lambda one: as_leaf_spec(one) if isinstance(one, LEAF_SPECS) else one, spec, is_leaf=is_none
@@ -147,7 +147,7 @@ _LEAF_SPEC = 'an expression, a PartitionSpec, a NamedSharding'
 
 
 def mesh_of(spec: Spec) -> AnyMesh | None:
-    """The mesh of the NamedShardings in a pytree of specs, if it has devices."""
+    """Returns the mesh of the NamedShardings in a pytree of specs, if it has devices."""
     leaves = jtu.tree_leaves(spec, is_leaf=is_none)
     meshes = {one.mesh for one in leaves if isinstance(one, LeafSpec | NamedSharding) and one.mesh}
     if len(meshes) > 1:
@@ -171,10 +171,10 @@ def _not_a_spec(path: Sequence[Any], spec: Any, order: str) -> EinshardError:
     return EinshardError(f'{text}{where} is not a spec', facts=facts)
 
 
-def check_visible(leaf: Any) -> None:
-    """Raises if a leaf contains arrays that JAX cannot see, so that they would not be placed.
+def check_registered_pytree(leaf: Any) -> None:
+    """Raises if a leaf contains arrays that JAX cannot see, which would be left unplaced.
 
-    Functions, strings and other leaves without arrays are fine: models have them.
+    Functions, strings and other leaves without arrays are allowed: models have them.
     """
     kind = type(leaf)
     if hasattr(kind, '__array__'):
@@ -192,19 +192,20 @@ def check_visible(leaf: Any) -> None:
 
 
 def _has_arrays(node: Any) -> bool:
-    inside = getattr(node, '__dict__', None)
-    if inside is None and is_dataclass(node):
-        inside = {field.name: getattr(node, field.name, None) for field in fields(node)}
-    if not isinstance(inside, dict):
+    attributes = getattr(node, '__dict__', None)
+    if attributes is None and is_dataclass(node):
+        attributes = {field.name: getattr(node, field.name, None) for field in fields(node)}
+    if not isinstance(attributes, dict):
         return False
     # a Mesh contains a numpy array of devices, of dtype object
     return any(
-        isinstance(x, jax.Array | np.ndarray) and x.dtype != object for x in jtu.tree_leaves(inside)
+        isinstance(x, jax.Array | np.ndarray) and x.dtype != object
+        for x in jtu.tree_leaves(attributes)
     )
 
 
 def _subtrees(prefix_def: Any, spec: Spec, tree: Any) -> list[Any]:
-    """The subtrees of `tree` at the leaves of `spec`."""
+    """Returns the subtrees of `tree` at the leaves of `spec`; raises if `spec` is not a prefix."""
     try:
         return prefix_def.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError) as error:
@@ -214,7 +215,7 @@ def _subtrees(prefix_def: Any, spec: Spec, tree: Any) -> list[Any]:
 
 
 def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | None:
-    """The error for the first node where `spec` and `tree` differ; None if there is none."""
+    """Returns the error for the first node where `spec` and `tree` differ, or None."""
     if jtu.all_leaves([spec]) or spec is None:
         return None
     spec_children, tree_children = _children(spec), _children(tree)
@@ -233,16 +234,28 @@ def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | N
 
 
 def _difference(spec: Any, tree: Any, keys: Sequence[str], tree_keys: Sequence[str]) -> str:
-    """How two nodes differ: "no spec for 'b'", 'tuple instead of list'."""
+    """Says how two nodes differ: "no spec for 'b'", 'tuple instead of list'."""
     if jtu.all_leaves([tree]):
         return f'{type(spec).__name__} instead of a leaf'
     if type(spec) is not type(tree):
         return f'{type(spec).__name__} instead of {type(tree).__name__}'
     if missing := [key for key in tree_keys if key not in keys]:
-        return f'no spec for {quoted(missing[:8])}'
+        return f'no spec for {_keys_text(tree, missing[:8])}'
     if extra := [key for key in keys if key not in tree_keys]:
-        return f'the tree has no {quoted(extra[:8])}'
+        return f'the tree has no {_keys_text(tree, extra[:8])}'
     return 'different order of keys'
+
+
+def _is_sequence(node: Any, keys: Sequence[str]) -> bool:
+    """Whether the keys of a node are indices: a list or a tuple, but not a NamedTuple."""
+    return isinstance(node, list | tuple) and all(key.isdecimal() for key in keys)
+
+
+def _keys_text(node: Any, keys: Sequence[str]) -> str:
+    """Formats some keys of a node: "'w' and 'b'", or 'elements 1, 2' of a list."""
+    if not _is_sequence(node, keys):
+        return quoted(keys)
+    return f'element{"s" if len(keys) > 1 else ""} {", ".join(keys)}'
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
@@ -257,4 +270,6 @@ def _key(child: tuple[Any, Any]) -> str:
 def _node_text(node: Any, keys: Sequence[str]) -> str:
     if keys == [''] or not keys:
         return array_text(node)
+    if _is_sequence(node, keys):
+        return f'{type(node).__name__} of length {len(keys)}'
     return f'{type(node).__name__} with {", ".join(keys)}'
