@@ -25,6 +25,7 @@ from .._sharding.context import (
 from .._sharding.mesh import AnyMesh, MeshLike
 from .._trees.specs import is_none
 from .call import CallSignature, Declaration
+from .error_notes import ErrorNotes
 from .promise import Budget, CheckedJit
 from .value_spec import ValueSpec
 
@@ -196,7 +197,7 @@ class TracedFunction:
             if AxisType.Explicit in self.mesh.axis_types:
                 # in_shardings place the arguments but do not change their types
                 values = tuple(self.constrained(values))
-            with mesh_scope(mesh):
+            with ErrorNotes(self.setup.name, self.arguments, values, context), mesh_scope(mesh):
                 args, kwargs = self.call.spread(values)
                 result = self.setup.function(*args, **kwargs)
             self._check_result(result, context)
@@ -341,8 +342,7 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
 def _nested(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
     # jit caches the inner trace, so the function is traced once, nested or not
     unplaced: dict[str, Any] = {**options, 'in_shardings': None}
-    inlined: dict[str, Any] = {**unplaced, 'inline': True}
-    inside = jax.jit(traced.wrapper, **inlined)
+    inside = jax.jit(traced.wrapper, **dict[str, Any](unplaced, inline=True))
     if traced.mesh_is_ambient:
         # JAX would keep the devices with the trace, and reuse it on other devices
         options = unplaced
