@@ -1,9 +1,9 @@
-"""What each of several processes checks; tests/test_processes.py starts them and reads the results.
+"""Checks that run in each of several processes, started by tests/test_processes.py.
 
     python tests/process_checks.py PORT PROCESSES PROCESS FOLDER
 
-A process writes a line for each check into its own file in the folder. A check that fails in one
-process may leave the others waiting for it; whoever started them ends them then.
+Each process writes a line per check into its own file in the folder. If a check fails in one
+process, the others may wait for it until they are killed.
 """
 
 import importlib.util
@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
+from shards import ON_EIGHT, check_shards, slice_of
 
 from einshard import (
     EinshardError,
@@ -34,19 +35,7 @@ from einshard import (
 )
 
 CHECKS = {}
-WHOLE = np.arange(128, dtype=np.float32).reshape(8, 16)
-
-# expression, and its device grid on eight devices: (array axis or None for replicas, count)
-EXPRESSIONS = [
-    ('a b -> a8 b', [(0, 8)]),
-    ('a b -> b8 a', [(1, 8)]),
-    ('a b -> a2 b4', [(0, 2), (1, 4)]),
-    ('a b -> b2 a4', [(1, 2), (0, 4)]),
-    ('a b -> 2 a b4', [(None, 2), (1, 4)]),  # where there are two processes, each has a replica
-    ('a b -> a4 2 b', [(0, 4), (None, 2)]),
-    ('a b -> a2 b2 a2', [(0, 2), (1, 2), (0, 2)]),
-    ('a b -> 8 a b', [(None, 8)]),
-]
+FULL = np.arange(128, dtype=np.float32).reshape(8, 16)
 
 
 def check(function):
@@ -54,35 +43,13 @@ def check(function):
     return function
 
 
-def slice_of(whole, grid, number):
-    """What the device of a number holds of an array, by numpy."""
-    place = np.unravel_index(number, [count for _, count in grid])
-    for (axis, count), part in zip(grid, place, strict=True):
-        if axis is not None:
-            whole = np.split(whole, count, axis)[part]
-    return whole
-
-
-def check_shards(x, whole, grid):
-    """Compares the shards of this process with numpy slices."""
-    whole = np.asarray(whole)
+def part_of(full, grid):
+    """The local array of this process for `from_local`."""
     devices = list(device_mesh().devices.flat)
-    shards = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
-    assert x.shape == whole.shape
-    assert set(shards) == set(jax.local_devices())
-    for device, shard in shards.items():
-        expected = slice_of(whole, grid, devices.index(device))
-        assert shard.shape == expected.shape
-        np.testing.assert_array_equal(shard, expected)
-
-
-def part_of(whole, grid):
-    """What this process gives to `from_local`: all that its devices hold, in order."""
-    devices = list(device_mesh().devices.flat)
-    numbers = np.arange(whole.size).reshape(whole.shape)
+    numbers = np.arange(full.size).reshape(full.shape)
     mine = [slice_of(numbers, grid, devices.index(device)) for device in jax.local_devices()]
-    kept = np.unravel_index(np.concatenate([part.ravel() for part in mine]), whole.shape)
-    return whole[np.ix_(*(np.unique(along) for along in kept))]
+    kept = np.unravel_index(np.concatenate([part.ravel() for part in mine]), full.shape)
+    return full[np.ix_(*(np.unique(along) for along in kept))]
 
 
 def refused(function, *args, **kwargs):
@@ -107,22 +74,22 @@ def the_mesh():
 
 @check
 def arrays():
-    for expression, grid in EXPRESSIONS:
-        x = einshard(WHOLE, expression)
-        check_shards(x, WHOLE, grid)
+    for expression, grid in ON_EIGHT:
+        x = einshard(FULL, expression)
+        check_shards(x, FULL, grid)
         assert x.sharding == make_sharding(expression)
         assert make_sharding(describe(x)) == x.sharding
         assert einshard(x, expression) is x
-    # an array that one device of each process holds
-    check_shards(einshard(jnp.asarray(WHOLE), 'a b -> a8 b'), WHOLE, [(0, 8)])
+    # an array on one device of each process
+    check_shards(einshard(jnp.asarray(FULL), 'a b -> a8 b'), FULL, [(0, 8)])
     # from placement to placement
-    check_shards(einshard(einshard(WHOLE, 'a b -> a8 b'), 'a b -> b8 a'), WHOLE, [(1, 8)])
+    check_shards(einshard(einshard(FULL, 'a b -> a8 b'), 'a b -> b8 a'), FULL, [(1, 8)])
 
 
 @check
 def arrays_of_one_process():
-    local = einshard(WHOLE, 'a b -> a* b', mesh=jax.local_devices())
-    np.testing.assert_array_equal(local, WHOLE)
+    local = einshard(FULL, 'a b -> a* b', mesh=jax.local_devices())
+    np.testing.assert_array_equal(local, FULL)
     assert local.sharding.device_set == set(jax.local_devices())
 
 
@@ -144,7 +111,7 @@ def kinds():
         assert x.shape == ()
         assert x.dtype == jnp.asarray(scalar).dtype
         check_shards(x, np.asarray(scalar, x.dtype), [(None, 8)])
-    assert 'size 6, which 8 parts' in refused(einshard, np.ones(6), 'a -> a*')
+    assert 'not divisible by 8' in refused(einshard, np.ones(6), 'a -> a*')
 
 
 @check
@@ -163,12 +130,12 @@ def random_keys():
 
 @check
 def trees():
-    right = einshard(WHOLE, 'a b -> a8 b')
-    tree = {'w': WHOLE, 'right': right, 'n': 2, 'f': len, 'none': None}
+    right = einshard(FULL, 'a b -> a8 b')
+    tree = {'w': FULL, 'right': right, 'n': 2, 'f': len, 'none': None}
     placed = einshard(
         tree, {'w': 'a b -> b8 a', 'right': 'a8 b', 'n': '* ...', 'f': None, 'none': None}
     )
-    check_shards(placed['w'], WHOLE, [(1, 8)])
+    check_shards(placed['w'], FULL, [(1, 8)])
     check_shards(placed['n'], np.int32(2), [(None, 8)])
     assert placed['right'] is right
     assert placed['f'] is len
@@ -177,27 +144,27 @@ def trees():
 @check
 def rules():
     model = {
-        'embed': WHOLE,
-        'layers': [{'kernel': WHOLE + i, 'bias': np.ones(3, np.float32)} for i in range(2)],
+        'embed': FULL,
+        'layers': [{'kernel': FULL + i, 'bias': np.ones(3, np.float32)} for i in range(2)],
         'step': np.int32(0),
     }
     table = Rules([('kernel', 'i o -> * i o2'), ('bias', '... -> * ...')], default=shard_largest)
     placed = einshard(model, table)
-    check_shards(placed['embed'], WHOLE, [(1, 8)])
+    check_shards(placed['embed'], FULL, [(1, 8)])
     for i, layer in enumerate(placed['layers']):
-        check_shards(layer['kernel'], WHOLE + i, [(None, 4), (1, 2)])
+        check_shards(layer['kernel'], FULL + i, [(None, 4), (1, 2)])
         check_shards(layer['bias'], np.ones(3), [(None, 8)])
     check_shards(placed['step'], np.int32(0), [(None, 8)])
-    assert 'matches no rule' in refused(einshard, {'w': WHOLE}, Rules([]))
+    assert 'matches no rule' in refused(einshard, {'w': FULL}, Rules([]))
 
 
 @check
 def traced_values():
-    x = einshard(WHOLE, 'a b -> a8 b')
+    x = einshard(FULL, 'a b -> a8 b')
     y = jax.jit(lambda x: einshard(x * 2, 'a b -> b8 a'))(x)
-    check_shards(y, 2 * WHOLE, [(1, 8)])
+    check_shards(y, 2 * FULL, [(1, 8)])
     total = jax.jit(lambda x: einshard(x.sum(), '... -> * ...'))(x)
-    assert float(total.addressable_shards[0].data) == WHOLE.sum()
+    assert float(total.addressable_shards[0].data) == FULL.sum()
 
 
 @check
@@ -207,14 +174,14 @@ def arguments_of_jitted_functions():
         return x + y
 
     first = jax.local_devices()[0]
-    for given in (WHOLE, jnp.asarray(WHOLE), jax.device_put(WHOLE, first), WHOLE):
-        check_shards(add(given, 1), WHOLE + 1, [(1, 8)])
-    check_shards(add(einshard(WHOLE, 'a* b'), np.float64(1)), WHOLE + 1, [(1, 8)])
+    for given in (FULL, jnp.asarray(FULL), jax.device_put(FULL, first), FULL):
+        check_shards(add(given, 1), FULL + 1, [(1, 8)])
+    check_shards(add(einshard(FULL, 'a* b'), np.float64(1)), FULL + 1, [(1, 8)])
 
 
 @check
 def arguments_that_differ():
-    """As where each process gives the rows that it has read, and has forgotten `from_local`."""
+    """Each process passes its local rows, without `from_local`."""
 
     @sharded('a b -> a* b')
     def total(x):
@@ -229,14 +196,14 @@ def arguments_that_differ():
         assert 'from_local' in caught.value.facts['for local rows']
     n = jax.process_count()
     assert float(total(from_local(rows, 'a b -> a* b'))) == 128 * sum(range(n))
-    assert float(total(WHOLE)) == WHOLE.sum()
+    assert float(total(FULL)) == FULL.sum()
     if jax.process_index() == 0:
-        total.lower(rows)  # does not run, so that others need not take part
+        total.lower(rows)  # does not run, so the others need not call it
 
 
 @check
 def host_data_is_not_compared():
-    """Every process takes what it has, and nobody waits for anybody."""
+    """Processes place their own data, without communication."""
     process = jax.process_index()
     mine = np.full((8, 16), float(process), np.float32)
     check_shards(einshard(mine, 'a b -> a8 b'), mine, [(0, 8)])
@@ -251,34 +218,34 @@ def host_data_is_not_compared():
 
 
 @check
-def whole_again():
-    x = einshard(WHOLE, 'a b -> a* b', mesh=jax.local_devices())
-    y = einshard(WHOLE, 'a b -> b2 a4')
-    tree = {'local': x, 'global': y, 'host': WHOLE, 'name': 'w', 'none': None, 'one': jnp.arange(3)}
+def gathered_arrays():
+    x = einshard(FULL, 'a b -> a* b', mesh=jax.local_devices())
+    y = einshard(FULL, 'a b -> b2 a4')
+    tree = {'local': x, 'global': y, 'host': FULL, 'name': 'w', 'none': None, 'one': jnp.arange(3)}
     gathered = gather(tree)
-    assert gathered['host'] is WHOLE
+    assert gathered['host'] is FULL
     assert (gathered['name'], gathered['none']) == ('w', None)
     for name in ('local', 'global'):
         assert type(gathered[name]) is np.ndarray
-        np.testing.assert_array_equal(gathered[name], WHOLE)
+        np.testing.assert_array_equal(gathered[name], FULL)
     np.testing.assert_array_equal(gathered['one'], np.arange(3))
     again = einshard(gathered['global'], describe(y))
     assert again.sharding == y.sharding
-    check_shards(again, WHOLE, [(1, 2), (0, 4)])
+    check_shards(again, FULL, [(1, 2), (0, 4)])
 
 
 @check
 def refs_and_keys():
-    ref = jax.new_ref(einshard(WHOLE, 'a b -> a* b'))
+    ref = jax.new_ref(einshard(FULL, 'a b -> a* b'))
     assert einshard({'r': ref}, 'a* b')['r'] is ref
     refused(einshard, ref, 'a b*')
     jax.jit(lambda r: r.__setitem__(..., r[...] + 1))(ref)
-    np.testing.assert_array_equal(gather(ref), WHOLE + 1)
+    np.testing.assert_array_equal(gather(ref), FULL + 1)
     keys = jax.random.split(jax.random.key(0), 8)
     data = gather({'keys': einshard(keys, 'a8'), 'key': jax.random.key(1)})
     np.testing.assert_array_equal(data['keys'], jax.random.key_data(keys))
     assert type(data['key']) is np.ndarray
-    error = refused(from_local, {'r': ref, 'x': WHOLE}, 'a* b')
+    error = refused(from_local, {'r': ref, 'x': FULL}, 'a* b')
     assert 'a jax.Ref' in str(error)
 
 
@@ -287,13 +254,13 @@ def refs_and_keys():
 
 @check
 def own_parts():
-    for expression, grid in EXPRESSIONS:
-        mine = part_of(WHOLE, grid)
+    for expression, grid in ON_EIGHT:
+        mine = part_of(FULL, grid)
         for given in (mine, jnp.asarray(mine)):
             x = from_local(given, expression)
-            check_shards(x, WHOLE, grid)
+            check_shards(x, FULL, grid)
             assert x.sharding == make_sharding(expression)
-        np.testing.assert_array_equal(gather(x), WHOLE)
+        np.testing.assert_array_equal(gather(x), FULL)
     # an axis behind '...', and one that is empty
     images = np.arange(8 * 2 * 4).reshape(8, 2, 4)
     x = from_local(part_of(images, [(0, 8)]), 'batch ... c -> batch* ... c')
@@ -305,7 +272,7 @@ def own_parts():
 
 @check
 def rows_in_order_of_processes():
-    """The usual case, said without the tables above."""
+    """The usual case, without ON_EIGHT."""
     process, n = jax.process_index(), jax.process_count()
     rows = np.full((8, 3), float(process))
     x = from_local(rows, 'batch d -> batch* d')
@@ -319,7 +286,7 @@ def rows_in_order_of_processes():
 
 @check
 def shapes_that_the_documentation_tells():
-    """The table of docs/many_hosts.md, which is about four processes with two devices each."""
+    """The table of docs/many_hosts.md, for four processes with two devices each."""
     if jax.process_count() != 4:
         return
     page = (Path(__file__).parents[1] / 'docs' / 'many_hosts.md').read_text()
@@ -342,7 +309,7 @@ def local_trees():
         'scale': np.ones(()),
         'of': 'training',
         'none': None,
-        'left': WHOLE,
+        'left': FULL,
     }
     specs = {
         **dict.fromkeys(('images', 'labels', 'keys'), 'batch ... -> batch* ...'),
@@ -370,7 +337,7 @@ def local_trees():
         check_shards(x['step'], np.int32(3), [(None, 8)])
         check_shards(x['scale'], np.float32(1), [(None, 8)])
         assert (x['of'], x['none']) == ('training', None)
-        assert x['left'] is WHOLE
+        assert x['left'] is FULL
     few = {name: batch[name] for name in ('images', 'scale')}
     x = from_local(few, table)
     assert x['images'].sharding == make_sharding('b ... -> b* ...')
@@ -389,7 +356,7 @@ def shapes_alone():
 def meshes():
     process, n, n_each = jax.process_index(), jax.process_count(), jax.local_device_count()
     rows = np.full((8, 3), process)
-    # of this process alone: nobody else takes part
+    # a mesh of one process: only that process calls it
     if process == 0:
         x = from_local(rows, 'b d -> b* d', mesh=jax.local_devices())
         assert x.shape == (8, 3)
@@ -424,7 +391,7 @@ def unchecked():
     rows = np.full((8, 3), process)
     if process == 0:  # with the check it would wait for the others here
         from_local(rows, 'b d -> b* d', check=False)
-    # what differs between replicas is not noticed
+    # differences between replicas are not detected
     x = from_local(rows, 'b d -> * b d')
     assert all((np.asarray(shard.data) == process).all() for shard in x.addressable_shards)
 
@@ -471,7 +438,7 @@ def uneven_rows():
         said['other mesh'] = refused(from_local, rows, spec, mesh=jax.devices()[:n_each])
     abstract = AbstractMesh((8,), ('x',), axis_types=(AxisType.Auto,))
     said['abstract mesh'] = refused(from_local, rows, 'batch d -> batch@x d', mesh=abstract)
-    # cuts that stay in a process are replicated where they do not divide, if rules say so
+    # axes that are sharded only within a process may be replicated if indivisible
     inner = Rules([('x', f'b d -> b{jax.process_count()} d*')], indivisible='replicate')
     x = from_local({'x': np.full((4, 3), process)}, inner)['x']
     assert x.shape == (4 * jax.process_count(), 3)
@@ -492,7 +459,7 @@ TRAINING = Rules(
 
 
 def train(process=0, n_processes=1, mesh=None):
-    """Losses and parameters of five steps, of which each process has its rows of the batches."""
+    """Losses and parameters of five steps; each process has its rows of the batches."""
     rng = np.random.default_rng(0)
 
     def dense(n_in, n_out):
@@ -540,7 +507,7 @@ def training():
 # --- a checkpoint -----------------------------------------------------------------------------
 
 SAVED = {
-    'w': WHOLE,
+    'w': FULL,
     'b': np.arange(16, dtype=np.float32).astype(ml_dtypes.bfloat16),
     'step': np.int32(7),
 }
@@ -549,7 +516,7 @@ RESTORED_AS = {'w': 'a b -> b* a', 'b': 'a -> a*', 'step': '... -> * ...'}
 
 
 def restore(folder, mesh=None):
-    """Reads the checkpoint into another layout than it was saved in."""
+    """Restores the checkpoint with other shardings."""
     import orbax.checkpoint
 
     shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, SAVED))
@@ -569,7 +536,7 @@ def has_orbax():
 
 @check
 def checkpoint(folder):
-    """The first run saves, the others restore; all in other layouts than the one saved."""
+    """The first run saves; all runs restore, with other shardings."""
     if not has_orbax():
         return
     saved = folder.parent / 'checkpoint'
@@ -579,7 +546,7 @@ def checkpoint(folder):
         with orbax.checkpoint.StandardCheckpointer() as checkpointer:
             checkpointer.save(saved, einshard(SAVED, SAVED_AS))
     restored = restore(saved)
-    check_shards(restored['w'], WHOLE, [(1, 8)])
+    check_shards(restored['w'], FULL, [(1, 8)])
     check_shards(restored['b'], SAVED['b'], [(0, 8)])
 
 

@@ -1,4 +1,4 @@
-"""Equinox: modules as trees, with leaves that are no arrays; and optax beside them."""
+"""Equinox: modules with leaves that are not arrays, and optax."""
 
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def reference():
 
 
 def check(tree):
-    """The model is where its rules say, and so are the moments of the optimizer."""
+    """The model and the moments of the optimizer are sharded by the rules."""
     noise = {'noise': P('data')}  # moments have none
     check_placed(arrays(tree), CUT | noise)
     if isinstance(tree, tuple):
@@ -118,8 +118,8 @@ def test_a_module_is_placed_as_it_is():
     np.testing.assert_allclose(apply(placed, X), apply(model, X), rtol=1e-5, atol=1e-6)
 
 
-def test_numbers_in_a_module_stay_numbers():
-    """Equinox takes what is no array for static: as arrays they could steer no Python code."""
+def test_numbers_in_a_module_are_not_placed():
+    """Equinox treats leaves that are not arrays as static: Python code can branch on them."""
     model = {'drop': eqx.nn.Dropout(0.5), 'norm': eqx.nn.LayerNorm(8)}
     placed = einshard(model, Rules([], default='... -> * ...'))
     assert placed['drop'].inference is False
@@ -144,7 +144,7 @@ def test_modules_are_born_sharded_by_filter_jit():
     assert placed[0].activation is jax.nn.relu
 
 
-def test_no_device_holds_a_whole_weight():
+def test_no_device_holds_an_unsharded_weight():
     @eqx.filter_jit
     def init(key):
         return einshard(eqx.nn.Linear(1024, 1024, use_bias=False, key=key), shard_largest)
@@ -162,7 +162,7 @@ def test_modules_are_born_sharded_by_sharded():
     assert jax.tree.structure(model) == jax.tree.structure(UNSHARDED(jax.random.key(0))[0])
 
 
-def test_training_by_filter_jit_stays_where_it_is(reference):
+def test_training_by_filter_jit_keeps_shardings(reference):
     model, state = BORN(jax.random.key(0))
     traces = []
 
@@ -182,7 +182,7 @@ def test_training_by_filter_jit_stays_where_it_is(reference):
     check_equal(arrays((model, state)), arrays(reference[1]), **CLOSE)
 
 
-def test_training_by_sharded_stays_where_it_is(reference):
+def test_training_by_sharded_keeps_shardings(reference):
     model, state = einshard(UNSHARDED(jax.random.key(0)), RULES)
     params, static = eqx.partition(model, eqx.is_array)
     traces = []
@@ -242,7 +242,7 @@ def test_statistics_of_batch_norm():
     assert len(traces) == 1
 
 
-def test_shared_layers_stay_shared():
+def test_shared_layers():
     class Tied(eqx.Module):
         shared: eqx.nn.Shared
 

@@ -154,9 +154,9 @@ def test_table(capsys, model):
     )
     row = 'kernel float32[32,4096] kernel i o -> i o* [32,8] 1.0 KiB'
     assert row.split() in [line.split() for line in text.splitlines()]
-    assert 'on each of 512 devices' in text
+    assert 'per device on 512 devices' in text
     text = printed(capsys, 'table', f'{model}:rules', f'{model}:init', '--mesh', 'data=4', 'tp=4')
-    assert 'on each of 16 devices' in text
+    assert 'per device on 16 devices' in text
 
 
 @pytest.mark.parametrize(

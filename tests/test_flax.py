@@ -1,5 +1,6 @@
 """Flax: modules of NNX by their state, variables of Linen, boxes with names of axes."""
 
+import inspect
 from pathlib import Path
 
 import flax
@@ -44,7 +45,7 @@ CUT_NNX = {f'{path}/value': spec for path, spec in CUT.items()}  # each array is
 
 
 class MLP(nnx.Module):
-    """What has state of every kind: parameters, statistics, keys and counters of a generator."""
+    """It has state of every kind: parameters, statistics, keys and counters of a generator."""
 
     def __init__(self, rngs, hidden='b f -> b8 f2'):
         self.up = nnx.Linear(8, 16, rngs=rngs)
@@ -90,7 +91,7 @@ def test_state_of_a_module_is_placed_in_it(unsharded):
     model = nnx.eval_shape(lambda: MLP(nnx.Rngs(0)))
     nnx.update(model, placed)
     check_placed(nnx.state(model), CUT_NNX)
-    # a part of the state is a tree like any other
+    # a part of the state
     check_placed(
         einshard(nnx.state(model, nnx.BatchStat), RULES),
         {'mean/value': P('tp'), 'var/value': P('tp')},
@@ -119,7 +120,7 @@ def test_modules_are_born_sharded(born, unsharded):
     check_equal(state, unsharded[0], rtol=1e-6)
 
 
-def test_no_device_holds_a_whole_kernel():
+def test_no_device_holds_an_unsharded_kernel():
     def init():
         return nnx.state(nnx.Linear(1024, 1024, rngs=nnx.Rngs(0)))
 
@@ -127,7 +128,7 @@ def test_no_device_holds_a_whole_kernel():
     assert figures.output_size_in_bytes + figures.temp_size_in_bytes < 4 * 1024 * 1024
 
 
-def test_training_by_sharded_stays_where_it_is(unsharded):
+def test_training_by_sharded_keeps_shardings(unsharded):
     graphdef, state = sharded(out=(None, RULES))(lambda: nnx.split(make()))()
     traces = []
 
@@ -147,12 +148,12 @@ def test_training_by_sharded_stays_where_it_is(unsharded):
     _, expected, expected_state = unsharded
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     check_equal(state, expected_state, **CLOSE)
-    # masks of dropout were drawn, and statistics taken
+    # dropout and batch norm ran
     assert int(state[0]['drop']['rngs']['count'][...]) == 4
     assert float(jnp.abs(state[0]['norm']['mean'][...]).sum()) > 0
 
 
-def test_training_by_nnx_jit_stays_where_it_is(unsharded):
+def test_training_by_nnx_jit_keeps_shardings(unsharded):
     model, optimizer = nnx.jit(placed_by_constraint)()
     traces = []
 
@@ -228,7 +229,7 @@ def test_stacks_and_lists_of_modules():
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_tied_weights_stay_tied():
+def test_tied_weights():
     class Tied(nnx.Module):
         def __init__(self, rngs):
             self.embed = nnx.Embed(16, 8, rngs=rngs)
@@ -244,7 +245,7 @@ def test_tied_weights_stay_tied():
     assert model.two.kernel is model.one.kernel
     cut = {'embedding/value': P(('data', 'tp')), 'kernel/value': P(None, 'tp')}
     check_placed(nnx.state(model), cut)
-    # and through the state that a compiled function gives
+    # and in the state from a compiled function
     model = nnx.merge(*sharded(out=(None, rules))(lambda: nnx.split(Tied(nnx.Rngs(0))))())
     assert model.two.kernel is model.one.kernel
     check_placed(nnx.state(model), cut)
@@ -269,7 +270,7 @@ def test_methods_of_a_module():
 
 
 def short_form(spec):
-    """The names that Flax has for the axes of an array, as an expression in the short form."""
+    """Axis names of Flax as an expression in the short form."""
     return ' '.join(name or free for name, free in zip(spec, 'abcdefgh', strict=False)) or '...'
 
 
@@ -285,7 +286,7 @@ def test_names_of_axes_of_nnx():
             names = {'kernel_init': nnx.with_partitioning(init, ('mlp', None))}
             self.down = nnx.Linear(16, 8, **names, rngs=rngs)
 
-    with nnx.use_eager_sharding(False):  # that Flax reads its names as axes of a mesh
+    with nnx.use_eager_sharding(False):  # else Flax reads the names as mesh axes
         names = nnx.get_partition_spec(nnx.eval_shape(lambda: nnx.state(Named(nnx.Rngs(0)))))
         specs = jax.tree.map(short_form, names, is_leaf=lambda leaf: isinstance(leaf, P))
         with axis_rules(mlp='2'):
@@ -329,7 +330,7 @@ def test_names_of_axes_of_linen():
 
 
 @pytest.mark.parametrize('with_names', [nn.with_partitioning, nn.with_logical_partitioning])
-def test_boxes_stay_around_what_is_placed(with_names):
+def test_boxes_are_kept(with_names):
     init = with_names(nn.initializers.lecun_normal(), ('embed', 'mlp'))
     boxed = jax.jit(nn.Dense(16, kernel_init=init, name='up').init)(jax.random.key(0), X)
     placed = einshard({'up': boxed['params']}, RULES)
@@ -337,7 +338,7 @@ def test_boxes_stay_around_what_is_placed(with_names):
     assert type(placed['up']['kernel']) is type(boxed['params']['kernel'])
     assert placed['up']['kernel'].names == ('embed', 'mlp')
     check_equal(placed, {'up': boxed['params']})
-    # a spec for the box is one for the array in it
+    # the spec of a box is for its array
     placed = einshard(boxed, {'params': {'kernel': 'd f -> * d f2', 'bias': '* f'}})
     check_placed(placed, {'kernel/value': P(None, 'tp')})
 
@@ -397,7 +398,7 @@ def test_variables_of_linen_are_born_sharded():
     np.testing.assert_allclose(y, jax.jit(LinenMLP(None).apply)(expected, X), rtol=1e-5, atol=1e-6)
 
 
-def test_frozen_dicts_stay_frozen():
+def test_frozen_dicts():
     variables = flax.core.freeze(jax.jit(LinenMLP().init)(jax.random.key(0), X))
     placed = einshard(variables, RULES)
     assert type(placed) is flax.core.FrozenDict
@@ -406,7 +407,7 @@ def test_frozen_dicts_stay_frozen():
     check_placed(einshard(variables, specs), CUT)
 
 
-def test_a_train_state_stays_where_it_is():
+def test_a_train_state_keeps_its_shardings():
     model, unsharded = LinenMLP(), LinenMLP(hidden=None)
     state, expected = sharded(out=RULES)(linen_state(model))(), jax.jit(linen_state(unsharded))()
     check_placed(state, CUT)
@@ -469,7 +470,7 @@ def test_the_example_learns(monkeypatch):
     assert describe(model.down.kernel[...]) == 'a b -> 8 a2 b'
 
 
-def test_a_report_tells_the_layer():
+def test_reports_name_the_layer():
     class Mlp(nnx.Module):
         def __init__(self, rngs):
             self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
@@ -489,7 +490,7 @@ def test_a_report_tells_the_layer():
     rows = explain(apply, state, X).collectives
     assert {row.of for row in rows} == {(f'state/layers/{i}/kernel/value',) for i in (0, 1)}
     assert rows.counts == {'all-gather': 2}
-    line = Mlp.__call__.__code__.co_firstlineno + 2
-    # before 0.10 or so JAX writes one line alone, which is the innermost that is not its own
+    line = inspect.getsourcelines(Mlp.__call__)[1] + 2
+    # JAX before 0.10 writes only the innermost line outside JAX
     if jax.__version_info__ >= (0, 10):
         assert {row.source for row in rows} == {f'{__file__}:{line}'}

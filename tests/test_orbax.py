@@ -1,4 +1,4 @@
-"""Orbax: saved from shards, restored into other shards on other devices, whole on none of them."""
+"""Orbax: saves shards, and restores other shards on other devices."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ OPTIMIZER = optax.adamw(1e-3)
 
 # from sixteen devices
 SAVED = Rules([('up', 'd f -> d8 f2'), ('down', 'f d -> f* d')], default='... -> * ...')
-# to six others: other parts, along other axes
+# to six others, with other shards
 RESTORED = Rules([('up', 'd f -> d3 f2'), ('down', 'f d -> 3 f d2')], default='... -> * ...')
 CUT = {'up': P('a', 'b'), 'down': P(None, 'b')}
 
@@ -53,7 +53,7 @@ def restore(path, target):
 
 @pytest.fixture
 def put(monkeypatch):
-    """The shapes of all that goes to devices."""
+    """The shapes that are put on devices."""
     shapes = set()
     device_put = jax.device_put
 
@@ -73,12 +73,12 @@ def test_restored_by_other_rules_on_other_devices(tree, six, tmp_path, put):
     restored = restore(tmp_path / 'checkpoint', target)
     check_placed(restored, CUT, six)
     check_equal(restored, tree)
-    # what went to a device was a shard and never a whole array of those that are cut
+    # sharded arrays were put on devices as shards
     assert put == {(SIZE // 3, 2 * SIZE), (4 * SIZE, SIZE // 2), ()}
 
 
 def test_files_hold_shards(tree, tmp_path):
-    """Each device has written its own: nothing was gathered on the way to the disk."""
+    """Each device wrote its shard; nothing was gathered."""
     save(tmp_path / 'checkpoint', tree)
     with ocp.StandardCheckpointer() as checkpointer:
         metadata = checkpointer.metadata(tmp_path / 'checkpoint')
@@ -134,7 +134,7 @@ def test_state_of_nnx_with_typed_keys(six, tmp_path):
     assert jnp.issubdtype(restored['drop']['rngs']['key'].dtype, jax.dtypes.prng_key)
 
 
-def test_typed_keys_that_are_cut(tmp_path):
+def test_sharded_typed_keys(tmp_path):
     keys = einshard(jax.random.split(jax.random.key(0), 16), 'k -> k*')
     save(tmp_path / 'checkpoint', {'keys': keys})
     target = {'keys': jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 16))}

@@ -31,7 +31,7 @@ PATIENCE = 60  # seconds in which no process finishes a check
 
 
 def launch(folder, n_processes):
-    """Runs all checks in new processes; returns what they wrote, and what else they said."""
+    """Runs all checks in new processes; returns their results and output."""
     folder.mkdir()
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
@@ -55,7 +55,7 @@ def launch(folder, n_processes):
             for i in range(n_processes)
         ]
         try:
-            # one that fails leaves the others waiting for it
+            # if one fails, the others wait for it
             written, since = -1, time.monotonic()
             while any(process.poll() is None for process in processes):
                 size = sum(path.stat().st_size for path in folder.glob('*.jsonl'))
@@ -78,7 +78,7 @@ def launch(folder, n_processes):
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-    """The results of a run with some number of processes; each is run once, that of two first."""
+    """The results with a number of processes, cached; two processes run first."""
     folder = tmp_path_factory.mktemp('processes')
 
     @functools.cache
@@ -92,7 +92,7 @@ def run(tmp_path_factory):
 
 
 def said(run, n_processes, check):
-    """What each process returned from a check, in which none failed."""
+    """What each process returned from a check. No process failed."""
     results, output = run(n_processes)
     for process, result in enumerate(results):
         assert check in result, f'process {process} never finished {check}:\n{output}'
@@ -115,12 +115,12 @@ def trained():
 
 
 @pytest.mark.parametrize('n_processes', [2, 4])
-def test_training_is_that_of_one_process(run, trained, n_processes):
+def test_training_as_in_one_process(run, trained, n_processes):
     first, *others = said(run, n_processes, 'training')
     assert all(other == first for other in others)  # bit for bit
     assert first.keys() == trained.keys()
     for name, array in first.items():
-        # gloo adds up in another order than one process does
+        # gloo adds in another order than one process
         np.testing.assert_allclose(array, trained[name], rtol=1e-5, atol=1e-6, err_msg=name)
     assert len(first['losses']) == 5
     assert first['losses'][-1] < first['losses'][0]
@@ -143,7 +143,7 @@ def test_checkpoint_of_two_processes_is_read_by_one(run):
 
 
 def test_page_and_its_program_run(monkeypatch):
-    """The page starts two processes itself, which learn what one and four do."""
+    """The program of the page learns the same in two processes as in one."""
     monkeypatch.setenv('PYTHONPATH', str(ROOT))
     monkeypatch.chdir(test_docs.DOCS)
     _, printed = test_docs.run(test_docs.DOCS / 'many_hosts.md')
@@ -183,7 +183,7 @@ def different(*said, expression='batch d -> batch* d'):
 
 
 @pytest.mark.parametrize('n', [2, 4])
-def test_what_differs_is_said_by_all_processes(run, n):
+def test_all_processes_raise_the_same_difference(run, n):
     first, *others = said(run, n, 'uneven_rows')
     rest = {2: 'process 1', 4: 'processes 1, 2, 3'}[n]
     uneven = f"axis 'batch' (size 5 in this process) is not divisible by its {8 // n} local shards"
@@ -208,7 +208,7 @@ def test_what_differs_is_said_by_all_processes(run, n):
 
 
 @pytest.mark.parametrize('n', [2, 4])
-def test_what_is_wrong_in_all_processes_each_says_itself(run, n):
+def test_each_process_raises_its_own_error(run, n):
     each = 8 // n
     for process, texts in enumerate(said(run, n, 'uneven_rows')):
         assert texts['indivisible in all'] == (

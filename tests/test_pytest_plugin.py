@@ -70,7 +70,7 @@ def report():
 
 @pytest.fixture
 def session(tmp_path, monkeypatch):
-    """Runs pytest in this process, with this plugin alone; its status and what it printed."""
+    """Runs pytest in this process with only this plugin; returns its status and output."""
     monkeypatch.delenv('PYTEST_ADDOPTS', raising=False)
     monkeypatch.setattr(sys, 'dont_write_bytecode', True)  # files change within a second
     path = tmp_path / 'tests' / 'test_model.py'
@@ -92,7 +92,7 @@ def session(tmp_path, monkeypatch):
 
 
 def goldens_of(folder):
-    """The golden files of the test file in sessions, by name, and what they say."""
+    """The golden files of the test file in sessions: texts by name."""
     files = (folder / 'tests' / 'golden' / 'test_model').glob('*')
     return {file.name: file.read_text(encoding='utf-8') for file in files}
 
@@ -102,7 +102,7 @@ def failures(printed):
     return re.sub(r'^E {7}(Failed: )?', '', printed, flags=re.MULTILINE)
 
 
-def test_the_page_tells_what_happens(session, tmp_path):
+def test_the_example_of_the_page(session, tmp_path):
     section = PAGE.partition('## Golden files')[2]
     module, golden, difference = re.findall(r'^```\w*\n(.*?)^```$', section, re.M | re.S)
 
@@ -176,14 +176,14 @@ def test_each_report_has_a_file_of_its_own(session, tmp_path):
     assert set(files.values()) == {PRODUCT}
     written = re.findall(r'^wrote tests/golden/test_model/(.*)$', printed, re.MULTILINE)
     assert sorted(written) == sorted(files)
-    # a test that runs again, as plugins do with failing ones, starts its numbers again
+    # plugins may run a failing test again: its numbers start again
     path = str(tmp_path / 'tests' / 'test_model.py')
     status, printed = session(MANY, '--keep-duplicates', path)
     assert status == pytest.ExitCode.OK
     assert '12 passed' in printed
 
 
-def test_the_first_difference_ends_the_session_if_asked(session, tmp_path):
+def test_a_session_can_end_at_the_first_difference(session, tmp_path):
     session(MANY, '--einshard-update')
     files = goldens_of(tmp_path)
     changed = MANY.replace("'y z -> y* z'", "'y z -> y z*'")
@@ -218,8 +218,8 @@ def test_golden_text(report):
     assert golden_text(report) == PRODUCT
 
 
-def test_what_a_golden_file_does_not_say(report):
-    """Nothing of the machine, of the lines of the source, or of the compiler's order."""
+def test_golden_files_are_portable(report):
+    """They have no machine, no source lines and no order of the compiler."""
     (row,) = report.collectives
     other = replace(row, kind='all-gather', arrays='f32[2], f32[4], f32[2]', along='')
     same = [
@@ -246,14 +246,14 @@ def test_what_a_golden_file_does_not_say(report):
 @pytest.mark.parametrize(
     ('executions', 'shown'), [((3,), '3'), ((1, 1, 4), '6'), ((1, None), '?'), ((0,), '0')]
 )
-def test_collectives_count_as_often_as_they_run(report, executions, shown):
+def test_executions_are_counted(report, executions, shown):
     (row,) = report.collectives
     rows = Collectives(replace(row, executions=n) for n in executions)
     text = golden_text(replace(report, collectives=rows))
     assert text == PRODUCT.replace('1 x all-reduce', f'{shown} x all-reduce')
 
 
-def test_a_loop_counts_by_its_turns():
+def test_executions_in_a_loop():
     @sharded('l x y -> l x y*', '... -> * ...', mesh=jax.devices()[:8])
     def layers(w, h):
         return jax.lax.scan(lambda h, w: (jax.numpy.tanh(h + w.sum() * h), None), h, w)[0]
@@ -262,7 +262,7 @@ def test_a_loop_counts_by_its_turns():
     assert text.endswith('collectives\n  5 x all-reduce f32[], 1 group of 8 along y\n')
 
 
-def test_the_mesh_is_shown_where_it_has_names():
+def test_named_meshes_are_shown():
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((4, 2), ('data', 'tp'), devices=jax.devices()[:8], axis_types=auto)
 
@@ -311,7 +311,7 @@ def test_two_files_of_one_name(report, tmp_path):
 
 
 @pytest.mark.parametrize('name', ['', 3])
-def test_no_name(report, tmp_path, name):
+def test_invalid_names(report, tmp_path, name):
     with pytest.raises(EinshardError) as caught:
         Goldens(tmp_path, 'test_step', tmp_path, update=True).differs(report, name)
     assert str(caught.value) == (
@@ -319,7 +319,7 @@ def test_no_name(report, tmp_path, name):
     )
 
 
-def test_no_report(report, tmp_path):
+def test_not_a_report(report, tmp_path):
     with pytest.raises(EinshardError) as caught:
         Goldens(tmp_path, 'test_step', tmp_path, update=True).differs(str(report))
     assert str(caught.value) == (
@@ -343,9 +343,9 @@ def pytest_unconfigure(config):
 
 
 def test_jax_is_imported_only_for_tests_that_ask(tmp_path):
-    """A conftest.py can set what JAX reads when it is imported; other tests do not pay for it.
+    """So a conftest.py can set the environment variables that JAX reads on import.
 
-    And what processes of xdist have written, the one that reports can say.
+    The summary lists files written by processes of xdist.
     """
     (tmp_path / 'tests').mkdir()
     (tmp_path / 'tests' / 'conftest.py').write_text(CONFTEST)
@@ -406,11 +406,11 @@ def test_the_installed_plugin_imports_no_jax():
 
 
 def test_training_step_of_the_transformer(einshard_golden, monkeypatch):
-    """Where another JAX, or a change here, makes other programs of it, the file shows it."""
+    """The file shows whether JAX or einshard changes the program."""
     quickly = functools.partial(
         transformer.sharded, compiler_options={'xla_backend_optimization_level': 0}
     )
-    monkeypatch.setattr(transformer, 'sharded', quickly)  # which is LLVM's, and half of the time
+    monkeypatch.setattr(transformer, 'sharded', quickly)  # LLVM would take half the time
     c = transformer.Config(n_layers=3, d_model=32, d_ff=64, sequence=12, batch=8)
     model = transformer.make_model(c, transformer.BOTH, mesh=jax.devices()[:8])
     state = jax.eval_shape(functools.partial(transformer.init_state, c=c), jax.random.key(0))

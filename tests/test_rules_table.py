@@ -1,4 +1,4 @@
-"""Rules.table: its rows, its totals, what it finds odd, and how it is shown."""
+"""Rules.table: its rows, totals, notes, text and HTML."""
 
 import html.parser
 import math
@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of, struct
+from refusal import refusal
 
 from einshard import EinshardError, Rules, axis_rules, device_mesh, einshard, shard_largest
 
-EVERYWHERE = '... -> * ...'
+REPLICATED = '... -> * ...'
 TREE = {
     'embed': np.ones((50, 16), np.float32),
     'mlp': {'kernel': np.ones((16, 64), np.float32), 'bias': np.ones(64, np.float16)},
@@ -38,10 +39,6 @@ RULES = Rules(
 )
 
 
-def rows(table):
-    return {row.path: row for row in table.rows}
-
-
 def test_rows():
     table = RULES.table(TREE)
     assert [row.path for row in table.rows] == ['embed', 'mlp/bias', 'mlp/kernel', 'norm', 'step']
@@ -54,11 +51,11 @@ def test_rows():
     assert (kernel.rule, kernel.expression) == ('kernel$', 'i o -> * i o2')
     assert (kernel.shard_shape, kernel.bytes, kernel.replicated_axes) == ((16, 32), 2048, ())
     assert (bias.dtype, bias.bytes, bias.sharded) == ('float16', 128, False)
-    assert (norm.rule, norm.expression, norm.shard_shape) == ('small', EVERYWHERE, (16,))
+    assert (norm.rule, norm.expression, norm.shard_shape) == ('small', REPLICATED, (16,))
     assert (step.rule, step.dtype, step.shape, step.bytes) == ('scalar', 'int32', (), 4)
 
 
-def test_leaves_that_are_left_alone_are_whole():
+def test_leaves_without_a_spec():
     (row,) = Rules([('w', None)]).table({'w': struct(8, 4), 'f': len}).rows
     assert (row.rule, row.expression, row.shard_shape) == ('w', None, (8, 4))
     assert (row.bytes, row.sharded) == (128, False)
@@ -80,22 +77,22 @@ def test_totals():
 
 
 def test_totals_at_the_ends():
-    everywhere = Rules([], default=EVERYWHERE).table({'w': struct(16, 4)})
-    assert (everywhere.sharded_share, everywhere.copies) == (0, 16)
-    cut = Rules([], default='a* b').table({'w': struct(16, 4)})
-    assert (cut.sharded_share, cut.copies) == (1, 1)
+    replicated = Rules([], default=REPLICATED).table({'w': struct(16, 4)})
+    assert (replicated.sharded_share, replicated.copies) == (0, 16)
+    sharded = Rules([], default='a* b').table({'w': struct(16, 4)})
+    assert (sharded.sharded_share, sharded.copies) == (1, 1)
     empty = Rules([]).table({})
     assert (empty.rows, empty.bytes_per_device, empty.whole_bytes) == ((), 0, 0)
     assert (empty.sharded_share, empty.copies) == (0, 1)
-    assert '0 B on each of 16 devices' in str(empty)
+    assert '0 B per device on 16 devices' in str(empty)
 
 
 MESH = mesh_of(data=2, fsdp=4, tp=2)
 PLACED = [
-    (Rules([], default=EVERYWHERE), None),
+    (Rules([], default=REPLICATED), None),
     (Rules([], default=shard_largest), None),
     (Rules([], default=shard_largest), jax.devices()[:6]),
-    (Rules([('kernel', P('fsdp', 'tp'))], default=EVERYWHERE), MESH),
+    (Rules([('kernel', P('fsdp', 'tp'))], default=REPLICATED), MESH),
     (Rules([('', '... o -> ... o@(data,fsdp)')], indivisible='replicate'), MESH),
     (Rules([('', 'o ... -> o* ...')], indivisible='replicate', min_size=30), jax.devices()[:3]),
     (Rules([('', 'o ... -> o4 * ...')], indivisible='replicate'), jax.devices()[:12]),
@@ -103,7 +100,7 @@ PLACED = [
 
 
 @pytest.mark.parametrize(('rules', 'mesh'), PLACED)
-def test_bytes_are_those_of_arrays_that_are_placed(rules, mesh):
+def test_bytes_of_placed_arrays(rules, mesh):
     tree = {
         'kernel': np.ones((24, 12), np.float32),
         'layers': [{'kernel': np.ones((8, 6), np.int8), 'bias': np.ones(6)} for _ in range(2)],
@@ -138,7 +135,7 @@ def test_the_mesh_is_that_of_einshard():
     abstract = AbstractMesh((8, 4), ('fsdp', 'tp'), axis_types=(AxisType.Auto,) * 2)
     assert rules.table(tree, mesh=abstract).rows[0].shard_shape == (1, 1)
     assert rules.table(tree, mesh=abstract).n_devices == 32
-    # what einshard refuses, the table does
+    # errors are those of einshard
     twelve = device_mesh(jax.devices()[:12])
     counts = Rules([('w', 'a b -> a4 b3')])
     for call in (counts.table, lambda tree: einshard(tree, counts)):
@@ -151,21 +148,21 @@ def test_the_mesh_is_that_of_einshard():
         rules.table(tree, mesh='x')
 
 
-def test_refusals_are_those_of_einshard():
-    with pytest.raises(EinshardError, match='1 path matches no rule'):
-        Rules([('x', EVERYWHERE)]).table({'w': struct(4)})
-    with pytest.raises(EinshardError) as caught:
-        Rules([('k', 'a*')]).table({'mlp': {'kernel': struct(4)}})
-    assert caught.value.sentence == "axis 'a' (size 4) is not divisible by 16"
-    assert caught.value.facts['array'] == "float32[4], leaf 'mlp/kernel'"
-    assert caught.value.facts['rule'] == "'k'"
+def test_errors_are_those_of_einshard():
+    error = refusal(Rules([('x', REPLICATED)]).table, {'w': struct(4)})
+    assert error.sentence == '1 path matches no rule'
+    error = refusal(Rules([('k', 'a*')]).table, {'mlp': {'kernel': struct(4)}})
+    assert error.sentence == refusal(einshard, struct(4), 'a*').sentence
+    assert error.facts['array'] == "float32[4], leaf 'mlp/kernel'"
+    assert error.facts['rule'] == "'k'"
 
 
-def test_arrays_that_jax_does_not_have():
+def test_unsupported_dtypes():
     tree = {'names': np.array(['a', 'b']), 'w': struct(16)}
-    with pytest.raises(EinshardError, match='JAX does not support dtype <U1'):
-        Rules([], default=EVERYWHERE).table(tree)
-    assert list(rows(Rules([], default=None).table(tree))) == ['w']
+    error = refusal(Rules([], default=REPLICATED).table, tree)
+    assert error.sentence == 'JAX does not support dtype <U1'
+    (row,) = Rules([], default=None).table(tree).rows
+    assert row.path == 'w'
 
 
 def test_keys_have_bytes():
@@ -179,18 +176,13 @@ def test_a_function_is_asked_once_for_each_leaf():
 
     def ask(path, leaf):
         asked.append(path)
-        return EVERYWHERE
+        return REPLICATED
 
     Rules([], default=ask).table({'a': struct(4), 'b': struct(4)})
     assert asked == ['a', 'b']
 
 
-# ---------------------------------------------------------------------------------- what is odd
-
-
-def odd(pairs, *paths):
-    table = Rules(pairs, default=EVERYWHERE).table({path: struct(16) for path in paths})
-    return table.unused, table.shadowed, table.unneeded
+# ---------------------------------------------------------------------------------------- notes
 
 
 @pytest.mark.parametrize(
@@ -210,17 +202,16 @@ def odd(pairs, *paths):
     ],
 )
 def test_rules_never_used(patterns, paths, unused, shadowed, unneeded):
-    rules = [(pattern, EVERYWHERE) for pattern in patterns]
-    assert odd(rules, *paths) == (unused, shadowed, unneeded)
+    rules = Rules([(pattern, REPLICATED) for pattern in patterns], default=REPLICATED)
+    table = rules.table({path: struct(16) for path in paths})
+    assert (table.unused, table.shadowed, table.unneeded) == (unused, shadowed, unneeded)
+    notes = [f"never matches: '{pattern}'" for pattern in unused]
+    notes += [f"never applies: '{a}', because '{b}' matches first" for a, b in shadowed]
+    notes += [f"never applies: '{a}', because earlier rules match first" for a in unneeded]
+    assert [line for line in str(table).splitlines() if line.startswith('never')] == notes
 
 
-def test_a_rule_that_others_leave_nothing_to_is_said():
-    rules = [('a', EVERYWHERE), ('b', EVERYWHERE), ('.*', EVERYWHERE)]
-    text = str(Rules(rules).table({'a': struct(16), 'b': struct(16)}))
-    assert text.endswith("\nnever reached: '.*', all taken by several earlier rules")
-
-
-def test_axes_that_did_not_divide():
+def test_indivisible_axes():
     rules = Rules([('', 'a b -> a4 b4')], indivisible='replicate')
     tree = {'w': struct(4, 4), 'x': struct(3, 4), 'y': struct(4, 3), 'z': struct(3, 3)}
     table = rules.table(tree)
@@ -235,7 +226,7 @@ def test_axes_that_did_not_divide():
     ]
 
 
-def test_mesh_axes_that_are_not_there():
+def test_missing_mesh_axes():
     rules = Rules(
         [('w', P(('data', 'pod'), 'seq')), ('x', 'a b@(pod,tp)'), ('y', '* a b')],
         missing='replicate',
@@ -251,23 +242,23 @@ def test_mesh_axes_that_are_not_there():
     assert 'not in the mesh' not in str(Rules([('', 'a@data')]).table(struct(4), mesh=MESH))
 
 
-# ------------------------------------------------------------------------------- how it is shown
+# --------------------------------------------------------------------------------- text and HTML
 
 TEXT = """
-path        array           rule     placement      on a device    bytes
-----------  --------------  -------  -------------  -----------  -------
-embed       float32[50,16]  embed    v d -> v* d2   [50,8]       1.6 KiB
-mlp/bias    float16[64]     bias$    ... -> * ...   [64]           128 B
-mlp/kernel  float32[16,64]  kernel$  i o -> * i o2  [16,32]      2.0 KiB
-norm        float32[16]     small    ... -> * ...   [16]            64 B
-step        int32[]         scalar   ... -> * ...   []               4 B
+path        array           rule     placement      shard    per device
+----------  --------------  -------  -------------  -------  ----------
+embed       float32[50,16]  embed    v d -> v* d2   [50,8]      1.6 KiB
+mlp/bias    float16[64]     bias$    ... -> * ...   [64]          128 B
+mlp/kernel  float32[16,64]  kernel$  i o -> * i o2  [16,32]     2.0 KiB
+norm        float32[16]     small    ... -> * ...   [16]           64 B
+step        int32[]         scalar   ... -> * ...   []              4 B
 
-3.8 KiB on each of 16 devices, of 7.3 KiB in all; 97.4% of it is in sharded arrays, and the \
-average byte has 8.21 replicas
+3.8 KiB per device on 16 devices, 7.3 KiB in total; 97.4% of the bytes are sharded, with 8.21 \
+replicas on average
 largest replicated: mlp/bias (128 B), norm (64 B), step (4 B)
 not divisible, so replicated: axis 0 of embed, size 50
 never matches: 'attention'
-never reached: 'mlp/kernel', all taken by 'kernel$'
+never applies: 'mlp/kernel', because 'kernel$' matches first
 """
 
 
@@ -305,9 +296,10 @@ class Page(html.parser.HTMLParser):
             self.items[-1] += data
 
 
-def test_the_html_says_what_the_text_says():
-    page = Page(RULES.table(TREE)._repr_html_())
-    assert 'monospace' in RULES.table(TREE)._repr_html_()
+def test_html():
+    html_text = RULES.table(TREE)._repr_html_()
+    page = Page(html_text)
+    assert 'monospace' in html_text
     table, notes = TEXT.strip().split('\n\n')
     head, dashes, *lines = table.splitlines()
     columns = [found.span() for found in re.finditer('-+', dashes)]

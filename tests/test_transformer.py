@@ -1,4 +1,4 @@
-"""docs/examples/transformer.py: it learns, the same in every placement, and decodes as it reads."""
+"""docs/examples/transformer.py: training in every placement, and decoding."""
 
 import functools
 import re
@@ -47,8 +47,8 @@ def placement_of(name):
 
 @pytest.fixture(scope='module')
 def runs():
-    """Models and their training by name, each made once."""
-    # half the time would go to LLVM
+    """Models and their training by name, cached."""
+    # LLVM optimizations would take half the time
     quickly = functools.partial(
         transformer.sharded, compiler_options={'xla_backend_optimization_level': 0}
     )
@@ -76,10 +76,10 @@ def test_sharded_is_unsharded(runs, name):
     one_device, expected = runs('none, tied' if RUNS[name].tied else 'none')
     model, run = runs(name)
     np.testing.assert_allclose(run.losses, expected.losses, rtol=1e-5, atol=0)
-    # sums in another order: had nothing been sharded, every loss would be the same bits
+    # sums in another order: without sharding, the losses would be equal bit by bit
     assert 0 < transformer.difference(run, expected) < 1e-5
     for weight, other in zip(*map(jax.tree.leaves, (run.weights, expected.weights)), strict=True):
-        # as wholes: Adam makes much of a single gradient that is zero but for rounding
+        # by norm: Adam amplifies single gradients that are zero up to rounding
         weight, other = np.asarray(weight), np.asarray(other)
         assert np.linalg.norm(weight - other) < 1e-4 * np.linalg.norm(other)
 
@@ -90,8 +90,7 @@ def test_sharded_is_unsharded(runs, name):
     )
 
 
-# the shape of one device's part: of the embedding, the heads of queries, the projection after
-# attention, and the cache of a batch of 8
+# shard shapes: embedding, query heads, output projection of attention, cache for a batch of 8
 SHARDS = {
     'none': [(256, 32), (2, 32, 16, 4), (2, 16, 4, 32), (2, 8, 18, 8, 4)],
     'data': [(256, 32), (2, 32, 16, 4), (2, 16, 4, 32), (2, 1, 18, 8, 4)],
@@ -101,7 +100,7 @@ SHARDS = {
 
 
 @pytest.mark.parametrize('name', SHARDS)
-def test_everything_is_where_its_expression_says(runs, name):
+def test_shardings(runs, name):
     model, run = runs(name)
     state = model.init(jax.random.key(0))
     cache = model.empty_cache(8, PROMPT + LENGTH)
@@ -147,7 +146,7 @@ def test_generation_takes_the_likeliest_token_each_time(runs):
     assert np.array_equal(written[:, PROMPT:], np.argmax(logits, axis=-1)[:, PROMPT - 1 : -1])
 
 
-def test_no_token_sees_what_follows(runs):
+def test_attention_is_causal(runs):
     weights = jax.device_get(runs('none')[1].weights)
     tokens = next(transformer.batches(UNTIED))[:, :11]
     changed = np.concatenate([tokens[:, :6], tokens[:, 6:] ^ 1], axis=1)
@@ -157,7 +156,7 @@ def test_no_token_sees_what_follows(runs):
     assert (np.abs(logits - others)[:, 6:].max(axis=(0, 2)) > 1e-3).all()
 
 
-def test_rotary_embeddings_depend_on_distances_alone():
+def test_rotary_embeddings_depend_on_distances_only():
     rng = np.random.default_rng(0)
     q, k = (jnp.float32(rng.normal(size=(1, 1, 1, 8))) for _ in range(2))
 
@@ -169,7 +168,7 @@ def test_rotary_embeddings_depend_on_distances_alone():
     assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-2)
 
 
-def test_text_is_what_python_ships():
+def test_text_comes_with_python():
     text = transformer.text()
     assert len(text) > 50_000
     assert abs.__doc__.encode() in text
@@ -183,14 +182,14 @@ def test_text_is_what_python_ships():
 
 @pytest.fixture
 def quick_main(runs, monkeypatch):
-    """`main` with the models that there are already."""
+    """`main` with the cached models."""
     monkeypatch.setattr(transformer, 'Config', lambda tied: TIED if tied else UNTIED)
     models = {placement_of(name): runs(name)[0] for name in ('none', 'both')}
     monkeypatch.setattr(transformer, 'make_model', lambda c, placement: models[placement])
     return transformer.main
 
 
-def test_main_tells_what_it_does(quick_main, capsys):
+def test_main_output(quick_main, capsys):
     unsharded, sharded = quick_main(['--steps', '2'])
     printed = capsys.readouterr().out
     assert printed.startswith('Devices: 16 simulated. Text: ')
@@ -203,7 +202,7 @@ def test_main_tells_what_it_does(quick_main, capsys):
     assert told == pytest.approx(apart, rel=0.1)
 
 
-def test_main_fails_where_losses_differ(quick_main, monkeypatch):
+def test_main_fails_if_losses_differ(quick_main, monkeypatch):
     monkeypatch.setattr(transformer, 'TOLERANCE', 0.0)
     with pytest.raises(SystemExit, match='That is more than'):
         quick_main(['--steps', '2'])
@@ -217,7 +216,7 @@ def test_main_fails_where_losses_differ(quick_main, monkeypatch):
         ('--steps', '0', '--steps must be at least 1'),
     ],
 )
-def test_main_refuses_what_it_cannot_do(capsys, argument, value, message):
+def test_main_rejects_bad_arguments(capsys, argument, value, message):
     with pytest.raises(SystemExit):
         transformer.main([argument, value])
     assert message in capsys.readouterr().err

@@ -197,7 +197,9 @@ def _of_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
         )
     sharding = sharding_of(x)
     if not isinstance(sharding, Sharding):
-        raise EinshardError(f'nothing to draw: the array is {describe(x)}')
+        raise EinshardError(
+            'nothing to draw: the array has no known sharding', facts={'got': describe(x)}
+        )
     if shape is not None and shape != tuple(own_shape):
         raise EinshardError(
             f'shape= is {list(shape)}, but the array has the shape {list(own_shape)}',

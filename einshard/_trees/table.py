@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from .._errors import EinshardError, quoted
+from .._errors import EinshardError, plural, quoted
 from .._page import Column, Page, Section, page_html, page_text
 from .._sharding.context import Context
 from .._sharding.leaf_spec import AnySpec, in_memory
@@ -19,8 +19,8 @@ from .._sharding.resolve import Placement, resolve
 from .._text import format_bytes, shape_text
 from .paths import leaf_paths, leaf_text
 
-_HEADS = ('path', 'array', 'rule', 'placement', 'on a device')
-_COLUMNS = (*map(Column, _HEADS), Column('bytes', right=True))
+_HEADS = ('path', 'array', 'rule', 'placement', 'shard')
+_COLUMNS = (*map(Column, _HEADS), Column('per device', right=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Table:
         rows: one row per array, in tree order.
         n_devices: the number of devices of the mesh.
         unused: patterns that match no path.
-        shadowed: (pattern, earlier pattern): every match of the first is taken by the second.
-        unneeded: patterns whose matches are all taken by several earlier rules.
+        shadowed: (pattern, earlier pattern): wherever the first matches, the second comes first.
+        unneeded: patterns that never apply because of several earlier rules.
     """
 
     rows: tuple[Row, ...]
@@ -80,7 +80,7 @@ class Table:
 
     @property
     def copies(self) -> float:
-        """Replicas of the average byte: 1 if everything is sharded, `n_devices` if nothing is."""
+        """Replicas of a byte on average: 1 if all is sharded, `n_devices` if nothing is."""
         held = self.bytes_per_device * self.n_devices
         return held / self.whole_bytes if self.whole_bytes else 1.0
 
@@ -104,9 +104,10 @@ class Table:
 
     def _notes(self) -> tuple[str, ...]:
         notes = [
-            f'{format_bytes(self.bytes_per_device)} on each of {self.n_devices} devices, of '
-            f'{format_bytes(self.whole_bytes)} in all; {self.sharded_share:.1%} of it is in '
-            f'sharded arrays, and the average byte has {self.copies:.2f} replicas'
+            f'{format_bytes(self.bytes_per_device)} per device on '
+            f'{plural(self.n_devices, "device")}, {format_bytes(self.whole_bytes)} in total; '
+            f'{self.sharded_share:.1%} of the bytes are sharded, with {self.copies:.2f} replicas '
+            'on average'
         ]
         replicated = [row for row in self.largest_replicated() if row.bytes]
         if replicated and self.n_devices > 1:
@@ -122,10 +123,11 @@ class Table:
             notes.append(f'not in the mesh, so replicated: {quoted(missing)}')
         notes += [f"never matches: '{pattern}'" for pattern in self.unused]
         notes += [
-            f"never reached: '{late}', all taken by '{early}'" for late, early in self.shadowed
+            f"never applies: '{late}', because '{early}' matches first"
+            for late, early in self.shadowed
         ]
         notes += [
-            f"never reached: '{pattern}', all taken by several earlier rules"
+            f"never applies: '{pattern}', because earlier rules match first"
             for pattern in self.unneeded
         ]
         return tuple(notes)
@@ -172,7 +174,7 @@ def make_table(
 
 
 def _aval(leaf: Any, path: str, spec: AnySpec | None) -> Any:
-    """Shape and dtype of a leaf in JAX; None if JAX has no such arrays and the leaf has no spec."""
+    """Shape and dtype of a leaf in JAX; None if JAX lacks the dtype and the leaf has no spec."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     try:
