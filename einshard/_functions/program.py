@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import keyword
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +19,10 @@ from .._sharding.context import (
     is_tracing,
     mesh_scope,
 )
+from .._sharding.legacy_mesh import warn_if_ignored
 from .._sharding.mesh import AnyMesh, MeshLike
 from .._trees.specs import is_none
-from .call import CallSignature, Declaration
+from .call import CallSignature, Declaration, positional_signature
 from .error_notes import ErrorNotes
 from .promise import Budget, CheckedJit
 from .value_spec import ValueSpec
@@ -182,7 +180,7 @@ class TracedFunction:
         """Names a wrapper of positional values, for the names in jit's programs and errors."""
         wrapper.__name__ = wrapper.__qualname__ = self.setup.name
         wrapper.__wrapped__ = self.setup.function  # type: ignore[attr-defined]
-        wrapper.__signature__ = _positional_signature(self.names)  # type: ignore[attr-defined]
+        wrapper.__signature__ = positional_signature(self.names)  # type: ignore[attr-defined]
         return wrapper
 
     def _checking(self) -> Callable[..., Any]:
@@ -193,6 +191,7 @@ class TracedFunction:
                 values
             ):
                 raise OtherShardings
+            warn_if_ignored(self.setup.name, context.mesh)
             self.check(values)
             if AxisType.Explicit in self.mesh.axis_types:
                 # in_shardings place the arguments but do not change their types
@@ -386,15 +385,3 @@ def _unbound(sharding: NamedSharding) -> Any:
 
 def abstract_mesh(mesh: AnyMesh) -> AbstractMesh:
     return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-
-
-def _positional_signature(names: Sequence[str]) -> inspect.Signature:
-    """A signature of positional parameters with these names, made valid and unique."""
-    known: list[str] = []
-    for name in names:
-        name = re.sub(r'\W', '_', name.removesuffix(']'))
-        while name in known or keyword.iskeyword(name):
-            name += '_'
-        known.append(name)
-    only = inspect.Parameter.POSITIONAL_ONLY
-    return inspect.Signature([inspect.Parameter(name, only) for name in known])

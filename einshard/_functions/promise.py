@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import difflib
 import functools
-import inspect
 import math
-import os
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
 
-from .._errors import EinshardError, plural
+from .._errors import EinshardError, depth_of_user, plural
 from .._hlo.collectives import KINDS, Collective, read_collectives
 from .._sharding.context import is_staging, is_tracing
 from .._text import format_bytes, short_arrays, short_source
@@ -152,18 +149,8 @@ class Budget:
             f'collectives= of {self.name} is not checked inside jax.grad, jax.vmap or another '
             'transformation that runs outside jax.jit; use '
             f'sharded(..., collectives=...)(jax.grad({self.name}))',
-            stacklevel=_depth_of_user(),
+            stacklevel=depth_of_user(),
         )
-
-
-def _depth_of_user() -> int:
-    """The `stacklevel` of the innermost frame that is neither of this package nor of JAX."""
-    folders = tuple(f'{Path(package).parent}{os.sep}' for package in (__file__, jax.__file__))
-    depth, frame = 1, inspect.currentframe()
-    frame = frame and frame.f_back
-    while frame is not None and frame.f_code.co_filename.startswith(folders):
-        depth, frame = depth + 1, frame.f_back
-    return depth
 
 
 class CheckedJit:

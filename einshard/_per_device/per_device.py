@@ -21,6 +21,7 @@ from .._functions.sharded import ShardedFunction, called_too_early, sharded
 from .._notation.expression import parse
 from .._notation.layout import axis_positions, mesh_text
 from .._sharding.context import current_context
+from .._sharding.legacy_mesh import noted
 from .._sharding.mesh import MeshLike, entry_axes, mesh_fact, sizes_of
 from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
@@ -206,7 +207,7 @@ class _Mapped:
             return view
         except EinshardError as error:
             # named here, because `sharded` would name the parameter that it is resolving
-            raise error.about(of=self.name) from None
+            raise noted(error, self.mesh).about(of=self.name) from None
 
     def _place(self, text: str | None, path: str, leaf: Any) -> str | None:
         """The spec of a leaf for `sharded`."""

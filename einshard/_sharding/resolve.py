@@ -19,6 +19,7 @@ from .._suggestions import working_fix
 from .axis_rules import Missing, apply_axis_rules
 from .context import Context, current_context, make_context
 from .leaf_spec import AnySpec, LeafSpec, as_leaf_spec, lenient, rewritten
+from .legacy_mesh import noted
 from .mesh import (
     AnyMesh,
     MeshLike,
@@ -110,7 +111,7 @@ def resolve(
         raise
     except EinshardError as error:
         fix = _working_fix(error, spec, shape, context, memory_kind, option)
-        raise error.with_fix(fix) from None
+        raise noted(error, context.mesh).with_fix(fix) from None
 
 
 @cached
