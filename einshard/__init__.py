@@ -25,11 +25,11 @@ from ._inspect.assert_collectives import assert_collectives as assert_collective
 from ._inspect.explain import explain as explain
 from ._inspect.show import show as show
 from ._per_device.per_device import per_device as per_device
+from ._sharding.axis_presets import DECODING_AXES as DECODING_AXES
+from ._sharding.axis_presets import TRAINING_AXES as TRAINING_AXES
 from ._sharding.axis_rules import axis_rules as axis_rules
 from ._sharding.describe import describe as describe
 from ._sharding.mesh import device_mesh as device_mesh
-from ._sharding.model_axes import DECODING_AXES as DECODING_AXES
-from ._sharding.model_axes import TRAINING_AXES as TRAINING_AXES
 from ._sharding.resolve import make_sharding as make_sharding
 from ._sharding.topology import topology as topology
 from ._theory.einsum import einsum as einsum

@@ -1,5 +1,5 @@
 # ruff: noqa: F722, F821
-"""Sharded[...]: read by @sharded, checked by beartype, and seen through by type checkers."""
+"""Sharded[...]: read by @sharded, checked by beartype, an array type to type checkers."""
 
 import dataclasses
 import functools
@@ -252,7 +252,7 @@ class Constant:
         (TypeVar('Free'), X, {}),
     ],
 )
-def test_types_behind_others(hint, value, expected):
+def test_qualified_and_derived_types(hint, value, expected):
     test_types_of_trees(hint, value, expected)
 
 
@@ -372,7 +372,7 @@ def test_annotations_that_are_strings():
 # --------------------------------------------------------------------- what Sharded[...] itself is
 
 
-def test_it_is_annotated():
+def test_sharded_is_annotated():
     matrix = Float[Array, 'x y']  # of jaxtyping every such type is another
     hint = Sharded[matrix, 'x y*']
     assert get_origin(hint) is Annotated
@@ -427,7 +427,7 @@ def test_names_that_agree_with_the_type(dims, spec):
         ('#x y', 'z y*'),
     ],
 )
-def test_names_that_disagree_are_refused_at_once(dims, spec):
+def test_names_that_differ_from_the_type(dims, spec):
     with pytest.raises(EinshardError, match='the expression names the axes'):
         Sharded[Float[Array, dims], spec]
 
@@ -453,7 +453,7 @@ SIXTEEN = np.ones((16, 16), np.float32)
 
 
 @checkers
-def test_arrays_placed_so_are_let_through(check):
+def test_arrays_sharded_as_annotated_pass(check):
     @check
     def f(x: Placed, y: Placed | None = None) -> Placed:
         return x
@@ -466,7 +466,7 @@ def test_arrays_placed_so_are_let_through(check):
 
 @checkers
 @pytest.mark.parametrize('spec', ['a* b', '* a b', 'a4 b4', 'a b4 4'])
-def test_arrays_placed_otherwise_are_refused_with_both_expressions(check, spec):
+def test_errors_show_both_expressions(check, spec):
     @check
     def f(x: Placed):
         return x
@@ -482,7 +482,7 @@ def test_arrays_placed_otherwise_are_refused_with_both_expressions(check, spec):
 
 
 @checkers
-def test_results_placed_otherwise_are_refused(check):
+def test_results_are_checked(check):
     @check
     def f(x) -> Placed:
         return x
@@ -492,7 +492,7 @@ def test_results_placed_otherwise_are_refused(check):
 
 
 @checkers
-def test_arrays_on_one_device_are_refused(check):
+def test_arrays_on_one_device_are_errors(check):
     @check
     def f(x: Placed):
         return x
@@ -575,7 +575,7 @@ def test_both_orders_of_decorators(check, order):
 
 
 @checkers
-def test_traced_values_on_automatic_axes_are_let_through(check):
+def test_traced_values_on_auto_axes_pass(check):
     """Their type does not say where they are."""
     seen = []
 

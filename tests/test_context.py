@@ -1,4 +1,4 @@
-"""What surrounds a function: traces that JAX keeps, threads and tasks have the right one."""
+"""Mesh and axis rules in context: in cached traces, threads and tasks."""
 
 import asyncio
 import contextlib

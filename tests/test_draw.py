@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from unicodedata import east_asian_width
 from xml.etree import ElementTree
 
 import jax
@@ -13,18 +14,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import mesh_of
 
 from einshard import EinshardError, einshard, explain, sharded, show
-from einshard._pictures.caption import wrapped
-from einshard._text import display_width
 
 AUTO = AxisType.Auto
+MESH = AbstractMesh((4, 2), ('data', 'tp'), axis_types=(AUTO,) * 2)
 
 
 def blocks_of(grid, axes):
-    """Block -> devices, by walking over the devices of a grid [(axis or '', count), ...]."""
+    """Block -> devices, from a device grid [(axis or '', count), ...]."""
     blocks = {}
     counts = [count for _, count in grid]
     for device, place in enumerate(itertools.product(*map(range, counts))):
@@ -42,7 +43,7 @@ def drawn_blocks(picture):
 
 
 def text_blocks(picture):
-    """Block -> devices as the boxes of the text say, for two axes."""
+    """Block -> devices, read from the boxes of the text."""
     rows = [line for line in str(picture).splitlines() if '│' in line]
     rows = [[cell.strip() for cell in row.split('│')[1:-1]] for row in rows]
     rows = [row for row in rows if any(row)]
@@ -99,7 +100,7 @@ def test_any_grid(case):
 
 
 @pytest.mark.parametrize(('expression', 'n', 'grid'), GRIDS[:7])
-def test_text_says_what_the_blocks_say(expression, n, grid):
+def test_text_agrees_with_the_blocks(expression, n, grid):
     axes = expression.split('->')[0].split()
     want = blocks_of(grid, axes)
     short = {block: ','.join(map(str, held)) for block, held in want.items()}
@@ -121,15 +122,15 @@ def test_text_says_what_the_blocks_say(expression, n, grid):
         ('a b -> a8 b', (0, 4)),
     ],
 )
-def test_an_array_is_drawn_where_jax_says_it_is(expression, shape, devices8):
+def test_arrays_are_drawn_as_jax_places_them(expression, shape, devices8):
     x = einshard(np.zeros(shape, np.float32), expression, mesh=devices8)
     struct = jax.ShapeDtypeStruct(shape, np.float32, sharding=x.sharding)
     for picture in (show(x), show(struct), show(x.sharding, shape), show(expression, shape, 8)):
         assert_same_as_jax(picture, x)
 
 
-def test_meshes_by_name_are_drawn_where_jax_says_they_are(devices8):
-    mesh = jax.make_mesh((2, 2, 2), ('x', 'y', 'z'), (AUTO,) * 3, devices=devices8)
+def test_meshes_by_name_are_drawn_as_jax_places_them():
+    mesh = mesh_of(x=2, y=2, z=2)
     for expression in ('a b -> a@z b@(y,x)', 'a b -> a@(z,x) b', 'a b -> a@y b*', 'a b -> * a b'):
         x = einshard(np.zeros((8, 8)), expression, mesh=mesh)
         assert_same_as_jax(show(x), x)
@@ -137,7 +138,7 @@ def test_meshes_by_name_are_drawn_where_jax_says_they_are(devices8):
         assert_same_as_jax(show(expression, (8, 8), mesh.abstract_mesh), x)
 
 
-def test_what_the_compiler_placed_is_drawn(devices8):
+def test_compiler_chosen_shardings(devices8):
     x = einshard(np.zeros((8, 8), np.float32), 'a b -> a* b', mesh=devices8)
     y = jax.jit(lambda x: x.reshape(4, 2, 8).T)(x)  # a GSPMDSharding in jax 0.8
     assert_same_as_jax(show(y), y)
@@ -176,16 +177,6 @@ PICTURES = [
               └───────┴───────┴───────┴───────┘
         a is in 2 parts, b in 4; each shard is on 2 devices; a device holds [2,2], 1/8 of the array
         devices, slowest first: 2 replicas x 2 parts of a x 4 parts of b
-        """,
-    ),
-    (
-        ('a -> a4', (8,), None),
-        """
-          a 0:2   a 2:4   a 4:6   a 6:8
-        ┌───────┬───────┬───────┬───────┐
-        │   0   │   1   │   2   │   3   │
-        └───────┴───────┴───────┴───────┘
-        a is in 4 parts; each shard is on one device; a device holds [2], 1/4 of the array
         """,
     ),
     (
@@ -234,26 +225,6 @@ PICTURES = [
         """,
     ),
     (
-        ('a b -> * a b', (4, 8), 16),
-        """
-                b 0:8
-              ┌───────┐
-        a 0:4 │ 0-15  │
-              └───────┘
-        nothing is sharded: each of the 16 devices holds the full array, [4,8]
-        """,
-    ),
-    (
-        ('a b -> a b', None, None),
-        """
-            b
-          ┌───┐
-        a │ 0 │
-          └───┘
-        nothing is sharded: the one device holds the full array
-        """,
-    ),
-    (
         (
             'b d -> b@data d@tp',
             (32, 64),
@@ -269,23 +240,6 @@ PICTURES = [
         b is in 2 parts over data, d in 2 over tp; each shard is on 3 devices;
         a device holds [16,32], 1/4 of the array
         mesh axes, slowest first: data (2 parts of b), pp (3 replicas), tp (2 parts of d)
-        """,
-    ),
-    (
-        ('a b -> a2 4 b2', (2, 4), None),
-        """
-                  b 0:2        b 2:4
-              ┌────────────┬────────────┐
-              │            │            │
-        a 0:1 │  0,2,4,6   │  1,3,5,7   │
-              │            │            │
-              ├────────────┼────────────┤
-              │            │            │
-        a 1:2 │ 8,10,12,14 │ 9,11,13,15 │
-              │            │            │
-              └────────────┴────────────┘
-        a is in 2 parts, b in 2; each shard is on 4 devices; a device holds [1,2], 1/4 of the array
-        devices, slowest first: 2 parts of a x 4 replicas x 2 parts of b
         """,
     ),
 ]
@@ -306,7 +260,7 @@ def test_picture_of_an_array(devices8):
 
 
 def test_devices_of_a_mesh_in_another_order_are_named(devices8):
-    mesh = Mesh(np.array(devices8[::-1]).reshape(4, 2), ('data', 'tp'), axis_types=(AUTO,) * 2)
+    mesh = mesh_of(devices8[::-1], data=4, tp=2)
     x = jax.device_put(jnp.zeros((8, 8)), NamedSharding(mesh, P('data')))
     assert str(show(x)).splitlines()[-3:] == [
         'mesh axes, slowest first: data (4 parts of a), tp (2 replicas)',
@@ -334,15 +288,15 @@ def test_ellipsis_stands_for_no_axis_without_a_shape():
     assert show('a ... d -> 4 a2 ... d2', (2, 5, 6, 4)).blocks.parts == (2, 1, 1, 2)
 
 
-def test_the_mesh_in_context_is_used(devices8):
-    mesh = jax.make_mesh((4, 2), ('data', 'tp'), (AUTO,) * 2, devices=devices8)
+def test_the_mesh_in_context_is_used():
+    mesh = mesh_of(data=4, tp=2)
     with jax.set_mesh(mesh):
         assert show('a b -> a* b@tp').blocks.parts == (4, 2)
         assert show('a b -> a16 b', None, 16).blocks.parts == (16, 1)
 
 
-def test_explicit_tracers_know_where_they_are(devices8):
-    mesh = jax.make_mesh((4, 2), ('data', 'tp'), (AxisType.Explicit,) * 2, devices=devices8)
+def test_tracers_with_explicit_axes():
+    mesh = mesh_of(types=AxisType.Explicit, data=4, tp=2)
     seen = []
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.zeros((8, 8)), P('data'))
@@ -409,11 +363,20 @@ def test_long_lists_of_devices_are_shortened(expression, n, label):
 # -- colour and SVG
 
 
+def console_of(width, **options):
+    console = pytest.importorskip('rich.console')
+    return console.Console(width=width, force_terminal=True, **options)
+
+
+def printed(picture, width):
+    console = console_of(width, color_system=None)
+    with console.capture() as capture:
+        console.print(picture)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
 def test_rich_has_one_colour_for_each_block():
-    console_module = pytest.importorskip('rich.console')
-    console = console_module.Console(
-        width=100, force_terminal=True, color_system='truecolor', file=None, no_color=False
-    )
+    console = console_of(100, color_system='truecolor', no_color=False)
     picture = show('a b -> 2 a2* b*', (4, 8), 16)
     segments = [s for line in console.render_lines(picture) for s in line if s.text.strip()]
     colours = {
@@ -424,40 +387,27 @@ def test_rich_has_one_colour_for_each_block():
 
 
 def test_rich_keeps_to_the_width_of_the_terminal():
-    console_module = pytest.importorskip('rich.console')
-    console = console_module.Console(width=60, force_terminal=True, color_system=None)
-    with console.capture() as capture:
-        console.print(show('b d -> b* d*', (1024, 4096), 256))
-    lines = capture.get().splitlines()
+    lines = printed(show('b d -> b* d*', (1024, 4096), 256), width=60)
     assert max(map(len, lines)) <= 60
     assert 'devices' in lines[0]
 
 
 def test_wide_blocks_are_stretched_within_the_width_of_the_terminal():
-    console_module = pytest.importorskip('rich.console')
-    console = console_module.Console(width=24, force_terminal=True, color_system=None)
-    with console.capture() as capture:
-        console.print(show('2 y8 z', (8, 800)))
-    lines = [line.rstrip() for line in capture.get().splitlines()]
+    lines = printed(show('2 y8 z', (8, 800)), width=24)
     assert lines[:3] == [
         '           z 0:800',
         '      ┌────────────────┐',
         'y 0:1 │      0,8       │',
     ]
-    assert lines[17:] == [
-        '      └────────────────┘',
+    assert lines[18:22] == [
         'y is in 8 parts;',
         'each shard is on 2',
         'devices;',
         'a device holds [1,800],',
-        '1/8 of the array',
-        'devices, slowest first:',
-        '2 replicas x 8 parts of',
-        'y',
     ]
 
 
-def test_repr_is_in_colour_where_the_terminal_is(monkeypatch):
+def test_repr_is_in_colour_on_a_terminal(monkeypatch):
     pytest.importorskip('rich')
     picture = show('a b -> a2 b2')
     for name in ('NO_COLOR', 'FORCE_COLOR'):
@@ -482,14 +432,14 @@ SVG = '{http://www.w3.org/2000/svg}'
 
 
 def boxes_of(svg):
-    """The devices of every block, sorted, as the drawing tells them to the pointer."""
+    """The devices of every block, sorted, from the tooltips."""
     titles = ElementTree.fromstring(svg).iter(f'{SVG}title')
     numbers = (title.text.removeprefix('device ').split(', ') for title in titles)
     return sorted(tuple(map(int, words)) for words in numbers)
 
 
 def stripes_of(svg):
-    """Where each stripe is, and its colour: (x, y, width, height, colour)."""
+    """(x, y, width, height, colour) of each stripe."""
     found = []
     for group in ElementTree.fromstring(svg).iter(f'{SVG}g'):
         x, y = map(float, group.get('transform')[len('translate(') : -1].split())
@@ -526,7 +476,7 @@ def test_svg_has_a_stripe_for_each_device_of_a_block():
         ('語 b -> 語2 b2', (2, 2), 4),
     ],
 )
-def test_svg_stays_on_a_page_and_apart(expression, shape, n):
+def test_svg_boxes_fit_the_page_and_do_not_overlap(expression, shape, n):
     svg = show(expression, shape, n).svg
     root = ElementTree.fromstring(svg)
     width, height = (float(root.get(name)) for name in ('width', 'height'))
@@ -551,14 +501,14 @@ def test_labels_fit_their_boxes():
 
 
 @pytest.mark.parametrize('expression', ['a b -> 2 a b8', 'a b -> a b16', 'a b -> a4 b4'])
-def test_numbers_of_devices_are_all_of_one_size(expression):
+def test_device_numbers_have_one_font_size(expression):
     root = ElementTree.fromstring(show(expression, (16, 16), 16).svg)
     labels = [text for text in root.iter(f'{SVG}text') if text.get('fill') == '#000']
     assert sorted(int(text.text) for text in labels) == list(range(16))
     assert len({text.get('font-size') for text in labels}) == 1
 
 
-def test_notebooks_get_the_drawing_and_the_words():
+def test_notebooks_show_svg_and_text():
     picture = show('a b -> 2 a2* b*', (4, 8), 16)
     page = picture._repr_html_()
     assert picture.svg in page
@@ -567,7 +517,7 @@ def test_notebooks_get_the_drawing_and_the_words():
         assert outside not in page
 
 
-def test_a_file_is_for_light_and_dark(tmp_path):
+def test_saved_files_support_light_and_dark(tmp_path):
     show('a b -> a2 b2').save(tmp_path / 'picture.svg')
     text = (tmp_path / 'picture.svg').read_text()
     assert 'prefers-color-scheme: dark' in text
@@ -603,7 +553,7 @@ def test_a_tree_is_drawn_once_for_each_placement(devices8):
         assert picture.svg in gallery._repr_html_()
 
 
-def test_a_large_tree_is_cut_short(devices8):
+def test_large_trees_are_shortened(devices8):
     tree = {f'{n:02}': jax.device_put(np.zeros(n + 1), devices8[0]) for n in range(20)}
     gallery = show(tree)
     assert len(gallery.pictures) == 12
@@ -627,8 +577,8 @@ def test_a_report_is_drawn(devices8):
     assert drawn_blocks(gallery.pictures[1][1]) == drawn_blocks(show('x y -> 2 x y4', (4, 16), 8))
 
 
-def test_a_report_on_a_mesh_with_names_is_drawn(devices8):
-    mesh = Mesh(np.array(devices8).reshape(4, 2), ('data', 'tp'), axis_types=(AUTO,) * 2)
+def test_a_report_on_a_mesh_with_names_is_drawn():
+    mesh = mesh_of(data=4, tp=2)
     x = einshard(np.ones((8, 4), np.float32), 'b x -> b@data x@tp', mesh=mesh)
     gallery = show(explain(lambda x: x + 1, x))
     assert [caption for caption, _ in gallery.pictures] == [
@@ -676,18 +626,12 @@ def without_devices():
     return {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
 
 
-def mesh8():
-    return AbstractMesh((4, 2), ('data', 'tp'), axis_types=(AUTO,) * 2)
-
-
 @pytest.mark.parametrize(
     ('arguments', 'sentence'),
     [
-        (('a*',), 'a star needs the number of devices'),
         (('a*', 8), 'shape= is not a shape: 8'),
         (('a*', (-8,)), 'shape= is not a shape: (-8,)'),
         (('a*', ('8',)), "shape= is not a shape: ('8',)"),
-        (('a*', (8,), '8'), "devices= is not a number of devices: '8'"),
         (('a*', (8,), True), 'devices= is not a number of devices: True'),
         (('a*', (8,), 0), 'devices= is not a number of devices: 0'),
         (('a*', (8,), 2.5), 'devices= is not a number of devices: 2.5'),
@@ -695,30 +639,15 @@ def mesh8():
         (('a*', (8,), []), 'a mesh needs at least one device'),
         (('a9999999',), 'a picture of 9999999 devices would be too large'),
         (('a@tp', (8,), 8), "'a@tp' names mesh axes, but there is no mesh"),
-        (('a@tp', (8,)), "'a@tp' names mesh axes, but there is no mesh"),
-        (('a@tq', (8,), mesh8()), "the mesh has no axis 'tq'"),
-        (('a b -> a2', (8, 8)), "'b' is missing on the right side"),
-        (('a b -> a2 b', (8,)), 'the expression names 2 axes, but the array has 1 dimension'),
-        (('a b -> a2 b', (9, 9)), "axis 'a' (size 9) is not divisible by 2"),
-        (('a b -> a4 b', (8, 8), 16), "'a4' uses only 4 of 16 devices"),
-        ((np.zeros(3),), 'nothing to draw: the array has no known sharding'),
-        (
-            (jax.ShapeDtypeStruct((3,), np.float32),),
-            'nothing to draw: the array has no known sharding',
-        ),
+        (('a@tq', (8,), MESH), "the mesh has no axis 'tq'"),
+        ((jax.ShapeDtypeStruct((3,), np.float32),), 'nothing to draw: the array has no known'),
         (([1],), 'nothing to draw: no leaf of the list has a sharding'),
-        (({},), 'nothing to draw: no leaf of the dict has a sharding'),
-        ((abs,), 'builtin_function_or_method cannot be drawn'),
-        ((NamedSharding(mesh8(), P('data')), (6,)), 'axis 0 (size 6) is not divisible by 4'),
-        ((NamedSharding(mesh8(), P('data')), ()), 'the sharding needs at least 1 dimension'),
-        ((NamedSharding(mesh8(), P(P.UNCONSTRAINED)),), 'the sharding has unconstrained axes'),
-        ((NamedSharding(mesh8(), P('data')), None, 8), 'devices= is only for expressions'),
+        ((NamedSharding(MESH, P('data')), (6,)), 'axis 0 (size 6) is not divisible by 4'),
+        ((NamedSharding(MESH, P('data')), ()), 'the sharding needs at least 1 dimension'),
+        ((NamedSharding(MESH, P(P.UNCONSTRAINED)),), 'the sharding has unconstrained axes'),
+        ((NamedSharding(MESH, P('data')), None, 8), 'devices= is only for expressions'),
         (('a2 ...', (2,) * 64), 'a picture of 64 dimensions would be too large'),
         ((jnp.ones((1,) * 65),), 'a picture of 65 dimensions would be too large'),
-        (
-            (NamedSharding(mesh8(), P('data')), (4,) + (1,) * 64),
-            'a picture of 65 dimensions would be too large',
-        ),
         (
             ('a@x', None, AbstractMesh((2**30,), ('x',))),
             'a picture of 1073741824 devices would be too large',
@@ -740,7 +669,7 @@ def test_as_many_dimensions_as_numpy_has():
     assert 'a is in 8 parts' in str(show(x))
 
 
-def test_a_terminal_obeys_nothing_in_paths(devices8):
+def test_control_characters_in_paths_are_replaced(devices8):
     x = einshard(np.ones((8, 4)), 'a8 b', mesh=devices8)
     text = str(show({'\x1b[2Jw\r\n': x}))
     assert text.startswith('\ufffd[2Jw  : float32[8,4]\n')
@@ -750,7 +679,7 @@ def test_bad_input_that_needs_devices(devices8):
     x = einshard(np.zeros((8, 4)), 'a b -> a8 b', mesh=devices8)
     with pytest.raises(EinshardError, match='but the array has the shape'):
         show(x, (4, 8))
-    with pytest.raises(EinshardError, match='nothing to draw: the array has no known'):
+    with pytest.raises(EinshardError, match='the array has no known sharding'):
         jax.jit(show)(x)
     with pytest.raises(EinshardError, match='drawing a SingleDeviceSharding needs shape='):
         show(jnp.zeros(3).sharding)
@@ -771,9 +700,8 @@ def test_the_errors_are_those_of_einshard(devices8):
         assert ours.value.fix == theirs.value.fix
 
 
-def test_wide_words_keep_to_the_width():
-    words = ['nothing is sharded: ' + '幅広 ' * 20]
-    lines = list(wrapped(words, 30))
-    assert len(lines) > 3
-    assert all(display_width(line) <= 30 for line in lines)
-    assert ' '.join(lines).split() == words[0].split()
+def test_lines_of_wide_characters_keep_to_the_width():
+    lines = str(show(' '.join(f'{name * 15}2' for name in '行列'))).splitlines()
+    wide = [sum(east_asian_width(c) in 'WF' for c in line) for line in lines]
+    assert any(wide)
+    assert max(len(line) + n for line, n in zip(lines, wide, strict=True)) <= 100

@@ -1,4 +1,4 @@
-"""jax.export: sharded functions as bytes, and called on as many devices again."""
+"""jax.export of sharded functions, and calls of the deserialized programs."""
 
 import dataclasses
 

@@ -1,23 +1,14 @@
-"""text -> Expression: the grammar, and where each term stands in the text."""
+"""The grammar, equality and spans of parsed expressions."""
 
-import subprocess
-import sys
 import unicodedata
-from pathlib import Path
 
 import oracle
 import pytest
 from hypothesis import given
 
-import einshard
 from einshard import EinshardError
 from einshard._notation.expression import ELLIPSIS, Expression, Term, parse
 from einshard._notation.write import write, write_short
-
-
-def terms(text):
-    return list(parse(text).right)
-
 
 # ------------------------------------------------------------------------------------- the grammar
 
@@ -48,7 +39,7 @@ def terms(text):
     ],
 )
 def test_terms(text, term):
-    assert terms(text) == [term]
+    assert parse(text).right == (term,)
 
 
 @pytest.mark.parametrize(
@@ -56,11 +47,10 @@ def test_terms(text, term):
     ['a', 'Z', '_', '__', '_a', 'a_', 'd_model', 'BatchSize', 'x' * 1000, 'é', 'ß', 'β', 'Ω', 'ось',
      '行', '列数', 'バッチ', '배치', 'ציר', 'محور', 'हिन्दी', 'แกน', 'ª', 'ʰ', 'ﬁ', '𝛼', 'ａ'],
 )  # fmt: skip
-def test_names_are_letters_and_underscores_of_any_script(name):
+def test_names_in_any_script(name):
     name = unicodedata.normalize('NFC', name)
-    assert terms(name) == [Term(name)]
-    assert terms(f'{name}4*') == [Term(name, 4, star=True)]
-    assert terms(f'{name} b -> b {name}@(x,y)') == [Term('b'), Term(name, mesh_axes=('x', 'y'))]
+    right = (Term(name, 4, star=True), Term('b'), Term(name, mesh_axes=('x', 'y')))
+    assert parse(f'{name} b -> {name}4* b {name}@(x,y)').right == right
 
 
 def test_names_are_case_sensitive():
@@ -76,7 +66,7 @@ def test_names_are_equal_in_all_normal_forms():
     assert parse('é b -> e\u0301* b') == parse(composed)
     # the Angstrom and Ohm signs are canonically the letters
     assert parse('\u212b \u2126') == parse('\u00c5 \u03a9')
-    # compatibility characters are not: what looks different is different
+    # compatibility characters stay different
     assert parse('ﬁ') != parse('fi')
     assert parse('ａ') != parse('a')
 
@@ -84,18 +74,15 @@ def test_names_are_equal_in_all_normal_forms():
 @pytest.mark.parametrize(
     ('text', 'names'),
     [
-        ('a b -> a* b', ('a', 'b')),
         ('a ... b -> ... a b', ('a', '...', 'b')),
-        ('... -> * ...', ('...',)),
         ('-> *', ()),
         ('->4', ()),
-        ('a ... b', ('a', '...', 'b')),
         ('2 a* 3 b 4', ('a', 'b')),
         ('* ...', ('...',)),
         ('8', ()),
     ],
 )
-def test_names_of_the_array_in_order(text, names):
+def test_names_are_the_axes_in_order(text, names):
     assert parse(text).names == names
 
 
@@ -125,7 +112,7 @@ def test_sides():
         ('8', '-> 8'),
     ],
 )
-def test_short_form_is_the_axes_once(short, long):
+def test_the_short_form_equals_the_long_form(short, long):
     assert parse(short) == parse(long)
     assert hash(parse(short)) == hash(parse(long))
     assert parse(short).short
@@ -139,13 +126,9 @@ def test_short_form_is_the_axes_once(short, long):
      'a\u3000b\u3000->\u3000a* b',
      'a\u2003b->a* b', 'a\x0cb -> a* b'],
 )  # fmt: skip
-def test_any_white_space_separates_and_none_is_needed_around_the_arrow(text):
+def test_white_space(text):
     assert parse(text) == parse('a b -> a* b')
     assert hash(parse(text)) == hash(parse('a b -> a* b'))
-
-
-def test_a_scalar_needs_no_space_before_the_arrow():
-    assert parse('->*') == parse('-> *') == parse('  ->  *')
 
 
 # ------------------------------------------------------------------------------ equality and spans
@@ -164,45 +147,32 @@ def test_a_scalar_needs_no_space_before_the_arrow():
         ('a ...', 'a'),
     ],
 )
-def test_expressions_that_say_different_things_differ(one, other):
+def test_different_expressions_differ(one, other):
     assert parse(one) != parse(other)
 
 
-def test_spans_are_where_the_terms_are():
+def test_spans():
     text = '  é ...->\té2*  ... 4 é@( x , y )'
     expression = parse(text)
     written = [expression.text[slice(*term.span)] for term in expression.left + expression.right]
     assert written == ['é', '...', 'é2*', '...', '4', 'é@( x , y )']
 
 
-def test_spans_of_decomposed_text_are_offsets_in_the_composed_text():
+def test_spans_are_offsets_in_the_normalized_text():
     expression = parse('e\u0301 x -> e\u0301 x*')
     assert expression.text == 'é x -> é x*'
     assert [term.span for term in expression.right] == [(7, 8), (9, 11)]
 
 
-def test_spans_do_not_count_for_equality():
-    assert Term('a', 2, span=(3, 5)) == Term('a', 2, span=(7, 9))
-    assert hash(Term('a', 2, span=(3, 5))) == hash(Term('a', 2, span=(7, 9)))
-
-
-def test_expressions_are_frozen():
-    expression = parse('a b -> a* b')
-    with pytest.raises(AttributeError):
-        expression.text = 'b'
-    with pytest.raises(AttributeError):
-        expression.left[0].name = 'b'
-
-
 @oracle.examples(300)
 @given(case=oracle.cases() | oracle.mesh_cases())
-def test_parsed_terms_are_those_that_were_written(case):
+def test_parse_finds_the_terms(case):
     expression = parse(case.text)
     found = [(t.name, t.count, t.star, t.mesh_axes) for t in expression.right]
     assert found == [(t.axis, t.count, t.star, t.mesh_axes) for t in case.right]
     assert [term.name for term in expression.left] == list(case.left)
     assert expression.text == unicodedata.normalize('NFC', case.text)
-    for term in expression.left:  # the short form writes axis and placement in one
+    for term in expression.left:  # in the short form, the span includes the placement
         written = expression.text[slice(*term.span)]
         assert written.startswith(term.name) if expression.short else written == term.name
     for term in expression.right:
@@ -211,14 +181,14 @@ def test_parsed_terms_are_those_that_were_written(case):
 
 @oracle.examples(200)
 @given(case=oracle.cases() | oracle.mesh_cases())
-def test_str_is_an_expression_that_says_the_same(case):
+def test_str_parses_to_the_same_expression(case):
     expression = parse(case.text)
     assert parse(str(expression)) == expression
     assert str(parse(str(expression))) == str(expression)
 
 
 @given(case=oracle.cases() | oracle.mesh_cases())
-def test_written_expressions_are_what_their_text_reads_as(case):
+def test_write_agrees_with_parse(case):
     parsed = parse(case.text)
     for written in [write(parsed.left, parsed.right), write_short(parsed.left)]:
         read = parse(written.text) if written.text else written
@@ -232,38 +202,3 @@ def test_str():
     assert str(parse('x y*')) == 'x y -> x y*'
     assert str(parse('->*')) == '-> *'
     assert str(Expression((), (Term(star=True),))) == '-> *'
-
-
-# ------------------------------------------------------------------------------- neither jax
-
-
-_WITHOUT_THE_PACKAGE = """
-import sys, types
-package = types.ModuleType('einshard')
-package.__path__ = [sys.argv[1]]  # the modules, without what __init__.py imports
-sys.modules['einshard'] = package
-from einshard._notation.expression import parse
-from einshard._notation.layout import check_divisible, fit, lay_out
-layout = lay_out(parse('a b -> 2 a2* b*'), 2, 16)
-assert [split.count for split in layout.splits] == [2, 4, 2], layout
-assert fit(layout, {'x': 2, 'y': 4, 'z': 2}) == (('x',), ('y',), ('z',))
-check_divisible(parse('a b -> 2 a2* b*'), layout, (4, 2), 16)
-for text in ('a b -> a3 b', 'a ->', ''):
-    try:
-        lay_out(parse(text), 2, 16)
-    except ValueError as error:
-        assert type(error).__name__ == 'EinshardError', error
-    else:
-        raise AssertionError(text)
-print(*sorted({name.partition('.')[0] for name in sys.modules} & {'jax', 'jaxlib', 'numpy'}))
-"""
-
-
-def test_parser_and_layout_import_no_jax():
-    done = subprocess.run(
-        [sys.executable, '-c', _WITHOUT_THE_PACKAGE, str(Path(einshard.__file__).parent)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []

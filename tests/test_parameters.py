@@ -1,4 +1,4 @@
-"""How sharded meets functions of every kind, and calls of every form."""
+"""sharded on functions of every kind, with calls of every form."""
 
 import copy
 import dataclasses
@@ -55,20 +55,13 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(('args', 'kwargs'), CALLS)
-def test_every_form_of_call(args, kwargs):
+def test_every_form_of_call():
     f = on_four(ROWS, None, out=COLUMNS)(weighted)
-    for _ in range(2):
+    for args, kwargs in CALLS + CALLS[::-1]:
         result = f(*args, **kwargs)
         np.testing.assert_allclose(result, weighted(*args, **kwargs))
         assert result.sharding == ON_COLUMNS
-    assert f.in_shardings(*args, **kwargs)['x'] == ON_ROWS
-
-
-def test_every_form_of_call_on_one_function_in_turn():
-    f = on_four(ROWS, None, out=COLUMNS)(weighted)
-    for args, kwargs in CALLS + CALLS[::-1]:
-        np.testing.assert_allclose(f(*args, **kwargs), weighted(*args, **kwargs))
+        assert f.in_shardings(*args, **kwargs)['x'] == ON_ROWS
 
 
 def test_specs_for_parameters_of_every_kind():
@@ -88,16 +81,11 @@ def test_specs_for_parameters_of_every_kind():
     )
 
 
-def test_specs_by_position_reach_into_the_rest():
-    f = on_four(ROWS, None, COLUMNS, ROWS)(weighted)
-    asked = f.in_shardings(X, 1.0, X, X, X)
-    assert [asked[f'rest[{i}]'] for i in range(3)] == [ON_COLUMNS, ON_ROWS, None]
-
-
-def test_a_spec_for_all_keywords_together():
-    f = on_four(x=ROWS, more=COLUMNS)(weighted)
-    asked = f.in_shardings(X, p=X, q=X)
-    assert asked == {'x': ON_ROWS, 'p': ON_COLUMNS, 'q': ON_COLUMNS}
+def test_specs_of_var_positional_and_var_keyword_parameters():
+    shardings = on_four(ROWS, None, COLUMNS, ROWS)(weighted).in_shardings(X, 1.0, X, X, X)
+    assert [shardings[f'rest[{i}]'] for i in range(3)] == [ON_COLUMNS, ON_ROWS, None]
+    shardings = on_four(x=ROWS, more=COLUMNS)(weighted).in_shardings(X, p=X, q=X)
+    assert shardings == {'x': ON_ROWS, 'p': ON_COLUMNS, 'q': ON_COLUMNS}
 
 
 def test_positional_only():
@@ -110,85 +98,65 @@ def test_positional_only():
     assert g.in_shardings(X, y=X, z=X) == {'x': ON_ROWS, 'y': ON_COLUMNS, 'z': ON_ROWS}
 
 
-def test_a_keyword_called_like_a_positional_only_parameter():
-    def f(x, /, **more):
-        return x + more['x']
-
-    np.testing.assert_allclose(on_four(ROWS)(f)(X, x=X), 2 * X)
+def test_keyword_with_the_name_of_a_positional_only_parameter():
+    f = on_four(ROWS)(lambda x, /, **more: x + more['x'])
+    np.testing.assert_allclose(f(X, x=X), 2 * X)
 
 
-def test_defaults_may_be_arrays_and_need_no_spec():
-    def f(x, y=X):
-        return x + y
-
-    g = on_four(ROWS, COLUMNS, out=ROWS)(f)
-    np.testing.assert_allclose(g(X), 2 * X)
-    np.testing.assert_allclose(g(X, X + 1), 2 * X + 1)
+def test_arrays_as_defaults():
+    f = on_four(ROWS, COLUMNS, out=ROWS)(lambda x, y=X: x + y)
+    np.testing.assert_allclose(f(X), 2 * X)
+    np.testing.assert_allclose(f(X, X + 1), 2 * X + 1)
 
 
 @pytest.mark.parametrize(
     ('args', 'kwargs'),
     [((), {}), ((X, X, X), {}), ((X,), {'x': X}), ((X,), {'nope': X}), ((), {'y': X})],
 )
-def test_wrong_calls_raise_what_the_function_raises(args, kwargs):
+def test_invalid_calls_raise_the_error_of_python(args, kwargs):
     def f(x, y=0.0):
         return x + y
 
-    with pytest.raises(TypeError) as plain:
-        f(*args, **kwargs)
-    with pytest.raises(TypeError) as caught:
-        on_four(ROWS)(f)(*args, **kwargs)
-    assert str(caught.value).split('f() ')[-1] == str(plain.value).split('f() ')[-1]
+    messages = []
+    for function in (f, on_four(ROWS)(f)):
+        with pytest.raises(TypeError) as caught:
+            function(*args, **kwargs)
+        messages.append(str(caught.value).split('f() ')[-1])
+    assert messages[0] == messages[1]
 
 
-def test_a_parameter_given_twice_whatever_the_ranks():
+def test_a_parameter_with_two_values():
     class Model:
         def method(self, x):
             return x
 
-    model, on_rows = Model(), on_four(ROWS)
-    Model.sharded = on_rows(Model.method)
-    for plain, ours in [
-        (lambda: weighted(X, x=3), lambda: on_rows(weighted)(X, x=3)),
-        (lambda: weighted(X, X, 2, y=3), lambda: on_rows(weighted)(X, X, 2, y=3)),
-        (lambda: model.method(X, x=3), lambda: model.sharded(X, x=3)),
-    ]:
-        with pytest.raises(TypeError) as caught:
-            plain()
-        with pytest.raises(TypeError) as raised:
-            ours()
-        assert str(raised.value) == str(caught.value)
-        assert 'got multiple values for argument' in str(caught.value)
-    g = on_rows(weighted)
-    np.testing.assert_array_equal(g(X), g(X))  # known, and called by its fast path from here on
-    with pytest.raises(TypeError, match='multiple values'):
-        g(X, x=3)
+    Model.sharded = on_four(ROWS)(Model.method)
+    f = on_four(ROWS)(weighted)
+    for _ in range(2):  # then on the fast path
+        for name, call in [
+            ('weighted() got multiple values for argument .x', lambda: f(X, x=3)),
+            ('weighted() got multiple values for argument .y', lambda: f(X, X, 2, y=3)),
+            ('Model.method() got multiple values for argument .x', lambda: Model().sharded(X, x=3)),
+        ]:
+            with pytest.raises(TypeError, match=name.replace('()', r'\(\)')):
+                call()
+        f(X)
 
 
 @pytest.mark.parametrize(
-    ('options', 'text'),
+    ('option', 'value'),
     [
-        ({'static_argnums': 'x'}, "static_argnums= must be indices of parameters, not 'x'"),
-        ({'static_argnums': 2.5}, 'static_argnums= must be indices of parameters, not 2.5'),
-        (
-            {'static_argnums': np.array(0)},
-            'static_argnums= must be indices of parameters, not array(0)',
-        ),
-        ({'donate_argnums': ('x',)}, "donate_argnums= must be indices of parameters, not ('x',)"),
-        ({'static_argnames': 0}, 'static_argnames= must be names of parameters, not 0'),
-        ({'donate_argnames': 0}, 'donate_argnames= must be names of parameters, not 0'),
-        (
-            {'donate_argnames': ['x', 0]},
-            "donate_argnames= must be names of parameters, not ['x', 0]",
-        ),
+        ('static_argnums', 'x'),
+        ('static_argnums', 2.5),
+        ('static_argnums', np.array(0)),
+        ('donate_argnums', ('x',)),
+        ('static_argnames', 0),
+        ('donate_argnames', ['x', 0]),
     ],
 )
-def test_options_of_jit_that_name_no_parameters(options, text):
-    (option,) = options
-    example = '(0,)' if option.endswith('nums') else "('x',)"
-    with pytest.raises(EinshardError) as caught:
-        sharded('a*', **options)(weighted)
-    assert str(caught.value) == (f'{text}\n  function: weighted\n  example:  {option}={example}')
+def test_invalid_options_of_jit(option, value):
+    with pytest.raises(EinshardError, match=f'{option}= must be (names|indices) of parameters'):
+        sharded('a*', **{option: value})(weighted)
 
 
 @pytest.mark.parametrize(
@@ -403,15 +371,11 @@ def test_a_method_that_is_overridden():
     np.testing.assert_allclose(Special(X).blend(X, X), 1 + X @ X + X)
 
 
-def test_methods_have_name_and_signature():
+def test_metadata_of_methods():
     assert Linear.blend.__name__ == Linear(X).blend.__name__ == 'blend'
     assert list(inspect.signature(Linear.blend).parameters) == ['self', 'x', 'y', 'times']
     assert list(inspect.signature(Linear(X).blend).parameters) == ['x', 'y', 'times']
-
-
-def test_methods_have_their_doc():
-    assert Linear.__call__.__doc__ == 'Applies.'
-    assert Linear(X).__call__.__doc__ == 'Applies.'
+    assert Linear.__call__.__doc__ == Linear(X).__call__.__doc__ == 'Applies.'
     assert Linear(X).blend.__doc__ is None
 
 
@@ -477,16 +441,12 @@ def of_the_module(x):
     return x + 1
 
 
-def test_pickling_by_name():
-    again = pickle.loads(pickle.dumps(of_the_module))
-    assert again is of_the_module
-    again = pickle.loads(pickle.dumps(Linear.triple))
-    np.testing.assert_array_equal(again(X), 3 * X)
-
-
-def test_copies_and_weak_references():
+def test_pickles_copies_and_weak_references():
+    assert pickle.loads(pickle.dumps(of_the_module)) is of_the_module
     assert copy.deepcopy(of_the_module) is of_the_module
     assert weakref.ref(of_the_module)() is of_the_module
+    for bound, x, expected in ((Linear.triple, X, 3 * X), (Scaled(3).times, np.ones(8), 3.0)):
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(bound))(x), expected)
 
 
 class Scaled(NamedTuple):
@@ -495,11 +455,6 @@ class Scaled(NamedTuple):
     @sharded('a*', mesh=jax.devices()[:8], static_argnums=0)
     def times(self, x):
         return x * self.factor
-
-
-def test_a_bound_method_is_pickled_with_its_instance():
-    again = pickle.loads(pickle.dumps(Scaled(3).times))
-    np.testing.assert_array_equal(again(np.ones(8)), np.full(8, 3.0))
 
 
 def test_pickled_in_one_process_and_loaded_in_another(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""per_device beside `jax.shard_map` written by hand, beside numpy, and in every mode of JAX."""
+"""per_device against hand-written `jax.shard_map` and numpy, in every mode of JAX."""
 
 import contextlib
 import dataclasses
@@ -12,6 +12,7 @@ import pytest
 from counting import counting
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import mesh_of
 from test_hlo import assert_same_program, compiled, floats
 
 from einshard import (
@@ -29,11 +30,6 @@ RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(48, 48)).astype(np.float32)
 W = RANDOM.normal(size=(48, 48)).astype(np.float32) / 7
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
-
-
-def mesh_of(types=AxisType.Auto, devices=EIGHT, **sizes):
-    grid = np.array(devices, dtype=object).reshape(tuple(sizes.values()))
-    return Mesh(grid, tuple(sizes), axis_types=(types,) * len(sizes))
 
 
 def product(x, w):
@@ -76,7 +72,7 @@ def test_product_on_every_number_of_devices(n, spelling):
 
 
 def test_each_device_has_its_shard_and_its_place():
-    """What the body gets, by device, beside slices of numpy."""
+    """The shard of each device, against numpy slices."""
     seen = {}
 
     @per_device('b r x -> x2 r2 b2', out='i j -> i@(x,r,b) j', mesh=EIGHT)
@@ -228,7 +224,7 @@ def test_weights_gathered_over_the_devices_of_the_batch():
 # -------------------------------------------------------------------------- arguments and results
 
 
-def test_placed_arrays_enter_without_a_copy_and_results_are_on_the_one_mesh():
+def test_sharded_arguments_are_not_copied_and_results_are_canonical():
     f = LAYER(product)
     x, w = einshard(X, 'b x -> b4 x2', mesh=EIGHT), einshard(W, 'x y -> 4 x2 y', mesh=EIGHT)
     with jax.transfer_guard('disallow'):
@@ -282,7 +278,7 @@ def test_trees_prefixes_and_specs_by_name():
         close(rest['mean'], np.mean(2 * (X @ W) + 1))
 
 
-def test_axes_behind_an_ellipsis():
+def test_axes_after_an_ellipsis():
     @per_device('... x -> ... x4', out=('... x -> ... x@x', '... x -> ... x'), mesh=EIGHT[:4])
     def f(x):
         return jnp.stack([x, x]), jax.lax.psum(x, 'x')
@@ -340,7 +336,7 @@ def test_random_keys():
     np.testing.assert_array_equal(f(keys), [jax.random.uniform(key) for key in keys])
 
 
-def test_counts_that_the_one_mesh_has_other_factors_for():
+def test_counts_that_need_another_factorization():
     twelve = jax.devices()[:12]
     f = per_device('b x -> b4 x3', 'x y -> x3 y', out='b y -> b4 y', mesh=twelve)(product)
     close(f(X, W), X @ W)
@@ -438,8 +434,8 @@ def test_ahead_of_time():
     ],
     ids=str,
 )
-def test_on_a_mesh_the_body_sees_its_axes(specs, context, explicit):
-    mesh = mesh_of(AxisType.Explicit if explicit else AxisType.Auto, data=4, tp=2)
+def test_collectives_use_the_axes_of_the_mesh(specs, context, explicit):
+    mesh = mesh_of(types=AxisType.Explicit if explicit else AxisType.Auto, data=4, tp=2)
     *specs, out = specs
     f = per_device(*specs, out=out, mesh=None if context else mesh)(
         lambda x, w: jax.lax.psum(x @ w, 'tp')
@@ -451,7 +447,7 @@ def test_on_a_mesh_the_body_sees_its_axes(specs, context, explicit):
     assert y.sharding == NamedSharding(mesh, P('data'))
 
 
-def test_in_the_one_mesh_in_context_axes_are_those_of_the_mesh():
+def test_canonical_mesh_in_context():
     for types in (AxisType.Auto, AxisType.Explicit):
         f = per_device('b x -> b4 x2', 'x y -> x2 y', out='b y -> b4 y')(
             lambda x, w: jax.lax.psum(x @ w, 'd2')
@@ -500,7 +496,7 @@ def test_einshard_in_the_body():
 @pytest.mark.parametrize(
     'error', [KeyError('x'), ValueError('x'), AssertionError(), NameError('x')]
 )
-def test_errors_of_the_body_are_not_touched(error):
+def test_errors_of_the_body_are_unchanged(error):
     def body(x, w):
         raise error
 
@@ -509,7 +505,7 @@ def test_errors_of_the_body_are_not_touched(error):
     assert caught.value is error
 
 
-def test_nothing_is_moved_before_an_error():
+def test_errors_come_before_transfers():
     with jax.transfer_guard('disallow'), pytest.raises(EinshardError, match='is not divisible by'):
         LAYER(product)(X[:6], W)
 
@@ -532,7 +528,7 @@ def replicating_gather():
     return functools.partial(jax.lax.all_gather, to='invarying'), text
 
 
-def test_a_gathered_result_is_not_summed_up():
+def test_fix_for_a_gathered_result():
     gather, text = replicating_gather()
     assert instead(gathered) == {'try': f'{text}, which returns a replicated value'}
     replicated = functools.partial(gathered, gather=gather)
@@ -544,7 +540,7 @@ def test_a_gathered_result_is_not_summed_up():
         np.testing.assert_allclose(gradient, 2 * weights * (MATRIX + 1))
 
 
-def test_what_is_said_of_other_results():
+def test_fixes_for_results_that_vary():
     by_sum = {'try': "jax.lax.psum(z, 'a') for the sum, or shard it in out="}
     unknown = {'try': 'check_vma=False, if the result is in fact replicated'}
     assert instead(lambda x: x * 2) == by_sum
@@ -579,7 +575,7 @@ OF_ONE = {'nothing': AT_ONE + 1, 'pmean over both': MEANS}
 
 
 @pytest.mark.parametrize('what', OVER_ONE)
-def test_results_need_not_name_an_axis_of_one_part(what):
+def test_results_need_not_name_an_axis_of_size_1(what):
     expected = OF_ONE.get(what, AT_ONE)
     for spec, out in itertools.product(['i1 j8', 'i* j8'], ['i j8', 'i1 j8', '... j -> ... j8']):
         y = per_device(spec, out=out, mesh=EIGHT)(OVER_ONE[what])(AT_ONE)
@@ -589,7 +585,7 @@ def test_results_need_not_name_an_axis_of_one_part(what):
 
 @pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
 def test_results_need_not_name_a_mesh_axis_of_one_device(types):
-    mesh = mesh_of(types, i=1, j=8)
+    mesh = mesh_of(types=types, i=1, j=8)
     placed = jax.device_put(AT_ONE, NamedSharding(mesh, P('i', 'j')))
     for what, out in itertools.product(['pmean over both', 'axis_index'], ['i@i j@j', 'i j@j']):
         y = per_device('i@i j@j', out=out, mesh=mesh)(OVER_ONE[what])(placed)
@@ -597,7 +593,7 @@ def test_results_need_not_name_a_mesh_axis_of_one_device(types):
         assert y.sharding == make_sharding(out, mesh=mesh)
 
 
-def test_results_in_other_orders_and_trees_with_an_axis_of_one_part():
+def test_pytree_results_with_an_axis_of_size_1():
     @per_device('i1 j8', out={'t': 'j i -> j8 i', 'sum': '... -> * ...'}, mesh=EIGHT)
     def f(x):
         return {'t': x.T, 'sum': jax.lax.psum(x, 'j')}
@@ -610,7 +606,7 @@ def test_results_in_other_orders_and_trees_with_an_axis_of_one_part():
         per_device('i1 j8', out='i j -> * i j', mesh=EIGHT)(lambda x: x)(AT_ONE)
 
 
-def test_axes_of_one_part_cost_no_collectives():
+def test_axes_of_size_1_cost_no_collectives():
     f = per_device('i1 j8', out='j i -> j8 i', mesh=EIGHT)(lambda x: x.T)
     assert 'all-' not in f.lower(AT_ONE).compile().as_text()
 
@@ -629,7 +625,7 @@ def test_manual_is_the_old_name_of_axis_names():
 
 
 def test_array_with_explicit_mesh_axes():
-    x = jax.device_put(AT_ONE.T, NamedSharding(mesh_of(AxisType.Explicit, d=8), P('d')))
+    x = jax.device_put(AT_ONE.T, NamedSharding(mesh_of(types=AxisType.Explicit, d=8), P('d')))
     with pytest.raises(EinshardError, match="explicit mesh axis 'd'"):
         per_device('i* j', out='i* j', mesh=EIGHT)(jnp.sin)(x)
     y = per_device('i* j', out='i* j', mesh=x.sharding.mesh)(jnp.sin)(x)

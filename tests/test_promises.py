@@ -1,4 +1,4 @@
-"""collectives= of sharded, and assert_collectives: what may be communicated, and what is read."""
+"""collectives= of sharded, and assert_collectives: which programs are checked, and messages."""
 
 import dataclasses
 import pathlib
@@ -58,7 +58,7 @@ def test_a_program_for_a_mesh_that_is_given():
 
 
 @pytest.mark.parametrize('case', BY_THEORY)
-def test_promises_about_products_known_by_theory(case):
+def test_limits_of_products(case):
     (x, w, out), has = BY_THEORY[case]
 
     def ours(promise):
@@ -83,7 +83,7 @@ def test_promises_about_products_known_by_theory(case):
 
 
 @pytest.mark.parametrize('out', ['x z*', '... z -> ... z*'])
-def test_a_promise_is_one_trace_and_one_compilation(out):
+def test_a_limit_adds_no_trace_and_no_compilation(out):
     runs = []
 
     def body(x, w):
@@ -100,7 +100,7 @@ def test_a_promise_is_one_trace_and_one_compilation(out):
     assert counts.compiled.count('jit(body)') == 1
 
 
-def test_calls_like_one_before_are_one_frame_more():
+def test_a_limit_adds_frames_to_calls():
     def scale(x, y=1.0):
         return x * y
 
@@ -119,7 +119,7 @@ def gathers_if_wide(x):
     return einshard(x, 'a b -> * a b') if x.shape[1] > 8 else x + 1
 
 
-def test_other_shapes_are_read_too():
+def test_other_shapes_are_checked():
     f = sharded('a* b', mesh=EIGHT, collectives=())(gathers_if_wide)
     narrow, wide = np.ones((8, 8), np.float32), np.ones((8, 16), np.float32)
     for _ in range(2):
@@ -129,7 +129,7 @@ def test_other_shapes_are_read_too():
                 call()
 
 
-def test_a_context_that_makes_jax_trace_again_is_read_too():
+def test_a_retrace_for_another_jax_config_is_checked():
     allowed = [True]
 
     def body(x):
@@ -144,7 +144,7 @@ def test_a_context_that_makes_jax_trace_again_is_read_too():
 
 
 @pytest.mark.filterwarnings('ignore:Some donated buffers were not usable')
-def test_a_broken_promise_stays_broken_and_runs_nothing():
+def test_a_program_over_its_limit_never_runs():
     f = sharded('a* b', out='* a b', mesh=EIGHT, collectives=(), donate_argnums=0)(lambda x: x + 1)
     x = einshard(X, 'a* b', mesh=EIGHT)
     for _ in range(3):
@@ -156,8 +156,8 @@ def test_a_broken_promise_stays_broken_and_runs_nothing():
         f(x)
 
 
-def test_arguments_without_a_spec_may_not_bring_communication_along():
-    """JAX compiles anew for them, and traces nothing."""
+def test_other_shardings_of_arguments_without_a_spec_are_checked():
+    """JAX compiles again for them without tracing."""
     f = sharded('x* y', None, mesh=EIGHT, collectives=())(product)
     whole, cut = einshard(W, '* y z', mesh=EIGHT), einshard(W, 'y* z', mesh=EIGHT)
     for _ in range(2):
@@ -175,7 +175,7 @@ def test_arguments_without_a_spec_may_not_bring_communication_along():
         lambda path, leaf: '* y z' if path == 'u' else None,
     ],
 )
-def test_nor_parts_of_trees_without_a_spec(spec):
+def test_other_shardings_of_leaves_without_a_spec_are_checked(spec):
     f = sharded('x* y', spec, mesh=EIGHT, collectives=())(lambda x, w: x @ w['u'] + x @ w['v'])
     whole, cut = einshard(W, '* y z', mesh=EIGHT), einshard(W, 'y* z', mesh=EIGHT)
     for _ in range(2):
@@ -184,7 +184,7 @@ def test_nor_parts_of_trees_without_a_spec(spec):
             f(X, {'u': whole, 'v': cut})
 
 
-def test_placements_in_turn_are_compiled_once_each():
+def test_each_placement_is_compiled_once():
     runs = []
 
     def body(x, w):
@@ -240,8 +240,8 @@ UNCHECKED = pytest.mark.filterwarnings('ignore:collectives= of .* is not checked
 @UNCHECKED
 @pytest.mark.parametrize('out', ['* a b', '... b -> * ... b'])
 @pytest.mark.parametrize('how', TRACED)
-def test_what_is_not_called_is_not_read_and_a_call_after_it_is(how, out):
-    """A trace that JAX keeps must not pass for one that was read."""
+def test_only_calls_are_checked(how, out):
+    """A cached trace does not count as checked."""
     f = sharded('a* b', out=out, mesh=EIGHT, collectives=())(lambda x: x * 2)
     TRACED[how](f)
     with pytest.raises(UnexpectedCollectives):
@@ -251,14 +251,14 @@ def test_what_is_not_called_is_not_read_and_a_call_after_it_is(how, out):
 
 @UNCHECKED
 @pytest.mark.parametrize('how', TRACED)
-def test_a_promise_that_is_kept_is_kept_inside(how):
+def test_allowed_programs_inside_transformations(how):
     f = sharded('a* b', out='a* b', mesh=EIGHT, collectives=())(lambda x: x * 2)
     for _ in range(2):
         TRACED[how](f)
         np.testing.assert_array_equal(f(X), 2 * X)
 
 
-def test_inside_another_promise_the_outer_one_is_read():
+def test_the_outer_limit_counts():
     inner = sharded('a* b', out='* a b', mesh=EIGHT, collectives=())(lambda x: x * 2)
     outer = sharded('a* b', out='* a b', mesh=EIGHT, collectives={'all-gather': 1})(
         lambda x: inner(x) + 1
@@ -339,14 +339,14 @@ def test_meshes_in_context(kind):
         g(X)
 
 
-def test_arguments_placed_otherwise_are_placed_or_refused_as_ever():
+def test_placement_of_arguments_with_a_limit():
     f = sharded('a* b', mesh=EIGHT, collectives=())(lambda x: x + 1)
     for x in (jax.device_put(X, EIGHT[3]), einshard(X, '* a b', mesh=EIGHT), jnp.asarray(X)):
         np.testing.assert_array_equal(f(x), X + 1)
     with pytest.raises(EinshardError, match='already sharded differently') as caught:
         f(einshard(X, 'a b*', mesh=EIGHT))
     assert not isinstance(caught.value, UnexpectedCollectives)
-    with pytest.raises(EinshardError, match='has size 6'):
+    with pytest.raises(EinshardError, match=r'\(size 6\) is not divisible'):
         f(np.ones((6, 8), np.float32))
 
 
@@ -431,7 +431,7 @@ def message_of(call):
     return str(caught.value)
 
 
-def test_the_message_lists_every_offender():
+def test_the_message_lists_every_unexpected_collective():
     @sharded('b d -> b* d', 'd e -> d* e', 'e f -> e* f', mesh=EIGHT, collectives={'all-reduce': 1})
     def layer(x, u, v):
         return (x @ u @ v).sum()
@@ -447,7 +447,7 @@ def test_the_message_lists_every_offender():
     )
 
 
-def test_the_message_has_the_line_where_the_program_has_it():
+def test_the_message_has_the_source_line():
     @sharded('x y*', 'y* z', mesh=EIGHT, collectives=())
     def layer(x, w):
         return x @ w
@@ -460,7 +460,7 @@ def test_the_message_has_the_line_where_the_program_has_it():
     )
 
 
-def test_groups_of_one_device_break_no_promise():
+def test_groups_of_one_device_do_not_count():
     mesh = jax.make_mesh((1, 8), ('a', 'b'), (AxisType.Auto,) * 2, devices=EIGHT)
     mapped = jax.shard_map(
         lambda x: jax.lax.psum(x, 'a'), mesh=mesh, in_specs=P('a', 'b'), out_specs=P(None, 'b')
@@ -470,7 +470,7 @@ def test_groups_of_one_device_break_no_promise():
     assert sharded(mesh=mesh, collectives=())(mapped)(X).shape == X.shape
 
 
-def test_those_that_differ_in_nothing_are_told_once():
+def test_identical_collectives_share_a_line():
     @sharded('4 x y2', '4 y2 z', out='8 x z', mesh=EIGHT, collectives='all-gather')
     def twice(x, w):
         return jnp.sin(einshard(x @ w, '8 x z')) @ jnp.cos(einshard(x @ (2 * w), '8 x z')).T
@@ -481,39 +481,17 @@ def test_those_that_differ_in_nothing_are_told_once():
     assert '4 groups of 2 devices' in found[2]
 
 
-ALL_KINDS = (
-    'all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute, ragged-all-to-all, '
-    'collective-broadcast, custom-call'
-)
-BAD = {
-    'all_reduce': (
-        "'all_reduce' is not a kind of collective\n"
-        f'  function: product\n  kinds:    {ALL_KINDS}\n'
-        "  try:      'all-reduce'"
-    ),
-    ('all-gather', 'psum'): (
-        f"'psum' is not a kind of collective\n  function: product\n  kinds:    {ALL_KINDS}"
-    ),
-    5: (
-        'collectives= must name collectives, not 5\n'
-        '  function: product\n'
-        "  expected: () for none, 'all-reduce', several kinds, or {'all-reduce': 1}"
-    ),
-}
-
-
-@pytest.mark.parametrize('promise', BAD)
-def test_promises_about_nothing(promise):
-    assert message_of(lambda: sharded(collectives=promise)(product)) == BAD[promise]
-    message = message_of(lambda: assert_collectives(product, X, W, allowed=promise))
-    theirs = BAD[promise].replace('  function: product\n', '').replace('collectives=', 'allowed=')
-    assert message.split() == theirs.split()
+@pytest.mark.parametrize('promise', [5, 'all_reduce', ('all-gather', 'psum')])
+def test_invalid_kinds(promise):
+    ours = message_of(lambda: sharded(collectives=promise)(product))
+    theirs = message_of(lambda: assert_collectives(product, X, W, allowed=promise))
+    assert (
+        theirs.split()
+        == ours.replace('collectives=', 'allowed=').replace('  function: product\n', '').split()
+    )
 
 
 @pytest.mark.parametrize('most', [-1, 1.0, True, None, 'one'])
-def test_counts_that_are_none(most):
-    assert message_of(lambda: sharded(collectives={'all-reduce': most})(product)) == (
-        f"the limit for 'all-reduce' must be a non-negative integer, not {most!r}\n"
-        '  function:     product\n'
-        "  for no limit: 'all-reduce' outside a dict"
-    )
+def test_invalid_limits(most):
+    message = message_of(lambda: sharded(collectives={'all-reduce': most})(product))
+    assert f"the limit for 'all-reduce' must be a non-negative integer, not {most!r}" in message

@@ -1,4 +1,4 @@
-"""sharded: arguments that are placed otherwise than their spec says, first call and later."""
+"""sharded: arguments with other placements than their spec, at the first call and later."""
 
 import contextlib
 
@@ -43,7 +43,7 @@ PLACED_BY_SHARDED = {
         X, NamedSharding(Mesh(np.array(EIGHT).reshape(2, 4), ('p', 'q')), P(('p', 'q')))
     ),
 }
-OTHERWISE = {
+SHARDED_DIFFERENTLY = {
     'by columns': lambda: placed(COLUMNS),
     'by fewer rows': lambda: placed('a b -> 2 a* b'),
     'by rows of fewer devices': lambda: placed(ROWS, EIGHT[:4]),
@@ -61,7 +61,7 @@ def f(request):
 
 
 @pytest.mark.parametrize('kind', PLACED_BY_SHARDED)
-def test_whole_arrays_are_placed_as_asked(kind, f):
+def test_unsharded_arrays_are_placed(kind, f):
     for call in (f, lambda x: f(x=x), lambda x: f(x, y=0.0)):
         x = PLACED_BY_SHARDED[kind]()
         result = call(x)
@@ -71,9 +71,9 @@ def test_whole_arrays_are_placed_as_asked(kind, f):
             assert not x.is_deleted()
 
 
-@pytest.mark.parametrize('kind', OTHERWISE)
-def test_arrays_partitioned_otherwise_are_refused(kind, f):
-    x = OTHERWISE[kind]()
+@pytest.mark.parametrize('kind', SHARDED_DIFFERENTLY)
+def test_arrays_sharded_differently_are_errors(kind, f):
+    x = SHARDED_DIFFERENTLY[kind]()
     for call in (f, lambda x: f(x=x), f.lower):
         with pytest.raises(EinshardError, match='already sharded differently') as caught:
             call(x)
@@ -84,30 +84,30 @@ def test_arrays_partitioned_otherwise_are_refused(kind, f):
     np.testing.assert_array_equal(f(X), X + 1)
 
 
-@pytest.mark.parametrize('kind', OTHERWISE)
+@pytest.mark.parametrize('kind', SHARDED_DIFFERENTLY)
 def test_reshard_moves_them(kind):
     f = sharded(ROWS, out=COLUMNS, mesh=EIGHT, reshard=True)(plus)
     for _ in range(2):
-        x = OTHERWISE[kind]()
+        x = SHARDED_DIFFERENTLY[kind]()
         result = f(x)
         np.testing.assert_array_equal(result, X + 1)
         assert result.sharding == ON_COLUMNS
         assert not x.is_deleted()
 
 
-@pytest.mark.parametrize('kind', [*PLACED_BY_SHARDED, *OTHERWISE])
-def test_donated_arguments_are_placed_too(kind):
+@pytest.mark.parametrize('kind', [*PLACED_BY_SHARDED, *SHARDED_DIFFERENTLY])
+def test_donated_arguments_are_placed(kind):
     f = sharded(ROWS, out=ROWS, mesh=EIGHT, reshard=True, donate_argnums=0)(plus)
     for _ in range(2):
-        x = {**PLACED_BY_SHARDED, **OTHERWISE}[kind]()
+        x = {**PLACED_BY_SHARDED, **SHARDED_DIFFERENTLY}[kind]()
         result = f(x)
         np.testing.assert_array_equal(result, X + 1)
         assert result.sharding == ON_ROWS
     np.testing.assert_array_equal(X, np.arange(64).reshape(8, 8))
 
 
-def test_all_kinds_in_turn_are_traced_and_compiled_as_often_as_by_jit():
-    """jit traces anew for arguments on other meshes, and before it refuses them."""
+def test_traces_and_compilations_for_all_placements():
+    """jit traces again for arguments on other meshes, even if it then rejects them."""
 
     def by_ours(x):
         runs.append(1)
@@ -120,7 +120,7 @@ def test_all_kinds_in_turn_are_traced_and_compiled_as_often_as_by_jit():
         jax.clear_caches()
         runs = []
         with counting() as counts:
-            for make in [*PLACED_BY_SHARDED.values(), *OTHERWISE.values()]:
+            for make in [*PLACED_BY_SHARDED.values(), *SHARDED_DIFFERENTLY.values()]:
                 with contextlib.nullcontext() if one is f else contextlib.suppress(ValueError):
                     one(make())
         counted.append((len(runs), counts.of('by_ours')[1]))
@@ -137,7 +137,7 @@ def test_the_leaf_of_a_tree_is_named():
     assert tree['layers'][0]['w'].sharding == ON_ROWS
 
 
-def test_only_the_leaves_placed_otherwise_move():
+def test_leaves_with_different_placements():
     tree = {'a': placed(ROWS), 'b': placed(WHOLE), 'c': X, 'd': jax.device_put(X, EIGHT[1])}
     f = sharded('a b -> a* b', mesh=EIGHT)(lambda tree: jax.tree.map(lambda x: x + 1, tree))
     for result in f(tree).values():
@@ -161,7 +161,7 @@ def test_an_argument_without_a_spec_on_other_devices_is_refused(first):
         assert "parameter 'y' of plus" in str(caught.value)
 
 
-def test_a_spec_of_out_alone_has_a_mesh_too():
+def test_mesh_with_out_alone():
     f = sharded(out=ROWS, mesh=EIGHT)(plus)
     assert f(X).sharding == ON_ROWS
     assert f(placed(COLUMNS)).sharding == ON_ROWS
@@ -232,7 +232,7 @@ def test_results_that_do_not_fit(out, later):
 
 
 def test_rows_in_another_order_of_devices():
-    """jit puts such an array in order itself at its first call, and fails at the second."""
+    """jit reorders such an array at its first call, and fails at the second."""
     backwards = NamedSharding(Mesh(np.array(EIGHT[::-1]), ('p',)), P('p'))
     f = sharded(ROWS, out=COLUMNS, mesh=EIGHT)(plus)
     for _ in range(2):
@@ -253,7 +253,7 @@ def test_an_array_that_is_deleted():
 
 
 def test_results_of_one_are_arguments_of_another():
-    """The same placement, however it is written: nothing is moved, nothing traced again."""
+    """Equal placements in other spellings: no transfer, no retrace."""
     runs = []
 
     def same(x):
@@ -284,8 +284,8 @@ def test_two_in_one_jit():
     )
 
 
-def test_under_a_mesh_in_context_arrays_of_the_one_mesh_are_known():
-    """The same devices, another mesh: the array is where it was asked, and need not move."""
+def test_canonical_arrays_under_a_mesh_in_context():
+    """An equivalent sharding on another mesh of the same devices."""
     x = placed(ROWS)
     f = sharded(ROWS, out=ROWS)(plus)
     mesh = Mesh(np.array(EIGHT).reshape(4, 2), ('p', 'q'), axis_types=(AxisType.Auto,) * 2)

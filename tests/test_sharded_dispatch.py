@@ -1,4 +1,4 @@
-"""sharded: what a call costs when one like it has been made before, and which program it takes."""
+"""sharded: the cost of repeated calls, and which program a call runs."""
 
 import dataclasses
 import pathlib
@@ -116,7 +116,7 @@ def test_a_call_by_position_is_one_frame():
         lambda f: f(X, X, times=2.0),
     ],
 )
-def test_a_call_by_keyword_is_one_too(call):
+def test_a_call_by_keyword_is_one_frame(call):
     f = sharded(ROWS, COLUMNS, out=ROWS, mesh=EIGHT)(lambda x, y=0.0, *, times=1.0: times * x + y)
     assert frames(twice(lambda: call(f))) == 1
 
@@ -130,8 +130,8 @@ def test_a_method_of_a_tree_is_three():
 
 
 @pytest.mark.parametrize('promise', [None, ()])
-def test_of_jax_no_python_runs_in_calls_like_one_before(promise):
-    """The whole call is that of jit, which is fast where it has not been refused before."""
+def test_repeated_calls_run_no_python_of_jax(promise):
+    """Repeated calls stay on the fast path of jit."""
     placed = [jax.device_put(x, make_sharding(ROWS, mesh=EIGHT)) for x in (X, X[:, :4], X[:, :2])]
     f = sharded(ROWS, out=ROWS, mesh=EIGHT, collectives=promise)(lambda x: x + 1)
     g = sharded(by_path, out=by_path, mesh=EIGHT, collectives=promise)(lambda x: x)
@@ -166,7 +166,7 @@ def by_keyword(f, x):
 
 
 @pytest.mark.parametrize('call', [by_position, by_keyword])
-def test_what_is_remembered_is_for_one_mesh_and_one_set_of_rules(call):
+def test_the_fast_path_is_for_one_mesh_and_one_set_of_rules(call):
     x = np.ones((16, 16), np.float32)
     f = sharded(ROWS, out=ROWS)(lambda x: x + 1)
     meshes = [device_mesh(), device_mesh(EIGHT), device_mesh(EIGHT[:4]), device_mesh(EIGHT)]
@@ -225,7 +225,7 @@ def test_several_shapes_are_traced_and_compiled_as_often_as_by_jit(out):
             np.testing.assert_array_equal(x, y)
 
 
-def test_ranks_in_turn_have_a_program_each():
+def test_each_rank_has_a_program():
     def decorate(f):
         return sharded('... d -> ... d*', out='... d -> ... d*', mesh=EIGHT)(f)
 
@@ -238,7 +238,7 @@ def test_ranks_in_turn_have_a_program_each():
 
 
 def test_arguments_placed_alike_may_have_results_that_are_not():
-    """Only a trace tells what is returned."""
+    """Only a trace shows the shapes of the result."""
 
     def wide(path, leaf):
         return COLUMNS if leaf.shape[1] > 8 else ROWS
@@ -263,7 +263,7 @@ def test_a_result_of_another_structure():
         assert shardings(f(np.ones((8, m), np.float32))) == {key: expected}
 
 
-def test_shardings_are_told_for_calls_that_were_never_made():
+def test_shardings_without_a_call():
     f = sharded('... d -> ... d*', out='d ... -> d* ...', mesh=EIGHT)(lambda x: x.T)
     g = sharded(out='... d -> ... d*', mesh=EIGHT)(lambda x: x.T)
     f(X)
@@ -276,7 +276,7 @@ def test_shardings_are_told_for_calls_that_were_never_made():
 
 
 @pytest.mark.parametrize('call', [by_position, by_keyword])
-def test_explicit_axes_with_a_result_that_is_looked_at(call):
+def test_explicit_axes_with_an_out_spec_that_needs_ranks(call):
     mesh = device_mesh(EIGHT, axis_types=AxisType.Explicit)
     with jax.set_mesh(mesh):
         f = sharded('... d -> ... d*', out='... d -> ... d*')(lambda x: x + 1)
@@ -291,7 +291,7 @@ def test_explicit_axes_with_a_result_that_is_looked_at(call):
 # ----------------------------------------------------------------------------- ways of writing it
 
 
-def test_however_a_call_is_written():
+def test_every_way_to_write_a_call():
     """The same values by position and by keyword, in every order: once each is traced."""
 
     def decorate(f):
@@ -346,7 +346,7 @@ def test_static_and_donated_arguments_by_keyword():
             assert x.is_deleted()
 
 
-def test_clear_cache_forgets_calls():
+def test_clear_cache_clears_the_fast_path():
     runs = []
 
     def body(x):
@@ -367,7 +367,7 @@ def test_clear_cache_forgets_calls():
 # ------------------------------------------------------------------------------ methods, as before
 
 
-def test_a_bound_method_is_what_it_was():
+def test_bound_methods():
     model = Model(X)
     assert model.add.__name__ == 'add'
     assert model.add.__doc__ == 'Adds.'

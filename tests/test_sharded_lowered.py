@@ -33,13 +33,8 @@ CALLS = {
 @pytest.mark.parametrize('how', CALLS)
 @pytest.mark.parametrize('out', [None, 'a b*', '... b -> ... b*'])
 def test_compiled_programs_are_called_as_they_were_lowered(how, out):
-    f = sharded('a* b', w='... -> ...' if how == 'keyword only' else 'a* b', out=out, mesh=EIGHT)(
-        add
-    )
-    if how == 'keyword only':
-        f = sharded('a* b', out=out, mesh=EIGHT)(add)
-    by_hand = jax.jit(add)
-    call = CALLS[how]
+    f = sharded('a* b', w=None if how == 'keyword only' else 'a* b', out=out, mesh=EIGHT)(add)
+    by_hand, call = jax.jit(add), CALLS[how]
     expected = call(by_hand)
     for lowered in (call(f.lower), call(lambda *args, **kw: f.trace(*args, **kw).lower())):
         assert type(lowered) is jax.stages.Lowered
@@ -103,7 +98,7 @@ def test_arrays_placed_differently_are_refused_by_lower_too():
                 call()
             assert "parameter 'w' of add" in str(caught.value)
         f(X, w=W)
-    with pytest.raises(EinshardError, match='has size 6'):
+    with pytest.raises(EinshardError, match=r'\(size 6\) is not divisible'):
         f.lower(X, w=W[:6])
 
 
@@ -133,21 +128,13 @@ def test_the_memory_kind_is_named(later):
         f(X)
         f(einshard(X, 'a* b', mesh=EIGHT))
     x = einshard(X, 'a* b', mesh=EIGHT, memory_kind='pinned_host')
-    for call in (
-        f,
-        f.lower,
-        lambda x: f(x=x),
-        lambda x: f.lower(x=x),
-        jax.grad(lambda x: f(x).sum()),
-    ):
-        with pytest.raises(EinshardError) as caught:
+    gradient = jax.grad(lambda x: f(x).sum())
+    for call in (f, f.lower, lambda x: f(x=x), lambda x: f.lower(x=x), gradient):
+        with pytest.raises(EinshardError, match="parameter 'x' of add") as caught:
             call(x)
-        text = str(caught.value)
-        assert text.splitlines()[0] == (
+        assert caught.value.sentence == (
             'the argument is in pinned_host memory, but its spec expects device memory'
         )
-        assert "parameter 'x' of add" in text
-        assert 'already sharded differently' not in text
 
 
 def test_reshard_brings_it_to_the_device():

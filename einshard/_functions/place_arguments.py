@@ -124,7 +124,7 @@ def _placed_differently(
         sentence,
         [term for term in placement.expression.right if term.is_sharded],
         array=text,
-        **{'try': 'einshard(x, ...) before the call, or sharded(..., reshard=True)'},
+        **{'try': 'einshard(x, ...) before the call, or reshard=True'},
     )
 
 

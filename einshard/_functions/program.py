@@ -22,8 +22,8 @@ from .._sharding.context import (
 from .._sharding.legacy_mesh import warn_if_ignored
 from .._sharding.mesh import AnyMesh, MeshLike
 from .._trees.specs import is_none
-from .call import CallSignature, Declaration, positional_signature
 from .error_notes import ErrorNotes
+from .parameters import CallSignature, Declaration, positional_signature
 from .promise import Budget, CheckedJit
 from .value_spec import ValueSpec
 

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 
 from .._sharding.context import AxisRules, is_tracing
 from .._sharding.mesh import AnyMesh
-from .call import CallSignature, Declaration
+from .parameters import CallSignature, Declaration
 from .program import Program, Setup, make_program, shardings_of
 
 

@@ -54,7 +54,7 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
         if not isinstance(most, int) or isinstance(most, bool) or most < 0:  # type: ignore[reportUnnecessaryIsInstance]
             raise EinshardError(
                 f"the limit for '{kind}' must be a non-negative integer, not {most!r}",
-                facts={'for no limit': f"'{kind}' outside a dict"},
+                facts={'for any number': f"{given_as}'{kind}'"},
             )
     return dict(promise)
 

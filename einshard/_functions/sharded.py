@@ -18,7 +18,7 @@ from .._sharding.context import entered, in_step, is_tracing, same_in_thread
 from .._sharding.mesh import MeshLike, check_mesh, mesh_fact
 from .._text import deferred_kind, name_of
 from .._trees.specs import Spec, is_function
-from .call import CallSignature, declare
+from .parameters import CallSignature, declare
 from .place_arguments import place_arguments
 from .program import OtherShardings, Program, Setup, TracedFunction
 from .program_cache import ProgramCache
@@ -308,7 +308,7 @@ def sharded(
 
     Args:
         in_specs: specs by position: expressions, None, `Rules`, functions `(path, leaf) -> spec`,
-            or pytree prefixes of those. A single function without options is decorated.
+            or pytree prefixes of those. `sharded(f)` decorates the function f.
         out: the spec of the result.
         mesh: a mesh or devices. Default: the mesh in context at each call, or else all devices.
         reshard: whether to reshard arguments that are sharded differently.

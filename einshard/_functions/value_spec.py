@@ -119,7 +119,7 @@ def _not_an_array(leaf: Any, text: str) -> EinshardError | None:
         return error.about(array=text)
     return EinshardError(
         f'{type(leaf).__name__} is neither an array nor a registered pytree',
-        facts={'got': text, 'try': 'no spec for it, and static_argnames'},
+        facts={'got': text, 'try': 'static_argnames, and no spec'},
     )
 
 

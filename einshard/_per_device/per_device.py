@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from .._errors import EinshardError
-from .._functions.call import JIT_OPTIONS, CallSignature, Parameters, listed
+from .._functions.parameters import JIT_OPTIONS, CallSignature, Parameters, listed
 from .._functions.promise import Promise
 from .._functions.sharded import ShardedFunction, called_too_early, sharded
 from .._notation.expression import parse
@@ -66,8 +66,9 @@ def per_device(
     Arguments are placed and checked as for `sharded`.
 
     Args:
-        in_specs: expressions by position, or pytree prefixes of the arguments. Every argument that
-            is not static needs one; '...' replicates. The instance of a method is replicated.
+        in_specs: expressions by position, or pytree prefixes of the arguments; '...' replicates.
+            On explicit mesh axes, an argument without one is sharded as its type says. On others,
+            every argument that is not static needs one. The instance of a method is replicated.
         out: the expression of the result, or a pytree of expressions.
         mesh: a mesh or devices. Default: the mesh in context, or else all devices.
         axis_names: the mesh axes that are manual, as in `jax.shard_map`. Along the other axes the
@@ -184,10 +185,13 @@ class _Mapped:
     def _view(self) -> View:
         try:
             context = jax.sharding.get_abstract_mesh()
-            if AxisType.Manual in context.axis_types:
+            if {*context.axis_types} == {AxisType.Manual}:
                 raise EinshardError(
-                    'a per-device function cannot be called inside another one',
-                    facts={'mesh in context': mesh_fact(context)},
+                    'this call is inside a per-device function that leaves no mesh axis',
+                    facts={
+                        'mesh in context': mesh_fact(context),
+                        'try': 'per_device(..., axis_names=) for the outer function',
+                    },
                 )
             around = current_context(self.mesh)
             mesh, rules = around.lowering_mesh, around.axis_rules
@@ -263,9 +267,12 @@ class _Mapped:
         leaves, treedef = jtu.tree_flatten(value)
         found: list[PartitionSpec] = []
         for text, leaf in zip(leaf_specs(value, leaves, spec), leaves, strict=True):
-            if not isinstance(text, str):
+            if isinstance(text, str):
+                found.append(view.partition_spec(text, np.ndim(leaf), self.manual))
+            elif view.infers_specs(self.manual):
+                found.append(view.inferred_spec(leaf, self.manual))
+            else:
                 raise _no_spec(f"parameter '{label}' of {self.name}", leaf)
-            found.append(view.partition_spec(text, np.ndim(leaf), self.manual))
             self._check_axes(view, label, leaf)
         return jtu.tree_unflatten(treedef, found)
 
@@ -335,7 +342,7 @@ class _Mapped:
         axes = {name: n for name, n in view.axes.items() if not self.manual or name in self.manual}
         facts = {'mesh axes': mesh_text(axes) or 'none'}
         if axis in view.axes:
-            sentence = f"a collective uses axis '{axis}', which is not manual"
+            sentence = f"a collective uses axis '{axis}', which is not in axis_names="
         elif view.by_name:
             sentence = f"a collective uses axis '{axis}', but no expression shards '{axis}'"
         else:
