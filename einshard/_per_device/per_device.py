@@ -22,7 +22,7 @@ from .._notation.expression import parse
 from .._notation.layout import axis_positions, mesh_text
 from .._sharding.context import current_context
 from .._sharding.legacy_mesh import noted
-from .._sharding.mesh import MeshLike, entry_axes, mesh_fact, sizes_of
+from .._sharding.mesh import MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
 from .._trees.specs import Spec, check_specs, is_none, leaf_specs
@@ -86,8 +86,8 @@ def per_device(
     Raises:
         EinshardError: at decoration, for invalid specs; at the first call, if the expressions
             disagree on a count or on the device order, or do not use all devices; at any call, if
-            an array does not fit, a collective uses an axis that is not sharded, or the call is
-            inside another per-device function.
+            an array does not fit, a collective uses an axis that is not sharded, or it is
+            called inside a per-device function that uses all mesh axes.
         UnexpectedCollectives: at a call, if the program has other collectives.
     """
     named = named_specs_and_jit_options
@@ -187,10 +187,10 @@ class _Mapped:
             context = jax.sharding.get_abstract_mesh()
             if {*context.axis_types} == {AxisType.Manual}:
                 raise EinshardError(
-                    'this call is inside a per-device function that leaves no mesh axis',
+                    'the enclosing per-device function uses all mesh axes, so none is left here',
                     facts={
                         'mesh in context': mesh_fact(context),
-                        'try': 'per_device(..., axis_names=) for the outer function',
+                        'try': 'axis_names= for the enclosing function',
                     },
                 )
             around = current_context(self.mesh)
@@ -278,7 +278,7 @@ class _Mapped:
 
     def _check_axes(self, view: View, label: str, leaf: Any) -> None:
         """Raises if the type of an argument has mesh axes that the mesh does not have."""
-        axes = {axis for entry in jax.typeof(leaf).sharding.spec for axis in entry_axes(entry)}
+        axes = {axis for entry in spec_axes(jax.typeof(leaf).sharding.spec) for axis in entry}
         mesh = sizes_of(view.mesh)
         for axis in sorted(axes - set(mesh)):
             raise EinshardError(
