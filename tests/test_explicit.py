@@ -1,6 +1,8 @@
 """Explicit mesh axes, which `jax.make_mesh` makes by default since JAX 0.9."""
 
 import contextlib
+import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from placed import mesh_of
+from placed import check_equal, mesh_of
 
-from einshard import EinshardError, einshard, per_device
+from einshard import EinshardError, Rules, einshard, einsum, make_sharding, per_device, sharded
+from einshard._functions.error_notes import is_sharding_type_error
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 MESH = mesh_of(types=EXPLICIT, data=4, tensor=2)
@@ -24,6 +27,169 @@ def test_default_of_make_mesh():
     with warned if JAX < (0, 9) else contextlib.nullcontext():
         mesh = jax.make_mesh((4, 2), ('data', 'tensor'), devices=jax.devices()[:8])
     assert set(mesh.axis_types) == {AUTO if JAX < (0, 9) else EXPLICIT}
+
+
+# the table of docs/explicit_sharding.md: what fails, and what to write instead
+
+IDS = np.array([3, 1, 7])
+
+
+def scan(body, x, layers):
+    return jax.lax.scan(lambda x, w: (body(x, w), None), x, layers)[0]
+
+
+OPERATIONS = {
+    'product': (
+        lambda x, y: x @ y,
+        lambda x, y: einsum('a b, b c -> a@data c', x, y),
+    ),
+    'product, by out_sharding': (
+        lambda x, y: x @ y,
+        lambda x, y: jnp.matmul(x, y, out_sharding=make_sharding('a@data c')),
+    ),
+    'look-up': (
+        lambda x, y: x[IDS],
+        lambda x, y: x.at[IDS].get(out_sharding=make_sharding('a b@tensor')),
+    ),
+    'addition': (
+        lambda x, y: x + y,
+        lambda x, y: x + einshard(y, 'a@data b@tensor'),
+    ),
+    'where': (
+        lambda x, y: jnp.where(x > 3, x, jnp.ones(x.shape)),
+        lambda x, y: jnp.where(x > 3, x, einshard(jnp.ones(x.shape), 'a@data b@tensor')),
+    ),
+    'slice': (
+        lambda x, y: x[:3],
+        lambda x, y: einshard(x, 'a b@tensor')[:3],
+    ),
+    'scan over a sharded axis': (
+        lambda x, y: scan(lambda total, row: total + row, jnp.zeros(8), x),
+        lambda x, y: scan(
+            lambda total, row: total + row,
+            einshard(jnp.zeros(8), 'b@tensor'),
+            einshard(x, 'a b@tensor'),
+        ),
+    ),
+    'carry of a scan': (
+        lambda x, y: scan(lambda x, w: x @ w, x, jnp.ones((2, 8, 8))),
+        lambda x, y: scan(lambda x, w: einshard(x @ w, 'a@data b@tensor'), x, jnp.ones((2, 8, 8))),
+    ),
+}
+
+if JAX < (0, 9):
+    del OPERATIONS['where']  # where() takes operands with different shardings
+
+
+@pytest.mark.parametrize('operation', OPERATIONS)
+def test_operations_that_need_a_sharding(operation):
+    specs = sharded('a b -> a@data b@tensor', 'a b -> a@tensor b@data')
+    fails, works = OPERATIONS[operation]
+    with jax.set_mesh(MESH):
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            specs(fails)(X, X.T)
+        result = specs(works)(X, X.T)
+    error = caught.value
+    if 'scan' in operation:
+        assert type(error) in (TypeError, ValueError)
+    else:
+        assert is_sharding_type_error(error)
+    np.testing.assert_allclose(result, fails(jnp.asarray(X), jnp.asarray(X.T)), rtol=1e-6)
+
+
+# models
+
+
+RULES = Rules(
+    [
+        ('embed', 'v d -> v@tensor d'),
+        ('up/kernel', 'd f -> d f@tensor'),
+        ('down/kernel', 'f d -> f@tensor d'),
+    ],
+    default='... -> * ...',
+)
+TOKENS = np.random.default_rng(0).integers(0, 64, (8, 16), dtype=np.int32)
+
+
+@pytest.fixture
+def nnx():
+    return pytest.importorskip('flax.nnx')
+
+
+@pytest.fixture
+def nnx_model(nnx):
+    class Model(nnx.Module):
+        def __init__(self, rngs, **to_layers):
+            self.to_layers = to_layers
+            self.embed = nnx.Embed(64, 32, rngs=rngs)
+            self.up = nnx.Linear(32, 128, rngs=rngs)
+            self.down = nnx.Linear(128, 32, rngs=rngs)
+
+        def __call__(self, tokens, **to_layers):
+            x = self.embed(tokens, **to_layers)
+            return self.embed.attend(x + self.down(jax.nn.gelu(self.up(x)), **to_layers))
+
+    return Model
+
+
+def nnx_loss(nnx, model, options):
+    """The loss of the state of a model, with out_sharding= in its layers or not."""
+    graph, state = nnx.split(model)
+
+    def loss(state, tokens):
+        given = {'out_sharding': make_sharding('b@data s d')} if options else {}
+        return jax.nn.logsumexp(nnx.merge(graph, state)(tokens, **given)).mean()
+
+    return loss, state
+
+
+def test_nnx_fails_with_a_note_that_names_the_line_and_the_parameter(nnx, nnx_model):
+    loss, state = nnx_loss(nnx, nnx_model(nnx.Rngs(0)), options=False)
+    with jax.set_mesh(MESH), pytest.raises(Exception, match='out_sharding') as caught:
+        sharded(RULES, 'b s -> b@data s')(loss)(state, TOKENS)
+    note = caught.value.__notes__[0]
+    assert 'x = self.embed(tokens, **to_layers)' in note
+    assert "parameter 'state/embed/embedding/value': axis 'v' is sharded over 'tensor'" in note
+
+
+def test_nnx_layers_take_out_sharding(nnx, nnx_model):
+    if 'out_sharding' not in inspect.signature(nnx.Embed.__call__).parameters:
+        pytest.skip('this version of Flax has no out_sharding=')
+    loss, state = nnx_loss(nnx, nnx_model(nnx.Rngs(0)), options=True)
+    alone, _ = nnx_loss(nnx, nnx_model(nnx.Rngs(0)), options=False)
+    step = sharded(RULES, 'b s -> b@data s', out=(None, RULES))(jax.value_and_grad(loss))
+    expected, gradients = jax.jit(jax.value_and_grad(alone))(state, TOKENS)
+    with jax.set_mesh(MESH):
+        found, sharded_gradients = step(state, TOKENS)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    check_equal(sharded_gradients, gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_linen():
+    nn = pytest.importorskip('flax.linen')
+
+    class Model(nn.Module):
+        explicit: bool
+
+        @nn.compact
+        def __call__(self, tokens):
+            embed = nn.Embed(64, 32, name='embed')
+            rows = make_sharding('b@data s d') if self.explicit else None
+            x = embed.embedding.at[tokens].get(out_sharding=rows)
+            product = functools.partial(jax.lax.dot_general, out_sharding=rows)
+            hidden = jax.nn.gelu(nn.Dense(128, name='up')(x))
+            x += nn.Dense(32, name='down', dot_general=product)(hidden)
+            return jax.nn.logsumexp(embed.attend(x)).mean()
+
+    params = Model(False).init(jax.random.key(0), TOKENS)
+    step = sharded(RULES, 'b s -> b@data s', out=(None, RULES))(
+        jax.value_and_grad(Model(True).apply)
+    )
+    expected, gradients = jax.jit(jax.value_and_grad(Model(False).apply))(params, TOKENS)
+    with jax.set_mesh(MESH):
+        found, sharded_gradients = step(params, TOKENS)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    check_equal(sharded_gradients, gradients, rtol=1e-4, atol=1e-6)
 
 
 # per-device functions without specs
