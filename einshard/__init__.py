@@ -8,8 +8,9 @@ Arrays and pytrees: `einshard`, `make_sharding`, `gather`, `from_local`.
 Functions: `sharded`, `Sharded`, `per_device`, `einsum`.
 Models: `Rules`, `shard_largest`, `for_optimizer`, `axis_rules`, `TRAINING_AXES`, `DECODING_AXES`.
 Inspect placements: `describe`, `show`, `device_mesh`.
-Inspect programs: `explain`, `topology`, `assert_collectives`; without compiling: `parallelism`.
-Errors: `EinshardError`, `UnexpectedCollectives`.
+Inspect programs: `explain`, `topology`, `Chip`, `assert_collectives`.
+Without compiling: `parallelism`.
+Errors: `EinshardError`, `UnexpectedCollectives`, `MemoryExceeded`.
 Caches: `clear_caches`.
 """
 
@@ -19,8 +20,10 @@ from ._arrays.place import einshard as einshard
 from ._cache import clear_caches as clear_caches
 from ._errors import EinshardError as EinshardError
 from ._functions.annotations import Sharded as Sharded
+from ._functions.promise import MemoryExceeded as MemoryExceeded
 from ._functions.promise import UnexpectedCollectives as UnexpectedCollectives
 from ._functions.sharded import sharded as sharded
+from ._hlo.hardware import Chip as Chip
 from ._inspect.assert_collectives import assert_collectives as assert_collectives
 from ._inspect.explain import explain as explain
 from ._inspect.show import show as show

@@ -109,11 +109,14 @@ def _explain(arguments: Sequence[str]) -> str:
         metavar='NAME',
         help='compile for a TPU slice such as v5e:4x4; --mesh then names the axes of its devices',
     )
+    parser.add_argument(
+        '--chip', metavar='NAME', help='the chip for lower bounds on time, such as H100'
+    )
     options = parser.parse_args(arguments)
     mesh = mesh_of(options.devices, options.mesh, options.topology)
     function = load(options.function)
     args, kwargs = read_arguments(options.args)
-    report = explain(function, *args, mesh=mesh, **kwargs)
+    report = explain(function, *args, mesh=mesh, chip=options.chip, **kwargs)
     return json.dumps(report.to_dict(), indent=2) if options.json else str(report)
 
 

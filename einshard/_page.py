@@ -14,6 +14,7 @@ from ._text import MONO, display_width
 Segment: TypeAlias = tuple[str, str]  # text, and its style as rich names it
 
 _NARROWEST = 12  # the minimum width of an elastic column
+_FEWEST = 4  # columns that stay side by side on a narrow page; others go below
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,9 @@ def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment
     if section.title:
         yield [(section.title, 'bold')]
     if section.columns:
-        beside = [column for column in section.columns if not column.below]
-        below = section.columns[len(beside) :]
-        widths = _widths(beside, section.rows, None if width is None else width - len(indent))
+        room = None if width is None else width - len(indent)
+        n, widths = _beside(section, room)
+        beside, below = section.columns[:n], section.columns[n:]
         heads = [column.head for column in beside]
         yield [(indent, ''), (_line(heads, beside, widths), 'dim')]
         if section.ruled:
@@ -96,9 +97,9 @@ def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment
             fitted = zip(row, beside, widths, strict=False)
             cells = [_shortened(cell, column, width) for cell, column, width in fitted]
             yield [(indent, ''), (_line(cells, beside, widths), '')]
-            for cell, column in zip(row[len(beside) :], below, strict=True):
-                if cell:
-                    yield [(' ' * 8, ''), (f'{column.head} {cell}', 'dim')]
+            cells = [f'{c.head} {cell}' for cell, c in zip(row[n:], below, strict=True) if cell]
+            for i, line in enumerate(_below('; '.join(cells), width)):
+                yield [(' ' * (10 if i else 8), ''), (line, 'dim')]
     for words in section.words:
         for i, line in enumerate(_wrapped(words, width)):
             yield [(indent * 2 if i else indent, ''), (line, '')]
@@ -108,6 +109,22 @@ def _wrapped(words: str, width: int | None) -> list[str]:
     if width is None:
         return [words]
     return textwrap.wrap(words, width - 4, break_long_words=False)
+
+
+def _below(text: str, width: int | None) -> list[str]:
+    """The lines below a row; long paths break anywhere."""
+    wide = len(text) if width is None else width - 12
+    return textwrap.wrap(text, wide, break_on_hyphens=False) if text else []
+
+
+def _beside(section: Section, width: int | None) -> tuple[int, list[int]]:
+    """The number of columns of a table that fit side by side, and their widths."""
+    n = sum(not column.below for column in section.columns)
+    while True:
+        widths = _widths(section.columns[:n], section.rows, width)
+        if width is None or n <= _FEWEST or sum(widths) + 2 * (n - 1) <= width:
+            return n, widths
+        n -= 1
 
 
 def _widths(along: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[int]:

@@ -31,6 +31,14 @@ def flops_text(n: float) -> str:
     return f'{n:.3g} {units[0]}flop'
 
 
+def format_seconds(seconds: float) -> str:
+    """0.0018 -> '1.8 ms'"""
+    for unit, size in (('s', 1.0), ('ms', 1e-3), ('us', 1e-6)):
+        if seconds >= size:
+            return f'{seconds / size:.3g} {unit}'
+    return f'{seconds / 1e-9:.3g} ns'
+
+
 def shape_text(shape: Sequence[int]) -> str:
     """[6,8]"""
     return f'[{",".join(map(str, shape))}]'

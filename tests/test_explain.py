@@ -303,7 +303,7 @@ def test_keys_and_scalars_have_sizes():
 # --- memory, flops, compilations ----------------------------------------------------------------
 
 
-def test_memory_and_flops_are_the_compilers():
+def test_memory_and_flops_agree_with_the_compiler():
     @sharded('x y -> x* y', 'y z -> y z*', donate_argnums=0)
     def f(x, w):
         return jnp.tanh(x) @ w, x + 1
@@ -320,7 +320,8 @@ def test_memory_and_flops_are_the_compilers():
     assert memory.total == (
         memory.arguments + memory.results + memory.temporaries + memory.code - memory.aliased
     )
-    assert report.flops == compiled.cost_analysis()['flops']
+    # the compiler also counts the 256 operations of `x + 1`
+    assert report.flops == compiled.cost_analysis()['flops'] - 4 * 64 == 2 * 4 * 64 * 32
 
 
 @pytest.mark.parametrize('decorate', [jax.jit, sharded('a b -> a* b')], ids=['jit', 'sharded'])
@@ -725,7 +726,7 @@ def test_a_model_is_shown_in_few_lines(right):
     assert len(right.arguments) == 38
     text = str(right)
     assert 'state/{weights,mean,square}/layers/q ' in text
-    assert len(text.splitlines()) < 50
+    assert len(text.splitlines()) < 55
 
 
 def test_diff():
@@ -742,7 +743,9 @@ def test_diff():
     assert diff.arrays == (('w', "float32[32,16] 'y z -> y16 z'", "float32[32,16] 'y z -> y z16'"),)
     lines = str(diff).splitlines()
     assert lines[0] == "  w: float32[32,16] 'y z -> y16 z'  =>  float32[32,16] 'y z -> y z16'"
-    assert '- all-reduce f32[16,16], 1 of 16 along y: 1' in lines
+    line = line_of(product, 'x @ w')
+    sent = f'{before.network_bytes / 1024:.1f} KiB'
+    assert f'- all-reduce f32[16,16], 1 of 16 along y: 1 (-{sent}, at {line})' in lines
     assert ('sent in one run', before.network_bytes, after.network_bytes) in diff.numbers
 
 
@@ -796,12 +799,12 @@ def test_a_compiler_that_does_not_show_its_program(monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, 'as_text', lambda self: None)
     arguments = floats(2, 2), floats(2, 2)
     unknown = 'its compiler does not expose the program'
-    assert failing(step, *arguments)[0] == f'which collectives step {unknown}'
+    assert failing(step, *arguments)[0] == f'cannot read the collectives of step: {unknown}'
     compiled = jax.jit(step).lower(*arguments).compile()
-    assert failing(compiled)[0] == f'which collectives the program {unknown}'
+    assert failing(compiled)[0] == f'cannot read the collectives of the program: {unknown}'
     with pytest.raises(EinshardError) as caught:
         assert_collectives(step, *arguments, allowed=())
-    assert str(caught.value) == f'which collectives step {unknown}'
+    assert str(caught.value) == f'cannot read the collectives of step: {unknown}'
 
 
 def test_what_is_no_function():
@@ -832,7 +835,7 @@ def test_meshes_that_cannot_be_used():
     assert text.startswith('step has its own mesh, so mesh= cannot be given\n')
     text, _ = failing(jax.jit(step), floats(2, 2), floats(2, 2), mesh=jax.devices()[:8])
     assert text.startswith('step is jitted already, so mesh= cannot be given\n')
-    assert 'mesh= is 3, which is no mesh' in failing(spec, floats(16, 2), mesh=3)[0]
+    assert 'mesh= must be a mesh, not 3' in failing(spec, floats(16, 2), mesh=3)[0]
 
 
 # --- parts --------------------------------------------------------------------------------------

@@ -88,6 +88,11 @@ def test_explain_is_what_the_function_returns(capsys, model):
     assert json.loads(text) == report.to_dict()
 
 
+def test_explain_has_bounds_for_a_chip(capsys, model):
+    text = printed(capsys, 'explain', f'{model}:plain', '--args', 'bf16[4]', '--chip', 'H100')
+    assert 'HBM at least' in text
+
+
 @pytest.mark.parametrize(
     ('text', 'array'),
     [

@@ -44,7 +44,7 @@ class Setup:
         mesh: `mesh=`; None for the mesh in context at each call.
         reshard: whether to reshard arguments that are sharded differently.
         options: options of `jax.jit`, without those that name parameters.
-        budget: the collectives that programs may have; None for any.
+        budget: the limits of its programs; None without any.
     """
 
     function: Callable[..., Any]
@@ -224,7 +224,7 @@ class Program:
             because explicit axes ignore out_shardings there, and because the backward pass would
             turn out_shardings into in_shardings, which reject arrays that are sharded differently.
         called: the function that calls run: `jitted`, or `checked.call`.
-        checked: checks the collectives; None without a budget.
+        checked: checks the limits; None without a budget.
         unplaced: with a budget, the positions of arguments without a spec.
         unplaced_shardings: the shardings of those. JAX compiles again for others without tracing,
             so with a budget each program is for one placement of these arguments.
@@ -320,7 +320,7 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     if any(sharding is not None for sharding in dynamic):
         with_shardings['in_shardings'] = tuple(traced.for_jit(one) for one in dynamic)
         if traced.mesh.size == 1:
-            budget = None  # a program on one device has no collectives
+            budget = budget and budget.on_one_device()
     nested = _nested(traced, with_shardings)
     if traced.out_shardings is not None:
         with_shardings['out_shardings'] = traced.for_jit(traced.out_shardings)

@@ -1,4 +1,4 @@
-"""Limits on the collectives of a function, checked when its programs compile."""
+"""Limits on the collectives and the memory of a function, checked when its programs compile."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 
 from .._errors import EinshardError, depth_of_user, plural
+from .._hlo.buffers import largest_temporaries
 from .._hlo.collectives import KINDS, Collective, read_collectives
+from .._hlo.memory import parse_bytes, read_memory
+from .._hlo.module import Module
 from .._sharding.context import is_staging, is_tracing
 from .._text import format_bytes, short_arrays, short_source
 
@@ -28,7 +32,32 @@ class UnexpectedCollectives(EinshardError):
     """A compiled program has collectives that are not allowed; the message lists them."""
 
 
-UnexpectedCollectives.__module__ = 'einshard'  # errors print their public name
+class MemoryExceeded(EinshardError):
+    """A compiled program needs more memory than allowed."""
+
+
+# errors print their public name
+UnexpectedCollectives.__module__ = MemoryExceeded.__module__ = 'einshard'
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the programs of a function may have; None for no limit.
+
+    Attributes:
+        memory: bytes on each device.
+    """
+
+    collectives: Allowed | None
+    memory: int | None
+
+
+def read_limits(collectives: Promise | None, memory: str | int | None) -> Limits | None:
+    """The limits that `collectives=` and `memory=` set; None without both."""
+    if collectives is None and memory is None:
+        return None
+    allowed = None if collectives is None else read_promise(collectives)
+    return Limits(allowed, None if memory is None else parse_bytes(memory, 'memory='))
 
 
 def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
@@ -68,6 +97,29 @@ def check_promise(name: str, compiled: Any, allowed: Allowed) -> None:
     raise UnexpectedCollectives(
         f'{name} has unexpected collectives: {counts_text(too_many)}',
         facts={'allowed': allowed_text(allowed), **_rows(too_many)},
+    ) from None
+
+
+def check_memory(name: str, compiled: Any, limit: int) -> None:
+    """Raises if a compiled program needs more memory on each device."""
+    memory = read_memory(compiled)
+    if memory is None:
+        raise EinshardError(f'cannot read the memory of {name}: its compiler does not report it')
+    if memory.total <= limit:
+        return
+    largest = largest_temporaries(Module(program_text(name, compiled)), 3)
+    rows = (
+        f'{one.array} ({format_bytes(one.bytes)}){", " * bool(one.source)}'
+        f'{short_source(one.source)}'
+        for one in largest
+    )
+    raise MemoryExceeded(
+        f'{name} needs {format_bytes(memory.total)} of memory on each device',
+        facts={
+            'allowed': format_bytes(limit),
+            **memory.parts,
+            **{f'largest {i}': row for i, row in enumerate(rows, 1)},
+        },
     ) from None
 
 
@@ -127,15 +179,23 @@ def _row(one: Collective) -> str:
 
 
 class Budget:
-    """The collectives that a function may have. Warns once where they cannot be checked."""
+    """The limits of a function. Warns once where they cannot be checked."""
 
-    def __init__(self, name: str, allowed: Allowed):
+    def __init__(self, name: str, limits: Limits):
         self.name = name
-        self.allowed = allowed
+        self.limits = limits
         self._warned = False
 
+    def on_one_device(self) -> Budget | None:
+        """The budget of a program on one device, which has no collectives; None for no limits."""
+        return None if self.limits.memory is None else self
+
     def check(self, compiled: Any) -> None:
-        check_promise(self.name, compiled, self.allowed)
+        limits = self.limits
+        if limits.collectives is not None:
+            check_promise(self.name, compiled, limits.collectives)
+        if limits.memory is not None:
+            check_memory(self.name, compiled, limits.memory)
 
     def warn_unchecked(self) -> None:
         """Warns once if the next program runs unchecked, because a transformation compiles it.
@@ -145,16 +205,17 @@ class Budget:
         if self._warned or is_staging():
             return
         self._warned = True
+        given = 'memory=' if self.limits.collectives is None else 'collectives='
         warnings.warn(
-            f'collectives= of {self.name} is not checked inside jax.grad, jax.vmap or another '
+            f'{given} of {self.name} is not checked inside jax.grad, jax.vmap or another '
             'transformation that runs outside jax.jit; use '
-            f'sharded(..., collectives=...)(jax.grad({self.name}))',
+            f'sharded(..., {given}...)(jax.grad({self.name}))',
             stacklevel=depth_of_user(),
         )
 
 
 class CheckedJit:
-    """A jitted function that checks its collectives: the first program before it runs, later after.
+    """A jitted function that checks its limits: the first program before it runs, later after.
 
     JAX does not report that it compiles a program, but it traces first. So each trace is noted, and
     the call that caused it then lowers and compiles again, which JAX has cached. Raising inside the
@@ -223,7 +284,7 @@ class CheckedJit:
                 self._check(values)
 
     def _check(self, values: Sequence[Any]) -> None:
-        """Raises if the program for these arguments has collectives that are not allowed."""
+        """Raises if the program for these arguments exceeds the limits."""
         jitted, unread = state = self._state
         try:
             self._budget.check(jitted.trace(*values).lower().compile())

@@ -22,7 +22,7 @@ from .parameters import CallSignature, declare
 from .place_arguments import place_arguments
 from .program import OtherShardings, Program, Setup, TracedFunction
 from .program_cache import ProgramCache
-from .promise import Allowed, Budget, Promise, UnexpectedCollectives, read_promise
+from .promise import Budget, Limits, MemoryExceeded, Promise, UnexpectedCollectives, read_limits
 
 P = ParamSpec('P')
 Q = ParamSpec('Q')
@@ -105,7 +105,7 @@ class ShardedFunction(Generic[P, R]):
         return function.__globals__  # jaxtyped resolves annotations with them
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-        """As `jax.jit(f).lower`. Does not check `collectives=`."""
+        """As `jax.jit(f).lower`. Does not check `collectives=` and `memory=`."""
         if kwargs or self._setup.declaration.has_defaults:
             return self._trace_as_called(args, kwargs).lower()
         return self._call(args, kwargs, lambda program: program.jitted.lower)
@@ -131,9 +131,9 @@ class ShardedFunction(Generic[P, R]):
         return traced.result_shardings(values)
 
     @property
-    def promised(self) -> Allowed | None:
-        """The limits that `collectives=` sets; None without it."""
-        return self._setup.budget and self._setup.budget.allowed
+    def promised(self) -> Limits | None:
+        """The limits that `collectives=` and `memory=` set; None without them."""
+        return self._setup.budget and self._setup.budget.limits
 
     def clear_cache(self) -> None:
         """Drops everything resolved, traced and compiled."""
@@ -188,7 +188,7 @@ class ShardedFunction(Generic[P, R]):
         self, error: Exception, failed: Any, call: CallSignature, values: Sequence[Any], act: _Act
     ) -> Any:
         """Retries a failed call with the right program or resharded arguments, or raises."""
-        if isinstance(error, UnexpectedCollectives):
+        if isinstance(error, UnexpectedCollectives | MemoryExceeded):
             self._fast = {}  # the next program is checked before it runs
         if isinstance(error, EinshardError):
             raise error
@@ -274,6 +274,7 @@ def sharded(
     mesh: MeshLike | None = None,
     reshard: bool = False,
     collectives: Promise | None = None,
+    memory: str | int | None = None,
     **named_specs_and_jit_options: Any,
 ) -> Callable[[Callable[P, R]], ShardedFunction[P, R]]: ...
 def sharded(
@@ -282,6 +283,7 @@ def sharded(
     mesh: MeshLike | None = None,
     reshard: bool = False,
     collectives: Promise | None = None,
+    memory: str | int | None = None,
     **named_specs_and_jit_options: Any,
 ) -> Any:
     """`jax.jit` with the shardings of arguments and results in the notation.
@@ -317,6 +319,8 @@ def sharded(
             collective in a loop counts once. The first program is checked before it runs, later
             ones before their result is returned; programs of `jax.grad` and `jax.vmap` outside
             `jax.jit` cannot be checked, which is a warning.
+        memory: how much memory the compiled program may need on each device, in all: '15 GB',
+            '14.5 GiB' or bytes. Checked like `collectives`.
         named_specs_and_jit_options: specs by parameter name, and options of `jax.jit`:
             `static_argnames`, `donate_argnums`, `compiler_options`, ...
 
@@ -328,16 +332,17 @@ def sharded(
         EinshardError: at decoration, for an invalid spec, a spec for an unknown or static
             parameter, or an unknown option; at a call, for arrays that do not fit their spec.
         UnexpectedCollectives: at a call, if the program has collectives that are not allowed.
+        MemoryExceeded: at a call, if the program needs more memory.
     """
     named = named_specs_and_jit_options
-    bare = not (named or reshard) and out is None and mesh is None and collectives is None
+    bare = not (named or reshard) and all(x is None for x in (out, mesh, collectives, memory))
     if bare and len(in_specs) == 1 and _is_function(in_specs[0]):
-        return _decorate(in_specs[0], (), None, None, False, None, {})
+        return _decorate(in_specs[0], (), None, None, False, (None, None), {})
 
     def decorate(*functions: Any, **unexpected: Any) -> Any:
         if len(functions) != 1 or unexpected or not _is_function(functions[0]):
             raise called_too_early('sharded', [*functions, *unexpected.values()], in_specs)
-        return _decorate(functions[0], in_specs, out, mesh, reshard, collectives, named)
+        return _decorate(functions[0], in_specs, out, mesh, reshard, (collectives, memory), named)
 
     return decorate
 
@@ -367,11 +372,11 @@ def _decorate(
     out: Spec,
     mesh: MeshLike | None,
     reshard: bool,
-    collectives: Promise | None,
+    limits: tuple[Promise | None, str | int | None],
     named: Mapping[str, Any],
 ) -> Any:
     if isinstance(function, staticmethod | classmethod):
-        inner = _decorate(function.__func__, in_specs, out, mesh, reshard, collectives, named)
+        inner = _decorate(function.__func__, in_specs, out, mesh, reshard, limits, named)
         return type(function)(inner)
     kind = deferred_kind(function)
     if kind:
@@ -385,7 +390,8 @@ def _decorate(
         check_mesh(mesh)
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
             mesh = tuple(mesh)  # a copy: the list may change
-        budget = None if collectives is None else Budget(name, read_promise(collectives))
+        found = read_limits(*limits)
+        budget = found and Budget(name, found)
     except EinshardError as error:
         raise error.about(function=name) from None
     return ShardedFunction(Setup(function, name, declaration, mesh, reshard, options, budget))

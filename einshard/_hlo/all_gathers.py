@@ -29,7 +29,6 @@ class AllGather:
         origin: (computation, instruction) that make the gathered array.
         parameter: the number of the program parameter that is gathered, or None.
         invariant: whether it gathers the same array in every iteration of a loop.
-        source: the source line that uses the result, 'model.py:12', or None.
         kept: for each dimension, the block that each device keeps; None if the array has other
             uses.
     """
@@ -40,7 +39,6 @@ class AllGather:
     origin: tuple[str, str]
     parameter: int | None
     invariant: bool
-    source: str | None
     kept: tuple[tuple[int, ...], ...] | None
 
 
@@ -80,7 +78,6 @@ class _Finder:
                 origin=(made_in.name, origin.name),
                 parameter=int(origin.given) if is_parameter else None,
                 invariant=invariant,
-                source=self.used_at(here, made.name),
                 kept=self.kept(Value(here, made.name), array),
             )
 
@@ -124,19 +121,6 @@ class _Finder:
             start = caller[call.operands[0]]
             if f'body=%{here.name},' in f'{call.attributes},' and start.opcode == 'tuple':
                 return caller, start.operands[at]
-        return None
-
-    def used_at(self, here: Computation, name: str, far: int = 3) -> str | None:
-        """The source line of a user of an array, looking through copies without one."""
-        for user in here.users(name):
-            source = self.module.source(user)
-            callee = self.module.called(user)
-            if source is None and callee is not None:
-                source = self.module.source(callee[''])
-            if source is None and far:
-                source = self.used_at(here, user.name, far - 1)
-            if source is not None:
-                return source
         return None
 
     def kept(self, value: Value, array: ArrayType) -> tuple[tuple[int, ...], ...] | None:

@@ -1,21 +1,25 @@
 """The collectives of an optimised HLO program. Imports no JAX.
 
 XLA writes a collective in many forms: as one instruction; as a pair of -start and -done; inside a
-fusion, a call or an async-start; as a send and a recv; and on TPU as a chain of fusions that all
-contain it while they compute something else. Each becomes one `Collective` here.
+fusion, a call or an async-start; as a send and a recv; as a loop of products and permutes; and on
+TPU as a chain of fusions that all contain it while they compute something else, even in loops. Each
+becomes one `Collective` here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .groups import Groups, Slices, connected, count_slices, read_groups
 from .loops import Executions
 from .module import ArrayType, Computation, Instruction, Module, Place
+from .origins import user_with_source
 from .sources import number_of
+from .widened import narrowed, widened_dtypes
+from .windowed import Windowed
 
 KINDS = (
     'all-reduce',
@@ -46,8 +50,15 @@ class Collective:
             all branches of a conditional count. None if a trip count is unknown.
         is_async: whether it overlaps with computation.
         source: 'model.py:12', with the path that JAX reports, or None.
+            The line of its first user if the compiler inserted it.
         op_name: the JAX operation it comes from, such as 'jit(step)/jvp()/dot_general'.
         n_devices: the number of devices of the program.
+        widened: whether the compiled program runs it in f32 although the arrays are bf16, as on
+            CPU. Arrays and bytes here are those in bf16.
+        called_at: if `source` is in a helper, such as a function with one line, the first line
+            outside of it; else None.
+        sent: bytes that a device sends in one execution, if the form of the collective tells; None
+            if `network_bytes` follows from the arrays.
     """
 
     kind: str
@@ -61,6 +72,9 @@ class Collective:
     source: str | None
     op_name: str
     n_devices: int
+    widened: bool = False
+    called_at: str | None = None
+    sent: int | None = None
 
     @property
     def arrays(self) -> tuple[ArrayType, ...]:
@@ -97,6 +111,8 @@ class Collective:
         time: this assumes equal pieces.
         """
         n = self.group_size
+        if self.sent is not None:
+            return self.sent
         if self.kind == 'custom-call':
             return None
         if self.kind == 'collective-permute':
@@ -161,6 +177,9 @@ _PHASE = re.compile(r'custom_call_target="AsyncCollective(\w+)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
+_Found = tuple[tuple[int, ...], Place, Collective]  # with the offsets of the path to it
+
+
 class _Finder:
     def __init__(self, module: Module, device_ids: Sequence[int]):
         self.module = module
@@ -172,26 +191,36 @@ class _Finder:
             self.phases[here.name] = phase[1] if phase else ''
 
     def find(self) -> tuple[Collective, ...]:
-        found = list(self.instructions())
-        started = (place.made for place, _ in found if self.phase(place.here) == 'Start')
-        chains = {chain for made in started if (chain := _chain(made))[0]}
         executions = Executions(self.module)
-        ordered: list[tuple[tuple[int, ...], Collective]] = []
-        for place, what in found:
-            path = self.module.path(place.here)
-            if path is None or self.is_link(place, chains):
-                continue
+        candidates = [
+            (place, what, path)
+            for place, what in self.instructions()
+            if (path := self.module.path(place.here)) is not None
+        ]
+        links = self.links([place for place, _, _ in candidates], executions)
+        found: list[_Found] = []
+        for place, what, path in candidates:
             one = Collective(
                 **what,
                 name=place.made.name,
                 executions=executions.of(place.here),
-                source=self.module.source(place.made),
-                op_name=place.made.op_name,
                 n_devices=self.slices.n_devices,
+                **self.origin(path, place),
             )
-            if one.group_size > 1:
+            if one.group_size > 1 and place.start not in links:
                 order = (*(site.start for site in path), place.start)
-                ordered.append((order, self.with_callers(path, place, one)))
+                found.append((order, place, self.with_callers(path, place, one)))
+        ordered: list[tuple[tuple[int, ...], Collective]] = []
+        windowed, permutes = Windowed(self.module), dict[int, list[_Found]]()
+        for order, place, one in found:
+            loop = windowed.loop(place) if one.kind == 'collective-permute' else None
+            if loop is None:
+                ordered.append((order, one))
+            else:
+                permutes.setdefault(loop, []).append((order, place, one))
+        for start, several in permutes.items():
+            loop, form = windowed.loops[start]
+            ordered.append(_merged(several, form, executions.of(loop.here)))
         return tuple(one for _, one in sorted(ordered, key=lambda pair: pair[0]))
 
     def instructions(self) -> Iterator[tuple[Place, dict[str, Any]]]:
@@ -219,6 +248,7 @@ class _Finder:
             return None
         operands = tuple(array for name in made.operands for array in place.here[name].results)
         results = made.results
+        dtypes = widened_dtypes(self.module, place.here, made)
         if kind != made.opcode and len(results) > len(
             operands
         ):  # its type lists the operands first
@@ -238,11 +268,12 @@ class _Finder:
             groups = (tuple(range(self.slices.n_devices)),)
         return {
             'kind': kind,
-            'operands': operands,
-            'results': results,
+            'operands': narrowed(operands, dtypes),
+            'results': narrowed(results, dtypes),
             'groups': groups,
             'pairs': pairs,
             'is_async': is_send or _is_async(made),
+            'widened': any(dtypes),
         }
 
     def read_transfer(self, send: Instruction, receive: Instruction) -> dict[str, Any]:
@@ -267,26 +298,79 @@ class _Finder:
         fusions = [site for site in self.module.call_sites(here) if site.made.opcode == 'fusion']
         return self.phases.get(here.name) or (self.phase(fusions[0].here) if fusions else '')
 
-    def is_link(self, place: Place, chains: Collection[object]) -> bool:
-        """Whether it is a later link of an asynchronous chain, which counts only at its start."""
-        if phase := self.phase(place.here):
-            return phase == 'Done'
-        sites = self.module.call_sites(place.here)
-        is_fused = any(site.made.opcode == 'fusion' for site in sites)
-        return is_fused and _chain(place.made) in chains
+    def links(self, places: Sequence[Place], executions: Executions) -> set[int]:
+        """The offsets of the later links of asynchronous chains, which count only at their start.
+
+        Links may be in inner loops. If no link is marked as the start, it is the one that runs
+        least often, and the first of these.
+        """
+        chains: dict[tuple[int, str], list[Place]] = {}
+        later: set[int] = set()
+        for place in places:
+            phase, chain = self.phase(place.here), _chain(place.made)
+            if phase == 'Done':
+                later.add(place.start)
+            elif phase or (chain[1] and self.is_fused(place.here)):
+                chains.setdefault(chain, []).append(place)
+        for links in chains.values():
+            start = [place.start for place in links if self.phase(place.here) == 'Start']
+            if not start:
+                often = {place.start: executions.of(place.here) for place in links}
+                start = [min(often, key=lambda at: (often[at] is None, often[at] or 0))]
+            later.update(place.start for place in links if place.start not in start)
+        return later
+
+    def is_fused(self, here: Computation) -> bool:
+        return any(site.made.opcode == 'fusion' for site in self.module.call_sites(here))
+
+    def origin(self, path: Sequence[Place], place: Place) -> dict[str, Any]:
+        """Source line and operation: of its instruction, the fusion around it, or a user."""
+        described = place.made
+        for _, _, made in reversed(path):
+            if made.opcode not in ('while', 'conditional') and not described.op_name:
+                described = made
+        line = described
+        if self.module.source(line) is None and (not line.op_name or self.module.sources.has_lines):
+            user = user_with_source(self.module, place.here, place.made.name)
+            line = user or line  # the compiler inserted it
+        return {
+            'source': self.module.source(line),
+            'called_at': self.module.sources.caller(line.metadata),
+            'op_name': described.op_name or line.op_name,
+        }
 
     def with_callers(self, path: Sequence[Place], place: Place, one: Collective) -> Collective:
         """Adds information from the instructions that run its computation."""
         if self.phase(place.here) == 'Start' or any(_is_async(site.made) for site in path):
             one = replace(one, is_async=True)
         for _, _, made in reversed(path):
-            if made.opcode not in ('while', 'conditional') and not one.op_name:
-                one = replace(one, op_name=made.op_name, source=self.module.source(made))
             called = self.module.called(made) if made.opcode == 'fusion' else None
             is_sliced = called is not None and called[''].opcode == 'dynamic-slice'
             if is_sliced and one.kind == 'all-reduce':  # TPU writes a reduce-scatter like this
                 one = replace(one, kind='reduce-scatter', results=made.results)
         return one
+
+
+def _merged(
+    several: Sequence[_Found], form: str, executions: int | None
+) -> tuple[tuple[int, ...], Collective]:
+    """The permutes of a collective einsum as one collective."""
+    permutes = [one for _, _, one in several]
+    piece = max((one.operands for one in permutes), key=lambda arrays: sum(a.bytes for a in arrays))
+    n = max(one.group_size for one in permutes)
+    sent = [(one.network_bytes or 0) * (one.executions or 1) for one in permutes]
+    order, _, first = several[0]
+    return order, replace(
+        max(permutes, key=lambda one: one.executions or 0),
+        name=first.name,
+        kind='all-gather' if form == 'ag' else 'reduce-scatter',
+        operands=piece * (1 if form == 'ag' else n),
+        results=piece * (n if form == 'ag' else 1),
+        pairs=(),
+        executions=executions,
+        is_async=any(one.is_async for one in permutes),
+        sent=sum(sent) // (executions or 1),
+    )
 
 
 def _chain(made: Instruction) -> tuple[int, str]:

@@ -66,6 +66,7 @@ def array_types(text: str) -> tuple[ArrayType, ...]:
 _INSTRUCTION = re.compile(r'\s+(?:ROOT )?%?([^\s=]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)')
 _OPERAND = re.compile(r'%([^\s,()]+)')
 _CALLEE = re.compile(r'\b(?:calls|to_apply)=%?([^\s,]+)')
+_BODY = re.compile(r'\bbody=%?([^\s,]+)')
 _CALLEES = re.compile(
     r'\b(?:calls|to_apply|condition|body|(?:true|false)_computation'
     r'|(?:branch|called)_computations)=(?:\{(%[^}]*)\}|(%[^\s,]+))'
@@ -106,6 +107,17 @@ class Instruction(NamedTuple):
         attributes = self.attributes.partition(', backend_config=')[0]
         listed = (several or one for several, one in _CALLEES.findall(attributes))
         return [name for names in listed for name in names.replace('%', '').split(', ')]
+
+    @property
+    def joins_slices(self) -> bool:
+        """Whether it joins slices of one array that were copied one by one, as on TPU."""
+        return '"ConcatBitcast"' in self.attributes
+
+    @property
+    def body(self) -> str:
+        """The computation that a loop repeats, or ''."""
+        found = _BODY.search(self.attributes)
+        return found[1] if found else ''
 
     @property
     def element(self) -> int:
@@ -157,6 +169,10 @@ class Computation:
             made = self._parsed[name] = read_instruction(line)
         return made
 
+    def instructions(self) -> Iterator[Instruction]:
+        """All instructions, in order."""
+        return (self[name] for name in self._lines if name)
+
     def users(self, name: str) -> list[Instruction]:
         """The instructions that use this one as an operand."""
         return [self[user] for user in self._users.get(name, ())]
@@ -183,10 +199,16 @@ class Computation:
     @functools.cached_property
     def _users(self) -> dict[str, list[str]]:
         users: dict[str, list[str]] = {}
+        names = {name: name for name in self._lines}  # one string for each name saves memory
         for found in _LINE.finditer(self._text, *self._span):
             start, end = found.end(), self._text.index('\n', found.end())
-            for operand in _OPERAND.findall(self._text[start:end].partition('), ')[0]):
-                users.setdefault(operand, []).append(found[2])
+            if self._text.startswith('((', start):  # a nested type contains '), ' too
+                given = read_instruction(self._text[found.start() + 1 : end]).given
+            else:
+                given = self._text[start:end].partition('), ')[0]
+            for operand in _OPERAND.findall(given):
+                name = names.get(operand) or operand
+                users.setdefault(name, []).append(names[found[2]])
         return users
 
 

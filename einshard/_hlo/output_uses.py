@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 
 from .collectives import KINDS, MARKS
-from .module import Computation, Instruction, Module, Place
+from .module import Computation, Instruction, Module
 
 # operations that are not elementwise in their operands, so tracking stops
 _NOT_ELEMENTWISE = {
@@ -27,8 +27,8 @@ _NOT_ELEMENTWISE = {
 def output_uses(module: Module, names: Collection[str]) -> dict[str, tuple[int, ...]]:
     """The numbers of the program outputs that each collective becomes.
 
-    Follows elementwise operations only: the all-reduce of a gradient becomes the updated weights.
-    Matrix products, reductions and loops are not followed.
+    Follows elementwise operations only, also through loops: the all-reduce of a gradient becomes
+    the updated weights. Matrix products and reductions are not followed.
 
         >>> from einshard._hlo.module import Module
         >>> from einshard._hlo.output_uses import output_uses
@@ -51,50 +51,87 @@ def output_uses(module: Module, names: Collection[str]) -> dict[str, tuple[int, 
         names: the names of the collectives' instructions.
     """
     places = {place.made.name: place for place in module.find(*MARKS)} if names else {}
-    found = ((name, places.get(name)) for name in names)
-    return {name: tuple(sorted(_outputs(module, place)) if place else ()) for name, place in found}
+    uses = _Uses(module)
+    return {
+        name: tuple(sorted(uses.outputs(places[name].here, [name]))) if name in places else ()
+        for name in names
+    }
 
 
-def _outputs(module: Module, place: Place) -> set[int]:
-    if place.here.is_entry:
-        return _reached(module, place.here, place.made.name)
-    for _, caller, call in module.call_sites(place.here):  # on TPU, collectives may be in fusions
-        if caller.is_entry and 'calls=' in call.attributes:
-            return _reached(module, caller, call.name)
-    return set()
+class _Uses:
+    def __init__(self, module: Module):
+        self._module = module
+        self._known: dict[tuple[str, str], set[int]] = {}
 
+    def outputs(self, here: Computation, names: Iterable[str]) -> set[int]:
+        """The program outputs that values of a computation become."""
+        found = self.reached_by(here, names)
+        if here.is_entry or not found:
+            return found
+        outputs: set[int] = set()
+        for _, caller, call in self._module.call_sites(here):
+            if call.opcode == 'while':
+                outputs |= self.outputs(caller, _elements(caller, call, found))
+            elif call.opcode in ('fusion', 'call'):
+                made = _elements(caller, call, found) if call.type[0] == '(' else [call.name]
+                outputs |= self.outputs(caller, made)
+        return outputs
 
-def _reached(module: Module, here: Computation, name: str) -> set[int]:
-    """The tuple elements of a computation's result that an array becomes; 0 without a tuple."""
-    found: set[int] = set()
-    seen, left = {name}, [name]
-    root = here['']
-    while left:
-        value = left.pop()
-        if value == root.name:
-            found.add(0)
-        for user in here.users(value):
-            at = {i for i, operand in enumerate(user.operands) if operand == value}
-            if user.name == root.name and user.opcode == 'tuple':
-                found |= at
-            elif user.opcode not in _NOT_ELEMENTWISE and user.name not in seen:
-                made = _made_of(module, here, user, at)
+    def reached_by(self, here: Computation, names: Iterable[str]) -> set[int]:
+        return set[int]().union(*(self.reached(here, name) for name in names))
+
+    def reached(self, here: Computation, name: str) -> set[int]:
+        """The tuple elements of a computation's result that an array becomes; 0 without a tuple."""
+        key = here.name, name
+        if key not in self._known:
+            self._known[key] = set()  # for a value that depends on itself
+            self._known[key] = set(self._reached(here, name))
+        return self._known[key]
+
+    def _reached(self, here: Computation, name: str) -> Iterator[int]:
+        seen, left = {name}, [name]
+        root = here['']
+        while left:
+            value = left.pop()
+            if value == root.name and root.opcode != 'tuple':
+                yield 0
+            for user in here.users(value):
+                at = {i for i, operand in enumerate(user.operands) if operand == value}
+                if user.opcode == 'tuple':
+                    if user.name == root.name:
+                        yield from at
+                    made = [name for i in at for name in self._of_loops(here, user, i)]
+                elif user.opcode in _NOT_ELEMENTWISE and not user.joins_slices:
+                    continue
+                else:
+                    made = self._made_of(here, user, at)
+                left += set(made) - seen
                 seen.update(made)
-                left += made
-    return found
+
+    def _of_loops(self, here: Computation, state: Instruction, at: int) -> Iterator[str]:
+        """What loops make of an element of the state that they start with."""
+        for loop in here.users(state.name):
+            body = loop.body if loop.opcode == 'while' else ''
+            if body:
+                inside = self._module.computation(body)
+                start = _elements(inside, inside[inside.parameter(0)], {at})
+                yield from _elements(here, loop, self.reached_by(inside, start))
+
+    def _made_of(self, here: Computation, user: Instruction, at: set[int]) -> list[str]:
+        """The values that an instruction makes of some operands: itself, or parts of its tuple."""
+        outputs = at
+        if user.opcode in ('fusion', 'call'):
+            callee = self._module.called(user)
+            if callee is None:
+                return []
+            outputs = self.reached_by(callee, map(callee.parameter, at))
+        if not user.type.startswith('('):
+            return [user.name] if outputs else []
+        if user.opcode not in ('fusion', 'call', *KINDS):  # another tuple, as of -start
+            return [user.name] if len(user.operands) == 1 else []
+        return _elements(here, user, outputs)
 
 
-def _made_of(module: Module, here: Computation, user: Instruction, at: set[int]) -> list[str]:
-    """The values that an instruction makes of some operands: itself, or elements of its tuple."""
-    outputs = at
-    if user.opcode in ('fusion', 'call'):
-        callee = module.called(user)
-        if callee is None:
-            return []
-        reached = (_reached(module, callee, callee.parameter(i)) for i in at)
-        outputs = set[int]().union(*reached)
-    if not user.type.startswith('('):
-        return [user.name] if outputs else []
-    if user.opcode not in ('fusion', 'call', *KINDS):  # another tuple, as of -start
-        return [user.name] if len(user.operands) == 1 else []
-    return [one.name for one in here.users(user.name) if one.element in outputs]
+def _elements(here: Computation, made: Instruction, at: Collection[int]) -> list[str]:
+    """Elements of a tuple."""
+    return [user.name for user in here.users(made.name) if user.element in at]

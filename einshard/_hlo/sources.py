@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import TypeAlias
 
 _HERE = str(Path(__file__).parent.parent)  # the package
 _OF_JAX = re.compile(r'[\\/](?:site|dist)-packages[\\/]jax(?:lib)?[\\/]|[\\/]jax[\\/]_src[\\/]')
@@ -12,6 +16,7 @@ _OF_JAX = re.compile(r'[\\/](?:site|dist)-packages[\\/]jax(?:lib)?[\\/]|[\\/]jax
 _OF_LIBRARY = re.compile(
     r'[\\/](?:(?:site|dist)-packages|lib[\\/]python3\.\d+)[\\/]|^<frozen ', re.IGNORECASE
 )
+_Function: TypeAlias = tuple[int, int]  # the numbers of its file and its name
 _ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})')
 
 
@@ -34,6 +39,10 @@ class Sources:
             number: (number_of('file_name_id', row), number_of('line', row))
             for number, row in tables.get('FileLocations', {}).items()
         }
+        self._functions = {
+            number: (number_of('file_name_id', row), number_of('function_name_id', row))
+            for number, row in tables.get('FileLocations', {}).items()
+        }
         self._frames = {
             number: (number_of('file_location_id', row), number_of('parent_frame_id', row))
             for number, row in tables.get('StackFrames', {}).items()
@@ -42,23 +51,87 @@ class Sources:
         # Once XLA fixes that, it has parent 0.
         self._beyond = 1 if self._frames.get(1, (0, 0))[1] == 1 else 0
 
+    @property
+    def has_lines(self) -> bool:
+        """Whether the module has tables with lines."""
+        return bool(self._frames)
+
     def line(self, metadata: str) -> str | None:
         """'model.py:12': the innermost frame outside of libraries, or else outside of JAX."""
         if file := re.search(r'source_file="([^"]*)"', metadata):
             return f'{file[1]}:{number_of("source_line", metadata)}'
-        frame = number_of('stack_frame_id', metadata)
         innermost = of_library = None
+        for _, place in self._stack(number_of('stack_frame_id', metadata)):
+            file, line = self._at(place)
+            innermost = innermost or f'{file}:{line}'
+            if _is_users(file):
+                return f'{file}:{line}'
+            if not (file.startswith(_HERE) or _OF_JAX.search(file)):
+                of_library = of_library or f'{file}:{line}'
+        return of_library or innermost
+
+    def caller(self, metadata: str) -> str | None:
+        """The first line outside of the helper that `line` is in; None if it is not in one.
+
+        A helper is a function with one line in the program, or that another function calls in
+        several lines. The lines that call the jitted function do not count.
+        """
+        stack = [
+            (frame, place)
+            for frame, place in self._stack(number_of('stack_frame_id', metadata))
+            if _is_users(self._at(place)[0]) and frame not in self._outermost
+        ]
+        for (_, place), (_, outside) in pairwise(stack):
+            if not self._is_helper(self._functions[place]):
+                return None
+            if not self._is_helper(self._functions[outside]) or outside == stack[-1][1]:
+                file, line = self._at(outside)
+                same = self._at(outside) == self._at(stack[0][1])
+                return None if same else f'{file}:{line}'
+        return None
+
+    def _stack(self, frame: int) -> Iterator[tuple[int, int]]:
+        """The frames that have a file, with their places, from the innermost one out."""
         while frame in self._frames:
             place, parent = self._frames[frame]
-            file_id, line = self._places.get(place, (0, 0))
-            if file := self._files.get(file_id):
-                innermost = innermost or f'{file}:{line}'
-                if not (file.startswith(_HERE) or _OF_JAX.search(file)):
-                    if not _OF_LIBRARY.search(file):
-                        return f'{file}:{line}'
-                    of_library = of_library or f'{file}:{line}'
+            if self._at(place)[0]:
+                yield frame, place
             frame = parent - self._beyond
-        return of_library or innermost
+
+    def _at(self, place: int) -> tuple[str, int]:
+        file_id, line = self._places.get(place, (0, 0))
+        return self._files.get(file_id, ''), line
+
+    @functools.cached_property
+    def _outermost(self) -> set[int]:
+        """The frames that all stacks share: those that call the jitted function, and itself."""
+        parents = {parent - self._beyond for _, parent in self._frames.values()}
+        innermost = [frame for frame in self._frames if frame not in parents]
+        stacks = [{frame for frame, _ in self._stack(frame)} for frame in innermost]
+        return set[int].intersection(*stacks) if stacks else set()
+
+    def _is_helper(self, function: _Function) -> bool:
+        lines, calls = self._uses[function]
+        callers = Counter(caller for caller, _ in calls)
+        return len(lines) == 1 or max(callers.values(), default=0) > 1
+
+    @functools.cached_property
+    def _uses(self) -> dict[_Function, tuple[set[int], set[tuple[_Function, int]]]]:
+        """For each function: its lines in the program, and the functions and lines that call it."""
+        uses: dict[_Function, tuple[set[int], set[tuple[_Function, int]]]] = {}
+        for frame in self._frames:
+            stack = [place for _, place in self._stack(frame)]
+            for place, outside in zip(stack, [*stack[1:], 0], strict=True):
+                lines, calls = uses.setdefault(self._functions[place], (set(), set()))
+                lines.add(self._at(place)[1])
+                if outside:
+                    calls.add((self._functions[outside], self._at(outside)[1]))
+        return uses
+
+
+def _is_users(file: str) -> bool:
+    of_library = file.startswith(_HERE) or _OF_JAX.search(file) or _OF_LIBRARY.search(file)
+    return bool(file) and not of_library
 
 
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')

@@ -9,9 +9,10 @@ from typing import Any
 from jax.sharding import AxisType, NamedSharding
 
 from .._errors import plural
-from .._functions.promise import Allowed, allowed_text, counts_text, more_than
+from .._functions.promise import Limits, allowed_text, counts_text, more_than
 from .._hlo.all_gathers import AllGather
 from .._hlo.collectives import Collective
+from .._hlo.memory import Memory
 from .._sharding.describe import describe_named
 from .._sharding.mesh import AnyMesh
 from .._text import format_bytes, short_source
@@ -21,12 +22,20 @@ from .report_rows import ArrayRow, Caution
 Names = tuple[str, ...] | None
 
 
-def promise_broken(allowed: Allowed | None, collectives: Sequence[Collective]) -> Iterator[Caution]:
-    """A program with collectives that `collectives=` does not allow: calls raise."""
-    too_many = [] if allowed is None else more_than(allowed, collectives)
-    if allowed is not None and too_many:
-        text = f'collectives= allows {allowed_text(allowed)}, but it has {counts_text(too_many)}'
+def promise_broken(
+    limits: Limits | None, collectives: Sequence[Collective], memory: Memory | None
+) -> Iterator[Caution]:
+    """A program that `collectives=` or `memory=` does not allow: calls raise."""
+    if limits is None:
+        return
+    if limits.collectives is not None and (too_many := more_than(limits.collectives, collectives)):
+        allowed, found = allowed_text(limits.collectives), counts_text(too_many)
+        text = f'collectives= allows {allowed}, but it has {found}'
         yield Caution('promise broken', text, too_many[0].source)
+    if limits.memory is not None and memory is not None and memory.total > limits.memory:
+        needs = format_bytes(memory.total)
+        text = f'memory= allows {format_bytes(limits.memory)}, but it needs {needs}'
+        yield Caution('promise broken', text)
 
 
 def replicated(rows: Sequence[ArrayRow], n_devices: int, above: int) -> Iterator[Caution]:

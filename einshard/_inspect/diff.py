@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .._errors import shown
-from .._text import flops_text, format_bytes, short_arrays
+from .._errors import plural, shown
+from .._text import flops_text, format_bytes, short_arrays, short_source
 from .fold_layers import fold
 from .report_rows import ArrayRow, CollectiveRow
+
+_MOST_ROWS = 20
 
 
 @dataclass(frozen=True)
@@ -19,13 +21,17 @@ class Diff:
     Attributes:
         arrays: (path, before, after) of changed arguments and results, each with its placement:
             "float32[8,4] 'a b -> a8 b'"; None if the array is missing.
-        collectives: (collective, executions before, executions after).
+        collectives: (collective, executions before, executions after), those first whose bytes
+            change most.
         numbers: (name, before, after) of bytes and flops whose printed values differ.
+        details: for each of `collectives`, the bytes that a device sends more in one run, and the
+            source lines, which are not compared.
     """
 
     arrays: tuple[tuple[str, str | None, str | None], ...]
     collectives: tuple[tuple[str, int, int], ...]
     numbers: tuple[tuple[str, int, int], ...]
+    details: tuple[tuple[int, str], ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.arrays or self.collectives or self.numbers)
@@ -38,13 +44,27 @@ class Diff:
 
     def _lines(self) -> Iterator[str]:
         changes = [(before, after) for _, before, after in self.arrays]
-        for path, numbers in fold([path for path, _, _ in self.arrays], changes):
+        folded = fold([path for path, _, _ in self.arrays], changes)
+        for path, numbers in folded[:_MOST_ROWS]:
             before, after = changes[numbers[0]]
             yield f'  {path}: {before or "none"}  =>  {after or "none"}'
-        for what, before, after in self.collectives:
+        if len(folded) > _MOST_ROWS:
+            yield f'  .. and {plural(len(folded) - _MOST_ROWS, "other change")} of placements'
+        for (what, before, after), (sent, lines) in zip(
+            self.collectives[:_MOST_ROWS], self.details, strict=False
+        ):
             sign = '+' if not before else '-' if not after else ' '
             runs = f'{before} => {after}' if before and after else f'{before or after}'
-            yield f'{sign} {what}: {runs}'
+            notes = [f'{"+" if sent > 0 else "-"}{format_bytes(abs(sent))}'] if sent else []
+            notes += [f'at {lines}'] if lines else []
+            yield f'{sign} {what}: {runs}{" (" * bool(notes)}{", ".join(notes)}{")" * bool(notes)}'
+        if len(self.collectives) > _MOST_ROWS:
+            others = self.details[_MOST_ROWS:]
+            more, less = (sum(n for n, _ in others if (n > 0) == up) for up in (True, False))
+            yield (
+                f'  .. and {plural(len(others), "other collective")}: '
+                f'+{format_bytes(more)}, -{format_bytes(-less)}'
+            )
         for name, before, after in self.numbers:
             ratio = f' (x {after / before:.3g})' if before and after else ''
             yield f'  {name}: {_shown(name, before)} => {_shown(name, after)}{ratio}'
@@ -64,10 +84,20 @@ def make_diff(before: Compared, after: Compared) -> Diff:
     old, new = _arrays(before.arrays), _arrays(after.arrays)
     paths = list(dict.fromkeys([*old, *new]))
     ours, theirs = _collectives(before.collectives), _collectives(after.collectives)
-    kinds = list(dict.fromkeys([*ours, *theirs]))
+    changed: list[tuple[tuple[str, int, int], tuple[int, str]]] = []
+    for what in dict.fromkeys([*ours, *theirs]):
+        one, other = ours.get(what, _NONE), theirs.get(what, _NONE)
+        if one.executions != other.executions:
+            lines = ', '.join(
+                dict.fromkeys(filter(None, map(short_source, other.lines or one.lines)))
+            )
+            details = other.sent - one.sent, lines
+            changed.append(((what, one.executions, other.executions), details))
+    changed.sort(key=lambda pair: -abs(pair[1][0]))
     return Diff(
         arrays=tuple((p, old.get(p), new.get(p)) for p in paths if old.get(p) != new.get(p)),
-        collectives=tuple((k, ours[k], theirs[k]) for k in kinds if ours[k] != theirs[k]),
+        collectives=tuple(collective for collective, _ in changed),
+        details=tuple(details for _, details in changed),
         numbers=tuple(
             (name, number, after.numbers[name])
             for name, number in before.numbers.items()
@@ -84,10 +114,26 @@ def _arrays(rows: Sequence[ArrayRow]) -> Mapping[str, str]:
     return {row.path: f"{row.array} '{row.placement}'" for row in rows}
 
 
-def _collectives(rows: Sequence[CollectiveRow]) -> Counter[str]:
-    found: Counter[str] = Counter()
+class _Alike(NamedTuple):
+    """Collectives that are alike: executions, bytes that a device sends in one run, and lines."""
+
+    executions: int
+    sent: int
+    lines: tuple[str | None, ...]
+
+
+_NONE = _Alike(0, 0, ())
+
+
+def _collectives(rows: Sequence[CollectiveRow]) -> dict[str, _Alike]:
+    found: dict[str, _Alike] = {}
     for row in rows:
         along = f' along {row.along}' if row.along else ''
         what = f'{row.kind} {short_arrays(row.arrays)}, {row.groups} of {row.group_size}{along}'
-        found[what] += 1 if row.executions is None else row.executions
+        known, executions = found.get(what, _NONE), 1 if row.executions is None else row.executions
+        found[what] = _Alike(
+            known.executions + executions,
+            known.sent + row.total_bytes,
+            (*known.lines, row.source),
+        )
     return found

@@ -16,14 +16,18 @@ from jax.stages import Compiled
 
 from .._functions.promise import program_text
 from .._hlo.all_gathers import AllGather, find_all_gathers
+from .._hlo.buffers import largest_temporaries
 from .._hlo.collectives import Collective, find_collectives
+from .._hlo.hardware import Chip, as_chip, find_chip
+from .._hlo.memory import read_memory
 from .._hlo.module import Module
-from .._hlo.output_uses import output_uses
 from .._notation.expression import ELLIPSIS, axis_letters
 from .._sharding.describe import Words, describe, describe_named
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
 from .._sharding.mesh import MeshLike, is_device_mesh, spec_axes
 from .._trees.paths import path_text
+from .bounds import NO_BOUNDS, find_bounds
+from .carried import Carried, find_carried, find_weights, results_in_place
 from .collective_axes import ShardedBy, along, mesh_axes_of
 from .diagnosis import (
     fully_rematerialized,
@@ -34,8 +38,11 @@ from .diagnosis import (
 )
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, lower
+from .memory import does_not_fit
+from .oversized import Oversized, compile_stages, given_mesh
 from .report import Report
-from .report_rows import ArrayRow, Caution, CollectiveRow, Collectives, Memory
+from .report_rows import ArrayRow, Caution, CollectiveRow, Collectives
+from .totals import product_rows
 
 
 def explain(
@@ -44,6 +51,7 @@ def explain(
     mesh: MeshLike | None = None,
     replicated_above: int = 2**20,
     intermediates: bool = False,
+    chip: Chip | str | None = None,
     **kwargs: Any,
 ) -> Report:
     """Compiles a function and lists its placements, collectives, memory and likely mistakes.
@@ -74,21 +82,31 @@ def explain(
             from `topology`. Then only shapes and dtypes of the arguments matter.
         replicated_above: warn about replicated arguments and results of more than this many bytes.
         intermediates: whether to list the placements of intermediate values; this compiles again.
+        chip: the chip for the lower bounds on time: a `Chip`, or a name such as 'H100'. Default:
+            that of the devices; for CPUs there are no bounds.
 
     Returns:
         A `Report` for print, the prompt, rich and notebooks.
 
     Raises:
         EinshardError: the arguments do not fit the function; it does not compile; or the compiler
-            does not expose the program.
+            does not expose the program. A program that is too large for a TPU gets a report.
     """
-    return _report(lower(fn, args, kwargs, mesh), replicated_above, intermediates)
+    given = None if chip is None else as_chip(chip)
+    stages = lower(fn, args, kwargs, mesh)
+    compiled = compile_stages(stages, given_mesh(stages, (args, kwargs), mesh))
+    return _report(stages, compiled, given, replicated_above, intermediates)
 
 
-def _report(stages: Stages, replicated_above: int, intermediates: bool) -> Report:
-    compiled = stages.compile()
+def _report(
+    stages: Stages,
+    compiled: Compiled | Oversized,
+    chip: Chip | None,
+    replicated_above: int,
+    intermediates: bool,
+) -> Report:
     module = Module(program_text(stages.name or 'the program', compiled))
-    held, results_info = compiled_shardings(compiled)
+    held, results_info = compiled_shardings(compiled)  # type: ignore[reportArgumentType]
     arguments = _arguments(stages, compiled, held, module)
     results = _results(stages, results_info)
     shardings = [array.sharding for array in (*arguments, *results)]
@@ -101,8 +119,19 @@ def _report(stages: Stages, replicated_above: int, intermediates: bool) -> Repor
     outputs = _output_paths(out_rows, [array.path for array in used], module)
     ids = [device.id for device in devices]
     collectives, all_gathers = _communication(module, ids, len(used))
-    uses = output_uses(module, [one.name for one in collectives])
-    flops = (compiled.cost_analysis() or {}).get('flops', 0)
+    weights = find_weights([(a.path, str(a.dtype)) for a in used], outputs, module.aliases)
+    paths = [array.path for array in used]
+    carried = find_carried(module, collectives, weights, paths, outputs)
+    products = product_rows(module)
+    rows = Collectives(
+        _collective_row(one, what, meshes, sharded_by)
+        for one, what in zip(collectives, carried, strict=True)
+    )
+    chip = chip or find_chip(devices[0].device_kind)
+    capacity = int(chip.memory * chip.share(devices[0])) if chip else None
+    memory = read_memory(
+        compiled, compiled.available if isinstance(compiled, Oversized) else capacity
+    )
     return Report(
         name=stages.name or module.name or 'the program',
         n_devices=len(devices),
@@ -110,20 +139,15 @@ def _report(stages: Stages, replicated_above: int, intermediates: bool) -> Repor
         mesh=_mesh_axes(meshes),
         arguments=tuple(in_rows),
         results=tuple(out_rows),
-        collectives=Collectives(
-            _collective_row(
-                one,
-                _of(all_gathers.get(one.name), uses[one.name], inputs, outputs),
-                meshes,
-                sharded_by,
-            )
-            for one in collectives
-        ),
-        memory=_memory(compiled),
-        flops=flops if flops > 0 else None,
+        collectives=rows,
+        memory=memory,
+        flops=sum(row.flops for row in products) or None,
+        products=products,
+        in_place=results_in_place(in_rows, out_rows, module),
         warnings=tuple(
             itertools.chain(
-                promise_broken(stages.promise, collectives),
+                does_not_fit(compiled, memory, devices[0].platform),
+                promise_broken(stages.promise, collectives, memory),
                 replicated([*in_rows, *out_rows], len(devices), replicated_above),
                 fully_rematerialized(all_gathers, collectives, meshes, inputs),
                 gathered_again(all_gathers, collectives, inputs),
@@ -131,6 +155,17 @@ def _report(stages: Stages, replicated_above: int, intermediates: bool) -> Repor
             )
         ),
         intermediates=tuple(find_intermediates(stages.lower(), meshes)) if intermediates else None,
+        temporaries=largest_temporaries(module),
+        chip=chip.name if chip else None,
+        bounds=find_bounds(
+            chip,
+            devices,
+            module,
+            products,
+            [(one, row.along) for one, row in zip(collectives, rows, strict=True)],
+        )
+        if chip
+        else NO_BOUNDS,
     )
 
 
@@ -159,12 +194,7 @@ def _communication(
     for name, one in all_gathers.items():
         if one.parameter is not None and one.parameter >= n_inputs:
             all_gathers[name] = replace(one, parameter=None)
-    # all-gathers inserted by the compiler have no source line: use that of their first user
-    sources = {name: one.source for name, one in all_gathers.items()}
-    return [
-        replace(one, source=sources.get(one.name)) if one.source is None else one
-        for one in collectives
-    ], all_gathers
+    return collectives, all_gathers
 
 
 def _of_constraints(stages: Stages, arguments: Sequence[_Array]) -> Iterator[Caution]:
@@ -174,7 +204,10 @@ def _of_constraints(stages: Stages, arguments: Sequence[_Array]) -> Iterator[Cau
 
 
 def _arguments(
-    stages: Stages, compiled: Compiled, shardings: Sequence[Sharding | None], module: Module
+    stages: Stages,
+    compiled: Compiled | Oversized,
+    shardings: Sequence[Sharding | None],
+    module: Module,
 ) -> list[_Array]:
     leaves = jtu.tree_leaves_with_path(compiled.args_info)
     specs = stages.argument_specs() or [None] * len(leaves)
@@ -311,20 +344,8 @@ def _output_paths(
     return paths
 
 
-def _of(
-    all_gather: AllGather | None,
-    uses: Sequence[int],
-    inputs: Sequence[tuple[str, Any, Any]],
-    outputs: Mapping[int, str],
-) -> tuple[str, ...]:
-    """The path of the argument that a collective gathers, or of the outputs that it becomes."""
-    if all_gather is not None and all_gather.parameter is not None:
-        return (inputs[all_gather.parameter][0],)
-    return tuple(outputs[i] for i in uses if i in outputs)
-
-
 def _collective_row(
-    one: Collective, of: tuple[str, ...], meshes: Sequence[Any], sharded_by: ShardedBy
+    one: Collective, what: Carried, meshes: Sequence[Any], sharded_by: ShardedBy
 ) -> CollectiveRow:
     words = ''
     for mesh in meshes if one.kind != 'custom-call' else ():
@@ -343,8 +364,13 @@ def _collective_row(
         network_bytes=one.network_bytes,
         is_async=one.is_async,
         source=one.source,
-        of=of,
+        of=what.of,
         op_name=one.op_name,
+        role=what.role,
+        is_backward=what.is_backward,
+        axes=what.axes,
+        widened=one.widened,
+        called_at=one.called_at,
     )
 
 
@@ -354,18 +380,3 @@ def _mesh_axes(meshes: Sequence[Any]) -> tuple[tuple[str, int], ...]:
         if not is_device_mesh(mesh):
             return tuple(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
     return ()
-
-
-def _memory(compiled: Compiled) -> Memory | None:
-    figures = compiled.memory_analysis()
-    if figures is None:
-        return None
-    peak = getattr(figures, 'peak_memory_in_bytes', 0)
-    return Memory(
-        arguments=figures.argument_size_in_bytes,
-        results=figures.output_size_in_bytes,
-        temporaries=figures.temp_size_in_bytes,
-        code=figures.generated_code_size_in_bytes,
-        aliased=figures.alias_size_in_bytes,
-        peak=peak if peak > 0 else None,
-    )

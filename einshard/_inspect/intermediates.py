@@ -18,17 +18,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
 from .._errors import EinshardError
 from .._hlo.groups import read_groups
-from .._hlo.module import Module
+from .._hlo.module import Instruction, Module
 from .._sharding.describe import describe_named
 from .._sharding.mesh import AnyMesh
 from .collective_axes import sharding_of
 from .report_rows import ArrayRow
 
 _SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')  # but not of a tuple
+_ELEMENT = re.compile(r'\{((?:[^{}]|\{[^{}]*\})*)\}')
 _OUTERMOST = re.compile(r'jit\([^)]*\)/')
 _TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
 _MESH = re.compile(r'(mesh\[.*?\](?:, device_ids=\(.*?\))?), \[(.*)\]')
@@ -52,13 +54,15 @@ def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[Arra
 
 def _before_partitioning(lowered: Lowered) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
-        lowered.compile(
-            compiler_options={
-                'xla_dump_to': folder,
-                'xla_dump_hlo_as_text': True,
-                'xla_dump_hlo_pass_re': 'spmd-partitioning',
-            }
-        )
+        # a program that does not fit into the memory of a device is dumped before it fails
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            lowered.compile(
+                compiler_options={
+                    'xla_dump_to': folder,
+                    'xla_dump_hlo_as_text': True,
+                    'xla_dump_hlo_pass_re': 'spmd-partitioning',
+                }
+            )
         written = sorted(Path(folder).glob('*before_*spmd-partitioning*.txt'))
         return written[-1].read_text(encoding='utf-8') if written else None
 
@@ -109,6 +113,21 @@ def _read(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
             sharded=math.prod(parts) > 1,
             source=source,
         )
+
+
+def shardings_in(
+    made: Instruction, n_dims: Sequence[int], mesh: AnyMesh
+) -> list[NamedSharding | None]:
+    """The shardings of the arrays of an instruction, by their ndim; None where no axes give it."""
+    if mesh.size == 1:
+        return [NamedSharding(mesh, PartitionSpec()) for _ in n_dims]
+    _, _, text = made.attributes.partition('sharding=')
+    texts = _ELEMENT.findall(text[text.startswith('{{') :])[: len(n_dims)]
+    texts += [''] * (len(n_dims) - len(texts))
+    blocks = [
+        _blocks(text, n, mesh.size) if text else None for text, n in zip(texts, n_dims, strict=True)
+    ]
+    return [None if one is None else sharding_of(one, mesh) for one in blocks]
 
 
 def _placement(text: str, n_dims: int, meshes: Sequence[AnyMesh]) -> tuple[str, tuple[int, ...]]:

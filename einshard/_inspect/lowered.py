@@ -19,7 +19,7 @@ from jax.stages import Compiled, Lowered, Traced
 
 from .._errors import EinshardError
 from .._functions.program import Program, TracedFunction
-from .._functions.promise import Allowed
+from .._functions.promise import Limits
 from .._functions.sharded import BoundMethod, ShardedFunction
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import AnySpec
@@ -38,7 +38,7 @@ class Stages:
         labels: argument names by position, or None.
         parameters: parameter names by position, including static ones.
         program, values: the program of a `sharded` function and the values of the call.
-        promise: the collectives that it may have, or None.
+        promise: the collectives and the memory that it may have, or None.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Stages:
     parameters: Sequence[str] = ()
     program: TracedFunction | None = None
     values: tuple[Any, ...] = ()
-    promise: Allowed | None = None
+    promise: Limits | None = None
 
     def lower(self) -> Lowered:
         """The lowered program."""

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .._errors import plural
+from .._hlo.buffers import Temporary
 from .._page import Column, Page, Section, page_html, page_lines, page_text
-from .._text import flops_text, format_bytes, short_arrays, short_source
+from .._text import format_bytes, short_arrays, short_source
+from .bounds import NO_BOUNDS, Bounds, bounds_section
 from .diff import Compared, Diff, make_diff
 from .fold_layers import fold
-from .report_rows import ArrayRow, Caution, CollectiveRow, Collectives, Memory
+from .memory import temporaries_section
+from .report_rows import ArrayRow, Caution, CollectiveRow, Collectives, Memory, ProductRow
+from .totals import compute_line, network_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
-_WIDTH = 100
+_WIDTH, _NARROW = 100, 80
 _MOST_ROWS = 40
+_LARGE = 0.01  # of all bytes that are sent; such rows say what they carry
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,10 +41,17 @@ class Report:
         arguments, results: one row per array, in order.
         collectives: one row per collective, with `counts` and `network_bytes` by kind.
         memory: bytes per device; None if the compiler does not report it.
-        flops: flops per device in one run, as the compiler counts them: a loop body counts once.
-            None if the compiler does not count.
+        flops: flops of the matrix products and convolutions of a device in one run, with loops
+            multiplied; None if there are none. Kernels count if they tell their flops.
         warnings: likely mistakes.
         intermediates: one row per intermediate value with a source line; None if not requested.
+        temporaries: the largest arrays that the program computes in between.
+        chip: the name of the chip that `bounds` are for; None if it is unknown, as for CPUs.
+        bounds: lower bounds on the time of one run: compute, HBM, and the network along each mesh
+            axis, with `largest`. Empty without a chip.
+        products: where the flops come from, by source line.
+        in_place: (result, argument) for results that take the memory of a donated argument and have
+            its sharding.
     """
 
     name: str
@@ -52,6 +65,11 @@ class Report:
     flops: float | None
     warnings: tuple[Caution, ...]
     intermediates: tuple[ArrayRow, ...] | None = None
+    temporaries: tuple[Temporary, ...] = ()
+    chip: str | None = None
+    bounds: Bounds = NO_BOUNDS
+    products: tuple[ProductRow, ...] = ()
+    in_place: tuple[tuple[str, str], ...] = ()
 
     @property
     def network_bytes(self) -> int:
@@ -86,7 +104,8 @@ class Report:
         }
 
     def __str__(self) -> str:
-        return page_text(_page(self), _WIDTH)
+        columns = shutil.get_terminal_size((_WIDTH, 24)).columns
+        return page_text(_page(self), min(_WIDTH, max(_NARROW, columns)))
 
     def __repr__(self) -> str:
         return str(self)
@@ -130,18 +149,21 @@ _COLLECTIVES = (
     Column('sent', right=True),
     _SOURCE,
     Column('of', below=True),
+    Column('called at', below=True),
 )
 
 
 def _page(report: Report) -> Page:
     sections = [
         _array_section('arguments', report.arguments),
-        _array_section('results', report.results),
+        _result_section(report),
         _collective_section(report),
     ]
     if report.intermediates is not None:
         sections.insert(2, _intermediates(report.intermediates))
     sections.append(Section('on each device', words=tuple(_resources(report))))
+    sections.append(temporaries_section(report.temporaries, report.memory))
+    sections.append(bounds_section(report.chip or '', report.bounds))
     mesh = ', '.join(f'{name}={size}' for name, size in report.mesh)
     devices = plural(report.n_devices, 'device')
     title = f'{report.name} on {devices} ({report.device_kind}{"; " * bool(mesh)}{mesh})'
@@ -164,6 +186,28 @@ def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:
     return Section(title, _ARRAYS, *_first(shown))
 
 
+def _result_section(report: Report) -> Section:
+    """The results, without those that donated arguments show already."""
+    in_place = dict(report.in_place)
+    section = _array_section('results', [r for r in report.results if r.path not in in_place])
+    places = Counter(_without_common_end(*pair) for pair in report.in_place)
+    words = [
+        f'{result}: {plural(n, "array")} in place of {argument}, sharded as before'
+        for (result, argument), n in places.items()
+    ]
+    columns = section.columns if section.rows else ()
+    return replace(section, columns=columns, words=(*section.words, *words))
+
+
+def _without_common_end(a: str, b: str) -> tuple[str, str]:
+    """'result/0/params/w', 'state/params/w' -> 'result/0', 'state'"""
+    ours, theirs = a.split('/'), b.split('/')
+    while len(ours) > 1 and len(theirs) > 1 and ours[-1] == theirs[-1]:
+        ours.pop()
+        theirs.pop()
+    return '/'.join(ours), '/'.join(theirs)
+
+
 def _intermediates(rows: Sequence[ArrayRow]) -> Section:
     shown = [
         (row.path, row.array, row.placement, format_bytes(row.bytes), short_source(row.source))
@@ -184,18 +228,24 @@ def _collective_section(report: Report) -> Section:
     groups: dict[object, list[CollectiveRow]] = {}
     for row in report.collectives:
         key = (row.kind, row.arrays, row.group_size, row.groups, row.along, row.executions)
-        groups.setdefault((*key, row.source, row.is_async), []).append(row)
+        key = (*key, row.source, row.called_at, row.role, row.axes, row.is_async, row.widened)
+        groups.setdefault(key, []).append(row)
     in_order = sorted(groups.values(), key=lambda rows: -_sent(rows))
-    shown = [_collective_cells(rows) for rows in in_order]
+    least = _LARGE * report.network_bytes
+    shown = [_collective_cells(rows, _sent(rows) > least) for rows in in_order]
     if not shown:
         return Section('collectives', words=('none',))
-    columns = _COLLECTIVES
-    if not any(cells[-1] for cells in shown):
-        columns, shown = columns[:-1], [cells[:-1] for cells in shown]
-    return Section('collectives', columns, *_first(shown))
+    # columns below that have nothing to show
+    empty = {i for i in (-1, -2) if not any(cells[i] for cells in shown)}
+    columns = [c for i, c in enumerate(_COLLECTIVES) if i - len(_COLLECTIVES) not in empty]
+    rows = [tuple(c for i, c in enumerate(r) if i - len(r) not in empty) for r in shown]
+    listed, words = _first(rows)
+    if words:
+        words = (f'{words[0]}: {format_bytes(sum(map(_sent, in_order[len(listed) :])))}',)
+    return Section('collectives', tuple(columns), listed, words)
 
 
-def _collective_cells(rows: Sequence[CollectiveRow]) -> tuple[str, ...]:
+def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:
     """One line for collectives that look the same."""
     row = rows[0]
     n = str(len(rows))
@@ -207,21 +257,26 @@ def _collective_cells(rows: Sequence[CollectiveRow]) -> tuple[str, ...]:
         runs = str(row.executions) if len(rows) == 1 else f'{n} x {row.executions}'
     return (
         runs,
-        f'{row.kind}{" (async)" * row.is_async}',
+        f'{row.kind}{" (async)" * row.is_async}{" (f32)" * row.widened}',
         short_arrays(row.arrays),
         '?' if row.network_bytes is None else f'{row.groups} of {row.group_size}',
         row.along,
         '?' if row.network_bytes is None else format_bytes(_sent(rows)),
         short_source(row.source),
-        _of(rows),
+        _of(rows, is_large),
+        short_source(row.called_at),
     )
 
 
-def _of(rows: Sequence[CollectiveRow]) -> str:
-    """The arrays of several collectives, folded: 'params/0-3/{q,k}'."""
+def _of(rows: Sequence[CollectiveRow], is_large: bool) -> str:
+    """The arrays of several collectives, folded: 'params/0-3/{q,k}'; or what else they carry."""
     # skip 'result', which is the entire result
     paths = list(dict.fromkeys(path for row in rows for path in row.of if path != 'result'))
-    return ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
+    folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
+    if not folded and (rows[0].axes or is_large):
+        axes = f' {rows[0].axes}' if rows[0].axes else ''
+        return f'{rows[0].role}{axes}{" (backward)" * rows[0].is_backward}'
+    return f'{folded} (gradients)' if folded and rows[0].role == 'gradients' else folded
 
 
 def _sent(rows: Sequence[CollectiveRow]) -> int:
@@ -229,29 +284,19 @@ def _sent(rows: Sequence[CollectiveRow]) -> int:
 
 
 def _resources(report: Report) -> list[str]:
-    by_kind = report.collectives.network_bytes
-    words: list[str] = []
-    if by_kind:
-        unknown = any(None in (row.executions, row.network_bytes) for row in report.collectives)
-        at_least = 'at least ' * unknown
-        listed = ', '.join(f'{kind} {format_bytes(n)}' for kind, n in by_kind.items())
-        listed = f': {listed}' if len(by_kind) > 1 else ''
-        words.append(f'sent in one run: {at_least}{format_bytes(report.network_bytes)}{listed}')
+    words = list(network_lines(report.collectives))
     if report.memory is not None:
         words.append(f'memory: {_memory_text(report.memory)}')
     if report.flops is not None:
-        words.append(f'compute: {flops_text(report.flops)} in one run')
+        words.append(compute_line(report.flops, report.products))
     return words
 
 
 def _memory_text(memory: Memory) -> str:
-    parts = {
-        'arguments': memory.arguments,
-        'results': memory.results,
-        'temporaries': memory.temporaries,
-        'code': memory.code,
-    }
-    listed = {name: f'{name} {format_bytes(n)}' for name, n in parts.items() if n}
-    if memory.aliased:
-        listed['results'] += f' ({format_bytes(memory.aliased)} in place of arguments)'
-    return f'{format_bytes(memory.total)}{": " * bool(listed)}{", ".join(listed.values())}'
+    share = ''
+    if memory.capacity:
+        used = memory.total / memory.capacity
+        percent = f'{used:.0%}' if used >= 0.01 else '<1%'
+        share = f', {percent} of {format_bytes(memory.capacity)}'
+    listed = ', '.join(f'{name} {text}' for name, text in memory.parts.items())
+    return f'{format_bytes(memory.total)}{share}{": " * bool(listed)}{listed}'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from .._hlo.memory import Memory as Memory
 from .._text import old_name, shape_text
 
 
@@ -60,6 +61,16 @@ class CollectiveRow:
         of: the path of the argument that it gathers, or of the results that it becomes (the
             all-reduce of a gradient becomes the new weights); may be empty.
         op_name: the JAX operation that it comes from.
+        role: 'weights', 'gradients' or 'activations'. Weights are arguments that the program
+            updates; if it updates none, all arguments of floating-point numbers.
+        is_backward: whether it belongs to the backward pass, which repeats parts of the forward
+            pass under `jax.checkpoint`.
+        axes: the axis names of an activation, 'b s d', from the einsum or expression in its line;
+            or ''.
+        widened: whether the compiled program runs it in float32 although the arrays are bfloat16,
+            as XLA does on CPU. `arrays` and bytes are those in bfloat16.
+        called_at: if `source` is in a helper, such as a function with one line, the first line
+            outside of it; else None.
     """
 
     kind: str
@@ -74,6 +85,11 @@ class CollectiveRow:
     source: str | None
     of: tuple[str, ...]
     op_name: str
+    role: str = 'activations'
+    is_backward: bool = False
+    axes: str = ''
+    widened: bool = False
+    called_at: str | None = None
 
     parties = old_name('parties', 'group_size')
     times = old_name('times', 'executions')
@@ -100,32 +116,38 @@ class Collectives(tuple[CollectiveRow, ...]):
 
         Custom calls are not included.
         """
+        return self.bytes_by('kind')
+
+    def bytes_by(self, field: str) -> dict[str, int]:
+        """Bytes that a device sends in one run, by a field of the rows, the largest first.
+
+        `field` is 'kind', 'along', 'role', 'is_backward', 'source', .. Custom calls are not
+        included.
+        """
         total: Counter[str] = Counter()
         for row in self:
             if row.network_bytes is not None:
-                total[row.kind] += row.total_bytes
-        return dict(total)
+                total[getattr(row, field)] += row.total_bytes
+        return dict(total.most_common())
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes per device, as the compiler reports them.
+class ProductRow:
+    """The matrix products and convolutions of one source line.
 
     Attributes:
-        aliased: bytes of the results that reuse the memory of donated arguments.
-        peak: the compiler's peak memory (some compilers exclude temporaries), or None.
+        flops: floating-point operations of a device in one run, with loops multiplied.
+        dtype: of the first operands, such as 'bf16'.
+        is_backward: whether they belong to the backward pass.
+        source: 'model.py:12', or None.
+        at_least: whether a loop around them has an unknown trip count; it counts as one iteration.
     """
 
-    arguments: int
-    results: int
-    temporaries: int
-    code: int
-    aliased: int
-    peak: int | None
-
-    @property
-    def total(self) -> int:
-        return self.arguments + self.results + self.temporaries + self.code - self.aliased
+    flops: int
+    dtype: str
+    is_backward: bool
+    source: str | None
+    at_least: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +155,8 @@ class Caution:
     """A likely mistake.
 
     Attributes:
-        kind: 'promise broken', 'replicated', 'full rematerialization', 'gathered again' or
-            'no effect'.
+        kind: 'does not fit', 'promise broken', 'replicated', 'full rematerialization', 'gathered
+            again' or 'no effect'.
         text: a sentence about it.
         source: 'model.py:12', or None.
     """

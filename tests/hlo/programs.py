@@ -28,6 +28,7 @@ MACHINES = {
     'cpu_8': (2, 4),
     'cpu_16': (2, 8),
     'v5e_4x4': (2, 8),
+    'v5e_16x16': (32, 8),
     'v5p_2x2x2': (2, 4),
     'tpu7x_2x2x1': (2, 4),
     '2_v5e_2x4': (2, 8),  # two slices
@@ -60,9 +61,9 @@ gpu_device_info {
 """
 
 
-def mesh_of(machine):
+def mesh_of(machine, axes=('data', 'model')):
     grid = np.array(devices_of(machine)).reshape(MACHINES[machine])
-    return Mesh(grid, ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
+    return Mesh(grid, axes, axis_types=(AxisType.Auto,) * 2)
 
 
 def devices_of(machine):

@@ -2,8 +2,10 @@
 
     cd tests && python -m hlo.write
     cd tests && JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m hlo.write gpu_8
+    cd tests && python -m hlo.write v5e_16x16
 
-The second takes JAX's plugin for CUDA, but no GPU.
+The second takes JAX's plugin for CUDA, but no GPU. The third takes minutes: it writes the train
+step of llama.py with 32 and 64 layers, complete but compressed.
 
 One file for each machine and partitioner, `<machine>-<partitioner>-<JAX>.txt`, with the texts one
 after another. The files of other versions stay as they are, so that the forms which
@@ -11,12 +13,14 @@ they wrote are still read. Of `backend_config`, which makes up half of a TPU pro
 counts and what waits are kept; nothing else in it is read. Paths are relative to the repository.
 """
 
+import lzma
 import os
 import re
 import sys
 from pathlib import Path
 
 from conftest import jax  # which simulates CPU devices first, and lets libtpu be loaded
+from hlo import llama, programs
 from hlo.programs import partitioner, text_of
 
 HERE = Path(__file__).parent
@@ -49,8 +53,20 @@ def write(machine, partition, names):
     print(f'{len(text):>8} {path.name}')
 
 
+def write_llama(layers):
+    mesh = programs.mesh_of('v5e_16x16', ('data', 'tensor'))
+    text = llama.text_of(mesh, llama.Config(layers=layers))
+    path = HERE / f'v5e_16x16-llama{layers}-{jax.__version__}.txt.xz'
+    path.write_bytes(lzma.compress(relative(text).encode(), preset=9))
+    print(f'{path.stat().st_size:>8} {path.name}')
+
+
+def relative(text):
+    return text.replace(f'{HERE.parent.parent}{os.sep}', '')
+
+
 def without_noise(text):
-    text = text.replace(f'{HERE.parent.parent}{os.sep}', '')
+    text = relative(text)
     read = re.compile(r'"known_trip_count":\{"n":"\d+"\}|"is_sync":true')
     lines = []
     for line in text.splitlines():
@@ -66,3 +82,6 @@ if __name__ == '__main__':
         readable = machine.startswith('cpu') or jax.__version_info__ >= (0, 12)
         if machine in sys.argv[1:] or (not sys.argv[1:] and machine != 'gpu_8' and readable):
             write(machine, partition, names)
+    if 'v5e_16x16' in sys.argv[1:]:
+        write_llama(32)
+        write_llama(64)

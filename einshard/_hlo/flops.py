@@ -1,0 +1,183 @@
+"""The floating-point operations of an optimised HLO program. Imports no JAX.
+
+XLA's cost analysis counts a loop body once. This counts matrix products and convolutions as often
+as they run. It leaves out elementwise operations and reductions, which are few next to them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from .loops import Executions
+from .module import Instruction, Module, Place
+from .origins import user_with_source
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product or convolution, or a kernel that tells its flops.
+
+    Attributes:
+        flops: floating-point operations of one execution, on each device.
+        executions: how often it runs in one run of the program; None if a trip count is unknown.
+        dtype: the dtype of its first operand, such as 'bf16'.
+        source: 'model.py:12', or None.
+        op_name: the JAX operation it comes from.
+    """
+
+    flops: int
+    executions: int | None
+    dtype: str
+    source: str | None
+    op_name: str
+
+    @property
+    def total(self) -> int:
+        """Flops in one run; a loop with unknown trip count counts as one iteration."""
+        return self.flops * (1 if self.executions is None else self.executions)
+
+
+def find_products(module: Module) -> Iterator[Product]:
+    """The matrix products and convolutions of a program.
+
+    >>> from einshard._hlo.flops import find_products
+    >>> from einshard._hlo.module import Module
+    >>> text = '''HloModule jit_f
+    ...
+    ... ENTRY %main (x: f32[2,8], w: f32[8,4]) -> f32[2,4] {
+    ...   %x = f32[2,8]{1,0} parameter(0)
+    ...   %w = f32[8,4]{1,0} parameter(1)
+    ...   ROOT %y = f32[2,4]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+    ... }
+    ... '''
+    >>> [product.total for product in find_products(Module(text))]  # 2 * 2 * 8 * 4
+    [128]
+    """
+    executions = Executions(module)
+    for place in module.find(' dot(', ' convolution(', ' custom-call('):
+        flops = _flops(place)
+        if not flops or module.path(place.here) is None:
+            continue
+        made = _described(module, place)
+        operands = [array for name in place.made.operands for array in place.here[name].results]
+        yield Product(
+            flops=flops,
+            executions=executions.of(place.here),
+            dtype=operands[0].dtype if operands else '',
+            source=module.source(made),
+            op_name=made.op_name,
+        )
+
+
+def _described(module: Module, place: Place) -> Instruction:
+    """The instruction that has its source line: itself, the fusion around it, or a user."""
+    if module.source(place.made) is not None:
+        return place.made
+    around = [site for site in module.call_sites(place.here) if site.made.opcode == 'fusion']
+    for site in around[:1] or [place]:
+        user = user_with_source(module, site.here, site.made.name)
+        return site.made if module.source(site.made) is not None else user or site.made
+    return place.made
+
+
+def _flops(place: Place) -> int:
+    made = place.made
+    if made.opcode == 'dot':
+        contracted = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', made.attributes)
+        return _of_dot(place, contracted[1] if contracted else '')
+    if made.opcode == 'convolution':
+        return _of_convolution(place)
+    return _of_custom_call(place) if made.opcode == 'custom-call' else 0
+
+
+def _of_dot(place: Place, contracted: str) -> int:
+    left = place.here[place.made.operands[0]].results[0].shape
+    sizes = [left[int(axis)] for axis in re.findall(r'\d+', contracted)]
+    return 2 * prod(place.made.results[0].shape) * prod(sizes)
+
+
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')  # of cuBLAS
+_ESTIMATE = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')  # of a Pallas kernel
+
+
+def _of_custom_call(place: Place) -> int:
+    config = place.made.attributes + place.made.metadata
+    if contracted := _CONTRACTED.search(config):
+        return _of_dot(place, contracted[1])
+    if 'custom_call_target="__cudnn$conv' in config:
+        return _of_convolution(place)
+    estimate = _ESTIMATE.search(config)
+    return int(estimate[1]) if estimate else 0
+
+
+# --- convolutions -------------------------------------------------------------------------------
+
+_LABELS = re.compile(r'dim_labels=(\w+)_(\w+)->(\w+)')
+
+
+def _of_convolution(place: Place) -> int:
+    """Two per product that does not fall into the padding, as XLA counts.
+
+    On TPU, every matrix product is a convolution; batch axes are spatial axes with padding.
+    """
+    made = place.made
+    labels = _LABELS.search(made.attributes)
+    if labels is None:
+        return 0
+    inputs, kernel, output = _sides(place)
+    size = [
+        dict(zip(names, array, strict=False))
+        for names, array in zip(labels.groups(), (inputs, kernel, output), strict=True)
+    ]
+    window = re.search(r'window=\{([^}]*)\}', made.attributes)
+    fields = dict(field.split('=') for field in window[1].split()) if window else {}
+    pairs = [
+        _pairs(
+            size[0][axis],
+            size[1][axis],
+            size[2][axis],
+            *(_field(fields, name, int(axis), default) for name, default in _FIELDS),
+        )
+        for axis in size[0]
+        if axis.isdecimal()
+    ]
+    groups = re.search(r'batch_group_count=(\d+)', made.attributes)
+    batch = size[0]['b'] // (int(groups[1]) if groups else 1)
+    return 2 * batch * size[1]['i'] * size[1]['o'] * prod(pairs)
+
+
+def _sides(place: Place) -> tuple[tuple[int, ...], ...]:
+    """The shapes of input, kernel and output; cuDNN computes gradients with the same labels."""
+    operands = [place.here[name].results[0].shape for name in place.made.operands[:2]]
+    result = place.made.results[0].shape
+    if '$convBackwardInput' in place.made.attributes:
+        return result, operands[1], operands[0]
+    if '$convBackwardFilter' in place.made.attributes:
+        return operands[0], result, operands[1]
+    return operands[0], operands[1], result
+
+
+_FIELDS = (('stride', 1), ('pad', 0), ('lhs_dilate', 1), ('rhs_dilate', 1))
+
+
+def _field(fields: dict[str, str], name: str, axis: int, default: int) -> int:
+    """The number for an axis in 'size=4x2 pad=3_3x0_0'; of padding the low side."""
+    values = fields[name].split('x') if name in fields else []
+    return int(values[axis].partition('_')[0]) if axis < len(values) else default
+
+
+@functools.lru_cache(maxsize=256)
+def _pairs(
+    inputs: int, kernel: int, output: int, stride: int, pad: int, dilated: int, kernel_dilated: int
+) -> int:
+    """The (output, kernel) positions whose input is not padding."""
+    found = 0
+    for i in range(kernel):
+        for j in range(output):
+            position = j * stride - pad + i * kernel_dilated
+            found += position % dilated == 0 and 0 <= position // dilated < inputs
+    return found

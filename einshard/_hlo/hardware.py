@@ -1,0 +1,186 @@
+"""Published figures of TPUs and GPUs. Imports no JAX.
+
+Sources, and where they differ:
+- Google: the pages of each TPU at docs.cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x).
+- The book: jax-ml.github.io/scaling-book, chapters 2 (TPUs) and 12 (GPUs).
+- NVIDIA: data sheets of A100, H100, H200 and HGX B200, as glennklockwood.com/garden/processors has
+  them. Rates are dense: half of those with sparsity.
+
+These are upper bounds on speed, for lower bounds on time, so the highest published figure is used.
+ICI: Google quotes both directions of all links of a chip, such as 400 GB/s for the 4 links of v5e:
+50 GB/s per link and direction. The book has 10 % less: 45 GB/s for v4 and v5e, 90 for v5p and v6e.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._errors import EinshardError
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Peak rates of a chip, for the lower bounds in `explain`.
+
+        >>> from einshard import Chip
+        >>> chip = Chip('ours', {'bf16': 1e15}, memory=1e11, memory_bandwidth=4e12, link=1e11)
+        >>> chip.name
+        'ours'
+
+    Attributes:
+        name: for the report.
+        flops: dense flops per second by dtype: 'bf16' (also used for float16), 'tf32' (for float32;
+            default: as 'bf16'), 'fp8', 'int8', 'fp4'. A dtype that is missing has the highest rate.
+        memory: bytes of HBM that programs can use.
+        memory_bandwidth: HBM bytes per second.
+        link: bytes per second that a device can send to its neighbours: over one link of a torus in
+            one direction, or without a torus over all its links to the switches of its node.
+        torus: the number of torus dimensions; 0 for devices that a switch connects.
+        wraps_at: dimensions of a slice that are a multiple of it are rings, the others lines; in
+            three dimensions they are rings only if all are multiples of it.
+        node: without a torus, the number of devices in a node.
+        network: bytes per second that a chip can send to other slices or nodes.
+        cores: the number of TensorCores, if JAX may have one device for each.
+    """
+
+    name: str
+    flops: Mapping[str, float] = field(hash=False)
+    memory: float
+    memory_bandwidth: float
+    link: float
+    torus: int = 0
+    wraps_at: int = 1
+    node: int = 8
+    network: float = float('inf')
+    cores: int = 1
+
+    def share(self, device: Any) -> float:
+        """The part of a chip that a JAX device has: a half if there is one for each TensorCore."""
+        return getattr(device, 'num_cores', self.cores) / self.cores
+
+    def rate(self, dtype: str) -> float:
+        """The highest rate of products of arrays of an HLO dtype."""
+        if dtype == 'f32' and 'tf32' not in self.flops:
+            dtype = 'bf16'  # on TPU, float32 operands are rounded by default
+        kinds = {'f32': 'tf32', 'f16': 'bf16', 's8': 'int8', 'u8': 'int8'}
+        kind = kinds.get(dtype) or re.sub(r'^f([48])e.*', r'fp\1', dtype)
+        return self.flops.get(kind) or max(self.flops.values())
+
+
+GIB = 2**30
+
+# `memory` is what the compiler of libtpu 0.0.52 offers to a program, in its RESOURCE_EXHAUSTED:
+# 15.75 of 16 GiB on v5e, 31.24 of 32 on v6e, 2 x 15.25 of 32 on v4, 2 x 94.74 of 192 on TPU7x.
+# On v5p it is 95.73 GiB, where Google has 95 GiB and the book 96 GB.
+# DCN: Google has 50 Gbit/s per chip for v5p, 100 for v6e and TPU7x; for v5e, two NICs of 100 Gbit/s
+# for 8 chips. For v4 this is the book's 25 GB/s per host, of 4 chips.
+# Small slices do not wrap around: on v5e and v6e only dimensions of 16 are rings (also the longer
+# one of 8x16), on the others those of slices made of full 4x4x4 cubes (the book, chapter 2).
+_cubes = functools.partial(Chip, torus=3, wraps_at=4, cores=2)
+_TPUS = (
+    (
+        r'TPU v4(?! lite)',
+        _cubes(
+            'TPU v4',
+            {'bf16': 275e12, 'int8': 275e12},
+            memory=30.5 * GIB,
+            memory_bandwidth=1.2e12,
+            link=50e9,
+            network=6.25e9,
+        ),
+    ),
+    (
+        r'TPU v5 lite|TPU v5e',
+        Chip(
+            'TPU v5e',
+            {'bf16': 197e12, 'int8': 394e12},  # Google has 393e12 for int8, the book 394e12
+            memory=15.75 * GIB,
+            memory_bandwidth=819e9,  # one version of Google's page has 800 GiB/s
+            link=50e9,
+            torus=2,
+            wraps_at=16,
+            network=3.125e9,
+        ),
+    ),
+    (
+        r'TPU v5p?$',
+        _cubes(
+            'TPU v5p',
+            # int8 from the book; Google has 459e12 for fp8
+            {'bf16': 459e12, 'fp8': 459e12, 'int8': 918e12},
+            memory=95.73 * GIB,
+            memory_bandwidth=2.8e12,  # the book; Google has 2.765e12
+            link=100e9,
+            network=6.25e9,
+        ),
+    ),
+    (
+        r'TPU v6 lite|TPU v6e',
+        Chip(
+            'TPU v6e',
+            # the book has 920e12 for bf16, 1840e12 for int8
+            {'bf16': 920e12, 'fp8': 920e12, 'int8': 1840e12},
+            memory=31.24 * GIB,
+            memory_bandwidth=1.638e12,
+            link=100e9,
+            torus=2,
+            wraps_at=16,
+            network=12.5e9,
+        ),
+    ),
+    (
+        r'TPU ?v?7',
+        _cubes(
+            'TPU7x',
+            {'bf16': 2307e12, 'fp8': 4614e12},
+            memory=2 * 94.74 * GIB,
+            memory_bandwidth=7.38e12,
+            link=100e9,
+            network=12.5e9,
+        ),
+    ),
+)
+
+# NVLink: NVIDIA quotes both directions, 600 GB/s for A100. The network has one NIC per GPU in DGX
+# nodes: 200 Gbit/s for A100, 400 Gbit/s for H100, H200 and B200. DGX B200 has 1440 GB of HBM for 8
+# GPUs, the book 192 GB for each.
+_A100 = {'bf16': 312e12, 'tf32': 156e12, 'int8': 624e12}
+_H100 = {'bf16': 989.5e12, 'tf32': 494.7e12, 'fp8': 1979e12, 'int8': 1979e12}
+_B200 = {'bf16': 2.3e15, 'tf32': 1.15e15, 'fp8': 4.5e15, 'int8': 4.5e15, 'fp4': 9e15}
+_GPUS = (
+    (r'A100-SXM.*40GB', Chip('A100 40GB', _A100, 40e9, 1.555e12, 300e9, network=25e9)),
+    (r'A100-SXM', Chip('A100 80GB', _A100, 80e9, 2.039e12, 300e9, network=25e9)),
+    (r'H100(?!.*(PCIe|NVL))', Chip('H100', _H100, 80e9, 3.4e12, 450e9, network=50e9)),
+    (r'H200(?!.*NVL)', Chip('H200', _H100, 141e9, 4.8e12, 450e9, network=50e9)),
+    (r'\bB200', Chip('B200', _B200, 180e9, 8e12, 900e9, network=50e9)),
+)
+
+
+def find_chip(device_kind: str) -> Chip | None:
+    """The chip of a JAX device, or None if it is not in the table, as for a CPU.
+
+    >>> from einshard._hlo.hardware import find_chip
+    >>> find_chip('TPU v5 lite').name, find_chip('NVIDIA H100 80GB HBM3').name, find_chip('cpu')
+    ('TPU v5e', 'H100', None)
+    """
+    for pattern, chip in (*_TPUS, *_GPUS):
+        if re.search(pattern, device_kind):
+            return chip
+    return None
+
+
+def as_chip(given: Chip | str) -> Chip:
+    """A chip, or that with this name."""
+    if isinstance(given, Chip):
+        return given
+    chips = {chip.name: chip for _, chip in (*_TPUS, *_GPUS)}
+    if given not in chips:
+        raise EinshardError(
+            f'chip={given!r} is not in the table of chips',
+            facts={'chips': ', '.join(chips), 'others': 'a Chip(...) with its figures'},
+        )
+    return chips[given]

@@ -1,0 +1,78 @@
+"""The memory that a compiled program needs. Imports no JAX."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from .._errors import EinshardError
+from .._text import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes per device, as the compiler reports them.
+
+    Attributes:
+        aliased: bytes of the results that reuse the memory of donated arguments.
+        peak: the compiler's peak memory (some compilers exclude temporaries), or None.
+        capacity: what a device has for programs; None if its chip is unknown, as for CPUs.
+    """
+
+    arguments: int
+    results: int
+    temporaries: int
+    code: int
+    aliased: int
+    peak: int | None
+    capacity: int | None = None
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.results + self.temporaries + self.code - self.aliased
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The parts of the total, as text; those of no bytes are omitted."""
+        names = ('arguments', 'results', 'temporaries', 'code')
+        parts = {name: format_bytes(getattr(self, name)) for name in names if getattr(self, name)}
+        if self.aliased:
+            parts['results'] += f' ({format_bytes(self.aliased)} in place of arguments)'
+        return parts
+
+
+def read_memory(compiled: Any, capacity: int | None = None) -> Memory | None:
+    """The memory of a `Compiled`; None if the compiler does not report it."""
+    figures = compiled.memory_analysis()
+    if figures is None:
+        return None
+    peak = getattr(figures, 'peak_memory_in_bytes', 0)
+    return Memory(
+        arguments=figures.argument_size_in_bytes,
+        results=figures.output_size_in_bytes,
+        temporaries=figures.temp_size_in_bytes,
+        code=figures.generated_code_size_in_bytes,
+        aliased=figures.alias_size_in_bytes,
+        peak=peak if peak > 0 else None,
+        capacity=capacity,
+    )
+
+
+def parse_bytes(given: object, given_as: str) -> int:
+    """A number of bytes, or a text such as '15 GB' (10**9) or '15 GiB' (2**30).
+
+    >>> from einshard._hlo.memory import parse_bytes
+    >>> parse_bytes('1.5 kB', 'memory='), parse_bytes('2 GiB', 'memory=')
+    (1500, 2147483648)
+    """
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        return given
+    found = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B\s*', str(given))
+    if not isinstance(given, str) or found is None:
+        raise EinshardError(
+            f'{given_as} must be a size in bytes, not {given!r}',
+            facts={'expected': "'15 GB', '14.5 GiB' or a number of bytes"},
+        )
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** ' KMGT'.index(prefix.upper() or ' '))

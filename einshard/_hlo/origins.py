@@ -1,0 +1,114 @@
+"""Where the values of a program come from: its parameters, and source lines. Imports no JAX."""
+
+from __future__ import annotations
+
+from .module import Computation, Instruction, Module, Place, Value
+
+# operations that take a part of their first operand, or change its form or dtype
+_PARTS = frozenset(
+    (
+        *('all-gather', 'all-gather-done', 'all-gather-start', 'bitcast', 'collective-permute'),
+        *('convert', 'copy', 'copy-done', 'copy-start', 'dynamic-slice', 'opt-barrier'),
+        *('optimization-barrier', 'reshape', 'slice', 'slice-done', 'slice-start', 'transpose'),
+    )
+)
+_DEEPEST = 200  # steps, so that a cycle through a loop ends
+
+
+class Origins:
+    """Traces values of a program back to its parameters.
+
+    Follows copies, slices and conversions, into fusions and out of loops that do not change the
+    value, such as a scan over the weights of layers.
+    """
+
+    def __init__(self, module: Module):
+        self._module = module
+        self._known: dict[tuple[str, str, int], int | None] = {}
+
+    def of(self, place: Place) -> int | None:
+        """The number of the parameter that an instruction sends a part of, or None."""
+        operands = place.made.operands
+        return self._trace(Value(place.here, operands[0]), -1, _DEEPEST) if operands else None
+
+    def _trace(self, value: Value, element: int, left: int) -> int | None:
+        key = (value.here.name, value.name, element)
+        if key not in self._known:
+            self._known[key] = None  # for a value that depends on itself
+            self._known[key] = self._step(value, element, left - 1) if left else None
+        return self._known[key]
+
+    def _step(self, value: Value, element: int, left: int) -> int | None:
+        made = value.made
+        if made.opcode == 'parameter':
+            return self._outside(value, element, left)
+        if made.opcode == 'get-tuple-element':
+            return self._trace(value.beside(made.operands[0]), made.element, left)
+        if made.opcode == 'tuple' and element >= 0:
+            return self._trace(value.beside(made.operands[element]), -1, left)
+        if made.opcode in ('fusion', 'call'):
+            called = self._module.called(made)
+            return self._trace(Value(called), element, left) if called else None
+        if made.opcode == 'while':
+            start = value.beside(made.operands[0])
+            return self._trace(start, element, left) if self._keeps(made, element) else None
+        source = _source(made)
+        return None if source is None else self._trace(value.beside(source), element, left)
+
+    def _outside(self, value: Value, element: int, left: int) -> int | None:
+        """The origin of a parameter of a computation."""
+        made, here = value.made, value.here
+        if here.is_entry:
+            return int(made.given)
+        for _, caller, call in self._module.call_sites(here):
+            if call.opcode == 'while':
+                if not self._keeps(call, element):
+                    return None
+                return self._trace(Value(caller, call.operands[0]), element, left)
+            if call.opcode in ('fusion', 'call'):
+                return self._trace(Value(caller, call.operands[int(made.given)]), element, left)
+        return None
+
+    def _keeps(self, loop: Instruction, element: int) -> bool:
+        """Whether a loop keeps an element of its state, or only sends it to another device."""
+        body = self._module.computation(loop.body)
+        root = body['']
+        if element < 0 or root.opcode != 'tuple' or element >= len(root.operands):
+            return False
+        made = body[root.operands[element]]
+        for _ in range(_DEEPEST):
+            source = _source(made)
+            if made.opcode == 'get-tuple-element':
+                state = body[made.operands[0]]
+                if state.opcode == 'parameter':
+                    return made.element == element
+                if state.opcode != 'while' or not self._keeps(state, made.element):
+                    return False
+                state, at = body[state.operands[0]], made.element
+                source = state.operands[at] if state.opcode == 'tuple' else None
+            if source is None:
+                return False
+            made = body[source]
+        return False
+
+
+def _source(made: Instruction) -> str | None:
+    """The operand that an instruction takes a part of, or changes the form or dtype of."""
+    is_part = made.opcode in _PARTS or made.joins_slices
+    return made.operands[0] if is_part and made.operands else None
+
+
+def user_with_source(
+    module: Module, here: Computation, name: str, far: int = 3
+) -> Instruction | None:
+    """A user of an array that has a source line, looking through copies without one."""
+    for user in here.users(name):
+        called = module.called(user)
+        if module.source(user) is not None:
+            return user
+        if called is not None and module.source(called['']) is not None:
+            return called['']
+        further = user_with_source(module, here, user.name, far - 1) if far else None
+        if further is not None:
+            return further
+    return None

@@ -1,0 +1,53 @@
+"""Collectives that the CPU backend runs in f32 because it has none in bf16. Imports no JAX."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from .module import ArrayType, Computation, Instruction, Module
+
+_MOVES = frozenset(('copy', 'bitcast', 'reshape', 'transpose', 'get-tuple-element', 'slice'))
+_PROMOTED = re.compile(r'to_apply=%?\S+_promoted\b')  # named so by XLA's all-reduce promotion
+
+
+def widened_dtypes(module: Module, here: Computation, made: Instruction) -> tuple[str, ...]:
+    """For each operand of a collective, the dtype that XLA widened; '' if it did not.
+
+    XLA converts the operand before the collective and the result after it. Its converts have no
+    metadata; those of the user have.
+    """
+    if 'f32[' not in made.type:
+        return ('',) * len(made.operands)
+    promoted = 'bf16' if _PROMOTED.search(made.attributes) else ''
+    return tuple(
+        _converted(module, here, operand) or promoted if 'f32[' in here[operand].type else ''
+        for operand in made.operands
+    )
+
+
+def _converted(module: Module, here: Computation, name: str) -> str:
+    while True:
+        made = here[name]
+        called = module.called(made) if made.opcode == 'fusion' else None
+        if called is not None and called[''].opcode != 'tuple':
+            here, name = called, ''
+        elif made.opcode == 'convert' and not made.op_name:
+            return narrow if (narrow := here[made.operands[0]].results[0].dtype) in _NARROW else ''
+        elif made.opcode in _MOVES:
+            name = made.operands[0]
+        else:
+            return ''
+
+
+_NARROW = ('bf16', 'f16')
+
+
+def narrowed(arrays: tuple[ArrayType, ...], dtypes: tuple[str, ...]) -> tuple[ArrayType, ...]:
+    """The arrays in the dtypes that the program asked for."""
+    if len(arrays) != len(dtypes):
+        return arrays
+    return tuple(
+        replace(array, dtype=dtype or array.dtype)
+        for array, dtype in zip(arrays, dtypes, strict=True)
+    )

@@ -1,0 +1,100 @@
+"""Lower bounds on the time of a program: compute, HBM, network. They predict no time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .._hlo.buffers import bytes_once
+from .._hlo.collectives import Collective
+from .._hlo.hardware import Chip
+from .._hlo.module import Module
+from .._page import Section
+from .._text import format_seconds
+from .network import Network
+from .report_rows import ProductRow
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A lower bound on the time of one run.
+
+    Attributes:
+        resource: 'compute', 'HBM' or 'network'.
+        along: for the network, the mesh axes, as `along` of the collectives, '' for those whose
+            axes are unknown; else ''.
+        seconds: the device needs at least this long.
+        exposed: the part of `seconds` in collectives that nothing can overlap, because they are not
+            asynchronous; None if the program does not tell, as one for CPUs.
+    """
+
+    resource: str
+    along: str
+    seconds: float
+    exposed: float | None = None
+
+    def __str__(self) -> str:
+        along = f' along {self.along or "unknown axes"}' if self.resource == 'network' else ''
+        text = f'{self.resource}{along} at least {format_seconds(self.seconds)}'
+        if self.exposed is None:
+            return text
+        if not self.exposed:
+            return f'{text}, hidden if overlapped'
+        if self.exposed >= self.seconds:
+            return f'{text}, exposed'
+        return f'{text}, of which {format_seconds(self.exposed)} exposed'
+
+
+class Bounds(tuple[Bound, ...]):
+    """The lower bounds of a program: compute, HBM, and the network along each mesh axis."""
+
+    __slots__ = ()
+
+    @property
+    def largest(self) -> Bound | None:
+        """The bound that dominates."""
+        return max(self, key=lambda bound: bound.seconds, default=None)
+
+
+NO_BOUNDS = Bounds()
+
+
+def find_bounds(
+    chip: Chip,
+    devices: Sequence[Any],
+    module: Module,
+    products: Sequence[ProductRow],
+    collectives: Sequence[tuple[Collective, str]],
+) -> Bounds:
+    """The lower bounds of a program, from its products and its collectives with their mesh axes.
+
+    Collectives along the same mesh axes run one after another, as they need the same links.
+    """
+    share = chip.share(devices[0])
+    network, is_cpu = Network(devices, chip), devices[0].platform == 'cpu'
+    along: dict[str, list[float]] = {}
+    for one, axes in collectives:
+        seconds = network.seconds(one) * (1 if one.executions is None else one.executions)
+        both = along.setdefault(axes, [0.0, 0.0])
+        both[0] += seconds
+        both[1] += 0 if one.is_async else seconds
+    # the CPU backend multiplies bf16 in f32
+    dtypes = [(row, 'bf16' if is_cpu and row.dtype == 'f32' else row.dtype) for row in products]
+    found = [
+        Bound('compute', '', sum(row.flops / (chip.rate(d) * share) for row, d in dtypes)),
+        Bound('HBM', '', bytes_once(module) / (chip.memory_bandwidth * share)),
+    ]
+    found += [
+        Bound('network', axes, seconds, None if is_cpu else exposed)
+        for axes, (seconds, exposed) in along.items()
+    ]
+    return Bounds(bound for bound in found if bound.seconds)
+
+
+def bounds_section(chip: str, bounds: Bounds) -> Section:
+    """The bounds as a section of a report."""
+    largest = bounds.largest
+    several = len(bounds) > 1
+    words = [f'{bound}{" (the largest)" * (several and bound is largest)}' for bound in bounds]
+    return Section(f'lower bounds on the time of one run ({chip})', words=tuple(words))

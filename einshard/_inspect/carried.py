@@ -1,0 +1,137 @@
+"""What collectives carry: weights, gradients or activations, and of which arguments and results."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from .._errors import EinshardError
+from .._hlo.collectives import MARKS, Collective
+from .._hlo.module import Module
+from .._hlo.origins import Origins
+from .._hlo.output_uses import output_uses
+from .._notation.expression import ELLIPSIS, parse
+from .report_rows import ArrayRow
+
+ROLES = ('weights', 'gradients', 'activations')
+# these move what they are given; the others add up
+_MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permute')
+
+
+class Carried(NamedTuple):
+    """What a collective carries.
+
+    Attributes:
+        role: one of ROLES.
+        is_backward: whether it belongs to the backward pass.
+        of: the path of the argument that it sends, or of the results that it becomes.
+        axes: the axis names of an activation, such as 'b s d', or ''.
+    """
+
+    role: str
+    is_backward: bool
+    of: tuple[str, ...]
+    axes: str
+
+
+def find_carried(
+    module: Module,
+    collectives: Sequence[Collective],
+    weights: Mapping[int, bool],
+    inputs: Sequence[str],
+    outputs: Mapping[int, str],
+) -> Iterator[Carried]:
+    """What each collective carries.
+
+    Args:
+        module: the compiled program.
+        collectives: its collectives.
+        weights: by program parameter, whether it is a weight, or state of an optimizer.
+        inputs: the paths of the program's parameters.
+        outputs: the paths of the program's outputs.
+    """
+    places = {place.made.name: place for place in module.find(*MARKS)} if collectives else {}
+    origins, uses = Origins(module), output_uses(module, [one.name for one in collectives])
+    for one in collectives:
+        sent = origins.of(places[one.name]) if one.kind in _MOVES else None
+        if sent is not None and sent >= len(inputs):  # a `jax.Ref` that the function closes over
+            sent = None
+        becomes = uses[one.name]
+        of = tuple(outputs[i] for i in becomes if i in outputs)
+        backward, role = 'transpose(' in one.op_name, 'activations'
+        if sent is not None:
+            of, role = (inputs[sent],), 'weights' if weights[sent] else 'activations'
+        elif becomes and (backward or any(weights.get(module.aliases.get(i, -1)) for i in becomes)):
+            # the new weights may be gathered, as in ZeRO; all else before is of their gradients
+            role = 'weights' if one.kind == 'all-gather' and not backward else 'gradients'
+        axes = _axes(one) if role == 'activations' and sent is None else ''
+        yield Carried(role, backward or role == 'gradients', of, axes)
+
+
+def find_weights(
+    inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str], aliases: Mapping[int, int]
+) -> dict[int, bool]:
+    """For each (path, dtype) of a parameter, whether it is a weight or state of an optimizer.
+
+    In a train step these are the arguments whose memory a result takes, or that have the path of a
+    result. In other programs all arguments of floating-point numbers count.
+    """
+    floating = [bool(re.match(r'b?float', dtype)) for _, dtype in inputs]
+    updated = set(aliases.values())
+    ends = {path.partition('/')[2] for path in outputs.values()}
+    ends |= {end.partition('/')[2] for end in ends}
+    for i, (path, _) in enumerate(inputs):
+        if {path, path.partition('/')[2]} & (ends - {''}):
+            updated.add(i)
+    return {i: is_float and (i in updated or not updated) for i, is_float in enumerate(floating)}
+
+
+def results_in_place(
+    arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], module: Module
+) -> tuple[tuple[str, str], ...]:
+    """(result, argument) for results in the memory of arguments with the same sharding."""
+    inputs = [row for row in arguments if row.placement != 'not used']
+    pairs = [
+        (results[output], inputs[parameter])
+        for output, parameter in module.aliases.items()
+        if output < len(results) and parameter < len(inputs)
+    ]
+    return tuple((a.path, b.path) for a, b in pairs if replace(a, path=b.path) == b)
+
+
+_EINSUM = re.compile(r'/([A-Za-z,]+)->([A-Za-z]*)/')
+
+
+def _axes(one: Collective) -> str:
+    """The axis names of an activation, from an einsum or from an expression in its source line."""
+    n_dims = len(one.arrays[0].shape)
+    if einsum := _EINSUM.search(one.op_name):
+        operands, result = einsum[1].split(','), einsum[2]
+        is_forward = 'transpose(' not in one.op_name or '/rematted_computation/' in one.op_name
+        if one.kind in _MOVES:  # an operand, or the gradient of the result
+            sides = operands if is_forward else [*operands, result]
+        else:  # the result, or the gradient of an operand
+            sides = [result] if is_forward else operands
+        alike = [side for side in sides if len(side) == n_dims]
+        return ' '.join(alike[0]) if len(alike) == 1 else einsum[0].strip('/')
+    if not one.op_name.endswith('sharding_constraint'):
+        return ''
+    for source in (one.source, one.called_at):
+        file, _, line = (source or '').rpartition(':')
+        text = linecache.getline(file, int(line)) if line.isdecimal() else ''
+        for quoted in re.findall(r"""'([^']+)'|"([^"]+)\"""", text) if 'einshard(' in text else ():
+            names = _names(''.join(quoted))
+            if len(names) == n_dims:
+                return ' '.join(names)
+    return ''
+
+
+def _names(text: str) -> Sequence[str]:
+    try:
+        names = parse(text).names
+    except EinshardError:
+        return ()
+    return () if ELLIPSIS in names else names

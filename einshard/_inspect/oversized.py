@@ -1,0 +1,167 @@
+"""Programs that the compiler gives up on, because they do not fit into the memory of a device.
+
+The compiler for TPUs raises RESOURCE_EXHAUSTED when the optimised program is done, and writes what
+it has, if asked to: the program and the sizes of its buffers. A second compilation asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.stages import Compiled
+
+from .._errors import EinshardError
+from .._hlo.module import Module
+from .._sharding.context import current_context, is_mesh_in_context
+from .._sharding.mesh import AnyMesh, MeshLike
+from .intermediates import shardings_in
+from .lowered import Stages
+
+_AVAILABLE = re.compile(r'exceeds available HBM \((\d+(?:\.\d+)?)([KMGT]?)\)')
+_UNITS = {'': 0, 'K': 1, 'M': 2, 'G': 3, 'T': 4}
+_ALLOCATION = re.compile(r'^allocation \d+: size (\d+), (.*)', re.MULTILINE)
+
+
+class Oversized:
+    """What `explain` reads of a `Compiled`, for a program that does not fit.
+
+    Attributes:
+        available: bytes that the device has for programs.
+    """
+
+    def __init__(
+        self, args_info: Any, shardings: Any, out_info: Any, text: str, memory: Any, available: int
+    ):
+        self.args_info = args_info
+        self.input_shardings = shardings
+        self.out_info = out_info
+        self.available = available
+        self._text = text
+        self._memory = memory
+
+    def as_text(self) -> str:
+        return self._text
+
+    def memory_analysis(self) -> Any:
+        return self._memory
+
+    def cost_analysis(self) -> Mapping[str, float]:
+        return {}
+
+
+def given_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | None:
+    """The mesh that a function is compiled for, as far as known before it is compiled."""
+    if stages.program is not None:
+        return stages.program.mesh
+    if mesh is not None:
+        return current_context(mesh).lowering_mesh
+    for leaf in jtu.tree_leaves(args):
+        sharding = getattr(leaf, 'sharding', None)
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    ambient = current_context(None).lowering_mesh
+    return ambient if is_mesh_in_context(ambient) else None
+
+
+def compile_stages(stages: Stages, mesh: AnyMesh | None) -> Compiled | Oversized:
+    """The compiled program, or what the compiler has of one that does not fit.
+
+    Args:
+        mesh: the mesh that the function is compiled for, if it is known.
+    """
+    try:
+        return stages.compile()
+    except EinshardError as error:
+        says = str(error.__cause__)
+        available = _AVAILABLE.search(says)
+        if available is None or mesh is None or isinstance(mesh, AbstractMesh):
+            raise
+        made = _dumped(stages, mesh)
+        if made is None:
+            raise
+        size, unit = available.groups()
+        return Oversized(*made, available=int(float(size) * 1024 ** _UNITS[unit]))
+
+
+def _dumped(stages: Stages, mesh: AnyMesh) -> tuple[Any, ...] | None:
+    lowered = stages.lower()
+    with tempfile.TemporaryDirectory() as folder:
+        options = {
+            'xla_dump_to': folder,
+            'xla_dump_hlo_as_text': True,
+            'xla_dump_hlo_pass_re': 'spmd-partitioning',
+        }
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            lowered.compile(compiler_options=options)
+        before, after, buffers = (
+            _newest(folder, ending)
+            for ending in (
+                'before_*spmd-partitioning*.txt',
+                '.after_optimizations.txt',
+                '.after_optimizations-buffer-assignment.txt',
+            )
+        )
+        if mesh.size == 1:  # there is no partitioning
+            before = _newest(folder, '.before_optimizations.txt')
+    if not (before and after and buffers):
+        return None
+    module = Module(before)
+    parameters = sorted(module.entry.parameters(), key=lambda made: int(made.given))
+    leaves, treedef = jtu.tree_flatten(lowered.args_info)
+    kept = _kept(stages, len(leaves))
+    if len(kept) != len(parameters):
+        return None
+    found = {
+        i: shardings_in(made, [len(leaves[i].shape)], mesh)[0]
+        for i, made in zip(kept, parameters, strict=True)
+    }
+    results, out_tree = jtu.tree_flatten(lowered.out_info)
+    held = shardings_in(module.entry[''], [len(one.shape) for one in results], mesh)
+    if None in found.values() or None in held:
+        return None
+    shardings = treedef.unflatten([found.get(i) for i in range(len(leaves))])
+    out_info = out_tree.unflatten(
+        jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding)
+        for one, sharding in zip(results, held, strict=True)
+    )
+    return lowered.args_info, shardings, out_info, after, _sizes(buffers)
+
+
+def _newest(folder: str, ending: str) -> str:
+    written = sorted(Path(folder).glob(f'*{ending}'))
+    return written[-1].read_text(encoding='utf-8') if written else ''
+
+
+def _kept(stages: Stages, n_leaves: int) -> Sequence[int]:
+    """The arguments that the program has: JAX leaves out those that are not used."""
+    if stages.traced is None:
+        return range(n_leaves)
+    jaxpr = stages.traced.jaxpr.jaxpr
+    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+    return [i for i, variable in enumerate(jaxpr.invars) if id(variable) in used]
+
+
+def _sizes(buffers: str) -> Any:
+    """The sizes of buffers, by the names of `Compiled.memory_analysis`."""
+    sizes = {'argument': 0, 'output': 0, 'temp': 0, 'alias': 0, 'generated_code': 0}
+    for size, what in _ALLOCATION.findall(buffers):
+        if 'color ' in what:  # other memory, such as VMEM
+            continue
+        is_argument, is_output = 'parameter ' in what, 'maybe-live-out' in what
+        for kind, counts in (
+            ('argument', is_argument),
+            ('output', is_output),
+            ('alias', is_argument and is_output),
+            ('temp', not (is_argument or is_output)),
+        ):
+            sizes[kind] += int(size) * counts
+    return SimpleNamespace(**{f'{kind}_size_in_bytes': n for kind, n in sizes.items()})

@@ -1,0 +1,465 @@
+"""Lower bounds on time: the table of chips, the geometry of networks, and what explain says."""
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+
+from einshard import Chip, EinshardError, explain, sharded
+from einshard._hlo.buffers import bytes_once, largest_temporaries
+from einshard._hlo.collectives import Collective, find_collectives
+from einshard._hlo.hardware import as_chip, find_chip
+from einshard._hlo.module import ArrayType, Module
+from einshard._inspect.bounds import Bound, find_bounds
+from einshard._inspect.network import Network
+from einshard._text import format_seconds
+
+GB = 10**9
+
+
+def tpus(*sizes, slices=1, cores=1):
+    """Devices of TPU slices, as JAX describes them."""
+    places = itertools.product(range(slices), *map(range, sizes), range(cores))
+    return [
+        SimpleNamespace(id=i, slice_index=at[0], coords=list(at[1:-1]), core_on_chip=at[-1])
+        for i, at in enumerate(places)
+    ]
+
+
+def gpus(n):
+    return [SimpleNamespace(id=i) for i in range(n)]
+
+
+def collective(kind, groups, n_bytes, pairs=()):
+    arrays = (ArrayType('s8', (int(n_bytes),)),)
+    groups = tuple(tuple(map(int, group)) for group in groups)
+    return Collective(kind, 'it', arrays, arrays, groups, pairs, 1, False, None, '', 0)
+
+
+def grid(*sizes):
+    return np.arange(math.prod(sizes)).reshape(sizes)
+
+
+def along(axis, *sizes):
+    """The groups along one axis of a grid."""
+    return np.moveaxis(grid(*sizes), axis, -1).reshape(-1, sizes[axis])
+
+
+# --- the scaling book, with its figures for links -------------------------------------------------
+
+V4 = dataclasses.replace(as_chip('TPU v4'), link=4.5e10)
+V5E = dataclasses.replace(as_chip('TPU v5e'), link=4.5e10)
+H100 = as_chip('H100')
+
+
+def test_book_all_gather_on_a_line():
+    """Chapter 3, pop quiz 2: bf16[2048,8192] along 4 of a v5e 8x4; no ring: 3 hops, 560 us."""
+    one = collective('all-gather', along(1, 8, 4), 2048 * 8192 * 2)
+    by_hand = 3 * (512 * 8192 * 2) / 4.5e10
+    assert Network(tpus(8, 4), V5E).seconds(one) == pytest.approx(by_hand)
+    assert by_hand == pytest.approx(560e-6, rel=0.01)
+
+
+def test_book_all_gathers_on_rings():
+    """Chapter 3, question 2: v4 4x4x4 with rings, 1024 x 4096 in bf16: 23, 46 and 190 us.
+
+    The book leaves out (n-1)/n.
+    """
+    network = Network(tpus(4, 4, 4), V4)
+    full = 2 * 1024 * 4096
+    one_axis = collective('all-gather', along(0, 4, 4, 4), full / 4)
+    assert network.seconds(one_axis) == pytest.approx(3 / 4 * (full / 4) / 9e10)
+    assert (full / 4) / 9e10 == pytest.approx(23e-6, rel=0.02)
+    two_axes = collective('all-gather', grid(4, 4, 4).transpose(2, 0, 1).reshape(4, 16), full)
+    assert network.seconds(two_axes) == pytest.approx(15 / 16 * full / (2 * 9e10))
+    assert full / (2 * 9e10) == pytest.approx(46e-6, rel=0.02)
+    summed = collective('all-reduce', along(2, 4, 4, 4), full)
+    assert network.seconds(summed) == pytest.approx(3 / 4 * 2 * full / 9e10)
+    assert 2 * full / 9e10 == pytest.approx(190e-6, rel=0.02)
+
+
+def test_book_gather_to_a_corner():
+    """Chapter 2, question 6: 15 GB over the two links of a corner of v5e 4x4: 167 ms."""
+    one = collective('all-gather', grid(1, 16), 16 * GB)
+    assert Network(tpus(4, 4), V5E).seconds(one) == pytest.approx(15e9 / (2 * 4.5e10))
+
+
+def test_book_all_to_all_costs_a_quarter_of_an_all_gather():
+    """Chapter 3: on a ring of n devices, for an array of V bytes, V / (4 * both directions)."""
+    network, full = Network(tpus(16, 16), V5E), 16 * GB
+    one = collective('all-to-all', along(1, 16, 16), full / 16)
+    assert network.seconds(one) == pytest.approx(full / (4 * 9e10))
+
+
+def test_book_gpu_node():
+    """Chapter 12: an all-gather of 512 MiB in an H100 node takes 1.04 ms; an all-to-all B/(8W)."""
+    network, full = Network(gpus(8), H100), 4096 * 65536 * 2
+    gather = network.seconds(collective('all-gather', grid(1, 8), full))
+    assert gather == pytest.approx(full * 7 / 8 / 450e9)
+    assert gather == pytest.approx(1.04e-3, rel=0.01)
+    exchange = network.seconds(collective('all-to-all', grid(1, 8), full / 8))
+    assert exchange == pytest.approx(full * 7 / 64 / 450e9)
+
+
+def test_book_gpu_nodes():
+    """Chapter 12: between many nodes an array leaves a node at 400 GB/s."""
+    network, full = Network(gpus(64), H100), 8 * GB
+    groups = grid(8, 8).T  # the GPUs with the same place in each node
+    found = network.seconds(collective('all-gather', groups, full / 8))
+    assert found == pytest.approx(7 / 8 * full / 400e9)
+
+
+# --- formulas by hand -----------------------------------------------------------------------------
+
+RINGS = Network(tpus(16, 16), as_chip('TPU v5e'))  # 50 GB/s per link and direction
+
+
+@pytest.mark.parametrize(
+    ('groups', 'gathered', 'summed'),
+    [
+        (along(1, 16, 16), 15 / 16 / 2, 15 / 16),  # a ring: two links into each chip
+        (grid(64, 4), 3 / 4, 1),  # 4 neighbours in a ring are a line: one link into its end
+        (grid(32, 8), 7 / 8, 1),
+        (grid(16, 4, 4).transpose(0, 2, 1).reshape(64, 4), 3 / 2, 2),  # every fourth of a ring
+        (grid(4, 4, 4, 4).transpose(0, 2, 1, 3).reshape(16, 16), 15 / 32, 30 / 48),  # blocks
+        (grid(1, 256), 255 / 256 / 4, 2 * 255 / 1024),  # all: four links into each chip
+    ],
+)
+def test_groups_in_a_torus(groups, gathered, summed):
+    seconds = {
+        kind: RINGS.seconds(collective(kind, groups, 50 * GB))
+        for kind in ('all-gather', 'reduce-scatter', 'all-reduce')
+    }
+    assert seconds['all-gather'] == pytest.approx(gathered)
+    assert seconds['reduce-scatter'] == pytest.approx(gathered)
+    assert seconds['all-reduce'] == pytest.approx(summed)
+
+
+@pytest.mark.parametrize(
+    ('name', 'sizes', 'axis', 'links'),
+    [
+        ('TPU v5e', (8, 16), 1, 2),  # the longer dimension wraps around
+        ('TPU v5e', (8, 16), 0, 1),
+        ('TPU v6e', (8, 8), 0, 1),
+        ('TPU v5p', (4, 4, 8), 2, 2),
+        ('TPU v5p', (2, 4, 4), 2, 1),  # not made of full cubes
+        ('TPU7x', (4, 4, 4), 0, 2),
+    ],
+)
+def test_wrap_around(name, sizes, axis, links):
+    chip = as_chip(name)
+    one = collective('all-gather', along(axis, *sizes), chip.link)
+    n = sizes[axis]
+    assert Network(tpus(*sizes), chip).seconds(one) == pytest.approx((n - 1) / n / links)
+
+
+def test_permutes():
+    """A shift sends over one link; on a line, the last sends back through all others."""
+    pairs = tuple((i, i // 16 * 16 + (i + 1) % 16) for i in range(256))
+    assert RINGS.seconds(collective('collective-permute', (), 50 * GB, pairs)) == pytest.approx(1)
+    by_two = tuple((i, i // 16 * 16 + (i + 2) % 16) for i in range(256))
+    assert RINGS.seconds(collective('collective-permute', (), 50 * GB, by_two)) == pytest.approx(2)
+    one_pair = ((0, 17),)  # over both dimensions
+    two_ways = collective('collective-permute', (), 50 * GB, one_pair)
+    assert RINGS.seconds(two_ways) == pytest.approx(1 / 2)
+
+
+def test_two_devices_of_a_chip_share_its_links():
+    network = Network(tpus(4, 4, 4, cores=2), as_chip('TPU7x'))
+    on_chip = collective('all-reduce', grid(64, 2), 100 * GB)
+    assert network.seconds(on_chip) == 0
+    across = collective('all-gather', along(2, 4, 4, 4, 2), 100 * GB)  # both cores, in turn
+    assert network.seconds(across) == pytest.approx(2 * 3 / 4 / 2)
+
+
+def test_slices_are_joined_by_the_slow_network():
+    """All 256 chips of a slice send at 25 Gbit/s."""
+    network = Network(tpus(16, 16, slices=2), as_chip('TPU v5e'))
+    one = collective('all-reduce', grid(2, 256).T, GB)
+    assert network.seconds(one) == pytest.approx(GB / 3.125e9)
+
+
+def test_devices_without_coordinates_may_be_neighbours():
+    network = Network(gpus(16), as_chip('TPU v5e'))
+    one = collective('all-gather', grid(4, 4), 50 * GB)
+    assert network.seconds(one) == pytest.approx(3 / 4 / 4)
+
+
+@pytest.mark.parametrize('kind', ['custom-call', 'ragged-all-to-all'])
+def test_what_is_sent_is_unknown(kind):
+    assert RINGS.seconds(collective(kind, grid(16, 16), GB)) == 0
+
+
+def loads(network, kind, groups):
+    """The load of the busiest link if each device sends to each other one by a shortest path."""
+    busy = {}
+    for group in groups:
+        for a, b in itertools.permutations(group, 2):
+            at = list(network.at[a])
+            for axis, (size, wraps) in enumerate(zip(network.sizes, network.wraps, strict=True)):
+                ahead = (network.at[b][axis] - at[axis]) % size
+                forward = 2 * ahead <= size if wraps else network.at[b][axis] > at[axis]
+                while at[axis] != network.at[b][axis]:
+                    link = (*at, axis, forward)
+                    rounds = 2 if kind == 'all-reduce' else 1
+                    busy[link] = busy.get(link, 0) + rounds / len(group)
+                    at[axis] = (at[axis] + (1 if forward else -1)) % size
+    return max(busy.values(), default=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([(4, 4), (2, 8), (8,), (4, 2, 2)]),
+    st.booleans(),
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from(['all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all']),
+    st.randoms(use_true_random=False),
+)
+def test_no_bound_is_above_what_a_schedule_needs(sizes, wraps, n, kind, random):
+    devices = list(range(math.prod(sizes)))
+    random.shuffle(devices)
+    groups = np.reshape(devices, (-1, n))
+    chip = dataclasses.replace(V5E, torus=len(sizes), wraps_at=2 if wraps else 100, link=1e6)
+    network = Network(tpus(*sizes), chip)
+    found = network.seconds(collective(kind, groups, 10**6))
+    assert 0 < found <= loads(network, kind, groups) * (1 + 1e-9)
+
+
+# --- chips ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('kind', 'name'),
+    [
+        ('TPU v4', 'TPU v4'),
+        ('TPU v4 lite', None),
+        ('TPU v5 lite', 'TPU v5e'),
+        ('TPU v5', 'TPU v5p'),
+        ('TPU v6 lite', 'TPU v6e'),
+        ('TPU7x', 'TPU7x'),
+        ('NVIDIA A100-SXM4-40GB', 'A100 40GB'),
+        ('NVIDIA A100-SXM4-80GB', 'A100 80GB'),
+        ('NVIDIA A100-PCIE-40GB', None),  # not every GPU reaches every other over NVLink
+        ('NVIDIA H100 80GB HBM3', 'H100'),
+        ('NVIDIA H100 PCIe', None),
+        ('NVIDIA H200', 'H200'),
+        ('NVIDIA B200', 'B200'),
+        ('NVIDIA GB200', None),
+        ('cpu', None),
+    ],
+)
+def test_chips_of_devices(kind, name):
+    chip = find_chip(kind)
+    assert (chip and chip.name) == name
+
+
+@pytest.mark.parametrize(
+    ('name', 'dtype', 'rate'),
+    [
+        ('TPU v5e', 'bf16', 197e12),
+        ('TPU v5e', 'f32', 197e12),
+        ('TPU v5e', 's8', 394e12),
+        ('TPU v5e', 'f8e4m3fn', 394e12),  # unknown: as fast as the fastest
+        ('H100', 'f32', 494.7e12),
+        ('H100', 'f16', 989.5e12),
+        ('H100', 'f8e5m2', 1979e12),
+        ('B200', 'f4e2m1fn', 9e15),
+    ],
+)
+def test_rates_by_dtype(name, dtype, rate):
+    assert as_chip(name).rate(dtype) == rate
+
+
+@pytest.mark.parametrize(
+    ('seconds', 'text'),
+    [(10.84, '10.8 s'), (0.0018, '1.8 ms'), (2e-5, '20 us'), (3e-9, '3 ns'), (0, '0 ns')],
+)
+def test_seconds_as_text(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+# --- explain --------------------------------------------------------------------------------------
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+MESH = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ('data', 'tensor'))
+
+
+@sharded('b@data x', 'x y@tensor', 'y@tensor z', mesh=MESH)
+def mlp(x, w_in, w_out):
+    return jax.nn.relu(x @ w_in) @ w_out
+
+
+ARGUMENTS = floats(1024, 512), floats(512, 2048), floats(2048, 512)
+
+
+def test_cpus_have_no_bounds():
+    report = explain(mlp, *ARGUMENTS)
+    assert (report.chip, report.bounds, report.memory.capacity) == (None, (), None)
+    assert 'lower bounds' not in str(report)
+
+
+def test_bounds_of_a_chip_that_is_given():
+    """Each device: a 512 x 512 block of x, a quarter of both weights, half of the result."""
+    report = explain(mlp, *ARGUMENTS, chip='H100')
+    flops = 2 * 512 * 512 * 512 * 2
+    bounds = {bound.resource: bound for bound in report.bounds}
+    assert report.chip == 'H100'
+    # the CPU backend multiplies bf16 in f32: it may have been either
+    assert bounds['compute'].seconds == pytest.approx(flops / 989.5e12)
+    assert bounds['HBM'].seconds == 4 * 4 * 512 * 512 / 3.4e12
+    network = bounds['network']
+    assert (network.along, network.exposed) == ('tensor', None)
+    # the switches can sum, so the sum arrives once
+    assert network.seconds == pytest.approx(4 * 512 * 512 / 450e9)
+    assert report.bounds.largest is network
+    assert str(network) == 'network along tensor at least 2.33 us'
+    assert 'network along tensor at least 2.33 us (the largest)' in str(report)
+    assert report.memory.capacity == 80 * GB
+    assert report.to_dict()['bounds'][0]['resource'] == 'compute'
+
+
+def test_chips_of_the_user():
+    chip = Chip('ours', {'bf16': 1e6}, memory=2**20, memory_bandwidth=1e12, link=1e12)
+    report = explain(mlp, *ARGUMENTS, chip=chip)
+    assert report.bounds.largest.seconds == pytest.approx(report.flops / 1e6)
+    (warning,) = (one for one in report.warnings if one.kind == 'does not fit')
+    total = report.memory.total
+    assert warning.text == (
+        f'the program needs {total / 2**20:.1f} MiB of memory, as compiled for a CPU, and a device '
+        'has 1.0 MiB'
+    )
+
+
+def test_each_resource_has_one_bound():
+    text = str(explain(mlp, *ARGUMENTS, chip='TPU v5e'))
+    assert text.count('at least') == 3
+
+
+@pytest.mark.parametrize(
+    ('exposed', 'text'),
+    [
+        (None, ''),
+        (0, ', hidden if overlapped'),
+        (2.0, ', exposed'),
+        (0.5, ', of which 500 ms exposed'),
+    ],
+)
+def test_communication_that_overlaps_is_told_apart(exposed, text):
+    bound = Bound('network', 'tensor', 2.0, exposed)
+    assert str(bound) == f'network along tensor at least 2 s{text}'
+
+
+def test_bounds_of_a_program_for_gpus():
+    """As JAX's CUDA plugin compiles it for 8 GPUs."""
+    text = (Path(__file__).parent / 'hlo' / 'gpu_8-shardy-0.12.0.1.txt').read_text()
+    start = text.index('HloModule jit_product_scattered')
+    module = Module(text[start : text.index('\nHloModule ', start)])
+    (one,) = find_collectives(module)
+    devices = [SimpleNamespace(id=i, platform='gpu') for i in range(8)]
+    hbm, network = find_bounds(H100, devices, module, (), [(one, 'model')])
+
+    # terms of 64 x 256 sums, of which each of the 4 GPUs keeps a quarter; not asynchronous
+    assert network.seconds == network.exposed == pytest.approx(3 / 4 * 4 * 64 * 256 / 450e9)
+    assert hbm.seconds == pytest.approx(4 * (64 * 32 + 32 * 256 + 16 * 256) / 3.4e12)
+
+
+def test_a_chip_that_is_unknown():
+    with pytest.raises(EinshardError, match=r"chip='H1000' is not in the table of chips"):
+        explain(mlp, *ARGUMENTS, chip='H1000')
+
+
+# --- programs as text -----------------------------------------------------------------------------
+
+PROGRAM = """HloModule jit_f, num_partitions=1
+
+%fused (p0: f32[1000,8], p1: s32[]) -> f32[1,8] {
+  %p0 = f32[1000,8]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %row = f32[1,8]{1,0} dynamic-slice(%p0, %p1, %zero), dynamic_slice_sizes={1,8}
+}
+
+%update (c: f32[500,8], r: f32[1,8], i: s32[]) -> f32[500,8] {
+  %c = f32[500,8]{1,0} parameter(0)
+  %r = f32[1,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %z = s32[] constant(0)
+  ROOT %new = f32[500,8]{1,0} dynamic-update-slice(%c, %r, %i, %z)
+}
+
+%body (s: (s32[], f32[4,8,8], f32[1,8])) -> (s32[], f32[4,8,8], f32[1,8]) {
+  %s = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%s), index=0
+  %layers = f32[4,8,8]{2,1,0} get-tuple-element(%s), index=1
+  %h = f32[1,8]{1,0} get-tuple-element(%s), index=2
+  %o = s32[] constant(0)
+  %layer = f32[1,8,8]{2,1,0} dynamic-slice(%layers, %n, %o, %o), dynamic_slice_sizes={1,8,8}
+  %w = f32[8,8]{1,0} bitcast(%layer)
+  %wide = f32[64,64]{1,0} broadcast(%o), dimensions={}, metadata={op_name="jit(f)/wide"}
+  %y = f32[1,8]{1,0} dot(%h, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %t = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) tuple(%n, %layers, %y)
+}
+
+%condition (s: (s32[], f32[4,8,8], f32[1,8])) -> pred[] {
+  %s.1 = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) parameter(0)
+  ROOT %less = pred[] constant(false)
+}
+
+ENTRY %main (table: f32[1000,8], cache: f32[500,8]) -> (f32[1,8], f32[500,8]) {
+  %table = f32[1000,8]{1,0} parameter(0)
+  %cache = f32[500,8]{1,0} parameter(1)
+  %i.1 = s32[] parameter(2)
+  %w.1 = f32[4,8,8]{2,1,0} parameter(3)
+  %u = f32[9]{0} parameter(4)
+  %x = f32[1,8]{1,0} fusion(%table, %i.1), kind=kLoop, calls=%fused
+  %fast = f32[99,99]{1,0:T(8,128)S(1)} broadcast(%i.1), dimensions={}
+  %big = f32[32,64]{1,0} broadcast(%i.1), dimensions={}, metadata={op_name="jit(f)/big"}
+  %init = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) tuple(%i.1, %w.1, %x)
+  %loop = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) while(%init), condition=%condition, body=%body
+  %y.1 = f32[1,8]{1,0} get-tuple-element(%loop), index=2
+  %cache.1 = f32[500,8]{1,0} fusion(%cache, %y.1, %i.1), kind=kLoop, calls=%update
+  %same = f32[4,8,8]{2,1,0} get-tuple-element(%loop), index=1
+  ROOT %r = (f32[1,8], f32[500,8], f32[9], f32[4,8,8]) tuple(%y.1, %cache.1, %u, %same)
+}
+"""
+
+
+def test_bytes_that_have_to_be_moved():
+    """The layers, the number and the result; not a row of a table, nor a cache that is updated.
+
+    Layers that a loop returns as they were are not written, nor an argument.
+    """
+    assert bytes_once(Module(PROGRAM)) == 4 * (4 * 8 * 8) + 4 + 4 * 8
+
+
+def test_largest_temporaries():
+    found = largest_temporaries(Module(PROGRAM), 2)
+    assert [(one.array, one.bytes, one.op_name) for one in found] == [
+        ('f32[64,64]', 4 * 64 * 64, 'jit(f)/wide'),
+        ('f32[32,64]', 4 * 32 * 64, 'jit(f)/big'),
+    ]
+
+
+def test_temporaries_have_their_lines():
+    @jax.jit
+    def f(x):
+        y = jnp.sort(x, axis=0)
+        return y @ y
+
+    report = explain(f, floats(600, 600))
+    lines = {one.source.rpartition(':')[0] for one in report.temporaries if one.source}
+    assert lines == {__file__}
+    assert 'largest temporaries' in str(report)

@@ -1,0 +1,386 @@
+"""explain at the size of real models: the train step of hlo/llama.py, for 256 TPUs and on CPU.
+
+`hlo/v5e_16x16-llama*.txt.xz` are the programs that libtpu compiled, with 32 and 64 layers.
+"""
+
+import dataclasses
+import functools
+import lzma
+import math
+import re
+import time
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hlo import llama
+from hlo.programs import MACHINES, B, D, F
+from jax.sharding import AxisType, Mesh
+from test_collectives import kept
+
+from einshard import explain
+from einshard._hlo.all_gathers import find_all_gathers
+from einshard._hlo.collectives import find_collectives, read_collectives
+from einshard._hlo.flops import find_products
+from einshard._hlo.module import Module
+from einshard._inspect.carried import find_carried, find_weights
+from einshard._inspect.report import _page
+from einshard._inspect.report_rows import Collectives
+from einshard._inspect.totals import product_rows
+from einshard._page import page_text
+from einshard._text import format_bytes
+
+HLO = Path(__file__).parent / 'hlo'
+LAYERS, CHUNKS = (32, 64), 4096 // 512
+N_DEVICES = 256
+
+
+@functools.cache
+def text_of(layers):
+    [path] = HLO.glob(f'v5e_16x16-llama{layers}-*.txt.xz')
+    return lzma.open(path, 'rt', encoding='utf-8').read()
+
+
+@functools.cache
+def collectives_of(layers):
+    return read_collectives(text_of(layers))
+
+
+# --- collectives --------------------------------------------------------------------------------
+
+
+def executions_by_depth(op_name, layers):
+    """Loops in JAX's name of an operation: accumulation, layers, chunks of attention."""
+    n = op_name.count('while/body')
+    return math.prod([2, layers, CHUNKS][:n])
+
+
+def read_by_channel(text, layers):
+    """(array, executions) of every channel that is not a permute, by regular expressions alone."""
+    line = re.compile(r'= (\w+\[[\d,]*\]).* all-(?:gather|reduce|to-all)\(.*channel_id=(\d+),.*')
+    names = dict(re.findall(r'calls=%([\w.-]+),.*op_name="([^"]*)"', text))
+    channels = {}
+    for computation in text.split('\n}\n'):
+        inside = re.match(r'\s*%?([\w.-]+)', computation)
+        for found in line.finditer(computation):
+            array, channel = found.groups()
+            op_name = re.search('op_name="([^"]*)"', found[0])
+            op_name = op_name[1] if op_name else names.get(inside[1])
+            op_name = MOVED.get(array, op_name)
+            n = executions_by_depth(op_name, layers)
+            channels.setdefault((channel, array), n)
+    return Counter((array, n) for (_, array), n in channels.items())
+
+
+# the compiler gathers two weights where the step accumulates gradients, and reshards the queries of
+# a layer before its loop over their chunks
+MOVED = {
+    'bf16[128256,128]': 'while/body',
+    'bf16[4096,16032]': 'while/body',
+    'bf16[1,1,512,8,1,4,128]': 'while/body/while/body',
+}
+
+
+@pytest.mark.parametrize('layers', LAYERS)
+def test_every_channel_is_one_collective(layers):
+    text = text_of(layers)
+    assert text.count('"AsyncCollectiveStart"') == 9
+    assert len(re.findall('chain_id="2"', text)) == 19  # the links of one of them
+    rows = Counter(
+        (one.shape_text, one.executions)
+        for one in collectives_of(layers)
+        if one.sent is None and one.kind != 'collective-permute' and ', ' not in one.shape_text
+    )
+    assert rows == read_by_channel(text, layers)
+    assert rows.total() > 30
+
+
+@pytest.mark.parametrize('layers', LAYERS)
+def test_every_collective_einsum_is_one_collective(layers):
+    """Its permutes send about what the collective would."""
+    loops = re.findall(r' while\(.*body=%[\w.]*windowed_dot_general_body_(ag|rs)', text_of(layers))
+    merged = [one for one in collectives_of(layers) if one.sent is not None]
+    kinds = Counter({'all-gather': loops.count('ag'), 'reduce-scatter': loops.count('rs')})
+    assert Counter(one.kind for one in merged) == kinds
+    for one in merged:
+        assert one.executions in (2, 2 * layers)
+        assert (one.group_size - 1) / one.group_size < one.sent / one.bytes < 9 / 7
+    permutes = [one for one in collectives_of(layers) if one.kind == 'collective-permute']
+    assert all(one.bytes < 2**20 for one in permutes)
+
+
+def test_layers_multiply():
+    def rows(layers):
+        return Counter((one.kind, one.shape_text, one.executions) for one in collectives_of(layers))
+
+    doubled = Counter()
+    for (kind, shape, n), count in rows(32).items():
+        shape = shape.replace('[32,4096,128]', '[b,s,d]')
+        doubled[kind, shape, 2 * n if n >= 64 else n] += count
+    assert doubled == Counter(
+        {(k, s.replace('[32,4096,128]', '[b,s,d]'), n): c for (k, s, n), c in rows(64).items()}
+    )
+
+
+def test_weights_and_gradients_have_paths():
+    module = Module(text_of(32))
+    collectives = find_collectives(module)
+    parameters = sorted(module.entry.parameters(), key=lambda made: int(made.given))
+    inputs = [
+        (made.op_name, 'float32' if 'state' in made.op_name else 'int32') for made in parameters
+    ]
+    outputs = {i: inputs[i][0] for i in module.aliases}
+    weights = find_weights(inputs, outputs, module.aliases)
+    paths = [path for path, _ in inputs]
+    carried = list(find_carried(module, collectives, weights, paths, outputs))
+    matrices = {name for name in llama.SHAPES if 'norm' not in name}
+    gathered, summed = set(), set()
+    for one, what in zip(collectives, carried, strict=True):
+        if what.role == 'weights':
+            assert one.kind == 'all-gather'
+            gathered |= {re.sub(r".*\['(\w+)'\]$", r'\1', path) for path in what.of}
+        if what.role == 'gradients' and one.kind == 'reduce-scatter':
+            assert what.is_backward
+            assert {path.split("'")[1] for path in what.of} == {'params', 'm', 'v'}
+            summed |= {path.split("'")[3] for path in what.of}
+        if 4096 in one.arrays[0].shape[:2] and one.group_size == 8:
+            assert what.role == 'activations'
+    assert gathered == matrices
+    assert summed == matrices
+
+
+def test_lines_outside_of_helpers():
+    source = Path(llama.__file__).read_text().splitlines()
+
+    def text(place):
+        file, _, line = place.rpartition(':')
+        assert file == 'tests/hlo/llama.py'
+        return source[int(line) - 1]
+
+    found = {(text(one.source), one.called_at) for one in collectives_of(32)}
+    constrained = {outside for line, outside in found if 'with_sharding_constraint' in line}
+    assert len(constrained) == 3
+    assert all('constrain(' in text(outside) for outside in constrained)
+    normed = {outside for line, outside in found if 'jax.lax.rsqrt' in line}
+    assert normed
+    assert all('rms_norm(' in text(outside) for outside in normed)
+    assert {outside for line, outside in found if 'logits = ' in line} == {None}
+    assert all(one.source for one in collectives_of(32))
+
+
+# --- flops --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('layers', LAYERS)
+def test_flops_on_tpu(layers):
+    c = llama.Config(layers=layers)
+    products = list(find_products(Module(text_of(layers))))
+    assert sum(one.total for one in products) * N_DEVICES == llama.flops(c)
+    assert {one.dtype for one in products} == {'bf16', 'f32'}
+    # 6 flops for each parameter and token; attention and remat come on top
+    n = sum(np.prod([getattr(c, axis) for axis in axes]) for axes, _ in llama.SHAPES.values())
+    n -= c.vocab * c.d  # the embedding is a look-up
+    assert 1.2 < llama.flops(c) / (6 * n * c.batch * c.sequence) < 1.6
+
+
+PRODUCTS = {  # how many of 2 * B * D * F flops, and whether the data axis shares them
+    'product_scattered': (1, False),
+    'fully_sharded': (5 * 16, True),
+    'scanned': (2 * 12, True),
+    'ring': (0, True),
+}
+
+
+@pytest.mark.parametrize(
+    ('machine', 'name', 'text'),
+    [
+        pytest.param(*one, id=f'{one[0]}-{one[1]}-{i}')
+        for i, one in enumerate(kept())
+        # cuBLAS has its axes in backend_config, which the kept texts leave out
+        if one[1] in PRODUCTS and '__cublas' not in one[2]
+    ],
+)
+def test_flops_of_other_programs(machine, name, text):
+    module = Module(text)
+    flops = sum(one.total for one in find_products(module))
+    n, is_shared = PRODUCTS[name]
+    data, model = MACHINES[machine]
+    assert flops * model * (data if is_shared else 1) == n * 2 * B * D * F
+
+
+BY_HAND = """HloModule jit_f
+
+ENTRY %main (x: f32[4,6,8], w: f32[8,5]) -> f32[4,6,5] {{
+  %x = f32[4,6,8]{{2,1,0}} parameter(0)
+  %w = f32[8,5]{{1,0}} parameter(1)
+  ROOT %y = {line}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ('line', 'flops'),
+    [
+        (
+            '(f32[4,6,5]{2,1,0}, s8[64]{0}) custom-call(%x, %w), '
+            'custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":'
+            '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"]}}}',
+            2 * 4 * 6 * 5 * 8,
+        ),
+        (
+            'f32[4,6,5]{2,1,0} custom-call(%x, %w), custom_call_target="tpu_custom_call", '
+            'backend_config={"custom_call_config":{"cost_estimate":{"flops":"77"}}}',
+            77,
+        ),
+        # a convolution of 6 positions with a window of 3, of which two fall into the padding
+        (
+            'f32[4,6,2]{2,1,0} convolution(%x, %k), window={size=3 pad=1_1}, '
+            'dim_labels=b0f_0io->b0f',
+            2 * 4 * (3 * 6 - 2) * 8 * 2,
+        ),
+        (
+            'f32[4,3,2]{2,1,0} convolution(%x, %k), window={size=3 stride=2 pad=0_1}, '
+            'dim_labels=b0f_0io->b0f',
+            2 * 4 * (3 * 3 - 1) * 8 * 2,
+        ),
+    ],
+)
+def test_flops_by_hand(line, flops):
+    kernel = '  %k = f32[3,8,2]{2,1,0} constant({...})\n  ROOT'
+    text = BY_HAND.format(line=line).replace('  ROOT', kernel)
+    assert [one.total for one in find_products(Module(text))] == [flops]
+
+
+# --- on simulated devices -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def report():
+    grid = np.array(jax.devices()).reshape(4, 4)
+    mesh = Mesh(grid, ('data', 'tensor'), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        return explain(llama.train_step(mesh, llama.SMALL), *llama.arguments(llama.SMALL))
+
+
+def test_flops_on_cpu(report):
+    assert report.flops * 16 == pytest.approx(llama.flops(llama.SMALL), rel=0.05)
+    assert report.flops == sum(row.flops for row in report.products)
+    assert 'compute: ' in str(report)
+
+
+def test_collectives_that_the_cpu_backend_widens(report):
+    """The step casts its weights to bf16; XLA has no such collectives for CPU."""
+    by_dtype = {True: Counter(), False: Counter()}
+    for row in report.collectives:
+        by_dtype[row.widened].update(re.findall(r'(\w+)\[', row.arrays))
+    assert set(by_dtype[False]) <= {'f32', 's32'}
+    assert by_dtype[True]['bf16'] > 20
+    weights = [row for row in report.collectives if row.role == 'weights']
+    assert weights
+    assert all(row.widened and 'f32' not in row.arrays for row in weights)
+    assert '\n  (f32): the compiler runs it in f32; bytes are those in bf16\n' in str(report)
+
+
+def test_what_the_user_widens_is_not_marked():
+    mesh = Mesh(np.array(jax.devices()[:8]), ('x',), axis_types=(AxisType.Auto,))
+    given, everywhere = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (('x',), ()))
+
+    @functools.partial(jax.jit, in_shardings=given, out_shardings=everywhere)
+    def gathered(x):
+        return jax.lax.with_sharding_constraint(x.astype(np.float32) * 2, given)
+
+    (row,) = explain(gathered, jax.ShapeDtypeStruct((64, 8), jax.numpy.bfloat16)).collectives
+    assert (row.arrays, row.widened) == ('f32[64,8]', False)
+
+
+def test_totals(report):
+    rows, total = report.collectives, report.network_bytes
+    for field in ('kind', 'along', 'role', 'is_backward', 'source'):
+        assert sum(rows.bytes_by(field).values()) == total
+    assert rows.bytes_by('kind') == rows.network_bytes
+    assert set(rows.bytes_by('role')) == {'weights', 'gradients', 'activations'}
+    shown = str(report)
+    for words in (
+        'sent in one run: ',
+        'sent along: tensor ',
+        'sent for: ',
+        'sent in: backward pass',
+    ):
+        assert f'\n  {words}' in shown
+    shares = re.findall(r'(\d+)%', re.search(r'\n  sent for: (.*)', shown)[1])
+    assert sum(map(int, shares)) in (99, 100, 101)
+
+
+def test_donated_states_are_listed_once(report):
+    assert len(report.results) == len(report.in_place) + 1
+    results = str(report).partition('\nresults\n')[2].partition('\n\n')[0].splitlines()
+    assert [line.split()[0] for line in results] == ['path', 'result/1', 'result/0:']
+    assert results[-1] == '  result/0: 37 arrays in place of state, sharded as before'
+
+
+@pytest.mark.parametrize('width', [80, 100])
+def test_width(report, width):
+    lines = page_text(_page(report), width).splitlines()
+    assert max(map(len, lines)) <= width
+
+
+# --- cost ---------------------------------------------------------------------------------------
+
+
+def read(text):
+    """Everything that `explain` reads of a program."""
+    module = Module(text)
+    collectives = find_collectives(module)
+    find_all_gathers(module, N_DEVICES)
+    n_inputs = sum(1 for _ in module.entry.parameters())
+    inputs = [(str(i), 'float32') for i in range(n_inputs)]
+    outputs = {i: str(i) for i in module.aliases}
+    weights = find_weights(inputs, outputs, module.aliases)
+    list(find_carried(module, collectives, weights, [str(i) for i in range(n_inputs)], outputs))
+    product_rows(module)
+
+
+def test_a_large_program_is_read_quickly():
+    text = text_of(64)
+    start = time.process_time()
+    read(text)
+    assert time.process_time() - start < 2
+
+
+def test_a_large_program_is_read_in_little_memory():
+    text = text_of(64)
+    tracemalloc.start()
+    read(text)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak + len(text) < 4 * len(text)
+
+
+# --- differences --------------------------------------------------------------------------------
+
+
+def test_large_differences_come_first_and_others_are_folded(report):
+    fewer = dataclasses.replace(report, collectives=Collectives(report.collectives[::2]))
+    diff = report.diff(fewer)
+    sent = [abs(n) for n, _ in diff.details]
+    assert sent == sorted(sent, reverse=True)
+    assert sum(n for n, _ in diff.details) == fewer.network_bytes - report.network_bytes
+    many = dataclasses.replace(
+        report,
+        collectives=Collectives(
+            dataclasses.replace(row, arrays=f'f32[{i}]') for i, row in enumerate(report.collectives)
+        ),
+    )
+    lines = str(many.diff(dataclasses.replace(many, collectives=Collectives()))).splitlines()
+    assert re.fullmatch(
+        r'- all-reduce f32\[\d+\], 4 of 4 along tensor: 6 \(-432.0 KiB, at llama.py:\d+\)', lines[0]
+    )
+    assert len([line for line in lines if line.startswith('- ')]) == 20
+    [others] = [line for line in lines if line.startswith('  .. and ')]
+    rest = sum(sorted(row.total_bytes for row in many.collectives)[:-20])
+    assert others == (
+        f'  .. and {len(many.collectives) - 20} other collectives: +0 B, -{format_bytes(rest)}'
+    )

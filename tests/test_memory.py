@@ -1,0 +1,123 @@
+"""The memory of programs for TPUs, those that do not fit, and the bounds of real programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from einshard import EinshardError, explain, sharded, topology
+
+pytest.importorskip('libtpu', reason='libtpu compiles for TPUs, and is not installed')
+
+GIB = 2**30
+
+
+def bf16(*shape, sharding=None):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+
+def test_bounds_of_a_program_for_tpus():
+    """The chips of a v5e 4x4 in 4 lines: each sums 4 neighbours' terms over lines of links."""
+    mesh = Mesh(topology('v5e:4x4').devices.reshape(4, 4), ('data', 'tensor'))
+
+    @sharded('b@data x', 'x y@tensor', 'y@tensor z', mesh=mesh)
+    def mlp(x, w_in, w_out):
+        return jax.nn.relu(x @ w_in) @ w_out
+
+    report = explain(mlp, bf16(4096, 2048), bf16(2048, 8192), bf16(8192, 2048))
+    bounds = {bound.resource: bound for bound in report.bounds}
+    assert report.chip == 'TPU v5e'
+    flops = 2 * 2 * 1024 * 2048 * 2048
+    assert bounds['compute'].seconds == pytest.approx(flops / 197e12, rel=0.01)
+    held = 2 * (2 * 1024 * 2048 + 2 * 2048 * 2048)  # x and the result, and both weights
+    assert bounds['HBM'].seconds == pytest.approx(held / 819e9)
+    (row,) = report.collectives
+    assert row.kind == 'all-reduce'
+    assert bounds['network'].along == 'tensor'
+    assert bounds['network'].seconds == pytest.approx(row.bytes / 50e9)
+    assert bounds['network'].exposed == (0 if row.is_async else bounds['network'].seconds)
+    assert report.memory.capacity == int(15.75 * GIB)
+    assert '<1% of 15.8 GiB' in str(report)
+
+
+@sharded('b x -> b4 x', 'x y -> 4 x y', out='b x -> b4 x')
+def too_large(x, w):
+    return jnp.tanh(x @ w) @ w.T
+
+
+def test_a_program_that_does_not_fit():
+    arguments = bf16(400_000, 40_000), bf16(40_000, 200_000)
+    report = explain(too_large, *arguments, mesh=topology('v5e:2x2'), intermediates=True)
+    memory = report.memory
+    assert (report.n_devices, report.device_kind) == (4, 'TPU v5 lite')
+    x, w, hidden = 2e5 * 4e4 / GIB, 8e4 * 2e5 / GIB, 2e5 * 2e5 / GIB
+    # the compiler pads arrays, by less than a thousandth here
+    assert memory.arguments / GIB == pytest.approx(x + w, rel=1e-3)
+    assert memory.results / GIB == pytest.approx(x, rel=1e-3)
+    assert memory.temporaries / GIB == pytest.approx(hidden, rel=1e-3)
+    assert memory.capacity == int(15.75 * GIB)
+    assert [(row.path, row.placement) for row in (*report.arguments, *report.results)] == [
+        ('x', 'b x -> b4 x'),
+        ('w', 'x y -> 4 x y'),
+        ('result', 'b x -> b4 x'),
+    ]
+    largest = report.temporaries[0]
+    assert (largest.array, largest.op_name) == ('bf16[100000,200000]', 'jit(too_large)/dot_general')
+    assert largest.source.startswith(__file__)
+    assert ('bf16[400000,200000]', 'a b -> a4 b') in [
+        (row.array, row.placement) for row in report.intermediates
+    ]
+    assert report.warnings[0].kind == 'does not fit'
+    assert report.warnings[0].text == (
+        'the program needs 67.1 GiB of memory, and a device has 15.8 GiB (it does not compile)'
+    )
+
+
+def test_a_jitted_program_that_does_not_fit():
+    """Not all arguments are used, and one is donated; the compiler chooses how results lie."""
+    mesh = Mesh(topology('v5e:2x2').devices.reshape(4), 'd')
+    rows = NamedSharding(mesh, P('d'))
+
+    def f(params, x, n):
+        return {'a': jnp.tanh(x @ params['w'].T) @ params['w'], 'n': x.sum()}
+
+    params = {'u': bf16(64, sharding=rows), 'w': bf16(200_000, 40_000, sharding=rows)}
+    x, n = bf16(400_000, 40_000, sharding=rows), np.int32(1)
+    report = explain(jax.jit(f, donate_argnums=1), params, x, n)
+    assert [(row.path, row.placement) for row in (*report.arguments, *report.results)] == [
+        ('params/u', 'not used'),
+        ('params/w', 'a b -> a@d b'),
+        ('x', 'a b -> a@d b'),
+        ('args[2]', 'not used'),
+        ('result/a', 'a b -> a@d b'),
+        ('result/n', '... -> 4 ...'),
+    ]
+    assert report.collectives.counts == {'all-gather': 1, 'all-reduce': 1}
+    assert 2 <= report.memory.results - report.memory.aliased <= 4096  # the sum, padded
+    assert report.warnings[0].kind == 'does not fit'
+
+
+def test_a_program_that_does_not_fit_on_the_mesh_in_context():
+    mesh = Mesh(topology('v5e:2x2').devices.reshape(4), 'd')
+    rows = NamedSharding(mesh, P('d'))
+    with jax.set_mesh(mesh):
+        report = explain(jax.jit(lambda x: x @ x.T, in_shardings=rows), bf16(400_000, 400_000))
+    assert report.arguments[0].placement == 'a b -> a@d b'
+    assert report.warnings[0].kind == 'does not fit'
+
+
+def test_one_device_is_too_small():
+    mesh = topology('v5e:2x2')
+    one = NamedSharding(Mesh(mesh.devices.reshape(4)[:1], 'd'), P())
+    report = explain(jax.jit(lambda x: x @ x), bf16(100_000, 100_000, sharding=one))
+    assert report.memory.total > report.memory.capacity
+    assert [row.placement for row in report.results] == ['a b -> a b']
+
+
+def test_lowered_programs_do_not_tell_their_devices():
+    rows = NamedSharding(Mesh(topology('v5e:2x2').devices.reshape(4), 'd'), P('d'))
+    lowered = jax.jit(lambda x: x @ x.T).lower(bf16(400_000, 400_000, sharding=rows))
+    with pytest.raises(EinshardError, match='does not compile'):
+        explain(lowered)

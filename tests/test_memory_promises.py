@@ -1,0 +1,113 @@
+"""memory= of sharded: how much memory a program may need, and what a call says that needs more."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from einshard import EinshardError, MemoryExceeded, UnexpectedCollectives, explain, sharded
+from einshard._hlo.memory import parse_bytes
+
+X = np.ones((64, 512), np.float32)
+W = np.ones((512, 512), np.float32)
+
+
+def product(x, w):
+    return jnp.tanh(x @ w) @ w.T
+
+
+def promising(memory, **options):
+    return sharded('b* x', '* x y', memory=memory, **options)(product)
+
+
+def needed(x=X):
+    return explain(promising(None), x, W).memory.total
+
+
+@pytest.mark.parametrize(
+    ('text', 'n'),
+    [
+        ('15 GB', 15 * 10**9),
+        ('15GB', 15 * 10**9),
+        ('14.5 GiB', 29 * 2**29),
+        ('2 MiB', 2**21),
+        ('3 kB', 3000),
+        ('3 KiB', 3072),
+        ('1 TB', 10**12),
+        ('7 B', 7),
+        (7, 7),
+    ],
+)
+def test_sizes(text, n):
+    assert parse_bytes(text, 'memory=') == n
+
+
+@pytest.mark.parametrize('given', ['15', '15 gigabytes', 'GB', '', -1, True, 1.5, [1]])
+def test_what_is_no_size(given):
+    with pytest.raises(EinshardError, match=r'^memory= must be a size in bytes, not '):
+        promising(given)
+
+
+def test_enough_memory():
+    found = promising(needed())(X, W)
+    assert np.allclose(found, product(X, W), rtol=1e-4)
+
+
+def test_too_little_memory():
+    run = []
+
+    def function(x, w):
+        jax.debug.callback(lambda: run.append(1))
+        return product(x, w)
+
+    limit = needed() // 2
+    careful = sharded('b* x', '* x y', memory=limit)(function)
+    for _ in range(2):  # nothing runs, also not the second time
+        with pytest.raises(MemoryExceeded) as caught:
+            careful(X, W)
+    assert run == []
+    error = caught.value
+    assert error.sentence.startswith('function needs ')
+    assert error.sentence.endswith(' of memory on each device')
+    assert list(error.facts)[:3] == ['allowed', 'arguments', 'results']
+    assert error.facts['arguments'] == '1.0 MiB'
+    assert 'largest 1' in error.facts
+
+
+def test_programs_for_other_shapes_are_checked():
+    careful = promising(needed())
+    careful(X, W)
+    with pytest.raises(MemoryExceeded):
+        careful(np.ones((4096, 512), np.float32), W)
+    careful(X, W)
+
+
+def test_one_device_has_memory_too():
+    one = jax.devices()[:1]
+    with pytest.raises(MemoryExceeded):
+        promising('1 kB', mesh=one, collectives=())(X, W)
+    promising('1 GB', mesh=one, collectives=())(X, W)
+
+
+def test_both_promises():
+    summed = sharded('b x*', 'x* y', out='* b y', collectives=(), memory='1 GB')(jnp.dot)
+    with pytest.raises(UnexpectedCollectives):
+        summed(X, W)
+
+
+def test_a_gradient_outside_of_jit_is_not_checked():
+    careful = promising('1 kB')
+    with pytest.warns(UserWarning, match=r'^memory= of product is not checked'):
+        jax.grad(lambda x: careful(x, W).sum())(X)
+
+
+def test_explain_reports_a_broken_promise():
+    report = explain(promising('1 KiB'), X, W)
+    (warning,) = (one for one in report.warnings if one.kind == 'promise broken')
+    assert warning.text.startswith('memory= allows 1.0 KiB, but it needs ')
+
+
+def test_an_unknown_memory(monkeypatch):
+    monkeypatch.setattr(jax.stages.Compiled, 'memory_analysis', lambda self: None)
+    with pytest.raises(EinshardError, match=r'^cannot read the memory of product: '):
+        promising('1 GB')(X, W)
