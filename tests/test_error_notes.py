@@ -82,8 +82,7 @@ def test_note_of_a_contraction():
           line:         {line}
           operand 0:    float32[32@data,128@tensor]: axis 1 is sharded over 'tensor'
           operand 1:    float32[128@tensor,16], parameter 'w_out': axis 'y' is sharded over 'tensor'
-          try:          out_sharding=make_sharding(expression), or einshard.einsum with a sharded \
-result
+          try:          out_sharding=make_sharding(expression), or einshard.einsum
           or Auto axes: jax.make_mesh((4, 2), ('data', 'tensor'), \
 axis_types=(jax.sharding.AxisType.Auto,) * 2)""")
 
@@ -122,6 +121,16 @@ OPERATIONS = {
         lambda x, y: x[jnp.zeros(4, int)],
         ["float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'"],
         'table.at[index].get(out_sharding=',
+    ),
+    'update': (
+        lambda x, y: x.at[jnp.zeros(4, int)].set(1.0),
+        ["float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'"],
+        'table.at[index].set(values, out_sharding=',
+    ),
+    'reshaping': (
+        lambda x, y: x.reshape(2, 32),
+        ["float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'"],
+        'out_sharding=make_sharding(expression)',
     ),
     'addition': (
         lambda x, y: x + y,
@@ -178,6 +187,13 @@ def test_the_innermost_function_adds_the_only_note():
         return mlp(x, w_in, w_out) * 2
 
     assert ' in mlp, ' in note_of(outer, X, W_IN, W_OUT)
+
+
+@pytest.mark.parametrize('method', ['lower', 'trace', 'eval_shape', 'out_shardings'])
+def test_methods_have_the_note_too(method):
+    decorated = sharded(*SPECS, out=lambda path, leaf: '... -> * ...')(mlp.__wrapped__)
+    facts = facts_of(note_of(getattr(decorated, method), X, W_IN, W_OUT))
+    assert facts['line'] == line_of('return hidden @ w_out')
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,14 @@ OPERATIONS = {
         lambda x, y: x[IDS],
         lambda x, y: x.at[IDS].get(out_sharding=make_sharding('a b@tensor')),
     ),
+    'update': (
+        lambda x, y: x.at[IDS].set(1.0),
+        lambda x, y: x.at[IDS].set(1.0, out_sharding=make_sharding('a@data b@tensor')),
+    ),
+    'reshape': (
+        lambda x, y: x.reshape(2, 32),
+        lambda x, y: x.reshape(2, 32, out_sharding=make_sharding('a b@tensor')),
+    ),
     'addition': (
         lambda x, y: x + y,
         lambda x, y: x + einshard(y, 'a@data b@tensor'),

@@ -135,7 +135,7 @@ def _sharding_note(
     for i, operand in enumerate(operands[:_MOST_OPERANDS]):
         text = _operand_text(operand, by_id.get(id(operand)), concerned)
         facts[f'operand {i}' if len(operands) > 1 else 'operand'] = text
-    facts['try'] = _fix(str(error))
+    facts['try'] = next(fix for part, fix in _FIXES.items() if part in str(error))
     facts['or Auto axes'] = _auto_mesh(mesh)
     sentence = f'JAX cannot infer a sharding in {function}, because the mesh axes are Explicit'
     return str(EinshardError(sentence, facts=facts))
@@ -186,12 +186,14 @@ def _operand_text(operand: Any, leaf: _Leaf | None, concerned: set[str]) -> str:
     return f'{aval}{parameter}{": " if axes else ""}{", ".join(axes)}'
 
 
-def _fix(message: str) -> str:
-    if '.get(out_sharding' in message:
-        return 'table.at[index].get(out_sharding=make_sharding(expression))'
-    if 'out_sharding' in message:
-        return 'out_sharding=make_sharding(expression), or einshard.einsum with a sharded result'
-    return 'einshard(operand, expression), to reshard an operand first'
+# What to write, by a part of JAX's message; the first that matches.
+_FIXES = {
+    '.get(out_sharding': 'table.at[index].get(out_sharding=make_sharding(expression))',
+    '.set/add': 'table.at[index].set(values, out_sharding=make_sharding(expression))',
+    'Contracting': 'out_sharding=make_sharding(expression), or einshard.einsum',
+    'out_sharding': 'out_sharding=make_sharding(expression)',
+    '': 'einshard(operand, expression), to reshard an operand first',
+}
 
 
 def _auto_mesh(mesh: AnyMesh) -> str:
