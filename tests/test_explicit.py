@@ -105,6 +105,41 @@ def test_operations_that_need_a_sharding(operation):
     np.testing.assert_allclose(result, fails(jnp.asarray(X), jnp.asarray(X.T)), rtol=1e-6)
 
 
+# functions of JAX that take out_sharding=, with the sharding of an expression
+TAKES_OUT_SHARDING = {
+    'matmul': lambda x, out: jnp.matmul(x, x, out_sharding=out),
+    'dot': lambda x, out: jnp.dot(x, x, out_sharding=out),
+    'einsum': lambda x, out: jnp.einsum('ab,bc->ac', x, x, out_sharding=out),
+    'dot_general': lambda x, out: jax.lax.dot_general(
+        x, x, (((1,), (0,)), ((), ())), out_sharding=out
+    ),
+    'tensordot': lambda x, out: jnp.tensordot(x, x, 1, out_sharding=out),
+    'reshape': lambda x, out: x.reshape(8, 8, out_sharding=out),
+    'get': lambda x, out: x.at[np.arange(8)].get(out_sharding=out),
+    'set': lambda x, out: einshard(x, 'a@data b').at[:2].set(1.0, out_sharding=out),
+    'zeros': lambda x, out: jnp.zeros((8, 8), out_sharding=out),
+    'array': lambda x, out: jnp.array(X, out_sharding=out),
+    'iota': lambda x, out: jax.lax.broadcasted_iota(int, (8, 8), 0, out_sharding=out),
+    'normal': lambda x, out: jax.random.normal(jax.random.key(0), (8, 8), out_sharding=out),
+    'reshard': lambda x, out: jax.sharding.reshard(x, out),
+    'auto_axes': lambda x, out: jax.sharding.auto_axes(lambda x: x @ x, out_sharding=out)(x),
+}
+
+
+@pytest.mark.parametrize('name', TAKES_OUT_SHARDING)
+@pytest.mark.parametrize('jitted', [False, True])
+def test_make_sharding_is_an_out_sharding(name, jitted):
+    def call(x):
+        return TAKES_OUT_SHARDING[name](x, make_sharding('a@data b'))
+
+    with jax.set_mesh(MESH):
+        x = einshard(X, 'a b -> a@data b@tensor')
+        y = (jax.jit(call) if jitted else call)(x)
+        assert jax.typeof(y).sharding.spec == P('data', None)
+        expected = TAKES_OUT_SHARDING[name](x, P('data', None))
+    np.testing.assert_array_equal(y, expected)
+
+
 # models
 
 
