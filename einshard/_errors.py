@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ._text import display_width
@@ -108,20 +106,6 @@ def hide_inner_frames(error: BaseException) -> None:
 
 
 _FOLDER = f'{Path(__file__).parent}{os.sep}'
-
-
-def package_of(frame: FrameType) -> str:
-    """The top-level package of the code that a frame runs, such as 'jax'."""
-    return frame.f_globals.get('__name__', '').split('.')[0]
-
-
-def depth_of_user() -> int:
-    """The `stacklevel` of the innermost frame that is neither of this package nor of JAX."""
-    depth, frame = 1, inspect.currentframe()
-    frame = frame and frame.f_back
-    while frame is not None and package_of(frame) in (__package__, 'jax'):
-        depth, frame = depth + 1, frame.f_back
-    return depth
 
 
 def _label(key: str) -> str:

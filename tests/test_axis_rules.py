@@ -46,8 +46,7 @@ def test_names_take_the_placement_of_their_rule():
         assert spec('batch@data heads') == P('data', 'tp')
         assert spec('batch d -> batch@tp d') == P('tp')
         assert spec('batch ...') == P(('data', 'fsdp'))
-    with pytest.raises(EinshardError, match='nothing is sharded'):
-        spec('a b')
+    assert spec('batch heads d') == P()
 
 
 @pytest.mark.parametrize(
@@ -94,8 +93,7 @@ def test_as_a_decorator_also_of_a_recursion():
 
     assert specs(2) == [P('data')] * 3
     assert specs.__name__ == 'specs'
-    with pytest.raises(EinshardError):
-        spec('batch')
+    assert spec('batch') == P()
 
 
 def test_sharded_has_a_program_for_each_set_of_rules():
@@ -107,24 +105,22 @@ def test_sharded_has_a_program_for_each_set_of_rules():
         return einshard(x + 1, 'batch d')
 
     x = np.zeros((8, 8), np.float32)
+    with pytest.warns(UserWarning, match="'batch d' has no placement"):
+        assert f(x).sharding.spec == P()
     for _ in range(3):
         with axis_rules(batch='@data'):
             assert f(x).sharding.spec == P('data')
         with axis_rules(batch='@(tp,fsdp)'):
             assert f(x).sharding.spec == P(('tp', 'fsdp'))
-    assert len(traced) == 2
-    with pytest.raises(EinshardError, match='nothing is sharded'):
-        f(x)
+    assert f(x).sharding.spec == P()
+    assert len(traced) == 3
 
 
 def test_seen_by_tasks_and_in_copied_contexts():
     seen = {}
 
     def note(name):
-        try:
-            seen[name] = spec('batch')
-        except EinshardError:
-            seen[name] = None
+        seen[name] = spec('batch')
 
     async def task():
         note('task')
@@ -140,7 +136,7 @@ def test_seen_by_tasks_and_in_copied_contexts():
         thread.join()
     assert seen['task'] == seen['copied'] == P('data')
     note('after')
-    assert seen['after'] is None
+    assert seen['after'] == P()
 
 
 def test_two_names_that_claim_one_mesh_axis():
@@ -171,8 +167,7 @@ def test_a_rule_for_a_missing_mesh_axis():
 def test_an_expression_with_an_arrow_is_not_the_short_form_of_itself():
     with axis_rules(batch='@data'):
         assert spec('batch d') == P('data')
-        with pytest.raises(EinshardError, match='nothing is sharded'):
-            spec('batch d -> batch d')
+        assert spec('batch d -> batch d') == P()
         assert spec('batch d -> batch d@tp') == P(None, 'tp')
 
 
@@ -226,8 +221,8 @@ def test_a_mapping_and_keywords():
         assert spec('batch heads d') == P('fsdp', 'tp')
     with axis_rules({'missing': '@data'}, placements='@tp', self='@fsdp'):
         assert spec('missing placements self') == P('data', 'tp', 'fsdp')
-    with axis_rules({}), axis_rules(), pytest.raises(EinshardError, match='nothing is sharded'):
-        spec('batch')
+    with axis_rules({}), axis_rules():
+        assert spec('batch') == P()
     with axis_rules({'e\u0301': '@data'}):  # decomposed; expressions compose it
         assert spec('\u00e9 d') == P('data')
 

@@ -577,7 +577,7 @@ def test_memory_in_an_expression_is_checked():
     x = np.ones((8, 4))
     for spec, options, sentence in (
         ('a* b (in hbm)', {}, "the devices have no memory kind 'hbm'"),
-        ('a* b (in pinned_host)', {'memory_kind': 'device'}, "says memory 'pinned_host'"),
+        ('a* b (in pinned_host)', {'memory_kind': 'device'}, "has memory kind 'pinned_host'"),
         ('a* b (pinned_host)', {}, "'(' is not part of the notation"),
         ('(in pinned_host)', {}, "'(' is not part of the notation"),
         ('a3 b (in pinned_host)', {}, "'a3' uses 3"),

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of, struct
 from refusal import refusal
 
-from einshard import EinshardError, Rules, device_mesh, einshard, make_sharding
+from einshard import EinshardError, Rules, einshard, make_sharding
 
 
 class Layer(NamedTuple):
@@ -155,7 +155,7 @@ def test_functions_give_specs():
     assert placed({'w': W}, lambda path, leaf: by_rank) == 'C'
 
 
-@pytest.mark.parametrize('bad', [3, {'w': ROWS}, [ROWS], P('x'), b'a*'])
+@pytest.mark.parametrize('bad', [3, {'w': ROWS}, [ROWS], b'a*'])
 def test_functions_that_return_no_spec(bad):
     error = refusal(einshard, {'net': {'w': W}}, lambda path, leaf: bad)
     assert error.sentence == f'the spec function returned {bad!r}, which is not a spec'
@@ -262,9 +262,7 @@ def test_mismatch_in_static_fields():
     assert error.sentence.startswith('spec tree does not match: ')
 
 
-@pytest.mark.parametrize(
-    'bad', [3, 2.5, b'a*', P('x'), NamedSharding(device_mesh(), P('d0')), object(), np.ones(3)]
-)
+@pytest.mark.parametrize('bad', [3, 2.5, b'a*', jax.devices()[0], object(), np.ones(3)])
 def test_bad_spec_leaves(bad):
     assert " at '" not in refusal(einshard, W, bad).sentence
     for first in (ROWS, lambda path, leaf: ROWS):

@@ -63,7 +63,8 @@ def test_several_slices():
 
 KNOWN = (
     "  2 dimensions: v2, v3, v4 lite, v5e, v6e; for example 'v5e:4x4'\n"
-    "  3 dimensions: v4, v5p, tpu7x; for example 'v5p:2x2x2'"
+    "  3 dimensions: v4, v5p, tpu7x; for example 'v5p:2x2x2'\n"
+    "  Google Cloud: v2 to v6e; for example 'v5p-128', 'v5litepod-16'"
 )
 
 
@@ -73,7 +74,7 @@ KNOWN = (
         ('v9:2x2', "'v9' is not a TPU generation"),
         ('V5E:2x2', "'V5E' is not a TPU generation"),
         ('v5e', "'v5e' is not a valid topology name"),
-        ('v5e-16', "'v5e-16' is not a valid topology name"),
+        ('tpu7x-16', "'tpu7x-16' is not a valid topology name"),
         ('', "'' is not a valid topology name"),
         ('v5e:16', "'v5e:16' has 1 dimension, but v5e slices have 2"),
         ('v5e:2x2x2', "'v5e:2x2x2' has 3 dimensions, but v5e slices have 2"),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
 from .._errors import EinshardError
-from .._sharding.context import is_staging
-from .._sharding.mesh import mesh_fact, partition_spec, spec_axes
+from .._sharding.context import depth_of_user, is_staging
+from .._sharding.mesh import AnyMesh, mesh_fact, partition_spec, spec_axes
 from .._sharding.resolve import Placement
 
 
@@ -41,6 +42,17 @@ def place_constant(x: Any, placement: Placement) -> Any:
         raise _cannot_constrain(placement, error) from error
 
 
+def warn_replicated(placement: Placement) -> None:
+    """Warns of a short form that replicates a value without saying so."""
+    text = placement.expression.text
+    warnings.warn(
+        f"'{text}' has no placement, and no axis_rules apply: the value is replicated over the "
+        f'mesh {mesh_fact(placement.sharding.mesh)}; to replicate it on purpose, write '
+        f"'{' '.join(placement.expression.names)} -> {text}'",
+        stacklevel=depth_of_user(),
+    )
+
+
 def _checked_ref(ref: Any, placement: Placement) -> Any:
     """A traced `jax.Ref` if its type has this sharding already: JAX cannot constrain a Ref."""
     sharding = placement.sharding
@@ -69,11 +81,16 @@ def only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
     mesh = sharding.mesh
     if set(mesh.axis_types) == {kind}:
         return sharding
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    types = _axis_types(mesh)
     kept = [
         tuple(axis for axis in entry if types[axis] == kind) for entry in spec_axes(sharding.spec)
     ]
     return NamedSharding(mesh, partition_spec(kept))
+
+
+def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
+    types: dict[Any, AxisType] = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return types | {PartitionSpec.UNCONSTRAINED: AxisType.Auto}
 
 
 def has_type(x: Any, sharding: NamedSharding) -> bool:
@@ -145,7 +162,7 @@ def _check_context(placement: Placement) -> None:
             mesh=mesh_fact(mesh),
             mesh_in_context=mesh_fact(context),
         )
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    types = _axis_types(mesh)
     for entry in spec_axes(sharding.spec):
         kinds = [types[axis] == AxisType.Explicit for axis in entry]
         if kinds != sorted(kinds, reverse=True):

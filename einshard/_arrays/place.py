@@ -22,7 +22,7 @@ from .._sharding.mesh import MeshLike
 from .._sharding.resolve import Placement, find_placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import Spec, check_visible, leaf_specs
-from .constrain import constrain, place_constant
+from .constrain import constrain, place_constant, warn_replicated
 from .device_put import is_placed, put, put_array
 
 T = TypeVar('T')
@@ -60,9 +60,11 @@ def einshard(
 
     Args:
         x: an array or a pytree of arrays.
-        spec: an expression, such as the text that `describe` returns; `Rules`; a function
-            `(path, leaf) -> spec`, with paths such as 'layers/0/w'; None to leave `x` as it is; or
-            a pytree of these that is a prefix of `x`, like `in_shardings` of `jax.jit`.
+        spec: an expression, such as the text that `describe` returns; a `PartitionSpec`; a
+            `NamedSharding`, with its mesh; `Rules`; a function `(path, leaf) -> spec`, with paths
+            such as 'layers/0/w'; None to leave `x` as it is; or a pytree of these that is a prefix
+            of `x`, like `in_shardings` of `jax.jit`. In a traced function, axes may be
+            `P.UNCONSTRAINED`.
         mesh: as for `make_sharding`.
         donate: donates the arrays that move, as `donate` of `jax.device_put` does.
         memory_kind: as for `make_sharding`.
@@ -125,7 +127,7 @@ def _place_leaves(
     for i, (leaf, one) in enumerate(zip(leaves, specs, strict=True)):
         try:
             kind = _kind(type(leaf))
-            placement = _find(leaf, kind, one, context, memory_kind, missing)
+            placement = _find(leaf, kind, one, context, memory_kind, missing, tracing)
             if placement is None:
                 continue
             if tracing or kind not in _CONCRETE:
@@ -149,6 +151,7 @@ def _find(
     context: Context,
     memory_kind: str | None,
     missing: Missing,
+    tracing: bool,
 ) -> Placement | None:
     """The placement of a leaf; None if it has no spec or is not an array."""
     if spec is None:
@@ -158,7 +161,7 @@ def _find(
         return None
     shape = () if kind == _SCALAR else leaf.shape
     option = "missing='replicate'"
-    placement = resolve(spec, shape, context, memory_kind, missing, option=option)
+    placement = resolve(spec, shape, context, memory_kind, missing, option=option, traced=tracing)
     if kind == _HOST:
         check_dtype(placement.expression, leaf.dtype)
     return placement
@@ -171,6 +174,8 @@ def _annotated(leaf: Any, kind: int, placement: Placement) -> Any:
     if kind == _REF:
         check_ref(leaf, placement)
         return leaf
+    if placement.lacks_placement:
+        warn_replicated(placement)
     # jit does not keep the shardings of constants in a traced function
     return constrain(leaf, placement) if kind == _TRACER else place_constant(leaf, placement)
 

@@ -20,7 +20,7 @@ import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
 
-from .._errors import EinshardError, package_of, quoted
+from .._errors import EinshardError, quoted
 from .._notation.expression import ELLIPSIS
 from .._notation.layout import axis_positions
 from .._sharding.context import Context
@@ -70,7 +70,7 @@ class ErrorNotes:
         if is_sharding_type_error(error):
             mesh = self._context.lowering_mesh
             return _sharding_note(self._function, error, frames, leaves, mesh)
-        if type(error) in (TypeError, ValueError) and package_of(frames[-1][0]) in _JAX:
+        if type(error) in (TypeError, ValueError) and _package(frames[-1]) in _JAX:
             sizes = '; '.join(_sizes_that_differ(leaves, str(error)))
             return sizes and f'in the specs of {self._function}, {sizes}'
         return None
@@ -109,6 +109,10 @@ def _leaves(
             yield _Leaf(f'{argument.name}/{path_text(path)}'.rstrip('/'), leaf, placement)
 
 
+def _package(frame: _Frame) -> str:
+    return frame[0].f_globals.get('__name__', '').split('.')[0]
+
+
 def _is_library(frame: _Frame) -> bool:
     """Whether a frame is of an installed package, or of code that beartype generates."""
     return frame[0].f_code.co_filename.startswith((*_LIBRARIES, '<@'))
@@ -123,7 +127,7 @@ def _sharding_note(
 ) -> str:
     """The line, the operands and their axes, and two ways to fix an error of explicit axes."""
     facts: dict[str, str] = {}
-    outside = [i for i, frame in enumerate(frames) if package_of(frame[0]) not in {*_JAX, _OURS}]
+    outside = [i for i, frame in enumerate(frames) if _package(frame) not in {*_JAX, _OURS}]
     users = [i for i in outside if not _is_library(frames[i])]
     if users:
         facts['line'] = _line(frames[users[-1]])

@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 
 import jax
 
-from .._errors import EinshardError, depth_of_user, plural
+from .._errors import EinshardError, plural
 from .._hlo.buffers import largest_temporaries
 from .._hlo.collectives import KINDS, Collective, read_collectives
 from .._hlo.memory import parse_bytes, read_memory
 from .._hlo.module import Module
-from .._sharding.context import is_staging, is_tracing
+from .._sharding.context import depth_of_user, is_staging, is_tracing
 from .._text import format_bytes, short_arrays, short_source
 
 # One kind of collective, several kinds, or the limit of each kind.

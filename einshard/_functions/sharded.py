@@ -17,7 +17,7 @@ from .._errors import EinshardError, hide_inner_frames, plural
 from .._sharding.context import entered, in_step, is_tracing, same_in_thread
 from .._sharding.mesh import MeshLike, check_mesh, mesh_fact
 from .._text import deferred_kind, name_of
-from .._trees.specs import Spec, is_function
+from .._trees.specs import Spec, is_function, mesh_of
 from .parameters import CallSignature, declare
 from .place_arguments import place_arguments
 from .program import OtherShardings, Program, Setup, TracedFunction
@@ -309,8 +309,9 @@ def sharded(
     `out=` a constraint. Inside the decorated function, `einshard` uses the same mesh.
 
     Args:
-        in_specs: specs by position: expressions, None, `Rules`, functions `(path, leaf) -> spec`,
-            or pytree prefixes of those. `sharded(f)` decorates the function f.
+        in_specs: specs by position: expressions, `PartitionSpec`s, `NamedSharding`s, None,
+            `Rules`, functions `(path, leaf) -> spec`, or pytree prefixes of those.
+            `sharded(f)` decorates the function f.
         out: the spec of the result.
         mesh: a mesh or devices. Default: the mesh in context at each call, or else all devices.
         reshard: whether to reshard arguments that are sharded differently.
@@ -390,6 +391,8 @@ def _decorate(
         check_mesh(mesh)
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
             mesh = tuple(mesh)  # a copy: the list may change
+        if mesh is None:
+            mesh = mesh_of([declaration.specs, declaration.result.spec])
         found = read_limits(*limits)
         budget = found and Budget(name, found)
     except EinshardError as error:

@@ -56,6 +56,7 @@ def lay_out(
     n_devices: int,
     axis_sizes: Mapping[str, int] | None = None,
     *,
+    replicates: bool = False,
     replicate_indivisible: bool = False,
     hints: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
@@ -67,11 +68,12 @@ def lay_out(
             sharded axis comes after '...'.
         n_devices: the number of devices.
         axis_sizes: the mesh axes and their sizes, if the devices form a mesh with names.
+        replicates: give all devices replicas if no term takes any, as on a user's mesh.
         replicate_indivisible: replicate axes whose size is not divisible, instead of raising.
         hints: facts for errors about the number of devices.
     """
     n_dims = len(shape) if isinstance(shape, tuple) else shape
-    layout = _lay_out(expression, n_dims, n_devices, axis_sizes, hints)
+    layout = _lay_out(expression, n_dims, n_devices, axis_sizes, replicates, hints)
     if not isinstance(shape, tuple):
         return layout
     if replicate_indivisible:
@@ -86,6 +88,7 @@ def _lay_out(
     n_dims: int | None,
     n_devices: int,
     axis_sizes: Mapping[str, int] | None,
+    replicates: bool,
     hints: Mapping[str, str],
 ) -> Layout:
     positions = axis_positions(expression, n_dims)
@@ -93,7 +96,7 @@ def _lay_out(
     unnamed = [term for term in expression.right if not term.mesh_axes]
     by_name = _named_splits(expression, named, positions, axis_sizes)
     taken = math.prod(split.count for split in by_name)
-    if by_name and not any(term.takes_devices for term in unnamed):
+    if (by_name or replicates) and not any(term.takes_devices for term in unnamed):
         return Layout(tuple(by_name))
     left = n_devices // taken
     counts = solve_counts(expression, unnamed, left, Devices(n_devices, named, taken, hints))

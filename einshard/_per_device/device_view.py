@@ -132,7 +132,7 @@ def make_view(
     if not by_name:
         by_count = tuple(spec for spec in specs if not spec.uses)
         says = any(spec.makes or spec.spells_out_replicas for spec in by_count)
-        if len(by_count) < len(specs) and not says:
+        if not says and (len(by_count) < len(specs) or not is_device_mesh(mesh)):
             shared = JointMesh(((None, n_devices),))
         else:
             shared = _on_mesh(by_count, specs, sizes)

@@ -12,7 +12,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .._errors import EinshardError
 from .._functions.parameters import JIT_OPTIONS, CallSignature, Parameters, listed
@@ -21,11 +21,12 @@ from .._functions.sharded import ShardedFunction, called_too_early, sharded
 from .._notation.expression import parse
 from .._notation.layout import axis_positions, mesh_text
 from .._sharding.context import current_context
+from .._sharding.leaf_spec import as_leaf_spec, check_constrained
 from .._sharding.legacy_mesh import noted
 from .._sharding.mesh import MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
-from .._trees.specs import Spec, check_specs, is_none, leaf_specs
+from .._trees.specs import Spec, check_specs, is_none, leaf_specs, mesh_of
 from .device_view import View, make_view
 from .replication import how_to_agree, read_varying
 from .spec_axes import SpecAxes
@@ -91,6 +92,9 @@ def per_device(
         UnexpectedCollectives: at a call, if the program has other collectives.
     """
     named = named_specs_and_jit_options
+    if mesh is None:
+        mesh = mesh_of([in_specs, out, named])
+    in_specs, out, named = map(_as_expressions, (in_specs, out, named))
     if 'manual' in named:
         warnings.warn('manual= is now axis_names=', DeprecationWarning, stacklevel=2)
         axis_names = named.pop('manual')
@@ -116,6 +120,19 @@ def per_device(
         )(mapped.global_function())
 
     return decorate
+
+
+def _as_expressions(specs: Any) -> Any:
+    """The specs, with PartitionSpecs and NamedShardings as expressions."""
+
+    def text(spec: Any) -> Any:
+        if not isinstance(spec, NamedSharding | PartitionSpec):
+            return spec
+        known = as_leaf_spec(spec)
+        check_constrained(known)
+        return str(known)
+
+    return jtu.tree_map(text, specs, is_leaf=is_none)
 
 
 _REPLICATED = '...'

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
+from jax.sharding import NamedSharding, PartitionSpec
+
 from .._cache import cached
-from .._errors import EinshardError
+from .._errors import EinshardError, Suggestion
 from .._notation.expression import ELLIPSIS, Expression, Term, check_mesh_axes, parse
 from .._notation.write import write_short
 from .._text import deferred_kind
 from .context import AxisRules, enter_rules, leave_rules
+from .mesh import FREE, partition_text, spec_axes
 
 P = ParamSpec('P')
 R = TypeVar('R')
 
 # What to do with mesh axes that an expression names and the mesh lacks.
 Missing: TypeAlias = Literal['error', 'replicate']
+# A placement: the text after a name, or a PartitionSpec with one entry.
+Placed: TypeAlias = str | PartitionSpec | NamedSharding
 
 
 class axis_rules:
@@ -53,7 +59,8 @@ class axis_rules:
     Args:
         placements: a mapping from axis names to placements, such as `TRAINING_AXES`. A placement
             is what follows a name in an expression: '@data', '@(data,fsdp)', '4', '*', '2*'. Use
-            '' for not sharded, to override an outer rule.
+            '' for not sharded, to override an outer rule. `P('data')` means '@data'; so does a
+            `NamedSharding` with this spec, whose mesh is not used.
         missing: what to do with mesh axes in these rules that the mesh lacks: 'error', or
             'replicate' to ignore them. Nested rules keep their own setting.
         more: placements by keyword.
@@ -66,16 +73,17 @@ class axis_rules:
 
     def __init__(
         self,
-        placements: Mapping[str, str] = MappingProxyType({}),
+        placements: Mapping[str, Placed] = MappingProxyType({}),
         /,
         *,
         missing: Missing = 'error',
-        **more: str,
+        **more: Placed,
     ):
         _check_mapping(placements)
         check_missing(missing, for_an_axis_named_missing="axis_rules({'missing': '@tp'})")
         self.placements: dict[str, str] = {}
-        for name, placement in [*placements.items(), *more.items()]:
+        for name, value in [*placements.items(), *more.items()]:
+            placement = _as_text(name, value)
             known = _axis_name(name, placement)
             if known in self.placements:
                 raise EinshardError(
@@ -167,9 +175,45 @@ def _ruled_terms(expression: Expression, rules: AxisRules) -> list[tuple[Term, b
     for term in expression.right:
         plain = expression.short and term.name is not None and term == Term(term.name)
         placement, lenient = by_name.get(str(term.name), ('', False)) if plain else ('', False)
+        if plain and rules and term.name not in by_name:
+            _check_spelling(expression, term, by_name)
         ruled = replace(_term(placement), name=term.name, span=term.span) if placement else term
         terms.append((ruled, lenient))
     return terms
+
+
+def _check_spelling(expression: Expression, term: Term, ruled: Collection[str]) -> None:
+    """Raises if a name without a rule looks like a misspelling of one that has a rule."""
+    name, (start, end) = str(term.name), term.span
+    for other in ruled:
+        if other not in expression.names and _is_misspelled(name, other):
+            raise expression.error(
+                f"axis '{name}' has no rule, but '{other}' has one",
+                [term],
+                fix=Suggestion(f'{expression.text[:start]}{other}{expression.text[end:]}'),
+                not_sharded=f"axis_rules({name}='')",
+            )
+
+
+def _is_misspelled(name: str, other: str) -> bool:
+    """Whether one letter is missing, added or different, or two neighbours are swapped.
+
+    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Names of up to 3 letters and
+    words of one letter, as in 'w_q' and 'w_k', are too often different on purpose.
+    """
+    different = {*name.split('_')} ^ {*other.split('_')}
+    if min(len(name), len(other)) < 4 or any(len(word) == 1 for word in different):
+        return False
+    start = _common_prefix(name, other)
+    name, other = name[start:], other[start:]
+    end = _common_prefix(name[::-1], other[::-1])
+    name, other = name[: len(name) - end], other[: len(other) - end]
+    return max(len(name), len(other)) == 1 or (len(name) == 2 and name == other[::-1])
+
+
+def _common_prefix(name: str, other: str) -> int:
+    pairs = zip(name, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _drop_missing(expression: Expression, mesh_axes: tuple[str, ...]) -> Expression:
@@ -204,6 +248,20 @@ def _check_mapping(placements: object) -> None:
             f'axis_rules needs a mapping from axis names to placements, not {placements!r}',
             facts={'examples': "axis_rules({'batch': '@data'}), axis_rules(batch='@data')"},
         )
+
+
+def _as_text(name: object, placement: Placed) -> str:
+    """A placement as text: '@data' for P('data')."""
+    spec = placement.spec if isinstance(placement, NamedSharding) else placement
+    if not isinstance(spec, PartitionSpec):
+        return spec
+    entries = spec_axes(spec)
+    if len(entries) > 1 or FREE in entries or spec.unreduced or spec.reduced:
+        raise EinshardError(
+            f'axis_rules has {name}={partition_text(spec)}, but a rule places one axis',
+            facts={'expected': "one entry, such as P('data') or P(('data', 'fsdp'))"},
+        )
+    return str(Term('', mesh_axes=tuple(map(str, entries[0] if entries else ()))))
 
 
 def _axis_name(name: object, placement: object) -> str:

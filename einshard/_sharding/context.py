@@ -8,11 +8,14 @@ differ if a task holds axis rules across an `await`, and in a thread with a copi
 
 from __future__ import annotations
 
+import inspect
+import os
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
@@ -85,6 +88,20 @@ def current_context(mesh: MeshLike | None = None) -> Context:
             facts={'mesh in context': mesh_fact(ambient), 'mesh given': mesh_fact(given)},
         )
     return make_context(given, False, enclosing.axis_rules)
+
+
+def context_on(mesh: AnyMesh, context: Context) -> Context:
+    """The context for the mesh of a NamedSharding, found in a context."""
+    known = context.mesh
+    if known is not None:
+        if mesh in (known, getattr(known, 'abstract_mesh', None)):
+            return context
+        if AxisType.Manual in known.axis_types or not context.mesh_is_ambient:
+            raise EinshardError(
+                'the NamedSharding is on another mesh',
+                facts={'its mesh': mesh_fact(mesh), 'expected': mesh_fact(known)},
+            )
+    return make_context(mesh, False, context.axis_rules)
 
 
 def ambient_mesh() -> AnyMesh | None:
@@ -248,6 +265,21 @@ def is_staging() -> bool:
     jaxpr, which JAX drops when lowering, so use it only before a warning or after an error.
     """
     return isinstance(jax.lax.neg(np.float32(0)), Tracer)
+
+
+def depth_of_user() -> int:
+    """The `stacklevel` for a warning of its caller: the first frame outside einshard and JAX."""
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back
+    depth = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_FOLDERS):
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
+_FOLDERS = tuple(
+    f'{folder}{os.sep}' for folder in (Path(__file__).parents[1], Path(jax.__file__).parent)
+)
 
 
 def _out_of_step() -> EinshardError:

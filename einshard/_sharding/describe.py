@@ -38,8 +38,8 @@ def describe(x: Any) -> Any:
         {'b': 'on one device: ...', 'w': 'a b -> a@data b'}
 
     Axes are named a, b, c, ... in array order. `make_sharding(describe(s))` equals `s` for every
-    `s` from `make_sharding`; if `s` is on your own mesh, pass the same `mesh=`. Shardings on your
-    own mesh are described by mesh axis names, others by counts: `'a b -> a16 b'`. Memory other
+    `s` from `make_sharding`; if `s` is on your own mesh, pass the same `mesh=`. Axes sharded over
+    your own mesh are described by mesh axis names, others by counts: `'a b -> a16 b'`. Memory other
     than the device's comes last: `'a b -> a16 b (in pinned_host)'`. Specs with it are accepted
     wherever specs are, and mean `memory_kind='pinned_host'`.
 

@@ -1,14 +1,27 @@
-"""The spec of one leaf: an expression, a memory kind, and what to do if it does not fit."""
+"""The spec of one leaf: an expression with options, also from JAX's PartitionSpec."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._cache import cached
-from .._notation.expression import Expression, parse
+from .._errors import EinshardError, plural
+from .._notation.expression import (
+    ELLIPSIS,
+    Expression,
+    Term,
+    axis_letters,
+    check_mesh_axes,
+    parse,
+)
+from .._notation.write import write
 from .axis_rules import Missing
+from .mesh import FREE, AnyMesh, partition_text, spec_axes
 
 REPLICATED = '... -> * ...'
 
@@ -21,12 +34,22 @@ class LeafSpec:
     memory_kind: str | None = None
     on_missing: Missing = 'error'  # 'replicate': ignore mesh axes that the mesh lacks
     on_indivisible: Missing = 'error'  # 'replicate': replicate axes that are not divisible
+    mesh: AnyMesh | None = None  # that of a NamedSharding
+    partition: PartitionSpec | None = None  # what it was written as, if not as an expression
+
+    @property
+    def unconstrained(self) -> tuple[int, ...]:
+        """The axes that are P.UNCONSTRAINED."""
+        entries = [] if self.partition is None else spec_axes(self.partition)
+        return tuple(i for i, entry in enumerate(entries) if entry == FREE)
 
     def __str__(self) -> str:
         return in_memory(self.expression.text, self.memory_kind)
 
 
 AnySpec: TypeAlias = str | LeafSpec  # of one leaf: as written, or parsed
+JAX_SPECS = (NamedSharding, PartitionSpec)
+LEAF_SPECS = (str, LeafSpec, *JAX_SPECS)
 
 _IN_MEMORY = re.compile(r'(.*\S)\s+\(in (\w+)\)\s*', re.DOTALL)
 
@@ -42,9 +65,14 @@ def split_memory(text: str) -> tuple[str, str | None]:
     return (found[1], found[2]) if found else (text, None)
 
 
-def as_leaf_spec(spec: AnySpec) -> LeafSpec:
+def as_leaf_spec(spec: AnySpec | NamedSharding | PartitionSpec) -> LeafSpec:
     """The parsed spec; one object per text."""
-    return _read(spec) if isinstance(spec, str) else spec
+    if isinstance(spec, LeafSpec):
+        return spec
+    if isinstance(spec, str):
+        return _read(spec)
+    # by type first: on JAX 0.8.1 P('x') equals the tuple ('x',), with the same hash
+    return _of_sharding(spec) if isinstance(spec, NamedSharding) else _of_partition(spec)
 
 
 @cached
@@ -54,10 +82,58 @@ def _read(text: str) -> LeafSpec:
 
 
 @cached
+def _of_sharding(sharding: NamedSharding) -> LeafSpec:
+    mesh = sharding.mesh
+    default = NamedSharding(mesh, PartitionSpec()).memory_kind
+    memory_kind = None if sharding.memory_kind == default else sharding.memory_kind
+    return replace(_of_partition(sharding.spec), memory_kind=memory_kind, mesh=mesh)
+
+
+@cached
+def _of_partition(spec: PartitionSpec) -> LeafSpec:
+    if spec.unreduced or spec.reduced:
+        raise EinshardError(f'{partition_text(spec)} has unreduced or reduced axes')
+    try:
+        return LeafSpec(_expression_of(spec, None), partition=spec)
+    except EinshardError as error:
+        raise error.about(spec=partition_text(spec)) from None
+
+
+@cached
+def of_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
+    """The spec with the expression of its PartitionSpec, if it has one, for arrays of a rank."""
+    partition = spec.partition
+    return spec if partition is None else replace(spec, expression=_expression_of(partition, ndim))
+
+
+def _expression_of(spec: PartitionSpec, ndim: int | None) -> Expression:
+    """A PartitionSpec as an expression; with '...' if the rank is not known."""
+    entries = [() if entry == FREE else entry for entry in spec_axes(spec)]
+    if ndim is not None and len(entries) > ndim:
+        noun = 'entry' if len(entries) == 1 else 'entries'
+        raise EinshardError(
+            f'{partition_text(spec)} has {len(entries)} {noun}, '
+            f'but the array has {plural(ndim, "dimension")}'
+        )
+    if not any(entries):
+        return parse(REPLICATED)
+    n = len(entries) if ndim is None else ndim
+    entries += [()] * (n - len(entries))
+    names = itertools.islice(axis_letters(), n)
+    axes = [
+        Term(name, mesh_axes=tuple(map(str, e))) for name, e in zip(names, entries, strict=True)
+    ]
+    rest = [Term(ELLIPSIS)] if ndim is None else []
+    expression = write([*(Term(axis.name) for axis in axes), *rest], [*axes, *rest])
+    check_mesh_axes(expression)
+    return expression
+
+
+@cached
 def lenient(
     spec: AnySpec, *, on_missing: Missing = 'error', on_indivisible: Missing = 'error'
 ) -> LeafSpec:
-    """The spec with these options set to 'replicate' where they say so."""
+    """The spec with these options; 'error' keeps those it has."""
     known = as_leaf_spec(spec)
     if on_missing == 'error':
         on_missing = known.on_missing
@@ -66,8 +142,19 @@ def lenient(
     return replace(known, on_missing=on_missing, on_indivisible=on_indivisible)
 
 
+def parsed(spec: Any) -> Any:
+    """The spec; a PartitionSpec or NamedSharding as a LeafSpec."""
+    return as_leaf_spec(spec) if isinstance(spec, JAX_SPECS) else spec
+
+
+def check_constrained(spec: LeafSpec) -> None:
+    """Raises if an axis is P.UNCONSTRAINED."""
+    if spec.partition is not None and spec.unconstrained:
+        raise EinshardError('P.UNCONSTRAINED is only for values in a traced function')
+
+
 def rewritten(spec: AnySpec, expression: str) -> AnySpec:
     """The spec with another expression."""
     if isinstance(spec, str):
         return in_memory(expression, split_memory(spec)[1])
-    return replace(spec, expression=parse(expression))
+    return replace(as_leaf_spec(spec), expression=parse(expression))

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._errors import EinshardError, depth_of_user
+from .._errors import EinshardError
+from .context import depth_of_user
 
 _NOTE = "einshard does not use the mesh of 'with mesh:'; use 'with jax.set_mesh(mesh):'"
 

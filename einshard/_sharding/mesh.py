@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec, Sharding
 from .._cache import cached
 from .._errors import EinshardError
 from .._notation.layout import mesh_text, prime_factors
+from .axis_sizes import solve_sizes
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 Device: TypeAlias = Any  # a jax.Device, for which JAX has no static type
@@ -28,37 +29,71 @@ MeshLike: TypeAlias = AnyMesh | Sequence[Device]
 
 
 @overload
-def device_mesh(devices: AbstractMesh, *, axis_types: AxisType | None = None) -> AbstractMesh: ...
+def device_mesh(
+    devices: AbstractMesh, *, axis_types: AxisType | None = None, **axes: int
+) -> AbstractMesh: ...
 @overload
 def device_mesh(
-    devices: Mesh | Sequence[Device] | None = None, *, axis_types: AxisType | None = None
+    devices: Mesh | Sequence[Device] | None = None,
+    *,
+    axis_types: AxisType | None = None,
+    **axes: int,
 ) -> Mesh: ...
-def device_mesh(devices: MeshLike | None = None, *, axis_types: AxisType | None = None) -> AnyMesh:
-    """Returns the canonical mesh of some devices, the one that expressions are lowered onto.
+def device_mesh(
+    devices: MeshLike | None = None, *, axis_types: AxisType | None = None, **axes: int
+) -> AnyMesh:
+    """Returns a mesh of some devices: with named axes, or the canonical mesh.
 
-        >>> from jax.sharding import AbstractMesh
+        >>> import jax
         >>> from einshard import device_mesh
-        >>> mesh = device_mesh(AbstractMesh((24,), ('x',)))
-        >>> mesh.axis_names, mesh.axis_sizes
-        (('d0', 'd1', 'd2', 'd3'), (3, 2, 2, 2))
+        >>> mesh = device_mesh(data=-1, tensor=1)
+        >>> mesh.axis_names, mesh.axis_sizes == (jax.device_count(), 1)
+        (('data', 'tensor'), True)
 
-    Devices are sorted in hardware order: on TPU by slice, chip coordinates and core, so that a term
-    that spans a torus dimension is a ring; elsewhere by process and id. Mesh axes on the left cross
-    the slower network. At each level, larger prime factors come first.
+    Devices are sorted in hardware order: on TPU by slice, chip coordinates and core; elsewhere by
+    process and id. Named axes divide this order row by row: the first axis crosses the slower
+    network, and whole slices if there are several; devices along the last axis are neighbours.
+    `jax.make_mesh` may reorder TPUs for the mesh shape, and takes the first devices if the sizes
+    need fewer than all.
+
+    Without axes, this is the canonical mesh, which expressions are lowered onto unless you use a
+    mesh of your own. Its axes are the prime factors of the number of devices, `d0`, `d1`, ...; at
+    each level of the network larger factors come first.
 
     Args:
         devices: the devices, in any order; or a mesh, to take its devices. Default: all devices of
             the default backend.
         axis_types: the type of every axis. Default: `AxisType.Auto`. To use `AxisType.Explicit`,
             enter the mesh with `jax.set_mesh`.
+        axes: the mesh axes with their sizes. One size may be -1: the remaining devices.
 
     Returns:
-        A `jax.sharding.Mesh` with axes `d0`, `d1`, ...; the same object each time. For an
-        `AbstractMesh`, an `AbstractMesh`.
+        A `jax.sharding.Mesh`; the same object each time. For an `AbstractMesh`, an `AbstractMesh`.
 
     Raises:
-        EinshardError: no devices, or a device twice.
+        EinshardError: no devices, a device twice, or sizes that do not use all devices. The error
+            lists sizes that do.
     """
+    call = 'device_mesh(' if devices is None else 'device_mesh(devices, '
+    mesh = _canonical_mesh(devices, axis_types)
+    return named_mesh(mesh, axes, call) if axes else mesh
+
+
+def named_mesh(mesh: AnyMesh, axes: Mapping[str, int], call: str) -> AnyMesh:
+    """The devices of the canonical mesh with named axes. `call` is shown in errors."""
+    sizes = solve_sizes(axes, mesh.size, call)
+    return _named_mesh(mesh, tuple(sizes), tuple(sizes.values()))
+
+
+@cached
+def _named_mesh(mesh: AnyMesh, names: tuple[str, ...], sizes: tuple[int, ...]) -> AnyMesh:
+    types = (mesh.axis_types[0],) * len(sizes)
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(sizes, names, axis_types=types)
+    return Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
+
+
+def _canonical_mesh(devices: MeshLike | None, axis_types: AxisType | None) -> AnyMesh:
     axis_type = AxisType.Auto if axis_types is None else axis_types
     if not isinstance(axis_type, AxisType):
         raise EinshardError(
@@ -206,6 +241,23 @@ def partition_spec(entries: Iterable[tuple[Any, ...]]) -> PartitionSpec:
     """The PartitionSpec with these mesh axes for each array axis."""
     # normalized, because P('x') and P(('x',)) are equal but have different hashes
     return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
+
+
+FREE = (PartitionSpec.UNCONSTRAINED,)  # an entry, as `spec_axes` returns it
+
+
+def partition_text(spec: PartitionSpec) -> str:
+    """A PartitionSpec as users write it: P('data', None). Its repr differs between versions."""
+    texts = [_entry_text(entry) for entry in spec_axes(spec)]
+    both = {'unreduced': spec.unreduced, 'reduced': spec.reduced}
+    texts += [f'{kind}={set(axes)}' for kind, axes in both.items() if axes]
+    return f'P({", ".join(texts)})'
+
+
+def _entry_text(entry: tuple[Any, ...]) -> str:
+    if entry == FREE:
+        return 'P.UNCONSTRAINED'
+    return repr(entry[0] if len(entry) == 1 else entry or None)
 
 
 def is_device_mesh(mesh: AnyMesh) -> bool:

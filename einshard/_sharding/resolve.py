@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._cache import cached
 from .._errors import EinshardError, Suggestion
@@ -17,8 +17,16 @@ from .._notation.expression import Expression
 from .._notation.layout import Layout, lay_out, mesh_entries, refactor
 from .._suggestions import working_fix
 from .axis_rules import Missing, apply_axis_rules
-from .context import Context, current_context, make_context
-from .leaf_spec import AnySpec, LeafSpec, as_leaf_spec, lenient, rewritten
+from .context import Context, context_on, current_context, make_context
+from .leaf_spec import (
+    AnySpec,
+    LeafSpec,
+    as_leaf_spec,
+    check_constrained,
+    lenient,
+    of_rank,
+    rewritten,
+)
 from .legacy_mesh import noted
 from .mesh import (
     AnyMesh,
@@ -27,8 +35,10 @@ from .mesh import (
     memory_kinds,
     mesh_fact,
     partition_spec,
+    partition_text,
     refactored_mesh,
     sizes_of,
+    spec_axes,
 )
 
 Shape: TypeAlias = tuple[int, ...]
@@ -44,6 +54,8 @@ class Placement:
     layout: Layout
     sharding: NamedSharding
     missing_axes: tuple[str, ...] = ()  # named mesh axes that the mesh lacks, if that is allowed
+    lacks_placement: bool = False  # a short form without placements and rules, so replicated
+    is_unconstrained: bool = False  # along some axes, which only traced values can be
 
 
 def make_sharding(
@@ -96,21 +108,27 @@ def resolve(
     missing: Missing = 'error',
     *,
     option: str | None = None,
+    traced: bool = False,
 ) -> Placement:
     """The placement of arrays of a shape or rank; None if neither is known.
 
     Errors get a fix that was tried, if there is one. `option` is the argument that users of the
-    caller set to ignore mesh axes that the mesh lacks.
+    caller set to ignore mesh axes that the mesh lacks. P.UNCONSTRAINED is an error unless `traced`.
     """
     try:
         if missing == 'replicate':
             spec = lenient(spec, on_missing=missing)
-        return find_placement(spec, shape, context, memory_kind)
+        placement = find_placement(spec, shape, context, memory_kind)
+        if placement.is_unconstrained and not traced:
+            check_constrained(as_leaf_spec(spec))
+        return placement
     except TypeError:  # raised by the cache for unhashable arguments
         check_types(spec, shape, memory_kind)
         raise
     except EinshardError as error:
         fix = _working_fix(error, spec, shape, context, memory_kind, option)
+        if isinstance(spec, LeafSpec) and spec.partition is not None:
+            error = error.about(spec=partition_text(spec.partition))
         raise noted(error, context.mesh).with_fix(fix) from None
 
 
@@ -121,14 +139,19 @@ def find_placement(
     """`resolve` in one cache look-up, without fixes in errors."""
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
+    if spec.partition is not None and shape is not None:
+        spec = of_rank(spec, len(shape) if isinstance(shape, tuple) else shape)
     if memory_kind is not None and spec.memory_kind not in (None, memory_kind):
         raise EinshardError(
-            f'the expression says memory {spec.memory_kind!r}, but memory_kind= is {memory_kind!r}',
+            f'the spec has memory kind {spec.memory_kind!r}, but memory_kind= is {memory_kind!r}',
             expression=str(spec),
         )
     memory_kind = spec.memory_kind or memory_kind
+    if spec.mesh is not None:
+        context = context_on(spec.mesh, context)
     mesh = context.lowering_mesh
     axis_sizes = sizes_of(mesh)
+    is_own_mesh = context.mesh is not None and not is_device_mesh(mesh)
     # expressions cannot name the axes d0, d1, ... of the canonical mesh
     named_sizes = axis_sizes if context.mesh else {}
     expression, missing = apply_axis_rules(
@@ -145,6 +168,7 @@ def find_placement(
         shape,
         math.prod(axis_sizes.values()),
         named_sizes if context.mesh else None,
+        replicates=is_own_mesh,
         replicate_indivisible=spec.on_indivisible == 'replicate',
         hints=_hints(mesh),
     )
@@ -162,7 +186,31 @@ def find_placement(
             mesh=mesh_fact(mesh),
             expected='each count the product of consecutive mesh axes, in mesh order',
         )
-    return Placement(expression, layout, sharding, missing)
+    if spec.unconstrained:
+        sharding = _leave_free(sharding, spec)
+    lacks_placement = (
+        is_own_mesh
+        and not context.axis_rules
+        and spec.expression.short
+        and not any(term.is_sharded for term in spec.expression.right)
+    )
+    return Placement(
+        expression, layout, sharding, missing, lacks_placement, bool(spec.unconstrained)
+    )
+
+
+def _leave_free(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
+    """The sharding with P.UNCONSTRAINED for some axes."""
+    mesh = sharding.mesh
+    if AxisType.Explicit in mesh.axis_types:
+        raise EinshardError(
+            'P.UNCONSTRAINED needs a mesh without explicit axes', facts={'mesh': mesh_fact(mesh)}
+        )
+    entries = spec_axes(sharding.spec)
+    entries += [()] * (max(spec.unconstrained) + 1 - len(entries))
+    for axis in spec.unconstrained:
+        entries[axis] = (PartitionSpec.UNCONSTRAINED,)
+    return NamedSharding(mesh, partition_spec(entries), memory_kind=sharding.memory_kind)
 
 
 def _hints(mesh: AnyMesh) -> dict[str, str]:

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from .._cache import cached
-from .._errors import EinshardError, plural
-from .mesh import device_mesh
-
-# Dimensions of the torus by generation. 'v4 lite' is v4i.
-_GENERATIONS = {
-    'v2': 2,
-    'v3': 2,
-    'v4 lite': 2,
-    'v4': 3,
-    'v5e': 2,
-    'v5p': 3,
-    'v6e': 2,
-    'tpu7x': 3,
-}
-_NAME = re.compile(r'(?P<generation>[\w ]+?)[:=](?P<sizes>\d+(?:x\d+)*)(?P<twist>_(?:un)?twisted)?')
-_GPU = re.compile(r'(?i)\b(a100|h100|h200|gh200|b100|b200|gb200|v100|l4|mi\d+|gpu|cuda|rocm)')
+from .._errors import EinshardError
+from .mesh import device_mesh, named_mesh
+from .tpu_names import known_names, topology_name
 
 # Without these variables, and without a TPU, libtpu waits for a metadata server, prints its failure
 # to standard error, and locks out other processes.
@@ -39,29 +25,36 @@ _WITHOUT_TPU = {
 }
 
 
-def topology(name: str, *, n_slices: int = 1) -> Mesh:
+def topology(
+    name: str, *, n_slices: int = 1, axis_types: AxisType | None = None, **axes: int
+) -> Mesh:
     """The mesh of a TPU slice you don't have, to compile for ahead of time.
 
         >>> from einshard import topology
-        >>> mesh = topology('v5e:4x4')
-        >>> mesh.size, mesh.devices.flat[0].device_kind
-        (16, 'TPU v5 lite')
+        >>> mesh = topology('v5e:4x4', data=4, tensor=4)
+        >>> mesh.axis_names, mesh.devices.flat[0].device_kind
+        (('data', 'tensor'), 'TPU v5 lite')
 
     Pass it to `explain` or `assert_collectives` as `mesh=`. Programs can be lowered and compiled
     for these devices, but they hold no arrays. On a machine without TPUs, this sets environment
     variables that libtpu reads, unless they are set already.
 
     Args:
-        name: TPU generation and chips along each dimension, such as 'v5e:4x4' or 'v5p:2x2x2'. A
-            chip of v2, v3, v4 or tpu7x may have two devices.
+        name: TPU generation and chips along each dimension, such as 'v5e:4x4' or 'v5p:2x2x2'; or
+            a Google Cloud name, such as 'v5litepod-16' (16 chips, v5e:4x4) or 'v5p-128' (128
+            TensorCores, 64 chips, v5p:4x4x4), for the default shape there. A chip of v2, v3, v4 or
+            tpu7x may have two devices.
         n_slices: number of slices, connected by the data centre network. Slices are the slowest
             mesh axes.
+        axis_types: as in `device_mesh`.
+        axes: as in `device_mesh`; without them, the canonical mesh.
 
     Returns:
-        The canonical mesh (`device_mesh`) of those devices; the same object on each call.
+        The mesh of those devices; the same object on each call.
 
     Raises:
-        EinshardError: libtpu is not installed, or does not know the slice.
+        EinshardError: libtpu is not installed or does not know the slice, or the sizes do not use
+            all devices. The error lists sizes that do.
     """
     if not isinstance(name, str):
         raise EinshardError(
@@ -69,12 +62,15 @@ def topology(name: str, *, n_slices: int = 1) -> Mesh:
         )
     if not isinstance(n_slices, int) or isinstance(n_slices, bool) or n_slices < 1:
         raise EinshardError(f'n_slices= must be a positive integer, not {n_slices!r}')
-    return _topology(name, n_slices)
+    mesh = _topology(topology_name(name), n_slices)
+    if axis_types is not None:
+        mesh = device_mesh(mesh, axis_types=axis_types)
+    call = f"topology('{name}', " + (f'n_slices={n_slices}, ' if n_slices > 1 else '')
+    return cast(Mesh, named_mesh(mesh, axes, call)) if axes else mesh
 
 
 @cached
 def _topology(name: str, n_slices: int) -> Mesh:
-    _check_name(name)
     if importlib.util.find_spec('libtpu') is None:
         raise EinshardError(
             'topology() needs libtpu, which is not installed',
@@ -92,49 +88,9 @@ def _topology(name: str, n_slices: int) -> Mesh:
     except jax.errors.JaxRuntimeError as error:
         raise EinshardError(
             f"libtpu does not know the slice '{name}'",
-            facts={'libtpu says': str(error).splitlines()[0], **_known()},
+            facts={'libtpu says': str(error).splitlines()[0], **known_names()},
         ) from None
     return device_mesh(description.devices)
-
-
-def _check_name(name: str) -> None:
-    """Raises for invalid names: the errors of libtpu use its internal names."""
-    if _GPU.search(name):
-        raise EinshardError(
-            f"'{name}' is not a TPU slice: topology() knows only TPUs",
-            facts={
-                'on these GPUs': 'leave out mesh=, or mesh=jax.devices()',
-                'elsewhere': 'simulate as many CPU devices: same layouts, '
-                'mostly the same collectives',
-            },
-        )
-    found = _NAME.fullmatch(name)
-    generation = found['generation'] if found else ''
-    if found is None or generation not in _GENERATIONS:
-        what = (
-            f"'{generation}' is not a TPU generation"
-            if found
-            else f"'{name}' is not a valid topology name"
-        )
-        raise EinshardError(what, facts=_known())
-    sizes = found['sizes'].split('x')
-    if any(int(size) == 0 for size in sizes):  # libtpu would divide by zero
-        raise EinshardError(f"'{name}' has no chips", facts=_known())
-    n_dims, dims = _GENERATIONS[generation], len(sizes)
-    if dims == 1 or any(int(size) > 1 for size in sizes[n_dims:]):
-        raise EinshardError(
-            f"'{name}' has {plural(dims, 'dimension')}, but {generation} slices have {n_dims}",
-            facts=_known(),
-        )
-
-
-def _known() -> dict[str, str]:
-    two = [name for name, n_dims in _GENERATIONS.items() if n_dims == 2]
-    three = [name for name, n_dims in _GENERATIONS.items() if n_dims == 3]
-    return {
-        '2 dimensions': f"{', '.join(two)}; for example 'v5e:4x4'",
-        '3 dimensions': f"{', '.join(three)}; for example 'v5p:2x2x2'",
-    }
 
 
 def _has_tpu() -> bool:

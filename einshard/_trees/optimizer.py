@@ -19,7 +19,7 @@ from .._notation.expression import axis_letters, parse
 from .._notation.layout import axis_positions
 from .._sharding.context import Context, current_context, mesh_scope
 from .._sharding.describe import find_expression
-from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec
+from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec, as_leaf_spec
 from .._sharding.mesh import (
     AnyMesh,
     MeshLike,
@@ -324,7 +324,8 @@ def _state_specs(
                 'the mesh has axis names that cannot be written in an expression',
                 facts={'mesh': mesh_fact(mesh)},
             )
-        found.setdefault(sharding, LeafSpec(expression, memory_kind))
+        own_mesh = as_leaf_spec(spec).mesh
+        found.setdefault(sharding, LeafSpec(expression, memory_kind, mesh=own_mesh))
     return tuple(found.values())
 
 

@@ -12,17 +12,24 @@ from typing import Any, Literal, TypeAlias
 
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from .._cache import cached
 from .._errors import EinshardError, plural, quoted
-from .._notation.expression import Expression, Term, axis_letters, check_mesh_axes, parse
+from .._notation.expression import Term, axis_letters
 from .._notation.layout import axis_positions
-from .._notation.write import write, write_short
+from .._notation.write import write_short
 from .._sharding.axis_rules import Missing, check_missing
 from .._sharding.context import current_context, mesh_scope
-from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec, as_leaf_spec, lenient
-from .._sharding.mesh import MeshLike, entry_axes, sizes_of
+from .._sharding.leaf_spec import (
+    LEAF_SPECS,
+    REPLICATED,
+    AnySpec,
+    LeafSpec,
+    as_leaf_spec,
+    lenient,
+    of_rank,
+)
+from .._sharding.mesh import MeshLike, sizes_of
 from .._text import array_text, first_of
 from .paths import leaf_paths, leaf_text
 from .specs import Spec, check_visible, is_function
@@ -57,7 +64,7 @@ class Rules:
 
     Args:
         rules: pairs of a pattern and a spec: an expression, None for no spec, a
-            `jax.sharding.PartitionSpec`, or a function `(path, leaf) -> spec`.
+            `PartitionSpec`, a `NamedSharding`, or a function `(path, leaf) -> spec`.
         default: the spec of leaves that no pattern matches. If omitted, they are an error.
         indivisible: for an axis whose size is not divisible by its number of shards: 'error', or
             'replicate' to replicate that axis only. `table` lists such axes.
@@ -242,26 +249,15 @@ def _checked(number: int, rule: Any) -> tuple[str, Spec]:
 
 def _check_rule_spec(spec: Spec, facts: dict[str, str]) -> None:
     try:
-        if isinstance(spec, str):
+        if isinstance(spec, LEAF_SPECS):
             as_leaf_spec(spec)
-        elif isinstance(spec, PartitionSpec):
-            _check_partition(spec)
         elif spec is not None and not is_function(spec):
             raise EinshardError(f'{spec!r} is not a spec for a rule', facts={'expected': _SPECS})
     except EinshardError as error:
         raise error.about(**facts) from None
 
 
-_SPECS = 'an expression, None, a PartitionSpec, or a function (path, leaf) -> spec'
-
-
-def _check_partition(spec: PartitionSpec) -> None:
-    """Raises if a PartitionSpec has parts that are only for traced values."""
-    if spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in tuple(spec):
-        raise EinshardError(
-            f'{spec} cannot place an array',
-            facts={'expected': 'mesh axes, tuples of them, and None'},
-        )
+_SPECS = 'an expression, a PartitionSpec, a NamedSharding, None, or a function (path, leaf) -> spec'
 
 
 def _size(size: Any) -> int:
@@ -278,39 +274,19 @@ def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
     if is_function(spec):
         return _spec_for(spec(path, leaf), path, leaf, rule)
     try:
-        if not isinstance(spec, str | PartitionSpec | LeafSpec):
+        if not isinstance(spec, LEAF_SPECS):
             raise EinshardError(
                 f'the spec function returned {spec!r}, which is not a spec for a rule',
                 facts={'expected': _SPECS},
             )
-        return _of_rank(spec, len(leaf.shape))
+        return _checked_rank(as_leaf_spec(spec), len(leaf.shape))
     except EinshardError as error:
         raise error.about(array=leaf_text(path, leaf), rule=f"'{rule}'") from None
 
 
 @cached
-def _of_rank(spec: AnySpec | PartitionSpec, ndim: int) -> LeafSpec:
-    """The parsed spec of a leaf, checked against its rank."""
-    if isinstance(spec, PartitionSpec):
-        return LeafSpec(_expression_of(spec, ndim))
-    known = as_leaf_spec(spec)
+def _checked_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
+    """The spec of a leaf, checked against its rank."""
+    known = of_rank(spec, ndim)
     axis_positions(known.expression, ndim)
     return known
-
-
-def _expression_of(spec: PartitionSpec, ndim: int) -> Expression:
-    _check_partition(spec)
-    if len(spec) > ndim:
-        raise EinshardError(
-            f'{spec} has {len(spec)} entries, but the array has {plural(ndim, "dimension")}'
-        )
-    if not any(spec):
-        return parse(REPLICATED)
-    names = list(itertools.islice(axis_letters(), ndim))
-    right = [
-        Term(name, mesh_axes=tuple(map(str, entry_axes(entry))))
-        for name, entry in itertools.zip_longest(names, spec)
-    ]
-    expression = write(map(Term, names), right)
-    check_mesh_axes(expression)
-    return expression

@@ -10,18 +10,18 @@ from typing import Any, TypeAlias
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._errors import EinshardError, quoted
 from .._notation.layout import needs_rank
 from .._sharding.context import mesh_scope
-from .._sharding.leaf_spec import AnySpec, LeafSpec, as_leaf_spec
-from .._sharding.mesh import AnyMesh
+from .._sharding.leaf_spec import LEAF_SPECS, AnySpec, LeafSpec, as_leaf_spec, parsed
+from .._sharding.mesh import AnyMesh, mesh_fact
 from .._text import array_text
 from .paths import leaf_paths, leaf_text, path_text
 
-# An expression, None, a function (path, leaf) -> spec, or a pytree prefix of these, which Python
-# cannot type.
+# An expression, a PartitionSpec, a NamedSharding, None, a function (path, leaf) -> spec, or a
+# pytree prefix of these, which Python cannot type.
 Spec: TypeAlias = Any
 
 
@@ -37,15 +37,19 @@ def leaf_specs(
     `leaves` and `treedef` are those of `tree`. Functions in `spec` are called with `mesh` as the
     mesh in context.
     """
-    if isinstance(spec, str | LeafSpec) or spec is None:
-        return [spec] * len(leaves)
+    if spec is None or isinstance(spec, LEAF_SPECS):
+        return [parsed(spec)] * len(leaves)
     check_specs(spec)
     prefix, prefix_def = jtu.tree_flatten(spec, is_leaf=is_none)
     alone = len(prefix) == 1 and prefix[0] is spec
     subtrees = [tree] if alone else _subtrees(prefix_def, spec, tree)
-    if all(isinstance(one, str | LeafSpec) or one is None for one in prefix):
+    if all(one is None or isinstance(one, LEAF_SPECS) for one in prefix):
         counts = [len(jtu.tree_leaves(subtree)) for subtree in subtrees]
-        return [one for one, count in zip(prefix, counts, strict=True) for _ in range(count)]
+        return [
+            one
+            for one, count in zip(map(parsed, prefix), counts, strict=True)
+            for _ in range(count)
+        ]
     specs: list[AnySpec | None] = []
     paths = leaf_paths(tree, treedef)
     for one, subtree in zip(prefix, subtrees, strict=True):
@@ -76,12 +80,12 @@ def is_function(spec: Spec) -> bool:
 def check_specs(spec: Spec) -> None:
     """Raises if a leaf is not a spec, or is an invalid expression."""
     for path, one in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
-        if isinstance(one, str):
+        if isinstance(one, LEAF_SPECS):
             try:
                 as_leaf_spec(one)
             except EinshardError as error:
                 raise (error.about(spec_at=f"'{path_text(path)}'") if path else error) from None
-        elif not (one is None or isinstance(one, LeafSpec) or is_function(one)):
+        elif not (one is None or is_function(one)):
             raise _not_a_spec(path, one)
 
 
@@ -89,7 +93,7 @@ def read_specs(spec: Spec) -> Spec:
     """A pytree of specs with parsed expressions; raises like `check_specs`."""
     check_specs(spec)
     return jtu.tree_map(
-        lambda one: as_leaf_spec(one) if isinstance(one, str) else one, spec, is_leaf=is_none
+        lambda one: as_leaf_spec(one) if isinstance(one, LEAF_SPECS) else one, spec, is_leaf=is_none
     )
 
 
@@ -102,24 +106,37 @@ def needs_leaves(spec: Spec) -> bool:
 
 
 def _call(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
-    while spec is not None and not isinstance(spec, str | LeafSpec):
+    while spec is not None and not isinstance(spec, LEAF_SPECS):
         if not is_function(spec):
             raise EinshardError(
                 f'the spec function returned {spec!r}, which is not a spec',
-                facts={'array': leaf_text(path, leaf), 'expected': 'an expression or None'},
+                facts={'array': leaf_text(path, leaf), 'expected': f'{_LEAF_SPEC} or None'},
             )
         spec = spec(path, leaf)
-    return spec
+    return parsed(spec)
+
+
+_LEAF_SPEC = 'an expression, a PartitionSpec, a NamedSharding'
+
+
+def mesh_of(spec: Spec) -> AnyMesh | None:
+    """The mesh of the NamedShardings in a pytree of specs, if it has devices."""
+    leaves = jtu.tree_leaves(spec, is_leaf=is_none)
+    meshes = {one.mesh for one in leaves if isinstance(one, LeafSpec | NamedSharding) and one.mesh}
+    if len(meshes) > 1:
+        raise EinshardError(
+            'the specs are on different meshes',
+            facts={'meshes': '; '.join(sorted(map(mesh_fact, meshes)))},
+        )
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
 def _not_a_spec(path: Sequence[Any], spec: Any) -> EinshardError:
     where = f" at '{path_text(path)}'" if path else ''
     function = 'a function (path, leaf) -> spec'
-    facts = {'expected': f'an expression, None, {function}, or a pytree of these'}
+    facts = {'expected': f'{_LEAF_SPEC}, None, {function}, or a pytree of these'}
     text = repr(spec)
-    if isinstance(spec, NamedSharding | PartitionSpec):
-        facts['instead'] = "name the mesh axes in an expression: 'b d -> b@data d'"
-    elif isinstance(spec, Mesh | AbstractMesh | jax.Device):
+    if isinstance(spec, Mesh | AbstractMesh | jax.Device):
         facts['instead'] = "pass it as mesh=: einshard(x, 'b d -> b* d', mesh=mesh)"
     elif hasattr(spec, 'shape') and hasattr(spec, 'dtype'):
         text = array_text(spec)

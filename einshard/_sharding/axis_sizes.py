@@ -1,0 +1,86 @@
+"""Sizes of named mesh axes for a number of devices. Imports no JAX."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+
+from .._errors import EinshardError
+from .._notation.expression import is_mesh_axis
+
+_MOST_SHOWN = 5
+
+
+def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str, int]:
+    """The sizes with -1 solved; raises if they do not use all devices.
+
+    `call` is the call without its sizes, for suggestions: "device_mesh(".
+    """
+    for name, size in sizes.items():
+        _check(name, size)
+    unknown = [name for name, size in sizes.items() if size == -1]
+    if len(unknown) > 1:
+        raise EinshardError(
+            f'only one size of a mesh may be -1, not {" and ".join(unknown)}',
+            facts={'got': _text(sizes)},
+        )
+    known = {name: size for name, size in sizes.items() if size != -1}
+    product = math.prod(known.values())
+    if n_devices % product or (not unknown and product != n_devices):
+        raise _wrong_sizes(sizes, known, n_devices, call)
+    return {name: n_devices // product if size == -1 else size for name, size in sizes.items()}
+
+
+def _check(name: str, size: object) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+        raise EinshardError(
+            f'the size of mesh axis {name!r} must be a positive integer or -1, not {size!r}'
+        )
+    if not is_mesh_axis(name):
+        raise EinshardError(f'{name!r} is not a valid name of a mesh axis')
+
+
+def _wrong_sizes(
+    sizes: Mapping[str, int], known: Mapping[str, int], n_devices: int, call: str
+) -> EinshardError:
+    product = math.prod(known.values())
+    if len(known) < len(sizes):
+        sentence = f'the number of devices ({n_devices}) is not divisible by {_text(known)}'
+    else:
+        need = 'needs' if len(sizes) == 1 else 'need'
+        sentence = f'{_text(sizes)} {need} {product} devices, but there are {n_devices}'
+    fitting = sorted(_fitting(sizes, n_devices), key=lambda one: _distance(sizes, one))
+    facts = {'sizes that fit': '; '.join(_text(one) for one in fitting[:_MOST_SHOWN])}
+    if len(known) == len(sizes) and product < n_devices and call == 'device_mesh(':
+        facts[f'on {product} of them'] = f'{call}jax.devices()[:{product}], {_text(sizes)})'
+    return EinshardError(sentence, facts=facts, fix=f'{call}{_text(fitting[0])})')
+
+
+def _fitting(sizes: Mapping[str, int], n_devices: int) -> Iterator[dict[str, int]]:
+    """Sizes that use all devices and differ from these in at most two axes, or in all."""
+    asked = {name: max(size, 1) for name, size in sizes.items()}
+    found: list[dict[str, int]] = []
+    for first, second in itertools.combinations_with_replacement(asked, 2):
+        rest = math.prod(size for name, size in asked.items() if name not in (first, second))
+        left, remainder = divmod(n_devices, rest)
+        if remainder:
+            continue
+        for size in _divisors(left) if first != second else (left,):
+            found.append({**asked, first: size, second: left // size if first != second else size})
+    first, *others = asked
+    found.append({first: n_devices, **dict.fromkeys(others, 1)})
+    yield from {tuple(one.items()): one for one in found}.values()
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return [*small, *(n // d for d in reversed(small) if d * d != n)]
+
+
+def _distance(sizes: Mapping[str, int], other: Mapping[str, int]) -> float:
+    return sum(abs(math.log(other[name] / size)) for name, size in sizes.items() if size != -1)
+
+
+def _text(sizes: Mapping[str, int]) -> str:
+    return ', '.join(f'{name}={size}' for name, size in sizes.items())

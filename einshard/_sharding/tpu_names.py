@@ -1,0 +1,118 @@
+"""Names of TPU slices: by generation and shape, or as Google Cloud has them. Imports no JAX."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+
+from .._errors import EinshardError, plural
+
+# Dimensions of the torus by generation. 'v4 lite' is v4i.
+_GENERATIONS = {
+    'v2': 2,
+    'v3': 2,
+    'v4 lite': 2,
+    'v4': 3,
+    'v5e': 2,
+    'v5p': 3,
+    'v6e': 2,
+    'tpu7x': 3,
+}
+_NAME = re.compile(r'(?P<generation>[\w ]+?)[:=](?P<sizes>\d+(?:x\d+)*)(?P<twist>_(?:un)?twisted)?')
+
+# Accelerator types of Google Cloud, with devices counted in TensorCores or in chips.
+_CLOUD_NAME = re.compile(r'(?P<generation>v2|v3|v4|v5p|v5litepod|v5e|v6e)-(?P<count>\d{1,6})')
+_CORES_PER_CHIP = {'v2': 2, 'v3': 2, 'v4': 2, 'v5p': 2, 'v5litepod': 1, 'v5e': 1, 'v6e': 1}
+_CLOUD_CHIPS = {
+    'v2': (4, 16, 64, 128, 256),
+    'v3': (4, 16, 32, 64, 128, 256, 512, 1024),
+    'v4': (4, 8, 16, 32, *range(64, 4097, 64)),
+    'v5p': (4, 8, 16, 32, *range(64, 6145, 64)),
+    'v5e': (1, 4, 8, 16, 32, 64, 128, 256),
+    'v6e': (1, 4, 8, 16, 32, 64, 128, 256),
+}
+
+_GPU = re.compile(r'(?i)\b(a100|h100|h200|gh200|b100|b200|gb200|v100|l4|mi\d+|gpu|cuda|rocm)')
+
+
+def topology_name(name: str) -> str:
+    """The name that libtpu knows: 'v5p:4x4x4' for 'v5p-128'. Raises if the name is invalid.
+
+    The shape is the default of Google Cloud, the one closest to a cube
+    (https://cloud.google.com/tpu/docs/types-topologies).
+    """
+    found = _CLOUD_NAME.fullmatch(name)
+    if found is None:
+        _check_shape(name)
+        return name
+    generation, count = found['generation'], int(found['count'])
+    cores = _CORES_PER_CHIP[generation]
+    chips, rest = divmod(count, cores)
+    generation = generation.replace('v5litepod', 'v5e')
+    if rest or chips not in _CLOUD_CHIPS[generation]:
+        counts = [str(chips * cores) for chips in _CLOUD_CHIPS[generation]]
+        shown = ', '.join(counts if len(counts) < 12 else [*counts[:7], '...', counts[-1]])
+        unit = 'TensorCores' if cores == 2 else 'chips'
+        raise EinshardError(
+            f"'{name}' is not a slice of Google Cloud",
+            facts={f'sizes in {unit}': shown, 'by shape': f"'{_example(generation)}'"},
+        )
+    return f'{generation}:{"x".join(map(str, _default_shape(chips, _GENERATIONS[generation])))}'
+
+
+def _default_shape(chips: int, ndim: int) -> tuple[int, ...]:
+    """The shape closest to a square or a cube. Larger 3D slices consist of cubes of 4x4x4 chips."""
+    if ndim == 3 and chips < 64:
+        return {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}[chips]
+    unit = 4 if ndim == 3 else 1
+    n = chips // unit**ndim
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    shapes = itertools.combinations_with_replacement(divisors, ndim)
+    best = min((shape for shape in shapes if math.prod(shape) == n), key=sum)
+    return tuple(unit * size for size in best)
+
+
+def _example(generation: str) -> str:
+    return f'{generation}:{"4x4" if _GENERATIONS[generation] == 2 else "2x2x2"}'
+
+
+def _check_shape(name: str) -> None:
+    """Raises for invalid names: the errors of libtpu use its internal names."""
+    if _GPU.search(name):
+        raise EinshardError(
+            f"'{name}' is not a TPU slice: topology() knows only TPUs",
+            facts={
+                'on these GPUs': 'leave out mesh=, or mesh=jax.devices()',
+                'elsewhere': 'simulate as many CPU devices: same layouts, '
+                'mostly the same collectives',
+            },
+        )
+    found = _NAME.fullmatch(name)
+    generation = found['generation'] if found else ''
+    if found is None or generation not in _GENERATIONS:
+        what = (
+            f"'{generation}' is not a TPU generation"
+            if found
+            else f"'{name}' is not a valid topology name"
+        )
+        raise EinshardError(what, facts=known_names())
+    sizes = found['sizes'].split('x')
+    if any(int(size) == 0 for size in sizes):  # libtpu would divide by zero
+        raise EinshardError(f"'{name}' has no chips", facts=known_names())
+    n_dims, dims = _GENERATIONS[generation], len(sizes)
+    if dims == 1 or any(int(size) > 1 for size in sizes[n_dims:]):
+        raise EinshardError(
+            f"'{name}' has {plural(dims, 'dimension')}, but {generation} slices have {n_dims}",
+            facts=known_names(),
+        )
+
+
+def known_names() -> dict[str, str]:
+    two = [name for name, n_dims in _GENERATIONS.items() if n_dims == 2]
+    three = [name for name, n_dims in _GENERATIONS.items() if n_dims == 3]
+    return {
+        '2 dimensions': f"{', '.join(two)}; for example 'v5e:4x4'",
+        '3 dimensions': f"{', '.join(three)}; for example 'v5p:2x2x2'",
+        'Google Cloud': "v2 to v6e; for example 'v5p-128', 'v5litepod-16'",
+    }

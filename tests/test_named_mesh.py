@@ -1,0 +1,210 @@
+"""Named meshes: device_mesh(data=4, tensor=2), the same for TPU slices, and names of the cloud."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from einshard import EinshardError, device_mesh, einshard, make_sharding, sharded, topology
+from einshard._sharding.axis_sizes import solve_sizes
+from einshard._sharding.tpu_names import topology_name
+
+DEVICES = jax.devices()
+
+
+@pytest.mark.parametrize(
+    ('axes', 'sizes'),
+    [
+        ({'data': 16}, (16,)),
+        ({'data': 4, 'tensor': 4}, (4, 4)),
+        ({'data': 8, 'tensor': 2}, (8, 2)),
+        ({'data': -1, 'tensor': 2}, (8, 2)),
+        ({'pod': 1, 'data': -1, 'tensor': 4}, (1, 4, 4)),
+        ({'data': 16, 'tensor': -1}, (16, 1)),
+        ({'devices_': 2, 'd\u00e9': 8}, (2, 8)),
+    ],
+)
+def test_axes_divide_the_devices_row_by_row(axes, sizes):
+    mesh = device_mesh(**axes)
+    assert mesh == Mesh(np.array(DEVICES).reshape(sizes), tuple(axes))
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert device_mesh(**axes) is mesh
+    assert device_mesh(DEVICES[::-1], **axes) is mesh
+    assert device_mesh(mesh, **axes) is mesh
+
+
+def test_explicit_axes():
+    mesh = device_mesh(data=4, tensor=4, axis_types=AxisType.Explicit)
+    assert set(mesh.axis_types) == {AxisType.Explicit}
+    with jax.set_mesh(mesh):
+        x = einshard(np.ones((8, 8)), 'b@data d')
+        assert jax.typeof(x).sharding.spec == P('data', None)
+
+
+def test_some_devices_and_abstract_meshes():
+    assert device_mesh(DEVICES[:6], data=3, tensor=2).devices.tolist() == [
+        DEVICES[0:2],
+        DEVICES[2:4],
+        DEVICES[4:6],
+    ]
+    abstract = device_mesh(AbstractMesh((24,), ('x',)), data=-1, tensor=4)
+    types = (AxisType.Auto,) * 2
+    assert abstract == AbstractMesh((6, 4), ('data', 'tensor'), axis_types=types)
+
+
+def test_in_use():
+    mesh = device_mesh(data=4, tensor=4)
+    sharding = make_sharding('b@data d@tensor', mesh=mesh)
+    assert sharding == NamedSharding(mesh, P('data', 'tensor'))
+    f = sharded('b@data d', out='b d@tensor', mesh=mesh)(lambda x: x + 1)
+    assert f(np.ones((4, 4), np.float32)).sharding.spec == P(None, 'tensor')
+
+
+@pytest.mark.parametrize(
+    ('axes', 'message'),
+    [
+        (
+            {'data': 3, 'tensor': 2},
+            'data=3, tensor=2 need 6 devices, but there are 16\n'
+            '  sizes that fit: data=8, tensor=2; data=4, tensor=4; data=2, tensor=8; '
+            'data=16, tensor=1; data=1, tensor=16\n'
+            '  on 6 of them:   device_mesh(jax.devices()[:6], data=3, tensor=2)\n'
+            '  try:            device_mesh(data=8, tensor=2)',
+        ),
+        (
+            {'data': -1, 'tensor': 3},
+            'the number of devices (16) is not divisible by tensor=3\n'
+            '  sizes that fit: data=4, tensor=4; data=8, tensor=2; data=2, tensor=8; '
+            'data=16, tensor=1; data=1, tensor=16\n'
+            '  try:            device_mesh(data=4, tensor=4)',
+        ),
+        (
+            {'a': 3, 'b': 5, 'c': 7},
+            'a=3, b=5, c=7 need 105 devices, but there are 16\n'
+            '  sizes that fit: a=16, b=1, c=1\n'
+            '  try:            device_mesh(a=16, b=1, c=1)',
+        ),
+        ({'a': -1, 'b': -1}, 'only one size of a mesh may be -1, not a and b\n  got: a=-1, b=-1'),
+        ({'a': 0}, "the size of mesh axis 'a' must be a positive integer or -1, not 0"),
+        ({'a': -2}, "the size of mesh axis 'a' must be a positive integer or -1, not -2"),
+        ({'a': 2.0}, "the size of mesh axis 'a' must be a positive integer or -1, not 2.0"),
+        ({'a': True}, "the size of mesh axis 'a' must be a positive integer or -1, not True"),
+        ({'a b': 16}, "'a b' is not a valid name of a mesh axis"),
+        ({'': 16}, "'' is not a valid name of a mesh axis"),
+    ],
+)
+def test_sizes_that_do_not_fit(axes, message):
+    with pytest.raises(EinshardError) as caught:
+        device_mesh(**axes)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize('n', [1, 2, 6, 12, 16, 24, 97, 256, 6144])
+@pytest.mark.parametrize('sizes', [(2,), (3, 2), (-1, 5), (4, 4, 4), (2, 16, -1, 7)])
+def test_all_suggested_sizes_fit(n, sizes):
+    axes = {f'x{i}': size for i, size in enumerate(sizes)}
+    try:
+        solved = solve_sizes(axes, n, 'device_mesh(')
+    except EinshardError as error:
+        for text in error.facts['sizes that fit'].split('; '):
+            fits = {name: int(size) for name, size in (one.split('=') for one in text.split(', '))}
+            assert fits.keys() == axes.keys()
+            assert solve_sizes(fits, n, '') == fits
+            assert math.prod(fits.values()) == n
+    else:
+        assert math.prod(solved.values()) == n
+
+
+# --- TPU slices ----------------------------------------------------------------------------------
+
+
+def coordinates(mesh):
+    return np.array([device.coords for device in mesh.devices.flat]).reshape(*mesh.axis_sizes, 3)
+
+
+@pytest.fixture
+def libtpu():
+    return pytest.importorskip('libtpu', reason='libtpu describes TPUs, and is not installed')
+
+
+def test_axes_of_a_slice(libtpu):
+    mesh = topology('v5e:4x4', data=4, tensor=-1)
+    assert mesh.axis_names == ('data', 'tensor')
+    assert topology('v5litepod-16', data=4, tensor=4) is mesh
+    assert coordinates(mesh).tolist() == [[[x, y, 0] for y in range(4)] for x in range(4)]
+    explicit = topology('v5e:4x4', data=4, tensor=4, axis_types=AxisType.Explicit)
+    assert set(explicit.axis_types) == {AxisType.Explicit}
+    assert topology('v5e:4x4', axis_types=AxisType.Explicit).axis_names == ('d0', 'd1', 'd2', 'd3')
+
+
+def test_slices_are_on_the_left(libtpu):
+    mesh = topology('v5e:2x2', n_slices=4, pod=2, data=2, tensor=4)
+    slices = [[{d.slice_index for d in row} for row in pod] for pod in mesh.devices]
+    assert slices == [[{0}, {1}], [{2}, {3}]]
+
+
+def test_sizes_that_do_not_fit_a_slice(libtpu):
+    with pytest.raises(EinshardError, match='data=4, tensor=8 need 32 devices, but there are 16'):
+        topology('v5e:4x4', data=4, tensor=8)
+    with pytest.raises(EinshardError) as caught:
+        topology('v5e:2x2', n_slices=2, data=3)
+    assert caught.value.fix == "topology('v5e:2x2', n_slices=2, data=8)"
+
+
+# from https://cloud.google.com/tpu/docs/v5p, v5e and v6e; v4 also from xpk's table
+@pytest.mark.parametrize(
+    ('cloud', 'name'),
+    [
+        ('v2-8', 'v2:2x2'),
+        ('v3-32', 'v3:4x4'),
+        ('v4-8', 'v4:2x2x1'),
+        ('v4-32', 'v4:2x2x4'),
+        ('v4-1536', 'v4:8x8x12'),
+        ('v5p-8', 'v5p:2x2x1'),
+        ('v5p-16', 'v5p:2x2x2'),
+        ('v5p-64', 'v5p:2x4x4'),
+        ('v5p-128', 'v5p:4x4x4'),
+        ('v5p-256', 'v5p:4x4x8'),
+        ('v5p-512', 'v5p:4x8x8'),
+        ('v5p-1024', 'v5p:8x8x8'),
+        ('v5p-2048', 'v5p:8x8x16'),
+        ('v5p-4096', 'v5p:8x16x16'),
+        ('v5p-8192', 'v5p:16x16x16'),
+        ('v5p-12288', 'v5p:16x16x24'),
+        ('v5litepod-1', 'v5e:1x1'),
+        ('v5litepod-4', 'v5e:2x2'),
+        ('v5litepod-8', 'v5e:2x4'),
+        ('v5litepod-32', 'v5e:4x8'),
+        ('v5litepod-128', 'v5e:8x16'),
+        ('v5e-64', 'v5e:8x8'),
+        ('v6e-256', 'v6e:16x16'),
+        ('v5e:4x4', 'v5e:4x4'),
+    ],
+)
+def test_default_shapes_of_the_cloud(cloud, name):
+    assert topology_name(cloud) == name
+
+
+def test_cores_and_chips(libtpu):
+    assert topology('v5p-128').size == 64
+    assert topology('v5litepod-16') is topology('v5e:4x4')
+
+
+@pytest.mark.parametrize(
+    ('name', 'counts'),
+    [
+        ('v5p-100', 'sizes in TensorCores: 8, 16, 32, 64, 128, 256, 384, ..., 12288'),
+        ('v5p-9', 'sizes in TensorCores: 8, 16, 32, 64, 128, 256, 384, ..., 12288'),
+        ('v2-4', 'sizes in TensorCores: 8, 32, 128, 256, 512'),
+        ('v6e-512', 'sizes in chips: 1, 4, 8, 16, 32, 64, 128, 256'),
+        ('v5litepod-0', 'sizes in chips: 1, 4, 8, 16, 32, 64, 128, 256'),
+    ],
+)
+def test_sizes_that_the_cloud_does_not_have(name, counts):
+    with pytest.raises(EinshardError) as caught:
+        topology(name)
+    assert caught.value.sentence == f"'{name}' is not a slice of Google Cloud"
+    assert counts in str(caught.value)
