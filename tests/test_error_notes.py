@@ -115,6 +115,15 @@ def test_on_the_canonical_mesh_it_names_that_with_auto_axes():
     assert facts_of(note)['or Auto axes'] == 'device_mesh()'
 
 
+def test_without_a_mesh_in_context_it_names_that_of_the_operands():
+    x = jax.device_put(X[:, :32], jax.NamedSharding(MESH, jax.P('data')))
+    with pytest.raises(Exception, match='add operation') as caught:
+        sharded(lambda x: x + x.T)(x)
+    (note,) = notes_of(caught.value)
+    assert facts_of(note)['or Auto axes'].startswith("jax.make_mesh((4, 2), ('data', 'tensor')")
+    assert facts_of(note)['operand 0'].endswith("parameter 'x': axis 0 is sharded over 'data'")
+
+
 # operation, the operands of the note, the start of its advice
 OPERATIONS = {
     'indexing': (
@@ -284,6 +293,10 @@ SIZES = {
         None,
     ),
     'no specs': (sharded(lambda x, w: x @ w), None),
+    'PartitionSpecs': (
+        sharded(*[jax.P(None, 'tensor')] * 2, mesh=MESH)(lambda x, w: x + w),
+        None,
+    ),
 }
 
 

@@ -21,13 +21,15 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 
 from .._errors import EinshardError, quoted
-from .._notation.expression import ELLIPSIS
+from .._notation.expression import ELLIPSIS, Expression
 from .._notation.layout import axis_positions
 from .._sharding.context import Context
+from .._sharding.leaf_spec import as_leaf_spec
 from .._sharding.mesh import AnyMesh, is_device_mesh, spec_axes
-from .._sharding.resolve import Placement
+from .._sharding.resolve import resolve
 from .._text import short_source
 from .._trees.paths import path_text
+from .._trees.specs import leaf_specs
 from .value_spec import ValueSpec
 
 _JAX = frozenset({'jax', 'jaxlib', 'opt_einsum'})  # jnp.einsum checks sizes in opt_einsum
@@ -83,18 +85,18 @@ def is_sharding_type_error(error: BaseException) -> bool:
 
 
 class _Leaf(NamedTuple):
-    """A leaf of an argument, its name ("w" or "params/w"), and its placement if it has a spec."""
+    """A leaf of an argument, its name ("w" or "params/w"), and its expression if it has one."""
 
     name: str
     value: Any
-    placement: Placement | None
+    expression: Expression | None
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes that the expression of its spec names, and their positions."""
-        if self.placement is None:
+        """The axes that the expression names, and their positions."""
+        if self.expression is None:
             return {}
-        found = axis_positions(self.placement.expression, len(self.value.shape))
+        found = axis_positions(self.expression, len(self.value.shape))
         return {name: i for name, i in found.items() if name != ELLIPSIS}
 
 
@@ -102,11 +104,14 @@ def _leaves(
     arguments: Sequence[ValueSpec], values: Sequence[Any], context: Context
 ) -> Iterator[_Leaf]:
     for argument, value in zip(arguments, values, strict=True):
-        placed = argument.place(value, context) or [
-            (path, leaf, None) for path, leaf in jtu.tree_leaves_with_path(value)
-        ]
-        for path, leaf, placement in placed:
-            yield _Leaf(f'{argument.name}/{path_text(path)}'.rstrip('/'), leaf, placement)
+        leaves = jtu.tree_leaves_with_path(value)
+        specs = leaf_specs(value, [leaf for _, leaf in leaves], argument.spec, context.mesh)
+        for (path, leaf), spec in zip(leaves, specs, strict=True):
+            expression = None
+            # a PartitionSpec names no array axes
+            if spec is not None and as_leaf_spec(spec).partition is None:
+                expression = resolve(spec, leaf.shape, context).expression
+            yield _Leaf(f'{argument.name}/{path_text(path)}'.rstrip('/'), leaf, expression)
 
 
 def _package(frame: _Frame) -> str:
@@ -134,6 +139,8 @@ def _sharding_note(
     if outside and outside[-1:] != users[-1:]:
         facts['which calls' if users else 'line'] = _line(frames[outside[-1]])
     operands = _operands(frames[outside[-1] + 1 :] if outside else ())
+    meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
+    mesh = next((one for one in meshes if one.axis_names), mesh)
     concerned = _axes_in_message(str(error), mesh)
     by_id = {id(leaf.value): leaf for leaf in leaves}
     for i, operand in enumerate(operands[:_MOST_OPERANDS]):
@@ -218,17 +225,16 @@ def _sizes_that_differ(leaves: Iterator[_Leaf], message: str) -> Iterator[str]:
     mixed: set[tuple[str, str]] = set()
     for leaf in leaves:
         for axis, i in leaf.axes.items():
-            assert leaf.placement is not None
-            expression = leaf.placement.expression.text
+            text = leaf.expression.text if leaf.expression else ''
             size, known = leaf.value.shape[i], named.setdefault(axis, {})
-            if known.setdefault(expression, (size, leaf.name))[0] != size:
-                mixed.add((axis, expression))
+            if known.setdefault(text, (size, leaf.name))[0] != size:
+                mixed.add((axis, text))
     shown = {*map(int, re.findall(r'\b\d+\b', message))}
     for axis, known in named.items():
         first = {
             size: name
-            for expression, (size, name) in reversed(known.items())
-            if size in shown and (axis, expression) not in mixed
+            for text, (size, name) in reversed(known.items())
+            if size in shown and (axis, text) not in mixed
         }
         if len(first) > 1:
             sizes = ' and '.join(f"{size} in '{name}'" for size, name in reversed(first.items()))
