@@ -294,7 +294,7 @@ SIZES = {
     ),
     'no specs': (sharded(lambda x, w: x @ w), None),
     'PartitionSpecs': (
-        sharded(*[jax.P(None, 'tensor')] * 2, mesh=MESH)(lambda x, w: x + w),
+        sharded(jax.P(None, 'tensor'), jax.P(None, 'data'), mesh=MESH)(lambda x, w: x + w),
         None,
     ),
 }
