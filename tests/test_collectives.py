@@ -614,6 +614,9 @@ def test_links_of_a_chain_in_a_loop_are_its_collective():
         'chain_id="1"', 'chain_id="0"', 1
     )
     assert [(c.name, c.executions) for c in read_collectives(other)] == [('g.0', 1), ('g.1', 7)]
+    # without a mark at the start, it is the link that runs least often
+    unmarked = text.replace('"AsyncCollectiveStart"', '"Other"')
+    assert [(c.name, c.executions) for c in read_collectives(unmarked)] == [('g.0', 1)]
 
 
 def test_computation_that_nobody_calls_does_not_run():

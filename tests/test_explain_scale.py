@@ -14,14 +14,15 @@ from collections import Counter
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hlo import llama
-from hlo.programs import MACHINES, B, D, F
+from hlo.programs import MACHINES, B, D, F, floats
 from jax.sharding import AxisType, Mesh
 from test_collectives import kept
 
-from einshard import explain
+from einshard import einshard, explain, sharded
 from einshard._hlo.all_gathers import find_all_gathers
 from einshard._hlo.collectives import find_collectives, read_collectives
 from einshard._hlo.flops import find_products
@@ -292,8 +293,46 @@ def test_what_the_user_widens_is_not_marked():
     def gathered(x):
         return jax.lax.with_sharding_constraint(x.astype(np.float32) * 2, given)
 
-    (row,) = explain(gathered, jax.ShapeDtypeStruct((64, 8), jax.numpy.bfloat16)).collectives
+    (row,) = explain(gathered, jax.ShapeDtypeStruct((64, 8), jnp.bfloat16)).collectives
     assert (row.arrays, row.widened) == ('f32[64,8]', False)
+
+
+SPECS = {'stream': 'b s d -> b4 s4 d', 'all': 'b s d -> b4 s d 4', 'hidden': 'b s f -> b4 s f4'}
+
+
+def put(x, name):
+    return einshard(x, SPECS[name])
+
+
+def test_activations_have_axis_names():
+    @sharded(SPECS['stream'], 'd f -> 4 d f4', 'f d -> 4 f4 d', out=SPECS['stream'])
+    def mlp(x, w_in, w_out):
+        def layer(x, _):
+            x = put(jnp.tanh(x), 'all')
+            hidden = put(jnp.einsum('bsd,df->bsf', x, w_in), 'hidden')
+            return put(jnp.einsum('bsf,fd->bsd', hidden, w_out), 'stream'), None
+
+        return jax.lax.scan(layer, x, length=5)[0]
+
+    report = explain(mlp, *(floats(*shape) for shape in [(16, 32, 64), (64, 128), (128, 64)]))
+    assert {(row.kind, row.axes, row.executions) for row in report.collectives} == {
+        ('all-gather', 'b s d', 5),
+        ('all-reduce', 'b s d', 5),
+    }
+    assert str(report).count('\n        of activations b s d\n') == 2
+
+
+def test_axis_names_that_are_not_certain():
+    """One line constrains values with different names."""
+
+    @sharded('a b -> a* b', 'c d -> c* d', out=('a b -> * a b', 'c d -> * c d'))
+    def both(*arrays):
+        specs = ('a b -> * a b', 'c d -> * c d')
+        return tuple(einshard(jnp.tanh(x), spec) for x, spec in zip(arrays, specs, strict=True))
+
+    rows = explain(both, floats(32, 64), floats(64, 32)).collectives
+    assert {row.kind for row in rows} == {'all-gather'}
+    assert {row.axes for row in rows} == {''}
 
 
 def test_totals(report):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -9,15 +10,22 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
+from .._cache import register
 from .._errors import EinshardError
+from .._notation.expression import Expression
 from .._sharding.context import depth_of_user, is_staging
 from .._sharding.mesh import AnyMesh, mesh_fact, partition_spec, spec_axes
 from .._sharding.resolve import Placement
+
+# The axis names of the value that a line constrains, by file and line, for `explain`: a compiled
+# program has lines, but no names. Empty for a line that constrains values with different names.
+names_at: dict[str, tuple[str, ...]] = register({})
 
 
 def constrain(x: Any, placement: Placement) -> Any:
     """Constrains a traced value: reshard for explicit mesh axes, a constraint for the others."""
     _check_context(placement)
+    _note_names(placement.expression)
     if isinstance(x, jax.Ref):
         return _checked_ref(x, placement)
     try:
@@ -25,6 +33,15 @@ def constrain(x: Any, placement: Placement) -> Any:
     except ValueError as error:
         # under jax.grad without jit the value may be on other devices; the tracer does not show it
         raise _cannot_constrain(placement, error) from error
+
+
+def _note_names(expression: Expression) -> None:
+    """Notes the axis names at the line of the user, and at the line that calls its function."""
+    user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
+    for frame in filter(None, (user, user.f_back)):
+        line = f'{frame.f_code.co_filename}:{frame.f_lineno}'
+        if names_at.setdefault(line, expression.names) != expression.names:
+            names_at[line] = ()
 
 
 def place_constant(x: Any, placement: Placement) -> Any:

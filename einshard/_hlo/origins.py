@@ -108,6 +108,11 @@ def user_with_source(
             return user
         if called is not None and module.source(called['']) is not None:
             return called['']
+        if called is not None and far and user.opcode in ('fusion', 'call'):
+            inside = called.parameter(user.operands.index(name))
+            further = user_with_source(module, called, inside, far - 1)
+            if further is not None:
+                return further
         further = user_with_source(module, here, user.name, far - 1) if far else None
         if further is not None:
             return further

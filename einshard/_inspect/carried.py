@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .._errors import EinshardError
+from .._arrays.constrain import names_at
 from .._hlo.collectives import MARKS, Collective
 from .._hlo.module import Module
 from .._hlo.origins import Origins
 from .._hlo.output_uses import output_uses
-from .._notation.expression import ELLIPSIS, parse
+from .._notation.expression import ELLIPSIS
 from .report_rows import ArrayRow
 
 ROLES = ('weights', 'gradients', 'activations')
@@ -102,11 +101,18 @@ def results_in_place(
     return tuple((a.path, b.path) for a, b in pairs if replace(a, path=b.path) == b)
 
 
+# operations whose result has the axes of their operands; others of a line may have other axes
+_ELEMENTWISE = frozenset(
+    (
+        *('add', 'convert_element_type', 'cos', 'div', 'exp', 'logistic', 'max', 'min', 'mul'),
+        *('neg', 'select_n', 'sharding_constraint', 'sin', 'sqrt', 'square', 'sub', 'tanh'),
+    )
+)
 _EINSUM = re.compile(r'/([A-Za-z,]+)->([A-Za-z]*)/')
 
 
 def _axes(one: Collective) -> str:
-    """The axis names of an activation, from an einsum or from an expression in its source line."""
+    """The axis names of an activation, from an einsum or from the constraint in its line."""
     n_dims = len(one.arrays[0].shape)
     if einsum := _EINSUM.search(one.op_name):
         operands, result = einsum[1].split(','), einsum[2]
@@ -115,23 +121,12 @@ def _axes(one: Collective) -> str:
             sides = operands if is_forward else [*operands, result]
         else:  # the result, or the gradient of an operand
             sides = [result] if is_forward else operands
-        alike = [side for side in sides if len(side) == n_dims]
+        # the compiler may merge axes, so ranks only choose among several
+        alike = [side for side in sides if len(side) == n_dims or len(sides) == 1]
         return ' '.join(alike[0]) if len(alike) == 1 else einsum[0].strip('/')
-    if not one.op_name.endswith('sharding_constraint'):
-        return ''
-    for source in (one.source, one.called_at):
-        file, _, line = (source or '').rpartition(':')
-        text = linecache.getline(file, int(line)) if line.isdecimal() else ''
-        for quoted in re.findall(r"""'([^']+)'|"([^"]+)\"""", text) if 'einshard(' in text else ():
-            names = _names(''.join(quoted))
-            if len(names) == n_dims:
+    if one.op_name.rpartition('/')[2] in _ELEMENTWISE:
+        for line in filter(None, (one.called_at, one.source)):
+            names = names_at.get(line, ())
+            if len(names) == n_dims and ELLIPSIS not in names:
                 return ' '.join(names)
     return ''
-
-
-def _names(text: str) -> Sequence[str]:
-    try:
-        names = parse(text).names
-    except EinshardError:
-        return ()
-    return () if ELLIPSIS in names else names

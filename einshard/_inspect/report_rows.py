@@ -65,8 +65,8 @@ class CollectiveRow:
             updates; if it updates none, all arguments of floating-point numbers.
         is_backward: whether it belongs to the backward pass, which repeats parts of the forward
             pass under `jax.checkpoint`.
-        axes: the axis names of an activation, 'b s d', from the einsum or expression in its line;
-            or ''.
+        axes: the axis names of an activation, 'b s d', from the einsum or constraint in its line,
+            or the einsum if it does not tell which of its arrays it is; or ''.
         widened: whether the compiled program runs it in float32 although the arrays are bfloat16,
             as XLA does on CPU. `arrays` and bytes are those in bfloat16.
         called_at: if `source` is in a helper, such as a function with one line, the first line
