@@ -140,6 +140,22 @@ def test_make_sharding_is_an_out_sharding(name, jitted):
     np.testing.assert_array_equal(y, expected)
 
 
+@pytest.mark.parametrize('types', [AUTO, EXPLICIT])
+def test_einsum_works_on_both_kinds_of_axes_and_out_sharding_on_explicit_ones(types):
+    def by_option(x):
+        return jnp.matmul(x, x.T, out_sharding=make_sharding('a@data c'))
+
+    @sharded('a b -> a@data b@tensor')
+    def by_einsum(x):
+        return einsum('a b, c b -> a@data c', x, einshard(x, 'c b -> c b@tensor'))
+
+    with jax.set_mesh(mesh_of(types=types, data=4, tensor=2)):
+        np.testing.assert_array_equal(by_einsum(X), X @ X.T)
+        if types == AUTO:
+            with pytest.raises(ValueError, match='Auto'):
+                jax.jit(by_option)(X)
+
+
 # models
 
 
