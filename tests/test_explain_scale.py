@@ -113,6 +113,48 @@ def test_every_collective_einsum_is_one_collective(layers):
     assert all(one.bytes < 2**20 for one in permutes)
 
 
+UNROLLED = """HloModule jit_f, num_partitions=4
+
+%add (g: f32[8], s: f32[8]) -> f32[8] {
+  %g = f32[8]{0} parameter(0)
+  %s = f32[8]{0} parameter(1)
+  ROOT %t = f32[8]{0} add(%g, %s)
+}
+
+ENTRY %main (w: f32[8], z: f32[8]) -> (f32[8], f32[8], f32[8]) {
+  %w = f32[8]{0} parameter(0)
+  %z = f32[8]{0} parameter(1)
+  %a.1 = f32[8]{0} collective-permute(%w), channel_id=1, RIGHT
+  %a.2 = f32[8]{0} collective-permute(%w), channel_id=2, LEFT
+  %a.3 = f32[8]{0} collective-permute(%a.1), channel_id=3, RIGHT
+  %b.1 = f32[8]{0} collective-permute(%z), channel_id=4, RIGHT
+  %b.2 = f32[8]{0} fusion(%z, %b.1), kind=kLoop, calls=%add
+  %b.3 = f32[8]{0} collective-permute(%b.2), channel_id=5, RIGHT
+  %b.4 = f32[8]{0} fusion(%z, %b.3), kind=kLoop, calls=%add
+  %b.5 = f32[8]{0} collective-permute(%b.4), channel_id=6, LEFT
+  ROOT %all = (f32[8]{0}, f32[8]{0}, f32[8]{0}) tuple(%a.2, %a.3, %b.5)
+}
+"""
+
+
+def test_collective_einsums_that_are_unrolled():
+    """One passes pieces on in both directions, the other passes on sums."""
+    text = UNROLLED
+    for ring, step in (('RIGHT', 1), ('LEFT', -1)):
+        pairs = ','.join(f'{{{i},{(i + step) % 4}}}' for i in range(4))
+        text = text.replace(
+            ring,
+            f'source_target_pairs={{{pairs}}}, metadata={{op_name="jit(f)/dot_general" '
+            'stack_frame_id=3}',
+        )
+    gather, scatter = read_collectives(text)
+    assert (gather.kind, gather.shape_text) == ('all-gather', ', '.join(['f32[8]'] * 4))
+    assert (scatter.kind, scatter.shape_text) == ('reduce-scatter', ', '.join(['f32[8]'] * 4))
+    assert gather.network_bytes == scatter.network_bytes == 3 * 32
+    others = read_collectives(text.replace('/dot_general', '/ppermute'))
+    assert [one.kind for one in others] == ['collective-permute'] * 6
+
+
 def test_layers_multiply():
     def rows(layers):
         return Counter((one.kind, one.shape_text, one.executions) for one in collectives_of(layers))

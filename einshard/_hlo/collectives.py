@@ -19,7 +19,7 @@ from .module import ArrayType, Computation, Instruction, Module, Place
 from .origins import user_with_source
 from .sources import number_of
 from .widened import narrowed, widened_dtypes
-from .windowed import Windowed
+from .windowed import collective_einsums
 
 KINDS = (
     'all-reduce',
@@ -172,7 +172,8 @@ _MEETING = re.compile(
     r'_rendezvous="([^"]*)".*_xla_megascale_target="?([^"]*?)"?,'
     r'_xla_megascale_transfer_type="(\w+)"'
 )
-_TRANSFERS = {'ONE_TO_ONE': 'collective-permute'}
+_PERMUTE = 'collective-permute'
+_TRANSFERS = {'ONE_TO_ONE': _PERMUTE}
 _PHASE = re.compile(r'custom_call_target="AsyncCollective(\w+)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
@@ -210,17 +211,14 @@ class _Finder:
             if one.group_size > 1 and place.start not in links:
                 order = (*(site.start for site in path), place.start)
                 found.append((order, place, self.with_callers(path, place, one)))
+        permutes = {place: one.group_size for _, place, one in found if one.kind == _PERMUTE}
+        pieces = {place: (order, place, one) for order, place, one in found if place in permutes}
         ordered: list[tuple[tuple[int, ...], Collective]] = []
-        windowed, permutes = Windowed(self.module), dict[int, list[_Found]]()
-        for order, place, one in found:
-            loop = windowed.loop(place) if one.kind == 'collective-permute' else None
-            if loop is None:
-                ordered.append((order, one))
-            else:
-                permutes.setdefault(loop, []).append((order, place, one))
-        for start, several in permutes.items():
-            loop, form = windowed.loops[start]
-            ordered.append(_merged(several, form, executions.of(loop.here)))
+        for form, here, places in collective_einsums(self.module, permutes):
+            several = [pieces.pop(place) for place in places]
+            ordered.append(_merged(several, form, executions.of(here)))
+        rest = (*(x for x in found if x[1] not in permutes), *pieces.values())
+        ordered += [(order, one) for order, _, one in rest]
         return tuple(one for _, one in sorted(ordered, key=lambda pair: pair[0]))
 
     def instructions(self) -> Iterator[tuple[Place, dict[str, Any]]]:

@@ -1,48 +1,71 @@
-"""Collective einsums: loops of matrix products and permutes that replace a collective. No JAX.
+"""Collective einsums: products and permutes that replace a collective. Imports no JAX.
 
 XLA may split an all-gather or reduce-scatter and the product next to it into pieces, to send one
-piece while it multiplies another. The program then has a loop with permutes. Together they are one
-collective, with pieces as its operands or results.
+piece while it multiplies another. The program then has a loop with permutes, or an unrolled one.
+Together they are one collective, with pieces as its operands or results.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Iterator, Mapping, Sequence
 
 from .module import Computation, Module, Place
+from .sources import number_of
 
 _BODY = re.compile(r'windowed_dot_general_body_(ag|rs)')  # named so by the SPMD partitioner
 _MOVES = frozenset(
-    ('copy', 'copy-start', 'copy-done', 'bitcast', 'collective-permute-done', 'get-tuple-element')
+    (
+        *('bitcast', 'collective-permute-done', 'copy', 'copy-done', 'copy-start'),
+        'get-tuple-element',
+    )
 )
 
 
-class Windowed:
-    """The loops of collective einsums in a program.
+def collective_einsums(
+    module: Module, permutes: Mapping[Place, int]
+) -> Iterator[tuple[str, Computation, list[Place]]]:
+    """The permutes of each collective einsum.
 
-    Attributes:
-        loops: by the offset of the loop, the loop, and 'ag' or 'rs'.
+    Yields 'ag' for an all-gather or 'rs' for a reduce-scatter, the computation that it is in, and
+    its permutes.
+
+    Args:
+        module: the compiled program.
+        permutes: the permutes of the program, and the sizes of their groups.
     """
+    loops = {
+        loop.start: (loop, body[1])
+        for loop in (module.find(' while(') if permutes else ())
+        if (body := _BODY.search(loop.made.attributes))
+    }
+    looped: dict[int, list[Place]] = {}
+    others: list[Place] = []
+    for place in permutes:
+        start = _loop(module, place, [loop for loop, _ in loops.values()])
+        (others if start is None else looped.setdefault(start, [])).append(place)
+    for start, places in looped.items():
+        loop, form = loops[start]
+        yield form, loop.here, places
+    for form, places in _unrolled(others):
+        n = permutes[places[0]]
+        if max(2, n - 1) <= len(places) <= n + 1:  # else several are mixed
+            yield form, places[0].here, places
 
-    def __init__(self, module: Module):
-        self._module = module
-        self.loops = {
-            loop.start: (loop, body[1])
-            for loop in module.find(' while(')
-            if (body := _BODY.search(loop.made.attributes))
-        }
 
-    def loop(self, place: Place) -> int | None:
-        """The offset of the loop that a permute belongs to, or None."""
-        path = {site.start for site in self._module.path(place.here) or () if self.loops}
-        for start, (loop, _) in self.loops.items():
-            # the first or the last step may be outside of the loop
-            is_next_to = loop.here is place.here and (
-                _is_first(place, loop) or _is_last(place, loop)
-            )
-            if start in path or is_next_to:
-                return start
-        return None
+# --- loops --------------------------------------------------------------------------------------
+
+
+def _loop(module: Module, place: Place, loops: Sequence[Place]) -> int | None:
+    """The offset of the loop that a permute belongs to, or None."""
+    path = {site.start for site in module.path(place.here) or () if loops}
+    for loop in loops:
+        # the first or the last step may be outside of the loop
+        is_next_to = loop.here is place.here and (_is_first(place, loop) or _is_last(place, loop))
+        if loop.start in path or is_next_to:
+            return loop.start
+    return None
 
 
 def _is_first(place: Place, loop: Place) -> bool:
@@ -55,12 +78,9 @@ def _is_last(place: Place, loop: Place) -> bool:
     """Whether a permute sends what the loop ends with, maybe after an elementwise fusion."""
     here, (sent, *_) = place.here, place.made.operands
     made = here[_origin(here, sent)]
-    sources = made.operands if made.opcode == 'fusion' and _is_alike(place, loop) else [made.name]
+    is_alike = place.made.op_name == loop.made.op_name != ''
+    sources = made.operands if made.opcode == 'fusion' and is_alike else [made.name]
     return loop.made.name in [_origin(here, source) for source in sources]
-
-
-def _is_alike(place: Place, loop: Place) -> bool:
-    return place.made.op_name == loop.made.op_name != ''
 
 
 def _origin(here: Computation, name: str) -> str:
@@ -68,3 +88,55 @@ def _origin(here: Computation, name: str) -> str:
     while here[name].opcode in _MOVES:
         name = here[name].operands[0]
     return name
+
+
+# --- unrolled -----------------------------------------------------------------------------------
+
+
+def _unrolled(permutes: Sequence[Place]) -> Iterator[tuple[str, list[Place]]]:
+    """Permutes of one product: those that pass a piece on, and those that pass on sums."""
+    products: dict[tuple[str, str, tuple[int, ...]], list[Place]] = {}
+    for place in permutes:
+        made = place.made
+        if made.op_name.endswith('/dot_general'):  # those of the user are no products
+            line = (number_of(field, made.metadata) for field in ('stack_frame_id', 'source_line'))
+            key = place.here.name, made.op_name, tuple(line)
+            products.setdefault(key, []).append(place)
+    for places in products.values():
+        forms: dict[str, list[Place]] = {}
+        for chain, form in _chains(places):
+            forms.setdefault(form, []).extend(chain)
+        yield from forms.items()
+
+
+def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
+    """The permutes that pass on one piece or sum, one after another, in each direction."""
+    here = permutes[0].here
+    by_name = {place.made.name: place for place in permutes}
+    chains: list[list[Place]] = []
+    sums: list[bool] = []
+    starts: list[str] = []
+    for place in sorted(permutes, key=lambda place: place.start):
+        sent = _origin(here, place.made.operands[0])
+        made = here[sent]
+        operands = map(functools.partial(_origin, here), made.operands)
+        added = next((name for name in operands if name in by_name), None)
+        before = by_name.get(sent) or (
+            by_name[added] if added and made.opcode == 'fusion' else None
+        )
+        at = next((i for i, chain in enumerate(chains) if before in chain), None)
+        if at is None:
+            chains.append([place])
+            sums.append(made.opcode in ('broadcast', 'constant'))
+            starts.append(sent)
+        else:
+            chains[at].append(place)
+            sums[at] |= sent not in by_name
+    ordered = list(zip(starts, chains, sums, strict=True))
+    gathered = {start for start, chain, is_sum in ordered if len(chain) > 1 and not is_sum}
+    if not gathered and not any(sums) and len(set(starts)) == len(starts):
+        return  # permutes of several arrays
+    for start, chain, is_sum in ordered:
+        # a single step does not tell: it belongs to the other direction
+        is_alone = len(chain) == 1 and start not in gathered and any(sums)
+        yield chain, 'rs' if is_sum or is_alone else 'ag'
