@@ -269,23 +269,29 @@ W_SHORT = W_IN[:62]
 SIZES = {
     'matmul': (
         sharded('b x -> b* x', 'x y -> * x y')(lambda x, w: x @ w),
-        "axis 'x' is 64 in 'x' and 62 in 'w'",
+        "axis 'x' is 64 in parameter 'x' and 62 in 'w'",
     ),
     'einsum of jnp': (
         sharded('b x -> b* x', 'x y -> * x y')(lambda x, w: jnp.einsum('bx,xy->by', x, w)),
-        "axis 'x' is 64 in 'x' and 62 in 'w'",
+        "axis 'x' is 64 in parameter 'x' and 62 in 'w'",
     ),
     'a leaf': (
         sharded('b x -> b* x', {'w': 'x y -> * x y'})(lambda x, w: x @ w['w']),
-        "axis 'x' is 64 in 'x' and 62 in 'w/w'",
+        "axis 'x' is 64 in parameter 'x' and 62 in 'w/w'",
     ),
     'an ellipsis': (
         sharded('... x -> * ... x', 'x ... -> * x ...')(lambda x, w: x @ w),
-        "axis 'x' is 64 in 'x' and 62 in 'w'",
+        "axis 'x' is 64 in parameter 'x' and 62 in 'w'",
     ),
     'two names': (
         sharded('y x -> y* x', 'x y -> * x y')(lambda x, w: x + w),
-        "axis 'y' is 32 in 'x' and 128 in 'w'; axis 'x' is 64 in 'x' and 62 in 'w'",
+        "axis 'y' is 32 in parameter 'x' and 128 in 'w'; "
+        "axis 'x' is 64 in parameter 'x' and 62 in 'w'",
+    ),
+    'the same expression': (
+        sharded('x y -> * x y', 'x y -> * x y')(lambda x, w: x + w),
+        "axis 'x' is 32 in parameter 'x' and 62 in 'w'; "
+        "axis 'y' is 64 in parameter 'x' and 128 in 'w'",
     ),
     'other names': (sharded('a b -> a* b', 'c d -> * c d')(lambda x, w: x @ w), None),
     'sizes that the error does not name': (

@@ -218,24 +218,23 @@ def _auto_mesh(mesh: AnyMesh) -> str:
 def _sizes_that_differ(leaves: Iterator[_Leaf], message: str) -> Iterator[str]:
     """Axis names with different sizes, both of which the message of JAX has.
 
-    Names are local to an expression, so different sizes alone do not mean an error. Leaves that
-    share an expression, as those of a `Rules` table do, are not compared with each other.
+    Names are local to an expression, so different sizes alone do not mean an error. Leaves of one
+    parameter that share an expression, as under `Rules`, are not compared with each other.
     """
-    named: dict[str, dict[str, tuple[int, str]]] = {}
-    mixed: set[tuple[str, str]] = set()
+    named: dict[str, dict[tuple[str, str], tuple[int, str]]] = {}
+    mixed: set[tuple[str, tuple[str, str]]] = set()
     for leaf in leaves:
         for axis, i in leaf.axes.items():
-            text = leaf.expression.text if leaf.expression else ''
+            spec = leaf.name.split('/')[0], str(leaf.expression)
             size, known = leaf.value.shape[i], named.setdefault(axis, {})
-            if known.setdefault(text, (size, leaf.name))[0] != size:
-                mixed.add((axis, text))
-    shown = {*map(int, re.findall(r'\b\d+\b', message))}
+            if known.setdefault(spec, (size, leaf.name))[0] != size:
+                mixed.add((axis, spec))
+    in_message = {*map(int, re.findall(r'\b\d+\b', message))}
     for axis, known in named.items():
-        first = {
-            size: name
-            for text, (size, name) in reversed(known.items())
-            if size in shown and (axis, text) not in mixed
-        }
+        first: dict[int, str] = {}
+        for spec, (size, name) in known.items():
+            if size in in_message and (axis, spec) not in mixed:
+                first.setdefault(size, f"{size} in '{name}'")
         if len(first) > 1:
-            sizes = ' and '.join(f"{size} in '{name}'" for size, name in reversed(first.items()))
+            sizes = ' and '.join(first.values()).replace('in', 'in parameter', 1)
             yield f"axis '{axis}' is {sizes}"
