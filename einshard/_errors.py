@@ -93,6 +93,23 @@ class EinshardError(ValueError):
         return functools.partial(type(self), **self.parts()), ()
 
 
+def for_arrays(errors: Sequence[EinshardError]) -> EinshardError:
+    """One error for several arrays: the first, with a list of the others."""
+    first, *others = errors
+    if not others:
+        return first
+    also: list[str] = []
+    for error in others[:_MOST_ALSO]:
+        why = '' if error.sentence == first.sentence else f': {error.sentence}'
+        also.append(error.facts.get('array', '') + why)
+    more = len(others) - len(also)
+    text = '; '.join(also) + (f'; and {more} more' if more else '')
+    return type(first)(**first.parts(facts={**first.facts, 'also': text}))
+
+
+_MOST_ALSO = 8
+
+
 EinshardError.__module__ = 'einshard'  # tracebacks print the public name
 
 

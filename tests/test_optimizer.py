@@ -606,8 +606,8 @@ def test_equinox_modules():
         for layer in state[0].mu.layers:
             assert layer.weight.sharding == make_sharding('o i -> o i*')
             assert layer.bias.sharding == make_sharding(EVERYWHERE)
-        whole = einshard((model, state), (rules, spec))  # functions are passed through
-        assert whole[0].activation is model.activation
+        placed = einshard(model, rules)  # functions are passed through
+        assert placed.activation is model.activation
 
 
 def test_default():
@@ -916,7 +916,7 @@ def test_mesh_axes_of_zero():
     state = {'mu': params}
     for bad in (3, {'data'}, ('data', 2), None, b'data'):
         assert message(for_optimizer, params, ROWS, zero=bad) == (
-            f'zero= must be True or names of mesh axes, not {bad!r}\n'
+            f'zero= takes names of mesh axes, not {bad!r}\n'
             "  example: zero=True, zero='data', zero=('data', 'fsdp')"
         )
     assert message(einshard, state, for_optimizer(params, ROWS, zero='data')) == expected("""

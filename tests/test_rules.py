@@ -107,7 +107,7 @@ def test_paths_are_the_keys_joined_by_slashes():
     ],
 )
 def test_every_kind_of_spec(spec, expected):
-    for rules in (Rules([('w', spec)]), Rules([('v', None)], default=spec)):
+    for rules in (Rules([('w', spec)]), Rules([], default=spec)):
         for tree in ({'w': W}, {'w': np.ones((16, 16))}, {'w': jnp.ones((16, 16))}):
             assert spec_of(tree, rules, mesh=BY_HAND) == expected
 

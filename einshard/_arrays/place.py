@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -12,14 +12,14 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, get_mesh
 
 from .._cache import cached
-from .._errors import EinshardError
+from .._errors import EinshardError, for_arrays
 from .._notation.expression import Expression
-from .._sharding.axis_rules import Missing, check_missing
+from .._sharding.axis_rules import Missing, check_option
 from .._sharding.context import Context, current_context, is_tracing
 from .._sharding.describe import describe
 from .._sharding.leaf_spec import AnySpec, in_memory
 from .._sharding.mesh import MeshLike
-from .._sharding.resolve import Placement, find_placement, resolve
+from .._sharding.resolve import Placement, Shape, find_placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import Spec, check_visible, leaf_specs
 from .constrain import constrain, place_constant, warn_replicated
@@ -36,6 +36,7 @@ def einshard(
     donate: bool = False,
     memory_kind: str | None = None,
     missing: Missing = 'error',
+    indivisible: Missing = 'error',
 ) -> T:
     """Shards an array, or every array of a pytree, as an expression says.
 
@@ -70,24 +71,29 @@ def einshard(
         memory_kind: as for `make_sharding`.
         missing: for mesh axes that a spec names and the mesh lacks: 'error', or 'replicate' to
             treat them as if they had size 1.
+        indivisible: for an axis whose size is not divisible by its number of shards: 'error', or
+            'replicate' to replicate that axis only.
 
     Returns:
         `x` with the new shardings.
 
     Raises:
         EinshardError: an expression is invalid, or does not fit its array or the mesh; or `spec`
-            is not a prefix of `x`. No array has moved.
+            is not a prefix of `x`. The error lists all arrays that do not fit. No array has moved.
     """
     context = current_context(mesh)
-    if missing != 'error':
-        check_missing(missing)
+    if missing != 'error' or indivisible != 'error':
+        check_option('missing', missing)
+        check_option('indivisible', indivisible)
     elif type(spec) is str:
         placed = _place_array(x, spec, context, memory_kind, donate)
         if placed is not None:
             return placed
     leaves, treedef = jtu.tree_flatten(x)
     specs = leaf_specs(x, leaves, spec, context.mesh, treedef)
-    placed = _place_leaves(x, leaves, specs, context, memory_kind, missing, donate)
+    tracing = is_tracing()
+    find = _finder(context, memory_kind, missing, indivisible, tracing)
+    placed = _place_leaves(x, leaves, specs, find, tracing, donate)
     return jtu.tree_unflatten(treedef, placed)
 
 
@@ -113,21 +119,44 @@ def _place_array(x: Any, spec: str, context: Context, memory_kind: str | None, d
     return put_array(x, sharding, donate)
 
 
+def _finder(
+    context: Context,
+    memory_kind: str | None,
+    missing: Missing,
+    indivisible: Missing,
+    traced: bool,
+) -> Callable[[AnySpec, Shape], Placement]:
+    # not a nested function of einshard: it would add 0.2 us to the fast path
+
+    def find(spec: AnySpec, shape: Shape) -> Placement:
+        return resolve(
+            spec,
+            shape,
+            context,
+            memory_kind,
+            missing,
+            indivisible,
+            option="missing='replicate'",
+            traced=traced,
+        )
+
+    return find
+
+
 def _place_leaves(
     tree: Any,
     leaves: list[Any],
     specs: Sequence[AnySpec | None],
-    context: Context,
-    memory_kind: str | None,
-    missing: Missing,
+    find: Callable[[AnySpec, Shape], Placement],
+    tracing: bool,
     donate: bool,
 ) -> list[Any]:
     moving: dict[int, NamedSharding] = {}  # by index of the leaf
-    tracing = is_tracing()
+    errors: list[EinshardError] = []
     for i, (leaf, one) in enumerate(zip(leaves, specs, strict=True)):
         try:
             kind = _kind(type(leaf))
-            placement = _find(leaf, kind, one, context, memory_kind, missing, tracing)
+            placement = _find(leaf, kind, one, find)
             if placement is None:
                 continue
             if tracing or kind not in _CONCRETE:
@@ -136,7 +165,9 @@ def _place_leaves(
                 moving[i] = placement.sharding
         except EinshardError as error:
             array = leaf_text(leaf_paths(tree)[i], leaf)
-            raise error.about(array=array) from None
+            errors.append(error.about(array=array))
+    if errors:
+        raise for_arrays(errors) from None
     if moving:
         moved = put([leaves[i] for i in moving], [*moving.values()], donate)
         for i, leaf in zip(moving, moved, strict=True):
@@ -145,13 +176,7 @@ def _place_leaves(
 
 
 def _find(
-    leaf: Any,
-    kind: int,
-    spec: AnySpec | None,
-    context: Context,
-    memory_kind: str | None,
-    missing: Missing,
-    tracing: bool,
+    leaf: Any, kind: int, spec: AnySpec | None, find: Callable[[AnySpec, Shape], Placement]
 ) -> Placement | None:
     """The placement of a leaf; None if it has no spec or is not an array."""
     if spec is None:
@@ -159,9 +184,7 @@ def _find(
     if kind == _OTHER:
         check_visible(leaf)
         return None
-    shape = () if kind == _SCALAR else leaf.shape
-    option = "missing='replicate'"
-    placement = resolve(spec, shape, context, memory_kind, missing, option=option, traced=tracing)
+    placement = find(spec, () if kind == _SCALAR else leaf.shape)
     if kind == _HOST:
         check_dtype(placement.expression, leaf.dtype)
     return placement

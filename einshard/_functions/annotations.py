@@ -277,8 +277,10 @@ def _checker(spec: str) -> Callable[[Any], bool]:
         if sharding is None:
             return True
         mesh = sharding.mesh if isinstance(x, Tracer) else None
+        context = current_context(mesh)
+        shape = x.shape if context.replicates_indivisible else x.ndim
         try:
-            placement = resolve(spec, x.ndim, current_context(mesh))
+            placement = resolve(spec, shape, context)
         except EinshardError as error:
             raise _misplaced(error.about(array=array_text(x))) from None
         if mesh is not None:

@@ -21,6 +21,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import EinshardError, plural
+from .._sharding.axis_rules import Missing
 from .._text import name_of
 from .._trees.specs import Spec, read_specs
 from .annotations import read_annotations
@@ -189,6 +190,7 @@ class Declaration:
         out: Spec,
         static: frozenset[str],
         donated: frozenset[str],
+        indivisible: Missing = 'error',
     ):
         self.parameters = parameters
         self.static = static
@@ -199,7 +201,8 @@ class Declaration:
                 f"parameter '{both[0]}' is both static and donated; only arrays can be donated"
             )
         self.specs = {name: self._read(name, spec) for name, spec in specs.items()}
-        self.result = ValueSpec(parameters.function, None, self._read('out=', out))
+        self.indivisible: Missing = indivisible
+        self.result = ValueSpec(parameters.function, None, self._read('out=', out), indivisible)
         self._defaults = self._arrays_by_default()
         self._arguments: dict[CallSignature, tuple[ValueSpec, ...]] = {}
 
@@ -225,7 +228,10 @@ class Declaration:
         if known is None:
             by = self.parameters
             names = by.value_names(call)
-            known = tuple(ValueSpec(by.function, n, by.spec_for(n, self.specs)) for n in names)
+            known = tuple(
+                ValueSpec(by.function, n, by.spec_for(n, self.specs), self.indivisible)
+                for n in names
+            )
             self._arguments[call] = known
         return known
 
@@ -255,7 +261,11 @@ class Declaration:
 
 
 def declare(
-    function: Any, in_specs: Sequence[Spec], out: Spec, named: Mapping[str, Any]
+    function: Any,
+    in_specs: Sequence[Spec],
+    out: Spec,
+    named: Mapping[str, Any],
+    indivisible: Missing = 'error',
 ) -> tuple[dict[str, Any], Declaration]:
     """The arguments of `sharded` as options of `jax.jit` and a `Declaration`."""
     options = _jit_options(named)
@@ -274,7 +284,7 @@ def declare(
     )
     if parameters.instance and 'cls' in parameters.names:
         static |= {'cls'}  # a class is not a pytree
-    return options, Declaration(parameters, specs, out, static, donated)
+    return options, Declaration(parameters, specs, out, static, donated, indivisible)
 
 
 def _jit_options(named: Mapping[str, Any]) -> dict[str, Any]:

@@ -138,23 +138,23 @@ class TracedFunction:
     def result_shardings(self, values: Sequence[Any]) -> Any:
         """The shardings of the result on the current mesh."""
         # only this needs the shapes of the result before the call; jit reuses the trace
-        result = self._shapes(*values) if self.result.needs_leaves else None
-        return self.result.shardings(result, self.setup.context())
+        context = self.setup.context()
+        result = self._shapes(*values) if self.result.needs_leaves(context) else None
+        return self.result.shardings(result, context)
 
     def matches_arguments(self, values: Sequence[Any]) -> bool:
         """Whether these arguments get the shardings that it is jitted with."""
         context = self.setup.context()
+        given = zip(self.arguments, values, self.in_shardings, strict=True)
         return all(
             _same_shardings(argument.shardings(value, context), shardings)
-            for argument, value, shardings in zip(
-                self.arguments, values, self.in_shardings, strict=True
-            )
-            if argument.needs_leaves
+            for argument, value, shardings in given
+            if argument.needs_leaves(context)
         )
 
     def matches_result(self, values: Sequence[Any]) -> bool:
         """Whether the result of these arguments gets the shardings that it is jitted with."""
-        if self.result.needs_leaves:
+        if self.result.needs_leaves(self.setup.context()):
             try:
                 self._shapes(*values)
             except OtherShardings:
@@ -205,7 +205,7 @@ class TracedFunction:
         return wrapper
 
     def _check_result(self, result: Any, context: Context) -> None:
-        if not self.result.needs_leaves:
+        if not self.result.needs_leaves(context):
             self.result.place(result, context)
         elif self.out_shardings is not ANY:
             found = self.result.shardings(result, context)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from .._sharding.context import AxisRules, is_tracing
+from .._sharding.context import AxisRules, Context, is_tracing
 from .._sharding.mesh import AnyMesh
 from .parameters import CallSignature, Declaration
 from .program import Program, Setup, make_program, shardings_of
@@ -43,7 +43,8 @@ class ProgramCache:
         if known and not self.need_full_lookup:
             return known[0]
         unplaced = sorted({i for program in known for i in program.unplaced})
-        seen = _leaves_key(self._setup.declaration, call, values), shardings_of(values, unplaced)
+        leaves = _leaves_key(self._setup.declaration, call, values, context)
+        seen = leaves, shardings_of(values, unplaced)
         program = programs.get(seen)
         if program is None or program.called is wrong:
             # One thread at a time makes a program, which may trace. Inside a trace there is no
@@ -69,15 +70,17 @@ class ProgramCache:
                 program.clear_cache()
 
 
-def _leaves_key(declaration: Declaration, call: CallSignature, values: Sequence[Any]) -> Any:
+def _leaves_key(
+    declaration: Declaration, call: CallSignature, values: Sequence[Any], context: Context
+) -> Any:
     """What shardings depend on: structure, shapes and dtypes of arguments whose specs read them."""
     arguments = declaration.arguments(call)
-    all_of_them = declaration.result.needs_leaves
+    all_of_them = declaration.result.needs_leaves(context)
     key: list[Any] = []
     for argument, value in zip(arguments, values, strict=True):
         if all_of_them and argument.name in declaration.static:
             key.append(value)
-        elif all_of_them or argument.needs_leaves:
+        elif all_of_them or argument.needs_leaves(context):
             leaves, treedef = jtu.tree_flatten(value)
             key.append((treedef, tuple(map(_shape_and_dtype, leaves))))
     return tuple(key)

@@ -12,7 +12,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .._arrays.constrain import constrain, place_constant
-from .._errors import EinshardError
+from .._errors import EinshardError, for_arrays
+from .._sharding.axis_rules import Missing
 from .._sharding.context import Context
 from .._sharding.leaf_spec import LeafSpec
 from .._sharding.resolve import Placement, resolve
@@ -31,14 +32,21 @@ class ValueSpec:
         function: the name of the function.
         name: the name of the argument; None for the result.
         spec: the parsed spec; None leaves the value to the compiler.
-        needs_leaves: whether the shardings depend on ranks, paths or shapes of leaves.
+        indivisible: 'replicate' to replicate axes whose size is not divisible.
     """
 
-    def __init__(self, function: str, name: str | None, spec: Spec):
+    def __init__(self, function: str, name: str | None, spec: Spec, indivisible: Missing = 'error'):
         self.function = function
         self.name = name
         self.spec = spec
-        self.needs_leaves = needs_leaves(spec)
+        self.indivisible: Missing = indivisible
+        self._needs_leaves = needs_leaves(spec)
+
+    def needs_leaves(self, context: Context) -> bool:
+        """Whether the shardings depend on ranks, paths or shapes of leaves."""
+        if self._needs_leaves or self.spec is None:
+            return self._needs_leaves
+        return self.indivisible != 'error' or context.replicates_indivisible
 
     def place(self, value: Any, context: Context) -> list[PlacedLeaf]:
         """The placement of every leaf; raises if a rank or size does not fit its spec."""
@@ -49,20 +57,27 @@ class ValueSpec:
         except EinshardError as error:
             raise error.about(**self._prefix_facts(value)) from None
         placed: list[PlacedLeaf] = []
+        errors: list[EinshardError] = []
         for (path, leaf), spec in zip(jtu.tree_leaves_with_path(value), specs, strict=True):
             try:
-                found = None if spec is None else resolve(spec, np.shape(leaf), context)
+                found = None
+                if spec is not None:
+                    shape = np.shape(leaf)
+                    found = resolve(spec, shape, context, indivisible=self.indivisible)
             except EinshardError as error:
                 text = self.leaf_text(path, leaf)
-                raise (_not_an_array(leaf, text) or error.about(array=text)) from None
+                errors.append(_not_an_array(leaf, text) or error.about(array=text))
+                continue
             placed.append((path, leaf, found))
+        if errors:
+            raise for_arrays(errors) from None
         return placed
 
     def shardings(self, value: Any, context: Context) -> Any:
         """The shardings for `jax.jit`: per leaf if the spec needs leaves, else a prefix."""
         if self.spec is None:
             return None
-        if not self.needs_leaves:
+        if not self.needs_leaves(context):
             return jtu.tree_map(partial(self._sharding, context), self.spec, is_leaf=is_none)
         found = [placement and placement.sharding for _, _, placement in self.place(value, context)]
         return jtu.tree_unflatten(jtu.tree_structure(value), found)

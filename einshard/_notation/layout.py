@@ -57,7 +57,7 @@ def lay_out(
     axis_sizes: Mapping[str, int] | None = None,
     *,
     replicates: bool = False,
-    replicate_indivisible: bool = False,
+    replicate_indivisible: bool | Collection[str] = False,
     hints: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
     """The layout of an expression on `n_devices` devices.
@@ -69,7 +69,8 @@ def lay_out(
         n_devices: the number of devices.
         axis_sizes: the mesh axes and their sizes, if the devices form a mesh with names.
         replicates: give all devices replicas if no term takes any, as on a user's mesh.
-        replicate_indivisible: replicate axes whose size is not divisible, instead of raising.
+        replicate_indivisible: replicate axes whose size is not divisible, instead of raising: all,
+            or those with these names.
         hints: facts for errors about the number of devices.
     """
     n_dims = len(shape) if isinstance(shape, tuple) else shape
@@ -78,7 +79,12 @@ def lay_out(
         return layout
     if replicate_indivisible:
         axes = tuple(axis for axis, parts in layout.parts.items() if shape[axis] % parts)
-        return replace(without_axes(layout, axes), replicated_axes=axes) if axes else layout
+        if not isinstance(replicate_indivisible, bool):
+            positions = axis_positions(expression, n_dims)
+            named = [positions[name] for name in replicate_indivisible]
+            axes = tuple(axis for axis in axes if axis in named)
+        if axes:
+            layout = replace(without_axes(layout, axes), replicated_axes=axes)
     check_divisible(expression, layout, shape, n_devices)
     return layout
 

@@ -13,7 +13,7 @@ from .._cache import cached
 from .._errors import EinshardError, quoted
 from .._notation.expression import Expression, parse
 from .._notation.layout import axis_positions, check_divisible, lay_out, needs_rank
-from .._sharding.axis_rules import apply_axis_rules
+from .._sharding.apply_axis_rules import apply_axis_rules
 from .._sharding.context import AxisRules
 from .._sharding.mesh import (
     AnyMesh,
@@ -39,16 +39,12 @@ class View(NamedTuple):
     rules: AxisRules
 
     @property
-    def mesh_axes(self) -> tuple[str, ...]:
-        return () if self.by_name else tuple(sizes_of(self.mesh))
-
-    @property
     def axes(self) -> dict[str, int]:
         """The mesh axes that the function may use."""
         return self.joint.sizes if self.by_name else sizes_of(self.mesh)
 
     def expression(self, text: str) -> Expression:
-        return _ruled(parse(text), self.rules, self.mesh_axes)
+        return _ruled(parse(text), self.rules, {} if self.by_name else sizes_of(self.mesh))
 
     def completed(self, text: str) -> str:
         """An expression over all devices, including those that only other expressions name."""
@@ -127,8 +123,8 @@ def make_view(
     n_devices = math.prod(sizes.values())
     # JAX rejects any mesh but the one in context
     by_name = not in_context and is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
-    names = () if by_name else tuple(sizes)
-    specs = tuple(SpecAxes(s.of, _ruled(s.expression, rules, names)) for s in specs)
+    named_sizes = {} if by_name else sizes
+    specs = tuple(SpecAxes(s.of, _ruled(s.expression, rules, named_sizes)) for s in specs)
     if not by_name:
         by_count = tuple(spec for spec in specs if not spec.uses)
         says = any(spec.makes or spec.spells_out_replicas for spec in by_count)
@@ -164,5 +160,5 @@ def _on_mesh(
         raise tried(error, lay_out_named) from None
 
 
-def _ruled(expression: Expression, rules: AxisRules, mesh_axes: tuple[str, ...]) -> Expression:
-    return apply_axis_rules(expression, rules, mesh_axes)[0]
+def _ruled(expression: Expression, rules: AxisRules, sizes: Mapping[str, int]) -> Expression:
+    return apply_axis_rules(expression, rules, sizes).expression

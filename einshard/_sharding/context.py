@@ -11,12 +11,12 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -27,8 +27,18 @@ from .._cache import cached
 from .._errors import EinshardError
 from .mesh import AnyMesh, MeshLike, check_mesh, device_mesh, mesh_fact
 
-# (axis name, placement, whether mesh axes that the mesh lacks are ignored), sorted
-AxisRules: TypeAlias = tuple[tuple[str, str, bool], ...]
+
+class AxisRule(NamedTuple):
+    """A rule of `axis_rules`: the placement of the axes with a name."""
+
+    name: str
+    placement: str
+    ignores_missing: bool = False  # mesh axes that the mesh lacks
+    replicates_indivisible: bool = False
+    skips_taken: bool = False  # does not apply if its mesh axes are taken, instead of raising
+
+
+AxisRules: TypeAlias = tuple[AxisRule, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +57,11 @@ class Context:
     def lowering_mesh(self) -> AnyMesh:
         """The mesh that expressions are lowered onto."""
         return self.mesh or device_mesh()
+
+    @property
+    def replicates_indivisible(self) -> bool:
+        """Whether axis rules may replicate axes, depending on their sizes."""
+        return any(rule.replicates_indivisible for rule in self.axis_rules)
 
     def key(self) -> tuple[AnyMesh | None, AxisRules] | None:
         """The part of it in JAX's cache keys: a small value, compared by equality."""
@@ -227,15 +242,17 @@ def in_step() -> bool:
     return (None if scope is None else scope.key) == _in_cache_keys.value
 
 
-def enter_rules(owner: object, rules: Iterable[tuple[str, str, bool]]) -> None:
+def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
     """Adds axis rules to the current ones; raises if another task holds rules across an await."""
     if _thread.scopes and not in_step():
         raise _out_of_step()
     scope = entered.get()
     outer = _NO_CONTEXT if scope is None else scope.context
-    merged = {rule[0]: rule for rule in (*outer.axis_rules, *rules)}
-    rules = tuple(sorted(merged.values()))
-    Scope(make_context(outer.mesh, False, rules), owner).__enter__()
+    names = {rule.name for rule in rules}
+    merged = [*rules, *(rule for rule in outer.axis_rules if rule.name not in names)]
+    # only rules that skip taken mesh axes depend on their order
+    merged.sort(key=lambda rule: (True,) if rule.skips_taken else (False, rule))
+    Scope(make_context(outer.mesh, False, tuple(merged)), owner).__enter__()
 
 
 def leave_rules(owner: object) -> bool:
@@ -305,4 +322,4 @@ def _out_of_step() -> EinshardError:
 
 def _rules_text(key: tuple[AnyMesh | None, AxisRules] | None) -> str:
     rules = key[1] if key else ()
-    return ', '.join(f'{name}={placement!r}' for name, placement, _ in rules) or 'none'
+    return ', '.join(f'{name}={placement!r}' for name, placement, *_ in rules) or 'none'

@@ -16,7 +16,8 @@ from .._errors import EinshardError, Suggestion
 from .._notation.expression import Expression
 from .._notation.layout import Layout, lay_out, mesh_entries, refactor
 from .._suggestions import working_fix
-from .axis_rules import Missing, apply_axis_rules
+from .apply_axis_rules import apply_axis_rules
+from .axis_rules import Missing
 from .context import Context, context_on, current_context, make_context
 from .leaf_spec import (
     AnySpec,
@@ -106,6 +107,7 @@ def resolve(
     context: Context,
     memory_kind: str | None = None,
     missing: Missing = 'error',
+    indivisible: Missing = 'error',
     *,
     option: str | None = None,
     traced: bool = False,
@@ -116,8 +118,8 @@ def resolve(
     caller set to ignore mesh axes that the mesh lacks. P.UNCONSTRAINED is an error unless `traced`.
     """
     try:
-        if missing == 'replicate':
-            spec = lenient(spec, on_missing=missing)
+        if missing == 'replicate' or indivisible == 'replicate':
+            spec = lenient(spec, on_missing=missing, on_indivisible=indivisible)
         placement = find_placement(spec, shape, context, memory_kind)
         if placement.is_unconstrained and not traced:
             check_constrained(as_leaf_spec(spec))
@@ -129,6 +131,8 @@ def resolve(
         fix = _working_fix(error, spec, shape, context, memory_kind, option)
         if isinstance(spec, LeafSpec) and spec.partition is not None:
             error = error.about(spec=partition_text(spec.partition))
+        if isinstance(spec, LeafSpec) and spec.rule is not None:
+            error = error.about(rule=spec.rule)
         raise noted(error, context.mesh).with_fix(fix) from None
 
 
@@ -154,8 +158,8 @@ def find_placement(
     is_own_mesh = context.mesh is not None and not is_device_mesh(mesh)
     # expressions cannot name the axes d0, d1, ... of the canonical mesh
     named_sizes = axis_sizes if context.mesh else {}
-    expression, missing = apply_axis_rules(
-        spec.expression, context.axis_rules, tuple(named_sizes), spec.on_missing
+    expression, missing, may_replicate = apply_axis_rules(
+        spec.expression, context.axis_rules, named_sizes, spec.on_missing
     )
     if mesh.axis_types and not axis_sizes:
         raise expression.error(
@@ -169,7 +173,7 @@ def find_placement(
         math.prod(axis_sizes.values()),
         named_sizes if context.mesh else None,
         replicates=is_own_mesh,
-        replicate_indivisible=spec.on_indivisible == 'replicate',
+        replicate_indivisible=spec.on_indivisible == 'replicate' or may_replicate,
         hints=_hints(mesh),
     )
     known = None if memory_kind is None else memory_kinds(mesh)
@@ -265,7 +269,7 @@ def _working_fix(
     mesh, rules = context.mesh, context.axis_rules
     if mesh is None:  # more likely, mesh= was forgotten
         return None
-    lenient_rules = tuple((name, placement, True) for name, placement, _ in rules)
+    lenient_rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
     there = make_context(mesh, context.mesh_is_ambient, lenient_rules)
     try:
         if there is not context:

@@ -58,12 +58,12 @@ def leaf_specs(
         with mesh_scope(mesh):
             if hasattr(one, 'for_tree'):  # annotations: specs by type
                 found = zip(one.for_tree(subtree), its_paths, below, strict=True)
-                specs += [_call(spec, path, leaf) for spec, path, leaf in found]
+                specs += [call_spec(spec, path, leaf) for spec, path, leaf in found]
             elif hasattr(one, 'for_leaves'):  # Rules: one error for all leaves
                 specs += one.for_leaves(its_paths, below)
             else:
                 both = zip(its_paths, below, strict=True)
-                specs += [_call(one, path, leaf) for path, leaf in both]
+                specs += [call_spec(one, path, leaf) for path, leaf in both]
     return specs
 
 
@@ -105,7 +105,8 @@ def needs_leaves(spec: Spec) -> bool:
     )
 
 
-def _call(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
+def call_spec(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
+    """The spec that a function gives a leaf, or the spec itself."""
     while spec is not None and not isinstance(spec, LEAF_SPECS):
         if not is_function(spec):
             raise EinshardError(

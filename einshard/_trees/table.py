@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from .._errors import EinshardError, plural, quoted
+from .._errors import EinshardError, for_arrays, plural, quoted
 from .._page import Column, Page, Section, page_html, page_text
 from .._sharding.context import Context
 from .._sharding.leaf_spec import AnySpec, in_memory
@@ -142,6 +142,7 @@ def make_table(
     """The table of a tree, from the rule and the spec of each leaf."""
     paths = leaf_paths(tree)
     rows: list[Row] = []
+    errors: list[EinshardError] = []
     for path, leaf, (rule, spec) in zip(paths, jtu.tree_leaves(tree), found, strict=True):
         aval = None if rule == 'no array' else _aval(leaf, path, spec)
         if aval is None:
@@ -153,8 +154,11 @@ def make_table(
                 option = "Rules(..., missing='replicate')"
                 placement = resolve(spec, tuple(aval.shape), context, option=option)
             except EinshardError as error:
-                raise error.about(array=leaf_text(path, aval), rule=f"'{name}'") from None
+                errors.append(error.about(array=leaf_text(path, aval), rule=f"'{name}'"))
+                continue
         rows.append(_row(path, aval, name, placement))
+    if errors:
+        raise for_arrays(errors) from None
     unused: list[str] = []
     shadowed: list[tuple[str, str]] = []
     unneeded: list[str] = []
