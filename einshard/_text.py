@@ -91,7 +91,7 @@ def name_of(function: Any) -> str:
 
 
 def deferred_kind(function: Any) -> str | None:
-    """Returns the kind of a function whose body runs after the call, for errors; else None."""
+    """Names the kind of an async or generator function, for errors; else None."""
     for is_of_kind, kind in (
         (inspect.isgeneratorfunction, 'a generator function'),
         (inspect.iscoroutinefunction, 'an async function'),

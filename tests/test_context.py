@@ -411,7 +411,7 @@ def test_tasks_that_leave_in_another_order_than_they_entered():
         left.set()
         await task
 
-    with pytest.raises(EinshardError, match='must be left in reverse order'):
+    with pytest.raises(EinshardError, match='must be exited in reverse order'):
         asyncio.run(main())
     assert_clean()
 

@@ -71,12 +71,12 @@ def test_in_use():
             'data=3, tensor=2 need 6 devices, but there are 16\n'
             '  sizes that fit: data=8, tensor=2; data=4, tensor=4; data=2, tensor=8; '
             'data=16, tensor=1; data=1, tensor=16\n'
-            '  on 6 of them:   device_mesh(jax.devices()[:6], data=3, tensor=2)\n'
+            '  on 6 devices:   device_mesh(jax.devices()[:6], data=3, tensor=2)\n'
             '  try:            device_mesh(data=8, tensor=2)',
         ),
         (
             {'data': -1, 'tensor': 3},
-            'the number of devices (16) is not divisible by tensor=3\n'
+            'the number of devices (16) is not divisible by 3 (tensor=3)\n'
             '  sizes that fit: data=4, tensor=4; data=8, tensor=2; data=2, tensor=8; '
             'data=16, tensor=1; data=1, tensor=16\n'
             '  try:            device_mesh(data=4, tensor=4)',

@@ -23,7 +23,7 @@ from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import Spec, leaf_specs
 from .device_put import as_host
 from .place import check_dtype, einshard
-from .process_agreement import Intention, check_agreement, group_processes, process_text
+from .process_agreement import PlannedArray, check_agreement, group_processes, process_text
 
 T = TypeVar('T')
 
@@ -83,7 +83,7 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
         # on every call, not only for new shapes: a process with a known shape would skip the check,
         # and one with a new shape would wait for it forever
         try:
-            check_agreement(plan.intentions, device_mesh)
+            check_agreement(plan.planned, device_mesh)
         except EinshardError as error:
             raise error from plan.error
     if plan.error is not None:
@@ -123,7 +123,7 @@ class _LocalArray(NamedTuple):
 @dataclass(slots=True)
 class _Plan:
     arrays: dict[int, _LocalArray] = field(default_factory=dict[int, _LocalArray])  # by leaf index
-    intentions: list[Intention] = field(default_factory=list[Intention])
+    planned: list[PlannedArray] = field(default_factory=list[PlannedArray])
     error: Exception | None = None
 
 
@@ -133,7 +133,7 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
     try:
         specs = leaf_specs(batch, leaves, spec, context.mesh)
     except Exception as error:  # callables in specs may raise anything
-        return _Plan(intentions=[(_sentence(error), '')], error=error)
+        return _Plan(planned=[(_sentence(error), '')], error=error)
     for i, (path, leaf, one) in enumerate(zip(leaf_paths(batch), leaves, specs, strict=True)):
         if one is None or not isinstance(leaf, _ARRAYS):
             continue
@@ -151,7 +151,7 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
             if isinstance(error, EinshardError):
                 error = error.about(array=leaf_text(path, array))
             plan.error = plan.error or error
-        plan.intentions.append((leaf_text(path, array) + sentence, str(one)))
+        plan.planned.append((leaf_text(path, array) + sentence, str(one)))
     return plan
 
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, get_mesh
 from .._cache import cached
 from .._errors import EinshardError, for_arrays
 from .._notation.expression import Expression
-from .._sharding.axis_rules import Missing, check_option
+from .._sharding.axis_rules import Fallback, check_option
 from .._sharding.context import Context, current_context, is_tracing
 from .._sharding.describe import describe
 from .._sharding.leaf_spec import AnySpec, in_memory
@@ -35,8 +35,8 @@ def einshard(
     mesh: MeshLike | None = None,
     donate: bool = False,
     memory_kind: str | None = None,
-    missing: Missing = 'error',
-    indivisible: Missing = 'error',
+    missing: Fallback = 'error',
+    indivisible: Fallback = 'error',
 ) -> T:
     """Shards an array, or every array of a pytree, as specified by an expression.
 
@@ -128,8 +128,8 @@ def _place_array(x: Any, spec: str, context: Context, memory_kind: str | None, d
 def _finder(
     context: Context,
     memory_kind: str | None,
-    missing: Missing,
-    indivisible: Missing,
+    missing: Fallback,
+    indivisible: Fallback,
     traced: bool,
 ) -> Callable[[AnySpec, Shape], Placement]:
     # not a nested function of einshard: it would add 0.2 us to the fast path

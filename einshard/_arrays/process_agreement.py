@@ -17,19 +17,19 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .._cache import cached
 from .._errors import EinshardError
 
-# What a process is about to build: an array as errors show it, and its expression.
-Intention = tuple[str, str]
+# An array that a process is about to build, as errors show it, and its expression.
+PlannedArray = tuple[str, str]
 
-MAX_COMPARED = 2**20  # intentions
-MAX_SHOWN_BYTES = 1024  # of each intention in an error
+MAX_COMPARED = 2**20  # arrays
+MAX_SHOWN_BYTES = 1024  # of each array in an error
 
 
-def check_agreement(intentions: Sequence[Intention], mesh: Mesh) -> None:
-    """Raises the same error in every process of `mesh` if their intentions differ."""
-    mine = ['\0'.join(intention) for intention in intentions]
+def check_agreement(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:
+    """Raises the same error in every process of `mesh` if their planned arrays differ."""
+    mine = ['\0'.join(array) for array in arrays]
 
     def differ(n: int) -> bool:
-        """Whether the first n intentions differ between processes."""
+        """Whether the first n arrays differ between processes."""
         digest = hashlib.blake2b('\n'.join(mine[:n]).encode(), digest_size=16)
         return len(set(_from_all(digest.digest(), mesh).values())) > 1
 
@@ -43,7 +43,7 @@ def check_agreement(intentions: Sequence[Intention], mesh: Mesh) -> None:
     raise _difference({process: its.split('\0') for process, its in texts.items()})
 
 
-def check_same(arrays: Sequence[tuple[Intention, Any]], mesh: Mesh) -> None:
+def check_same(arrays: Sequence[tuple[PlannedArray, Any]], mesh: Mesh) -> None:
     """Raises in every process of `mesh` if the arrays differ between processes."""
     mine = [(f'{text}, contents {_digest(x)}', expression) for (text, expression), x in arrays]
     try:

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from .._arrays.constrain import has_type
-from .._errors import EinshardError
+from .._errors import EinshardError, plural
 from .._notation.expression import ELLIPSIS, Expression, parse
 from .._sharding.context import current_context
 from .._sharding.describe import describe_in
@@ -62,7 +62,10 @@ else:
             if not isinstance(item, tuple) or len(item) != 2:
                 raise EinshardError(
                     'Sharded takes an array type and a spec',
-                    facts={'example': "Sharded[Float[Array, 'x y'], 'x y*']"},
+                    facts={
+                        'got': plural(len(item) if isinstance(item, tuple) else 1, 'argument'),
+                        'example': "Sharded[Float[Array, 'x y'], 'x y*']",
+                    },
                 )
             array_type, spec = item
             check_specs(spec)

@@ -21,7 +21,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import EinshardError, plural
-from .._sharding.axis_rules import Missing
+from .._sharding.axis_rules import Fallback
 from .._text import name_of
 from .._trees.specs import Spec, read_specs
 from .annotations import read_annotations
@@ -153,7 +153,7 @@ class Parameters:
         )
 
     def labels(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
-        """Returns the labels of parameters from `static_argnums` and `static_argnames`, say."""
+        """Returns the labels of parameters, from argnums and argnames options."""
         labels: set[str] = set(listed(names, str, option, 'names of parameters', "('x',)"))
         known = (*self.names, *self.by_keyword)
         for name in labels:
@@ -191,7 +191,7 @@ class Declaration:
         out: Spec,
         static: frozenset[str],
         donated: frozenset[str],
-        indivisible: Missing = 'error',
+        indivisible: Fallback = 'error',
     ):
         self.parameters = parameters
         self.static = static
@@ -202,9 +202,9 @@ class Declaration:
                 f"parameter '{both[0]}' is both static and donated; only arrays can be donated"
             )
         self.specs = {name: self._read(name, spec) for name, spec in specs.items()}
-        self.indivisible: Missing = indivisible
+        self.indivisible: Fallback = indivisible
         self.result = ValueSpec(parameters.function, None, self._read('out=', out), indivisible)
-        self._defaults = self._arrays_by_default()
+        self._defaults = self._array_defaults()
         self._arguments: dict[CallSignature, tuple[ValueSpec, ...]] = {}
 
     def flatten_call(
@@ -248,8 +248,11 @@ class Declaration:
             where = {'spec of': 'the result'} if name == 'out=' else {'parameter': name}
             raise error.about(**where) from None
 
-    def _arrays_by_default(self) -> dict[str, Any]:
-        """Returns the defaults with arrays and a spec, which calls pass like arguments."""
+    def _array_defaults(self) -> dict[str, Any]:
+        """Returns defaults that contain arrays, for parameters with specs.
+
+        Calls pass them as arguments.
+        """
         return {
             name: parameter.default
             for name, parameter in self.parameters.signature.parameters.items()
@@ -266,7 +269,7 @@ def declare(
     in_specs: Sequence[Spec],
     out: Spec,
     named: Mapping[str, Any],
-    indivisible: Missing = 'error',
+    indivisible: Fallback = 'error',
 ) -> tuple[dict[str, Any], Declaration]:
     """Splits the arguments of `sharded` into options of `jax.jit` and a `Declaration`."""
     options = _jit_options(named)

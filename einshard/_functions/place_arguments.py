@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from .._arrays.constrain import reshard_traced, sharding_refused
 from .._arrays.device_put import movable, put
 from .._arrays.place import check_ref
-from .._arrays.process_agreement import Intention, check_same
+from .._arrays.process_agreement import PlannedArray, check_same
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
 from .._sharding.describe import describe, describe_in
@@ -35,7 +35,7 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
     # check all before resharding any
     leaves = [argument.place(value, context) for argument, value in both]
     placed = list(values)
-    spread: list[tuple[Intention, Any]] = []
+    spread: list[tuple[PlannedArray, Any]] = []
     for i, (argument, value) in enumerate(both):
         if i in traced.static:
             continue

@@ -76,7 +76,7 @@ ANY: Any = object()
 
 
 class TracedFunction:
-    """The function that JAX traces: it checks the specs, enters the mesh, and calls the user's.
+    """The function that JAX traces: it checks specs, enters the mesh, calls the user's function.
 
     JAX traces again for new shapes, dtypes or pytrees. Ranks and sizes are checked only then, so
     calls without tracing pay nothing.
@@ -220,14 +220,15 @@ class Program:
     Attributes:
         options: options of jit, without shardings.
         jitted: the function to run and lower.
-        nested: the function inside other programs and transformations. It constrains the result,
-            because explicit axes ignore out_shardings there, and because the backward pass would
-            turn out_shardings into in_shardings, which reject arrays that are sharded differently.
-        called: the function that calls run: `jitted`, or `checked.call`.
+        nested: the version called inside other programs and transformations. It constrains the
+            result, because explicit axes ignore out_shardings there, and because the backward pass
+            would turn out_shardings into in_shardings, which reject arrays that are sharded
+            differently.
+        called: what a call runs: `jitted`, or `checked.call`.
         checked: checks the limits; None without a budget.
         unplaced: with a budget, the positions of arguments without a spec.
-        unplaced_shardings: the shardings of those. JAX compiles again for others without tracing,
-            so with a budget each program is for one placement of these arguments.
+        unplaced_shardings: their shardings. JAX would recompile for other shardings without
+            retracing, so with a budget each program serves one set.
         args_checked: whether `place_arguments` has seen the arguments of a call.
     """
 

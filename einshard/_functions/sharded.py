@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from .._errors import EinshardError, hide_inner_frames, plural
-from .._sharding.axis_rules import Missing, check_option
+from .._sharding.axis_rules import Fallback, check_option
 from .._sharding.context import entered, in_step, is_tracing, same_in_thread
 from .._sharding.mesh import MeshLike, check_mesh, mesh_fact
 from .._text import deferred_kind, name_of
@@ -237,7 +237,7 @@ def sharded(
     out: Spec = None,
     mesh: MeshLike | None = None,
     reshard: bool = False,
-    indivisible: Missing = 'error',
+    indivisible: Fallback = 'error',
     collectives: Promise | None = None,
     memory: str | int | None = None,
     **named_specs_and_jit_options: Any,
@@ -247,7 +247,7 @@ def sharded(
     out: Spec = None,
     mesh: MeshLike | None = None,
     reshard: bool = False,
-    indivisible: Missing = 'error',
+    indivisible: Fallback = 'error',
     collectives: Promise | None = None,
     memory: str | int | None = None,
     **named_specs_and_jit_options: Any,
@@ -344,7 +344,7 @@ def _decorate(
     out: Spec,
     mesh: MeshLike | None,
     reshard: bool,
-    indivisible: Missing,
+    indivisible: Fallback,
     limits: tuple[Promise | None, str | int | None],
     named: Mapping[str, Any],
 ) -> Any:

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from .._arrays.constrain import constrain, place_constant
 from .._errors import EinshardError, for_arrays
-from .._sharding.axis_rules import Missing
+from .._sharding.axis_rules import Fallback
 from .._sharding.context import Context
 from .._sharding.leaf_spec import LeafSpec
 from .._sharding.resolve import Placement, resolve
@@ -35,11 +35,13 @@ class ValueSpec:
         indivisible: 'replicate' to replicate axes whose size is not divisible.
     """
 
-    def __init__(self, function: str, name: str | None, spec: Spec, indivisible: Missing = 'error'):
+    def __init__(
+        self, function: str, name: str | None, spec: Spec, indivisible: Fallback = 'error'
+    ):
         self.function = function
         self.name = name
         self.spec = spec
-        self.indivisible: Missing = indivisible
+        self.indivisible: Fallback = indivisible
         self._needs_leaves = needs_leaves(spec)
 
     def needs_leaves(self, context: Context) -> bool:

@@ -40,11 +40,11 @@ class Collective:
     Attributes:
         kind: one of KINDS.
         name: the name of its instruction.
-        operands: the inputs of each device; only the data of a ragged all-to-all.
+        operands: the inputs of each device; for a ragged all-to-all, only the data.
         results: the outputs of each device.
         groups: the devices that communicate with each other, as positions in the device list of the
-            program; for a permute, connected devices. Empty if the text does not list them, as for
-            a custom call, and with JAX 0.8 to 0.10 and a newer libtpu.
+            program; for a permute, connected devices. Empty if the HLO text does not list them: for
+            custom calls, and for JAX 0.8 to 0.10 with a newer libtpu.
         pairs: (source, target) of a permute.
         executions: how often it runs in one run of the program: the product of loop trip counts;
             all branches of a conditional count. None if a trip count is unknown.
@@ -55,10 +55,10 @@ class Collective:
         n_devices: the number of devices of the program.
         widened: whether the compiled program runs it in f32 although the arrays are bf16, as on
             CPU. Arrays and bytes here are those in bf16.
-        called_at: if `source` is in a helper, such as a function with one line, the first line
-            outside of it; else None.
-        sent: bytes that a device sends in one execution, if the form of the collective tells; None
-            if `network_bytes` follows from the arrays.
+        called_at: if `source` is in a helper, such as a function with only one line in the program,
+            the nearest calling line outside helpers; else None.
+        sent: bytes that a device sends in one execution, if known from the form of the collective;
+            None if `network_bytes` follows from the arrays.
     """
 
     kind: str

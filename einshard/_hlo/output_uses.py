@@ -109,7 +109,7 @@ class _Uses:
                 seen.update(made)
 
     def _of_loops(self, here: Computation, state: Instruction, at: int) -> Iterator[str]:
-        """What loops make of an element of the state that they start with."""
+        """Yields the loop outputs that depend on element `at` of the initial loop state."""
         for loop in here.users(state.name):
             body = loop.body if loop.opcode == 'while' else ''
             if body:

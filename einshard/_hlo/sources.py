@@ -71,7 +71,7 @@ class Sources:
         return of_library or innermost
 
     def caller(self, metadata: str) -> str | None:
-        """The first line outside of the helper that `line` is in; None if it is not in one.
+        """Returns the nearest calling line outside helpers; None if `line` is not in a helper.
 
         A helper is a function with one line in the program, or that another function calls in
         several lines. The lines that call the jitted function do not count.

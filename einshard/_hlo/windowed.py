@@ -110,7 +110,10 @@ def _unrolled(permutes: Sequence[Place]) -> Iterator[tuple[str, list[Place]]]:
 
 
 def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
-    """The permutes that pass on one piece or sum, one after another, in each direction."""
+    """Groups permutes into chains, each with its form; a chain sends in one direction.
+
+    Form 'ag': its permutes pass on a shard. Form 'rs': they pass on a partial sum.
+    """
     here = permutes[0].here
     by_name = {place.made.name: place for place in permutes}
     chains: list[list[Place]] = []

@@ -145,11 +145,11 @@ _PUT = (
 
 
 def idle_constraints(jaxpr: Any, inputs: Mapping[int, Any]) -> Iterator[Caution]:
-    """Constraints without effect, one per source line.
+    """Reports constraints without effect, one per source line.
 
-    These are constraints with an unused result; constraints of an argument, or of another
-    constraint, to the sharding that it has already; and `jax.device_put` under Auto mesh axes. They
-    are not compared with what the compiler would choose without them.
+    Reports constraints whose result is unused; constraints that repeat the known sharding of an
+    argument or of another constraint's output; and `jax.device_put` over Auto mesh axes.
+    Constraints that match the compiler's own choice are not detected.
 
     Args:
         jaxpr: the traced function.

@@ -69,8 +69,8 @@ class CollectiveRow:
             or the einsum if it does not tell which of its arrays it is; or ''.
         widened: whether the compiled program runs it in float32 although the arrays are bfloat16,
             as XLA does on CPU. `arrays` and bytes are those in bfloat16.
-        called_at: if `source` is in a helper, such as a function with one line, the first line
-            outside of it; else None.
+        called_at: if `source` is in a helper, such as a function with only one line in the program,
+            the nearest calling line outside helpers; else None.
     """
 
     kind: str

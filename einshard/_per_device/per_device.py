@@ -344,7 +344,7 @@ class _Mapped:
     def _unbound(
         self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]
     ) -> EinshardError | None:
-        """Returns the error for a collective over an unknown axis, if that is the cause."""
+        """Returns the error for the use of an unknown mesh axis, if that is the cause."""
         try:
             # JAX raises AssertionError or KeyError with check_vma, NameError without
             unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
@@ -360,11 +360,13 @@ class _Mapped:
         axes = {name: n for name, n in view.axes.items() if not self.manual or name in self.manual}
         facts = {'mesh axes': mesh_text(axes) or 'none'}
         if axis in view.axes:
-            sentence = f"a collective uses axis '{axis}', which is not in axis_names="
+            sentence = f"mesh axis '{axis}' is not in axis_names="
         elif view.by_name:
-            sentence = f"a collective uses axis '{axis}', but no expression shards '{axis}'"
+            sentence = (
+                f"mesh axis '{axis}' does not exist: no expression shards an axis named '{axis}'"
+            )
         else:
-            sentence = f"a collective uses axis '{axis}', but the mesh has no such axis"
+            sentence = f"the mesh has no axis '{axis}'"
             facts['note'] = 'with mesh= or a mesh in context, collectives use its axis names'
             if axis in view.joint.sizes:
                 facts[f"'{axis}' is sharded over"] = view.mesh_axes_of(axis)

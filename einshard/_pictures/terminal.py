@@ -238,7 +238,7 @@ def _left(text: str, width: int) -> str:
 
 
 def _in_margin(text: str, boxes: _Boxes) -> str:
-    """Aligns text right in the margin, with a space after it."""
+    """Right-aligns text in the margin, with a space after it."""
     return ' ' * (boxes.margin - 1 - display_width(text)) + text + ' ' * bool(boxes.margin)
 
 

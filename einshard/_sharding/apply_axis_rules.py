@@ -11,7 +11,7 @@ from .._cache import cached
 from .._errors import EinshardError, Suggestion
 from .._notation.expression import Expression, Term, check_mesh_axes, parse
 from .._notation.write import write_short
-from .axis_rules import Missing
+from .axis_rules import Fallback
 from .context import AxisRule, AxisRules
 
 
@@ -32,7 +32,7 @@ def apply_axis_rules(
     expression: Expression,
     rules: AxisRules,
     axis_sizes: Mapping[str, int],
-    on_missing: Missing = 'error',
+    on_missing: Fallback = 'error',
 ) -> Ruled:
     """Applies axis rules to an expression, on a mesh with these axes.
 

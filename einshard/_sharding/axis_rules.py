@@ -20,8 +20,8 @@ P = ParamSpec('P')
 R = TypeVar('R')
 
 # What to do with mesh axes that the mesh lacks, and with axes that are not divisible.
-Missing: TypeAlias = Literal['error', 'replicate']
-# What to do with a rule whose mesh axes another axis of the array has taken.
+Fallback: TypeAlias = Literal['error', 'replicate']
+# What to do with a rule whose mesh axes already shard another axis of the array.
 Taken: TypeAlias = Literal['error', 'next']
 # A placement: the text after a name, or a PartitionSpec with one entry.
 Placed: TypeAlias = str | PartitionSpec | NamedSharding
@@ -43,13 +43,13 @@ class axis_rules:
         >>> describe(x)
         'a b c -> a@data b@tp c'
 
-    Rules apply to expressions in the short form. A name without its own placement takes the
+    Rules apply to expressions without an arrow. A name without its own placement takes the
     placement of its rule; a name without a rule is not sharded; unused devices hold replicas.
     So the same model code works on any mesh. Nested rules are merged, and the inner rule of an axis
     wins. One object can be entered many times, also by several threads.
 
     Logical axis rules, as Flax and MaxText have them, are a list of pairs. With `taken='next'` a
-    name may be listed several times, and its first rule applies whose mesh axes are still free:
+    name may be listed several times, and the first rule whose mesh axes are free applies:
 
         >>> pairs = [('batch', 'data'), ('embed', ('data', 'tp')), ('embed', 'tp')]
         >>> with axis_rules(pairs, taken='next'):
@@ -59,31 +59,32 @@ class axis_rules:
     Rules are part of JAX's cache keys: functions under `jax.jit` and `sharded` are traced once per
     set of rules.
 
-    Rules must not span an `await` or a `yield`. Asyncio tasks share a thread, and JAX's cache
-    keys are per thread; einshard raises an error in a task with other rules. In a thread with a
-    copied context, `einshard` and `sharded` use the rules of that context; for plain `jax.jit`,
-    enter the rules in the function that the thread runs.
+    Do not `await` or `yield` inside the rules. Asyncio tasks share a thread, and JAX's cache keys
+    use thread-local state, so einshard raises an error if another task in the thread has entered
+    different rules. In a thread with a copied context, `einshard` and `sharded` use that context's
+    rules; under plain `jax.jit` einshard raises an error, so enter the rules in the function that
+    the thread runs.
 
     Args:
         placements: a mapping from axis names to placements, such as `TRAINING_AXES`. A placement
             is what follows a name in an expression: '@data', '@(data,fsdp)', '4', '*', '2*'. Use
             '' for not sharded, to override an outer rule. `P('data')` means '@data'; so does a
-            `NamedSharding` with this spec, whose mesh is not used. Or a list of pairs of an axis
-            name and a mesh axis, a tuple of mesh axes, or None for not sharded.
+            `NamedSharding` with this spec, whose mesh is not used. Or a list of `(name, mesh_axes)`
+            pairs, where `mesh_axes` is one name, a tuple of names, or None (not sharded).
         missing: what to do with mesh axes in these rules that the mesh lacks: 'error', or
             'replicate' to ignore them. Nested rules keep their own setting.
         indivisible: what to do if the size of an axis is not divisible by the number of shards of
             its rule: 'error', or 'replicate' to replicate that axis only.
         taken: what to do if two axes of an array take the same mesh axis: 'error', or 'next' to
-            skip the rule. Rules then apply in their order, after the placements in the expression
-            and the rules that raise; inner rules come before outer ones. An axis that no rule
-            applies to is not sharded. Mesh axes of size 1 are never taken.
+            skip a rule whose mesh axes are in use. Placements in the expression apply first, then
+            rules with `taken='error'`, then rules with `taken='next'` in order, inner before outer.
+            An axis that no rule applies to is not sharded. Mesh axes of size 1 are never in use.
         more: placements by keyword.
 
     Raises:
         EinshardError: a placement is invalid, an axis has two rules, or the decorated function is a
-            generator or async function. In use: two names of an array take the same mesh axis, the
-            mesh lacks an axis, or another task has rules that span an `await`.
+            generator or async function. When applied: two names of an array take the same mesh
+            axis, the mesh lacks an axis, or another task has rules that span an `await`.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class axis_rules:
         placements: Mapping[str, Placed] | Iterable[LogicalRule] = MappingProxyType({}),
         /,
         *,
-        missing: Missing = 'error',
-        indivisible: Missing = 'error',
+        missing: Fallback = 'error',
+        indivisible: Fallback = 'error',
         taken: Taken = 'error',
         **more: Placed,
     ):
@@ -124,7 +125,7 @@ class axis_rules:
         in_order = leave_rules(self)
         if not in_order and raised is None:
             raise EinshardError(
-                'axis_rules must be left in reverse order, by the task and thread that entered '
+                'axis_rules must be exited in reverse order, by the task and thread that entered '
                 'them',
                 facts={'instead': 'enter axis_rules in a function that does not await or yield'},
             )
@@ -218,7 +219,7 @@ def _is_placement(text: str) -> bool:
 
 
 def _right_side(short: str) -> list[Term]:
-    """The terms of an expression in the short form; [] if it is invalid or has an arrow."""
+    """Parses an expression without an arrow; returns its terms, or [] if it is invalid."""
     try:
         expression = parse(short)
     except EinshardError:

@@ -13,7 +13,7 @@ _MAX_SHOWN = 5
 
 
 def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str, int]:
-    """The sizes with -1 solved; raises if they do not use all devices.
+    """Replaces -1 by the remaining size; raises if the sizes do not use all devices.
 
     `call` is the call without its sizes, for suggestions: "device_mesh(".
     """
@@ -46,19 +46,20 @@ def _wrong_sizes(
 ) -> EinshardError:
     product = math.prod(known.values())
     if len(known) < len(sizes):
-        sentence = f'the number of devices ({n_devices}) is not divisible by {_text(known)}'
+        divisor = f'{product} ({_text(known)})'
+        sentence = f'the number of devices ({n_devices}) is not divisible by {divisor}'
     else:
         need = 'needs' if len(sizes) == 1 else 'need'
         sentence = f'{_text(sizes)} {need} {product} devices, but there are {n_devices}'
     fitting = sorted(_fitting(sizes, n_devices), key=lambda one: _distance(sizes, one))
     facts = {'sizes that fit': '; '.join(_text(one) for one in fitting[:_MAX_SHOWN])}
     if len(known) == len(sizes) and product < n_devices and call == 'device_mesh(':
-        facts[f'on {product} of them'] = f'{call}jax.devices()[:{product}], {_text(sizes)})'
+        facts[f'on {product} devices'] = f'{call}jax.devices()[:{product}], {_text(sizes)})'
     return EinshardError(sentence, facts=facts, fix=f'{call}{_text(fitting[0])})')
 
 
 def _fitting(sizes: Mapping[str, int], n_devices: int) -> Iterator[dict[str, int]]:
-    """Sizes that use all devices and differ from these in at most two axes, or in all."""
+    """Yields sizes that use all devices and differ from these in at most two axes, or in all."""
     asked = {name: max(size, 1) for name, size in sizes.items()}
     found: list[dict[str, int]] = []
     for first, second in itertools.combinations_with_replacement(asked, 2):

@@ -1,4 +1,4 @@
-"""The spec of one leaf: an expression with options, also from JAX's PartitionSpec."""
+"""The spec of one leaf: an expression with options, or a converted PartitionSpec."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .._notation.expression import (
     parse,
 )
 from .._notation.write import write
-from .axis_rules import Missing
+from .axis_rules import Fallback
 from .mesh import FREE, AnyMesh, partition_text, spec_axes
 
 REPLICATED = '... -> * ...'
@@ -32,8 +32,8 @@ class LeafSpec:
 
     expression: Expression
     memory_kind: str | None = None
-    on_missing: Missing = 'error'  # 'replicate': ignore mesh axes that the mesh lacks
-    on_indivisible: Missing = 'error'  # 'replicate': replicate axes that are not divisible
+    on_missing: Fallback = 'error'  # 'replicate': ignore mesh axes that the mesh lacks
+    on_indivisible: Fallback = 'error'  # 'replicate': replicate axes that are not divisible
     rule: str | None = None  # the rule that it comes from, for errors
     mesh: AnyMesh | None = None  # that of a NamedSharding
     partition: PartitionSpec | None = None  # what it was written as, if not as an expression
@@ -102,7 +102,7 @@ def _of_partition(spec: PartitionSpec) -> LeafSpec:
 
 @cached
 def of_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
-    """The spec with the expression of its PartitionSpec, if it has one, for arrays of a rank."""
+    """Rewrites the expression of a spec for rank `ndim`, if the spec is a PartitionSpec."""
     partition = spec.partition
     return spec if partition is None else replace(spec, expression=_expression_of(partition, ndim))
 
@@ -134,11 +134,14 @@ def _expression_of(spec: PartitionSpec, ndim: int | None) -> Expression:
 def lenient(
     spec: AnySpec,
     *,
-    on_missing: Missing = 'error',
-    on_indivisible: Missing = 'error',
+    on_missing: Fallback = 'error',
+    on_indivisible: Fallback = 'error',
     rule: str | None = None,
 ) -> LeafSpec:
-    """The spec with its rule, and with each option that is 'replicate' here applied to it."""
+    """Sets the options given as 'replicate'; 'error' keeps the spec's own.
+
+    Sets `rule` unless the spec has one.
+    """
     known = as_leaf_spec(spec)
     if on_missing == 'error':
         on_missing = known.on_missing

@@ -18,7 +18,7 @@ from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._notation.layout import Layout, lay_out, mesh_entries, refactor
 from .._suggestions import working_fix
 from .apply_axis_rules import apply_axis_rules
-from .axis_rules import Missing
+from .axis_rules import Fallback
 from .context import Context, context_on, current_context, depth_of_user, make_context
 from .leaf_spec import (
     AnySpec,
@@ -108,8 +108,8 @@ def resolve(
     shape: Shape | int | None,
     context: Context,
     memory_kind: str | None = None,
-    missing: Missing = 'error',
-    indivisible: Missing = 'error',
+    missing: Fallback = 'error',
+    indivisible: Fallback = 'error',
     *,
     option: str | None = None,
     traced: bool = False,

@@ -69,9 +69,9 @@ def for_optimizer(
         A function `(path, leaf) -> spec`.
 
     Raises:
-        EinshardError: `spec` or `default` is not a spec, or `spec` is not a prefix of `params`. In
-            use: an array has no parameter, or is ambiguous; a spec does not fit its parameter; or
-            the mesh lacks an axis in `zero=`.
+        EinshardError: `spec` or `default` is not a spec, or `spec` is not a prefix of `params`.
+            When applied: an array has no parameter, or is ambiguous; a spec does not fit its
+            parameter; or the mesh lacks an axis in `zero=`.
     """
     return StateSpec(params, spec, zero, default)
 

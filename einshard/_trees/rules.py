@@ -7,14 +7,14 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax.tree_util as jtu
 
 from .._cache import cached
 from .._errors import EinshardError, for_arrays, plural, quoted
 from .._notation.layout import axis_positions
-from .._sharding.axis_rules import Missing, check_option
+from .._sharding.axis_rules import Fallback, check_option
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import (
     LEAF_SPECS,
@@ -72,8 +72,8 @@ class Rules:
 
     Raises:
         EinshardError: a pattern is not a regular expression, a rule is not a pair, or a spec is
-            invalid. In use: no rule matches a leaf, its spec does not fit its rank or sizes, or
-            rules match no path; the error lists all leaves or rules.
+            invalid. When applied: no rule matches a leaf, its spec does not fit its rank or sizes,
+            or rules match no path; the error lists all leaves or rules.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Rules:
         rules: Iterable[tuple[str, Spec]],
         *,
         default: Spec = _NO_DEFAULT,
-        indivisible: Literal['error', 'replicate'] = 'error',
-        missing: Missing = 'error',
+        indivisible: Fallback = 'error',
+        missing: Fallback = 'error',
         min_size: int = 0,
         strict: bool = False,
     ):
@@ -97,8 +97,8 @@ class Rules:
             _check_rule_spec(default, {'rule': 'default='})
         check_option('indivisible', indivisible)
         check_option('missing', missing)
-        self.indivisible: Missing = indivisible
-        self.missing: Missing = missing
+        self.indivisible: Fallback = indivisible
+        self.missing: Fallback = missing
         self.min_size = _size(min_size)
         self.strict = strict
         self.patterns = [re.compile(pattern) for pattern, _ in self.rules]

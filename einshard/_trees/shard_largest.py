@@ -57,13 +57,14 @@ def shard_largest(
         'a b -> a b@(tensor,fsdp)'
 
     Args:
-        axes: the mesh axes to shard over, those that do not shard the array already. Default: all.
+        axes: the mesh axes to shard over; axes that already shard the array are skipped. Default:
+            all.
         spec: the spec to add to: an expression, `Rules` or a function. Default: replicated.
         min_bytes: smaller arrays keep the sharding of `spec`.
 
     Raises:
-        EinshardError: an option is invalid. In use: the mesh lacks one of the axes, or `spec` does
-            not fit.
+        EinshardError: an option is invalid. When applied: the mesh lacks one of the axes, or `spec`
+            does not fit.
     """
     if leaf is not _NO_LEAF:
         return _over_all_devices(np.shape(leaf))
