@@ -1,7 +1,7 @@
-"""Notes on errors that JAX raises while it traces a function with specs.
+"""Adds notes to errors that JAX raises while it traces a function with specs.
 
-The exception stays JAX's. A note (`add_note`) adds what the specs know; JAX's traceback filtering
-keeps it.
+The exception is the same object. `add_note` adds information from the specs, which JAX's traceback
+filtering keeps.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ErrorNotes:
 
     def __exit__(self, _: Any, error: BaseException | None, traceback: Any) -> None:
         noted = [note for note in getattr(error, '__notes__', ()) if note.startswith(_PREFIX)]
-        if error is None or noted:  # by a sharded function that this one calls
+        if error is None or noted:  # by a sharded function called inside this one
             return
         with suppress(Exception):  # a failure here must not hide the error
             note = self._note(error, [*walk_tb(traceback)])
@@ -130,7 +130,7 @@ def _sharding_note(
     leaves: Iterator[_Leaf],
     mesh: AnyMesh,
 ) -> str:
-    """The line, the operands and their axes, and two ways to fix an error of explicit axes."""
+    """Lists the line, the operands and their axes, and two fixes for an error of explicit axes."""
     facts: dict[str, str] = {}
     outside = [i for i, frame in enumerate(frames) if _package(frame) not in {*_JAX, _OURS}]
     users = [i for i in outside if not _is_library(frames[i])]
@@ -162,7 +162,7 @@ def _line(frame: _Frame) -> str:
 
 
 def _operands(frames: Sequence[_Frame]) -> list[Any]:
-    """The traced arguments of the outermost of these frames that has any."""
+    """Returns the traced arguments of the outermost frame that has any."""
     for frame, _ in frames:
         arguments = [frame.f_locals[name] for name in _parameters(frame.f_code)]
         found = {id(x): x for x in jtu.tree_leaves(arguments) if isinstance(x, Tracer)}
@@ -177,7 +177,7 @@ def _parameters(code: CodeType) -> tuple[str, ...]:
 
 
 def _axes_in_message(message: str, mesh: AnyMesh) -> set[str]:
-    """The mesh axes in a message of JAX; all of them if it names none."""
+    """Returns the mesh axes that a message of JAX names; all of them if it names none."""
     message = re.sub(r'AbstractMesh\(.*?axis_types=\(.*?\).*?\)', '', message)
     names = {str(name) for name in mesh.axis_names}
     found = {a for a in names if re.search(rf"""[@'"(,]{re.escape(a)}['"),\]]""", message)}
@@ -185,7 +185,7 @@ def _axes_in_message(message: str, mesh: AnyMesh) -> set[str]:
 
 
 def _operand_text(operand: Any, leaf: _Leaf | None, concerned: set[str]) -> str:
-    """float32[128@tensor,16], parameter 'w': axis 'y' is sharded over 'tensor'"""
+    """Formats an operand: "float32[128@tensor,16], parameter 'w': axis 'y' is sharded over .."."""
     aval: Any = jax.typeof(operand)
     names = {i: f"'{name}'" for name, i in leaf.axes.items()} if leaf else {}
     axes = [
@@ -197,7 +197,7 @@ def _operand_text(operand: Any, leaf: _Leaf | None, concerned: set[str]) -> str:
     return f'{aval}{parameter}{": " if axes else ""}{", ".join(axes)}'
 
 
-# What to write, by a part of JAX's message; the first that matches.
+# Fixes, by a part of JAX's message; the first match applies.
 _FIXES = {
     '.get(out_sharding': 'table.at[index].get(out_sharding=make_sharding(expression))',
     '.set/add': 'table.at[index].set(values, out_sharding=make_sharding(expression))',
@@ -216,7 +216,7 @@ def _auto_mesh(mesh: AnyMesh) -> str:
 
 
 def _sizes_that_differ(leaves: Iterator[_Leaf], message: str) -> Iterator[str]:
-    """Axis names with different sizes, both of which the message of JAX has.
+    """Yields axis names with different sizes that are both in JAX's message.
 
     Names are local to an expression, so different sizes alone do not mean an error. Leaves of one
     parameter that share an expression, as under `Rules`, are not compared with each other.

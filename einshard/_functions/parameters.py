@@ -324,7 +324,7 @@ def listed(values: Any, single: type, option: str, what: str, example: str) -> l
 
 
 def positional_signature(names: Sequence[str]) -> inspect.Signature:
-    """A signature of positional parameters with these names, made valid and unique."""
+    """Makes a signature of positional parameters from names, which become valid and unique."""
     known: list[str] = []
     for name in names:
         name = re.sub(r'\W', '_', name.removesuffix(']'))

@@ -31,8 +31,8 @@ from .value_spec import ValueSpec
 class OtherShardings(ValueError):
     """Stops the trace of a program that is jitted with other shardings than its arguments need.
 
-    JAX has no other way to stop a trace. Callers treat it like the ValueErrors of jit about
-    shardings, and find the right program.
+    JAX has no other way to stop a trace. Callers handle it like jit's ValueErrors about shardings:
+    they look up the right program.
     """
 
 
@@ -56,14 +56,14 @@ class Setup:
     budget: Budget | None
 
     def context(self) -> Context:
-        """The context of a call. Inside a trace, a mesh in context has no known devices."""
+        """Returns the context of a call. Inside a trace, a mesh in context has no known devices."""
         try:
             return current_context(self.mesh)
         except EinshardError as error:
             raise error.about(function=self.name) from None
 
     def mesh_key(self, context: Context) -> AnyMesh:
-        """The mesh as a cache key. Jit itself handles meshes with the same abstract mesh."""
+        """Returns the mesh as a cache key; jit itself tells apart meshes of one abstract mesh."""
         mesh = context.lowering_mesh
         return abstract_mesh(mesh) if self.is_ambient(mesh) else mesh
 
@@ -114,15 +114,15 @@ class TracedFunction:
         return self.result.spec is not None and AxisType.Explicit in self.mesh.axis_types
 
     def positions(self, names: Collection[str]) -> list[int]:
-        """The positions of the values with these names."""
+        """Returns the positions of the values with these names."""
         return [i for i, name in enumerate(self.names) if name in names]
 
     def argument_shardings(self, values: Sequence[Any]) -> list[Any]:
-        """The shardings of each argument on the current mesh."""
+        """Returns the shardings of each argument on the current mesh."""
         return self._each(ValueSpec.shardings, values)
 
     def constrained(self, values: Sequence[Any]) -> list[Any]:
-        """The arguments, constrained to their specs."""
+        """Constrains the arguments to their specs."""
         return self._each(ValueSpec.constrain, values)
 
     def check(self, values: Sequence[Any]) -> None:
@@ -136,7 +136,7 @@ class TracedFunction:
         return [step(spec, x, context) for spec, x in zip(self.arguments, values, strict=True)]
 
     def result_shardings(self, values: Sequence[Any]) -> Any:
-        """The shardings of the result on the current mesh."""
+        """Returns the shardings of the result on the current mesh."""
         # only this needs the shapes of the result before the call; jit reuses the trace
         context = self.setup.context()
         result = self._shapes(*values) if self.result.needs_leaves(context) else None
@@ -162,7 +162,7 @@ class TracedFunction:
         return True
 
     def for_jit(self, shardings: Any) -> Any:
-        """The shardings as jit takes them: PartitionSpecs for those on the mesh in context.
+        """Converts shardings for jit: those on the mesh in context become PartitionSpecs.
 
         Jit resolves these on the mesh in context at each call, even in a trace, where its devices
         are unknown. So one program serves all meshes that differ only in their devices.
@@ -177,7 +177,7 @@ class TracedFunction:
         )
 
     def named(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        """Names a wrapper of positional values, for the names in jit's programs and errors."""
+        """Gives a wrapper of positional values the names that jit shows in programs and errors."""
         wrapper.__name__ = wrapper.__qualname__ = self.setup.name
         wrapper.__wrapped__ = self.setup.function  # type: ignore[attr-defined]
         wrapper.__signature__ = positional_signature(self.names)  # type: ignore[attr-defined]
@@ -275,7 +275,7 @@ class Program:
     def trace_as_called(
         self, n_args: int, given: Collection[str], order: Sequence[str], values: Sequence[Any]
     ) -> jax.stages.Traced:
-        """The trace of a call as written, with the keywords `given`.
+        """Traces a call as written, with the keywords `given`.
 
         `jax.jit` with in_shardings rejects keywords, so the shardings are part of the arguments.
         """
@@ -362,7 +362,10 @@ def _is_unplaced(traced: TracedFunction, i: int) -> bool:
 
 
 def shardings_of(values: Sequence[Any], which: Sequence[int]) -> tuple[Any, ...]:
-    """The shardings of the leaves of some arguments; None for host data; () while tracing."""
+    """Returns the shardings of all leaves of some arguments; None for host data.
+
+    Returns () while tracing.
+    """
     if not which or is_tracing():
         return ()
     # `committed` is not read: it would double the time, and jit rejects what matters

@@ -42,7 +42,7 @@ UnexpectedCollectives.__module__ = MemoryExceeded.__module__ = 'einshard'
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the programs of a function may have; None for no limit.
+    """The limits of the programs of a function; None for no limit.
 
     Attributes:
         memory: bytes on each device.
@@ -53,7 +53,7 @@ class Limits:
 
 
 def read_limits(collectives: Promise | None, memory: str | int | None) -> Limits | None:
-    """The limits that `collectives=` and `memory=` set; None without both."""
+    """Returns the limits that `collectives=` and `memory=` set; None without both."""
     if collectives is None and memory is None:
         return None
     allowed = None if collectives is None else read_promise(collectives)
@@ -61,7 +61,7 @@ def read_limits(collectives: Promise | None, memory: str | int | None) -> Limits
 
 
 def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
-    """The limit of each kind of collective; raises if the promise is invalid."""
+    """Reads the limit of each kind of collective; raises if the promise is invalid."""
     if isinstance(promise, str):
         return read_promise((promise,), given_as)
     if not isinstance(promise, Collection):  # type: ignore[reportUnnecessaryIsInstance]
@@ -124,7 +124,7 @@ def check_memory(name: str, compiled: Any, limit: int) -> None:
 
 
 def more_than(allowed: Allowed, found: Sequence[Collective]) -> list[Collective]:
-    """The collectives of each kind that exceeds its limit."""
+    """Returns the collectives of each kind that exceeds its limit."""
     counts = Counter(one.kind for one in found)
     return [one for one in found if counts[one.kind] > allowed.get(one.kind, 0)]
 
@@ -135,7 +135,7 @@ def counts_text(found: Sequence[Collective]) -> str:
 
 
 def program_text(name: str, compiled: Any) -> str:
-    """The text of a compiled program; raises if the backend does not expose it."""
+    """Returns the text of a compiled program; raises if the backend does not expose it."""
     text = compiled.as_text()
     if text is None:
         raise EinshardError(
@@ -156,7 +156,7 @@ def allowed_text(allowed: Allowed) -> str:
 
 
 def _rows(found: Sequence[Collective]) -> dict[str, str]:
-    """A fact for each collective; identical ones share a fact."""
+    """Makes a fact of each collective; identical ones share a fact."""
     alike = Counter((one.kind, _row(one)) for one in found)
     kinds = Counter(kind for kind, _ in alike)
     seen: Counter[str] = Counter()
@@ -188,7 +188,7 @@ class Budget:
         self._warned = False
 
     def on_one_device(self) -> Budget | None:
-        """The budget of a program on one device, which has no collectives; None for no limits."""
+        """Returns the budget of a program on one device, which has no collectives; or None."""
         return None if self.limits.memory is None else self
 
     def check(self, compiled: Any) -> None:
@@ -220,9 +220,9 @@ class CheckedJit:
 
     Its first program is checked before it runs, later ones before the result is returned. JAX does
     not report compilation, but each compilation follows a trace. So the function records each
-    trace, and the call that caused it lowers and compiles again, from JAX's cache. Raising inside
-    the trace would fail sooner, but later calls with those arguments would take jit's slow path
-    (80 to 250 us).
+    trace, and the call that caused it gets the compiled program from JAX's cache. An error inside
+    the trace would come sooner, but then later calls with those arguments would take jit's slow
+    path (80 to 250 us).
 
     A thread may run a program that another thread has traced but not checked. So a call checks its
     program if any trace is unchecked when it returns, or if the jitted function was replaced.

@@ -50,9 +50,9 @@ class ShardedFunction(Generic[P, R]):
         functools.update_wrapper(self, setup.function)
         self._setup = setup
         self._programs = ProgramCache(setup)
-        # Key: the number of arguments, or that and the keywords as written. Value: the jitted
-        # function, the order in which it takes the keywords, and whether tracing needs another
-        # function even if no argument is traced.
+        # Key: the number of arguments; with keywords, a tuple of it and the keywords as written.
+        # Value: the jitted function, the order in which it takes the keywords, and whether a trace
+        # needs another function even if no argument is traced.
         self._fast: dict[Any, tuple[Any, tuple[str, ...], bool]] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -119,12 +119,12 @@ class ShardedFunction(Generic[P, R]):
         return self._call(args, kwargs, lambda program: program.jitted.eval_shape)
 
     def in_shardings(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
-        """The sharding of each argument, by parameter name; None if it has no spec."""
+        """Returns the sharding of each argument, by parameter name; None if it has no spec."""
         traced, values = self._exact_program(args, kwargs)
         return dict(zip(traced.names, traced.argument_shardings(values), strict=True))
 
     def out_shardings(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """The sharding, or pytree of shardings, of the result; None without `out=`."""
+        """Returns the sharding, or pytree of shardings, of the result; None without `out=`."""
         traced, values = self._exact_program(args, kwargs)
         return traced.result_shardings(values)
 
@@ -328,7 +328,7 @@ def _is_function(x: Any) -> bool:
 def called_too_early(
     decorator: str, given: Sequence[Any], in_specs: Sequence[Spec]
 ) -> EinshardError:
-    """The error for a decorator, such as `sharded(...)`, that got something else to decorate."""
+    """Returns the error for a decorator, such as `sharded(...)`, that got no function."""
     found = reprlib.repr(given[0]) if len(given) == 1 else plural(len(given), 'argument')
     facts: dict[str, Any] = {}
     if in_specs and _is_function(in_specs[-1]):

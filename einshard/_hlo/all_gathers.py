@@ -1,9 +1,9 @@
-"""All-gathers of an optimized HLO program: what they gather, and which parts devices keep. No JAX.
+"""Finds the all-gathers of an HLO program, and the slices that devices keep. Imports no JAX.
 
 If the SPMD partitioner knows no better way to reshard, it all-gathers the full array, and every
 device keeps a slice: "involuntary full rematerialization". XLA reports this only on standard error.
-In the program it shows as slices, at offsets computed from the device number, being the only uses
-of the array.
+In the program, the only uses of the array are then slices, at offsets computed from the device
+number.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class AllGather:
 
 
 def find_all_gathers(module: Module, n_devices: int) -> list[AllGather]:
-    """The all-gathers of a program that have a single operand."""
+    """Finds the all-gathers of a program that have a single operand."""
     return list(_Finder(module, n_devices).find())
 
 
 _DIMENSION = re.compile(r'dimensions=\{(\d+)\}')
 _SIZES = re.compile(r'dynamic_slice_sizes=\{([\d,]+)\}')
-# operations that change at most the form of an array
+# operations that copy, reshape or convert an array
 _COPIES = {'copy', 'copy-start', 'copy-done', 'all-gather-done', 'optimization-barrier'}
 _PASSES_ON = frozenset({'bitcast', 'reshape', 'transpose', 'convert', *_COPIES})
 
@@ -82,9 +82,9 @@ class _Finder:
             )
 
     def origin(self, here: Computation, name: str) -> tuple[Computation, Instruction, bool]:
-        """The computation and instruction that made an array, traced through copies and calls.
+        """Finds the computation and instruction that made an array, through copies and calls.
 
-        And whether it is made outside of the loop that gathers it.
+        Also returns whether it is made outside the loop that gathers it.
         """
         made = here[name]
         while self.passes_on(made):
@@ -109,7 +109,7 @@ class _Finder:
         return inner.opcode == 'parameter'
 
     def outside(self, here: Computation, made: Instruction) -> tuple[Computation, str] | None:
-        """The caller's value of a fusion parameter or of a loop invariant."""
+        """Returns the caller's value of a fusion parameter or of a loop invariant."""
         if made.opcode == 'parameter' and not here.is_entry:
             for _, caller, call in self.module.call_sites(here):
                 if 'calls=' in call.attributes:
@@ -133,7 +133,7 @@ class _Finder:
     def slices(
         self, value: Value, array: ArrayType
     ) -> Iterator[tuple[tuple[int, ...], ...] | None]:
-        """For each use of an array, the block that each device slices; None for other uses."""
+        """Yields, for each use of an array, the block that each device slices; else None."""
         here = value.here
         if value.name == here[''].name:
             yield None
@@ -170,7 +170,7 @@ class _Finder:
         return tuple(blocks)
 
     def evaluate(self, value: Value, device: int) -> Any:
-        """The value of an integer array on a device."""
+        """Computes the value of an integer array on a device."""
         made = value.made
         if made.opcode in ('partition-id', 'replica-id'):
             return np.array(device)
@@ -219,7 +219,7 @@ _ARITHMETIC: Mapping[str, Any] = {
 
 
 def _axes(made: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:
-    """For a transposed or copied array: the axis of the original for each axis; else None.
+    """Maps the axes of a transposed or copied array to those of the original; else None.
 
     On GPU, a bitcast to another layout stands for a transpose.
     """
@@ -239,14 +239,14 @@ def _axes(made: Instruction, before: Instruction, array: ArrayType) -> Sequence[
 
 
 def _layout(made: Instruction) -> Sequence[int]:
-    """The axes in memory order, fastest first."""
+    """Returns the axes in memory order, fastest first."""
     found = re.search(r'\{([\d,]+)', made.type)
     rank = len(made.results[0].shape)
     return [int(axis) for axis in found[1].split(',')] if found else range(rank)[::-1]
 
 
 def _carried(here: Computation, made: Instruction) -> int | None:
-    """The index of a loop-invariant element in the loop state, or None."""
+    """Returns the index of a loop-invariant element in the loop state, or None."""
     root = here['']
     if made.opcode != 'get-tuple-element' or root.opcode != 'tuple':
         return None

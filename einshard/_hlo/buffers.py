@@ -1,4 +1,4 @@
-"""The large arrays of an optimized HLO program: temporaries, arguments, results. Imports no JAX."""
+"""Finds large arrays of an HLO program: temporaries, arguments, results. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Temporary:
     op_name: str
 
 
-# these make no array of their own
+# these allocate no array
 _NO_ARRAY = frozenset(
     (
         'parameter',
@@ -49,7 +49,7 @@ _MOVED_MEMORY = re.compile(r'\{[^}]*S\([1-9]')  # VMEM on TPU, host memory
 
 
 def largest_temporaries(module: Module, n: int = 5) -> tuple[Temporary, ...]:
-    """The largest temporaries, those of one line and shape once.
+    """Finds the largest temporaries; those of the same line and shape are listed once.
 
     The compiler may give several of them the same memory, one after another.
     """
@@ -64,10 +64,10 @@ def largest_temporaries(module: Module, n: int = 5) -> tuple[Temporary, ...]:
 
 
 def _arrays(module: Module) -> Iterator[tuple[ArrayType, Instruction]]:
-    """The arrays that take memory, and the instructions that make them."""
+    """Yields the arrays that take memory, each with the instruction that makes it."""
     for here in _running(module):
         root = here['']
-        # the results of the program and of loop bodies are no temporaries
+        # the results of the program and of loop bodies are not temporaries
         outputs = {root.name, *(root.operands if root.opcode == 'tuple' else ())}
         for made in here.instructions():
             if made.opcode in _NO_ARRAY or made.opcode.endswith(('-start', '-update')):
@@ -79,7 +79,7 @@ def _arrays(module: Module) -> Iterator[tuple[ArrayType, Instruction]]:
 
 
 def _running(module: Module) -> Iterator[Computation]:
-    """The entry, and the computations that loops, conditionals and calls run."""
+    """Yields the entry, and the computations that loops, conditionals and calls run."""
     seen, left = {module.entry.name}, [module.entry]
     while left:
         here = left.pop()
@@ -93,7 +93,7 @@ def _running(module: Module) -> Iterator[Computation]:
 
 
 def _unmoved(here: Computation, name: str) -> Instruction:
-    """The instruction that a value comes from, without bitcasts and the like."""
+    """Returns the instruction that a value comes from, behind copies, converts and bitcasts."""
     made = here[name]
     while made.opcode in ('bitcast', 'convert', 'copy'):
         made = here[made.operands[0]]

@@ -2,8 +2,8 @@
 
 XLA writes a collective in many forms: as one instruction; as a pair of -start and -done; inside a
 fusion, a call or an async-start; as a send and a recv; as a loop of products and permutes; and on
-TPU as a chain of fusions that all contain it while they compute something else, even in loops. Each
-becomes one `Collective` here.
+TPU as a chain of fusions that all contain it and compute something else, even in loops. This module
+reads each as one `Collective`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Collective:
 
 
 def read_collectives(text: str, device_ids: Sequence[int] = ()) -> tuple[Collective, ...]:
-    """The collectives of an optimized program, in execution order.
+    """Reads the collectives of an optimized program, in execution order.
 
     >>> from einshard._hlo.collectives import read_collectives
     >>> text = '''HloModule jit_f, num_partitions=4
@@ -147,7 +147,7 @@ def read_collectives(text: str, device_ids: Sequence[int] = ()) -> tuple[Collect
 
 
 def find_collectives(module: Module, device_ids: Sequence[int] = ()) -> tuple[Collective, ...]:
-    """The collectives of a program, in execution order.
+    """Finds the collectives of a program, in execution order.
 
     Collectives in groups of one device are omitted: compilers leave them in, but they send nothing.
 
@@ -222,7 +222,7 @@ class _Finder:
         return tuple(one for _, one in sorted(ordered, key=lambda pair: pair[0]))
 
     def instructions(self) -> Iterator[tuple[Place, dict[str, Any]]]:
-        """The instructions that communicate, with fields of `Collective`."""
+        """Yields the instructions that communicate, each with fields of `Collective`."""
         meetings: dict[tuple[str, str], list[Place]] = {}
         for place in self.module.find(*MARKS):
             what = self.read(place)
@@ -236,7 +236,7 @@ class _Finder:
             yield places[0], self.read_transfer(places[0].made, places[-1].made)
 
     def read(self, place: Place) -> dict[str, Any] | None:
-        """Fields of `Collective`; None if it is not one: user-given names may contain marks."""
+        """Reads fields of `Collective`; None for a line with a mark only in a user-given name."""
         made = place.made
         kind = made.opcode.removesuffix('-start')
         # from jax.lax.psend; GPU programs may also split a permute into send and recv
@@ -275,7 +275,7 @@ class _Finder:
         }
 
     def read_transfer(self, send: Instruction, receive: Instruction) -> dict[str, Any]:
-        """Fields of a transfer between TPU slices: a send and a recv with one rendezvous."""
+        """Reads a transfer between TPU slices: a send and a recv with one rendezvous."""
         meeting = _MEETING.search(send.attributes)
         assert meeting is not None
         _, target, transfer = meeting.groups()
@@ -292,12 +292,12 @@ class _Finder:
         }
 
     def phase(self, here: Computation) -> str:
-        """The end of an asynchronous chain that a computation belongs to: 'Start', 'Done' or ''."""
+        """Returns 'Start' or 'Done' for a computation at an end of an async chain; else ''."""
         fusions = [site for site in self.module.call_sites(here) if site.made.opcode == 'fusion']
         return self.phases.get(here.name) or (self.phase(fusions[0].here) if fusions else '')
 
     def links(self, places: Sequence[Place], executions: Executions) -> set[int]:
-        """The offsets of the later links of asynchronous chains, which count only at their start.
+        """Returns the offsets of the later links of asynchronous chains; only the start counts.
 
         Links may be in inner loops. If no link is marked as the start, it is the one that runs
         least often, and the first of these.
@@ -322,7 +322,7 @@ class _Finder:
         return any(site.made.opcode == 'fusion' for site in self.module.call_sites(here))
 
     def origin(self, path: Sequence[Place], place: Place) -> dict[str, Any]:
-        """Source line and operation: of its instruction, the fusion around it, or a user."""
+        """Finds the source line and operation of an instruction, a fusion around it, or a user."""
         described = place.made
         for _, _, made in reversed(path):
             if made.opcode not in ('while', 'conditional') and not described.op_name:
@@ -352,7 +352,7 @@ class _Finder:
 def _merged(
     several: Sequence[_Found], form: str, executions: int | None
 ) -> tuple[tuple[int, ...], Collective]:
-    """The permutes of a collective einsum as one collective."""
+    """Merges the permutes of a collective einsum into one collective."""
     permutes = [one for _, _, one in several]
     piece = max((one.operands for one in permutes), key=lambda arrays: sum(a.bytes for a in arrays))
     n = max(one.group_size for one in permutes)
@@ -372,7 +372,7 @@ def _merged(
 
 
 def _chain(made: Instruction) -> tuple[int, str]:
-    """(channel id, chain id), which the links of an asynchronous chain share."""
+    """Returns the channel id and the chain id, which all links of an asynchronous chain share."""
     chain = _CHAIN.search(made.attributes)
     return number_of('channel_id', made.attributes), chain[1] if chain else ''
 

@@ -19,7 +19,7 @@ from .origins import user_with_source
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix product or convolution, or a kernel that tells its flops.
+    """A matrix product, a convolution, or a kernel that declares its flops.
 
     Attributes:
         flops: floating-point operations of one execution, on each device.
@@ -42,7 +42,7 @@ class Product:
 
 
 def find_products(module: Module) -> Iterator[Product]:
-    """The matrix products and convolutions of a program.
+    """Finds the matrix products and convolutions of a program.
 
     >>> from einshard._hlo.flops import find_products
     >>> from einshard._hlo.module import Module
@@ -74,7 +74,7 @@ def find_products(module: Module) -> Iterator[Product]:
 
 
 def _described(module: Module, place: Place) -> Instruction:
-    """The instruction that has its source line: itself, the fusion around it, or a user."""
+    """Returns the instruction that has its source line: itself, the fusion around it, or a user."""
     if module.source(place.made) is not None:
         return place.made
     around = [site for site in module.call_sites(place.here) if site.made.opcode == 'fusion']
@@ -151,7 +151,10 @@ def _of_convolution(place: Place) -> int:
 
 
 def _sides(place: Place) -> tuple[tuple[int, ...], ...]:
-    """The shapes of input, kernel and output; cuDNN computes gradients with the same labels."""
+    """Returns the shapes of input, kernel and output.
+
+    The gradient kernels of cuDNN have the labels of the forward convolution.
+    """
     operands = [place.here[name].results[0].shape for name in place.made.operands[:2]]
     result = place.made.results[0].shape
     if '$convBackwardInput' in place.made.attributes:
@@ -165,7 +168,7 @@ _FIELDS = (('stride', 1), ('pad', 0), ('lhs_dilate', 1), ('rhs_dilate', 1))
 
 
 def _field(fields: dict[str, str], name: str, axis: int, default: int) -> int:
-    """The number for an axis in 'size=4x2 pad=3_3x0_0'; of padding the low side."""
+    """Reads the number for an axis in 'size=4x2 pad=3_3x0_0'; for padding, the low side."""
     values = fields[name].split('x') if name in fields else []
     return int(values[axis].partition('_')[0]) if axis < len(values) else default
 
@@ -174,7 +177,7 @@ def _field(fields: dict[str, str], name: str, axis: int, default: int) -> int:
 def _pairs(
     inputs: int, kernel: int, output: int, stride: int, pad: int, dilated: int, kernel_dilated: int
 ) -> int:
-    """The (output, kernel) positions whose input is not padding."""
+    """Counts the (output, kernel) positions whose input is not padding."""
     found = 0
     for i in range(kernel):
         for j in range(output):

@@ -44,7 +44,7 @@ _MESH = re.compile(
 def _groups_of_mesh(
     mesh: str, dims: str | None, order: str | None, listed: str | None, axes: str
 ) -> Groups:
-    """The devices along some axes of a mesh.
+    """Groups the devices along some axes of a mesh.
 
     An axis 'b':(2)4 is the sub-axis of b with size 4 that follows one of size 2. `dims` and
     `order`, or `listed`, give the devices of the mesh, if the text has them.
@@ -74,7 +74,7 @@ def _groups_of_mesh(
 
 
 def _iota(dims: Sequence[int], order: Sequence[int]) -> list[int]:
-    """0, 1, 2, ... in an array of these dims, read with the dims in another order."""
+    """Lists 0, 1, 2, ... as an array of shape `dims` that is transposed to `order`."""
     strides = [prod(dims[dim + 1 :]) for dim in range(len(dims))]
     ranges = [range(0, dims[dim] * strides[dim], strides[dim]) for dim in order or range(len(dims))]
     return [sum(index) for index in product(*ranges)]
@@ -89,7 +89,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def connected(pairs: Iterable[tuple[int, int]]) -> Groups:
-    """The connected components of pairs.
+    """Finds the connected components of pairs.
 
     >>> from einshard._hlo.groups import connected
     >>> connected([(0, 1), (1, 0), (2, 3), (3, 4)])
@@ -130,7 +130,7 @@ class Slices:
         self.n_devices = len(device_ids)
 
     def within(self, groups: Groups) -> Groups:
-        """Groups of partitions as positions, in every slice."""
+        """Converts groups of partitions to positions, in every slice."""
         if len(self._slices) == 1:
             return groups
         return tuple(
@@ -140,7 +140,7 @@ class Slices:
         )
 
     def across(self, target: str) -> Groups:
-        """Positions of '{1,2}x{0:15}' or '{{100000,200000},...}'; of pairs with '->' too."""
+        """Converts '{1,2}x{0:15}' or '{{100000,200000},...}', also with '->', to positions."""
         if product_ := re.fullmatch(r'\{([\d,]+)\}x\{(\d+):(\d+)\}', target):
             slices, first, last = product_.groups()
             return tuple(
@@ -155,7 +155,7 @@ _SLICE = 100_000  # difference of device ids between consecutive slices
 
 
 def count_slices(text: str) -> int:
-    """The number of slices that a program's transfers mention."""
+    """Counts the slices that a program's transfers mention."""
     found = 1
     for target in set(re.findall(r'_xla_megascale_target=("[^"]*"|\{[\d,>{}-]*\})', text)):
         if listed := re.match(r'"\{([\d,]+)\}x', target):

@@ -3,10 +3,10 @@
 Sources, and where they differ:
 - Google: the pages of each TPU at docs.cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x).
 - The book: jax-ml.github.io/scaling-book, chapters 2 (TPUs) and 12 (GPUs).
-- NVIDIA: data sheets of A100, H100, H200 and HGX B200, as glennklockwood.com/garden/processors has
-  them. Rates are dense: half of those with sparsity.
+- NVIDIA: data sheets of A100, H100, H200 and HGX B200, as listed at
+  glennklockwood.com/garden/processors. Rates are dense: half of those with sparsity.
 
-These are upper bounds on speed, for lower bounds on time, so the highest published figure is used.
+The figures are upper bounds on speed, so this uses the highest published one.
 ICI: Google quotes both directions of all links of a chip, such as 400 GB/s for the 4 links of v5e:
 50 GB/s per link and direction. The book has 10 % less: 45 GB/s for v4 and v5e, 90 for v5p and v6e.
 """
@@ -59,7 +59,7 @@ class Chip:
     cores: int = 1
 
     def share(self, device: Any) -> float:
-        """The part of a chip that a JAX device has: a half if there is one for each TensorCore."""
+        """Returns the part of a chip that a JAX device has: 1/2 if each TensorCore is a device."""
         return getattr(device, 'num_cores', self.cores) / self.cores
 
     def rate(self, dtype: str) -> float:
@@ -161,7 +161,7 @@ _GPUS = (
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """The chip of a JAX device, or None if it is not in the table, as for a CPU.
+    """Finds the chip of a JAX device; None if it is not in the table, as for a CPU.
 
     >>> from einshard._hlo.hardware import find_chip
     >>> find_chip('TPU v5 lite').name, find_chip('NVIDIA H100 80GB HBM3').name, find_chip('cpu')
@@ -174,7 +174,7 @@ def find_chip(device_kind: str) -> Chip | None:
 
 
 def as_chip(given: Chip | str) -> Chip:
-    """A chip, or that with this name."""
+    """Returns a chip: the given one, or the one in the table with this name."""
     if isinstance(given, Chip):
         return given
     chips = {chip.name: chip for _, chip in (*_TPUS, *_GPUS)}

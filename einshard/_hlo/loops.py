@@ -1,4 +1,4 @@
-"""How often the computations of an optimized HLO program run. Imports no JAX.
+"""Counts the executions of the computations of an HLO program. Imports no JAX.
 
 On CPU and GPU, XLA writes the trip count next to a loop. On TPU it does not. There the trip count
 of JAX's scans and fori_loops follows from the loop itself: the start of the counter, the step in
@@ -17,14 +17,14 @@ _MOVES = frozenset(('copy', 'copy-start', 'copy-done', 'bitcast', 'opt-barrier')
 
 
 class Executions:
-    """Number of executions of each computation in one run of the program."""
+    """Counts the executions of each computation in one run of the program."""
 
     def __init__(self, module: Module):
         self._module = module
         self._known: dict[str, int | None] = {}
 
     def of(self, computation: Computation) -> int | None:
-        """Executions; None if a trip count is unknown. All branches count as taken."""
+        """Counts executions; None if a trip count is unknown. All branches count as taken."""
         if computation.is_entry:
             return 1
         if computation.name not in self._known:
@@ -92,7 +92,7 @@ class _Loop:
         return _runs(start[1] + ahead, after[1], how, right[1])
 
     def unless_changed(self, sum_: _Sum | None) -> _Sum | None:
-        """The constant value of a loop-invariant element, if it has one."""
+        """Replaces a loop-invariant element by its constant value, if it has one."""
         if sum_ and sum_[0] is not None and self.sum(self.body, sum_[0]) == (sum_[0], 0):
             outside = self.sum(self.state, sum_[0])
             if outside and outside[0] is None:
@@ -100,7 +100,7 @@ class _Loop:
         return sum_
 
     def sum(self, value: Value, element: int | None = None) -> _Sum | None:
-        """A value, or an element of a tuple, as a sum; None if it is not one."""
+        """Writes a value, or an element of a tuple, as a sum; None if it is not one."""
         value, element = self.trace(value, element)
         made = value.made
         if made.opcode == 'constant':
@@ -138,7 +138,7 @@ _MIRRORED = {'LT': 'GT', 'LE': 'GE', 'GT': 'LT', 'GE': 'LE'}
 
 
 def _runs(start: int, step: int, direction: str, limit: int) -> int | None:
-    """The number of terms of `start`, `start + step`, ... before the comparison with `limit` fails.
+    """Counts the terms of `start`, `start + step`, ... before the comparison with `limit` fails.
 
     >>> from einshard._hlo.loops import _runs
     >>> _runs(0, 1, 'LT', 12), _runs(12, -2, 'GE', 1), _runs(0, 3, 'NE', 12), _runs(5, 1, 'LT', 3)

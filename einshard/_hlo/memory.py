@@ -17,7 +17,7 @@ class Memory:
     Attributes:
         aliased: bytes of the results that reuse the memory of donated arguments.
         peak: the compiler's peak memory (some compilers exclude temporaries), or None.
-        capacity: what a device has for programs; None if its chip is unknown, as for CPUs.
+        capacity: bytes that programs can use on a device; None if its chip is unknown, as for CPUs.
     """
 
     arguments: int
@@ -34,7 +34,7 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, str]:
-        """The parts of the total, as text; those of no bytes are omitted."""
+        """The parts of the total, as text, without those of 0 bytes."""
         names = ('arguments', 'results', 'temporaries', 'code')
         parts = {name: format_bytes(getattr(self, name)) for name in names if getattr(self, name)}
         if self.aliased:
@@ -43,7 +43,7 @@ class Memory:
 
 
 def read_memory(compiled: Any, capacity: int | None = None) -> Memory | None:
-    """The memory of a `Compiled`; None if the compiler does not report it."""
+    """Reads the memory of a `Compiled`; None if the compiler does not report it."""
     figures = compiled.memory_analysis()
     if figures is None:
         return None
@@ -60,7 +60,7 @@ def read_memory(compiled: Any, capacity: int | None = None) -> Memory | None:
 
 
 def parse_bytes(given: object, given_as: str) -> int:
-    """A number of bytes, or a text such as '15 GB' (10**9) or '15 GiB' (2**30).
+    """Parses a number of bytes, or a text such as '15 GB' (10**9) or '15 GiB' (2**30).
 
     >>> from einshard._hlo.memory import parse_bytes
     >>> parse_bytes('1.5 kB', 'memory='), parse_bytes('2 GiB', 'memory=')

@@ -49,7 +49,7 @@ _ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,<=]*)\]')
 
 
 def array_types(text: str) -> tuple[ArrayType, ...]:
-    """The arrays of a type; those of a tuple in order.
+    """Parses the arrays of a type; those of a tuple in order.
 
     >>> from einshard._hlo.module import array_types
     >>> [str(array) for array in array_types('(f32[8,128]{1,0:T(8,128)}, s32[])')]
@@ -161,7 +161,7 @@ class Computation:
         self._parsed: dict[str, Instruction] = {}
 
     def __getitem__(self, name: str) -> Instruction:
-        """The instruction with this name; '' gives the root."""
+        """Returns the instruction with this name; for '', the root."""
         made = self._parsed.get(name)
         if made is None:
             start = self._lines[name]
@@ -174,7 +174,7 @@ class Computation:
         return (self[name] for name in self._lines if name)
 
     def users(self, name: str) -> list[Instruction]:
-        """The instructions that use this one as an operand."""
+        """Returns the instructions that use this one as an operand."""
         return [self[user] for user in self._users.get(name, ())]
 
     def parameters(self) -> Iterator[Instruction]:
@@ -183,7 +183,7 @@ class Computation:
             yield read_instruction(self._text[start : self._text.index('\n', start)])
 
     def parameter(self, number: int) -> str:
-        """The name of the parameter with this number."""
+        """Returns the name of the parameter with this number."""
         return next(made.name for made in self.parameters() if made.given == str(number))
 
     @functools.cached_property
@@ -228,7 +228,7 @@ class Value(NamedTuple):
         return self._replace(name=name)
 
     def inside(self, called: Computation, name: str = '') -> Value:
-        """A value in the computation that this instruction calls."""
+        """Returns a value in the computation that this instruction calls."""
         return Value(called, name, tuple(map(self.beside, self.made.operands)))
 
 
@@ -294,11 +294,11 @@ class Module:
         return {int(o): int(p) for o, p in re.findall(r'\{(\d+)\}: \((\d+), \{\}', line)}
 
     def source(self, made: Instruction) -> str | None:
-        """The user's source line of an instruction, such as 'model.py:12'."""
+        """Returns the user's source line of an instruction, such as 'model.py:12'."""
         return self.sources.line(made.metadata) if made.metadata else None
 
     def find(self, *marks: str) -> Iterator[Place]:
-        """The instructions whose line contains one of these texts, in program order."""
+        """Finds the instructions whose line contains one of these texts, in program order."""
         starts: set[int] = set()
         for mark in marks:
             at = self.text.find(mark, len(self.head))
@@ -310,7 +310,7 @@ class Module:
                 yield self._place(start)
 
     def called(self, made: Instruction) -> Computation | None:
-        """The computation that a fusion or call runs, or None."""
+        """Returns the computation that a fusion or call runs, or None."""
         number = self._numbers.get(made.callee)
         return None if number is None else self._computation(number)
 
@@ -318,7 +318,7 @@ class Module:
         return self._computation(self._numbers[name])
 
     def call_sites(self, computation: Computation) -> list[Place]:
-        """The instructions that run a computation, without -update and -done."""
+        """Finds the instructions that run a computation, without -update and -done."""
         name = computation.name
         sites = self._call_sites.get(name)
         if sites is None:
@@ -330,7 +330,7 @@ class Module:
         return sites
 
     def path(self, computation: Computation) -> list[Place] | None:
-        """The call sites from the entry to a computation; None if it never runs."""
+        """Finds the call sites from the entry to a computation; None if it never runs."""
         if computation.is_entry:
             return []
         for site in self.call_sites(computation):

@@ -1,10 +1,10 @@
-"""Where the values of a program come from: its parameters, and source lines. Imports no JAX."""
+"""Traces values of a program to its parameters, and to source lines. Imports no JAX."""
 
 from __future__ import annotations
 
 from .module import Computation, Instruction, Module, Place, Value
 
-# operations that take a part of their first operand, or change its form or dtype
+# operations that slice, copy, reshape or convert their first operand
 _PARTS = frozenset(
     (
         *('all-gather', 'all-gather-done', 'all-gather-start', 'bitcast', 'collective-permute'),
@@ -12,7 +12,7 @@ _PARTS = frozenset(
         *('optimization-barrier', 'reshape', 'slice', 'slice-done', 'slice-start', 'transpose'),
     )
 )
-_DEEPEST = 200  # steps, so that a cycle through a loop ends
+_DEEPEST = 200  # steps; a limit, because a loop may lead to a cycle
 
 
 class Origins:
@@ -27,7 +27,7 @@ class Origins:
         self._known: dict[tuple[str, str, int], int | None] = {}
 
     def of(self, place: Place) -> int | None:
-        """The number of the parameter that an instruction sends a part of, or None."""
+        """Returns the number of the parameter that an instruction sends a part of, or None."""
         operands = place.made.operands
         return self._trace(Value(place.here, operands[0]), -1, _DEEPEST) if operands else None
 
@@ -56,7 +56,7 @@ class Origins:
         return None if source is None else self._trace(value.beside(source), element, left)
 
     def _outside(self, value: Value, element: int, left: int) -> int | None:
-        """The origin of a parameter of a computation."""
+        """Traces a parameter of a computation to its origin."""
         made, here = value.made, value.here
         if here.is_entry:
             return int(made.given)
@@ -93,7 +93,7 @@ class Origins:
 
 
 def _source(made: Instruction) -> str | None:
-    """The operand that an instruction takes a part of, or changes the form or dtype of."""
+    """Returns the operand that an instruction slices, reshapes or converts; None for others."""
     is_part = made.opcode in _PARTS or made.joins_slices
     return made.operands[0] if is_part and made.operands else None
 
@@ -101,7 +101,7 @@ def _source(made: Instruction) -> str | None:
 def user_with_source(
     module: Module, here: Computation, name: str, far: int = 3
 ) -> Instruction | None:
-    """A user of an array that has a source line, looking through copies without one."""
+    """Finds a user of an array that has a source line, looking through copies without one."""
     for user in here.users(name):
         called = module.called(user)
         if module.source(user) is not None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from .collectives import KINDS, MARKS
 from .module import Computation, Instruction, Module
 
-# operations that are not elementwise in their operands, so tracking stops
+# operations that are not elementwise, where tracking stops
 _NOT_ELEMENTWISE = {
     'broadcast',
     'conditional',
@@ -25,7 +25,7 @@ _NOT_ELEMENTWISE = {
 
 
 def output_uses(module: Module, names: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """The numbers of the program outputs that each collective becomes.
+    """Finds the numbers of the program outputs that each collective becomes.
 
     Follows elementwise operations only, also through loops: the all-reduce of a gradient becomes
     the updated weights. Matrix products and reductions are not followed.
@@ -64,7 +64,7 @@ class _Uses:
         self._known: dict[tuple[str, str], set[int]] = {}
 
     def outputs(self, here: Computation, names: Iterable[str]) -> set[int]:
-        """The program outputs that values of a computation become."""
+        """Finds the program outputs that values of a computation become."""
         found = self.reached_by(here, names)
         if here.is_entry or not found:
             return found
@@ -81,7 +81,7 @@ class _Uses:
         return set[int]().union(*(self.reached(here, name) for name in names))
 
     def reached(self, here: Computation, name: str) -> set[int]:
-        """The tuple elements of a computation's result that an array becomes; 0 without a tuple."""
+        """Finds which elements of a computation's result an array becomes; 0 without a tuple."""
         key = here.name, name
         if key not in self._known:
             self._known[key] = set()  # for a value that depends on itself
@@ -118,7 +118,7 @@ class _Uses:
                 yield from _elements(here, loop, self.reached_by(inside, start))
 
     def _made_of(self, here: Computation, user: Instruction, at: set[int]) -> list[str]:
-        """The values that an instruction makes of some operands: itself, or parts of its tuple."""
+        """Lists what an instruction makes of some operands: itself, or parts of its tuple."""
         outputs = at
         if user.opcode in ('fusion', 'call'):
             callee = self._module.called(user)

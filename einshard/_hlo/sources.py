@@ -1,4 +1,4 @@
-"""Source lines of the instructions of an HLO program. Imports no JAX."""
+"""Finds the source lines of the instructions of an HLO program. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ class Sources:
         return bool(self._frames)
 
     def line(self, metadata: str) -> str | None:
-        """'model.py:12': the innermost frame outside of libraries, or else outside of JAX."""
+        """Finds the source line of an instruction, such as 'model.py:12'.
+
+        It is the line of the innermost frame outside libraries, or else outside JAX.
+        """
         if file := re.search(r'source_file="([^"]*)"', metadata):
             return f'{file[1]}:{number_of("source_line", metadata)}'
         innermost = of_library = None
@@ -91,7 +94,7 @@ class Sources:
         return None
 
     def _stack(self, frame: int) -> Iterator[tuple[int, int]]:
-        """The frames that have a file, with their places, from the innermost one out."""
+        """Yields the frames that have a file, with their places, from the innermost one out."""
         while frame in self._frames:
             place, parent = self._frames[frame]
             if self._at(place)[0]:
@@ -138,7 +141,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
 def op_name(metadata: str) -> str:
-    """The unescaped op_name, the JAX operation that an instruction comes from, or ''."""
+    """Reads the op_name, the JAX operation that an instruction comes from, unescaped; or ''."""
     found = _OP_NAME.search(metadata)
     escaped = found[1].encode() if found else b''
     return re.sub(rb'\\([0-7]{3}|.)', _unescaped, escaped).decode(errors='replace')
@@ -149,6 +152,6 @@ def _unescaped(found: re.Match[bytes]) -> bytes:
 
 
 def number_of(name: str, text: str) -> int:
-    """The number after 'name=', or 0."""
+    """Reads the number after 'name='; 0 if there is none."""
     found = re.search(rf'\b{name}=(\d+)', text)
     return int(found[1]) if found else 0

@@ -1,4 +1,4 @@
-"""Collectives that the CPU backend runs in f32 because it has none in bf16. Imports no JAX."""
+"""Finds collectives that the CPU backend runs in f32 as it has none in bf16. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PROMOTED = re.compile(r'to_apply=%?\S+_promoted\b')  # named so by XLA's all-re
 
 
 def widened_dtypes(module: Module, here: Computation, made: Instruction) -> tuple[str, ...]:
-    """For each operand of a collective, the dtype that XLA widened; '' if it did not.
+    """Finds, for each operand of a collective, the dtype that XLA widened; '' if it did not.
 
     XLA converts the operand before the collective and the result after it. Its converts have no
     metadata; those of the user have.
@@ -44,7 +44,7 @@ _NARROW = ('bf16', 'f16')
 
 
 def narrowed(arrays: tuple[ArrayType, ...], dtypes: tuple[str, ...]) -> tuple[ArrayType, ...]:
-    """The arrays in the dtypes that the program asked for."""
+    """Gives arrays the dtypes that the program asked for."""
     if len(arrays) != len(dtypes):
         return arrays
     return tuple(

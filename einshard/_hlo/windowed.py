@@ -1,8 +1,8 @@
 """Collective einsums: products and permutes that replace a collective. Imports no JAX.
 
 XLA may split an all-gather or reduce-scatter and the product next to it into pieces, to send one
-piece while it multiplies another. The program then has a loop with permutes, or an unrolled one.
-Together they are one collective, with pieces as its operands or results.
+piece while it multiplies another. The program then has permutes in a loop, or in an unrolled one.
+Together they are one collective, with the pieces as its operands or results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOVES = frozenset(
 def collective_einsums(
     module: Module, permutes: Mapping[Place, int]
 ) -> Iterator[tuple[str, Computation, list[Place]]]:
-    """The permutes of each collective einsum.
+    """Finds the permutes of each collective einsum.
 
     Yields 'ag' for an all-gather or 'rs' for a reduce-scatter, the computation that it is in, and
     its permutes.
@@ -58,7 +58,7 @@ def collective_einsums(
 
 
 def _loop(module: Module, place: Place, loops: Sequence[Place]) -> int | None:
-    """The offset of the loop that a permute belongs to, or None."""
+    """Returns the offset of the loop that a permute belongs to, or None."""
     path = {site.start for site in module.path(place.here) or () if loops}
     for loop in loops:
         # the first or the last step may be outside of the loop
@@ -84,7 +84,7 @@ def _is_last(place: Place, loop: Place) -> bool:
 
 
 def _origin(here: Computation, name: str) -> str:
-    """The instruction that made a value, traced through copies."""
+    """Returns the instruction that made a value, traced through copies."""
     while here[name].opcode in _MOVES:
         name = here[name].operands[0]
     return name
@@ -94,11 +94,11 @@ def _origin(here: Computation, name: str) -> str:
 
 
 def _unrolled(permutes: Sequence[Place]) -> Iterator[tuple[str, list[Place]]]:
-    """Permutes of one product: those that pass a piece on, and those that pass on sums."""
+    """Groups the permutes of each product by form: those that pass on shards, or sums."""
     products: dict[tuple[str, str, tuple[int, ...]], list[Place]] = {}
     for place in permutes:
         made = place.made
-        if made.op_name.endswith('/dot_general'):  # those of the user are no products
+        if made.op_name.endswith('/dot_general'):  # the user's own permutes are not products
             line = (number_of(field, made.metadata) for field in ('stack_frame_id', 'source_line'))
             key = place.here.name, made.op_name, tuple(line)
             products.setdefault(key, []).append(place)
@@ -138,8 +138,8 @@ def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
     ordered = list(zip(starts, chains, sums, strict=True))
     gathered = {start for start, chain, is_sum in ordered if len(chain) > 1 and not is_sum}
     if not gathered and not any(sums) and len(set(starts)) == len(starts):
-        return  # permutes of several arrays
+        return  # permutes of different arrays
     for start, chain, is_sum in ordered:
-        # a single step does not tell: it belongs to the other direction
+        # the form of a single step is unknown: it belongs to a chain in the other direction
         is_alone = len(chain) == 1 and start not in gathered and any(sums)
         yield chain, 'rs' if is_sum or is_alone else 'ag'

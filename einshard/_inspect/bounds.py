@@ -1,4 +1,4 @@
-"""Lower bounds on the time of a program: compute, HBM, network. They predict no time."""
+"""Lower bounds on the time of a program: compute, HBM, network. They are not predictions."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def find_bounds(
 
 
 def bounds_section(chip: str, bounds: Bounds) -> Section:
-    """The bounds as a section of a report."""
+    """Formats the bounds as a section of a report."""
     largest = bounds.largest
     several = len(bounds) > 1
     words = [f'{bound}{" (the largest)" * (several and bound is largest)}' for bound in bounds]

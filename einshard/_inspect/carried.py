@@ -16,7 +16,7 @@ from .._notation.expression import ELLIPSIS
 from .report_rows import ArrayRow
 
 ROLES = ('weights', 'gradients', 'activations')
-# these move what they are given; the others add up
+# these only move data; the others add it up
 _MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permute')
 
 
@@ -26,7 +26,7 @@ class Carried(NamedTuple):
     Attributes:
         role: one of ROLES.
         is_backward: whether it belongs to the backward pass.
-        of: the path of the argument that it sends, or of the results that it becomes.
+        of: the path of the argument that it sends, or the paths of the results that it becomes.
         axes: the axis names of an activation, such as 'b s d', or ''.
     """
 
@@ -43,12 +43,12 @@ def find_carried(
     inputs: Sequence[str],
     outputs: Mapping[int, str],
 ) -> Iterator[Carried]:
-    """What each collective carries.
+    """Finds what each collective carries.
 
     Args:
         module: the compiled program.
         collectives: its collectives.
-        weights: by program parameter, whether it is a weight, or state of an optimizer.
+        weights: whether a program parameter, by number, is a weight or state of an optimizer.
         inputs: the paths of the program's parameters.
         outputs: the paths of the program's outputs.
     """
@@ -64,7 +64,7 @@ def find_carried(
         if sent is not None:
             of, role = (inputs[sent],), 'weights' if weights[sent] else 'activations'
         elif becomes and (backward or any(weights.get(module.aliases.get(i, -1)) for i in becomes)):
-            # the new weights may be gathered, as in ZeRO; all else before is of their gradients
+            # the new weights may be gathered, as in ZeRO; other collectives before carry gradients
             role = 'weights' if one.kind == 'all-gather' and not backward else 'gradients'
         axes = _axes(one) if role == 'activations' and sent is None else ''
         yield Carried(role, backward or role == 'gradients', of, axes)
@@ -73,10 +73,10 @@ def find_carried(
 def find_weights(
     inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str], aliases: Mapping[int, int]
 ) -> dict[int, bool]:
-    """For each (path, dtype) of a parameter, whether it is a weight or state of an optimizer.
+    """Tells which parameters, given as (path, dtype), are weights or state of an optimizer.
 
-    In a train step these are the arguments whose memory a result takes, or that have the path of a
-    result. In other programs all arguments of floating-point numbers count.
+    In a train step, these are the arguments whose memory a result reuses, or whose path is that of
+    a result. In other programs, these are all floating-point arguments.
     """
     floating = [bool(re.match(r'b?float', dtype)) for _, dtype in inputs]
     updated = set(aliases.values())
@@ -91,7 +91,7 @@ def find_weights(
 def results_in_place(
     arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], module: Module
 ) -> tuple[tuple[str, str], ...]:
-    """(result, argument) for results in the memory of arguments with the same sharding."""
+    """Pairs (result, argument) for results in the memory of arguments with the same sharding."""
     inputs = [row for row in arguments if row.placement != 'not used']
     pairs = [
         (results[output], inputs[parameter])
@@ -101,7 +101,7 @@ def results_in_place(
     return tuple((a.path, b.path) for a, b in pairs if replace(a, path=b.path) == b)
 
 
-# operations whose result has the axes of their operands; others of a line may have other axes
+# operations whose result has the axes of their operands; other operations in a line may not
 _ELEMENTWISE = frozenset(
     (
         *('add', 'convert_element_type', 'cos', 'div', 'exp', 'logistic', 'max', 'min', 'mul'),
@@ -112,7 +112,7 @@ _EINSUM = re.compile(r'/([A-Za-z,]+)->([A-Za-z]*)/')
 
 
 def _axes(one: Collective) -> str:
-    """The axis names of an activation, from an einsum or from the constraint in its line."""
+    """Finds the axis names of an activation, from an einsum or from the constraint in its line."""
     n_dims = len(one.arrays[0].shape)
     if einsum := _EINSUM.search(one.op_name):
         operands, result = einsum[1].split(','), einsum[2]

@@ -1,4 +1,4 @@
-"""Groups of devices -> the mesh axes or array axes that they run along."""
+"""Converts groups of devices to the mesh axes or array axes that they run along."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ShardedBy = Mapping[str, Sequence[tuple[str, ...]]]
 
 
 def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, ...] | None:
-    """The mesh axes that groups run along; None if they do not follow full mesh axes.
+    """Finds the mesh axes that groups run along; None if they do not follow full mesh axes.
 
     Devices are numbered in mesh order. An empty sequence means one group of all devices.
 
@@ -48,7 +48,7 @@ def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, .
 
 
 def sharding_of(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding | None:
-    """The sharding in which devices hold these blocks; None if no axes of the mesh give it.
+    """Finds the sharding that gives devices these blocks; None if no axes of the mesh give it.
 
     For each array axis, `blocks` has the block number of each device.
     """
@@ -74,7 +74,7 @@ def sharding_of(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding
 
 
 def along(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy) -> str:
-    """The text for `along`: mesh axes of a user's mesh by name; else the array axes they shard.
+    """Makes the text for `along`: mesh axes of a user's mesh by name; else array axes they shard.
 
     'b,x' runs along the devices that shard b and those that shard x. 'h|k' runs along devices that
     shard h, and also k. '' means unknown.

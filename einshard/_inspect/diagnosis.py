@@ -25,7 +25,7 @@ Names = tuple[str, ...] | None
 def promise_broken(
     limits: Limits | None, collectives: Sequence[Collective], memory: Memory | None
 ) -> Iterator[Caution]:
-    """A program that `collectives=` or `memory=` does not allow: calls raise."""
+    """Reports a program that `collectives=` or `memory=` does not allow, so that calls raise."""
     if limits is None:
         return
     if limits.collectives is not None and (too_many := more_than(limits.collectives, collectives)):
@@ -39,7 +39,7 @@ def promise_broken(
 
 
 def replicated(rows: Sequence[ArrayRow], n_devices: int, above: int) -> Iterator[Caution]:
-    """Large replicated arrays."""
+    """Reports large replicated arrays."""
     for row in rows:
         if n_devices > 1 and not row.sharded and row.bytes > above:
             yield Caution(
@@ -55,7 +55,7 @@ def fully_rematerialized(
     meshes: Sequence[AnyMesh],
     inputs: Sequence[tuple[str, tuple[int, ...], Names]],
 ) -> Iterator[Caution]:
-    """Arrays that are resharded by a full all-gather, of which every device keeps a slice.
+    """Reports arrays that are resharded by a full all-gather, of which devices keep a slice.
 
     `inputs` has path, shape and axis names of the program parameters.
     """
@@ -105,7 +105,7 @@ def gathered_again(
     collectives: Sequence[Collective],
     inputs: Sequence[tuple[str, tuple[int, ...], Names]],
 ) -> Iterator[Caution]:
-    """Arrays that are all-gathered repeatedly: by several collectives, or in a loop."""
+    """Reports arrays that are all-gathered repeatedly: by several collectives, or in a loop."""
     of_one: dict[object, list[tuple[AllGather, Collective]]] = {}
     for one in collectives:
         gather = all_gathers.get(one.name)
@@ -167,7 +167,7 @@ def idle_constraints(jaxpr: Any, inputs: Mapping[int, Any]) -> Iterator[Caution]
 
 
 def _walk(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str | None]]:
-    """(source line, reason) of every constraint; the reason is None if it has an effect."""
+    """Yields (source line, reason) of every constraint; the reason is None if it has an effect."""
     read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
     read |= {id(v) for v in jaxpr.outvars}
     for eqn in jaxpr.eqns:
@@ -201,7 +201,7 @@ def _only_places(sharding: NamedSharding) -> bool:
 
 
 def _inner(parameters: Any) -> Iterator[Any]:
-    """The jaxprs among the parameters of an equation."""
+    """Yields the jaxprs among the parameters of an equation."""
     for parameter in parameters:
         if isinstance(parameter, list | tuple):
             yield from _inner(parameter)

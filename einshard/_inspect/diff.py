@@ -21,11 +21,11 @@ class Diff:
     Attributes:
         arrays: (path, before, after) of changed arguments and results, each with its placement:
             "float32[8,4] 'a b -> a8 b'"; None if the array is missing.
-        collectives: (collective, executions before, executions after), those first whose bytes
-            change most.
+        collectives: (collective, executions before, executions after); the largest changes in bytes
+            come first.
         numbers: (name, before, after) of bytes and flops whose printed values differ.
-        details: for each of `collectives`, the bytes that a device sends more in one run, and the
-            source lines, which are not compared.
+        details: for each of `collectives`, the increase of the bytes that a device sends in one
+            run, and the source lines, which are not compared.
     """
 
     arrays: tuple[tuple[str, str | None, str | None], ...]
@@ -72,7 +72,7 @@ class Diff:
 
 @dataclass(frozen=True)
 class Compared:
-    """What is compared of a report."""
+    """The parts of a report that are compared."""
 
     arrays: Sequence[ArrayRow]
     collectives: Sequence[CollectiveRow]
@@ -80,7 +80,7 @@ class Compared:
 
 
 def make_diff(before: Compared, after: Compared) -> Diff:
-    """What changed from `before` to `after`."""
+    """Compares two reports."""
     old, new = _arrays(before.arrays), _arrays(after.arrays)
     paths = list(dict.fromkeys([*old, *new]))
     ours, theirs = _collectives(before.collectives), _collectives(after.collectives)
@@ -115,7 +115,7 @@ def _arrays(rows: Sequence[ArrayRow]) -> Mapping[str, str]:
 
 
 class _Alike(NamedTuple):
-    """Collectives that are alike: executions, bytes that a device sends in one run, and lines."""
+    """Sums over equal collectives: executions, bytes that a device sends in one run, and lines."""
 
     executions: int
     sent: int

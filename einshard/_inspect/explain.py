@@ -183,7 +183,7 @@ class _Array:
 def _communication(
     module: Module, device_ids: Sequence[int], n_inputs: int
 ) -> tuple[Sequence[Collective], dict[str, AllGather]]:
-    """The collectives of a program, and its all-gathers by name.
+    """Finds the collectives of a program, and its all-gathers by name.
 
     Parameters after the inputs belong to `jax.Ref`s that the function closes over.
     """
@@ -241,7 +241,7 @@ def _results(stages: Stages, results: Any) -> list[_Array]:
 
 
 def _label(path: Sequence[Any], labels: Mapping[Any, str]) -> str:
-    """The label of an argument: the parameter name, or args[i]."""
+    """Labels an argument by its parameter name, or as args[i]."""
     by_keyword = path[0].idx == 1
     if by_keyword:
         return str(path[1].key)
@@ -251,7 +251,7 @@ def _label(path: Sequence[Any], labels: Mapping[Any, str]) -> str:
 def _labels(
     paths: Sequence[Sequence[Any]], shardings: Sequence[Sharding | None], module: Module
 ) -> dict[int, str]:
-    """Parameter names by position, from the input names in the program.
+    """Finds parameter names by position, from the input names in the program.
 
     Unused arguments have no name there.
     """
@@ -267,7 +267,7 @@ def _labels(
 def _signature_labels(
     labels: Mapping[int, str], n_positions: int, parameters: Sequence[str]
 ) -> Mapping[int, str]:
-    """Names from the signature if JAX calls arguments Arg_0, .., as it does with a `jax.Ref`."""
+    """Takes names from the signature if JAX has Arg_0, .., as it does with a `jax.Ref`."""
     if not any(label.startswith('Arg_') for label in labels.values()):
         return labels
     known = parameters if len(parameters) == n_positions else ()  # false if there are static ones
@@ -275,7 +275,7 @@ def _signature_labels(
 
 
 def _names(spec: AnySpec | None, n_dims: int) -> tuple[str, ...] | None:
-    """The names of an array's axes; axes of '...' get unused letters."""
+    """Names the axes of an array; axes of '...' get unused letters."""
     if spec is None:
         return None
     names = as_leaf_spec(spec).expression.names
@@ -312,7 +312,7 @@ def _placement(array: _Array) -> str:
 
 
 def _devices(shardings: Sequence[Sharding | None]) -> list[Any]:
-    """The devices that run the program; one if it has no inputs and outputs."""
+    """Returns the devices that run the program; one if it has no inputs and outputs."""
     for sharding in shardings:
         if isinstance(sharding, NamedSharding):
             return list(sharding.mesh.devices.flat)  # type: ignore[reportOptionalMemberAccess]
@@ -322,7 +322,7 @@ def _devices(shardings: Sequence[Sharding | None]) -> list[Any]:
 
 
 def _sharded_by(arrays: Sequence[_Array]) -> dict[str, list[tuple[str, ...]]]:
-    """The mesh axes that shard each named axis."""
+    """Collects the mesh axes that shard each named axis."""
     sharded_by: dict[str, list[tuple[str, ...]]] = {}
     for array in arrays:
         if array.names is None or not isinstance(array.sharding, NamedSharding):
@@ -336,7 +336,7 @@ def _sharded_by(arrays: Sequence[_Array]) -> dict[str, list[tuple[str, ...]]]:
 def _output_paths(
     results: Sequence[ArrayRow], inputs: Sequence[str], module: Module
 ) -> Mapping[int, str]:
-    """Paths of the program outputs: results, followed by final values of refs."""
+    """Lists the paths of the program outputs: results, followed by final values of refs."""
     paths = {i: row.path for i, row in enumerate(results)}
     for output, parameter in module.aliases.items():
         if output not in paths and parameter < len(inputs):
@@ -375,7 +375,7 @@ def _collective_row(
 
 
 def _mesh_axes(meshes: Sequence[Any]) -> tuple[tuple[str, int], ...]:
-    """The axes of a user's mesh; those of the canonical mesh (d0, d1, ..) are omitted."""
+    """Returns the axes of a user's mesh; those of the canonical mesh (d0, d1, ..) are omitted."""
     for mesh in meshes:
         if not is_device_mesh(mesh):
             return tuple(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))

@@ -13,7 +13,7 @@ _FEW = 12  # up to this many lines are not folded
 def fold(
     paths: Sequence[str], things: Sequence[Hashable], few: int = _FEW
 ) -> list[tuple[str, list[int]]]:
-    """(pattern, indices of the paths that it stands for); these paths have equal things.
+    """Folds paths that have equal things; returns patterns, each with the indices of its paths.
 
     >>> from einshard._inspect.fold_layers import fold
     >>> fold(['0/w', '0/b', '1/w', '1/b'], ['big', 'small', 'big', 'small'], few=2)
@@ -40,7 +40,7 @@ def fold(
 
 
 def _text(alternatives: tuple[str, ...]) -> str:
-    """0-11, or {q,k,v}"""
+    """Formats alternatives as '0-11' or '{q,k,v}'."""
     if len(alternatives) == 1:
         return alternatives[0]
     if all(part.isdecimal() for part in alternatives):

@@ -1,4 +1,4 @@
-"""Golden files: texts of reports that change only if a placement or a collective does."""
+"""Golden files: texts of reports that change only if a placement or a collective changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONGEST = 120  # characters of a test name in a file name; systems allow 255 by
 
 
 def golden_text(report: Report) -> str:
-    """The text of a golden file: all placements, and all collectives with their executions.
+    """Formats a golden file: all placements, and all collectives with their executions.
 
     It omits everything that differs between machines, between versions of JAX that compile the same
     program, or after unrelated edits: memory, device names, source lines. Collectives are sorted,
@@ -54,7 +54,7 @@ def _array_lines(rows: Sequence[ArrayRow]) -> list[str]:
 
 
 def _portable(placement: str) -> str:
-    """A placement without device names, which differ between platforms."""
+    """Removes device names from a placement: they differ between platforms."""
     return placement.portable if isinstance(placement, Description) else placement
 
 
@@ -111,7 +111,7 @@ class Goldens:
         )
 
     def _path(self, name: str | None) -> Path:
-        """The file for a report with this name, or for the next report without one."""
+        """Chooses the file for a report with this name, or for the next report without one."""
         if name is None:
             endings = ['', *(f'+{n}' for n in range(2, len(self._used) + 2))]
         elif isinstance(name, str) and name:  # type: ignore[reportUnnecessaryIsInstance]
@@ -144,7 +144,7 @@ def _difference(report: Report, there: str, text: str, shown_path: str) -> str:
 
 
 def file_name(name: str) -> str:
-    """A portable file name; with a hash if characters had to be replaced.
+    """Makes a portable file name; with a hash if characters had to be replaced.
 
     >>> from einshard._inspect.golden_files import file_name
     >>> file_name('test_step[8-float32]')

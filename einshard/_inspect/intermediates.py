@@ -1,7 +1,7 @@
-"""Placements of intermediate values.
+"""Finds the placements of intermediate values.
 
-After partitioning, a program has only shards, without a trace of the global arrays. So this
-compiles it again, and makes XLA dump the program before partitioning, when all instructions have
+A partitioned program has only shards; the shapes of the global arrays are lost. So this compiles
+the function again, and makes XLA dump the program before partitioning, when all instructions have
 shardings.
 """
 
@@ -34,12 +34,12 @@ _ELEMENT = re.compile(r'\{((?:[^{}]|\{[^{}]*\})*)\}')
 _OUTERMOST = re.compile(r'jit\([^)]*\)/')
 _TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
 _MESH = re.compile(r'(mesh\[.*?\](?:, device_ids=\(.*?\))?), \[(.*)\]')
-# these do not make values that the user wrote
+# these do not compute values of the user's code
 _NO_VALUES = {'parameter', 'constant', 'tuple', 'get-tuple-element', 'broadcast', 'copy', 'bitcast'}
 
 
 def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[ArrayRow]:
-    """The intermediate arrays that have a source line."""
+    """Finds the intermediate arrays that have a source line."""
     if not meshes or meshes[0].size == 1:
         return []
     text = _before_partitioning(lowered)
@@ -118,7 +118,7 @@ def _read(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
 def shardings_in(
     made: Instruction, n_dims: Sequence[int], mesh: AnyMesh
 ) -> list[NamedSharding | None]:
-    """The shardings of the arrays of an instruction, by their ndim; None where no axes give it."""
+    """Reads the shardings of an instruction, for arrays of these ranks; None if no axes give it."""
     if mesh.size == 1:
         return [NamedSharding(mesh, PartitionSpec()) for _ in n_dims]
     _, _, text = made.attributes.partition('sharding=')
@@ -131,7 +131,7 @@ def shardings_in(
 
 
 def _placement(text: str, n_dims: int, meshes: Sequence[AnyMesh]) -> tuple[str, tuple[int, ...]]:
-    """The expression of a sharding in HLO text, and the number of shards per axis."""
+    """Converts a sharding in HLO text to an expression and the number of shards per axis."""
     blocks = _blocks(text, n_dims, meshes[0].size)
     if blocks is None:
         return text, (1,) * n_dims
@@ -150,7 +150,7 @@ def _partial_sums(text: str) -> str:
 
 
 def _blocks(text: str, n_dims: int, n_devices: int) -> list[list[int]] | None:
-    """For each axis, the block of each device; None if the text does not tell."""
+    """Lists, for each axis, the block of each device; None if the text does not tell."""
     blocks = [[0] * n_devices for _ in range(n_dims)]
     if text.startswith('replicated') or text.endswith(' replicated'):
         return blocks

@@ -53,7 +53,7 @@ class Stages:
     promise: Limits | None = None
 
     def lower(self) -> Lowered:
-        """The lowered program."""
+        """Lowers the program."""
         if self.lowered is not None:
             return self.lowered
         if self.traced is None:
@@ -64,7 +64,7 @@ class Stages:
         return self.traced.lower()
 
     def compile(self) -> Compiled:
-        """The compiled program, which calls of the function reuse."""
+        """Compiles the program; calls of the function reuse it."""
         if self.compiled is not None:
             return self.compiled
         try:
@@ -76,7 +76,7 @@ class Stages:
             ) from error
 
     def argument_specs(self) -> list[AnySpec | None] | None:
-        """The spec of every argument leaf; None if the function has no specs."""
+        """Returns the spec of every argument leaf; None if the function has no specs."""
         if self.program is None:
             return None
         specs: list[AnySpec | None] = []
@@ -89,7 +89,7 @@ class Stages:
         return specs
 
     def result_specs(self, result: Any) -> list[AnySpec | None] | None:
-        """The spec of every leaf of a result; None if the function has no specs."""
+        """Returns the spec of every leaf of a result; None if the function has no specs."""
         if self.program is None:
             return None
         spec, mesh = self.program.result.spec, self.program.mesh
@@ -97,7 +97,7 @@ class Stages:
 
 
 def compiled_shardings(compiled: Compiled) -> tuple[list[Sharding | None], Any]:
-    """The sharding of every argument leaf (None if unused), and the result as in `out_info`.
+    """Returns the shardings of all argument leaves (None if unused), and the result as `out_info`.
 
     For a program that uses a `jax.Ref`, JAX's `out_info` and `output_shardings` raise, because the
     final values of refs are outputs but not in `out_tree`; `input_shardings` may be shifted. So
@@ -117,7 +117,7 @@ def compiled_shardings(compiled: Compiled) -> tuple[list[Sharding | None], Any]:
 
 
 def lower(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLike | None) -> Stages:
-    """Traces a call of any kind of function; stages of JAX are taken as they are."""
+    """Traces a call of any kind of function; also accepts stages of JAX."""
     if isinstance(fn, Compiled | Lowered | Traced):
         return _given(fn, args, kwargs, mesh)
     if not callable(fn):
@@ -207,7 +207,7 @@ def _trace(
 
 
 def _parameters(fn: Any, args: Sequence[Any]) -> list[str]:
-    """Parameter names of positional arguments; empty if Python does not know the signature."""
+    """Names the positional parameters; empty if Python does not know the signature."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -275,6 +275,6 @@ def _struct(leaf: Any) -> Any:
 
 
 def _listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The arguments, shortened: 'float32[8,4], lr=float 0.1'; pytrees by their type."""
+    """Formats arguments: 'float32[8,4], lr=float 0.1'; pytrees by their type."""
     named = [f'{name}={array_text(value)}' for name, value in kwargs.items()]
     return ', '.join([*map(array_text, args), *named]) or 'none'

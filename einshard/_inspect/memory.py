@@ -1,4 +1,4 @@
-"""What a report says of memory: programs that do not fit, and the largest temporaries."""
+"""Reports on memory: programs that do not fit, and the largest temporaries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .report_rows import Caution
 def does_not_fit(
     compiled: Compiled | Oversized, memory: Memory | None, platform: str
 ) -> Iterator[Caution]:
-    """A program that the compiler gave up on; or one larger than the memory of the chip."""
+    """Reports a program that needs more memory than a device has."""
     if memory is None or memory.capacity is None:
         return
     is_refused = isinstance(compiled, Oversized)
@@ -36,7 +36,7 @@ _TEMPORARIES = (Column('array'), Column('on a device', right=True), Column('line
 
 
 def temporaries_section(rows: Sequence[Temporary], memory: Memory | None) -> Section:
-    """The largest temporaries, without those that matter little."""
+    """Lists the largest temporaries, of at least 1 MiB and 1% of the memory of the program."""
     least = max(2**20, memory.total // 100 if memory else 0)
     shown = tuple(
         (one.array, format_bytes(one.bytes), short_source(one.source), one.op_name.split('/')[-1])

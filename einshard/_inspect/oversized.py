@@ -1,7 +1,7 @@
-"""Programs that the compiler gives up on, because they do not fit into the memory of a device.
+"""Reads programs that do not compile because they do not fit into the memory of a device.
 
-The compiler for TPUs raises RESOURCE_EXHAUSTED when the optimized program is done, and writes what
-it has, if asked to: the program and the sizes of its buffers. A second compilation asks.
+The compiler for TPUs raises RESOURCE_EXHAUSTED only after optimization. So a second compilation
+makes it dump the optimized program and the sizes of its buffers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ALLOCATION = re.compile(r'^allocation \d+: size (\d+), (.*)', re.MULTILINE)
 
 
 class Oversized:
-    """What `explain` reads of a `Compiled`, for a program that does not fit.
+    """Stands in for the `Compiled` of a program that does not fit, with what `explain` reads of it.
 
     Attributes:
         available: bytes that the device has for programs.
@@ -59,7 +59,7 @@ class Oversized:
 
 
 def given_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | None:
-    """The mesh that a function is compiled for, as far as known before it is compiled."""
+    """Finds the mesh that a function is compiled for, as far as known before it is compiled."""
     if stages.program is not None:
         return stages.program.mesh
     if mesh is not None:
@@ -73,7 +73,7 @@ def given_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | No
 
 
 def compile_stages(stages: Stages, mesh: AnyMesh | None) -> Compiled | Oversized:
-    """The compiled program, or what the compiler has of one that does not fit.
+    """Compiles the program; if it does not fit, returns what the compiler dumped of it.
 
     Args:
         mesh: the mesh that the function is compiled for, if it is known.
@@ -142,7 +142,7 @@ def _newest(folder: str, ending: str) -> str:
 
 
 def _kept(stages: Stages, n_leaves: int) -> Sequence[int]:
-    """The arguments that the program has: JAX leaves out those that are not used."""
+    """Lists the arguments that the program has: JAX leaves out those that are not used."""
     if stages.traced is None:
         return range(n_leaves)
     jaxpr = stages.traced.jaxpr.jaxpr
@@ -151,7 +151,7 @@ def _kept(stages: Stages, n_leaves: int) -> Sequence[int]:
 
 
 def _sizes(buffers: str) -> Any:
-    """The sizes of buffers, by the names of `Compiled.memory_analysis`."""
+    """Sums the sizes of buffers, under the names of `Compiled.memory_analysis`."""
     sizes = {'argument': 0, 'output': 0, 'temp': 0, 'alias': 0, 'generated_code': 0}
     for size, what in _ALLOCATION.findall(buffers):
         if 'color ' in what:  # other memory, such as VMEM

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _WIDTH, _NARROW = 100, 80
 _MAX_ROWS = 40
-_LARGE = 0.01  # of all bytes that are sent; such rows say what they carry
+_LARGE = 0.01  # part of all bytes sent; rows with more say what they carry
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,17 +41,17 @@ class Report:
         arguments, results: one row per array, in order.
         collectives: one row per collective, with `counts` and `network_bytes` by kind.
         memory: bytes per device; None if the compiler does not report it.
-        flops: flops of the matrix products and convolutions of a device in one run, with loops
-            multiplied; None if there are none. Kernels count if they tell their flops.
+        flops: flops of the matrix products and convolutions of a device in one run, including loop
+            iterations; None if there are none. Kernels count if they declare their flops.
         warnings: likely mistakes.
         intermediates: one row per intermediate value with a source line; None if not requested.
-        temporaries: the largest arrays that the program computes in between.
+        temporaries: the largest intermediate arrays in the memory of a device.
         chip: the name of the chip that `bounds` are for; None if it is unknown, as for CPUs.
         bounds: lower bounds on the time of one run: compute, HBM, and the network along each mesh
             axis, with `largest`. Empty without a chip.
         products: where the flops come from, by source line.
-        in_place: (result, argument) for results that take the memory of a donated argument and have
-            its sharding.
+        in_place: (result, argument) for results that reuse the memory of a donated argument and
+            have its sharding.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Report:
         return sum(self.collectives.network_bytes.values())
 
     def diff(self, after: Report) -> Diff:
-        """What changed from this report to another: `before.diff(after)`."""
+        """Compares this report with a later one: `before.diff(after)`."""
         return make_diff(self._compared(), after._compared())
 
     def _compared(self) -> Compared:
@@ -94,7 +94,7 @@ class Report:
         return Compared((*self.arguments, *self.results), self.collectives, numbers)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dictionaries, lists, strings and numbers, for JSON."""
+        """Converts the report to dictionaries, lists, strings and numbers, for JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             **{name: _plain(value) for name, value in fields.items()},
@@ -121,7 +121,7 @@ class Report:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses and tuples as dictionaries and lists."""
+    """Converts dataclasses to dictionaries, and tuples to lists."""
     if dataclasses.is_dataclass(value):
         return {
             field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
@@ -187,7 +187,7 @@ def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:
 
 
 def _result_section(report: Report) -> Section:
-    """The results, without those that donated arguments show already."""
+    """Lists the results, without those that take the place of donated arguments."""
     in_place = dict(report.in_place)
     section = _array_section('results', [r for r in report.results if r.path not in in_place])
     places = Counter(_without_common_end(*pair) for pair in report.in_place)
@@ -200,7 +200,7 @@ def _result_section(report: Report) -> Section:
 
 
 def _without_common_end(a: str, b: str) -> tuple[str, str]:
-    """'result/0/params/w', 'state/params/w' -> 'result/0', 'state'"""
+    """Strips the common end of two paths: 'result/0/w', 'state/w' -> 'result/0', 'state'."""
     ours, theirs = a.split('/'), b.split('/')
     while len(ours) > 1 and len(theirs) > 1 and ours[-1] == theirs[-1]:
         ours.pop()
@@ -218,7 +218,7 @@ def _intermediates(rows: Sequence[ArrayRow]) -> Section:
 
 
 def _first(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """The first rows, and a note about the others."""
+    """Returns the first rows, and a note about the others."""
     if len(rows) <= _MAX_ROWS:
         return tuple(rows), ()
     return tuple(rows[: _MAX_ROWS - 1]), (f'.. and {len(rows) - _MAX_ROWS + 1} more',)
@@ -235,7 +235,7 @@ def _collective_section(report: Report) -> Section:
     shown = [_collective_cells(rows, _sent(rows) > least) for rows in in_order]
     if not shown:
         return Section('collectives', words=('none',))
-    # columns below that have nothing to show
+    # the last two columns, if they are empty
     empty = {i for i in (-1, -2) if not any(cells[i] for cells in shown)}
     columns = [c for i, c in enumerate(_COLLECTIVES) if i - len(_COLLECTIVES) not in empty]
     rows = [tuple(c for i, c in enumerate(r) if i - len(r) not in empty) for r in shown]
@@ -246,7 +246,7 @@ def _collective_section(report: Report) -> Section:
 
 
 def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:
-    """One line for collectives that look the same."""
+    """Formats collectives that look the same as one line."""
     row = rows[0]
     n = str(len(rows))
     if row.executions is None:
@@ -269,7 +269,7 @@ def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[st
 
 
 def _of(rows: Sequence[CollectiveRow], is_large: bool) -> str:
-    """The arrays of several collectives, folded: 'params/0-3/{q,k}'; or what else they carry."""
+    """Folds the arrays of several collectives: 'params/0-3/{q,k}'; or says what else they carry."""
     # skip 'result', which is the entire result
     paths = list(dict.fromkeys(path for row in rows for path in row.of if path != 'result'))
     folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))

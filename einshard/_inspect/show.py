@@ -111,7 +111,7 @@ def show(
 
 
 def _of_tree(tree: Any) -> Gallery:
-    """Pictures of all leaves that have a sharding."""
+    """Draws all leaves that have a sharding."""
     alike: dict[Any, tuple[Any, list[str]]] = {}
     for path, leaf in jtu.tree_leaves_with_path(tree):
         sharding = leaf if isinstance(leaf, Sharding) else getattr(leaf, 'sharding', None)
@@ -129,7 +129,7 @@ def _of_tree(tree: Any) -> Gallery:
 
 
 def _of_report(report: Report) -> Gallery:
-    """Pictures of the arguments and results of a compiled program."""
+    """Draws the arguments and results of a compiled program."""
     devices: int | AbstractMesh = report.n_devices
     if report.mesh:
         names, sizes = zip(*report.mesh, strict=True)
@@ -151,7 +151,7 @@ def _of_report(report: Report) -> Gallery:
 def _gallery(
     alike: Collection[tuple[_T, list[str]]], drawn: Callable[[_T], tuple[str, Picture]]
 ) -> Gallery:
-    """Pictures of the first few distinct things, each with the paths that have it."""
+    """Draws the first few distinct things, each with the paths that have it."""
     pictures: list[tuple[str, Picture]] = []
     for thing, paths in itertools.islice(alike, _MAX_PICTURES):
         about, picture = drawn(thing)
@@ -183,7 +183,7 @@ def _of_expression(
 
 
 def _of_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
-    """The picture of an array, a struct or a sharding."""
+    """Draws an array, a struct or a sharding."""
     if isinstance(x, Sharding):
         return _of_sharding(x, shape, '')
     own_shape = getattr(x, 'shape', None)
@@ -261,7 +261,7 @@ def _of_named(
 
 
 def _entries(sharding: NamedSharding, n_dims: int) -> list[tuple[Any, ...]]:
-    """The mesh axes of each array axis."""
+    """Returns the mesh axes of each array axis."""
     entries = spec_axes(sharding.spec)
     if (PartitionSpec.UNCONSTRAINED,) in entries:
         raise EinshardError(
@@ -272,7 +272,7 @@ def _entries(sharding: NamedSharding, n_dims: int) -> list[tuple[Any, ...]]:
 
 
 def _of_other(sharding: Sharding, shape: tuple[int, ...], dtype: str) -> Picture:
-    """The picture of a sharding without a mesh: one device, or one that the compiler chose."""
+    """Draws a sharding without a mesh: of one device, or one that the compiler chose."""
     check_drawable(len(sharding.device_set), len(shape))
     holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
@@ -287,7 +287,7 @@ def _of_other(sharding: Sharding, shape: tuple[int, ...], dtype: str) -> Picture
 
 
 def _letters(n: int) -> tuple[str, ...]:
-    """Names for unnamed axes, as in `describe`: a, b, c, ..."""
+    """Names unnamed axes as `describe` does: a, b, c, ..."""
     return tuple(itertools.islice(axis_letters(), n))
 
 

@@ -13,7 +13,7 @@ from .report_rows import Collectives, ProductRow
 
 
 def product_rows(module: Module) -> tuple[ProductRow, ...]:
-    """The matrix products by source line, those with the most flops first."""
+    """Lists the matrix products by source line, those with the most flops first."""
     flops: Counter[tuple[str, bool, str | None, bool]] = Counter()
     for one in find_products(module):
         key = one.dtype, 'transpose(' in one.op_name, one.source, one.executions is None
@@ -22,7 +22,7 @@ def product_rows(module: Module) -> tuple[ProductRow, ...]:
 
 
 def network_lines(rows: Collectives) -> Iterator[str]:
-    """The bytes that a device sends, by kind, mesh axis, role and pass, where there are several."""
+    """Sums the bytes that a device sends, by kind, mesh axis, role and pass."""
     if not rows.network_bytes:
         return
     total = sum(rows.network_bytes.values())
@@ -43,7 +43,7 @@ def network_lines(rows: Collectives) -> Iterator[str]:
 
 
 def _parts(parts: Mapping[str, int], total: int) -> str:
-    """all-gather 1.5 GiB (60%), all-reduce 1.0 GiB (40%)"""
+    """Formats parts of a total: 'all-gather 1.5 GiB (60%), all-reduce 1.0 GiB (40%)'."""
     if len(parts) < 2 or not total:
         return ''
     return ', '.join(f'{key} {format_bytes(n)} ({_share(n, total)})' for key, n in parts.items())
@@ -54,11 +54,11 @@ def _share(part: float, total: float) -> str:
     return '<1%' if 0 < percent < 0.5 else f'{percent:.0f}%'
 
 
-_MAX_LINES = 3  # with flops
+_MAX_LINES = 3  # source lines of flops
 
 
 def compute_line(flops: float, products: Sequence[ProductRow]) -> str:
-    """The flops of matrix products, and the passes and lines that they come from."""
+    """Formats the flops of matrix products, and the passes and lines that they come from."""
     at_least = 'at least ' * any(row.at_least for row in products)
     lines, passes = Counter[str](), Counter[str]()
     for row in products:

@@ -56,7 +56,7 @@ def _placed(
     ruled: Sequence[tuple[Term, AxisRule | None]],
     axis_sizes: Mapping[str, int],
 ) -> Expression:
-    """The expression with `ruled` as its terms, and a replica for unused devices."""
+    """Makes `ruled` the terms of an expression; unused devices hold replicas."""
     terms = [
         _on_mesh(term, axis_sizes) if rule and rule.ignores_missing else term
         for term, rule in ruled
@@ -79,7 +79,7 @@ def _placed(
 def _ruled_terms(
     expression: Expression, rules: AxisRules, axis_sizes: Mapping[str, int]
 ) -> list[tuple[Term, AxisRule | None]]:
-    """The terms with rules applied, and the rule of each."""
+    """Applies rules to the terms; returns them, each with its rule."""
     ruled: list[tuple[Term, AxisRule | None]] = [(term, None) for term in expression.right]
     if not (expression.short and rules):
         return ruled
@@ -141,7 +141,7 @@ def _common_prefix(name: str, other: str) -> int:
 
 
 def _drop_missing(expression: Expression, mesh_axes: Container[str]) -> Expression:
-    """The expression without mesh axes that the mesh lacks."""
+    """Removes the mesh axes that the mesh lacks from an expression."""
     right = tuple(_on_mesh(term, mesh_axes) for term in expression.right)
     if not any(term.is_sharded for term in right):
         right = (Term(star=True), *right)  # nothing is sharded: all devices hold replicas

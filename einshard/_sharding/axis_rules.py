@@ -165,7 +165,7 @@ def _for_an_axis_named(option: str) -> dict[str, str]:
 
 
 def _pairs(placements: Any) -> list[tuple[Any, Any]]:
-    """The names and placements of a mapping or of a list of pairs."""
+    """Returns the names and placements of a mapping or of a list of pairs."""
     pairs = [*placements.items()] if isinstance(placements, Mapping) else None
     if isinstance(placements, list | tuple) and all(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in placements
@@ -183,7 +183,7 @@ def _pairs(placements: Any) -> list[tuple[Any, Any]]:
 
 
 def _as_text(name: object, placement: Placed) -> str:
-    """A placement as text: '@data' for P('data')."""
+    """Converts a placement to text: '@data' for P('data')."""
     spec = placement.spec if isinstance(placement, NamedSharding) else placement
     if not isinstance(spec, PartitionSpec):
         return spec
@@ -197,7 +197,7 @@ def _as_text(name: object, placement: Placed) -> str:
 
 
 def _read_rule(name: object, placement: object) -> tuple[str, str]:
-    """The NFC name and the placement of a rule; raises if one of them is invalid."""
+    """Reads the NFC name and the placement of a rule; raises if one of them is invalid."""
     known = unicodedata.normalize('NFC', str(name))
     if not (isinstance(name, str) and known != ELLIPSIS and _right_side(known) == [Term(known)]):
         raise EinshardError(
@@ -228,7 +228,10 @@ def _right_side(short: str) -> list[Term]:
 
 
 def _of_mesh_axes(value: Any) -> Any:
-    """The placement for a value of a Flax rule: a mesh axis, several, or None; else the value."""
+    """Converts a value of a Flax rule (a mesh axis, several, or None) to a placement.
+
+    Returns other values as they are.
+    """
     names = [value] if isinstance(value, str) else value
     if names is None or names == () or names == []:
         return ''

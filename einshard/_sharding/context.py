@@ -35,7 +35,7 @@ class AxisRule(NamedTuple):
     placement: str
     ignores_missing: bool = False  # mesh axes that the mesh lacks
     replicates_indivisible: bool = False
-    skips_taken: bool = False  # does not apply if its mesh axes are taken, instead of raising
+    skips_taken: bool = False  # if its mesh axes are taken, it is skipped; else that is an error
 
 
 AxisRules: TypeAlias = tuple[AxisRule, ...]
@@ -159,9 +159,9 @@ _in_cache_keys: Any = jax.make_user_context(default_value=None)
 class Scope:
     """Sets the context in a `with` block, both in our ContextVar and in JAX's cache keys.
 
-    Interleaved tasks and generators may leave scopes in another order than they entered them. A
-    scope then passes the state that it would restore on to the next scope, so a scope that was left
-    never comes back.
+    Interleaved tasks and generators may exit scopes in a different order than they entered them. A
+    scope then hands the state that it would restore to the next scope, so that an exited scope is
+    never restored.
     """
 
     __slots__ = ('_cache_keys', '_outer', 'context', 'key', 'owner')
@@ -182,7 +182,7 @@ class Scope:
         self.leave()
 
     def leave(self) -> bool:
-        """Leaves the scope; returns whether it was the latest one, and entered by this task."""
+        """Exits the scope; returns whether it was the latest one, and entered by this task."""
         mine = entered.get() is self
         if mine:
             entered.set(self._outer)
@@ -206,7 +206,7 @@ entered: ContextVar[Scope | None] = ContextVar('entered', default=None)
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.scopes: list[Scope] = []  # entered and not yet left, by any task
+        self.scopes: list[Scope] = []  # entered and not yet exited, by any task
 
 
 _thread = _Thread()
@@ -257,7 +257,7 @@ def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
 
 
 def leave_rules(owner: object) -> bool:
-    """Leaves the last scope of `owner` in this task; returns whether the order was correct."""
+    """Exits the last scope of `owner` in this task; returns whether the order was correct."""
     scopes = [scope for scope in _thread.scopes if scope.owner is owner]
     here = [scope for scope in scopes if scope is entered.get()]
     return bool(scopes) and (here or scopes)[-1].leave()

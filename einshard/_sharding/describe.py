@@ -53,8 +53,8 @@ def describe(x: Any) -> Any:
 
     Returns:
         An expression. Host arrays, arrays on a single device, and tracers sharded by the compiler
-        have no expression; for these, a description such as 'on one device: ..', which is not a
-        valid spec. For a pytree, a pytree of these, with None for leaves that are not arrays.
+        have none; for these, a description such as 'on one device: ..', which is not a valid spec.
+        For a pytree, a pytree of expressions and descriptions; None for leaves that are not arrays.
 
     Raises:
         EinshardError: `x` is a leaf without a sharding.

@@ -56,18 +56,18 @@ _IN_MEMORY = re.compile(r'(.*\S)\s+\(in (\w+)\)\s*', re.DOTALL)
 
 
 def in_memory(expression: str, memory_kind: str | None) -> str:
-    """An expression with a memory kind, as `describe` writes it: 'a -> a8 (in host)'."""
+    """Adds a memory kind to an expression, as `describe` does: 'a -> a8 (in host)'."""
     return expression if memory_kind in (None, 'device') else f'{expression} (in {memory_kind})'
 
 
 def split_memory(text: str) -> tuple[str, str | None]:
-    """The inverse of `in_memory`: the expression, and its memory kind or None."""
+    """Splits off the memory kind that `in_memory` adds; None if there is none."""
     found = _IN_MEMORY.fullmatch(text)
     return (found[1], found[2]) if found else (text, None)
 
 
 def as_leaf_spec(spec: AnySpec | NamedSharding | PartitionSpec) -> LeafSpec:
-    """The parsed spec; one object per text."""
+    """Parses a spec; returns one object per text."""
     if isinstance(spec, LeafSpec):
         return spec
     if isinstance(spec, str):
@@ -108,7 +108,7 @@ def of_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
 
 
 def _expression_of(spec: PartitionSpec, ndim: int | None) -> Expression:
-    """A PartitionSpec as an expression; with '...' if the rank is not known."""
+    """Converts a PartitionSpec to an expression; with '...' if the rank is not known."""
     entries = [() if entry == FREE else entry for entry in spec_axes(spec)]
     if ndim is not None and len(entries) > ndim:
         noun = 'entry' if len(entries) == 1 else 'entries'
@@ -152,7 +152,7 @@ def lenient(
 
 
 def parsed(spec: Any) -> Any:
-    """The spec; a PartitionSpec or NamedSharding as a LeafSpec."""
+    """Converts a PartitionSpec or NamedSharding to a LeafSpec; returns other specs as they are."""
     return as_leaf_spec(spec) if isinstance(spec, JAX_SPECS) else spec
 
 
@@ -163,7 +163,7 @@ def check_constrained(spec: LeafSpec) -> None:
 
 
 def rewritten(spec: AnySpec, expression: str) -> AnySpec:
-    """The spec with another expression."""
+    """Replaces the expression of a spec."""
     if isinstance(spec, str):
         return in_memory(expression, split_memory(spec)[1])
     return replace(as_leaf_spec(spec), expression=parse(expression))

@@ -1,8 +1,8 @@
 """Detects `with mesh:`, the old way to enter a mesh, which einshard does not use.
 
-JAX deprecates it, and `jax.sharding.get_mesh` does not see it. Only operations do: a constraint to
-a bare PartitionSpec raises RuntimeError where there is no mesh at all. That takes 10 us in a trace
-and 200 us elsewhere, so it is tried only in traces and for errors.
+JAX deprecates it, and `jax.sharding.get_mesh` does not return it. Only operations use it: without
+any mesh, a constraint to a bare PartitionSpec raises RuntimeError. The test takes 10 us in a trace
+and 200 us elsewhere, so it runs only in traces and for errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def warn_if_ignored(function: str, mesh: object) -> None:
 
 
 def noted(error: EinshardError, mesh: object) -> EinshardError:
-    """An error about mesh axes; with a note if there is no mesh but that of `with mesh:`."""
+    """Adds a note to an error about mesh axes if there is no mesh but that of `with mesh:`."""
     if mesh is not None or '@' not in (error.expression or ''):
         return error
     found: list[bool] = []

@@ -1,4 +1,4 @@
-"""Builds the canonical mesh, and has the mesh helpers that other modules use.
+"""The canonical mesh, and helpers for meshes.
 
 All expressions over the same devices are lowered onto the same mesh: the devices in hardware order,
 with one mesh axis per prime factor of their number. So equal layouts compare equal, arrays sharded
@@ -138,7 +138,7 @@ def _device_mesh(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
 
 @cached
 def refactored_mesh(mesh: AnyMesh, sizes: tuple[int, ...]) -> AnyMesh:
-    """The canonical mesh with other axis sizes: the same devices in the same order."""
+    """Gives the canonical mesh other axis sizes; devices and their order stay the same."""
     axis_type = mesh.axis_types[0]
     if isinstance(mesh, AbstractMesh):
         return _abstract_mesh(mesh.size, axis_type, sizes)
@@ -163,7 +163,7 @@ def axis_names(sizes: Sequence[int]) -> tuple[str, ...]:
 
 
 def position(device: Device) -> tuple[int, ...]:
-    """The position of a device in the hardware, slowest network first.
+    """Returns the position of a device in the hardware, slowest network first.
 
     TPUs are sorted by coordinates, not by host: a host may have a 2 x 2 block of chips, and a term
     over such blocks would not be a ring of the torus. Only some devices have `slice_index` and
@@ -177,7 +177,7 @@ def position(device: Device) -> tuple[int, ...]:
 
 
 def axis_sizes_of(positions: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Mesh axis sizes for devices at these positions: prime factors, level by level.
+    """Computes mesh axis sizes for devices at these positions: prime factors, level by level.
 
     Levels are slices, torus dimensions, hosts and so on. A level that does not divide the devices
     evenly is skipped.
@@ -196,7 +196,7 @@ def axis_sizes_of(positions: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:
-    """The sizes of the axes that expressions may use: all except those manual in a shard_map."""
+    """Returns the sizes of the axes that expressions may use: all but Manual ones."""
     names = [str(name) for name in mesh.axis_names]
     if not has_names(mesh):
         raise EinshardError(
@@ -225,12 +225,12 @@ _MAX_DEVICES = 2**31 - 1  # above this, JAX raises the C++ exception std::bad_ca
 
 
 def entry_axes(entry: Any) -> tuple[Any, ...]:
-    """The mesh axes of a PartitionSpec entry: () for None, ('x',) for 'x', ('y', 'z') as it is."""
+    """Makes a tuple of a PartitionSpec entry: () for None, ('x',) for 'x', ('y', 'z') as it is."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def spec_axes(spec: PartitionSpec) -> list[tuple[Any, ...]]:
-    """The mesh axes of each entry of a PartitionSpec; not those in `unreduced` and `reduced`."""
+    """Returns the mesh axes of each entry of a PartitionSpec; not the unreduced and reduced."""
     # Newer JAX refuses to iterate over a spec with unreduced axes. JAX 0.8.1 has no `partitions`;
     # iterating over its specs skips those axes.
     entries = spec.partitions if hasattr(spec, 'partitions') else tuple(spec)
@@ -238,7 +238,7 @@ def spec_axes(spec: PartitionSpec) -> list[tuple[Any, ...]]:
 
 
 def partition_spec(entries: Iterable[tuple[Any, ...]]) -> PartitionSpec:
-    """The PartitionSpec with these mesh axes for each array axis."""
+    """Makes the PartitionSpec with these mesh axes for each array axis."""
     # one form for equal specs: 'x', not ('x',)
     return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
 
@@ -271,14 +271,14 @@ def is_device_mesh(mesh: AnyMesh) -> bool:
 
 
 def memory_kind_of(sharding: Sharding) -> str | None:
-    """The memory kind of a sharding; on abstract meshes, 'device' by default."""
+    """Returns the memory kind of a sharding; on abstract meshes, 'device' by default."""
     if sharding.memory_kind is None and isinstance(getattr(sharding, 'mesh', None), AbstractMesh):
         return 'device'
     return sharding.memory_kind
 
 
 def memory_kinds(mesh: AnyMesh) -> list[str] | None:
-    """The memory kinds of each device; None for an abstract mesh."""
+    """Returns the memory kinds of each device; None for an abstract mesh."""
     if isinstance(mesh, AbstractMesh):
         return None
     return sorted({memory.kind for memory in mesh.devices.flat[0].addressable_memories()})
@@ -306,7 +306,7 @@ _NAMES = 'xyzuvw'
 
 
 def _make_mesh_call(sizes: Any) -> str | None:
-    """The `jax.make_mesh` call for sizes such as (4, 2) or {'data': 4}; None for other values."""
+    """Writes the `jax.make_mesh` call for sizes such as (4, 2) or {'data': 4}; else None."""
     if isinstance(sizes, Mapping):
         names, numbers = tuple(sizes), tuple(sizes.values())
     elif isinstance(sizes, tuple):
@@ -320,7 +320,7 @@ def _make_mesh_call(sizes: Any) -> str | None:
 
 
 def mesh_fact(mesh: AnyMesh) -> str:
-    """A mesh as errors show it: 'data': 4, 'tp': 2 (Auto)"""
+    """Formats a mesh for errors: 'data': 4, 'tp': 2 (Auto)"""
     kinds = {kind.name for kind in mesh.axis_types}
     sizes = dict(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
     return f'{mesh_text(sizes)} ({", ".join(sorted(kinds))})'

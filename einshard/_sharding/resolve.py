@@ -144,7 +144,7 @@ def resolve(
 def find_placement(
     spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
 ) -> Placement:
-    """`resolve` in one cache lookup, without fixes in errors and without warnings."""
+    """Resolves a spec in one cache lookup, without fixes in errors and without warnings."""
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
     if spec.partition is not None and shape is not None:
@@ -230,7 +230,7 @@ def _is_ruled(expression: Expression, context: Context) -> bool:
 
 
 def _leave_free(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
-    """The sharding with P.UNCONSTRAINED for some axes."""
+    """Replaces some entries of a sharding by P.UNCONSTRAINED."""
     mesh = sharding.mesh
     if AxisType.Explicit in mesh.axis_types:
         raise EinshardError(
@@ -244,7 +244,7 @@ def _leave_free(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
 
 
 def _hints(mesh: AnyMesh) -> dict[str, str]:
-    """Facts for errors about the number of devices on a machine with one CPU device."""
+    """Returns facts for errors about device counts on a machine with only one CPU device."""
     alone = mesh.size == 1 and isinstance(mesh, Mesh) and jax.device_count() == 1
     if not alone or jax.default_backend() != 'cpu':
         return {}
@@ -256,7 +256,7 @@ def _hints(mesh: AnyMesh) -> dict[str, str]:
 def lower(
     layout: Layout, mesh: AnyMesh, mesh_is_ambient: bool = False, memory_kind: str | None = None
 ) -> NamedSharding | None:
-    """The sharding of a layout; None if its counts do not match the axes of the mesh.
+    """Lowers a layout to a sharding; None if its counts do not match the axes of the mesh.
 
     The canonical mesh may be refactored, unless it is ambient: JAX then rejects arrays on other
     factors as arrays on other devices. Cached, so arrays of many shapes share one object:
@@ -284,7 +284,7 @@ def _working_fix(
     memory_kind: str | None,
     option: str | None,
 ) -> str | None:
-    """The fix of the error, or an option that ignores missing mesh axes, if it works."""
+    """Returns the fix of the error, or an option that ignores missing mesh axes, if it works."""
 
     def attempt(one: AnySpec, where: Context = context) -> Placement:
         return find_placement(one, shape, where, memory_kind)

@@ -1,4 +1,4 @@
-"""The mesh of a TPU slice by name, from libtpu; works without a TPU."""
+"""Makes the mesh of a TPU slice from its name, with libtpu; works without a TPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WITHOUT_TPU = {
 def topology(
     name: str, *, n_slices: int = 1, axis_types: AxisType | None = None, **axes: int
 ) -> Mesh:
-    """The mesh of a TPU slice you don't have, to compile for ahead of time.
+    """Returns the mesh of a TPU slice you don't have, to compile for ahead of time.
 
         >>> from einshard import topology
         >>> mesh = topology('v5e:4x4', data=4, tensor=4)

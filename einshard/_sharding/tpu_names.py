@@ -1,4 +1,4 @@
-"""Names of TPU slices: by generation and shape, or as Google Cloud has them. Imports no JAX."""
+"""Names of TPU slices: by generation and shape, or those of Google Cloud. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _GPU = re.compile(r'(?i)\b(a100|h100|h200|gh200|b100|b200|gb200|v100|l4|mi\d+|gp
 
 
 def topology_name(name: str) -> str:
-    """The name that libtpu knows: 'v5p:4x4x4' for 'v5p-128'. Raises if the name is invalid.
+    """Returns the name that libtpu knows: 'v5p:4x4x4' for 'v5p-128'; raises if it is invalid.
 
     The shape is the default of Google Cloud, the one closest to a cube
     (https://cloud.google.com/tpu/docs/types-topologies).
@@ -62,7 +62,7 @@ def topology_name(name: str) -> str:
 
 
 def _default_shape(chips: int, ndim: int) -> tuple[int, ...]:
-    """The shape closest to a square or a cube. Larger 3D slices consist of cubes of 4x4x4 chips."""
+    """Chooses the shape closest to a square or a cube. Larger 3D slices consist of 4x4x4 cubes."""
     if ndim == 3 and chips < 64:
         return {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}[chips]
     unit = 4 if ndim == 3 else 1

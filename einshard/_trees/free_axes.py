@@ -28,7 +28,7 @@ from .._sharding.mesh import (
 from .._sharding.resolve import resolve
 
 Shape: TypeAlias = tuple[int, ...]
-MeshAxes: TypeAlias = Literal[True] | tuple[str, ...]  # all mesh axes, or these
+MeshAxes: TypeAlias = Literal[True] | tuple[str, ...]  # True: all mesh axes
 # For each axis of a state array: the axis of its parameter, or None for an added axis.
 AxisMap: TypeAlias = tuple[int | None, ...]
 Entry: TypeAlias = tuple[Any, ...]  # the mesh axes that shard an array axis
@@ -46,13 +46,13 @@ def state_specs(
     context: Context,
     all_or_none: bool = False,
 ) -> tuple[LeafSpec, ...]:
-    """The distinct specs that the axis maps give a state array; usually one.
+    """Returns the distinct specs that the axis maps give a state array; usually one.
 
     Args:
         spec: the spec of the parameter.
         axis_maps: for each axis of the array, the axis of the parameter.
         also_over: mesh axes to shard the array over too, if they do not shard the parameter.
-        all_or_none: whether to shard one array axis over all of those, or none.
+        all_or_none: whether to shard one array axis over all of these mesh axes, or no array axis.
     """
     known = as_leaf_spec(spec)
     placement = resolve(known, param_shape, context)
@@ -90,7 +90,7 @@ def _shard_over(
     mesh: AnyMesh,
     all_or_none: bool,
 ) -> list[Entry]:
-    """Shards an array also over free mesh axes: the largest axis over as many as divide it.
+    """Shards an array over free mesh axes too: the largest array axis, over as many as divide it.
 
     Free mesh axes become minor to those that shard an array axis already, so that a device keeps a
     part of its shard. On the canonical mesh the order of mesh axes is fixed. There, array axes
@@ -138,7 +138,7 @@ LARGEST = Option('shard_largest', 'shard_largest({})', 'shard_largest without me
 
 
 def read_mesh_axes(given: object, option: Option) -> MeshAxes:
-    """The mesh axes that an option names; raises if it is invalid."""
+    """Reads the mesh axes that an option names; raises if it is invalid."""
     if isinstance(given, bool):
         return given or ()
     names = (given,) if isinstance(given, str) else given

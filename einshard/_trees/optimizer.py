@@ -26,7 +26,7 @@ from .table import Table, make_table
 def for_optimizer(
     params: Any, spec: Spec, *, zero: bool | str | Sequence[str] = False, default: Spec = ...
 ) -> StateSpec:
-    """A spec for an optimizer state: moments are sharded like their parameters.
+    """Returns a spec for an optimizer state: moments are sharded like their parameters.
 
         >>> import jax
         >>> import numpy as np
@@ -55,7 +55,7 @@ def for_optimizer(
     stage 1): over the largest divisible array axis. Free mesh axes become minor to those already
     sharding the axis, so that a step gathers only the new parameters.
 
-    If parameters and moments are in one pytree, use rules to apply `zero=` to the moments only:
+    If parameters and moments are in one pytree, apply `zero=` to the moments only, with rules:
     `Rules([('opt_state/', for_optimizer(params, rules, zero=True))], default=rules)`.
 
     Args:
@@ -88,7 +88,7 @@ class StateSpec:
         self._default = None if default is ... else Rules([], default=default)
         try:
             check_specs(spec, order='the parameters first: for_optimizer(params, spec)')
-            # functions are not called yet: their results may depend on the mesh in use
+            # functions in specs are called later: their results may depend on the mesh in use
             leaf_specs(self._params, self._leaves, jtu.tree_map(lambda _: None, spec))
         except EinshardError as error:
             raise error.about(value='parameters of for_optimizer') from None
@@ -106,15 +106,15 @@ class StateSpec:
         return {**self.__dict__, '_parameters': {}, '_known': None}
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
-        """The spec of one leaf."""
+        """Returns the spec of one leaf."""
         return self.for_leaves([path], [leaf])[0]
 
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
-        """The specs of many leaves; one error lists all arrays without a parameter."""
+        """Returns the specs of many leaves; one error lists all arrays without a parameter."""
         return [spec for _, spec in self.find_all(paths, leaves)]
 
     def table(self, tree: Any, *, mesh: MeshLike | None = None) -> Table:
-        """How each leaf of a state is sharded, with totals, as in `Rules.table`."""
+        """Shows how each leaf of a state is sharded, with totals, as `Rules.table` does."""
         context = current_context(mesh)
         with mesh_scope(context.mesh):
             found = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
@@ -123,7 +123,7 @@ class StateSpec:
     def find_all(
         self, paths: Sequence[str], leaves: Sequence[Any]
     ) -> list[tuple[str, AnySpec | None]]:
-        """For each leaf: its parameter, or why it has none, and its spec."""
+        """Finds, for each leaf, its parameter, or why it has none, and its spec."""
         context = current_context(None)
         check_mesh_axes(self._zero, context, ZERO)
         specs = self._specs(context)
@@ -149,7 +149,7 @@ class StateSpec:
         return found
 
     def _specs(self, context: Context) -> Sequence[AnySpec | None]:
-        """The specs of the parameters, cached for the latest context."""
+        """Returns the specs of the parameters, cached for the latest context."""
         known = self._known
         if known is None or known[0] is not context:
             try:
@@ -160,7 +160,7 @@ class StateSpec:
         return known[1]
 
     def _find_parameter(self, path: str, shape: Shape) -> tuple[int, tuple[AxisMap, ...]] | None:
-        """The index of the parameter of a state array, and the possible maps of their axes."""
+        """Finds the parameter of a state array: its index, and the possible maps of their axes."""
         key = path, shape
         if key not in self._parameters:
             self._parameters[key] = next(self._find_parameters(path, shape), None)
@@ -185,7 +185,7 @@ class StateSpec:
         spec: AnySpec | None,
         context: Context,
     ) -> AnySpec | None:
-        """The spec of a state array of the i-th parameter; `spec` is that of the parameter."""
+        """Returns the spec of a state array; `spec` is that of its parameter, the i-th one."""
         parameter = self._leaves[i]
         if spec is None or (not self._zero and leaf.shape == parameter.shape):
             return spec
@@ -232,13 +232,13 @@ def _without_values(leaf: Any) -> Any:
 
 
 def _shape_of(leaf: Any) -> Shape | None:
-    """The shape of an array or a struct; None for anything else, such as a Python number."""
+    """Returns the shape of an array or a struct; None for others, such as Python numbers."""
     # a Mesh has a shape but no dtype
     return tuple(leaf.shape) if hasattr(leaf, 'dtype') else None
 
 
 def _parts(path: str) -> Iterator[tuple[str, Sequence[str]]]:
-    """The parts of a path that may be the path of its parameter, each with the other keys.
+    """Yields the parts of a path that may be the path of its parameter, each with the other keys.
 
     Longer parts come first, then later ones: 'a/b/c' -> 'a/b/c', 'b/c', 'a/b', 'c', 'b', 'a', ''.
     """
@@ -252,9 +252,9 @@ def _parts(path: str) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _axis_maps(param_shape: Shape, shape: Shape, keys: Sequence[str]) -> tuple[AxisMap, ...]:
-    """The maps from axes of a state array to those of its parameter that fit the shapes.
+    """Finds the maps from axes of a state array to axes of its parameter that fit the shapes.
 
-    `keys` are those of its path that are not in the path of the parameter.
+    `keys` are the keys in the path of the state array that are not in the parameter's path.
     """
     n_new = len(shape) - len(param_shape)
     if n_new > 0:

@@ -32,7 +32,7 @@ from .specs import Spec, check_registered_pytree, is_function
 from .table import Table, make_table
 
 _NO_DEFAULT: Any = ...  # unlike an object(), it survives copy and pickle
-# (index of the rule, or 'scalar', 'default' etc.; None if no rule matches), spec of the leaf
+# A pair: the index of the rule, or 'scalar', 'default' etc. (None if no rule matches); the spec.
 _Found: TypeAlias = tuple[int | str | None, AnySpec | None]
 
 
@@ -61,14 +61,14 @@ class Rules:
     Args:
         rules: pairs of a pattern and a spec: an expression, None for no spec, a
             `PartitionSpec`, a `NamedSharding`, or a function `(path, leaf) -> spec`.
-        default: the spec of leaves that no pattern matches. If omitted, they are an error. Rules of
-            which none matches any path of a tree are an error too.
+        default: the spec of leaves that no pattern matches. If omitted, they are an error. It
+            is also an error if none of the rules matches a path of a tree.
         indivisible: for an axis whose size is not divisible by its number of shards: 'error', or
             'replicate' to replicate that axis only. `table` lists such axes.
         missing: for mesh axes that a spec names and the mesh lacks: 'error', or 'replicate' to
             ignore them. `table` lists them.
         min_size: leaves with fewer elements are replicated.
-        strict: whether every rule that matches no path of a tree is an error.
+        strict: whether a rule that matches no path of a tree is an error.
 
     Raises:
         EinshardError: a pattern is not a regular expression, a rule is not a pair, or a spec is
@@ -114,18 +114,18 @@ class Rules:
         return {**self.__dict__, '_matches': {}, '_found': {}, '_used': set()}
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
-        """The spec of one leaf."""
+        """Returns the spec of one leaf."""
         return self.find_all([path], [leaf])[0][1]
 
     def match(self, path: str) -> int | None:
-        """The index of the first rule that matches a path; None if there is none."""
+        """Returns the index of the first rule that matches a path; None if there is none."""
         if path not in self._matches:
             found = (i for i, pattern in enumerate(self.patterns) if pattern.search(path))
             self._matches[path] = next(found, None)
         return self._matches[path]
 
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
-        """The specs of the leaves of a tree; raises for rules that must match, and do not."""
+        """Returns the specs of the leaves of a tree; raises if rules match none but have to."""
         found = self.find_all(paths, leaves)
         kinds = {rule for rule, _ in found}
         if self.strict or ('default' in kinds and not any(type(rule) is int for rule in kinds)):
@@ -133,7 +133,7 @@ class Rules:
         return [spec for _, spec in found]
 
     def find_all(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[_Found]:
-        """`find` for many leaves; one error lists all leaves that no rule matches or fits."""
+        """Calls `find` for many leaves; one error lists all leaves that no rule matches or fits."""
         found: list[_Found] = []
         errors: list[EinshardError] = []
         unmatched: list[tuple[str, Any]] = []
@@ -152,7 +152,7 @@ class Rules:
         return found
 
     def find(self, path: str, leaf: Any) -> _Found:
-        """The rule for a leaf, or why it needs none, and its spec."""
+        """Finds the rule for a leaf, or why it needs none, and its spec."""
         # a Mesh has a shape but no dtype
         shape = leaf.shape if hasattr(leaf, 'dtype') else None
         if shape is None:  # such as Python numbers, which are settings of modules
@@ -181,12 +181,12 @@ class Rules:
         if one is not None:
             one = lenient(one, on_missing=self.missing, on_indivisible=self.indivisible, rule=name)
         found: _Found = ('default' if number is None else number, one)
-        if not callable(spec):  # a function may depend on more than the shape
+        if not callable(spec):  # the result of a function may depend on more
             self._found[path, shape] = found
         return found
 
     def table(self, tree: Any, *, mesh: MeshLike | None = None) -> Table:
-        """How the rules shard each leaf, with totals, and rules that never apply.
+        """Shows how the rules shard each leaf, with totals, and the rules that never apply.
 
             >>> import jax
             >>> from einshard import Rules, device_mesh
@@ -205,7 +205,7 @@ class Rules:
         return make_table(tree, found, self.patterns, context)
 
     def _check_use(self, paths: tuple[str, ...]) -> None:
-        """Raises if no rule matches a path of a tree; with `strict=`, if one matches none."""
+        """Raises if no rule matches any path of a tree; if `strict`, also if one matches none."""
         if paths in self._used or not self.rules or paths == ('',):
             return
         unused = [p.pattern for p in self.patterns if not any(map(p.search, paths))]
@@ -237,7 +237,7 @@ class Rules:
 
 
 def _about_anchors(patterns: Sequence[str], path: str) -> dict[str, str]:
-    """A note if a pattern would match a path without its anchor."""
+    """Notes a pattern that would match the path without its anchor."""
     for one in patterns:
         for anchor, without in (('$', one.removesuffix('$')), ('^', one.removeprefix('^'))):
             if without != one and not without.endswith('\\') and re.search(without, path):
@@ -286,7 +286,7 @@ def _size(size: Any) -> int:
 
 
 def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
-    """The spec of a rule for one leaf; raises if it does not fit the rank of the leaf."""
+    """Returns the spec of a rule for one leaf; raises if it does not fit the rank of the leaf."""
     if spec is None:
         return None
     if is_function(spec):
@@ -304,7 +304,7 @@ def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
 
 @cached
 def _checked_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
-    """The spec of a leaf, checked against its rank."""
+    """Checks the spec of a leaf against its rank."""
     known = of_rank(spec, ndim)
     axis_positions(known.expression, ndim)
     return known

@@ -34,7 +34,7 @@ def shard_largest(
 def shard_largest(
     axes: Any = None, leaf: Any = _NO_LEAF, /, *, spec: Spec = REPLICATED, min_bytes: int = 0
 ) -> str | LargestAxis:
-    """A spec that shards the largest divisible axis of each array over all devices.
+    """Returns a spec that shards the largest divisible axis of each array over all devices.
 
         >>> import jax
         >>> import numpy as np
@@ -87,12 +87,12 @@ class LargestAxis:
     min_bytes: int
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
-        """The spec of one leaf."""
+        """Returns the spec of one leaf."""
         check_mesh_axes(self.axes, current_context(), LARGEST)
         return self._add(call_spec(self.spec, path, leaf), leaf)
 
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
-        """The specs of the leaves of a tree."""
+        """Returns the specs of the leaves of a tree."""
         check_mesh_axes(self.axes, current_context(), LARGEST)
         both = list(zip(paths, leaves, strict=True))
         if hasattr(self.spec, 'for_leaves'):  # Rules

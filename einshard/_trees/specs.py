@@ -132,7 +132,7 @@ def needs_leaves(spec: Spec) -> bool:
 
 
 def call_spec(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
-    """The spec that a function gives a leaf, or the spec itself."""
+    """Returns the spec that a function gives a leaf; or the spec itself if it is not a function."""
     while spec is not None and not isinstance(spec, LEAF_SPECS):
         if not is_function(spec):
             raise EinshardError(

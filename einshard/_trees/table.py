@@ -56,7 +56,7 @@ class Table:
         n_devices: the number of devices of the mesh.
         unused: patterns that match no path.
         shadowed: pairs (pattern, earlier pattern): the earlier one always matches first.
-        unneeded: patterns that never apply because of several earlier rules.
+        unneeded: patterns that never apply because one of several earlier rules matches first.
     """
 
     rows: tuple[Row, ...]
