@@ -44,7 +44,7 @@ class Setup:
         mesh: `mesh=`; None for the mesh in context at each call.
         reshard: whether to reshard arguments that are sharded differently.
         options: `jax.jit` options, except those that name parameters.
-        budget: the limits of its programs; None without any.
+        budget: the limits of its programs, or None.
     """
 
     function: Callable[..., Any]
@@ -85,7 +85,7 @@ class TracedFunction:
         arguments, result: the specs of the arguments and of the result.
         static: the positions of static arguments.
         in_shardings: the sharding, or pytree of shardings, of each argument; None without a spec.
-        out_shardings: the same for the result; `ANY` until the shapes of the result are known.
+        out_shardings: those of the result; `ANY` until the shapes of the result are known.
         wrapper: the function for `jax.jit`.
     """
 
@@ -126,7 +126,7 @@ class TracedFunction:
         return self._each(ValueSpec.constrain, values)
 
     def check(self, values: Sequence[Any]) -> None:
-        """Raises for the first argument whose rank or sizes do not fit its spec."""
+        """Raises an error for the first argument whose rank or sizes do not fit its spec."""
         self._each(ValueSpec.place, values)
 
     def _each(
@@ -143,7 +143,7 @@ class TracedFunction:
         return self.result.shardings(result, context)
 
     def matches_arguments(self, values: Sequence[Any]) -> bool:
-        """Whether these arguments get the shardings that it is jitted with."""
+        """Whether the specs give these arguments the shardings that it is jitted with."""
         context = self.setup.context()
         given = zip(self.arguments, values, self.in_shardings, strict=True)
         return all(
@@ -153,7 +153,7 @@ class TracedFunction:
         )
 
     def matches_result(self, values: Sequence[Any]) -> bool:
-        """Whether the result of these arguments gets the shardings that it is jitted with."""
+        """Whether the result for these arguments has the shardings that it is jitted with."""
         if self.result.needs_leaves(self.setup.context()):
             try:
                 self._shapes(*values)
@@ -255,7 +255,7 @@ class Program:
         return self.called(*values)
 
     def is_for(self, values: Sequence[Any]) -> bool:
-        """Whether a call with these values gets the shardings that it is jitted with."""
+        """Whether it is jitted with the shardings that a call with these values needs."""
         return (
             self.traced.matches_arguments(values)
             and shardings_of(values, self.unplaced) == self.unplaced_shardings

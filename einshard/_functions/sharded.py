@@ -281,15 +281,15 @@ def sharded(
         out: the spec of the result.
         mesh: a mesh or devices. Default: the mesh in context at each call, or else all devices.
         reshard: whether to reshard arguments that are sharded differently.
-        indivisible: for an axis whose size is not divisible by its number of shards: 'error', or
-            'replicate' to replicate that axis only, for these shapes.
+        indivisible: what to do if the size of an axis is not divisible by its number of shards:
+            'error', or 'replicate' to replicate that axis only, for these shapes.
         collectives: the collectives that the compiled program may have: `()` for none,
             'all-reduce', several kinds, or at most so many of each, as in `{'all-reduce': 1}`. A
             collective in a loop counts once. The first program is checked before it runs, later
             ones before their result is returned; programs of `jax.grad` and `jax.vmap` outside
-            `jax.jit` cannot be checked, which is a warning.
-        memory: how much memory the compiled program may need on each device, in all: '15 GB',
-            '14.5 GiB' or bytes. Checked like `collectives`.
+            `jax.jit` cannot be checked, which gives a warning.
+        memory: the total memory that the compiled program may need on each device: '15 GB',
+            '14.5 GiB' or a number of bytes. Checked like `collectives`.
         named_specs_and_jit_options: specs by parameter name, and options of `jax.jit`:
             `static_argnames`, `donate_argnums`, `compiler_options`, ...
 

@@ -26,7 +26,7 @@ class AllGather:
         name: the name of its instruction.
         array: the result on each device.
         dimension: the dimension along which shards are concatenated.
-        origin: (computation, instruction) that make the gathered array.
+        origin: (computation, instruction) that makes the gathered array.
         parameter: the number of the program parameter that is gathered, or None.
         invariant: whether it gathers the same array in every iteration of a loop.
         kept: for each dimension, the block that each device keeps; None if the array has other
@@ -55,7 +55,7 @@ _PASSES_ON = frozenset({'bitcast', 'reshape', 'transpose', 'convert', *_COPIES})
 
 
 class _Unknown(Exception):
-    """The value is not simple arithmetic of the device number."""
+    """The value is not simple arithmetic on the device number."""
 
 
 class _Finder:

@@ -74,7 +74,7 @@ def find_products(module: Module) -> Iterator[Product]:
 
 
 def _described(module: Module, place: Place) -> Instruction:
-    """Returns the instruction that has its source line: itself, the fusion around it, or a user."""
+    """Returns the instruction with its source line: itself, the fusion around it, or a user."""
     if module.source(place.made) is not None:
         return place.made
     around = [site for site in module.call_sites(place.here) if site.made.opcode == 'fusion']

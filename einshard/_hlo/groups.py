@@ -23,8 +23,8 @@ def read_groups(text: str) -> Groups:
     >>> read_groups("mesh['a'=2,'b'=2] {'a'}")
     ((0, 2), (1, 3))
 
-    The second reshapes 0, 1, 2, 3 to (2, 2), transposes it, and splits it into rows of two. The
-    third groups devices along mesh axis 'a'.
+    The second example reshapes 0, 1, 2, 3 to (2, 2), transposes it, and splits it into rows of two.
+    The third groups devices along mesh axis 'a'.
     """
     if text.startswith('{'):
         return tuple(_numbers(group) for group in re.findall(r'\{([\d, ]+)\}', text))
@@ -47,7 +47,7 @@ def _groups_of_mesh(
     """Groups the devices along some axes of a mesh.
 
     An axis 'b':(2)4 is the sub-axis of b with size 4 that follows one of size 2. `dims` and
-    `order`, or `listed`, give the devices of the mesh, if the text has them.
+    `order`, or `listed`, give the devices of the mesh, if they are in the text.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     parts = [

@@ -34,17 +34,17 @@ class Chip:
     Attributes:
         name: for the report.
         flops: dense flops per second by dtype: 'bf16' (also used for float16), 'tf32' (for float32;
-            default: as 'bf16'), 'fp8', 'int8', 'fp4'. A dtype that is missing has the highest rate.
+            default: as 'bf16'), 'fp8', 'int8', 'fp4'. A missing dtype has the highest rate.
         memory: bytes of HBM that programs can use.
         memory_bandwidth: HBM bytes per second.
         link: bytes per second that a device can send to its neighbors: over one link of a torus in
             one direction, or without a torus over all its links to the switches of its node.
         torus: the number of torus dimensions; 0 for devices that a switch connects.
-        wraps_at: dimensions of a slice that are a multiple of it are rings, the others lines; in
-            three dimensions they are rings only if all are multiples of it.
+        wraps_at: the dimensions of a slice that are multiples of this number are rings, the others
+            lines; with three dimensions, either all are rings or none.
         node: without a torus, the number of devices in a node.
         network: bytes per second that a chip can send to other slices or nodes.
-        cores: the number of TensorCores, if JAX may have one device for each.
+        cores: the number of TensorCores, if each may be a JAX device.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Lazy reader of optimized HLO text. Imports no JAX.
+"""Reads optimized HLO text lazily. Imports no JAX.
 
 The text of a large program has tens of megabytes. The reader first finds only the headers of
 computations. It parses a line when a query needs it; most lines are never parsed.
@@ -110,7 +110,7 @@ class Instruction(NamedTuple):
 
     @property
     def joins_slices(self) -> bool:
-        """Whether it joins slices of one array that were copied one by one, as on TPU."""
+        """Whether it joins slices of an array that were copied one by one, as happens on TPU."""
         return '"ConcatBitcast"' in self.attributes
 
     @property
@@ -199,7 +199,7 @@ class Computation:
     @functools.cached_property
     def _users(self) -> dict[str, list[str]]:
         users: dict[str, list[str]] = {}
-        names = {name: name for name in self._lines}  # one string for each name saves memory
+        names = {name: name for name in self._lines}  # to save memory, one string for each name
         for found in _LINE.finditer(self._text, *self._span):
             start, end = found.end(), self._text.index('\n', found.end())
             if self._text.startswith('((', start):  # a nested type contains '), ' too
@@ -213,7 +213,7 @@ class Computation:
 
 
 class Value(NamedTuple):
-    """The value of an instruction; and the parameters of its computation, if known."""
+    """The value of an instruction, with the parameters of its computation if known."""
 
     here: Computation
     name: str = ''  # '' is the root

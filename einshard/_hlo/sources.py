@@ -53,7 +53,7 @@ class Sources:
 
     @property
     def has_lines(self) -> bool:
-        """Whether the module has tables with lines."""
+        """Whether the module has tables of source lines."""
         return bool(self._frames)
 
     def line(self, metadata: str) -> str | None:
@@ -77,7 +77,7 @@ class Sources:
         """Returns the nearest calling line outside helpers; None if `line` is not in a helper.
 
         A helper is a function with one line in the program, or that another function calls in
-        several lines. The lines that call the jitted function do not count.
+        several lines. Lines that call the jitted function are ignored.
         """
         stack = [
             (frame, place)
@@ -120,7 +120,7 @@ class Sources:
 
     @functools.cached_property
     def _uses(self) -> dict[_Function, tuple[set[int], set[tuple[_Function, int]]]]:
-        """For each function: its lines in the program, and the functions and lines that call it."""
+        """By function: its lines in the program, and the functions and lines that call it."""
         uses: dict[_Function, tuple[set[int], set[tuple[_Function, int]]]] = {}
         for frame in self._frames:
             stack = [place for _, place in self._stack(frame)]

@@ -14,8 +14,8 @@ _PROMOTED = re.compile(r'to_apply=%?\S+_promoted\b')  # named so by XLA's all-re
 def widened_dtypes(module: Module, here: Computation, made: Instruction) -> tuple[str, ...]:
     """Finds, for each operand of a collective, the dtype that XLA widened; '' if it did not.
 
-    XLA converts the operand before the collective and the result after it. Its converts have no
-    metadata; those of the user have.
+    XLA converts the operand before the collective, and the result after it. Its converts have no
+    metadata; the user's converts do.
     """
     if 'f32[' not in made.type:
         return ('',) * len(made.operands)

@@ -50,7 +50,7 @@ def collective_einsums(
         yield form, loop.here, places
     for form, places in _unrolled(others):
         n = permutes[places[0]]
-        if max(2, n - 1) <= len(places) <= n + 1:  # else several are mixed
+        if max(2, n - 1) <= len(places) <= n + 1:  # else permutes of several einsums are mixed
             yield form, places[0].here, places
 
 
@@ -69,13 +69,13 @@ def _loop(module: Module, place: Place, loops: Sequence[Place]) -> int | None:
 
 
 def _is_first(place: Place, loop: Place) -> bool:
-    """Whether a permute sends what the loop starts with."""
+    """Whether a permute makes an element of the initial loop state."""
     state = loop.here[loop.made.operands[0]]
     return any(_origin(loop.here, operand) == place.made.name for operand in state.operands)
 
 
 def _is_last(place: Place, loop: Place) -> bool:
-    """Whether a permute sends what the loop ends with, maybe after an elementwise fusion."""
+    """Whether a permute sends an output of the loop, possibly after an elementwise fusion."""
     here, (sent, *_) = place.here, place.made.operands
     made = here[_origin(here, sent)]
     is_alike = place.made.op_name == loop.made.op_name != ''

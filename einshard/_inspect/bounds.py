@@ -22,11 +22,11 @@ class Bound:
 
     Attributes:
         resource: 'compute', 'HBM' or 'network'.
-        along: for the network, the mesh axes, as `along` of the collectives, '' for those whose
-            axes are unknown; else ''.
+        along: for the network, the mesh axes, as in `along` of the collectives; '' if they are
+            unknown, and for other resources.
         seconds: the device needs at least this long.
-        exposed: the part of `seconds` in collectives that nothing can overlap, because they are not
-            asynchronous; None if the program does not tell, as one for CPUs.
+        exposed: the part of `seconds` in collectives that cannot overlap with anything, because
+            they are not asynchronous; None if unknown, as for CPUs.
     """
 
     resource: str

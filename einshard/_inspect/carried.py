@@ -1,4 +1,4 @@
-"""What collectives carry: weights, gradients or activations, and of which arguments and results."""
+"""Finds what collectives carry: weights, gradients or activations, of which arrays."""
 
 from __future__ import annotations
 

@@ -78,12 +78,12 @@ def explain(
         args, kwargs: arguments of the call: arrays, or `jax.ShapeDtypeStruct` in place of arrays.
             None for a lowered program. Pass arguments by position if their names clash with those
             below.
-        mesh: the mesh to compile for, if a `sharded` function has none; even one you don't have,
-            from `topology`. Then only shapes and dtypes of the arguments matter.
+        mesh: the mesh to compile for, if a `sharded` function has none; `topology` makes one of
+            devices you don't have. Then only shapes and dtypes of the arguments matter.
         replicated_above: warn about replicated arguments and results of more than this many bytes.
         intermediates: whether to list the placements of intermediate values; this compiles again.
         chip: the chip for the lower bounds on time: a `Chip`, or a name such as 'H100'. Default:
-            that of the devices; for CPUs there are no bounds.
+            the chip of the devices; there are no bounds for CPUs.
 
     Returns:
         A `Report` for print, the prompt, rich and notebooks.
@@ -260,7 +260,7 @@ def _labels(
     used = [path for path, s in zip(paths, shardings, strict=True) if s is not None]
     labels = {path[1].idx: names.get(i, '') for i, path in enumerate(used) if path[0].idx == 0}
     known = [label for label in labels.values() if label]
-    # all arguments of *args are named args
+    # all values of *args have the name 'args'
     return {i: label for i, label in labels.items() if label and known.count(label) == 1}
 
 
@@ -270,7 +270,7 @@ def _signature_labels(
     """Takes names from the signature if JAX has Arg_0, .., as it does with a `jax.Ref`."""
     if not any(label.startswith('Arg_') for label in labels.values()):
         return labels
-    known = parameters if len(parameters) == n_positions else ()  # false if there are static ones
+    known = parameters if len(parameters) == n_positions else ()  # not so with static ones
     return dict(enumerate(known))
 
 

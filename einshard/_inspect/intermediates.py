@@ -29,7 +29,7 @@ from .._sharding.mesh import AnyMesh
 from .collective_axes import sharding_of
 from .report_rows import ArrayRow
 
-_SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')  # but not of a tuple
+_SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')  # except that of a tuple
 _ELEMENT = re.compile(r'\{((?:[^{}]|\{[^{}]*\})*)\}')
 _OUTERMOST = re.compile(r'jit\([^)]*\)/')
 _TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
@@ -150,7 +150,7 @@ def _partial_sums(text: str) -> str:
 
 
 def _blocks(text: str, n_dims: int, n_devices: int) -> list[list[int]] | None:
-    """Lists, for each axis, the block of each device; None if the text does not tell."""
+    """Lists, for each axis, the block of each device; None if the text does not give it."""
     blocks = [[0] * n_devices for _ in range(n_dims)]
     if text.startswith('replicated') or text.endswith(' replicated'):
         return blocks

@@ -37,8 +37,8 @@ class AxisTable(Mapping[str, str]):
 
 
 #: Axis rules for training, on a mesh with any of the axes data, fsdp, tensor, sequence and expert.
-#: `embed` is the model axis of parameters. In activations `batch` takes fsdp, so give the model
-#: axis a name without a rule there, such as d.
+#: `embed` is the model axis of parameters. In activations, `batch` uses fsdp, so there give the
+#: model axis a name without a rule, such as d.
 TRAINING_AXES: Mapping[str, str] = AxisTable(
     'TRAINING_AXES',
     {

@@ -29,7 +29,7 @@ from .mesh import AnyMesh, MeshLike, check_mesh, device_mesh, mesh_fact
 
 
 class AxisRule(NamedTuple):
-    """A rule of `axis_rules`: the placement of the axes with a name."""
+    """A rule of `axis_rules`: the placement for an axis name."""
 
     name: str
     placement: str

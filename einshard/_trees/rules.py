@@ -63,10 +63,10 @@ class Rules:
             `PartitionSpec`, a `NamedSharding`, or a function `(path, leaf) -> spec`.
         default: the spec of leaves that no pattern matches. If omitted, they are an error. It
             is also an error if none of the rules matches a path of a tree.
-        indivisible: for an axis whose size is not divisible by its number of shards: 'error', or
-            'replicate' to replicate that axis only. `table` lists such axes.
-        missing: for mesh axes that a spec names and the mesh lacks: 'error', or 'replicate' to
-            ignore them. `table` lists them.
+        indivisible: what to do if the size of an axis is not divisible by its number of shards:
+            'error', or 'replicate' to replicate that axis only. `table` lists such axes.
+        missing: what to do with mesh axes that a spec names but the mesh lacks: 'error', or
+            'replicate' to ignore them. `table` lists them.
         min_size: leaves with fewer elements are replicated.
         strict: whether a rule that matches no path of a tree is an error.
 
