@@ -63,7 +63,7 @@ class Setup:
             raise error.about(function=self.name) from None
 
     def mesh_key(self, context: Context) -> AnyMesh:
-        """Returns the mesh as a cache key; jit itself tells apart meshes of one abstract mesh."""
+        """The mesh as a cache key. Jit itself handles meshes with the same abstract mesh."""
         mesh = context.lowering_mesh
         return abstract_mesh(mesh) if self.is_ambient(mesh) else mesh
 

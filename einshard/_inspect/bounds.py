@@ -93,7 +93,7 @@ def find_bounds(
 
 
 def bounds_section(chip: str, bounds: Bounds) -> Section:
-    """Formats the bounds as a section of a report."""
+    """The bounds as a section of a report."""
     largest = bounds.largest
     several = len(bounds) > 1
     words = [f'{bound}{" (the largest)" * (several and bound is largest)}' for bound in bounds]

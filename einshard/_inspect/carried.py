@@ -75,8 +75,8 @@ def find_weights(
 ) -> dict[int, bool]:
     """Tells which parameters, given as (path, dtype), are weights or state of an optimizer.
 
-    In a train step, these are the arguments whose memory a result reuses, or whose path is that of
-    a result. In other programs, these are all floating-point arguments.
+    In a train step these are the arguments whose memory a result takes, or that have the path of a
+    result. In other programs all arguments of floating-point numbers count.
     """
     floating = [bool(re.match(r'b?float', dtype)) for _, dtype in inputs]
     updated = set(aliases.values())

@@ -21,8 +21,8 @@ class Diff:
     Attributes:
         arrays: (path, before, after) of changed arguments and results, each with its placement:
             "float32[8,4] 'a b -> a8 b'"; None if the array is missing.
-        collectives: (collective, executions before, executions after); the largest changes in bytes
-            come first.
+        collectives: (collective, executions before, executions after), those first whose bytes
+            change most.
         numbers: (name, before, after) of bytes and flops whose printed values differ.
         details: for each of `collectives`, the increase of the bytes that a device sends in one
             run, and the source lines, which are not compared.

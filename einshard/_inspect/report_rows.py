@@ -34,7 +34,7 @@ class ArrayRow:
 
     @property
     def array(self) -> str:
-        """The dtype and shape, as 'float32[8,16]'."""
+        """float32[8,16]"""
         return f'{self.dtype}{shape_text(self.shape)}'
 
 
@@ -51,22 +51,22 @@ class CollectiveRow:
         bytes: bytes of those arrays, per device.
         group_size: the number of devices in each group.
         groups: the number of groups.
-        along: on a user's mesh, the mesh axes that it runs along; else the array axes sharded over
+        along: the mesh axes that it runs along, on a user's mesh; else the array axes sharded over
             the same devices: 'b,x' is both axes, 'h|k' is either one. '' if unknown.
         executions: how often it runs in one run of the program; None if a loop has an unknown trip
             count.
         network_bytes: bytes that a device sends per execution; None for a custom call.
         is_async: whether it overlaps with computation.
         source: 'model.py:12', or None.
-        of: the path of the argument that it gathers, or the paths of the results that it becomes
-            (the all-reduce of a gradient becomes the new weights); may be empty.
+        of: the path of the argument that it gathers, or of the results that it becomes (the
+            all-reduce of a gradient becomes the new weights); may be empty.
         op_name: the JAX operation that it comes from.
         role: 'weights', 'gradients' or 'activations'. Weights are arguments that the program
-            updates; if it updates none, all floating-point arguments.
+            updates; if it updates none, all arguments of floating-point numbers.
         is_backward: whether it belongs to the backward pass, which repeats parts of the forward
             pass under `jax.checkpoint`.
-        axes: the axis names of an activation, such as 'b s d', from the einsum or constraint in its
-            line; the einsum itself if several of its arrays are possible; '' if unknown.
+        axes: the axis names of an activation, 'b s d', from the einsum or constraint in its line,
+            or the einsum if it does not tell which of its arrays it is; or ''.
         widened: whether the compiled program runs it in float32 although the arrays are bfloat16,
             as XLA does on CPU. `arrays` and bytes are those in bfloat16.
         called_at: if `source` is in a helper, such as a function with only one line in the program,
@@ -119,7 +119,7 @@ class Collectives(tuple[CollectiveRow, ...]):
         return self.bytes_by('kind')
 
     def bytes_by(self, field: str) -> dict[str, int]:
-        """Sums the bytes that a device sends in one run by a field of the rows, the largest first.
+        """Bytes that a device sends in one run, by a field of the rows, the largest first.
 
         `field` is 'kind', 'along', 'role', 'is_backward', 'source', .. Custom calls are not
         included.
@@ -136,11 +136,11 @@ class ProductRow:
     """The matrix products and convolutions of one source line.
 
     Attributes:
-        flops: floating-point operations of a device in one run, including loop iterations.
+        flops: floating-point operations of a device in one run, with loops multiplied.
         dtype: of the first operands, such as 'bf16'.
         is_backward: whether they belong to the backward pass.
         source: 'model.py:12', or None.
-        at_least: whether a loop around them has an unknown trip count, which counts as 1.
+        at_least: whether a loop around them has an unknown trip count; it counts as one iteration.
     """
 
     flops: int

@@ -13,7 +13,7 @@ from .report_rows import Collectives, ProductRow
 
 
 def product_rows(module: Module) -> tuple[ProductRow, ...]:
-    """Lists the matrix products by source line, those with the most flops first."""
+    """The matrix products by source line, those with the most flops first."""
     flops: Counter[tuple[str, bool, str | None, bool]] = Counter()
     for one in find_products(module):
         key = one.dtype, 'transpose(' in one.op_name, one.source, one.executions is None
