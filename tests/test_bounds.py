@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from einshard import Chip, EinshardError, explain, sharded
-from einshard._hlo.buffers import bytes_once, largest_temporaries
+from einshard._hlo.buffers import largest_temporaries
 from einshard._hlo.collectives import Collective, find_collectives
 from einshard._hlo.hardware import as_chip, find_chip
 from einshard._hlo.module import ArrayType, Module
+from einshard._hlo.traffic import bytes_once
 from einshard._inspect.bounds import Bound, find_bounds
 from einshard._inspect.network import Network
 from einshard._text import format_seconds
@@ -410,12 +411,16 @@ PROGRAM = """HloModule jit_f, num_partitions=1
   %w = f32[8,8]{1,0} bitcast(%layer)
   %wide = f32[64,64]{1,0} broadcast(%o), dimensions={}, metadata={op_name="jit(f)/wide"}
   %y = f32[1,8]{1,0} dot(%h, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  ROOT %t = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) tuple(%n, %layers, %y)
+  %one = s32[] constant(1)
+  %next = s32[] add(%n, %one)
+  ROOT %t = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) tuple(%next, %layers, %y)
 }
 
 %condition (s: (s32[], f32[4,8,8], f32[1,8])) -> pred[] {
   %s.1 = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) parameter(0)
-  ROOT %less = pred[] constant(false)
+  %n.1 = s32[] get-tuple-element(%s.1), index=0
+  %four = s32[] constant(4)
+  ROOT %less = pred[] compare(%n.1, %four), direction=LT
 }
 
 ENTRY %main (table: f32[1000,8], cache: f32[500,8]) -> (f32[1,8], f32[500,8]) {
@@ -427,7 +432,8 @@ ENTRY %main (table: f32[1000,8], cache: f32[500,8]) -> (f32[1,8], f32[500,8]) {
   %x = f32[1,8]{1,0} fusion(%table, %i.1), kind=kLoop, calls=%fused
   %fast = f32[99,99]{1,0:T(8,128)S(1)} broadcast(%i.1), dimensions={}
   %big = f32[32,64]{1,0} broadcast(%i.1), dimensions={}, metadata={op_name="jit(f)/big"}
-  %init = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) tuple(%i.1, %w.1, %x)
+  %first = s32[] constant(0)
+  %init = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) tuple(%first, %w.1, %x)
   %loop = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) while(%init), condition=%condition, body=%body
   %y.1 = f32[1,8]{1,0} get-tuple-element(%loop), index=2
   %cache.1 = f32[500,8]{1,0} fusion(%cache, %y.1, %i.1), kind=kLoop, calls=%update
@@ -438,11 +444,11 @@ ENTRY %main (table: f32[1000,8], cache: f32[500,8]) -> (f32[1,8], f32[500,8]) {
 
 
 def test_bytes_that_have_to_be_moved():
-    """The layers, the number and the result; not a row of a table, nor a cache that is updated.
+    """The layers, a row of a table, the number and the result; not a cache that is updated.
 
     Layers that a loop returns as they were are not written, nor an argument.
     """
-    assert bytes_once(Module(PROGRAM)) == 4 * (4 * 8 * 8) + 4 + 4 * 8
+    assert bytes_once(Module(PROGRAM)) == 4 * (4 * 8 * 8) + 4 * 8 + 4 + 4 * 8
 
 
 def test_largest_temporaries():
