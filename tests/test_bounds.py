@@ -174,6 +174,28 @@ def test_permutes():
     assert RINGS.seconds(two_ways) == pytest.approx(1 / 2)
 
 
+def test_two_directions_of_a_line_at_once():
+    """The last chip of 4 receives 3/4 of the all-gather and sends 3/4 of the reduce-scatter."""
+    line, groups = Network(tpus(4), V5E), grid(1, 4)
+    gather, scatter = (collective(k, groups, V5E.link) for k in ('all-gather', 'reduce-scatter'))
+    assert line.seconds(gather) == line.seconds(scatter) == pytest.approx(3 / 4)
+    assert line.seconds(gather, scatter) == pytest.approx(1)
+    assert line.seconds(gather, gather) == pytest.approx(3 / 2)
+
+
+def test_shifts_in_both_directions_at_once():
+    """As for the halos of a convolution; the same shift twice takes twice as long."""
+    line = Network(tpus(4), V5E)
+    right, left = (
+        collective('collective-permute', (), V5E.link, tuple((i, i + by) for i in first))
+        for by, first in ((1, range(3)), (-1, range(1, 4)))
+    )
+    assert line.seconds(right, left) == line.seconds(right) == pytest.approx(1)
+    assert line.seconds(right, right) == pytest.approx(2)
+    pairs = [collective('collective-permute', (), V5E.link, (p,)) for p in ((0, 1), (2, 3))]
+    assert line.seconds(*pairs) == pytest.approx(1)
+
+
 def test_two_devices_of_a_chip_share_its_links():
     network = Network(tpus(4, 4, 4, cores=2), as_chip('TPU7x'))
     on_chip = collective('all-reduce', grid(64, 2), 100 * GB)
@@ -200,9 +222,11 @@ def test_what_is_sent_is_unknown(kind):
     assert RINGS.seconds(collective(kind, grid(16, 16), GB)) == 0
 
 
-def loads(network, kind, groups):
-    """The load of the busiest link if each device sends to each other one by a shortest path."""
-    busy = {}
+def loads(network, kind, groups, busy):
+    """The load of the busiest link if each device sends to each other one by a shortest path.
+
+    Adds to the loads in `busy`.
+    """
     for group in groups:
         for a, b in itertools.permutations(group, 2):
             at = list(network.at[a])
@@ -231,8 +255,14 @@ def test_no_bound_is_above_what_a_schedule_needs(sizes, wraps, n, kind, random):
     groups = np.reshape(devices, (-1, n))
     chip = dataclasses.replace(V5E, torus=len(sizes), wraps_at=2 if wraps else 100, link=1e6)
     network = Network(tpus(*sizes), chip)
-    found = network.seconds(collective(kind, groups, 10**6))
-    assert 0 < found <= loads(network, kind, groups) * (1 + 1e-9)
+    one = collective(kind, groups, 10**6)
+    busy = {}
+    assert 0 < network.seconds(one) <= loads(network, kind, groups, busy) * (1 + 1e-9)
+    random.shuffle(devices)
+    groups = np.reshape(devices, (-1, 2))
+    other = collective('reduce-scatter', groups, 10**6)
+    both = loads(network, 'reduce-scatter', groups, busy)
+    assert network.seconds(one) <= network.seconds(one, other) <= both * (1 + 1e-9)
 
 
 # --- chips ----------------------------------------------------------------------------------------

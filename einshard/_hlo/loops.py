@@ -124,7 +124,7 @@ class _Loop:
             left, right, how = right, left, _MIRRORED.get(how, how)
         if not left or not right or left[0] is None or right[0] is not None:
             return None
-        counter, ahead = left
+        counter, ahead = left[0], left[1]
         start, after = self.sum(self.state, counter), self.sum(self.body, counter)
         if not start or start[0] is not None or not after or after[0] != counter:
             return None

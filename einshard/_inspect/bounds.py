@@ -67,18 +67,12 @@ def find_bounds(
     products: Sequence[ProductRow],
     collectives: Sequence[tuple[Collective, str]],
 ) -> Bounds:
-    """The lower bounds of a program, from its products and its collectives with their mesh axes.
-
-    Collectives along the same mesh axes run one after another, as they need the same links.
-    """
+    """The lower bounds of a program, from its products and its collectives with their mesh axes."""
     share = chip.share(devices[0])
     network, is_cpu = Network(devices, chip), devices[0].platform == 'cpu'
-    along: dict[str, list[float]] = {}
+    along: dict[str, list[Collective]] = {}
     for one, axes in collectives:
-        seconds = network.seconds(one) * (1 if one.executions is None else one.executions)
-        both = along.setdefault(axes, [0.0, 0.0])
-        both[0] += seconds
-        both[1] += 0 if one.is_async else seconds
+        along.setdefault(axes, []).append(one)
     # the CPU backend multiplies bf16 in f32
     dtypes = [(row, 'bf16' if is_cpu and row.dtype == 'f32' else row.dtype) for row in products]
     found = [
@@ -86,8 +80,13 @@ def find_bounds(
         Bound('HBM', '', bytes_once(module) / (chip.memory_bandwidth * share)),
     ]
     found += [
-        Bound('network', axes, seconds, None if is_cpu else exposed)
-        for axes, (seconds, exposed) in along.items()
+        Bound(
+            'network',
+            axes,
+            network.seconds(*several),
+            None if is_cpu else network.seconds(*(one for one in several if not one.is_async)),
+        )
+        for axes, several in along.items()
     ]
     return Bounds(bound for bound in found if bound.seconds)
 
