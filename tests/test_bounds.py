@@ -180,6 +180,7 @@ def test_two_directions_of_a_line_at_once():
     gather, scatter = (collective(k, groups, V5E.link) for k in ('all-gather', 'reduce-scatter'))
     assert line.seconds(gather) == line.seconds(scatter) == pytest.approx(3 / 4)
     assert line.seconds(gather, scatter) == pytest.approx(1)
+    assert line.seconds_in_turn(gather, scatter) == pytest.approx(3 / 2)
     assert line.seconds(gather, gather) == pytest.approx(3 / 2)
 
 
@@ -193,7 +194,7 @@ def test_shifts_in_both_directions_at_once():
     assert line.seconds(right, left) == line.seconds(right) == pytest.approx(1)
     assert line.seconds(right, right) == pytest.approx(2)
     pairs = [collective('collective-permute', (), V5E.link, (p,)) for p in ((0, 1), (2, 3))]
-    assert line.seconds(*pairs) == pytest.approx(1)
+    assert line.seconds(*pairs) == line.seconds_in_turn(*pairs) == pytest.approx(1)
 
 
 def test_two_devices_of_a_chip_share_its_links():

@@ -149,7 +149,9 @@ class _Reads:
                 return [self._dynamic(value, used, loop)] if read else []
             case 'gather' | 'dynamic-update-slice' | 'scatter' if at == 0:
                 return []
-            case 'conditional' | 'async' | 'pad':
+            case 'conditional' | 'async':
+                return []
+            case 'pad' if re.search(r'padding=\S*-', user.attributes):  # cuts off
                 return []
             case 'custom-call' if _LIBRARY not in user.attributes:
                 return []

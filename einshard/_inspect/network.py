@@ -67,17 +67,31 @@ class Network:
         """
         # the bytes that cross each border, by the devices that send to each other
         crossing: dict[_Pattern, Any] = {}
-        for one in collectives:
-            if one.kind in ('custom-call', 'ragged-all-to-all') or not (one.groups or one.pairs):
-                continue
-            pattern = _Pattern(bool(one.pairs), one.pairs or one.groups)
-            runs = 1 if one.executions is None else one.executions
-            needs = runs * one.bytes * self.needs(one.kind, pattern)
+        for pattern, needs in self._all_needs(collectives):
             crossing[pattern] = crossing.get(pattern, 0) + needs
         found = [_longest(needs, self.rates((pattern,))) for pattern, needs in crossing.items()]
         if len(found) > 1:  # all over the links of all of them
             found.append(_longest(sum(crossing.values()), self.rates(tuple(crossing))))
         return max(found, default=0.0)
+
+    def seconds_in_turn(self, *collectives: Collective) -> float:
+        """The least time of collectives that every chip runs one after another."""
+        n, first = (
+            int(self.chips.max()) + 1,
+            2 * (int(self.slices.max()) + int(self.chips.max()) + 2),
+        )
+        busy = np.zeros(n)
+        for pattern, needs in self._all_needs(collectives):
+            seconds = _seconds(needs, self.rates((pattern,)))[first : first + 2 * n]
+            busy += seconds.reshape(2, n).max(0)  # receives and sends
+        return max(float(busy.max()), self.seconds(*collectives))
+
+    def _all_needs(self, collectives: Sequence[Collective]) -> Iterator[tuple[_Pattern, Any]]:
+        for one in collectives:
+            if one.kind not in ('custom-call', 'ragged-all-to-all') and (one.groups or one.pairs):
+                pattern = _Pattern(bool(one.pairs), one.pairs or one.groups)
+                runs = 1 if one.executions is None else one.executions
+                yield pattern, runs * one.bytes * self.needs(one.kind, pattern)
 
     # Borders: of every slice and every chip, for what goes between slices; of every chip and every
     # stretch of positions, for what stays within one. Each has a number for either direction.
@@ -208,9 +222,12 @@ def _entering(kind: str, inside: Any, n: Any) -> Any:
 
 
 def _longest(needs: Any, rates: Any) -> float:
-    with np.errstate(divide='ignore', invalid='ignore'):
-        seconds = needs / rates
-    return float(np.nanmax(seconds, initial=0.0, where=np.isfinite(seconds)))
+    return float(_seconds(needs, rates).max())
+
+
+def _seconds(needs: Any, rates: Any) -> Any:
+    """The time at each border; 0 where it is unknown which links lead over it."""
+    return np.divide(needs, rates, out=np.zeros(len(needs)), where=rates > 0)
 
 
 class _Links:
