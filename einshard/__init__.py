@@ -39,5 +39,5 @@ from ._theory.einsum import einsum as einsum
 from ._theory.parallelism import parallelism as parallelism
 from ._trees.optimizer import for_optimizer as for_optimizer
 from ._trees.rules import Rules as Rules
-from ._trees.rules import shard_largest as shard_largest
+from ._trees.shard_largest import shard_largest as shard_largest
 from ._version import __version__ as __version__

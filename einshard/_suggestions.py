@@ -1,38 +1,42 @@
-"""Tries the suggestions in errors, and removes those that fail. Imports no JAX."""
+"""Tests the suggestions in errors, and removes those that fail. Imports no JAX."""
 
 from __future__ import annotations
 
-import re
+import functools
 from collections.abc import Callable
 
-from ._errors import EinshardError, Suggestion
+from ._errors import DeviceCounts, EinshardError, Suggestion
 
 
-def tried(
+def keep_working_suggestions(
     error: EinshardError,
     with_fix: Callable[[str], object],
     on_devices: Callable[[int], object] | None = None,
 ) -> EinshardError:
-    """A copy of the error without the suggestions that fail.
+    """Copies an error, without the suggestions that fail.
 
     Args:
-        error: the error. If trying its fix raises an error with another fix, as when several
-            expressions are wrong, that fix is tried next.
+        error: the error. If its fix raises an error with another fix, as when several expressions
+            are wrong, that fix is tested next.
         with_fix: runs the call with another expression.
         on_devices: runs the call with another number of devices.
     """
-    fix = working_fix(error, with_fix)
-    facts = dict(error.facts)
-    works_with = facts.get('works with', '')
-    if 'devices' in works_with and not (on_devices and _work(works_with, on_devices)):
-        del facts['works with']
-    return EinshardError(**error.parts(fix=fix, facts=facts))
+
+    def is_true(fact: str) -> bool:
+        if not isinstance(fact, DeviceCounts):
+            return True
+        if on_devices is None:
+            return False
+        return all(works(functools.partial(on_devices, n)) for n in fact.counts)
+
+    facts = {label: fact for label, fact in error.facts.items() if is_true(fact)}
+    return EinshardError(**error.parts(fix=working_fix(error, with_fix), facts=facts))
 
 
 def working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> Suggestion | None:
-    """The fix of an error if it works; else the fix of the error that it raises, and so on."""
+    """Returns an error's fix if it works, else the fix of the error that it raises, and so on."""
     fix = error.fix
-    for _ in range(_MOST_FIXES):
+    for _ in range(_MAX_FIXES):
         if not isinstance(fix, Suggestion):
             return None
         try:
@@ -43,7 +47,7 @@ def working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> Sugg
     return None
 
 
-_MOST_FIXES = 8  # a function may need one fix for each of its expressions
+_MAX_FIXES = 8  # a function may need one fix for each of its expressions
 
 
 def works(attempt: Callable[[], object]) -> bool:
@@ -53,8 +57,3 @@ def works(attempt: Callable[[], object]) -> bool:
     except EinshardError:
         return False
     return True
-
-
-def _work(counts: str, on_devices: Callable[[int], object]) -> bool:
-    """Whether all device counts in a text such as '1, 4, 9, ... devices' work."""
-    return all(works(lambda n=n: on_devices(int(n))) for n in set(re.findall(r'\d+', counts)))

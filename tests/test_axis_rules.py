@@ -148,7 +148,7 @@ def test_two_names_that_claim_one_mesh_axis():
         '    batch@(data,fsdp) embed@fsdp\n'
         '    ^^^^^^^^^^^^^^^^^ ^^^^^^^^^^\n'
         "  written: 'batch embed', with axis_rules\n"
-        '  instead: a name without a rule, for an axis that is not sharded'
+        "  instead: a name without a rule, for an axis that is not sharded; or taken='next'"
     )
 
 
@@ -200,7 +200,7 @@ def test_mesh_axes_as_other_tables_give_them(given, placement):
     with pytest.raises(EinshardError) as caught:
         axis_rules({'batch': given})
     assert caught.value.fix == repr(placement)
-    assert axis_rules({'batch': placement}).placements == {'batch': placement}
+    assert axis_rules([('batch', given)]).rules == axis_rules({'batch': placement}).rules
 
 
 @pytest.mark.parametrize('given', [4, 'x*', ('a b',), (3,), ('data', 'data'), ('',)])
@@ -233,19 +233,21 @@ def test_two_rules_for_one_axis():
     assert str(caught.value) == (
         "axis_rules has two rules for axis 'batch'\n"
         "  rules:   '@data' and '@fsdp'\n"
-        '  instead: nested axis_rules, where the inner rule wins'
+        "  instead: taken='next', if one is a fallback; or nested axis_rules, where the inner "
+        'rule wins'
     )
     with pytest.raises(EinshardError, match="two rules for axis '\u00e9'"):
         axis_rules({'e\u0301': '@data', '\u00e9': '@data'})
 
 
-@pytest.mark.parametrize('placements', ['batch', [('batch', '@data')], None, 3, {'batch'}])
+@pytest.mark.parametrize('placements', ['batch', ['batch'], None, 3, {'batch'}])
 def test_invalid_mappings(placements):
     with pytest.raises(EinshardError) as caught:
         axis_rules(placements)
     assert str(caught.value) == (
-        f'axis_rules needs a mapping from axis names to placements, not {placements!r}\n'
-        "  examples: axis_rules({'batch': '@data'}), axis_rules(batch='@data')"
+        'axis_rules needs a mapping from axis names to placements, or a list of pairs, not '
+        f'{placements!r}\n'
+        "  examples: axis_rules(batch='@data'), axis_rules([('batch', 'data')])"
     )
 
 
@@ -464,7 +466,7 @@ def test_the_model_axis_of_activations_needs_no_rule():
         '    batch@(data,fsdp) sequence embed@fsdp\n'
         '    ^^^^^^^^^^^^^^^^^          ^^^^^^^^^^\n'
         "  written: 'batch sequence embed', with axis_rules\n"
-        '  instead: a name without a rule, for an axis that is not sharded'
+        "  instead: a name without a rule, for an axis that is not sharded; or taken='next'"
     )
 
 

@@ -228,7 +228,7 @@ def test_statistics_of_batch_norm():
     check_placed(placed, {})
     traces = []
 
-    @sharded(RULES, RULES, ROWS, out=(None, RULES))
+    @sharded(RULES, '... -> * ...', ROWS, out=(None, '... -> * ...'))
     def step(params, state, x):
         traces.append(1)
         return vmapped(eqx.combine(params, static), state, x)

@@ -169,7 +169,7 @@ def test_table(capsys, model):
     [
         (
             ['explain', 'MODEL'],
-            "'MODEL' is not of the form module:name\n  example: model:step",
+            "'MODEL' does not have the form module:name\n  example: model:step",
         ),
         (
             ['explain', 'no_module_of_test.inner:f'],
@@ -233,8 +233,8 @@ def test_table(capsys, model):
         ),
         (
             ['table', 'MODEL:rules', 'MODEL:init', '--mesh', 'a=65536', 'b=32768'],
-            f"{TOO_MANY}\n  array: float32[64], leaf 'bias'\n  rule:  'default'\n"
-            "  mesh:  'a': 65536, 'b': 32768 (Auto)",
+            f"{TOO_MANY}\n  array: float32[64], leaf 'bias'\n  rule:  default=\n"
+            "  mesh:  'a': 65536, 'b': 32768 (Auto)\n  also:  float32[32,64], leaf 'kernel'",
         ),
         (['tabel', 'MODEL:rules'], "'tabel' is not a command\n  try: python -m einshard table"),
         (['explian'], "'explian' is not a command\n  try: python -m einshard explain"),

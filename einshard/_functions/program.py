@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import keyword
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +19,11 @@ from .._sharding.context import (
     is_tracing,
     mesh_scope,
 )
+from .._sharding.legacy_mesh import warn_if_ignored
 from .._sharding.mesh import AnyMesh, MeshLike
 from .._trees.specs import is_none
-from .parameters import CallSignature, Declaration
+from .error_notes import ErrorNotes
+from .parameters import CallSignature, Declaration, positional_signature
 from .promise import Budget, CheckedJit
 from .value_spec import ValueSpec
 
@@ -44,7 +43,7 @@ class Setup:
     Attributes:
         mesh: `mesh=`; None for the mesh in context at each call.
         reshard: whether to reshard arguments that are sharded differently.
-        options: options of `jax.jit`, without those that name parameters.
+        options: `jax.jit` options, except those that name parameters.
         budget: the limits of its programs; None without any.
     """
 
@@ -83,7 +82,7 @@ class TracedFunction:
     calls without tracing pay nothing.
 
     Attributes:
-        arguments, result: their specs.
+        arguments, result: the specs of the arguments and of the result.
         static: the positions of static arguments.
         in_shardings: the sharding, or pytree of shardings, of each argument; None without a spec.
         out_shardings: the same for the result; `ANY` until the shapes of the result are known.
@@ -139,23 +138,23 @@ class TracedFunction:
     def result_shardings(self, values: Sequence[Any]) -> Any:
         """The shardings of the result on the current mesh."""
         # only this needs the shapes of the result before the call; jit reuses the trace
-        result = self._shapes(*values) if self.result.needs_leaves else None
-        return self.result.shardings(result, self.setup.context())
+        context = self.setup.context()
+        result = self._shapes(*values) if self.result.needs_leaves(context) else None
+        return self.result.shardings(result, context)
 
     def matches_arguments(self, values: Sequence[Any]) -> bool:
         """Whether these arguments get the shardings that it is jitted with."""
         context = self.setup.context()
+        given = zip(self.arguments, values, self.in_shardings, strict=True)
         return all(
             _same_shardings(argument.shardings(value, context), shardings)
-            for argument, value, shardings in zip(
-                self.arguments, values, self.in_shardings, strict=True
-            )
-            if argument.needs_leaves
+            for argument, value, shardings in given
+            if argument.needs_leaves(context)
         )
 
     def matches_result(self, values: Sequence[Any]) -> bool:
         """Whether the result of these arguments gets the shardings that it is jitted with."""
-        if self.result.needs_leaves:
+        if self.result.needs_leaves(self.setup.context()):
             try:
                 self._shapes(*values)
             except OtherShardings:
@@ -181,7 +180,7 @@ class TracedFunction:
         """Names a wrapper of positional values, for the names in jit's programs and errors."""
         wrapper.__name__ = wrapper.__qualname__ = self.setup.name
         wrapper.__wrapped__ = self.setup.function  # type: ignore[attr-defined]
-        wrapper.__signature__ = _positional_signature(self.names)  # type: ignore[attr-defined]
+        wrapper.__signature__ = positional_signature(self.names)  # type: ignore[attr-defined]
         return wrapper
 
     def _checking(self) -> Callable[..., Any]:
@@ -192,11 +191,12 @@ class TracedFunction:
                 values
             ):
                 raise OtherShardings
+            warn_if_ignored(self.setup.name, context.mesh)
             self.check(values)
             if AxisType.Explicit in self.mesh.axis_types:
                 # in_shardings place the arguments but do not change their types
                 values = tuple(self.constrained(values))
-            with mesh_scope(mesh):
+            with ErrorNotes(self.setup.name, self.arguments, values, context), mesh_scope(mesh):
                 args, kwargs = self.call.spread(values)
                 result = self.setup.function(*args, **kwargs)
             self._check_result(result, context)
@@ -205,7 +205,7 @@ class TracedFunction:
         return wrapper
 
     def _check_result(self, result: Any, context: Context) -> None:
-        if not self.result.needs_leaves:
+        if not self.result.needs_leaves(context):
             self.result.place(result, context)
         elif self.out_shardings is not ANY:
             found = self.result.shardings(result, context)
@@ -341,8 +341,7 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
 def _nested(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
     # jit caches the inner trace, so the function is traced once, nested or not
     unplaced: dict[str, Any] = {**options, 'in_shardings': None}
-    inlined: dict[str, Any] = {**unplaced, 'inline': True}
-    inside = jax.jit(traced.wrapper, **inlined)
+    inside = jax.jit(traced.wrapper, **dict[str, Any](unplaced, inline=True))
     if traced.mesh_is_ambient:
         # JAX would keep the devices with the trace, and reuse it on other devices
         options = unplaced
@@ -386,15 +385,3 @@ def _unbound(sharding: NamedSharding) -> Any:
 
 def abstract_mesh(mesh: AnyMesh) -> AbstractMesh:
     return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-
-
-def _positional_signature(names: Sequence[str]) -> inspect.Signature:
-    """A signature of positional parameters with these names, made valid and unique."""
-    known: list[str] = []
-    for name in names:
-        name = re.sub(r'\W', '_', name.removesuffix(']'))
-        while name in known or keyword.iskeyword(name):
-            name += '_'
-        known.append(name)
-    only = inspect.Parameter.POSITIONAL_ONLY
-    return inspect.Signature([inspect.Parameter(name, only) for name in known])

@@ -1,11 +1,10 @@
-"""`sharded`: `jax.jit` with shardings in the notation."""
+"""sharded: `jax.jit` with shardings in einshard's notation."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import reprlib
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
@@ -14,10 +13,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from .._errors import EinshardError, hide_inner_frames, plural
+from .._sharding.axis_rules import Missing, check_option
 from .._sharding.context import entered, in_step, is_tracing, same_in_thread
 from .._sharding.mesh import MeshLike, check_mesh, mesh_fact
 from .._text import deferred_kind, name_of
-from .._trees.specs import Spec, is_function, mesh_of
+from .._trees.specs import Spec, check_spec_functions, is_function, mesh_of
+from .bound_method import BoundMethod
 from .parameters import CallSignature, declare
 from .place_arguments import place_arguments
 from .program import OtherShardings, Program, Setup, TracedFunction
@@ -27,9 +28,6 @@ from .promise import Budget, Limits, MemoryExceeded, Promise, UnexpectedCollecti
 P = ParamSpec('P')
 Q = ParamSpec('Q')
 R = TypeVar('R')
-
-# the methods that take the arguments of a call
-CALLED = ('lower', 'trace', 'eval_shape', 'in_shardings', 'out_shardings')
 
 # Picks what to call with the arguments: `Program.run`, its `jitted.lower`, ...
 _Act: TypeAlias = Callable[[Program], Callable[..., Any]]
@@ -105,19 +103,19 @@ class ShardedFunction(Generic[P, R]):
         return function.__globals__  # jaxtyped resolves annotations with them
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-        """As `jax.jit(f).lower`. Does not check `collectives=` and `memory=`."""
+        """Like `jax.jit(f).lower`. Does not check `collectives=` and `memory=`."""
         if kwargs or self._setup.declaration.has_defaults:
             return self._trace_as_called(args, kwargs).lower()
         return self._call(args, kwargs, lambda program: program.jitted.lower)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
-        """As `jax.jit(f).trace`."""
+        """Like `jax.jit(f).trace`."""
         if kwargs or self._setup.declaration.has_defaults:
             return self._trace_as_called(args, kwargs)
         return self._call(args, kwargs, lambda program: program.jitted.trace)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """The shapes and dtypes of the result, as `jax.jit(f).eval_shape`."""
+        """Like `jax.jit(f).eval_shape`: the shapes and dtypes of the result."""
         return self._call(args, kwargs, lambda program: program.jitted.eval_shape)
 
     def in_shardings(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
@@ -136,7 +134,7 @@ class ShardedFunction(Generic[P, R]):
         return self._setup.budget and self._setup.budget.limits
 
     def clear_cache(self) -> None:
-        """Drops everything resolved, traced and compiled."""
+        """Drops all programs, and what JAX has traced and compiled for them."""
         self._fast = {}
         self._programs.clear()
 
@@ -212,7 +210,7 @@ class ShardedFunction(Generic[P, R]):
     def _exact_program(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[TracedFunction, Sequence[Any]]:
-        """The program for these arguments, checked against them because no call of it will."""
+        """Checks arguments, and finds their program. No call follows that would check them."""
         call, _, values = self._setup.declaration.flatten_call(args, kwargs)
         program = self._programs.find(call, values)
         program.traced.check(values)
@@ -231,40 +229,6 @@ def _run(program: Program) -> Callable[..., Any]:
     return program.run
 
 
-class BoundMethod(functools.partial[Any]):
-    """A sharded method bound to its instance.
-
-    A partial is called in C: it takes 1.13 times as long as a bound method of `jax.jit`, an object
-    with a `__call__` in Python 1.21 times.
-    """
-
-    @property
-    def __func__(self) -> Any:
-        return self.func
-
-    @property
-    def __self__(self) -> Any:
-        return self.args[0]
-
-    # `inspect.signature` reads it, so that the signature has no `self`
-    @property
-    def __wrapped__(self) -> Any:
-        return types.MethodType(self.__func__.__wrapped__, self.__self__)
-
-    @property
-    def __doc__(self) -> str | None:  # type: ignore[override]
-        return self.__func__.__doc__
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.__self__, self.__func__.__name__)  # pickle methods by name
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self.__func__, name)
-        if name in CALLED:
-            return functools.partial(attribute, self.__self__)
-        return attribute
-
-
 @overload
 def sharded(function: Callable[P, R], /) -> ShardedFunction[P, R]: ...
 @overload
@@ -273,6 +237,7 @@ def sharded(
     out: Spec = None,
     mesh: MeshLike | None = None,
     reshard: bool = False,
+    indivisible: Missing = 'error',
     collectives: Promise | None = None,
     memory: str | int | None = None,
     **named_specs_and_jit_options: Any,
@@ -282,11 +247,12 @@ def sharded(
     out: Spec = None,
     mesh: MeshLike | None = None,
     reshard: bool = False,
+    indivisible: Missing = 'error',
     collectives: Promise | None = None,
     memory: str | int | None = None,
     **named_specs_and_jit_options: Any,
 ) -> Any:
-    """`jax.jit` with the shardings of arguments and results in the notation.
+    """`jax.jit` with the shardings of arguments and results in einshard's notation.
 
         >>> import jax
         >>> import jax.numpy as jnp
@@ -315,6 +281,8 @@ def sharded(
         out: the spec of the result.
         mesh: a mesh or devices. Default: the mesh in context at each call, or else all devices.
         reshard: whether to reshard arguments that are sharded differently.
+        indivisible: for an axis whose size is not divisible by its number of shards: 'error', or
+            'replicate' to replicate that axis only, for these shapes.
         collectives: the collectives that the compiled program may have: `()` for none,
             'all-reduce', several kinds, or at most so many of each, as in `{'all-reduce': 1}`. A
             collective in a loop counts once. The first program is checked before it runs, later
@@ -335,22 +303,25 @@ def sharded(
         UnexpectedCollectives: at a call, if the program has collectives that are not allowed.
         MemoryExceeded: at a call, if the program needs more memory.
     """
+    check_option('indivisible', indivisible)
     named = named_specs_and_jit_options
-    bare = not (named or reshard) and all(x is None for x in (out, mesh, collectives, memory))
-    if bare and len(in_specs) == 1 and _is_function(in_specs[0]):
-        return _decorate(in_specs[0], (), None, None, False, (None, None), {})
+    limits = collectives, memory
+    given = in_specs, out, mesh, reshard, indivisible, limits, named
+    default = out is None and mesh is None and limits == (None, None) and indivisible == 'error'
+    if default and not (named or reshard) and len(in_specs) == 1 and _is_function(in_specs[0]):
+        return _decorate(in_specs[0], (), *given[1:])
+    check_spec_functions(in_specs)
 
     def decorate(*functions: Any, **unexpected: Any) -> Any:
         if len(functions) != 1 or unexpected or not _is_function(functions[0]):
             raise called_too_early('sharded', [*functions, *unexpected.values()], in_specs)
-        return _decorate(functions[0], in_specs, out, mesh, reshard, (collectives, memory), named)
+        return _decorate(functions[0], *given)
 
     return decorate
 
 
 def _is_function(x: Any) -> bool:
-    # Rules are callable, but a spec
-    is_spec = hasattr(x, 'for_leaves')
+    is_spec = hasattr(x, 'for_leaves')  # such as Rules, which are callable
     return isinstance(x, staticmethod | classmethod) or (is_function(x) and not is_spec)
 
 
@@ -360,11 +331,11 @@ def called_too_early(
     """The error for a decorator, such as `sharded(...)`, that got something else to decorate."""
     found = reprlib.repr(given[0]) if len(given) == 1 else plural(len(given), 'argument')
     facts: dict[str, Any] = {}
-    if len(in_specs) == 1 and _is_function(in_specs[0]):
-        name = name_of(in_specs[0])
-        facts['note'] = f'{name} was taken as a spec, because {decorator} has options too'
+    if in_specs and _is_function(in_specs[-1]):
+        name = name_of(in_specs[-1])
+        facts['note'] = f'{name} was taken as a spec, because {decorator} has other arguments too'
         facts['try'] = f'{decorator}(...)({name})'
-    return EinshardError(f'{decorator} decorates a function, not {found}', facts=facts)
+    return EinshardError(f'{decorator} must decorate one function, got {found}', facts=facts)
 
 
 def _decorate(
@@ -373,12 +344,13 @@ def _decorate(
     out: Spec,
     mesh: MeshLike | None,
     reshard: bool,
+    indivisible: Missing,
     limits: tuple[Promise | None, str | int | None],
     named: Mapping[str, Any],
 ) -> Any:
     if isinstance(function, staticmethod | classmethod):
-        inner = _decorate(function.__func__, in_specs, out, mesh, reshard, limits, named)
-        return type(function)(inner)
+        given = in_specs, out, mesh, reshard, indivisible, limits, named
+        return type(function)(_decorate(function.__func__, *given))
     kind = deferred_kind(function)
     if kind:
         raise EinshardError(
@@ -387,7 +359,7 @@ def _decorate(
         )
     name = name_of(function)
     try:
-        options, declaration = declare(function, in_specs, out, named)
+        options, declaration = declare(function, in_specs, out, named, indivisible)
         check_mesh(mesh)
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
             mesh = tuple(mesh)  # a copy: the list may change

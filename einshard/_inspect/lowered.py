@@ -18,9 +18,10 @@ from jax.sharding import AbstractMesh, Sharding
 from jax.stages import Compiled, Lowered, Traced
 
 from .._errors import EinshardError
+from .._functions.bound_method import BoundMethod
 from .._functions.program import Program, TracedFunction
 from .._functions.promise import Limits
-from .._functions.sharded import BoundMethod, ShardedFunction
+from .._functions.sharded import ShardedFunction
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import AnySpec
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact

@@ -8,7 +8,7 @@ gives the formulas of the scaling book (chapter 3), with (n-1)/n where the book 
 The bytes of several collectives add up at each border, but their times do not: on a line, an
 all-gather and a reduce-scatter at the same time need 1.0 of the array, one after another 1.5.
 
-Links count if they are on a shortest path between devices of one group: a group of 4 neighbours in
+Links count if they are on a shortest path between devices of one group: a group of 4 neighbors in
 a ring of 16 is a line, and the chip at its end receives over one link. Twisted tori are taken as
 plain ones: their devices have the same coordinates.
 """

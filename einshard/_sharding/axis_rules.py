@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import unicodedata
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._cache import cached
-from .._errors import EinshardError, Suggestion
-from .._notation.expression import ELLIPSIS, Expression, Term, check_mesh_axes, parse
-from .._notation.write import write_short
+from .._errors import EinshardError
+from .._notation.expression import ELLIPSIS, Term, parse
 from .._text import deferred_kind
-from .context import AxisRules, enter_rules, leave_rules
+from .context import AxisRule, enter_rules, leave_rules
 from .mesh import FREE, partition_text, spec_axes
 
 P = ParamSpec('P')
 R = TypeVar('R')
 
-# What to do with mesh axes that an expression names and the mesh lacks.
+# What to do with mesh axes that the mesh lacks, and with axes that are not divisible.
 Missing: TypeAlias = Literal['error', 'replicate']
+# What to do with a rule whose mesh axes another axis of the array has taken.
+Taken: TypeAlias = Literal['error', 'next']
 # A placement: the text after a name, or a PartitionSpec with one entry.
 Placed: TypeAlias = str | PartitionSpec | NamedSharding
+# A mesh axis, several, or None, as in the logical axis rules of Flax; or a placement.
+LogicalRule: TypeAlias = tuple[str, Placed | Sequence[str] | None]
 
 
 class axis_rules:
@@ -48,10 +48,18 @@ class axis_rules:
     So the same model code works on any mesh. Nested rules are merged, and the inner rule of an axis
     wins. One object can be entered many times, also by several threads.
 
+    Logical axis rules, as Flax and MaxText have them, are a list of pairs. With `taken='next'` a
+    name may be listed several times, and its first rule applies whose mesh axes are still free:
+
+        >>> pairs = [('batch', 'data'), ('embed', ('data', 'tp')), ('embed', 'tp')]
+        >>> with axis_rules(pairs, taken='next'):
+        ...     describe(einshard(np.ones((jax.device_count(), 16)), 'batch embed', mesh=mesh))
+        'a b -> a@data b@tp'
+
     Rules are part of JAX's cache keys: functions under `jax.jit` and `sharded` are traced once per
     set of rules.
 
-    Do not hold rules across an `await` or a `yield`. Asyncio tasks share a thread, and JAX's cache
+    Rules must not span an `await` or a `yield`. Asyncio tasks share a thread, and JAX's cache
     keys are per thread; einshard raises an error in a task with other rules. In a thread with a
     copied context, `einshard` and `sharded` use the rules of that context; for plain `jax.jit`,
     enter the rules in the function that the thread runs.
@@ -60,45 +68,56 @@ class axis_rules:
         placements: a mapping from axis names to placements, such as `TRAINING_AXES`. A placement
             is what follows a name in an expression: '@data', '@(data,fsdp)', '4', '*', '2*'. Use
             '' for not sharded, to override an outer rule. `P('data')` means '@data'; so does a
-            `NamedSharding` with this spec, whose mesh is not used.
+            `NamedSharding` with this spec, whose mesh is not used. Or a list of pairs of an axis
+            name and a mesh axis, a tuple of mesh axes, or None for not sharded.
         missing: what to do with mesh axes in these rules that the mesh lacks: 'error', or
             'replicate' to ignore them. Nested rules keep their own setting.
+        indivisible: what to do if the size of an axis is not divisible by the number of shards of
+            its rule: 'error', or 'replicate' to replicate that axis only.
+        taken: what to do if two axes of an array take the same mesh axis: 'error', or 'next' to
+            skip the rule. Rules then apply in their order, after the placements in the expression
+            and the rules that raise; inner rules come before outer ones. An axis that no rule
+            applies to is not sharded. Mesh axes of size 1 are never taken.
         more: placements by keyword.
 
     Raises:
         EinshardError: a placement is invalid, an axis has two rules, or the decorated function is a
-            coroutine or a generator. In use: two names of an array take the same mesh axis, the
-            mesh lacks an axis, or another task holds rules across an `await`.
+            generator or async function. In use: two names of an array take the same mesh axis, the
+            mesh lacks an axis, or another task has rules that span an `await`.
     """
 
     def __init__(
         self,
-        placements: Mapping[str, Placed] = MappingProxyType({}),
+        placements: Mapping[str, Placed] | Iterable[LogicalRule] = MappingProxyType({}),
         /,
         *,
         missing: Missing = 'error',
+        indivisible: Missing = 'error',
+        taken: Taken = 'error',
         **more: Placed,
     ):
-        _check_mapping(placements)
-        check_missing(missing, for_an_axis_named_missing="axis_rules({'missing': '@tp'})")
-        self.placements: dict[str, str] = {}
-        for name, value in [*placements.items(), *more.items()]:
-            placement = _as_text(name, value)
-            known = _axis_name(name, placement)
-            if known in self.placements:
+        for option, value in (('missing', missing), ('indivisible', indivisible)):
+            check_option(option, value, **_for_an_axis_named(option))
+        check_option('taken', taken, ('error', 'next'), **_for_an_axis_named('taken'))
+        how = missing == 'replicate', indivisible == 'replicate', taken == 'next'
+        self.rules: list[AxisRule] = []
+        known: dict[str, str] = {}
+        for name, value in [*_pairs(placements), *more.items()]:
+            rule = AxisRule(*_read_rule(name, _as_text(name, value)), *how)
+            if rule.name in known and taken == 'error':
                 raise EinshardError(
-                    f"axis_rules has two rules for axis '{known}'",
+                    f"axis_rules has two rules for axis '{rule.name}'",
                     facts={
-                        'rules': f"'{self.placements[known]}' and '{placement}'",
-                        'instead': 'nested axis_rules, where the inner rule wins',
+                        'rules': f"'{known[rule.name]}' and '{rule.placement}'",
+                        'instead': "taken='next', if one is a fallback; or nested axis_rules, "
+                        'where the inner rule wins',
                     },
                 )
-            self.placements[known] = placement
-        self.missing: Missing = missing
+            known[rule.name] = rule.placement
+            self.rules.append(rule)
 
     def __enter__(self) -> axis_rules:
-        lenient = self.missing == 'replicate'
-        enter_rules(self, [(name, text, lenient) for name, text in self.placements.items()])
+        enter_rules(self, self.rules)
         return self
 
     def __exit__(self, raised: object, *_: object) -> None:
@@ -115,8 +134,8 @@ class axis_rules:
         if kind:
             name = getattr(function, '__name__', repr(function))
             raise EinshardError(
-                f'axis_rules cannot decorate {name}: it is {kind}, and rules cannot be held across '
-                'an await or a yield',
+                f'axis_rules cannot decorate {name}: it is {kind}, and rules cannot span an '
+                'await or a yield',
                 facts={'instead': 'decorate a plain function that it calls'},
             )
 
@@ -128,126 +147,38 @@ class axis_rules:
         return with_rules
 
 
-def apply_axis_rules(
-    expression: Expression,
-    rules: AxisRules,
-    mesh_axes: tuple[str, ...],
-    on_missing: Missing = 'error',
-) -> tuple[Expression, tuple[str, ...]]:
-    """The expression with rules applied, and the mesh axes in it that the mesh lacks.
-
-    Missing axes are removed if `on_missing` or the `missing=` of their rule is 'replicate'.
-    """
-    ruled = _ruled_terms(expression, rules)
-    named = dict.fromkeys(axis for term, _ in ruled for axis in term.mesh_axes)
-    missing = tuple(axis for axis in named if axis not in mesh_axes)
-    if expression.short and rules:
-        expression = _placed(expression, ruled, mesh_axes)
-    if on_missing == 'replicate' and missing:
-        expression = _drop_missing(expression, mesh_axes)
-    return expression, missing
+def check_option(
+    option: str,
+    value: object,
+    choices: Sequence[str] = ('error', 'replicate'),
+    **facts: str,
+) -> None:
+    """Raises if the value of an option, such as `missing=`, is not one of its choices."""
+    if not isinstance(value, str) or value not in choices:
+        expected = ' or '.join(map(repr, choices))
+        raise EinshardError(f'{option}= must be {expected}, not {value!r}', facts=facts)
 
 
-def _placed(
-    expression: Expression, ruled: Sequence[tuple[Term, bool]], mesh_axes: tuple[str, ...]
-) -> Expression:
-    """The expression with `ruled` as its terms, and a replica for unused devices."""
-    terms = [_on_mesh(term, mesh_axes) if lenient else term for term, lenient in ruled]
-    takes_devices = any(term.takes_devices for term in terms)
-    named = any(term.mesh_axes for term in terms)
-    if not any(term.star for term in terms) and (takes_devices or not named):
-        terms.insert(0, Term(star=True))  # unused devices hold replicas
-    placed = write_short(terms)
-    try:
-        check_mesh_axes(placed)
-    except EinshardError as error:
-        raise error.about(
-            written=f"'{expression.text}', with axis_rules",
-            instead='a name without a rule, for an axis that is not sharded',
-        ) from None
-    return placed
+def _for_an_axis_named(option: str) -> dict[str, str]:
+    return {f'for an axis named {option}': f"axis_rules({{'{option}': '@tp'}})"}
 
 
-def _ruled_terms(expression: Expression, rules: AxisRules) -> list[tuple[Term, bool]]:
-    """The terms with rules applied, and whether each may have missing mesh axes."""
-    by_name = {name: (placement, lenient) for name, placement, lenient in rules}
-    terms: list[tuple[Term, bool]] = []
-    for term in expression.right:
-        plain = expression.short and term.name is not None and term == Term(term.name)
-        placement, lenient = by_name.get(str(term.name), ('', False)) if plain else ('', False)
-        if plain and rules and term.name not in by_name:
-            _check_spelling(expression, term, by_name)
-        ruled = replace(_term(placement), name=term.name, span=term.span) if placement else term
-        terms.append((ruled, lenient))
-    return terms
-
-
-def _check_spelling(expression: Expression, term: Term, ruled: Collection[str]) -> None:
-    """Raises if a name without a rule looks like a misspelling of one that has a rule."""
-    name, (start, end) = str(term.name), term.span
-    for other in ruled:
-        if other not in expression.names and _is_misspelled(name, other):
-            raise expression.error(
-                f"axis '{name}' has no rule, but '{other}' has one",
-                [term],
-                fix=Suggestion(f'{expression.text[:start]}{other}{expression.text[end:]}'),
-                not_sharded=f"axis_rules({name}='')",
-            )
-
-
-def _is_misspelled(name: str, other: str) -> bool:
-    """Whether one letter is missing, added or different, or two neighbours are swapped.
-
-    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Names of up to 3 letters and
-    words of one letter, as in 'w_q' and 'w_k', are too often different on purpose.
-    """
-    different = {*name.split('_')} ^ {*other.split('_')}
-    if min(len(name), len(other)) < 4 or any(len(word) == 1 for word in different):
-        return False
-    start = _common_prefix(name, other)
-    name, other = name[start:], other[start:]
-    end = _common_prefix(name[::-1], other[::-1])
-    name, other = name[: len(name) - end], other[: len(other) - end]
-    return max(len(name), len(other)) == 1 or (len(name) == 2 and name == other[::-1])
-
-
-def _common_prefix(name: str, other: str) -> int:
-    pairs = zip(name, other, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _drop_missing(expression: Expression, mesh_axes: tuple[str, ...]) -> Expression:
-    """The expression without mesh axes that the mesh lacks."""
-    right = tuple(_on_mesh(term, mesh_axes) for term in expression.right)
-    if not any(term.is_sharded for term in right):
-        right = (Term(star=True), *right)  # nothing is sharded: all devices hold replicas
-    return replace(expression, right=right)
-
-
-def _on_mesh(term: Term, mesh_axes: tuple[str, ...]) -> Term:
-    return replace(term, mesh_axes=tuple(axis for axis in term.mesh_axes if axis in mesh_axes))
-
-
-def check_missing(missing: object, **facts: str) -> None:
-    """Raises if `missing=` is not valid."""
-    if not isinstance(missing, str) or missing not in ('error', 'replicate'):
+def _pairs(placements: Any) -> list[tuple[Any, Any]]:
+    """The names and placements of a mapping or of a list of pairs."""
+    pairs = [*placements.items()] if isinstance(placements, Mapping) else None
+    if isinstance(placements, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in placements
+    ):
+        pairs = [(name, _of_mesh_axes(value)) for name, value in placements]
+    if pairs is None:
         raise EinshardError(
-            f"missing= must be 'error' or 'replicate', not {missing!r}", facts=facts
+            'axis_rules needs a mapping from axis names to placements, or a list of pairs, not '
+            f'{placements!r}',
+            facts={
+                'examples': "axis_rules(batch='@data'), axis_rules([('batch', 'data')])",
+            },
         )
-
-
-@cached
-def _term(placement: str) -> Term:
-    (term,) = parse(f'x{placement}').right
-    return term
-
-
-def _check_mapping(placements: object) -> None:
-    if not isinstance(placements, Mapping):
-        raise EinshardError(
-            f'axis_rules needs a mapping from axis names to placements, not {placements!r}',
-            facts={'examples': "axis_rules({'batch': '@data'}), axis_rules(batch='@data')"},
-        )
+    return pairs
 
 
 def _as_text(name: object, placement: Placed) -> str:
@@ -264,8 +195,8 @@ def _as_text(name: object, placement: Placed) -> str:
     return str(Term('', mesh_axes=tuple(map(str, entries[0] if entries else ()))))
 
 
-def _axis_name(name: object, placement: object) -> str:
-    """The NFC name of a rule; raises if the name or the placement is invalid."""
+def _read_rule(name: object, placement: object) -> tuple[str, str]:
+    """The NFC name and the placement of a rule; raises if one of them is invalid."""
     known = unicodedata.normalize('NFC', str(name))
     if not (isinstance(name, str) and known != ELLIPSIS and _right_side(known) == [Term(known)]):
         raise EinshardError(
@@ -273,12 +204,13 @@ def _axis_name(name: object, placement: object) -> str:
             facts={'expected': 'letters and underscores, as in expressions'},
         )
     if not isinstance(placement, str) or not _is_placement(placement):
+        instead = _of_mesh_axes(placement)
         raise EinshardError(
             f'axis_rules has {name}={placement!r}, which is not a valid placement',
             facts={'expected': "'@data'  '@(data,fsdp)'  '4'  '*'  '2*'  '' (not sharded)"},
-            fix=_as_placement(placement),
+            fix=None if instead is placement else repr(instead),
         )
-    return known
+    return known, placement
 
 
 def _is_placement(text: str) -> bool:
@@ -294,12 +226,12 @@ def _right_side(short: str) -> list[Term]:
     return list(expression.right) if expression.short else []
 
 
-def _as_placement(mesh_axes: object) -> str | None:
-    """The placement for a value of a Flax rule: a mesh axis, several, or None."""
-    names = [mesh_axes] if isinstance(mesh_axes, str) else mesh_axes
+def _of_mesh_axes(value: Any) -> Any:
+    """The placement for a value of a Flax rule: a mesh axis, several, or None; else the value."""
+    names = [value] if isinstance(value, str) else value
     if names is None or names == () or names == []:
-        return "''"
+        return ''
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        return None
+        return value
     placement = f'@{names[0]}' if len(names) == 1 else f'@({",".join(names)})'
-    return repr(placement) if _is_placement(placement) else None
+    return placement if _is_placement(placement) else value

@@ -11,12 +11,12 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -27,8 +27,18 @@ from .._cache import cached
 from .._errors import EinshardError
 from .mesh import AnyMesh, MeshLike, check_mesh, device_mesh, mesh_fact
 
-# (axis name, placement, whether mesh axes that the mesh lacks are ignored), sorted
-AxisRules: TypeAlias = tuple[tuple[str, str, bool], ...]
+
+class AxisRule(NamedTuple):
+    """A rule of `axis_rules`: the placement of the axes with a name."""
+
+    name: str
+    placement: str
+    ignores_missing: bool = False  # mesh axes that the mesh lacks
+    replicates_indivisible: bool = False
+    skips_taken: bool = False  # does not apply if its mesh axes are taken, instead of raising
+
+
+AxisRules: TypeAlias = tuple[AxisRule, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,8 +58,13 @@ class Context:
         """The mesh that expressions are lowered onto."""
         return self.mesh or device_mesh()
 
+    @property
+    def replicates_indivisible(self) -> bool:
+        """Whether axis rules may replicate axes, depending on their sizes."""
+        return any(rule.replicates_indivisible for rule in self.axis_rules)
+
     def key(self) -> tuple[AnyMesh | None, AxisRules] | None:
-        """The part of it in JAX's cache keys: a small value, compared by equality."""
+        """Returns the part that is in JAX's cache keys: a small value, compared by equality."""
         return (self.mesh, self.axis_rules) if self.mesh or self.axis_rules else None
 
 
@@ -64,11 +79,11 @@ _NO_CONTEXT = Context()
 
 
 def current_context(mesh: MeshLike | None = None) -> Context:
-    """The context of a call: the given or ambient mesh, and the axis rules.
+    """Returns the context of a call: the given or ambient mesh, and the axis rules.
 
-    The ambient mesh is the one that an enclosing per-device function leaves, else the one of the
-    enclosing `sharded`, else the one of `jax.set_mesh`. Looked up once per tree, not per leaf:
-    finding the mesh in context takes 1 us, hashing a sequence of devices more.
+    The ambient mesh is that of an enclosing per-device function, else that of the enclosing
+    `sharded`, else that of `jax.set_mesh`. Call this once per pytree, not per leaf: finding the
+    mesh in context takes 1 us, and hashing a sequence of devices takes more.
     """
     enclosing = _enclosing()
     ambient = jax.sharding.get_abstract_mesh()
@@ -91,7 +106,7 @@ def current_context(mesh: MeshLike | None = None) -> Context:
 
 
 def context_on(mesh: AnyMesh, context: Context) -> Context:
-    """The context for the mesh of a NamedSharding, found in a context."""
+    """Returns the context for the mesh of a NamedSharding, found in a context."""
     known = context.mesh
     if known is not None:
         if mesh in (known, getattr(known, 'abstract_mesh', None)):
@@ -105,7 +120,7 @@ def context_on(mesh: AnyMesh, context: Context) -> Context:
 
 
 def ambient_mesh() -> AnyMesh | None:
-    """The mesh of `jax.set_mesh`, or None; while tracing, its abstract mesh."""
+    """Returns the mesh of `jax.set_mesh`, or None; while tracing, its abstract mesh."""
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
         return None
@@ -121,7 +136,7 @@ def ambient_mesh() -> AnyMesh | None:
 def is_mesh_in_context(mesh: AnyMesh) -> bool:
     """Whether `mesh`, found by `current_context`, comes from `jax.set_mesh`.
 
-    While tracing, JAX does not tell the devices of the mesh in context.
+    While tracing, JAX does not expose the devices of the mesh in context.
     """
     ambient = jax.sharding.get_abstract_mesh()
     if isinstance(mesh, AbstractMesh):
@@ -131,21 +146,22 @@ def is_mesh_in_context(mesh: AnyMesh) -> bool:
 
 @cached
 def _retyped(concrete: Mesh, abstract: AbstractMesh) -> AnyMesh:
-    """The mesh with the axis types in context, which `jax.sharding.auto_axes` changes."""
+    """Gives a mesh the axis types in context, which `jax.sharding.auto_axes` may have changed."""
     if concrete.axis_names != abstract.axis_names or concrete.axis_sizes != abstract.axis_sizes:
         return abstract
     return Mesh(concrete.devices, concrete.axis_names, axis_types=abstract.axis_types)
 
 
-# Created once at import: creation is not thread-safe and makes JAX retrace everything.
+# created once, at import: creation is not thread-safe, and makes JAX retrace everything
 _in_cache_keys: Any = jax.make_user_context(default_value=None)
 
 
 class Scope:
-    """Sets the context inside a `with`, in our ContextVar and in JAX's cache keys.
+    """Sets the context in a `with` block, both in our ContextVar and in JAX's cache keys.
 
-    Interleaved tasks and generators may leave scopes in a different order than they entered them.
-    A scope then passes on the state it would restore, so a scope that was left never reappears.
+    Interleaved tasks and generators may leave scopes in another order than they entered them. A
+    scope then passes the state that it would restore on to the next scope, so a scope that was left
+    never comes back.
     """
 
     __slots__ = ('_cache_keys', '_outer', 'context', 'key', 'owner')
@@ -166,7 +182,7 @@ class Scope:
         self.leave()
 
     def leave(self) -> bool:
-        """Leaves the scope; returns whether it was the last one entered, and by this task."""
+        """Leaves the scope; returns whether it was the latest one, and entered by this task."""
         mine = entered.get() is self
         if mine:
             entered.set(self._outer)
@@ -184,7 +200,7 @@ class Scope:
         return mine and not later
 
 
-# the scope that this task entered last; usually None
+# the innermost scope of this task; usually None
 entered: ContextVar[Scope | None] = ContextVar('entered', default=None)
 
 
@@ -197,14 +213,14 @@ _thread = _Thread()
 
 
 def mesh_scope(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
-    """Makes `mesh` the mesh of an enclosing `sharded`, which functions of the path use too."""
+    """Makes `mesh` the ambient mesh, as in `sharded` and while functions in specs are called."""
     if mesh is None:
         return nullcontext()
     return Scope(make_context(mesh, False, _enclosing().axis_rules))
 
 
 def _enclosing() -> Context:
-    """The context of the innermost scope; raises if JAX would cache a trace under another one.
+    """Returns the innermost context; raises if JAX would cache a trace under another one.
 
     Eager code needs no check, as JAX caches no trace of it.
     """
@@ -216,26 +232,28 @@ def _enclosing() -> Context:
 
 
 def same_in_thread() -> AbstractContextManager[Any]:
-    """Puts the context of this task, which may be a copy, into JAX's cache keys of this thread."""
+    """Copies the context of this task into JAX's cache keys of this thread."""
     scope = entered.get()
     return Scope(_NO_CONTEXT if scope is None else scope.context)
 
 
 def in_step() -> bool:
-    """Whether our ContextVar and JAX's cache keys hold the same context."""
+    """Whether our ContextVar and JAX's cache keys have the same context."""
     scope = entered.get()
     return (None if scope is None else scope.key) == _in_cache_keys.value
 
 
-def enter_rules(owner: object, rules: Iterable[tuple[str, str, bool]]) -> None:
-    """Adds axis rules to the current ones; raises if another task holds rules across an await."""
+def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
+    """Adds axis rules to the current ones; raises if another task kept rules across an await."""
     if _thread.scopes and not in_step():
         raise _out_of_step()
     scope = entered.get()
     outer = _NO_CONTEXT if scope is None else scope.context
-    merged = {rule[0]: rule for rule in (*outer.axis_rules, *rules)}
-    rules = tuple(sorted(merged.values()))
-    Scope(make_context(outer.mesh, False, rules), owner).__enter__()
+    names = {rule.name for rule in rules}
+    merged = [*rules, *(rule for rule in outer.axis_rules if rule.name not in names)]
+    # only rules that skip taken mesh axes depend on their order
+    merged.sort(key=lambda rule: (True,) if rule.skips_taken else (False, rule))
+    Scope(make_context(outer.mesh, False, tuple(merged)), owner).__enter__()
 
 
 def leave_rules(owner: object) -> bool:
@@ -268,7 +286,7 @@ def is_staging() -> bool:
 
 
 def depth_of_user() -> int:
-    """The `stacklevel` for a warning of its caller: the first frame outside einshard and JAX."""
+    """Returns the `stacklevel` for a warning: that of the first frame outside einshard and JAX."""
     frame = inspect.currentframe()
     frame = frame and frame.f_back
     depth = 1
@@ -283,14 +301,14 @@ _FOLDERS = tuple(
 
 
 def _out_of_step() -> EinshardError:
-    scope, held = entered.get(), _rules_text(_in_cache_keys.value)
+    scope, theirs = entered.get(), _rules_text(_in_cache_keys.value)
     ours = _rules_text(None if scope is None else scope.key)
     if _thread.scopes:
         return EinshardError(
-            'axis_rules cannot be held across an await: another task in this thread holds others',
+            'axis_rules cannot span an await: another task in this thread has entered others',
             facts={
                 'rules in this task': ours,
-                'rules held by the other': held,
+                'rules in the other': theirs,
                 'instead': 'enter axis_rules in a function that does not await',
             },
         )
@@ -305,4 +323,4 @@ def _out_of_step() -> EinshardError:
 
 def _rules_text(key: tuple[AnyMesh | None, AxisRules] | None) -> str:
     rules = key[1] if key else ()
-    return ', '.join(f'{name}={placement!r}' for name, placement, _ in rules) or 'none'
+    return ', '.join(f'{name}={placement!r}' for name, placement, *_ in rules) or 'none'

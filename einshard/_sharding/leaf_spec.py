@@ -34,6 +34,7 @@ class LeafSpec:
     memory_kind: str | None = None
     on_missing: Missing = 'error'  # 'replicate': ignore mesh axes that the mesh lacks
     on_indivisible: Missing = 'error'  # 'replicate': replicate axes that are not divisible
+    rule: str | None = None  # the rule that it comes from, for errors
     mesh: AnyMesh | None = None  # that of a NamedSharding
     partition: PartitionSpec | None = None  # what it was written as, if not as an expression
 
@@ -131,15 +132,20 @@ def _expression_of(spec: PartitionSpec, ndim: int | None) -> Expression:
 
 @cached
 def lenient(
-    spec: AnySpec, *, on_missing: Missing = 'error', on_indivisible: Missing = 'error'
+    spec: AnySpec,
+    *,
+    on_missing: Missing = 'error',
+    on_indivisible: Missing = 'error',
+    rule: str | None = None,
 ) -> LeafSpec:
-    """The spec with these options; 'error' keeps those it has."""
+    """The spec with its rule, and with each option that is 'replicate' here applied to it."""
     known = as_leaf_spec(spec)
     if on_missing == 'error':
         on_missing = known.on_missing
     if on_indivisible == 'error':
         on_indivisible = known.on_indivisible
-    return replace(known, on_missing=on_missing, on_indivisible=on_indivisible)
+    rule = known.rule or rule  # of rules within rules, the inner one
+    return replace(known, on_missing=on_missing, on_indivisible=on_indivisible, rule=rule)
 
 
 def parsed(spec: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Spec, context -> Placement -> NamedSharding."""
+"""Resolves a spec in a context: to a Placement, and to a NamedSharding."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .._cache import cached
 from .._errors import EinshardError, Suggestion
 from .._notation.expression import Expression
+from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._notation.layout import Layout, lay_out, mesh_entries, refactor
 from .._suggestions import working_fix
-from .axis_rules import Missing, apply_axis_rules
-from .context import Context, context_on, current_context, make_context
+from .apply_axis_rules import apply_axis_rules
+from .axis_rules import Missing
+from .context import Context, context_on, current_context, depth_of_user, make_context
 from .leaf_spec import (
     AnySpec,
     LeafSpec,
@@ -27,6 +29,7 @@ from .leaf_spec import (
     of_rank,
     rewritten,
 )
+from .legacy_mesh import noted
 from .mesh import (
     AnyMesh,
     MeshLike,
@@ -42,7 +45,7 @@ from .mesh import (
 
 Shape: TypeAlias = tuple[int, ...]
 
-_MOST_DIMS = 2**16  # a limit, since '...' takes an entry per dimension
+_MAX_DIMS = 2**16  # a limit, since '...' takes an entry per dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class Placement:
     missing_axes: tuple[str, ...] = ()  # named mesh axes that the mesh lacks, if that is allowed
     lacks_placement: bool = False  # a short form without placements and rules, so replicated
     is_unconstrained: bool = False  # along some axes, which only traced values can be
+    warning: str | None = None  # for whoever wrote the expression
 
 
 def make_sharding(
@@ -75,7 +79,7 @@ def make_sharding(
         (8, 4)
 
     Equal placements give equal shardings with equal hashes, however they are written, so `jax.jit`
-    traces once for all of them. A repeated expression costs one cache look-up.
+    traces once for all of them. A repeated expression costs one cache lookup.
 
     Args:
         expression: the placement, in einshard's notation.
@@ -95,7 +99,7 @@ def make_sharding(
         warnings.warn('n_dims= of make_sharding is now ndim=', DeprecationWarning, stacklevel=2)
         ndim = n_dims
     if ndim is not None and type(ndim) is not int:
-        check_types(expression, ndim, memory_kind)  # the cache takes 2.0 for 2
+        check_types(expression, ndim, memory_kind)  # for the cache, 2.0 and 2 are equal
     return resolve(expression, ndim, current_context(mesh), memory_kind).sharding
 
 
@@ -105,22 +109,22 @@ def resolve(
     context: Context,
     memory_kind: str | None = None,
     missing: Missing = 'error',
+    indivisible: Missing = 'error',
     *,
     option: str | None = None,
     traced: bool = False,
 ) -> Placement:
-    """The placement of arrays of a shape or rank; None if neither is known.
+    """Finds the placement for arrays of a shape or rank. `shape` is None if neither is known.
 
-    Errors get a fix that was tried, if there is one. `option` is the argument that users of the
-    caller set to ignore mesh axes that the mesh lacks. P.UNCONSTRAINED is an error unless `traced`.
+    Errors get a fix that was tested, if there is one. `option` is the argument with which users
+    ignore mesh axes that the mesh lacks. P.UNCONSTRAINED is an error unless `traced`.
     """
     try:
-        if missing == 'replicate':
-            spec = lenient(spec, on_missing=missing)
+        if missing == 'replicate' or indivisible == 'replicate':
+            spec = lenient(spec, on_missing=missing, on_indivisible=indivisible)
         placement = find_placement(spec, shape, context, memory_kind)
         if placement.is_unconstrained and not traced:
             check_constrained(as_leaf_spec(spec))
-        return placement
     except TypeError:  # raised by the cache for unhashable arguments
         check_types(spec, shape, memory_kind)
         raise
@@ -128,14 +132,19 @@ def resolve(
         fix = _working_fix(error, spec, shape, context, memory_kind, option)
         if isinstance(spec, LeafSpec) and spec.partition is not None:
             error = error.about(spec=partition_text(spec.partition))
-        raise error.with_fix(fix) from None
+        if isinstance(spec, LeafSpec) and spec.rule is not None:
+            error = error.about(rule=spec.rule)
+        raise noted(error, context.mesh).with_fix(fix) from None
+    if placement.warning:  # each time: Python shows it once per line of the user
+        warnings.warn(placement.warning, stacklevel=depth_of_user())
+    return placement
 
 
 @cached
 def find_placement(
     spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
 ) -> Placement:
-    """`resolve` in one cache look-up, without fixes in errors."""
+    """`resolve` in one cache lookup, without fixes in errors and without warnings."""
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
     if spec.partition is not None and shape is not None:
@@ -153,8 +162,8 @@ def find_placement(
     is_own_mesh = context.mesh is not None and not is_device_mesh(mesh)
     # expressions cannot name the axes d0, d1, ... of the canonical mesh
     named_sizes = axis_sizes if context.mesh else {}
-    expression, missing = apply_axis_rules(
-        spec.expression, context.axis_rules, tuple(named_sizes), spec.on_missing
+    expression, missing, may_replicate = apply_axis_rules(
+        spec.expression, context.axis_rules, named_sizes, spec.on_missing
     )
     if mesh.axis_types and not axis_sizes:
         raise expression.error(
@@ -168,7 +177,7 @@ def find_placement(
         math.prod(axis_sizes.values()),
         named_sizes if context.mesh else None,
         replicates=is_own_mesh,
-        replicate_indivisible=spec.on_indivisible == 'replicate',
+        replicate_indivisible=spec.on_indivisible == 'replicate' or may_replicate,
         hints=_hints(mesh),
     )
     known = None if memory_kind is None else memory_kinds(mesh)
@@ -193,9 +202,31 @@ def find_placement(
         and spec.expression.short
         and not any(term.is_sharded for term in spec.expression.right)
     )
+
+    def attempt(text: str) -> Placement:
+        return find_placement(rewritten(spec, text), shape, context, memory_kind)
+
+    warning = None
+    if lacks_placement:
+        names = [name for name, size in named_sizes.items() if size > 1]
+        warning = mesh_axes_hint(spec.expression, names, attempt)
+    elif not _is_ruled(spec.expression, context):
+        warning = spacing_hint(spec.expression, attempt)
     return Placement(
-        expression, layout, sharding, missing, lacks_placement, bool(spec.unconstrained)
+        expression,
+        layout,
+        sharding,
+        missing,
+        lacks_placement and warning is None,
+        bool(spec.unconstrained),
+        warning,
     )
+
+
+def _is_ruled(expression: Expression, context: Context) -> bool:
+    """Whether axis rules say how some axis of the expression is sharded."""
+    ruled = {rule.name for rule in context.axis_rules if rule.placement}
+    return expression.short and not ruled.isdisjoint(expression.names)
 
 
 def _leave_free(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
@@ -264,7 +295,7 @@ def _working_fix(
     mesh, rules = context.mesh, context.axis_rules
     if mesh is None:  # more likely, mesh= was forgotten
         return None
-    lenient_rules = tuple((name, placement, True) for name, placement, _ in rules)
+    lenient_rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
     there = make_context(mesh, context.mesh_is_ambient, lenient_rules)
     try:
         if there is not context:
@@ -290,7 +321,7 @@ def check_types(expression: object, shape: object, memory_kind: object) -> None:
         )
     ndim = len(shape) if isinstance(shape, tuple) else shape
     if ndim is not None and (
-        not isinstance(ndim, int) or isinstance(ndim, bool) or not 0 <= ndim < _MOST_DIMS
+        not isinstance(ndim, int) or isinstance(ndim, bool) or not 0 <= ndim < _MAX_DIMS
     ):
         raise EinshardError(
             f'ndim= must be the rank of an array, not {ndim!r}',

@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import NamedSharding
 
-from .._cache import cached
-from .._errors import EinshardError, plural, quoted
-from .._notation.expression import axis_letters, parse
-from .._notation.layout import axis_positions
+from .._errors import EinshardError, plural
 from .._sharding.context import Context, current_context, mesh_scope
-from .._sharding.describe import find_expression
-from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec, as_leaf_spec
-from .._sharding.mesh import (
-    AnyMesh,
-    MeshLike,
-    is_device_mesh,
-    mesh_fact,
-    partition_spec,
-    sizes_of,
-    spec_axes,
-)
-from .._sharding.resolve import resolve
+from .._sharding.leaf_spec import REPLICATED, AnySpec
+from .._sharding.mesh import MeshLike
 from .._text import array_text, first_of
+from .free_axes import ZERO, AxisMap, MeshAxes, Shape, check_mesh_axes, read_mesh_axes, state_specs
 from .paths import leaf_paths, leaf_text
 from .rules import Rules
 from .specs import Spec, check_specs, leaf_specs
 from .table import Table, make_table
-
-Shape: TypeAlias = tuple[int, ...]
-Zero: TypeAlias = Literal[True] | tuple[str, ...]  # all mesh axes, or these
-# For each axis of a state array: the axis of its parameter, or None for an added axis.
-AxisMap: TypeAlias = tuple[int | None, ...]
-MeshAxes: TypeAlias = tuple[Any, ...]
 
 
 def for_optimizer(
@@ -60,8 +40,8 @@ def for_optimizer(
         >>> describe(einshard(state, for_optimizer(params, rules, zero=True), mesh=mesh)['mu'])
         {'w': 'a b -> a8 b2'}
 
-    The path of a moment ends with the path of its parameter: '0/mu/mlp/kernel' belongs to
-    'mlp/kernel' (the longest match wins). Its spec depends on its shape:
+    The path of a moment contains the path of its parameter: '0/mu/mlp/kernel' and 'mlp/kernel/mu'
+    belong to 'mlp/kernel' (the longest match wins, then the last). Its spec depends on its shape:
 
     * Same shape as the parameter: the spec of the parameter.
     * Fewer axes, as in Adafactor: that spec without the missing axes. If several axes have the same
@@ -104,14 +84,14 @@ class StateSpec:
         self._leaves: list[Any] = jtu.tree_leaves(self._params)
         self._paths = leaf_paths(self._params)
         self._spec = spec
-        self._zero: Zero = _checked(zero)
+        self._zero: MeshAxes = read_mesh_axes(zero, ZERO)
         self._default = None if default is ... else Rules([], default=default)
         try:
-            check_specs(spec)
+            check_specs(spec, order='the parameters first: for_optimizer(params, spec)')
             # functions are not called yet: their results may depend on the mesh in use
             leaf_specs(self._params, self._leaves, jtu.tree_map(lambda _: None, spec))
         except EinshardError as error:
-            raise error.about(of='the parameters of for_optimizer') from None
+            raise error.about(value='parameters of for_optimizer') from None
         arrays = [i for i, leaf in enumerate(self._leaves) if _shape_of(leaf) is not None]
         self._by_path = {self._paths[i]: i for i in arrays}
         self._parameters: dict[tuple[str, Shape], tuple[int, tuple[AxisMap, ...]] | None] = {}
@@ -145,7 +125,7 @@ class StateSpec:
     ) -> list[tuple[str, AnySpec | None]]:
         """For each leaf: its parameter, or why it has none, and its spec."""
         context = current_context(None)
-        _check_mesh_axes(self._zero, context)
+        check_mesh_axes(self._zero, context, ZERO)
         specs = self._specs(context)
         found: list[tuple[str, AnySpec | None]] = []
         unmatched: list[str] = []
@@ -157,7 +137,7 @@ class StateSpec:
                 spec = self._spec_of(path, leaf, i, axis_maps, specs[i], context)
                 found.append((f'as {self._paths[i]}', spec))
             elif shape is None:
-                found.append(('no array', None))
+                found.append(('not an array', None))
             elif math.prod(shape) == 1:
                 found.append(('scalar', REPLICATED))
             elif self._default:
@@ -175,7 +155,7 @@ class StateSpec:
             try:
                 known = context, leaf_specs(self._params, self._leaves, self._spec)
             except EinshardError as error:
-                raise error.about(of='the parameters of for_optimizer') from None
+                raise error.about(value='parameters of for_optimizer') from None
             self._known = known
         return known[1]
 
@@ -189,11 +169,10 @@ class StateSpec:
     def _find_parameters(
         self, path: str, shape: Shape
     ) -> Iterator[tuple[int, tuple[AxisMap, ...]]]:
-        for suffix in _suffixes(path):
-            i = self._by_path.get(suffix)
+        for inside, others in _parts(path):
+            i = self._by_path.get(inside)
             if i is not None:
-                prefix = path.removesuffix(suffix)
-                axis_maps = _axis_maps(self._leaves[i].shape, shape, prefix)
+                axis_maps = _axis_maps(self._leaves[i].shape, shape, others)
                 if axis_maps:
                     yield i, axis_maps
 
@@ -212,7 +191,7 @@ class StateSpec:
             return spec
         shape = tuple(leaf.shape)
         try:
-            found = _state_specs(spec, parameter.shape, shape, axis_maps, self._zero, context)
+            found = state_specs(spec, parameter.shape, shape, axis_maps, self._zero, context)
         except EinshardError as error:
             raise error.about(array=leaf_text(self._paths[i], parameter, 'parameter')) from None
         if len(found) == 1:
@@ -228,8 +207,8 @@ class StateSpec:
         )
 
     def _unmatched_text(self, path: str, leaf: Any) -> str:
-        suffixes = (suffix for suffix in _suffixes(path) if suffix in self._by_path)
-        near = next((self._by_path[suffix] for suffix in suffixes), None)
+        known = (inside for inside, _ in _parts(path) if inside in self._by_path)
+        near = next((self._by_path[inside] for inside in known), None)
         text = f"'{path}' {array_text(leaf)}"
         if near is None:
             return text
@@ -258,18 +237,24 @@ def _shape_of(leaf: Any) -> Shape | None:
     return tuple(leaf.shape) if hasattr(leaf, 'dtype') else None
 
 
-def _suffixes(path: str) -> Iterator[str]:
-    """'a/b/c' -> 'a/b/c', 'b/c', 'c', ''"""
-    yield path
-    while path:
-        path = path.partition('/')[2]
-        yield path
+def _parts(path: str) -> Iterator[tuple[str, Sequence[str]]]:
+    """The parts of a path that may be the path of its parameter, each with the other keys.
+
+    Longer parts come first, then later ones: 'a/b/c' -> 'a/b/c', 'b/c', 'a/b', 'c', 'b', 'a', ''.
+    """
+    keys = path.split('/')
+    for n in range(len(keys), 0, -1):
+        for start in range(len(keys) - n, -1, -1):
+            end = start + n
+            yield '/'.join(keys[start:end]), (*keys[:start], *keys[end:])
+    if path:
+        yield '', keys
 
 
-def _axis_maps(param_shape: Shape, shape: Shape, prefix: str) -> tuple[AxisMap, ...]:
+def _axis_maps(param_shape: Shape, shape: Shape, keys: Sequence[str]) -> tuple[AxisMap, ...]:
     """The maps from axes of a state array to those of its parameter that fit the shapes.
 
-    `prefix` is the path of the array without that of the parameter.
+    `keys` are those of its path that are not in the path of the parameter.
     """
     n_new = len(shape) - len(param_shape)
     if n_new > 0:
@@ -279,122 +264,9 @@ def _axis_maps(param_shape: Shape, shape: Shape, prefix: str) -> tuple[AxisMap, 
         return ()
     kept = itertools.combinations(range(len(param_shape)), len(shape))
     fitting = tuple(axes for axes in kept if tuple(param_shape[axis] for axis in axes) == shape)
-    names = prefix.split('/')
-    if len(fitting) > 1 and ('v_row' in names or 'v_col' in names):
+    if len(fitting) > 1 and ('v_row' in keys or 'v_col' in keys):
         # optax: v_row lacks the largest axis and v_col the second largest, in argsort order
-        lacks = int(np.argsort(param_shape)[-1 if 'v_row' in names else -2])
+        lacks = int(np.argsort(param_shape)[-1 if 'v_row' in keys else -2])
         axis_map = tuple(axis for axis in range(len(param_shape)) if axis != lacks)
         return (axis_map,) if axis_map in fitting else fitting
     return fitting
-
-
-_REPLICATED = parse(REPLICATED)
-
-
-@cached
-def _state_specs(
-    spec: AnySpec,
-    param_shape: Shape,
-    shape: Shape,
-    axis_maps: tuple[AxisMap, ...],
-    zero: Zero,
-    context: Context,
-) -> tuple[LeafSpec, ...]:
-    """The distinct specs that the axis maps give a state array; usually one."""
-    placement = resolve(spec, param_shape, context)
-    mesh, memory_kind = placement.sharding.mesh, placement.sharding.memory_kind
-    entries = spec_axes(placement.sharding.spec)
-    entries += [()] * (len(param_shape) - len(entries))
-    free = [axis for axis in mesh.axis_names if axis not in itertools.chain(*entries)]
-    free = [axis for axis in free if zero is True or str(axis) in zero]
-    positions = axis_positions(placement.expression, len(param_shape))
-    names = {axis: name for name, axis in positions.items()}
-    found: dict[NamedSharding, LeafSpec] = {}
-    for axis_map in axis_maps:
-        of_param = [() if axis is None else entries[axis] for axis in axis_map]
-        of_state = _shard_over(free, of_param, shape, mesh)
-        sharding = NamedSharding(mesh, partition_spec(of_state), memory_kind=memory_kind)
-        letters = (letter for letter in axis_letters() if letter not in names.values())
-        own_names = [names[axis] if axis in names else next(letters) for axis in axis_map]
-        expression = _REPLICATED
-        if any(of_state):
-            expression = find_expression(sharding, len(shape), own_names)
-        if expression is None:
-            raise EinshardError(
-                'the mesh has axis names that cannot be written in an expression',
-                facts={'mesh': mesh_fact(mesh)},
-            )
-        own_mesh = as_leaf_spec(spec).mesh
-        found.setdefault(sharding, LeafSpec(expression, memory_kind, mesh=own_mesh))
-    return tuple(found.values())
-
-
-def _shard_over(
-    free: Sequence[Any], entries: Sequence[MeshAxes], shape: Shape, mesh: AnyMesh
-) -> list[MeshAxes]:
-    """Shards an array also over free mesh axes: the largest axis over as many as divide it.
-
-    Free mesh axes become minor to those that shard an array axis already, so that a device keeps a
-    part of its shard. On the canonical mesh the order of mesh axes is fixed. There, array axes
-    without a minor mesh axis come first, then the one sharded over the next minor axis. For a
-    parameter float32[256,1024] as 'd f -> * d f2' on 16 devices, moments 'f8 d f2' made XLA
-    all-reduce unsharded gradients and gather activations; 'd8 f2' only gathered new parameters.
-    """
-    sizes = sizes_of(mesh)
-    free = [axis for axis in free if sizes.get(str(axis), 1) > 1]
-    in_order = is_device_mesh(mesh)
-    place = {axis: i if in_order else 0 for i, axis in enumerate(mesh.axis_names)}
-    sharded = list(entries)
-    while free:
-        choices: list[tuple[int, int, int, int]] = []
-        for i, (size, axes) in enumerate(zip(shape, sharded, strict=True)):
-            on_device = size // _n_shards(axes, sizes)
-            minor = (place[axis] for axis in axes if place[axis] > place[free[0]])
-            next_minor = min(minor, default=-1)
-            for n in range(1, len(free) + 1):
-                if on_device and on_device % _n_shards(free[:n], sizes) == 0:
-                    choices.append((next_minor, -n, -on_device, i))
-        n = 1
-        if choices:
-            _, minus_n, _, i = min(choices)
-            n = -minus_n
-            sharded[i] = tuple(sorted((*sharded[i], *free[:n]), key=lambda axis: place[axis]))
-        free = free[n:]
-    return sharded
-
-
-def _n_shards(axes: Sequence[Any], sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[str(axis)] for axis in axes)
-
-
-def _checked(zero: object) -> Zero:
-    if isinstance(zero, bool):
-        return zero or ()
-    names = (zero,) if isinstance(zero, str) else zero
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise EinshardError(
-            f'zero= must be True or names of mesh axes, not {zero!r}',
-            facts={'example': "zero=True, zero='data', zero=('data', 'fsdp')"},
-        )
-    return tuple(names)
-
-
-def _check_mesh_axes(zero: Zero, context: Context) -> None:
-    """Raises if the mesh lacks an axis that `zero=` names."""
-    if zero is True or not zero:
-        return
-    mesh = context.mesh
-    if mesh is None:
-        raise EinshardError(
-            f'zero= names {quoted(zero)}, but there is no mesh',
-            facts={'expected': "mesh= or 'with jax.set_mesh(mesh):'; or zero=True"},
-        )
-    sizes = sizes_of(mesh)
-    for name in zero:
-        if name not in sizes:
-            near = difflib.get_close_matches(name, sizes, n=1)
-            raise EinshardError(
-                f"zero= names '{name}', but the mesh has no such axis",
-                facts={'mesh': mesh_fact(mesh)},
-                fix=f"zero='{near[0]}'" if near and len(zero) == 1 else None,
-            )

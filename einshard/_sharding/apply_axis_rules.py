@@ -1,0 +1,158 @@
+"""Applies axis rules to expressions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from .._cache import cached
+from .._errors import EinshardError, Suggestion
+from .._notation.expression import Expression, Term, check_mesh_axes, parse
+from .._notation.write import write_short
+from .axis_rules import Missing
+from .context import AxisRule, AxisRules
+
+
+class Ruled(NamedTuple):
+    """An expression with axis rules applied.
+
+    Attributes:
+        missing: the mesh axes in it that the mesh lacks.
+        indivisible: its axes that may be replicated if their size is not divisible.
+    """
+
+    expression: Expression
+    missing: tuple[str, ...]
+    indivisible: frozenset[str]
+
+
+def apply_axis_rules(
+    expression: Expression,
+    rules: AxisRules,
+    axis_sizes: Mapping[str, int],
+    on_missing: Missing = 'error',
+) -> Ruled:
+    """Applies axis rules to an expression, on a mesh with these axes.
+
+    Missing axes are removed if `on_missing` or the `missing=` of their rule is 'replicate'.
+    """
+    if on_missing == 'replicate':
+        rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
+    ruled = _ruled_terms(expression, rules, axis_sizes)
+    named = dict.fromkeys(axis for term, _ in ruled for axis in term.mesh_axes)
+    missing = tuple(axis for axis in named if axis not in axis_sizes)
+    indivisible = {str(term.name) for term, rule in ruled if rule and rule.replicates_indivisible}
+    if expression.short and rules:
+        expression = _placed(expression, ruled, axis_sizes)
+    if on_missing == 'replicate' and missing:
+        expression = _drop_missing(expression, axis_sizes)
+    return Ruled(expression, missing, frozenset(indivisible))
+
+
+def _placed(
+    expression: Expression,
+    ruled: Sequence[tuple[Term, AxisRule | None]],
+    axis_sizes: Mapping[str, int],
+) -> Expression:
+    """The expression with `ruled` as its terms, and a replica for unused devices."""
+    terms = [
+        _on_mesh(term, axis_sizes) if rule and rule.ignores_missing else term
+        for term, rule in ruled
+    ]
+    takes_devices = any(term.takes_devices for term in terms)
+    named = any(term.mesh_axes for term in terms)
+    if not any(term.star for term in terms) and (takes_devices or not named):
+        terms.insert(0, Term(star=True))  # unused devices hold replicas
+    placed = write_short(terms)
+    try:
+        check_mesh_axes(placed)
+    except EinshardError as error:
+        raise error.about(
+            written=f"'{expression.text}', with axis_rules",
+            instead="a name without a rule, for an axis that is not sharded; or taken='next'",
+        ) from None
+    return placed
+
+
+def _ruled_terms(
+    expression: Expression, rules: AxisRules, axis_sizes: Mapping[str, int]
+) -> list[tuple[Term, AxisRule | None]]:
+    """The terms with rules applied, and the rule of each."""
+    ruled: list[tuple[Term, AxisRule | None]] = [(term, None) for term in expression.right]
+    if not (expression.short and rules):
+        return ruled
+    by_name = {term.name: i for i, term in enumerate(expression.right) if term == Term(term.name)}
+    used = {axis for term in expression.right for axis in term.mesh_axes}
+    for rule in rules:
+        i = by_name.get(rule.name)
+        if i is None or ruled[i][1] is not None:
+            continue
+        term = replace(_term(rule.placement), name=rule.name, span=expression.right[i].span)
+        taken = used.intersection(term.mesh_axes)
+        size_if_missing = 1 if rule.ignores_missing else None
+        in_use = any(axis_sizes.get(axis, size_if_missing) != 1 for axis in taken)
+        if rule.skips_taken and in_use:
+            continue
+        # a mesh axis of size 1 shards nothing, so it may be named for several axes
+        axes = tuple(a for a in term.mesh_axes if a not in taken or axis_sizes.get(a) != 1)
+        used.update(axes)
+        ruled[i] = replace(term, mesh_axes=axes), rule
+    names = {rule.name for rule in rules}
+    for name, i in by_name.items():
+        if name not in names:
+            _check_spelling(expression, expression.right[i], names)
+    return ruled
+
+
+def _check_spelling(expression: Expression, term: Term, ruled: Collection[str]) -> None:
+    """Raises if a name without a rule looks like a misspelling of one that has a rule."""
+    name, (start, end) = str(term.name), term.span
+    for other in ruled:
+        if other not in expression.names and _is_misspelled(name, other):
+            raise expression.error(
+                f"axis '{name}' has no rule, but '{other}' has one",
+                [term],
+                fix=Suggestion(f'{expression.text[:start]}{other}{expression.text[end:]}'),
+                not_sharded=f"axis_rules({name}='')",
+            )
+
+
+def _is_misspelled(name: str, other: str) -> bool:
+    """Whether one letter is missing, added or different, or two neighbors are swapped.
+
+    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Names of up to 3 letters and
+    words of one letter, as in 'w_q' and 'w_k', are too often different on purpose.
+    """
+    different = {*name.split('_')} ^ {*other.split('_')}
+    if min(len(name), len(other)) < 4 or any(len(word) == 1 for word in different):
+        return False
+    start = _common_prefix(name, other)
+    name, other = name[start:], other[start:]
+    end = _common_prefix(name[::-1], other[::-1])
+    name, other = name[: len(name) - end], other[: len(other) - end]
+    return max(len(name), len(other)) == 1 or (len(name) == 2 and name == other[::-1])
+
+
+def _common_prefix(name: str, other: str) -> int:
+    pairs = zip(name, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _drop_missing(expression: Expression, mesh_axes: Container[str]) -> Expression:
+    """The expression without mesh axes that the mesh lacks."""
+    right = tuple(_on_mesh(term, mesh_axes) for term in expression.right)
+    if not any(term.is_sharded for term in right):
+        right = (Term(star=True), *right)  # nothing is sharded: all devices hold replicas
+    return replace(expression, right=right)
+
+
+def _on_mesh(term: Term, mesh_axes: Container[str]) -> Term:
+    return replace(term, mesh_axes=tuple(axis for axis in term.mesh_axes if axis in mesh_axes))
+
+
+@cached
+def _term(placement: str) -> Term:
+    (term,) = parse(f'x{placement}').right
+    return term

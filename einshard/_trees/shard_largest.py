@@ -1,0 +1,128 @@
+"""shard_largest: a spec that shards the largest axis of each array."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import jax.tree_util as jtu
+import numpy as np
+
+from .._errors import EinshardError, for_arrays
+from .._notation.expression import Term, axis_letters
+from .._notation.write import write_short
+from .._sharding.context import current_context
+from .._sharding.leaf_spec import REPLICATED, AnySpec
+from .._sharding.mesh import sizes_of
+from .free_axes import LARGEST, MeshAxes, check_mesh_axes, read_mesh_axes, state_specs
+from .paths import leaf_text
+from .specs import Spec, call_spec, check_specs
+
+_NO_LEAF: Any = object()
+
+
+@overload
+def shard_largest(path: str, leaf: Any, /) -> str: ...
+@overload
+def shard_largest(
+    axes: str | Sequence[str] | None = None, /, *, spec: Spec = REPLICATED, min_bytes: int = 0
+) -> LargestAxis: ...
+def shard_largest(
+    axes: Any = None, leaf: Any = _NO_LEAF, /, *, spec: Spec = REPLICATED, min_bytes: int = 0
+) -> str | LargestAxis:
+    """A spec that shards the largest divisible axis of each array over all devices.
+
+        >>> import jax
+        >>> import numpy as np
+        >>> from einshard import describe, einshard, shard_largest
+        >>> x = einshard(np.ones((3, 2 * jax.device_count())), shard_largest)
+        >>> x.sharding.shard_shape(x.shape)
+        (3, 2)
+
+    Arrays without a divisible axis are replicated. Of axes of equal size, the first is sharded.
+    Use it alone, or as `default=` of `Rules`, for fully sharded data parallelism (FSDP).
+
+    Called with mesh axes or options, it returns such a spec. With `spec=` it adds to the sharding
+    of another spec, as for FSDP on top of tensor parallelism:
+
+        >>> types = (jax.sharding.AxisType.Auto,) * 2
+        >>> mesh = jax.sharding.AbstractMesh((4, 2), ('fsdp', 'tensor'), axis_types=types)
+        >>> both = shard_largest('fsdp', spec='d f -> d f@tensor', min_bytes=1024)
+        >>> w = jax.ShapeDtypeStruct((64, 256), np.float32)
+        >>> describe(einshard(w, both, mesh=mesh))
+        'a b -> a b@(tensor,fsdp)'
+
+    Args:
+        axes: the mesh axes to shard over, those that do not shard the array already. Default: all.
+        spec: the spec to add to: an expression, `Rules` or a function. Default: replicated.
+        min_bytes: smaller arrays keep the sharding of `spec`.
+
+    Raises:
+        EinshardError: an option is invalid. In use: the mesh lacks one of the axes, or `spec` does
+            not fit.
+    """
+    if leaf is not _NO_LEAF:
+        return _over_all_devices(np.shape(leaf))
+    try:
+        min_bytes = operator.index(min_bytes)
+    except TypeError:
+        raise EinshardError(f'min_bytes= must be a number of bytes, not {min_bytes!r}') from None
+    if not jtu.all_leaves([spec]):
+        raise EinshardError(f'spec= of shard_largest must be one spec for all arrays, not {spec!r}')
+    check_specs(spec)
+    return LargestAxis(read_mesh_axes(True if axes is None else axes, LARGEST), spec, min_bytes)
+
+
+@dataclass(frozen=True)
+class LargestAxis:
+    """The spec of `shard_largest` with options."""
+
+    axes: MeshAxes
+    spec: Spec
+    min_bytes: int
+
+    def __call__(self, path: str, leaf: Any) -> AnySpec | None:
+        """The spec of one leaf."""
+        check_mesh_axes(self.axes, current_context(), LARGEST)
+        return self._add(call_spec(self.spec, path, leaf), leaf)
+
+    def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
+        """The specs of the leaves of a tree."""
+        check_mesh_axes(self.axes, current_context(), LARGEST)
+        both = list(zip(paths, leaves, strict=True))
+        if hasattr(self.spec, 'for_leaves'):  # Rules
+            specs = self.spec.for_leaves(paths, leaves)
+        else:
+            specs = [call_spec(self.spec, path, leaf) for path, leaf in both]
+        found: list[AnySpec | None] = []
+        errors: list[EinshardError] = []
+        for spec, (path, leaf) in zip(specs, both, strict=True):
+            try:
+                found.append(self._add(spec, leaf))
+            except EinshardError as error:
+                errors.append(error.about(array=leaf_text(path, leaf)))
+        if errors:
+            raise for_arrays(errors) from None
+        return found
+
+    def _add(self, spec: AnySpec | None, leaf: Any) -> AnySpec | None:
+        shape: tuple[int, ...] = tuple(leaf.shape) if hasattr(leaf, 'dtype') else ()
+        if spec is None or not shape or math.prod(shape) * leaf.dtype.itemsize < self.min_bytes:
+            return spec
+        context = current_context()
+        same = tuple(range(len(shape)))
+        return state_specs(spec, shape, shape, (same,), self.axes, context, True)[0]
+
+
+def _over_all_devices(shape: Sequence[int]) -> str:
+    n_devices = math.prod(sizes_of(current_context().lowering_mesh).values())
+    axes = [axis for axis, size in enumerate(shape) if size % n_devices == 0 and size]
+    if not axes or n_devices == 1:
+        return REPLICATED
+    chosen = max(axes, key=lambda axis: (shape[axis], -axis))
+    names = list(itertools.islice(axis_letters(), len(shape)))
+    return write_short(Term(name, star=i == chosen) for i, name in enumerate(names)).text

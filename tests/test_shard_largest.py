@@ -1,0 +1,253 @@
+"""shard_largest with mesh axes: fully sharded data parallelism, also on top of other specs."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from placed import mesh_of, struct
+from refusal import refusal
+
+from einshard import (
+    Rules,
+    describe,
+    einshard,
+    for_optimizer,
+    make_sharding,
+    shard_largest,
+    sharded,
+)
+
+MESH = mesh_of(fsdp=4, tp=2)
+TP = 'd f -> d f@tp'
+
+
+def spec_of(x, spec, mesh=MESH):
+    return einshard(x, spec, mesh=mesh).sharding.spec
+
+
+@pytest.mark.parametrize(
+    ('shape', 'expected'),
+    [
+        ((8, 16), P(None, 'fsdp')),
+        ((16, 8), P('fsdp')),
+        ((8, 8), P('fsdp')),
+        ((16, 6), P('fsdp')),
+        ((15, 8), P(None, 'fsdp')),
+        ((15, 7), P()),
+        ((8,), P('fsdp')),
+        ((), P()),
+        ((0, 8), P(None, 'fsdp')),
+    ],
+)
+def test_the_largest_axis_that_the_mesh_axis_divides(shape, expected):
+    assert spec_of(struct(*shape), shard_largest('fsdp')) == expected
+
+
+@pytest.mark.parametrize(
+    ('shape', 'expected'),
+    [
+        ((16, 16), P('fsdp', 'tp')),
+        # on a device the second axis has 32, the first 16
+        ((16, 64), P(None, ('tp', 'fsdp'))),
+        ((3, 64), P(None, ('tp', 'fsdp'))),
+        ((16, 6), P('fsdp', 'tp')),
+        # no axis is divisible by fsdp any more
+        ((3, 4), P(None, 'tp')),
+    ],
+)
+def test_on_top_of_tensor_parallelism(shape, expected):
+    assert spec_of(struct(*shape), shard_largest('fsdp', spec=TP)) == expected
+
+
+def test_several_mesh_axes():
+    mesh = mesh_of(data=2, fsdp=2, tp=2)
+    # in mesh order
+    for axes in (('data', 'fsdp'), ['fsdp', 'data']):
+        assert spec_of(struct(16, 8), shard_largest(axes), mesh) == P(('data', 'fsdp'))
+    # all of them on one axis, or none
+    assert spec_of(struct(2, 6), shard_largest(('data', 'fsdp')), mesh) == P()
+    # an axis that shards the array already is not used again
+    assert spec_of(
+        struct(8, 8), shard_largest(('data', 'fsdp'), spec='x y -> x@fsdp y'), mesh
+    ) == P('fsdp', 'data')
+    # without names: all that are free
+    assert spec_of(struct(8, 8), shard_largest(spec=TP), mesh) == P(('data', 'fsdp'), 'tp')
+
+
+def test_on_the_canonical_mesh():
+    on = jax.devices()[:8]
+    assert describe(einshard(struct(16, 8), shard_largest(min_bytes=1), mesh=on)) == 'a b -> a8 b'
+    both = shard_largest(spec='d f -> * d f2')
+    assert describe(einshard(struct(16, 8), both, mesh=on)) == 'a b -> a4 b2'
+
+
+def test_small_arrays_keep_their_spec():
+    spec = shard_largest('fsdp', spec=TP, min_bytes=1024)
+    assert spec_of(struct(16, 16), spec) == P('fsdp', 'tp')  # 1,024 bytes
+    assert spec_of(struct(16, 16, dtype=jnp.bfloat16), spec) == P(None, 'tp')
+    assert spec_of(struct(16, 15), shard_largest('fsdp', min_bytes=1024)) == P()
+
+
+# ------------------------------------------------------------------------------------- tables
+
+LLAMA = {
+    'embed_tokens': {'embedding': struct(128, 64)},
+    'layers': {
+        '0': {
+            'self_attn': {f'{name}_proj': {'kernel': struct(64, 64)} for name in 'qkvo'},
+            'mlp': {
+                'gate_proj': {'kernel': struct(64, 256)},
+                'down_proj': {'kernel': struct(256, 64)},
+            },
+            'input_layernorm': {'kernel': struct(64)},
+        }
+    },
+    'lm_head': {'kernel': struct(64, 128)},
+}
+# patterns and PartitionSpecs, in the style of EasyDeL
+EASYDEL = [
+    ('embed_tokens/embedding', P('tp', ('fsdp', 'sp'))),
+    ('self_attn/(q_proj|k_proj|v_proj)/kernel', P(('fsdp', 'sp'), 'tp')),
+    ('self_attn/o_proj/kernel', P('tp', ('fsdp', 'sp'))),
+    ('mlp/(gate|up)_proj/kernel', P(('fsdp', 'sp'), 'tp')),
+    ('mlp/down_proj/kernel', P('tp', ('fsdp', 'sp'))),
+    ('input_layernorm/kernel', P(None)),
+    ('lm_head/kernel', P(('fsdp', 'sp'), 'tp')),
+    ('.*', P(None)),
+]
+# only tensor parallelism: shard_largest adds the rest
+TENSOR = [
+    ('embed_tokens|o_proj|down_proj', P('tp')),
+    ('norm', P()),
+    ('', P(None, 'tp')),
+]
+
+
+def test_a_table_in_the_style_of_easydel():
+    mesh = mesh_of(dp=1, fsdp=2, ep=1, tp=2, sp=2)
+    strict = Rules(EASYDEL, strict=True)
+    placed = einshard(LLAMA, strict, mesh=mesh)
+    layer = placed['layers']['0']
+    assert layer['self_attn']['q_proj']['kernel'].sharding.spec == P(('fsdp', 'sp'), 'tp')
+    assert layer['mlp']['down_proj']['kernel'].sharding.spec == P('tp', ('fsdp', 'sp'))
+    assert layer['input_layernorm']['kernel'].sharding.spec == P()
+    # PyTorch's names: all would be replicated by the last rule
+    renamed = jax.tree.map_with_path(
+        lambda path, leaf: (jax.tree_util.keystr(path).replace('kernel', 'weight'), leaf), LLAMA
+    )
+    tree = dict(jax.tree.leaves(renamed, is_leaf=lambda node: isinstance(node, tuple)))
+    assert refusal(einshard, tree, strict, mesh=mesh).sentence == (
+        '7 rules match no path of the tree'
+    )
+
+
+def test_hsdp_on_top_of_tensor_parallelism():
+    """Hybrid sharding: parameters are sharded over fsdp, and replicated over data."""
+    mesh = mesh_of(data=2, fsdp=4, tp=2)
+    spec = shard_largest('fsdp', spec=Rules(TENSOR), min_bytes=1024)
+    placed = jax.tree.map(lambda x: x.sharding.spec, einshard(LLAMA, spec, mesh=mesh))
+    attention = {f'{name}_proj': {'kernel': P('fsdp', 'tp')} for name in 'qkv'}
+    assert placed == {
+        'embed_tokens': {'embedding': P(('tp', 'fsdp'))},
+        'layers': {
+            '0': {
+                'self_attn': {**attention, 'o_proj': {'kernel': P('tp', 'fsdp')}},
+                'mlp': {
+                    'gate_proj': {'kernel': P(None, ('tp', 'fsdp'))},
+                    'down_proj': {'kernel': P(('tp', 'fsdp'))},
+                },
+                'input_layernorm': {'kernel': P()},
+            }
+        },
+        'lm_head': {'kernel': P('fsdp', 'tp')},
+    }
+    # optimizer states too, and over data with ZeRO
+    state = {'mu': LLAMA}
+    moments = einshard(state, for_optimizer(LLAMA, spec), mesh=mesh)['mu']
+    assert jax.tree.map(lambda x: x.sharding.spec, moments) == placed
+    zero = einshard(state, for_optimizer(LLAMA, spec, zero='data'), mesh=mesh)['mu']
+    assert zero['embed_tokens']['embedding'].sharding.spec == P(('tp', 'fsdp'), 'data')
+
+
+def test_the_values_of_a_step_with_hsdp():
+    mesh = mesh_of(data=2, fsdp=4, tp=2)
+    spec = shard_largest('fsdp', spec=Rules([('w', TP)]))
+    rng = np.random.default_rng(0)
+    params = {'w': rng.normal(size=(16, 16)).astype(np.float32)}
+    x = rng.normal(size=(8, 16)).astype(np.float32)
+
+    @sharded(spec, 'b d -> b@(data,fsdp) d', out=spec, mesh=mesh)
+    def gradient(params, x):
+        return jax.grad(lambda params: jnp.sum((x @ params['w']) ** 2))(params)
+
+    found = gradient(params, x)['w']
+    assert found.sharding.is_equivalent_to(NamedSharding(mesh, P('fsdp', 'tp')), 2)
+    np.testing.assert_allclose(found, 2 * x.T @ (x @ params['w']), rtol=1e-4)
+
+
+# -------------------------------------------------------------------------------- where it is used
+
+
+def test_in_rules_traces_and_on_two_meshes_in_turn():
+    rules = Rules([('w', shard_largest('fsdp', spec=TP))], default=shard_largest('fsdp'))
+    tree = {'w': np.ones((16, 16), np.float32), 'v': np.ones((4, 32), np.float32)}
+    constrained = jax.jit(lambda tree: einshard(tree, rules))
+    for _ in range(2):
+        for mesh, w, v in (
+            (MESH, P('fsdp', 'tp'), P(None, 'fsdp')),
+            (mesh_of(fsdp=2, tp=4), P('fsdp', 'tp'), P(None, 'fsdp')),
+            (mesh_of(fsdp=1, tp=8), P(None, 'tp'), P()),
+        ):
+            with jax.set_mesh(mesh):
+                for placed in (einshard(tree, rules), constrained(tree)):
+                    for name, spec in (('w', w), ('v', v)):
+                        expected = NamedSharding(mesh, spec)
+                        assert placed[name].sharding.is_equivalent_to(expected, 2)
+
+
+def test_a_copy_and_a_pickle_do_the_same():
+    spec = shard_largest('fsdp', spec=Rules([('w', TP)]), min_bytes=64)
+    for again in (copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
+        placed = einshard({'w': struct(16, 16)}, again, mesh=MESH)
+        assert placed['w'].sharding == make_sharding('d f -> d@fsdp f@tp', mesh=MESH)
+
+
+def test_leaves_that_are_not_arrays_and_leaves_without_a_spec():
+    tree = {'w': struct(8, 8), 'skip': struct(8, 8), 'f': max, 'name': 'x'}
+    rules = Rules([('skip', None), ('', '... -> * ...')])
+    placed = einshard(tree, shard_largest('fsdp', spec=rules), mesh=MESH)
+    assert placed['w'].sharding.spec == P('fsdp')
+    assert placed['skip'].sharding is None
+    assert (placed['f'], placed['name']) == (max, 'x')
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+def test_errors():
+    assert refusal(shard_largest, 3).sentence == 'shard_largest takes names of mesh axes, not 3'
+    assert refusal(shard_largest, 'fsdp', min_bytes='1k').sentence == (
+        "min_bytes= must be a number of bytes, not '1k'"
+    )
+    assert '3 is not a spec' in refusal(shard_largest, 'fsdp', spec=3).sentence
+    assert 'one spec for all arrays' in refusal(shard_largest, 'fsdp', spec={'w': TP}).sentence
+    x = struct(8, 8)
+    error = refusal(einshard, x, shard_largest('fdsp'), mesh=MESH)
+    assert "names 'fdsp', but the mesh has no such axis" in error.sentence
+    assert error.fix == "shard_largest('fsdp')"
+    assert 'there is no mesh' in refusal(einshard, x, shard_largest('fsdp')).sentence
+    tree = {'w': struct(8, 7), 'v': struct(8, 5)}
+    error = refusal(einshard, tree, shard_largest('fsdp', spec=Rules([('', TP)])), mesh=MESH)
+    assert error.facts['rule'] == "''"
+    assert error.facts['array'] == "float32[8,5], leaf 'v'"
+    assert error.facts['also'].startswith("float32[8,7], leaf 'w': axis 'f' (size 7) is not div")
+    mesh = AbstractMesh((4,), ('fsdp',))
+    unmatched = shard_largest('fsdp', spec=Rules([('u', TP)], default=TP))
+    assert refusal(einshard, tree, unmatched, mesh=mesh).sentence == (
+        'no rule matches any path of the tree'
+    )
