@@ -9,8 +9,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from einshard import explain
+from einshard._hlo.collectives import read_collectives
 from einshard._hlo.flops import find_products
 from einshard._hlo.module import Module
+from einshard._inspect.carried import Carried
+from einshard._inspect.explain import _collective_row
+from einshard._inspect.report_rows import Collectives
+from einshard._inspect.totals import network_lines
 
 B, D, T = 64, 256, 32
 
@@ -90,6 +95,27 @@ def test_products_that_are_written_as_sums():
 def test_complex_products():
     x = jax.ShapeDtypeStruct((8, 16), jnp.complex64)
     assert explain(lambda x: x @ x.T, x).flops == 8 * 8 * 16 * 8
+
+
+# --- groups -------------------------------------------------------------------------------------
+
+NO_GROUPS = """HloModule jit_f, num_partitions=16
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %y = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={}, to_apply=%add
+}
+"""
+
+
+def test_groups_that_the_program_does_not_list():
+    """JAX 0.8 prints {} for what a newer libtpu writes; at most, it is one group of all devices."""
+    [one] = read_collectives(NO_GROUPS)
+    assert (one.n_groups, one.group_size, one.network_bytes) == (0, 16, 60)
+    mesh = Mesh(np.array(jax.devices()[:16]), ('data',))
+    row = _collective_row(one, Carried('activations', False, (), ''), [mesh], {})
+    assert (row.groups, row.along) == (0, '')
+    assert next(network_lines(Collectives([row]))) == 'sent in one run: at most 60 B'
 
 
 # --- conditionals, and loops of unknown length --------------------------------------------------

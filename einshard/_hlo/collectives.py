@@ -94,7 +94,8 @@ class Collective:
 
     @property
     def n_groups(self) -> int:
-        return len(self.groups) or 1
+        """The number of groups; 0 if the text does not list them."""
+        return len(self.groups)
 
     @property
     def bytes(self) -> int:

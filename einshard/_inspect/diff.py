@@ -129,7 +129,9 @@ def _collectives(rows: Sequence[CollectiveRow]) -> dict[str, _Alike]:
     found: dict[str, _Alike] = {}
     for row in rows:
         along = f' along {row.along}' if row.along else ''
-        what = f'{row.kind} {short_arrays(row.arrays)}, {row.groups} of {row.group_size}{along}'
+        what = (
+            f'{row.kind} {short_arrays(row.arrays)}, {row.groups or "?"} of {row.group_size}{along}'
+        )
         known, executions = found.get(what, _NONE), 1 if row.executions is None else row.executions
         found[what] = _Alike(
             known.executions + executions,

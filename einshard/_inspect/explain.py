@@ -348,7 +348,7 @@ def _collective_row(
     one: Collective, what: Carried, meshes: Sequence[Any], sharded_by: ShardedBy
 ) -> CollectiveRow:
     words = ''
-    for mesh in meshes if one.kind != 'custom-call' else ():
+    for mesh in meshes if one.groups else ():
         axes = mesh_axes_of(one.groups, mesh)
         if axes is not None:
             words = along(axes, mesh, sharded_by)

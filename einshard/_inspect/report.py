@@ -262,7 +262,7 @@ def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[st
         runs,
         f'{row.kind}{" (async)" * row.is_async}{" (f32)" * row.widened}',
         short_arrays(row.arrays),
-        '?' if row.network_bytes is None else f'{row.groups} of {row.group_size}',
+        f'{row.groups} of {row.group_size}' if row.groups else '?',
         row.along,
         '?' if row.network_bytes is None else format_bytes(_sent(rows)),
         short_source(row.source),

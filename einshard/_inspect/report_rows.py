@@ -50,7 +50,8 @@ class CollectiveRow:
             'f32[8,16]'.
         bytes: bytes of those arrays, per device.
         group_size: the number of devices in each group.
-        groups: the number of groups.
+        groups: the number of groups; 0 if the program does not list them, as for a custom call, and
+            with JAX 0.8 and a newer libtpu. Bytes are then those of one group of all devices.
         along: the mesh axes that it runs along, on a user's mesh; else the array axes sharded over
             the same devices: 'b,x' is both axes, 'h|k' is either one. '' if unknown.
         executions: how often it runs in one run of the program; None if a loop has an unknown trip

@@ -31,7 +31,8 @@ def network_lines(rows: Collectives) -> Iterator[str]:
     total = sum(rows.network_bytes.values())
     unknown = any(None in (row.executions, row.network_bytes) for row in rows)
     parts = _parts(rows.network_bytes, total)
-    at_least = 'at least ' * unknown
+    is_bound = unknown or any(not row.groups and row.network_bytes for row in rows)
+    at_least = ('at least ' if unknown else 'at most ') * is_bound
     branches = _ALL_BRANCHES * any(row.in_branch for row in rows)
     yield f'sent in one run: {at_least}{format_bytes(total)}{branches}{": " * bool(parts)}{parts}'
     axes, passes = rows.bytes_by('along'), rows.bytes_by('is_backward')
