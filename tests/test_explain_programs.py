@@ -149,6 +149,17 @@ def test_loops_of_unknown_length(shaped):
     assert 'one run (TPU v5e; loops of unknown length run once)' in str(report)
 
 
+def test_difference_of_a_loop_of_unknown_length(shaped):
+    def f(w, x, n):
+        return lax.fori_loop(0, n, lambda i, x: jnp.tanh(x @ w), x)
+
+    arguments = shaped(D, D, spec=P('tensor')), shaped(B, D, spec=P('data'))
+    unknown = explain(jax.jit(f), *arguments, shaped(dtype='int32'))
+    known = explain(jax.jit(lambda w, x: f(w, x, 5)), *arguments)
+    assert [row[1:] for row in unknown.diff(known).collectives] == [(None, 5)]
+    assert ': ? => 5 (' in str(unknown.diff(known))
+
+
 def test_narrow_products_that_a_cpu_widens(shaped):
     """In fp8, an H100 needs half the time of bf16; on CPU both products are in f32."""
     seconds = {}
