@@ -287,6 +287,15 @@ def test_unconstrained_outside_a_trace(call):
         call(P(P.UNCONSTRAINED, 'data'))
 
 
+@pytest.mark.parametrize('constant', [X, jnp.asarray(X)], ids=['numpy', 'jax'])
+def test_unconstrained_constants(constant):
+    def f(x):
+        return (einshard(constant, P(P.UNCONSTRAINED, 'data'), mesh=AUTO) * x).sum()
+
+    assert np.array_equal(jax.grad(f)(X), X)
+    assert np.array_equal(jax.jit(jax.grad(f))(X), X)
+
+
 def test_unconstrained_on_explicit_axes():
     for mesh in (EXPLICIT, MIXED):
         with jax.set_mesh(mesh), pytest.raises(EinshardError, match='without explicit axes'):
@@ -300,6 +309,24 @@ def test_unconstrained_on_explicit_axes():
 def test_unreduced_axes(spec):
     with pytest.raises(EinshardError, match='has unreduced or reduced axes'):
         einshard(X, spec, mesh=EXPLICIT)
+
+
+@pytest.mark.parametrize(
+    ('spec', 'fix'),
+    [
+        (P('dta'), "P('data')"),
+        (P(None, ('data', 'tensr')), "P(None, ('data', 'tensor'))"),
+        (P(P.UNCONSTRAINED, 'dta'), "P(P.UNCONSTRAINED, 'data')"),
+    ],
+)
+def test_a_misspelled_mesh_axis(spec, fix):
+    with pytest.raises(EinshardError) as caught:
+        jax.jit(lambda x: einshard(x, spec, mesh=AUTO))(X)
+    assert caught.value.fix == fix
+    if 'UNC' not in fix:
+        with pytest.raises(EinshardError) as caught:
+            sharded(spec, mesh=AUTO)(lambda x: x)(X)
+        assert caught.value.fix == fix
 
 
 def test_an_axis_twice():

@@ -119,10 +119,9 @@ def resolve(
     try:
         if missing == 'replicate' or indivisible == 'replicate':
             spec = lenient(spec, on_missing=missing, on_indivisible=indivisible)
-        placement = find_placement(spec, shape, context, memory_kind)
-        if placement.is_unconstrained and not traced:
-            check_constrained(as_leaf_spec(spec))
-        return placement
+        if isinstance(spec, LeafSpec) and not traced:
+            check_constrained(spec)
+        return find_placement(spec, shape, context, memory_kind)
     except TypeError:  # raised by the cache for unhashable arguments
         check_types(spec, shape, memory_kind)
         raise
@@ -264,7 +263,13 @@ def _working_fix(
 
     fix = working_fix(error, lambda text: attempt(rewritten(spec, text)))
     if fix is not None:
-        return Suggestion(str(rewritten(spec, fix.expression)))
+        fixed = rewritten(spec, fix.expression)
+        if not isinstance(spec, LeafSpec) or spec.partition is None:
+            return Suggestion(str(fixed))
+        sharding = attempt(fixed).sharding
+        return partition_text(
+            (_leave_free(sharding, spec) if spec.unconstrained else sharding).spec
+        )
     mesh, rules = context.mesh, context.axis_rules
     if mesh is None:  # more likely, mesh= was forgotten
         return None
