@@ -25,6 +25,7 @@ DEVICES = jax.devices()
         ({'pod': 1, 'data': -1, 'tensor': 4}, (1, 4, 4)),
         ({'data': 16, 'tensor': -1}, (16, 1)),
         ({'devices_': 2, 'd\u00e9': 8}, (2, 8)),
+        ({'data': np.int64(4), 'tensor': np.int32(-1)}, (4, 4)),
     ],
 )
 def test_axes_divide_the_devices_row_by_row(axes, sizes):
@@ -94,6 +95,15 @@ def test_in_use():
         ({'a': True}, "the size of mesh axis 'a' must be a positive integer or -1, not True"),
         ({'a b': 16}, "'a b' is not a valid name of a mesh axis"),
         ({'': 16}, "'' is not a valid name of a mesh axis"),
+        (
+            {'d0': 4, 'd1': 4},
+            "'d0' is a name of an axis of the canonical mesh; use another one",
+        ),
+        (
+            {'data': 16, 'axis_types': AxisType.Manual},
+            'axis_types= must be one AxisType for all axes, not Manual\n'
+            '  expected: AxisType.Auto or AxisType.Explicit',
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(axes, message):

@@ -23,7 +23,8 @@ from einshard import (
     sharded,
 )
 
-AUTO = device_mesh(jax.devices()[:8], data=4, tensor=2)
+DEVICES = jax.devices()
+AUTO = device_mesh(DEVICES[:8], data=4, tensor=2)
 EXPLICIT = device_mesh(AUTO, data=4, tensor=2, axis_types=AxisType.Explicit)
 MIXED = Mesh(AUTO.devices, ('data', 'tensor'), axis_types=(AxisType.Explicit, AxisType.Auto))
 MESHES = pytest.mark.parametrize('mesh', [AUTO, EXPLICIT, MIXED], ids=['auto', 'explicit', 'mixed'])
@@ -152,6 +153,31 @@ def test_per_device(mesh):
     assert np.array_equal(ours(X, X), expected)
     assert placed(ours(X, X), mesh, P('data'))
     assert np.array_equal(per_device(*on, out=P('data'))(body)(X, X), expected)
+
+
+def test_per_device_on_another_mesh():
+    given = NamedSharding(AUTO, P('data'))
+    for devices in (DEVICES[8:], DEVICES[:16]):
+        f = per_device(given, out=P('data'), mesh=device_mesh(devices, data=4, tensor=-1))
+        with pytest.raises(EinshardError, match='the NamedSharding is on'):
+            f(lambda x: x)(X)
+    with pytest.raises(EinshardError, match='does not move arrays to pinned_host memory'):
+        per_device(NamedSharding(AUTO, P('data'), memory_kind='pinned_host'), out=P())
+
+
+@pytest.mark.parametrize('counts', ['a b -> a4 b3', 'a b -> b3 2 a2'])
+def test_factors_of_the_canonical_mesh(counts):
+    x = einshard(np.ones((12, 12)), counts, mesh=DEVICES[:12])
+    for given in ({}, {'mesh': DEVICES[:12]}):
+        for y in (
+            einshard(np.ones((12, 12)), x.sharding, **given),
+            sharded(x.sharding, out=x.sharding, **given)(lambda x: x + 1)(x),
+            per_device(x.sharding, out=x.sharding, **given)(lambda x: x + 1)(x),
+            per_device(x.sharding, out=counts, **given)(lambda x: x + 1)(x),
+        ):
+            assert y.sharding.is_equivalent_to(x.sharding, 2)
+    with pytest.raises(EinshardError, match='the NamedSharding is on (another mesh|other devices)'):
+        einshard(np.ones((12, 12)), x.sharding, mesh=DEVICES[4:])
 
 
 def test_per_device_replicates():
