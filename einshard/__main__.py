@@ -1,4 +1,4 @@
-"""python -m einshard: draw expressions, explain functions, show tables of rules."""
+"""python -m einshard: draws expressions, explains functions, and shows tables of rules."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[0] in commands:
             text = commands[arguments[0]](arguments[1:])
         else:
-            # a misspelt command would parse as an expression with one unsharded axis
+            # a misspelled command would parse as an expression: one unsharded axis
             if near := difflib.get_close_matches(arguments[0], commands, n=1, cutoff=0.7):
                 fix = f'python -m einshard {near[0]}'
                 raise EinshardError(f"'{arguments[0]}' is not a command", fix=fix)
@@ -155,7 +155,7 @@ def _count(text: str) -> int:
 
 
 def _mesh_axis(text: str) -> tuple[str, int]:
-    """'data=4' -> ('data', 4)"""
+    """Reads a mesh axis: ('data', 4) for 'data=4'."""
     name, _, size = text.partition('=')
     if not name or not size.isdecimal() or int(size) == 0:
         raise argparse.ArgumentTypeError(
@@ -172,7 +172,7 @@ def _parser(
     devices: str,
     count: Callable[[str], int] = _count,
 ) -> argparse.ArgumentParser:
-    """A parser with the options --devices and --mesh."""
+    """Makes a parser with the options --devices and --mesh."""
     parser = argparse.ArgumentParser(
         prog=f'python -m einshard {command}'.rstrip(),
         description=description,
@@ -192,7 +192,7 @@ def _parser(
 
 
 def _printable(text: str, encoding: str | None) -> str:
-    """The text, with ASCII boxes if the output encoding (such as cp1252) lacks line characters."""
+    """Replaces box characters by ASCII if the output encoding, such as cp1252, lacks them."""
     try:
         text.encode(encoding or 'utf-8')
     except UnicodeEncodeError:

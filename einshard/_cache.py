@@ -1,4 +1,4 @@
-"""Caches, all registered here for `clear_caches`."""
+"""Creates caches that `clear_caches` clears."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _caches: list[Callable[[], None]] = []
 
 
 def cached(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A `functools.lru_cache` that `clear_caches` clears.
+    """Caches a function like `functools.lru_cache`, in a cache that `clear_caches` clears.
 
-    Look-ups run in C: they take 0.1 us and are thread-safe. The size is bounded because a
+    Lookups run in C, take 0.1 us, and are thread-safe. The size is bounded because a
     long-running notebook may create any number of meshes and expressions.
     """
     wrapped: Any = functools.lru_cache(maxsize=8192)(function)
@@ -25,7 +25,7 @@ def cached(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def register(cache: dict[_K, _V]) -> dict[_K, _V]:
-    """Registers a dictionary that `clear_caches` clears, and returns it."""
+    """Registers a dictionary for `clear_caches` to clear, and returns it."""
     _caches.append(cache.clear)
     return cache
 

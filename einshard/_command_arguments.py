@@ -1,4 +1,4 @@
-"""Command line arguments -> arrays, values from modules, meshes."""
+"""Reads command-line arguments: arrays, values from modules, and meshes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ._sharding.mesh import AnyMesh, device_mesh
 from ._sharding.topology import topology
 from ._text import name_of
 
-# these take 2 GB and 12 s to start; 4 times as many take more than 100 s
-_MOST_SIMULATED = 16_384
+# so many devices take 2 GB and 12 s to start; 4 times as many take more than 100 s
+_MAX_SIMULATED = 16_384
 _ARRAY = re.compile(r'(\w+)\[([\d,\s]*)\]')
 _KEYWORD = re.compile(r'([^\W\d]\w*)=(.*)', re.DOTALL)
 _SHORT_DTYPE = re.compile(r'^(bf|f|i|u|c)(?=\d+$)|^pred$')
@@ -32,7 +32,7 @@ _KINDS = {'bf': 'bfloat', 'f': 'float', 'i': 'int', 'u': 'uint', 'c': 'complex',
 
 
 def read_arguments(texts: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-    """['f32[8]', 'rate=0.1'] -> positional and keyword arguments."""
+    """Reads arguments such as 'f32[8]' or 'rate=0.1'; returns positional and keyword arguments."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for text in texts:
@@ -73,7 +73,7 @@ def _dtype(name: str, text: str) -> Any:
 
 
 def result_shapes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The shapes of a function's result; other arguments than arrays are passed as they are."""
+    """Evaluates the shapes of a function's result. Only arguments that are arrays are traced."""
     check_arguments(function, name_of(function), args, kwargs)
     leaves, treedef = jtu.tree_flatten((args, kwargs))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
@@ -86,11 +86,11 @@ def result_shapes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def load(text: str) -> Any:
-    """The value of 'module:name'."""
+    """Imports the value of 'module:name'."""
     module_name, _, path = text.partition(':')
     if not (module_name and path):
         raise EinshardError(
-            f"'{text}' is not of the form module:name", facts={'example': 'model:step'}
+            f"'{text}' does not have the form module:name", facts={'example': 'model:step'}
         )
     found: Any = _import(module_name)
     for name in path.split('.'):
@@ -112,7 +112,7 @@ def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # a missing import inside that module is the user's error: show its traceback
+        # an import that fails in the user's module: show its traceback
         if error.name is None or not f'{name}.'.startswith(f'{error.name}.'):
             raise
         raise EinshardError(
@@ -122,7 +122,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _names_in(found: Any, module_name: str) -> list[str]:
-    """The public names that a module or class defines, or else those that it imports."""
+    """Lists the public names that a module or class defines, or else those that it imports."""
 
     def is_imported(value: Any) -> bool:
         if inspect.isroutine(value) or inspect.isclass(value) or hasattr(value, '__wrapped__'):
@@ -135,7 +135,7 @@ def _names_in(found: Any, module_name: str) -> list[str]:
 
 
 def abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:
-    """The abstract mesh of --mesh."""
+    """Builds the abstract mesh for --mesh."""
     names, sizes = zip(*axes, strict=True)
     for name in names:
         if names.count(name) > 1:
@@ -146,7 +146,7 @@ def abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:
 def mesh_of(
     n_devices: int | None, axes: Sequence[tuple[str, int]] | None, slice_name: str | None
 ) -> AnyMesh | None:
-    """The mesh of --devices, --mesh and --topology; None if none of them is given."""
+    """Builds the mesh for --devices, --mesh and --topology; None if none of them is given."""
     shape = None if axes is None else abstract_mesh(axes)
     n_devices = n_devices if shape is None else shape.size
     if slice_name is not None:
@@ -166,11 +166,11 @@ def mesh_of(
 
 
 def _simulated(n_devices: int) -> list[Any]:
-    """Simulated CPU devices. The JAX backend must not have started."""
-    if n_devices > _MOST_SIMULATED:
+    """Starts simulated CPU devices. The JAX backend must not have started yet."""
+    if n_devices > _MAX_SIMULATED:
         raise EinshardError(
             f'cannot simulate {n_devices} devices',
-            facts={'at most': _MOST_SIMULATED},
+            facts={'at most': _MAX_SIMULATED},
         )
     flags = os.environ.get('XLA_FLAGS', '')
     os.environ['XLA_FLAGS'] = f'{flags} --xla_force_host_platform_device_count={n_devices}'

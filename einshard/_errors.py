@@ -1,4 +1,4 @@
-"""EinshardError, and how it prints."""
+"""EinshardError, and the format of its message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Span = tuple[int, int]
 class EinshardError(ValueError):
     """An invalid expression, spec, shape, mesh or device count.
 
-    The message consists of a sentence, the expression with carets, labelled facts, and a fix:
+    The message consists of a sentence, the expression with carets, labeled facts, and a fix:
 
         >>> from einshard import EinshardError, make_sharding
         >>> try:
@@ -35,7 +35,7 @@ class EinshardError(ValueError):
         expression: the expression as written, or None.
         spans: (start, end) offsets of the marked terms in `expression`.
         facts: facts by label, in the order shown.
-        fix: an expression or call that works, or None. It was tried.
+        fix: an expression or call that was tested and works, or None.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class EinshardError(ValueError):
         super().__init__(self._render())
 
     def about(self, **facts: object) -> EinshardError:
-        """A copy with more facts, before the existing ones."""
+        """Returns a copy with more facts, before the existing ones."""
         return type(self)(
             **self.parts(facts={**{_label(key): fact for key, fact in facts.items()}, **self.facts})
         )
 
     def with_fix(self, fix: str | None) -> EinshardError:
-        """A copy with another fix, or with none."""
+        """Returns a copy with another fix, or with none."""
         return type(self)(**self.parts(fix=fix))
 
     def parts(self, **others: Any) -> dict[str, Any]:
-        """The constructor arguments of a copy, some of them replaced."""
+        """Returns the constructor arguments of a copy, with some of them replaced."""
         return {
             'sentence': self.sentence,
             'expression': self.expression,
@@ -89,7 +89,7 @@ class EinshardError(ValueError):
         return '\n'.join(lines)
 
     def __reduce__(self):
-        # not from self.args: it holds the rendered message, which would be rendered again
+        # not self.args: that is the rendered message, which would be rendered again
         return functools.partial(type(self), **self.parts()), ()
 
 
@@ -114,7 +114,7 @@ EinshardError.__module__ = 'einshard'  # tracebacks print the public name
 
 
 def hide_inner_frames(error: BaseException) -> None:
-    """Removes the frames of this package from a traceback, except the outermost of each run."""
+    """Removes the frames of this package from a traceback, except the first of each sequence."""
     frame = error.__traceback__
     while frame is not None:
         while frame.tb_next and frame.tb_next.tb_frame.f_code.co_filename.startswith(_FOLDER):
@@ -126,12 +126,12 @@ _FOLDER = f'{Path(__file__).parent}{os.sep}'
 
 
 def _label(key: str) -> str:
-    """The label of a fact, as shown: 'works_with' -> 'works with'."""
+    """Turns a keyword into the label of a fact: 'works with' for 'works_with'."""
     return key.replace('_', ' ') if key.isidentifier() else key
 
 
 class Suggestion(str):
-    """An expression that replaces an invalid one. As a string it is quoted, as errors show it."""
+    """An expression that replaces an invalid one. The string has quotes, as errors show it."""
 
     expression: str
 
@@ -145,27 +145,27 @@ class Suggestion(str):
 
 
 def _carets(text: str, spans: Sequence[Span]) -> str:
-    guilty = {i for start, end in spans for i in range(start, end)}
+    marked = {i for start, end in spans for i in range(start, end)}
     line = ''
     for i, character in enumerate(text):
-        line += ('^' if i in guilty else ' ') * display_width(shown(character))
+        line += ('^' if i in marked else ' ') * display_width(shown(character))
     past_the_end = any(start >= len(text) for start, _ in spans)
     return (line + '^' if past_the_end else line).rstrip()
 
 
 def shown(text: str) -> str:
-    """Text on one line: whitespace as spaces, unprintable characters as U+FFFD."""
+    """Puts text on one line, with unprintable characters as U+FFFD."""
     return ''.join(' ' if c.isspace() else c if c.isprintable() else '\ufffd' for c in text)
 
 
 def quoted(words: Iterable[str]) -> str:
-    """'a', 'b' and 'c'"""
-    *most, last = [f"'{word}'" for word in words]
-    return f'{", ".join(most)} and {last}' if most else last
+    """Quotes and lists words: "'a', 'b' and 'c'"."""
+    *others, last = [f"'{word}'" for word in words]
+    return f'{", ".join(others)} and {last}' if others else last
 
 
 def plural(n: int, noun: str) -> str:
-    """1 device, 2 devices"""
+    """Formats a number of things: '1 device', '2 devices'."""
     if n == 1:
         return f'{n} {noun}'
     return f'{n} {noun.replace("axis", "axe")}s'

@@ -1,4 +1,4 @@
-"""Pages of tables and notes, rendered as text or HTML, for reports and tables of rules."""
+"""Renders pages of tables and notes as text or HTML, for reports and tables of rules."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import TypeAlias
 from ._errors import shown
 from ._text import MONO, display_width
 
-Segment: TypeAlias = tuple[str, str]  # text, and its style as rich names it
+Segment: TypeAlias = tuple[str, str]  # text and its rich style
 
-_NARROWEST = 12  # the minimum width of an elastic column
-_FEWEST = 4  # columns that stay side by side on a narrow page; others go below
+_MIN_ELASTIC_WIDTH = 12
+_MIN_BESIDE = 4  # columns that stay side by side on a narrow page; others go below
 
 
 @dataclass(frozen=True)
 class Column:
     head: str
     right: bool = False  # align right, for numbers
-    elastic: str = ''  # 'middle' or 'start': the part to shorten if the page is narrow
-    below: bool = False  # in text, on a separate line, for long paths
+    elastic: str = ''  # 'middle' or 'start': which part of a cell to omit on a narrow page
+    below: bool = False  # whether text puts the cells on separate lines, for long paths
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table with notes. In text, it is indented if it has a title."""
+    """A table with notes below it. In text, a section with a title is indented."""
 
     title: str
     columns: tuple[Column, ...] = ()
@@ -43,7 +43,7 @@ class Page:
     warnings: tuple[str, ...] = ()
 
     def printable(self) -> Page:
-        """The page without control characters, which paths may contain and terminals act on."""
+        """Replaces control characters, which paths may contain and terminals would execute."""
         sections = (
             replace(
                 section,
@@ -59,13 +59,13 @@ class Page:
 
 
 def page_text(page: Page, width: int | None) -> str:
-    """The page as plain text; if width is None, lines are not wrapped."""
+    """Renders a page as plain text; if width is None, lines are not wrapped."""
     lines = page_lines(page, width)
     return '\n'.join(''.join(text for text, _ in line).rstrip() for line in lines)
 
 
 def page_lines(page: Page, width: int | None) -> Iterator[list[Segment]]:
-    """The lines of a page as styled segments."""
+    """Renders a page as lines of styled segments."""
     page = page.printable()
     if page.title:
         yield [(page.title, 'bold')]
@@ -112,29 +112,29 @@ def _wrapped(words: str, width: int | None) -> list[str]:
 
 
 def _below(text: str, width: int | None) -> list[str]:
-    """The lines below a row; long paths break anywhere."""
+    """Wraps the lines below a row; long paths break anywhere."""
     wide = len(text) if width is None else width - 12
     return textwrap.wrap(text, wide, break_on_hyphens=False) if text else []
 
 
 def _beside(section: Section, width: int | None) -> tuple[int, list[int]]:
-    """The number of columns of a table that fit side by side, and their widths."""
+    """Returns the number of columns of a table that fit side by side, and their widths."""
     n = sum(not column.below for column in section.columns)
     while True:
         widths = _widths(section.columns[:n], section.rows, width)
-        if width is None or n <= _FEWEST or sum(widths) + 2 * (n - 1) <= width:
+        if width is None or n <= _MIN_BESIDE or sum(widths) + 2 * (n - 1) <= width:
             return n, widths
         n -= 1
 
 
 def _widths(along: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[int]:
-    """Column widths; the widest elastic column shrinks until the row fits."""
+    """Computes column widths, shrinking the widest elastic column until the row fits."""
     texts = [[column.head for column in along], *(row[: len(along)] for row in rows)]
     widths = [max(map(display_width, column)) for column in zip(*texts, strict=True)]
     elastic = [i for i, column in enumerate(along) if column.elastic]
     while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
         widest = max(elastic, key=lambda i: widths[i], default=None)
-        if widest is None or widths[widest] <= _NARROWEST:
+        if widest is None or widths[widest] <= _MIN_ELASTIC_WIDTH:
             break
         widths[widest] -= 1
     return widths
@@ -149,31 +149,31 @@ def _line(cells: Sequence[str], along: Sequence[Column], widths: Sequence[int]) 
 
 
 def _shortened(cell: str, column: Column, width: int) -> str:
-    """The text, with its middle or start replaced by '..' if it is too long."""
+    """Replaces the middle or start of a cell by '..' if it is too long."""
     if display_width(cell) <= width:
         return cell
     head = (width - 2) // 2 if column.elastic == 'middle' else 0
     return f'{cell[:head]}..{cell[len(cell) - (width - 2 - head) :]}'
 
 
-# --- HTML for notebooks: inline styles, text in the page's colour ---------------------------------
+# --- HTML for notebooks: inline styles, text in the page's color ---------------------------------
 
 _FRAME = 'font: 13px/1.45 system-ui, sans-serif; text-align: left; max-width: 70em'
 _TITLE = 'font-size: 15px; font-weight: 600; margin: 2px 0 8px'
 _SECTION = 'font-weight: 600; margin: 12px 0 2px'
-# Notebooks style all tables. These styles reset that: text keeps the page's colour, readable on
-# light and dark backgrounds.
+# Notebooks style all tables. These styles override that, so that text has the page's color, which
+# is readable on light and dark backgrounds.
 _TABLE = 'border-collapse: collapse; border: none; margin: 0; font-size: 12px; color: inherit'
 _HEAD = 'border: none; padding: 2px 14px 2px 0; font-weight: normal; opacity: 0.65'
 _CELL = 'border: none; border-top: 1px solid rgba(128,128,128,0.3); padding: 2px 14px 2px 0'
 _WORDS = 'list-style: none; margin: 4px 0; padding: 0'
 _WARNING = 'border-left: 3px solid #d9a400; background: rgba(217,164,0,0.12); padding: 3px 10px'
-# tables of large models have hundreds of rows: scroll, so that totals stay visible
+# tables of large models have hundreds of rows: they scroll, so that totals stay visible
 _SCROLL = 'overflow: auto; max-height: 32em'
 
 
 def page_html(page: Page) -> str:
-    """The page as self-contained HTML."""
+    """Renders a page as self-contained HTML."""
     page = page.printable()
     parts = [_titled(page.title, _TITLE), *map(_section, page.sections)]
     if page.warnings:

@@ -39,8 +39,8 @@ def einshard_golden(request: pytest.FixtureRequest) -> Iterator[Callable[..., No
     """Compares a report with its golden file: `einshard_golden(explain(step, x))`.
 
     The file is golden/<test file>/<test>.txt next to the test file. A second report of the same
-    test goes to <test>+2.txt, a named one (`name='forward'`) to <test>+forward.txt. If the file is
-    missing, the test fails. `pytest --einshard-update` writes it.
+    test has the file <test>+2.txt, a named one (`name='forward'`) <test>+forward.txt. If the file
+    is missing, the test fails; `pytest --einshard-update` writes it.
     """
     from einshard._inspect.golden_files import Goldens
 

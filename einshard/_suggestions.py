@@ -1,4 +1,4 @@
-"""Tries the suggestions in errors, and removes those that fail. Imports no JAX."""
+"""Tests the suggestions in errors, and removes those that fail. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 from ._errors import EinshardError, Suggestion
 
 
-def tried(
+def keep_working_suggestions(
     error: EinshardError,
     with_fix: Callable[[str], object],
     on_devices: Callable[[int], object] | None = None,
 ) -> EinshardError:
-    """A copy of the error without the suggestions that fail.
+    """Copies an error, without the suggestions that fail.
 
     Args:
-        error: the error. If trying its fix raises an error with another fix, as when several
-            expressions are wrong, that fix is tried next.
+        error: the error. If its fix raises an error with another fix, as when several expressions
+            are wrong, that fix is tested next.
         with_fix: runs the call with another expression.
         on_devices: runs the call with another number of devices.
     """
@@ -30,9 +30,9 @@ def tried(
 
 
 def working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> Suggestion | None:
-    """The fix of an error if it works; else the fix of the error that it raises, and so on."""
+    """Returns an error's fix if it works, else the fix of the error that it raises, and so on."""
     fix = error.fix
-    for _ in range(_MOST_FIXES):
+    for _ in range(_MAX_FIXES):
         if not isinstance(fix, Suggestion):
             return None
         try:
@@ -43,7 +43,7 @@ def working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> Sugg
     return None
 
 
-_MOST_FIXES = 8  # a function may need one fix for each of its expressions
+_MAX_FIXES = 8  # a function may need one fix for each of its expressions
 
 
 def works(attempt: Callable[[], object]) -> bool:

@@ -14,7 +14,7 @@ MONO = 'font-family: ui-monospace, Menlo, Consolas, monospace'  # for aligned HT
 
 
 def format_bytes(n_bytes: int) -> str:
-    """1536 -> '1.5 KiB'"""
+    """Formats a number of bytes: '1.5 KiB' for 1536."""
     size, units = float(n_bytes), ['B', 'KiB', 'MiB', 'GiB', 'TiB']
     while abs(size) >= 1024 and len(units) > 1:
         size /= 1024
@@ -23,7 +23,7 @@ def format_bytes(n_bytes: int) -> str:
 
 
 def flops_text(n: float) -> str:
-    """1.5e9 -> '1.5 Gflop'"""
+    """Formats a number of floating-point operations: '1.5 Gflop' for 1.5e9."""
     units = ['', 'k', 'M', 'G', 'T', 'P']
     while n >= 1000 and len(units) > 1:
         n /= 1000
@@ -32,7 +32,7 @@ def flops_text(n: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """0.0018 -> '1.8 ms'"""
+    """Formats a duration: '1.8 ms' for 0.0018."""
     for unit, size in (('s', 1.0), ('ms', 1e-3), ('us', 1e-6)):
         if seconds >= size:
             return f'{seconds / size:.3g} {unit}'
@@ -40,7 +40,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """[6,8]"""
+    """Formats a shape, such as '[6,8]'."""
     return f'[{",".join(map(str, shape))}]'
 
 
@@ -55,13 +55,13 @@ def short_arrays(text: str) -> str:
 
 
 def first_of(texts: Sequence[str], n: int) -> str:
-    """The first n texts and the number of the others: 'a, b, and 3 more'."""
+    """Joins the first n texts and the number of the others: 'a, b, and 3 more'."""
     more = f', and {len(texts) - n} more' if len(texts) > n else ''
     return ', '.join(texts[:n]) + more
 
 
 def short_source(source: str | None) -> str:
-    """'/home/me/model.py:12' -> 'model.py:12'; 'cell:3' in a notebook."""
+    """Shortens a source line to its file name: 'model.py:12'; 'cell:3' in a notebook."""
     # IPython writes each cell to its own file, named by a hash
     source = re.sub(r'.*ipykernel_\d+[\\/]\d+\.py', 'cell', source or '')
     return re.split(r'[\\/]', source)[-1]
@@ -74,7 +74,7 @@ def display_width(text: str) -> int:
 
 
 def old_name(old: str, new: str) -> Any:
-    """A property for the old name of the attribute `new`; reading it warns of deprecation."""
+    """Makes a property for the old name of the attribute `new`, with a deprecation warning."""
 
     def read(thing: Any) -> Any:
         warnings.warn(f'.{old} is deprecated; use .{new}', DeprecationWarning, stacklevel=2)
@@ -84,18 +84,18 @@ def old_name(old: str, new: str) -> Any:
 
 
 def name_of(function: Any) -> str:
-    """The name of a function, partial or callable object, for errors."""
+    """Returns the name of a function, partial or callable object, for errors."""
     while not hasattr(function, '__name__') and hasattr(function, 'func'):
         function = function.func
     return getattr(function, '__name__', type(function).__name__)
 
 
 def deferred_kind(function: Any) -> str | None:
-    """What a call returns if the body runs later, such as 'a generator'; else None."""
+    """Returns the kind of a function whose body runs after the call, for errors; else None."""
     for is_of_kind, kind in (
-        (inspect.isgeneratorfunction, 'a generator'),
-        (inspect.iscoroutinefunction, 'a coroutine'),
-        (inspect.isasyncgenfunction, 'an asynchronous generator'),
+        (inspect.isgeneratorfunction, 'a generator function'),
+        (inspect.iscoroutinefunction, 'an async function'),
+        (inspect.isasyncgenfunction, 'an async generator function'),
     ):
         if is_of_kind(function) or is_of_kind(type(function).__call__):
             return kind
@@ -103,7 +103,7 @@ def deferred_kind(function: Any) -> str | None:
 
 
 def array_text(x: Any) -> str:
-    """'float32[6,8]' for an array; the type, and value if a number, for anything else."""
+    """Formats an array as 'float32[6,8]', a number as its type and value, others as their type."""
     shape, dtype = getattr(x, 'shape', None), getattr(x, 'dtype', None)
     if shape is None or dtype is None:
         value = f' {x!r}' if isinstance(x, int | float | complex) else ''

@@ -16,8 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+
+# generated expressions have counts and stars anywhere
+ANY_SPACING = pytest.mark.filterwarnings('ignore:in .*, and nothing is sharded')
 
 DEVICE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -244,7 +248,7 @@ def _case(draw, n: int, max_dims: int, mesh) -> Case:
 
 
 def _left(draw, names: list[str]) -> tuple[list[str], list[str]]:
-    """The left side, '...' for some neighbours perhaps, and the names that are left."""
+    """The left side, '...' for some neighbors perhaps, and the names that are left."""
     if draw(st.integers(0, 2)):
         return names, names
     start = draw(st.integers(0, len(names)))

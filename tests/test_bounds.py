@@ -127,7 +127,7 @@ RINGS = Network(tpus(16, 16), as_chip('TPU v5e'))  # 50 GB/s per link and direct
     ('groups', 'gathered', 'summed'),
     [
         (along(1, 16, 16), 15 / 16 / 2, 15 / 16),  # a ring: two links into each chip
-        (grid(64, 4), 3 / 4, 1),  # 4 neighbours in a ring are a line: one link into its end
+        (grid(64, 4), 3 / 4, 1),  # 4 neighbors in a ring are a line: one link into its end
         (grid(32, 8), 7 / 8, 1),
         (grid(16, 4, 4).transpose(0, 2, 1).reshape(64, 4), 3 / 2, 2),  # every fourth of a ring
         (grid(4, 4, 4, 4).transpose(0, 2, 1, 3).reshape(16, 16), 15 / 32, 30 / 48),  # blocks
@@ -188,7 +188,7 @@ def test_slices_are_joined_by_the_slow_network():
     assert network.seconds(one) == pytest.approx(GB / 3.125e9)
 
 
-def test_devices_without_coordinates_may_be_neighbours():
+def test_devices_without_coordinates_may_be_neighbors():
     network = Network(gpus(16), as_chip('TPU v5e'))
     one = collective('all-gather', grid(4, 4), 50 * GB)
     assert network.seconds(one) == pytest.approx(3 / 4 / 4)

@@ -1,4 +1,4 @@
-"""The collectives that einshard reads in optimised programs are those that theory asks for.
+"""The collectives that einshard reads in optimized programs are those that theory asks for.
 
 The programs are plain JAX (`hlo/programs.py`), compiled here on simulated CPU devices and, ahead
 of time, for TPU; `hlo/*.txt` keeps texts of other versions of JAX and of the other partitioner.

@@ -306,7 +306,7 @@ def held_sharded(x):
 
 
 CANONICAL = device_mesh()
-AWAIT = 'axis_rules cannot be held across an await'
+AWAIT = 'axis_rules cannot span an await'
 
 
 def assert_clean():
@@ -546,7 +546,7 @@ class CallableCoroutine:
     ],
 )
 def test_functions_whose_body_runs_later_are_not_decorated(function):
-    with pytest.raises(EinshardError, match='cannot be held across an await or a yield'):
+    with pytest.raises(EinshardError, match='cannot span an await or a yield'):
         axis_rules(batch='@data')(function)
 
 

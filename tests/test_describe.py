@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from oracle import ANY_SPACING
 
 from einshard import (
     EinshardError,
@@ -25,6 +26,8 @@ from einshard import (
     sharded,
     show,
 )
+
+pytestmark = ANY_SPACING
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 DEVICES = jax.devices()
@@ -243,7 +246,7 @@ def test_user_meshes_by_name(spec, text):
 
 
 @pytest.mark.parametrize('mesh', [user_mesh((2, 4), ('data', 'tp')), device_mesh(DEVICES[:8])])
-def test_specs_that_are_not_normalised(mesh):
+def test_specs_that_are_not_normalized(mesh):
     """They mean the same, although JAX compares them unequal."""
     first, last = mesh.axis_names[0], mesh.axis_names[-1]
     for spec in [

@@ -1,4 +1,4 @@
-"""show: the blocks that a picture is drawn from, its text, colour and SVG."""
+"""show: the blocks that a picture is drawn from, its text, color and SVG."""
 
 import itertools
 import os
@@ -360,7 +360,7 @@ def test_long_lists_of_devices_are_shortened(expression, n, label):
     assert boxes.split('│')[1].strip() == label
 
 
-# -- colour and SVG
+# -- color and SVG
 
 
 def console_of(width, **options):
@@ -375,15 +375,13 @@ def printed(picture, width):
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def test_rich_has_one_colour_for_each_block():
+def test_rich_has_one_color_for_each_block():
     console = console_of(100, color_system='truecolor', no_color=False)
     picture = show('a b -> 2 a2* b*', (4, 8), 16)
     segments = [s for line in console.render_lines(picture) for s in line if s.text.strip()]
-    colours = {
-        s.text.strip(): s.style.bgcolor.name for s in segments if s.style and s.style.bgcolor
-    }
-    assert colours.keys() == {f'{i},{i + 8}' for i in range(8)}
-    assert len(set(colours.values())) == 8
+    colors = {s.text.strip(): s.style.bgcolor.name for s in segments if s.style and s.style.bgcolor}
+    assert colors.keys() == {f'{i},{i + 8}' for i in range(8)}
+    assert len(set(colors.values())) == 8
 
 
 def test_rich_keeps_to_the_width_of_the_terminal():
@@ -407,7 +405,7 @@ def test_wide_blocks_are_stretched_within_the_width_of_the_terminal():
     ]
 
 
-def test_repr_is_in_colour_on_a_terminal(monkeypatch):
+def test_repr_is_in_color_on_a_terminal(monkeypatch):
     pytest.importorskip('rich')
     picture = show('a b -> a2 b2')
     for name in ('NO_COLOR', 'FORCE_COLOR'):
@@ -439,7 +437,7 @@ def boxes_of(svg):
 
 
 def stripes_of(svg):
-    """(x, y, width, height, colour) of each stripe."""
+    """(x, y, width, height, color) of each stripe."""
     found = []
     for group in ElementTree.fromstring(svg).iter(f'{SVG}g'):
         x, y = map(float, group.get('transform')[len('translate(') : -1].split())
@@ -454,13 +452,13 @@ def stripes_of(svg):
 def test_svg_has_a_stripe_for_each_device_of_a_block():
     picture = show('a b -> 2 a2* b*', (4, 8), 16)
     stripes = stripes_of(picture.svg)
-    assert len({colour for *_, colour in stripes}) == len(stripes) == 16
+    assert len({color for *_, color in stripes}) == len(stripes) == 16
     # row by row: block (i, j) is on devices 2 i + j and 8 more
-    in_order = [colour for *_, colour in sorted(stripes, key=lambda s: (s[1], s[0]))]
-    device_colours = dict(zip([d for b in range(8) for d in (b, b + 8)], in_order, strict=True))
-    # a device has its colour in every picture
+    in_order = [color for *_, color in sorted(stripes, key=lambda s: (s[1], s[0]))]
+    device_colors = dict(zip([d for b in range(8) for d in (b, b + 8)], in_order, strict=True))
+    # a device has its color in every picture
     whole = sorted(stripes_of(show('x -> x*', (64,), 16).svg))
-    assert [colour for *_, colour in whole] == [device_colours[i] for i in range(16)]
+    assert [color for *_, color in whole] == [device_colors[i] for i in range(16)]
 
 
 @pytest.mark.parametrize(
@@ -629,13 +627,13 @@ def without_devices():
 @pytest.mark.parametrize(
     ('arguments', 'sentence'),
     [
-        (('a*', 8), 'shape= is not a shape: 8'),
-        (('a*', (-8,)), 'shape= is not a shape: (-8,)'),
-        (('a*', ('8',)), "shape= is not a shape: ('8',)"),
-        (('a*', (8,), True), 'devices= is not a number of devices: True'),
-        (('a*', (8,), 0), 'devices= is not a number of devices: 0'),
-        (('a*', (8,), 2.5), 'devices= is not a number of devices: 2.5'),
-        (('a*', (8,), {'a': 2}), "devices= is not a number of devices: {'a': 2}"),
+        (('a*', 8), 'shape= must be a sequence of sizes, not 8'),
+        (('a*', (-8,)), 'shape= must be a sequence of sizes, not (-8,)'),
+        (('a*', ('8',)), "shape= must be a sequence of sizes, not ('8',)"),
+        (('a*', (8,), True), 'devices= must be a number of devices, not True'),
+        (('a*', (8,), 0), 'devices= must be a number of devices, not 0'),
+        (('a*', (8,), 2.5), 'devices= must be a number of devices, not 2.5'),
+        (('a*', (8,), {'a': 2}), "devices= must be a number of devices, not {'a': 2}"),
         (('a*', (8,), []), 'a mesh needs at least one device'),
         (('a9999999',), 'a picture of 9999999 devices would be too large'),
         (('a@tp', (8,), 8), "'a@tp' names mesh axes, but there is no mesh"),

@@ -149,13 +149,13 @@ class TestExplicit:
         assert (
             f'\n{caught.value}'
             == """
-the sum over 'x', which is sharded over explicit mesh axes, needs a placement for the result
+contracted axis 'x' is sharded over explicit mesh axes; give the result a placement
     batch x*, x* y -> batch y
           ^^
   operand: 0, float32[4,16@(d0,d1,d2,d3)]
-  try:     'batch x*, x* y -> batch y *'"""
+  try:     'batch x*, x* y -> * batch y'"""
         )
-        y = einsum('batch x*, x* y -> batch y *', array(4, 16), array(16, 8))
+        y = einsum('batch x*, x* y -> * batch y', array(4, 16), array(16, 8))
         assert str(jax.typeof(y)) == 'float32[4,8]'
 
 
@@ -199,6 +199,6 @@ def test_a_path_of_contractions():
     with pytest.raises(EinshardError) as caught:
         einsum('a b, b c, c d -> a d', *arrays, optimize=['greedy'])
     assert str(caught.value) == (
-        "optimize= is not a contraction path: ['greedy']\n"
+        "optimize= must be a contraction path, not ['greedy']\n"
         "  expected: 'greedy', 'optimal' or the operands of each step, [(0, 1), (0, 1)]"
     )

@@ -114,7 +114,7 @@ def test_digits_tells_what_it_does(digits):
     assert output.count('300/300') == 3
     assert len(re.findall(r'\d\d\.\d% right', output)) == 3
     assert 'agree to 1e-05' in output
-    assert '\x1b' not in output  # no colours where there is no terminal
+    assert '\x1b' not in output  # no colors where there is no terminal
 
 
 @pytest.fixture

@@ -403,7 +403,7 @@ def test_a_gathered_array_with_other_uses_is_not_a_full_rematerialization():
 
 
 @quick('x y -> x* y', 'i y -> i* y')
-def rematerialised(w, x):
+def rematerialized(w, x):
     @jax.checkpoint
     def layer(w, x):
         return jnp.tanh(x @ w)
@@ -412,15 +412,15 @@ def rematerialised(w, x):
 
 
 def test_what_is_gathered_several_times():
-    report = explain(rematerialised, floats(64, 64), floats(64, 64), mesh=jax.devices()[:8])
+    report = explain(rematerialized, floats(64, 64), floats(64, 64), mesh=jax.devices()[:8])
     n = report.collectives.counts['all-gather']
     assert n > 1
     ((kind, text, line),) = warnings_of(report)
     assert kind == 'gathered again'
     assert text.startswith(f'w, f32[64,64], is gathered {n} times')
     assert line in (
-        line_of(rematerialised, 'tanh'),
-        line_of(rematerialised, 'jax.grad'),
+        line_of(rematerialized, 'tanh'),
+        line_of(rematerialized, 'jax.grad'),
     )
 
 
@@ -615,7 +615,7 @@ def test_nothing_of_a_program_is_kept():
     explain(between, *arguments, mesh=jax.devices()[:8])
     before = len(kept())
     explain(between, *arguments, mesh=jax.devices()[:8])
-    explain(rematerialised, floats(16, 16), floats(16, 16), mesh=jax.devices()[:8])
+    explain(rematerialized, floats(16, 16), floats(16, 16), mesh=jax.devices()[:8])
     assert len(kept()) == before
 
 
@@ -705,16 +705,16 @@ def test_html(small):
         assert text in html
 
 
-def test_rich_has_the_text_in_colour(small):
+def test_rich_has_the_text_in_color(small):
     import io
 
     console_module = pytest.importorskip('rich.console')
 
-    plain, coloured = io.StringIO(), io.StringIO()
+    plain, colored = io.StringIO(), io.StringIO()
     console_module.Console(file=plain, width=120).print(small)
-    console_module.Console(file=coloured, width=120, force_terminal=True).print(small)
+    console_module.Console(file=colored, width=120, force_terminal=True).print(small)
     assert [line.rstrip() for line in plain.getvalue().splitlines()] == str(small).splitlines()
-    assert '\x1b[1m' in coloured.getvalue()
+    assert '\x1b[1m' in colored.getvalue()
 
 
 def test_no_line_is_wider_than_a_hundred_columns(right):
@@ -798,7 +798,7 @@ def test_a_compiler_that_does_not_show_its_program(monkeypatch):
     """As with JAX 0.8 for GPUs that are not there; to report no collectives would be wrong."""
     monkeypatch.setattr(jax.stages.Compiled, 'as_text', lambda self: None)
     arguments = floats(2, 2), floats(2, 2)
-    unknown = 'its compiler does not expose the program'
+    unknown = 'the backend does not expose the compiled program'
     assert failing(step, *arguments)[0] == f'cannot read the collectives of step: {unknown}'
     compiled = jax.jit(step).lower(*arguments).compile()
     assert failing(compiled)[0] == f'cannot read the collectives of the program: {unknown}'
@@ -987,7 +987,7 @@ ENTRY %main (g: f32[8], h: f32[8], m: f32[]) -> (f32[8], f32[8]) {
 def test_a_broken_promise_is_warned_of():
     f = quick('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-gather')(product)
     arguments = floats(16, 16), floats(16, 16)
-    text = 'collectives= allows all-gather, but it has 1 all-reduce'
+    text = 'collectives= allows any number of all-gathers, but it has 1 all-reduce'
     assert warnings_of(explain(f, *arguments)) == [('promise broken', text, line_of(product, '@'))]
     kept = quick('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-reduce')
     assert not explain(kept(product), *arguments).warnings

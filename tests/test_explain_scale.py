@@ -225,7 +225,7 @@ def test_flops_on_tpu(layers):
     assert {one.dtype for one in products} == {'bf16', 'f32'}
     # 6 flops for each parameter and token; attention and remat come on top
     n = sum(np.prod([getattr(c, axis) for axis in axes]) for axes, _ in llama.SHAPES.values())
-    n -= c.vocab * c.d  # the embedding is a look-up
+    n -= c.vocab * c.d  # the embedding is a lookup
     assert 1.2 < llama.flops(c) / (6 * n * c.batch * c.sequence) < 1.6
 
 

@@ -185,7 +185,7 @@ class Block(nnx.Module):
 
 
 class Deep(nnx.Module):
-    """Blocks stacked for a scan, and in a list, rematerialised."""
+    """Blocks stacked for a scan, and in a list, rematerialized."""
 
     def __init__(self, rngs):
         self.stacked = nnx.split_rngs(splits=4)(nnx.vmap(Block))(rngs)

@@ -18,6 +18,8 @@ from einshard import EinshardError, clear_caches, einshard, make_sharding
 from einshard._notation.expression import parse
 from einshard._notation.layout import fit, lay_out
 
+pytestmark = oracle.ANY_SPACING
+
 CASES = 100_000 if os.environ.get('CI') else 5_000
 
 GOOD = (

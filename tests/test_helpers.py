@@ -67,7 +67,7 @@ def test_analysis():
     elements = 96 + 2 * (64 + 8)
     assert sum(math.prod(row.shape) for row in table.rows) == elements
     assert table.bytes_per_device == 4 * (96 / 8 + 64 / 8 + 64 + 8 + 8)
-    assert table.whole_bytes == 4 * elements
+    assert table.total_bytes == 4 * elements
     assert table.copies == 16 * (12 + 8 + 64 + 8 + 8) / elements
     assert [row.path for row in table.largest_replicated(1)] == ['h/1/kernel']
 

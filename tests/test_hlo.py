@@ -1,6 +1,6 @@
 """einshard compiles to what a mesh, PartitionSpecs and `jax.jit` by hand compile to.
 
-On eight CPU devices and, ahead of time, on slices of TPU v5e. The optimised programs are compared
+On eight CPU devices and, ahead of time, on slices of TPU v5e. The optimized programs are compared
 line by line in the canonical form of benchmarks/_canonical.py. A program numbers its devices from 0
 whichever they are, so the shardings of arguments and results are compared too.
 """
@@ -223,7 +223,7 @@ def test_another_placement_is_another_program(devices8, parts):
 
 
 def test_other_groups_are_another_program(devices8):
-    """As many parts, but the devices of a group are no neighbours."""
+    """As many parts, but the devices of a group are no neighbors."""
     arguments = ARGUMENTS['mlp_forward'](8)
     mesh = mesh_by_hand(devices8, 2)
     turned = Mesh(mesh.devices.reshape(2, 4), ('model', 'data'), axis_types=mesh.axis_types)

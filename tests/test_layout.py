@@ -17,6 +17,8 @@ from einshard import EinshardError, device_mesh, einshard, make_sharding
 from einshard._notation.expression import parse
 from einshard._notation.layout import Layout, Split, fit, lay_out, prime_factors
 
+pytestmark = oracle.ANY_SPACING
+
 ROOT = Path(__file__).parent.parent
 
 

@@ -48,7 +48,7 @@ def test_output_without_box_characters():
 
 
 @pytest.mark.skipif(sys.platform == 'win32', reason='needs a pseudo-terminal')
-def test_a_terminal_has_colour():
+def test_a_terminal_has_color():
     pytest.importorskip('rich')
     import pty
 
@@ -97,8 +97,11 @@ def test_named_mesh_axes(capsys):
         (['a b -> a@tp b', '--devices', '4'], "'a@tp' names mesh axes, but there is no mesh"),
         (['a b -> a@tp b', '--mesh', 'data=4'], "the mesh has no axis 'tp'"),
         (['a -> a@tp', '--mesh', 'tp=4', 'tp=2'], "--mesh lists axis 'tp' more than once"),
-        (['a -> a*', '--shape', '-4', '--devices', '4'], 'shape= is not a shape: [-4]'),
-        (['a -> a*', '--devices', '-4'], 'devices= is not a number of devices: -4'),
+        (
+            ['a -> a*', '--shape', '-4', '--devices', '4'],
+            'shape= must be a sequence of sizes, not [-4]',
+        ),
+        (['a -> a*', '--devices', '-4'], 'devices= must be a number of devices, not -4'),
         ([''], 'the expression is empty'),
     ],
 )

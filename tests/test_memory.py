@@ -19,7 +19,7 @@ def bf16(*shape, sharding=None):
 
 
 def test_bounds_of_a_program_for_tpus():
-    """The chips of a v5e 4x4 in 4 lines: each sums 4 neighbours' terms over lines of links."""
+    """The chips of a v5e 4x4 in 4 lines: each sums 4 neighbors' terms over lines of links."""
     mesh = Mesh(topology('v5e:4x4').devices.reshape(4, 4), ('data', 'tensor'))
 
     @sharded('b@data x', 'x y@tensor', 'y@tensor z', mesh=mesh)

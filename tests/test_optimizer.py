@@ -890,7 +890,7 @@ def test_specs_that_do_not_fit_the_parameters():
     params = {'w': struct(6, 64), 'b': struct(64)}
     assert message(for_optimizer, params, {'w': ROWS}) == expected("""
         spec tree does not match: no spec for 'b' at the root
-          of:    the parameters of for_optimizer
+          value: parameters of for_optimizer
           specs: dict with w
           tree:  dict with b, w
         """)
@@ -900,7 +900,7 @@ def test_specs_that_do_not_fit_the_parameters():
     state = {'mu': params}
     error = message(einshard, state, for_optimizer(params, Rules([('w', ROWS)])))
     assert error.startswith('1 path matches no rule')
-    assert 'of:       the parameters of for_optimizer' in error
+    assert 'value:    parameters of for_optimizer' in error
     # an error in the spec of a parameter shows that parameter
     only = {'v': {'w': struct(64)}}
     spec = for_optimizer(params, Rules([('w', 'x y -> x4 4 y')], default=EVERYWHERE))

@@ -513,7 +513,7 @@ def test_errors_come_before_transfers():
 def instead(function, out='...', spec='a b -> a4 b', x=MATRIX):
     with pytest.raises(EinshardError, match='declares the result replicated') as caught:
         per_device(spec, out=out, mesh=EIGHT[:4])(function)(x)
-    return {label: fact for label, fact in caught.value.facts.items() if label != 'of'}
+    return {label: fact for label, fact in caught.value.facts.items() if label != 'value'}
 
 
 def gathered(x, gather=jax.lax.all_gather):

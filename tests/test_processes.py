@@ -238,7 +238,7 @@ def test_each_process_raises_its_own_error(run, n):
             '  left side: batch d'
         )
         assert texts['global'] == (
-            'the array is already global: several processes hold shards of it\n'
+            'the array is already global: its shards are on several processes\n'
             '    batch d -> batch* d\n'
             f"  array:   float32[{8 * n},4], leaf 'x'\n"
             '  instead: einshard(x, ...) to reshard it'

@@ -47,7 +47,7 @@ def test_rows():
     assert embed.expression == 'v d -> v* d2'
     assert embed.replicated_axes == (0,)
     assert embed.shard_shape == (50, 8)
-    assert (embed.bytes, embed.whole_bytes, embed.sharded) == (50 * 8 * 4, 50 * 16 * 4, True)
+    assert (embed.bytes, embed.total_bytes, embed.sharded) == (50 * 8 * 4, 50 * 16 * 4, True)
     assert (kernel.rule, kernel.expression) == ('kernel$', 'i o -> * i o2')
     assert (kernel.shard_shape, kernel.bytes, kernel.replicated_axes) == ((16, 32), 2048, ())
     assert (bias.dtype, bias.bytes, bias.sharded) == ('float16', 128, False)
@@ -68,7 +68,7 @@ def test_totals():
     whole = 50 * 16 * 4 + 16 * 64 * 4 + 64 * 2 + 16 * 4 + 4
     held = 50 * 8 * 4 + 16 * 32 * 4 + 64 * 2 + 16 * 4 + 4
     assert table.n_devices == 16
-    assert table.whole_bytes == whole
+    assert table.total_bytes == whole
     assert table.bytes_per_device == held
     assert table.sharded_share == (50 * 16 * 4 + 16 * 64 * 4) / whole
     assert table.copies == held * 16 / whole
@@ -82,7 +82,7 @@ def test_totals_at_the_ends():
     sharded = Rules([], default='a* b').table({'w': struct(16, 4)})
     assert (sharded.sharded_share, sharded.copies) == (1, 1)
     empty = Rules([]).table({})
-    assert (empty.rows, empty.bytes_per_device, empty.whole_bytes) == ((), 0, 0)
+    assert (empty.rows, empty.bytes_per_device, empty.total_bytes) == ((), 0, 0)
     assert (empty.sharded_share, empty.copies) == (0, 1)
     assert '0 B per device on 16 devices' in str(empty)
 
@@ -121,8 +121,8 @@ def test_bytes_of_placed_arrays(rules, mesh):
             assert shard.data.nbytes == row.bytes
     held = [sum(s.data.nbytes for s in x.addressable_shards) for x in placed]
     assert table.bytes_per_device * table.n_devices == sum(held)
-    assert table.whole_bytes == sum(x.nbytes for x in placed)
-    assert math.isclose(table.copies, sum(held) / table.whole_bytes)
+    assert table.total_bytes == sum(x.nbytes for x in placed)
+    assert math.isclose(table.copies, sum(held) / table.total_bytes)
     # the same from shapes
     assert rules.table(jax.eval_shape(lambda: tree), mesh=mesh) == table
 
@@ -168,7 +168,7 @@ def test_unsupported_dtypes():
 def test_keys_have_bytes():
     keys = jax.random.split(jax.random.key(0), 16)
     (row,) = Rules([('', 'n*')]).table(keys).rows
-    assert (row.shard_shape, row.bytes, row.whole_bytes) == ((1,), 8, 128)
+    assert (row.shard_shape, row.bytes, row.total_bytes) == ((1,), 8, 128)
 
 
 def test_a_function_is_asked_once_for_each_leaf():
@@ -253,8 +253,8 @@ mlp/kernel  float32[16,64]  kernel$  i o -> * i o2  [16,32]     2.0 KiB
 norm        float32[16]     small    ... -> * ...   [16]           64 B
 step        int32[]         scalar   ... -> * ...   []              4 B
 
-3.8 KiB per device on 16 devices, 7.3 KiB in total; 97.4% of the bytes are sharded, with 8.21 \
-replicas on average
+3.8 KiB per device on 16 devices, 7.3 KiB in total; 97.4% of the bytes are sharded; 8.21 \
+copies of each byte on average
 largest replicated: mlp/bias (128 B), norm (64 B), step (4 B)
 not divisible, so replicated: axis 0 of embed, size 50
 never matches: 'attention'
@@ -348,12 +348,12 @@ def test_llama_70b_without_devices():
 
     held = jax.tree_util.tree_map_with_path(by_hand, model_shapes.LLAMA_70B)
     assert table.bytes_per_device == sum(jax.tree.leaves(held))
-    assert table.whole_bytes == 2 * 70_553_706_496
+    assert table.total_bytes == 2 * 70_553_706_496
     assert table.n_devices == 512
     assert len(table.rows) == 80 * 9 + 3
     assert (table.unused, table.shadowed) == ((), ())
     norms = 161 * 8192 * 2
-    assert table.bytes_per_device == (table.whole_bytes - norms) // 256 + norms
+    assert table.bytes_per_device == (table.total_bytes - norms) // 256 + norms
     assert {row.path.split('/')[-2] for row in table.largest_replicated(1000)} == {
         'input_layernorm',
         'post_attention_layernorm',

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from oracle import examples
+from oracle import ANY_SPACING, examples
 from placed import mesh_of
 
 from einshard import EinshardError, einsum, parallelism, per_device
+
+pytestmark = ANY_SPACING
 
 EIGHT = jax.devices()[:8]
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 from einshard import EinshardError, make_sharding, parallelism
 from einshard._hlo.collectives import read_collectives
-from einshard._theory.communication import Blocks, Space, moves
+from einshard._theory.communication import Blocks, Space, resharding
 from einshard._theory.contraction import read_contraction
 
 EINSUMS = [
@@ -48,7 +48,7 @@ def compiled(einsum, placements, devices, out=None, sizes=None):
         for operand, placement in zip(contraction.operands, placements, strict=True)
     ]
     out = None if out is None else make_sharding(out, mesh=devices)
-    subscripts = contraction.of_letters()
+    subscripts = contraction.numpy_subscripts()
     program = jax.jit(lambda *xs: jnp.einsum(subscripts, *xs), out_shardings=out)
     return program.lower(*shapes).compile()
 
@@ -338,7 +338,7 @@ def test_moves():
         return Blocks('the array', space.names, layout, space)
 
     def kinds(old, new):
-        found = moves(blocks(old), blocks(new))
+        found = resharding(blocks(old), blocks(new))
         return [(one.kind, one.over, one.block) for one in found]
 
     a, b, ab, ba = {'a': ('d0',)}, {'b': ('d0',)}, {'a': ('d0', 'd1')}, {'a': ('d1', 'd0')}

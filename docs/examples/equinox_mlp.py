@@ -31,7 +31,7 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
 # ## What lives where
 #
 # Pairs of devices share the hidden layer, the pairs share the batch: `'y x -> * y2 x'` for a
-# weight, which is [out, in], is two halves of y on neighbours, and the same on every pair. The
+# weight, which is [out, in], is two halves of y on neighbors, and the same on every pair. The
 # rules find the optimizer's moments too, whose paths end as those of their parameters do. An odd
 # number of devices makes no pairs; then each stands alone, and that is data parallelism.
 

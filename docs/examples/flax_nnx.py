@@ -29,7 +29,7 @@ X, HIDDEN, Z = 16, 128, 4
 # ## What lives where
 #
 # Pairs of devices share the hidden layer, the pairs share the batch: `'x y -> * x y2'` for a kernel
-# is two halves of y on neighbours, and the same on every pair. The rules find the optimizer's
+# is two halves of y on neighbors, and the same on every pair. The rules find the optimizer's
 # moments too, whose paths end as those of their parameters do. An odd number of devices makes no
 # pairs; then each stands alone, and that is data parallelism.
 

@@ -38,7 +38,7 @@ BATCH = 64  # rows, of all processes together
 # %% [markdown]
 # ## What lives where
 #
-# Groups of two neighbours, which are on one host: a group has its share of the batch, and each of
+# Groups of two neighbors, which are on one host: a group has its share of the batch, and each of
 # the two has half of the hidden units. Between hosts there is only the sum of the gradients.
 
 # %%

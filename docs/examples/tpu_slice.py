@@ -94,7 +94,7 @@ print(tensor)
 # %% [markdown]
 # ## Data parallelism with it
 #
-# Groups of four chips, neighbours, have a quarter of the batch each, and the members of a group
+# Groups of four chips, neighbors, have a quarter of the batch each, and the members of a group
 # share the hidden units. The sums in every layer are now over four chips and a quarter of the
 # rows; those of the gradients, over the groups, are new.
 

@@ -111,7 +111,7 @@ class State(NamedTuple):
 # In data parallelism a device has all the weights and its share of the batch. In tensor parallelism
 # it has the whole batch and its share of everything that comes in numbers: heads, hidden units,
 # vocabulary. What makes such values is cut along the output axis, what reads them along the input
-# axis. The third table has both, in groups of two neighbours.
+# axis. The third table has both, in groups of two neighbors.
 
 
 # %%
@@ -166,7 +166,7 @@ TENSOR = Placement(
     logits='b s v*',
 )
 
-# Groups of two devices, neighbours: a group has its share of the batch, a device half the model.
+# Groups of two devices, neighbors: a group has its share of the batch, a device half the model.
 BOTH = Placement(
     tokens='b* 2 s',
     weights=Weights(

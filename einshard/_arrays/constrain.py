@@ -1,4 +1,4 @@
-"""Sharding constraints: Placements of traced values."""
+"""Applies placements to traced values, as sharding constraints."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def constrain(x: Any, placement: Placement) -> Any:
     try:
         return _constrain(x, placement.sharding)
     except ValueError as error:
-        # under jax.grad without jit the value may be on other devices; the tracer does not show it
+        # under jax.grad outside jit, the value may be on other devices, which the tracer hides
         raise _cannot_constrain(placement, error) from error
 
 
 def _note_names(expression: Expression) -> None:
-    """Notes the axis names at the line of the user, and at the line that calls its function."""
+    """Records the axis names for the user's line, and for the line that calls its function."""
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
     for frame in filter(None, (user, user.f_back)):
         line = f'{frame.f_code.co_filename}:{frame.f_lineno}'
@@ -53,7 +53,7 @@ def place_constant(x: Any, placement: Placement) -> Any:
         if isinstance(sharding.mesh, AbstractMesh) or placement.is_unconstrained:
             return _constrain_in_jit(x, sharding)
         # under jit, device_put returns a tracer and places nothing; under jax.grad or jax.vmap
-        # without jit, it returns a placed array
+        # outside jit, it returns a placed array
         moved = jax.device_put(x, sharding)
         return _constrain(moved, sharding) if isinstance(moved, Tracer) else moved
     except ValueError as error:
@@ -61,7 +61,7 @@ def place_constant(x: Any, placement: Placement) -> Any:
 
 
 def warn_replicated(placement: Placement) -> None:
-    """Warns of a short form that replicates a value without saying so."""
+    """Warns that a short form without a placement replicates a value."""
     text = placement.expression.text
     warnings.warn(
         f"'{text}' has no placement, and no axis_rules apply: the value is replicated over the "
@@ -72,7 +72,10 @@ def warn_replicated(placement: Placement) -> None:
 
 
 def _checked_ref(ref: Any, placement: Placement) -> Any:
-    """A traced `jax.Ref` if its type has this sharding already: JAX cannot constrain a Ref."""
+    """Returns a traced `jax.Ref` if its type has this sharding; else raises.
+
+    JAX cannot constrain a Ref.
+    """
     sharding = placement.sharding
     if set(sharding.mesh.axis_types) == {AxisType.Explicit} and has_type(ref, sharding):
         return ref
@@ -95,7 +98,7 @@ _constrain_in_jit = jax.jit(_constrain, static_argnums=1)
 
 
 def only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
-    """The part of a sharding that uses mesh axes of one type."""
+    """Returns the sharding without the mesh axes of other types."""
     mesh = sharding.mesh
     if set(mesh.axis_types) == {kind}:
         return sharding
@@ -112,7 +115,7 @@ def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
 
 
 def has_type(x: Any, sharding: NamedSharding) -> bool:
-    """Whether the type of a traced value has this sharding, on explicit mesh axes."""
+    """Whether a traced value's type has this sharding along the explicit mesh axes."""
     typed_as: Any = jax.typeof(x).sharding.spec
     if typed_as.unreduced or typed_as.reduced:
         return False
@@ -122,10 +125,10 @@ def has_type(x: Any, sharding: NamedSharding) -> bool:
 
 
 def sharding_refused(x: Any, for_jit: Any) -> Sharding | None:
-    """The sharding of a value that jit with these `in_shardings` rejects; None if jit accepts it.
+    """Returns a value's sharding if jit with these `in_shardings` rejects it, else None.
 
-    jit can reject a value under jax.grad or jax.vmap without jit. The tracer does not show the
-    sharding, so this calls jit.
+    Under jax.grad or jax.vmap outside jit, the value is a tracer that does not expose its sharding,
+    so this calls jit to find out.
     """
     if is_staging():
         return None
@@ -138,11 +141,11 @@ def sharding_refused(x: Any, for_jit: Any) -> Sharding | None:
     return None
 
 
-def move_traced(x: Any, sharding: NamedSharding, replicated: Any) -> Any:
-    """Reshards a value that jit rejects under jax.grad or jax.vmap without jit.
+def reshard_traced(x: Any, sharding: NamedSharding, replicated: Any) -> Any:
+    """Reshards a value that jit rejects under jax.grad or jax.vmap outside jit.
 
-    `device_put` would shard the wrong axes under jax.vmap. A constraint cannot move a value to
-    other devices: then `device_put` replicates it there first.
+    `device_put` would shard the wrong axes under jax.vmap, so this uses a constraint. A constraint
+    cannot move a value to other devices, so `device_put` first replicates it there if necessary.
     """
     try:
         return _constrain_in_jit(x, sharding)

@@ -1,4 +1,4 @@
-"""from_local: the rows of each process -> global arrays."""
+"""from_local: builds global arrays from the rows of each process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import Spec, leaf_specs
 from .device_put import as_host
 from .place import check_dtype, einshard
-from .process_agreement import Intention, by_process, check_agreement, process_text
+from .process_agreement import Intention, check_agreement, group_processes, process_text
 
 T = TypeVar('T')
 
@@ -39,26 +39,27 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
         >>> batch.shape == (2 * jax.device_count(), 4)
         True
 
-    `einshard` takes the full array in every process. `from_local` takes only the rows that the
-    devices of this process will hold. On 4 hosts with 2 devices each, 32 rows per process make a
-    batch of 128 for 'batch d -> batch* d', 16 rows per device. An axis keeps its size if it is
-    replicated, or sharded only within a process. Processes that hold replicas of the same rows must
+    `einshard` takes the full array in every process. `from_local` takes only the rows that this
+    process's devices will store. On 4 hosts with 2 devices each, 32 rows per process make a batch
+    of 128 for 'batch d -> batch* d', with 16 rows per device. An axis keeps its size if it is
+    replicated, or sharded only within a process. Processes with replicas of the same rows must
     pass the same values; this is not checked.
 
-    All processes of the mesh must call it. They first compare shapes, dtypes, paths and
-    expressions, because a program would hang if the arrays differed. The check takes 3 ms with two
-    processes on one machine (building an array takes 0.2 ms) and waits for pending computations.
+    All processes of the mesh must call `from_local`. They first compare shapes, dtypes, paths and
+    expressions, because a program would hang if these differed. With two processes on one machine,
+    the check takes 3 ms (building an array takes 0.2 ms); it waits for pending computations.
 
     Args:
-        batch: a pytree of local arrays, (local rows, ...). A `jax.ShapeDtypeStruct` gets the global
-            shape and the sharding. Leaves that are not arrays are returned as they are.
+        batch: a pytree of local arrays of shape (local rows, ...). A `jax.ShapeDtypeStruct` gets
+            the global shape and the sharding. Leaves that are not arrays are returned as they are.
         spec: as for `einshard`. Callables and `Rules` see the local arrays.
         mesh: as for `make_sharding`.
-        check: whether processes compare what they build. Use False if all processes are known to
-            have equally many rows, as with a data loader that drops the last incomplete batch.
+        check: whether processes compare what they build. Use False if all processes always have
+            equally many rows, as with a data loader that drops the last incomplete batch.
 
     Returns:
-        The pytree of global arrays, (all rows, ...). In one process, what `einshard` returns.
+        The pytree of global arrays, of shape (all rows, ...). In one process, the same as
+        `einshard`.
 
     Raises:
         EinshardError: an expression is invalid or does not fit, as for `einshard`; the number of
@@ -74,27 +75,27 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
     context = current_context(mesh)
     if jax.process_count() == 1:
         return einshard(batch, spec, mesh=mesh)
-    shared = _check_shared(context.lowering_mesh)
-    if not shared.is_multi_process:
+    device_mesh = _check_local_devices(context.lowering_mesh)
+    if not device_mesh.is_multi_process:
         return einshard(batch, spec, mesh=mesh)
     plan = _make_plan(batch, leaves, spec, context)
     if check:
-        # On every call, not only for new shapes: a process with a known shape would go on, and one
-        # with a new shape would wait for it forever.
+        # on every call, not only for new shapes: a process with a known shape would skip the check,
+        # and one with a new shape would wait for it forever
         try:
-            check_agreement(plan.intentions, shared)
+            check_agreement(plan.intentions, device_mesh)
         except EinshardError as error:
-            raise error from plan.wrong
-    if plan.wrong is not None:
-        raise plan.wrong
-    for i, part in plan.parts.items():
-        leaves[i] = _build(part)
+            raise error from plan.error
+    if plan.error is not None:
+        raise plan.error
+    for i, local in plan.arrays.items():
+        leaves[i] = _build(local)
     return jtu.tree_unflatten(treedef, leaves)
 
 
 @cached
-def _check_shared(mesh: AnyMesh) -> Mesh:
-    """The mesh; raises if it is abstract or has no device of this process."""
+def _check_local_devices(mesh: AnyMesh) -> Mesh:
+    """Returns the mesh; raises if it is abstract or has no device of this process."""
     if isinstance(mesh, AbstractMesh):
         raise EinshardError(
             'from_local needs a mesh of devices, but mesh= is abstract',
@@ -111,8 +112,8 @@ def _check_shared(mesh: AnyMesh) -> Mesh:
     return mesh
 
 
-class _Part(NamedTuple):
-    """A local array, with shape and sharding of the global array."""
+class _LocalArray(NamedTuple):
+    """A local array, with the shape and sharding of the global array."""
 
     array: Any
     shape: tuple[int, ...]
@@ -121,18 +122,18 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Plan:
-    parts: dict[int, _Part] = field(default_factory=dict[int, _Part])  # by index of the leaf
+    arrays: dict[int, _LocalArray] = field(default_factory=dict[int, _LocalArray])  # by leaf index
     intentions: list[Intention] = field(default_factory=list[Intention])
-    wrong: Exception | None = None
+    error: Exception | None = None
 
 
 def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) -> _Plan:
-    """What to build. Errors are stored, not raised: the other processes wait for this one."""
+    """Plans what to build. Errors are stored, not raised: the other processes wait for this one."""
     plan = _Plan()
     try:
         specs = leaf_specs(batch, leaves, spec, context.mesh)
     except Exception as error:  # callables in specs may raise anything
-        return _Plan(intentions=[(_sentence(error), '')], wrong=error)
+        return _Plan(intentions=[(_sentence(error), '')], error=error)
     for i, (path, leaf, one) in enumerate(zip(leaf_paths(batch), leaves, specs, strict=True)):
         if one is None or not isinstance(leaf, _ARRAYS):
             continue
@@ -144,12 +145,12 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
                     facts={'instead': 'jax.new_ref(from_local(x, ...)) with an array x'},
                 )
             array = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else as_host(leaf)
-            plan.parts[i] = _find_part(array, one, context)
+            plan.arrays[i] = _local_array(array, one, context)
         except Exception as error:
             sentence = f': {_sentence(error)}'
             if isinstance(error, EinshardError):
                 error = error.about(array=leaf_text(path, array))
-            plan.wrong = plan.wrong or error
+            plan.error = plan.error or error
         plan.intentions.append((leaf_text(path, array) + sentence, str(one)))
     return plan
 
@@ -167,48 +168,49 @@ _ARRAYS = (
 )
 
 
-def _find_part(array: Any, spec: AnySpec, context: Context) -> _Part:
+def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         raise EinshardError(
-            'the array is already global: several processes hold shards of it',
+            'the array is already global: its shards are on several processes',
             expression=str(spec),
             facts={'instead': 'einshard(x, ...) to reshard it'},
         )
-    # the global shape is not known yet; size 0 is divisible by any count
+    # the global shape is not known yet: use size 0, which is divisible by any count
     placement = resolve(spec, (0,) * array.ndim, context)
     if isinstance(array, np.ndarray):
         check_dtype(placement.expression, array.dtype)
     sizes = list(array.shape)
-    for axis, held in _held_parts(placement.sharding, placement.layout, array.ndim).items():
-        mine, different = held[jax.process_index()], set(held.values())
+    shards = _shards_by_process(placement.sharding, placement.layout, array.ndim)
+    for axis, by_process in shards.items():
+        mine, different = by_process[jax.process_index()], set(by_process.values())
         if len(different) == 1:
             continue  # every process has the full axis
-        # equally many shards in each process, and no shard in two processes
+        # each process must have equally many shards, and no two processes the same one
         even = all(len(parts) == len(mine) for parts in different)
         if not even or len(different) * len(mine) != placement.layout.parts[axis]:
-            raise _unevenly_sharded(placement, axis, array, held)
+            raise _unevenly_sharded(placement, axis, array, by_process)
         if sizes[axis] % len(mine):
             raise _indivisible(placement, axis, array, len(mine), spec)
         sizes[axis] *= len(different)
     shape = tuple(sizes)
-    return _Part(array, shape, resolve(spec, shape, context).sharding)
+    return _LocalArray(array, shape, resolve(spec, shape, context).sharding)
 
 
 @cached
-def _held_parts(
+def _shards_by_process(
     sharding: NamedSharding, layout: Layout, ndim: int
 ) -> dict[int, dict[int, frozenset[int]]]:
-    """For each sharded axis: the shards that each process holds."""
+    """Returns the indices of the shards that each process has, for each sharded axis."""
     counts = layout.parts
-    # if the size of an axis is its number of shards, an index is the number of a shard
+    # with one element per shard, the start of a slice is the index of the shard
     indices = sharding.devices_indices_map(tuple(counts.get(axis, 1) for axis in range(ndim)))
-    held: dict[int, dict[int, frozenset[int]]] = {axis: {} for axis in counts}
+    shards: dict[int, dict[int, frozenset[int]]] = {axis: {} for axis in counts}
     for device, index in indices.items():
         process = device.process_index
         for axis in counts:
-            others = held[axis].get(process, frozenset[int]())
-            held[axis][process] = others | {index[axis].start}
-    return held
+            others = shards[axis].get(process, frozenset[int]())
+            shards[axis][process] = others | {index[axis].start}
+    return shards
 
 
 def _indivisible(
@@ -229,22 +231,22 @@ def _indivisible(
 
 
 def _unevenly_sharded(
-    placement: Placement, axis: int, array: Any, held: Mapping[int, frozenset[int]]
+    placement: Placement, axis: int, array: Any, shards: Mapping[int, frozenset[int]]
 ) -> EinshardError:
     name, terms = terms_of_axis(placement.expression, axis, array.ndim)
-    numbers = {process: ', '.join(map(str, sorted(parts))) for process, parts in held.items()}
+    numbers = {process: ', '.join(map(str, sorted(mine))) for process, mine in shards.items()}
     return placement.expression.error(
         f"axis '{name}' is split unevenly across processes, so its global size is unknown",
         terms,
-        **{process: f'shards {text}' for process, text in by_process(numbers).items()},
+        **{process: f'shards {text}' for process, text in group_processes(numbers).items()},
         instead='jax.make_array_from_callback',
     )
 
 
-def _build(part: _Part) -> Any:
-    if isinstance(part.array, jax.ShapeDtypeStruct):
-        return part.array.update(shape=part.shape, sharding=part.sharding)
-    return jax.make_array_from_process_local_data(part.sharding, part.array, part.shape)
+def _build(local: _LocalArray) -> Any:
+    if isinstance(local.array, jax.ShapeDtypeStruct):
+        return local.array.update(shape=local.shape, sharding=local.sharding)
+    return jax.make_array_from_process_local_data(local.sharding, local.array, local.shape)
 
 
 def _sentence(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""gather: sharded arrays -> numpy arrays, in every process."""
+"""gather: copies sharded arrays to NumPy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._errors import EinshardError
 from .._sharding.mesh import device_mesh
 from .._trees.paths import leaf_paths, leaf_text
-from .device_put import is_partial, reduced
+from .device_put import is_partial, without_partial_axes
 
 T = TypeVar('T')
 
 
 def gather(tree: T) -> T:
-    """Copies the full arrays of a pytree to numpy, in every process.
+    """Copies the full arrays of a pytree to NumPy, in every process.
 
         >>> import numpy as np
         >>> from einshard import einshard, gather
@@ -27,15 +27,16 @@ def gather(tree: T) -> T:
         (4, 6)
 
     In one process this is `jax.device_get`. With several processes, all of them must call it:
-    arrays with shards in other processes are replicated first, by one program for the whole tree.
-    Each device needs memory for all arrays of the tree.
+    arrays with shards in other processes are replicated first, by one program for the entire
+    pytree. Each device needs memory for all of these arrays.
 
     Args:
-        tree: a pytree. Leaves that are not jax arrays are returned as they are. A `jax.Ref` gives
-            its array, PRNG keys give their data (see `jax.random.wrap_key_data`).
+        tree: a pytree. Leaves that are not JAX arrays are returned as they are. A `jax.Ref` is
+            read, and PRNG keys are returned as key data (see `jax.random.wrap_key_data`).
 
     Returns:
-        The same pytree of numpy arrays. `einshard(gather(x), describe(x))` restores `x` exactly.
+        The same pytree of NumPy arrays. For ordinary arrays, `einshard(gather(x), describe(x))`
+        restores `x` exactly.
 
     Raises:
         EinshardError: a leaf is a traced value.
@@ -48,25 +49,25 @@ def gather(tree: T) -> T:
                 'a traced value cannot be gathered: it has no data yet',
                 facts={'array': array, 'instead': 'return it and gather the result'},
             )
-    leaves = [_contents(leaf) for leaf in leaves]
+    leaves = [_plain_array(leaf) for leaf in leaves]
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
-    spread = {i: leaf for i, leaf in arrays.items() if not leaf.is_fully_addressable}
-    if spread:
-        everywhere = {i: _replicated(leaf) for i, leaf in spread.items()}
-        replicated = jax.jit(_same, out_shardings=everywhere)(spread)
+    remote = {i: leaf for i, leaf in arrays.items() if not leaf.is_fully_addressable}
+    if remote:
+        shardings = {i: _replicated(leaf) for i, leaf in remote.items()}
+        replicated = jax.jit(_same, out_shardings=shardings)(remote)
         arrays |= {i: leaf.addressable_data(0) for i, leaf in replicated.items()}
     for i, host in jax.device_get(arrays).items():
         leaves[i] = host
     return jtu.tree_unflatten(treedef, leaves)
 
 
-def _contents(leaf: Any) -> Any:
-    """Refs as arrays, PRNG keys as their data, unreduced arrays as their sums."""
+def _plain_array(leaf: Any) -> Any:
+    """Reads a Ref, takes the data of PRNG keys, and sums an unreduced array."""
     if isinstance(leaf, jax.Ref):
         leaf = leaf[...]
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    return reduced(leaf, _replicated(leaf)) if is_partial(leaf) else leaf
+    return without_partial_axes(leaf, _replicated(leaf)) if is_partial(leaf) else leaf
 
 
 def _same(arrays: T) -> T:

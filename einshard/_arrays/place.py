@@ -1,4 +1,4 @@
-"""einshard: places arrays, constrains traced values, annotates ShapeDtypeStructs."""
+"""einshard: places arrays, constrains traced values, and annotates ShapeDtypeStructs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .._sharding.leaf_spec import AnySpec, in_memory
 from .._sharding.mesh import MeshLike
 from .._sharding.resolve import Placement, Shape, find_placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
-from .._trees.specs import Spec, check_visible, leaf_specs
+from .._trees.specs import Spec, check_registered_pytree, leaf_specs
 from .constrain import constrain, place_constant, warn_replicated
 from .device_put import is_placed, put, put_array
 
@@ -38,7 +38,7 @@ def einshard(
     missing: Missing = 'error',
     indivisible: Missing = 'error',
 ) -> T:
-    """Shards an array, or every array of a pytree, as an expression says.
+    """Shards an array, or every array of a pytree, as specified by an expression.
 
         >>> import jax
         >>> import numpy as np
@@ -49,13 +49,13 @@ def einshard(
 
     What it does depends on the leaf:
 
-    * An array with this sharding is returned as it is.
-    * Other arrays, numpy arrays and scalars are moved, in one `jax.device_put` per tree. On CPU,
-      the result may share memory with a numpy array: copy a buffer that you will overwrite.
+    * An array that already has this sharding is returned as it is.
+    * Other arrays, NumPy arrays and scalars are moved, in one `jax.device_put` per pytree. On CPU,
+      the result may share memory with a NumPy array: copy a buffer that you will overwrite.
     * A traced value, as inside `jax.jit`, is constrained: by `jax.lax.with_sharding_constraint`,
       or by `jax.reshard` if the mesh axes are explicit.
     * A `jax.ShapeDtypeStruct` gets the sharding.
-    * A `jax.Ref` is returned if it has this sharding, else it is an error.
+    * A `jax.Ref` is returned if it has this sharding; otherwise it is an error.
     * A leaf that is not an array (a function, a string, None) is returned as it is. A leaf that
       contains arrays but is not a registered pytree is an error.
 
@@ -69,17 +69,17 @@ def einshard(
         mesh: as for `make_sharding`.
         donate: donates the arrays that move, as `donate` of `jax.device_put` does.
         memory_kind: as for `make_sharding`.
-        missing: for mesh axes that a spec names and the mesh lacks: 'error', or 'replicate' to
-            treat them as if they had size 1.
-        indivisible: for an axis whose size is not divisible by its number of shards: 'error', or
-            'replicate' to replicate that axis only.
+        missing: what to do if a spec names mesh axes that the mesh lacks: 'error', or 'replicate'
+            to treat them as axes of size 1.
+        indivisible: what to do if the size of an axis is not divisible by its number of shards:
+            'error', or 'replicate' to replicate that axis only.
 
     Returns:
         `x` with the new shardings.
 
     Raises:
         EinshardError: an expression is invalid, or does not fit its array or the mesh; or `spec`
-            is not a prefix of `x`. The error lists all arrays that do not fit. No array has moved.
+            is not a prefix of `x`. The error lists all arrays that do not fit. No array is moved.
     """
     context = current_context(mesh)
     if missing != 'error' or indivisible != 'error':
@@ -93,23 +93,29 @@ def einshard(
     specs = leaf_specs(x, leaves, spec, context.mesh, treedef)
     tracing = is_tracing()
     find = _finder(context, memory_kind, missing, indivisible, tracing)
-    placed = _place_leaves(x, leaves, specs, find, tracing, donate)
+    try:
+        placed = _place_leaves(x, leaves, specs, find, tracing, donate)
+    except EinshardError as error:
+        raise error.with_fix(_with_numpy(x, leaves, spec, context) or error.fix) from None
     return jtu.tree_unflatten(treedef, placed)
 
 
 def _place_array(x: Any, spec: str, context: Context, memory_kind: str | None, donate: bool) -> Any:
-    """Places a single concrete array; returns None if the full path must do it or raise an error.
+    """Places a single concrete array; returns None if the slow path must do it or raise an error.
 
-    The fast path: 1.0 us for an array that already has this sharding, where `device_put` takes 16.
+    This fast path takes 1.0 us for an array that already has this sharding; `device_put` takes 16.
     """
     kind = _kind(type(x))
     if kind != _ARRAY and kind != _HOST:
         return None
     try:
-        sharding = find_placement(spec, x.shape, context, memory_kind).sharding
+        placement = find_placement(spec, x.shape, context, memory_kind)
         get_mesh()  # raises while tracing; see is_tracing
-    except (ValueError, TypeError):  # the full path raises an error with the array
+    except (ValueError, TypeError):  # the slow path raises an error that names the array
         return None
+    if placement.warning:  # the full path warns
+        return None
+    sharding = placement.sharding
     if kind == _ARRAY:
         placed = x.sharding
         if placed is sharding or placed == sharding or is_placed(x, sharding):
@@ -178,11 +184,11 @@ def _place_leaves(
 def _find(
     leaf: Any, kind: int, spec: AnySpec | None, find: Callable[[AnySpec, Shape], Placement]
 ) -> Placement | None:
-    """The placement of a leaf; None if it has no spec or is not an array."""
+    """Returns the placement of a leaf, or None if it has no spec or is not an array."""
     if spec is None:
         return None
     if kind == _OTHER:
-        check_visible(leaf)
+        check_registered_pytree(leaf)
         return None
     placement = find(spec, () if kind == _SCALAR else leaf.shape)
     if kind == _HOST:
@@ -190,8 +196,20 @@ def _find(
     return placement
 
 
+def _with_numpy(x: Any, leaves: list[Any], spec: Spec, context: Context) -> str | None:
+    """The call that places a list of numbers as one array, if it works."""
+    is_numbers = isinstance(x, list | tuple) and {_kind(type(leaf)) for leaf in leaves} == {_SCALAR}
+    if not is_numbers or not isinstance(spec, str):
+        return None
+    try:
+        find_placement(spec, np.shape(x), context, None)
+    except ValueError:  # numpy raises it for rows of several lengths
+        return None
+    return f'einshard(np.array(x), {spec!r})'
+
+
 def _annotated(leaf: Any, kind: int, placement: Placement) -> Any:
-    """The placement applied without moving data: to a struct, a Ref or a traced value."""
+    """Applies a placement to a struct, a Ref or a traced value, without moving data."""
     if kind == _STRUCT:
         return leaf.update(sharding=placement.sharding)
     if kind == _REF:
@@ -199,14 +217,14 @@ def _annotated(leaf: Any, kind: int, placement: Placement) -> Any:
         return leaf
     if placement.lacks_placement:
         warn_replicated(placement)
-    # jit does not keep the shardings of constants in a traced function
+    # constants too: jit drops their shardings
     return constrain(leaf, placement) if kind == _TRACER else place_constant(leaf, placement)
 
 
 def check_ref(ref: Any, placement: Placement) -> None:
     """Raises if a `jax.Ref` has another sharding.
 
-    A new Ref would be another variable: writes to it would not reach users of the old one.
+    Resharding would create a new Ref, and writes to it would not reach users of the old one.
     """
     if not is_placed(ref, placement.sharding):
         text = in_memory(placement.expression.text, placement.sharding.memory_kind)
@@ -226,7 +244,7 @@ _CONCRETE = frozenset({_ARRAY, _HOST, _SCALAR})
 
 @cached
 def _kind(leaf_type: type) -> int:
-    """The kind of leaf that a type is."""
+    """Classifies a leaf by its type."""
     if issubclass(leaf_type, Tracer):
         return _TRACER
     if issubclass(leaf_type, jax.Array):

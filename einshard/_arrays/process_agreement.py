@@ -17,10 +17,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .._cache import cached
 from .._errors import EinshardError
 
-Intention = tuple[str, str]  # an array as errors show it, and its expression
+# What a process is about to build: an array as errors show it, and its expression.
+Intention = tuple[str, str]
 
-MOST = 2**20  # intentions compared
-LONGEST = 1024  # bytes of an intention that an error shows
+MAX_COMPARED = 2**20  # intentions
+MAX_SHOWN_BYTES = 1024  # of each intention in an error
 
 
 def check_agreement(intentions: Sequence[Intention], mesh: Mesh) -> None:
@@ -28,17 +29,17 @@ def check_agreement(intentions: Sequence[Intention], mesh: Mesh) -> None:
     mine = ['\0'.join(intention) for intention in intentions]
 
     def differ(n: int) -> bool:
-        """Whether the first n differ between processes."""
+        """Whether the first n intentions differ between processes."""
         digest = hashlib.blake2b('\n'.join(mine[:n]).encode(), digest_size=16)
         return len(set(_from_all(digest.digest(), mesh).values())) > 1
 
-    if not differ(MOST):
+    if not differ(MAX_COMPARED):
         return
     # all processes see the same digests, so their binary searches take the same steps
-    first = bisect.bisect_left(range(MOST), True, key=differ) - 1
+    first = bisect.bisect_left(range(MAX_COMPARED), True, key=differ) - 1
     text = mine[first] if first < len(mine) else 'no more arrays'
-    said = _from_all(text.encode()[:LONGEST].ljust(LONGEST, b'\0'), mesh)
-    texts = {process: its.rstrip(b'\0').decode(errors='ignore') for process, its in said.items()}
+    shown = _from_all(text.encode()[:MAX_SHOWN_BYTES].ljust(MAX_SHOWN_BYTES, b'\0'), mesh)
+    texts = {process: its.rstrip(b'\0').decode(errors='ignore') for process, its in shown.items()}
     raise _difference({process: its.split('\0') for process, its in texts.items()})
 
 
@@ -61,14 +62,14 @@ def _digest(x: Any) -> str:
 
 
 def _from_all(mine: bytes, mesh: Mesh) -> dict[int, bytes]:
-    """The bytes of each process, which must have equal lengths. All processes must call it."""
+    """Exchanges bytes of equal length between all processes; returns them by process."""
     rows = _process_rows(mesh)
     row = np.frombuffer(mine, np.uint8)[None]
     one_each = NamedSharding(rows, PartitionSpec('row'))
     spread = jax.make_array_from_callback((rows.shape['row'], len(mine)), one_each, lambda _: row)
-    # 2.1 ms on 8 simulated devices in 2 processes. multihost_utils.process_allgather takes 2.6 ms
-    # and waits for processes outside the mesh. One device per process would take 0.4 ms, but with
-    # one device per host of a v5e:4x4 the TPU compiler aborts.
+    # This takes 2.1 ms on 8 simulated devices in 2 processes. multihost_utils.process_allgather
+    # takes 2.6 ms and waits for processes outside the mesh. One device per process would take
+    # 0.4 ms, but the TPU compiler aborts with one device per host of a v5e:4x4.
     everywhere = jax.device_put(spread, NamedSharding(rows, PartitionSpec()))
     given = np.asarray(everywhere.addressable_data(0))
     processes = [devices[0].process_index for devices in rows.devices]
@@ -77,35 +78,38 @@ def _from_all(mine: bytes, mesh: Mesh) -> dict[int, bytes]:
 
 @cached
 def _process_rows(mesh: Mesh) -> Mesh:
-    """A mesh whose rows have devices of one process each; rows are as long as possible."""
+    """Returns a mesh in which each row has devices of one process; rows are as long as possible."""
     devices = sorted(mesh.devices.flat, key=lambda device: device.process_index)
     counts = Counter(device.process_index for device in devices)
     grid = np.array(devices).reshape(-1, math.gcd(*counts.values()))
     return Mesh(grid, ('row', 'column'), axis_types=(AxisType.Auto,) * 2)
 
 
-def _difference(said: Mapping[int, Sequence[str]]) -> EinshardError:
-    expressions = {expression for _, *rest in said.values() for expression in rest}
+def _difference(built: Mapping[int, Sequence[str]]) -> EinshardError:
+    expressions = {expression for _, *rest in built.values() for expression in rest}
     if len(expressions) == 1:
-        texts = {process: array for process, (array, *_) in said.items()}
+        texts = {process: array for process, (array, *_) in built.items()}
     else:
-        texts = {p: ' as '.join([array, *map(repr, rest)]) for p, (array, *rest) in said.items()}
+        texts = {p: ' as '.join([array, *map(repr, rest)]) for p, (array, *rest) in built.items()}
     return EinshardError(
         'the processes are about to build different arrays',
         expression=min(expressions) if len(expressions) == 1 else None,
-        facts={**by_process(texts), 'expected': 'the same shapes, dtypes, paths and expressions'},
+        facts={
+            **group_processes(texts),
+            'expected': 'the same shapes, dtypes, paths and expressions',
+        },
     )
 
 
-def by_process(said: Mapping[int, str]) -> dict[str, str]:
-    """Facts: processes with the same text share one."""
-    saying: dict[str, list[int]] = {}
-    for process, text in sorted(said.items()):
-        saying.setdefault(text, []).append(process)
-    return {process_text(who): text for text, who in itertools.islice(saying.items(), 8)}
+def group_processes(texts: Mapping[int, str]) -> dict[str, str]:
+    """Groups processes by their text, as facts: {'processes 0, 1': text}. At most 8 groups."""
+    groups: dict[str, list[int]] = {}
+    for process, text in sorted(texts.items()):
+        groups.setdefault(text, []).append(process)
+    return {process_text(group): text for text, group in itertools.islice(groups.items(), 8)}
 
 
 def process_text(processes: Sequence[int]) -> str:
-    """process 3; processes 0, 1, 2, 3, ..."""
+    """Names processes, such as 'process 3' or 'processes 0, 1, 2, 3, ...'."""
     few = ', '.join(map(str, processes[:4])) + (', ...' if len(processes) > 4 else '')
     return f'process {few}' if len(processes) == 1 else f'processes {few}'

@@ -44,15 +44,15 @@ else:
             >>> y.addressable_shards[0].data.shape == (3, jax.device_count())
             True
 
-        To a type checker it is the array type. `@sharded` without specs reads it from parameters
-        and result, also inside tuples, lists, dicts, NamedTuples, TypedDicts, dataclasses and
-        Equinox modules. Under beartype, with or without `jaxtyping.jaxtyped`, an array that is
+        Type checkers see the array type. `@sharded` without specs reads the annotations of
+        parameters and result, also in tuples, lists, dicts, NamedTuples, TypedDicts, dataclasses
+        and Equinox modules. Under beartype, with or without `jaxtyping.jaxtyped`, an array that is
         sharded differently raises EinshardError. The sharding of a traced array is checked only
-        on explicit mesh axes, where its type has it.
+        along explicit mesh axes, where it is part of the array's type.
 
-        The array type may be a jaxtyping type, `jax.Array`, or a pytree type, whose leaves then
-        share the spec. The axis names of an expression must be the dimensions of a jaxtyping type;
-        '...' matches any number of them.
+        The array type may be a jaxtyping type, `jax.Array`, or a pytree type; all leaves of a
+        pytree have the same spec. The axis names of an expression must match the dimensions of a
+        jaxtyping type; '...' matches any number of dimensions.
 
         Raises:
             EinshardError: the expression is invalid, or its names differ from the dimensions.
@@ -80,7 +80,7 @@ class Placed:
 
 
 def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spec]:
-    """The specs of parameters, by name, and of the result, from `Sharded` annotations."""
+    """Reads `Sharded` annotations; returns the specs of parameters by name, and of the result."""
     target: Any = function
     while isinstance(target, functools.partial):
         target = typing.cast('functools.partial[Any]', target).func
@@ -104,7 +104,7 @@ def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spe
 
 
 def _spec_of(hint: Any) -> Spec:
-    """The spec of a type; None if it has no `Sharded` in it."""
+    """Returns the spec of a type, or None if the type does not contain `Sharded`."""
     hint = _unwrapped(hint)
     placed = _placed(hint)
     if placed is not None:
@@ -117,7 +117,7 @@ def _spec_of(hint: Any) -> Spec:
 
 
 def _unwrapped(hint: Any) -> Any:
-    """The type inside an alias, a NewType, a bound TypeVar or a qualifier such as NotRequired."""
+    """Resolves an alias, a NewType, a bound TypeVar or a qualifier such as NotRequired."""
     while True:
         if typing.get_origin(hint) in _QUALIFIERS:
             (hint,) = typing.get_args(hint)
@@ -148,7 +148,7 @@ def _placed(hint: Any) -> Placed | None:
 
 
 class _ByPath:
-    """The spec of a container type: follows the type along the path of each leaf."""
+    """The spec of a container type, which finds the type of each leaf by its path."""
 
     def __init__(self, hint: Any):
         self.hint = hint
@@ -157,7 +157,7 @@ class _ByPath:
         return self._follow(path.split('/') if path else ())
 
     def for_tree(self, tree: Any) -> list[Spec]:
-        """The specs of all leaves, by keys: a dict key may contain '/'."""
+        """Returns the specs of all leaves, found by keys, because a dict key may contain '/'."""
         paths = [path for path, _ in jtu.tree_leaves_with_path(tree)]
         return [self._follow([path_text([key]) for key in path]) for path in paths]
 
@@ -170,7 +170,7 @@ class _ByPath:
 
 
 def _members(hint: Any) -> list[Any]:
-    """The members of a union, flattened; for another type, that type."""
+    """Returns the members of a union, flattened; for any other type, that type."""
     hint = _unwrapped(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [inner for member in typing.get_args(hint) for inner in _members(member)]
@@ -178,7 +178,7 @@ def _members(hint: Any) -> list[Any]:
 
 
 def _step(hint: Any, key: str) -> list[Any]:
-    """The types at a key of a value of type `hint`; several for a union."""
+    """Returns the types of the element at a key of a container type; several for a union."""
     hint = _unwrapped(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if _placed(hint) is not None:
@@ -196,7 +196,7 @@ def _step(hint: Any, key: str) -> list[Any]:
 
 
 def _fields(cls: Any) -> dict[str, Any]:
-    """The annotated fields of a NamedTuple, TypedDict, dataclass or Equinox module."""
+    """Returns the annotated fields of a NamedTuple, TypedDict, dataclass or Equinox module."""
     has_fields = (
         dataclasses.is_dataclass(cls) or typing.is_typeddict(cls) or hasattr(cls, '_fields')
     )
@@ -223,18 +223,18 @@ def _check_names(array_type: Any, expression: Expression) -> None:
     dims = [_dimension(token) for token in text.split()]
     names = list(expression.names)
     if not _match(names, dims):
-        # not repr(array_type): in JAX 0.9 and 0.10 it has the module of jax.Array in it
+        # not repr(array_type), which includes the module of jax.Array in JAX 0.9 and 0.10
         kind = array_type.__name__.partition('[')[0]
-        held = getattr(array_type.array_type, '__name__', 'Any').rpartition('.')[2]
+        element = getattr(array_type.array_type, '__name__', 'Any').rpartition('.')[2]
         raise expression.error(
             f"the expression names the axes '{' '.join(names)}', but the type has '{text}'",
             expression.left if not expression.short else expression.right,
-            type=f"{kind}[{held}, '{text}']",
+            type=f"{kind}[{element}, '{text}']",
         )
 
 
 def _dimension(token: str) -> str | None:
-    """The name of a jaxtyping dimension, '...' for several; None if any name matches."""
+    """Returns the name of a jaxtyping dimension; '...' for several; None if any name matches."""
     token = token.lstrip('#?')
     if token == ELLIPSIS or token.startswith('*'):
         return ELLIPSIS
@@ -253,14 +253,14 @@ def _match(names: list[str], dims: list[str | None]) -> bool:
     return dims[0] in (None, names[0]) and _match(names[1:], dims[1:])
 
 
-# Beartype applies its validators only if they are all of the metadata, and they have no attribute
-# for the spec. So specs are kept here by the id of their validator, which is never deleted.
+# Beartype applies its validators only if there is no other metadata, and they have no attribute for
+# the spec. So this maps the ids of validators, which are never deleted, to their specs.
 _specs_of_validators: dict[int, Placed] = {}
 
 
 @functools.cache
 def _validator(spec: str) -> Any:
-    # imported here: beartype takes 100 ms, `import einshard` without it 40 ms
+    # imported here: it takes 100 ms, and `import einshard` without it only 40 ms
     from beartype.vale import Is
 
     validator = Is[_checker(spec)]
@@ -270,7 +270,7 @@ def _validator(spec: str) -> Any:
 
 def _checker(spec: str) -> Callable[[Any], bool]:
     def is_placed(x: Any) -> bool:
-        """Whether an array is sharded as the type says; raises if not."""
+        """Raises if an array is not sharded as the type says; returns True otherwise."""
         if not isinstance(x, jax.Array):
             return True
         sharding = _known_sharding(x)
@@ -316,7 +316,7 @@ def _misplaced(error: EinshardError) -> EinshardError:
 
 
 def _known_sharding(x: Any) -> Any:
-    """The sharding of an array; of a tracer only on explicit mesh axes, else None."""
+    """Returns the sharding of an array; None for a tracer unless all mesh axes are explicit."""
     if not isinstance(x, Tracer):
         return x.sharding
     sharding: Any = jax.typeof(x).sharding

@@ -1,4 +1,4 @@
-"""A function's parameters and their specs, and how a call passes arguments.
+"""Matches specs with a function's parameters, and flattens calls.
 
 `jax.jit` with `in_shardings` takes positional arguments only, so a call is flattened to a list of
 values and a `CallSignature`.
@@ -45,12 +45,12 @@ class Parameters:
     """The parameters of a function by kind; `*args, **kwargs` if it has no signature.
 
     Attributes:
-        names: the positional parameters, including `self`.
-        instance: 1 if the first one is the `self` or `cls` of a method, else 0.
-        by_keyword: the keyword-only parameters.
+        names: the names of the positional parameters, including `self`.
+        instance: 1 if the first parameter is the `self` or `cls` of a method, else 0.
+        by_keyword: the names of the keyword-only parameters.
         rest: the name of `*args`, or None.
         rest_keywords: the name of `**kwargs`, or None.
-        options: other keywords to suggest for a misspelled one.
+        options: other keywords to suggest for a misspelled keyword.
     """
 
     def __init__(self, function: Callable[..., Any], options: Iterable[str] = ()):
@@ -75,14 +75,14 @@ class Parameters:
     def flatten_call(
         self, n_args: int, keywords: Iterable[str]
     ) -> tuple[CallSignature, tuple[str, ...]]:
-        """The signature of a call, and the order of its keywords after its positional arguments.
+        """Returns the signature of a call, and the order of its keyword arguments.
 
-        Keywords become positional where they can.
+        Keyword arguments become positional where possible.
         """
         others = set(keywords)
         for name in self.names[:n_args]:
             if name in others and name not in self.positional_only:
-                # Python's own message, before a spec is checked against either value
+                # Python's message, raised before a spec is checked against either value
                 raise TypeError(f"{self.qualname}() got multiple values for argument '{name}'")
         moved: list[str] = []
         for name in self.names[n_args:]:
@@ -94,9 +94,10 @@ class Parameters:
         return CallSignature(n_args + len(moved), by_keyword), (*moved, *by_keyword)
 
     def value_names(self, call: CallSignature) -> tuple[str, ...]:
-        """The parameter name of each value; 'args[2]' for one of `*args`.
+        """Labels each value with its parameter name, or 'args[2]' for an element of `*args`.
 
-        One of `**kwargs` with the name of a positional-only parameter x is "kwargs['x']".
+        If a keyword x in `**kwargs` is also a positional-only parameter, the label is
+        "kwargs['x']".
         """
         named = self.names[: call.n_positional]
         rest = (f'{self.rest}[{i}]' for i in range(call.n_positional - len(named)))
@@ -105,7 +106,7 @@ class Parameters:
         return (*named, *rest, *given)
 
     def assign(self, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """The specs by label, from specs by position and by name."""
+        """Combines specs by position and by name; returns them by label."""
         names = self.names[self.instance :]
         if len(specs) > len(names) and self.rest is None:
             raise EinshardError(
@@ -127,7 +128,7 @@ class Parameters:
         return assigned
 
     def spec_for(self, label: str, specs: Mapping[str, Any]) -> Any:
-        """The spec of a value; values of `*args` or `**kwargs` may share one."""
+        """Returns the spec of a value. All values of `*args` or `**kwargs` may share one."""
         if label in specs:
             return specs[label]
         if self.rest is not None and label.startswith(f'{self.rest}['):
@@ -150,7 +151,7 @@ class Parameters:
         )
 
     def labels(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
-        """The labels of the parameters in `static_argnums` and `static_argnames`, or the like."""
+        """Returns the labels of parameters from `static_argnums` and `static_argnames`, say."""
         labels: set[str] = set(listed(names, str, option, 'names of parameters', "('x',)"))
         known = (*self.names, *self.by_keyword)
         for name in labels:
@@ -207,7 +208,7 @@ class Declaration:
     def flatten_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[CallSignature, tuple[str, ...], list[Any]]:
-        """The signature of a call, the order of its keywords, and all values."""
+        """Returns the signature of a call, the order of its keyword arguments, and all values."""
         if self._defaults:
             taken = self.parameters.names[: len(args)]
             left = {name: x for name, x in self._defaults.items() if name not in taken}
@@ -217,11 +218,11 @@ class Declaration:
 
     @property
     def has_defaults(self) -> bool:
-        """Whether calls pass arrays that are defaults of parameters."""
+        """Whether parameters with specs have arrays as defaults, which calls then pass."""
         return bool(self._defaults)
 
     def arguments(self, call: CallSignature) -> tuple[ValueSpec, ...]:
-        """The spec of each value of a call."""
+        """Returns the spec of each value of a call."""
         known = self._arguments.get(call)
         if known is None:
             by = self.parameters
@@ -246,7 +247,7 @@ class Declaration:
             raise error.about(**where) from None
 
     def _arrays_by_default(self) -> dict[str, Any]:
-        """The defaults with arrays, of parameters with a spec: calls pass these like arguments."""
+        """Returns the defaults with arrays and a spec, which calls pass like arguments."""
         return {
             name: parameter.default
             for name, parameter in self.parameters.signature.parameters.items()
@@ -265,7 +266,7 @@ def declare(
     named: Mapping[str, Any],
     indivisible: Missing = 'error',
 ) -> tuple[dict[str, Any], Declaration]:
-    """The arguments of `sharded` as options of `jax.jit` and a `Declaration`."""
+    """Splits the arguments of `sharded` into options of `jax.jit` and a `Declaration`."""
     options = _jit_options(named)
     parameters = Parameters(function, sorted(JIT_OPTIONS))
     specs = {name: spec for name, spec in named.items() if name not in options}
@@ -302,7 +303,7 @@ def _is_method(function: Any) -> bool:
 
 
 def listed(values: Any, single: type, option: str, what: str, example: str) -> list[Any]:
-    """The value or values of an option as a list; raises if one is not of type `single`."""
+    """Lists the value or values of an option; raises if one is not of type `single`."""
     if values is None:
         return []
     items: list[Any] = [values]

@@ -1,4 +1,4 @@
-"""Places the arguments of a call whose sharding jit would reject."""
+"""Reshards the arguments of a call whose shardings jit would reject."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from .._arrays.constrain import move_traced, sharding_refused
+from .._arrays.constrain import reshard_traced, sharding_refused
 from .._arrays.device_put import movable, put
 from .._arrays.place import check_ref
 from .._arrays.process_agreement import Intention, check_same
@@ -25,10 +25,10 @@ from .value_spec import ValueSpec
 
 
 def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool) -> Sequence[Any]:
-    """The arguments, resharded where jit would reject their sharding; `values` itself if nowhere.
+    """Reshards the arguments that jit would reject; returns `values` itself if there are none.
 
-    Raises for arrays that are sharded differently, unless `reshard=True`. If all processes are
-    `running` the program, also raises for process-local arrays that differ between processes.
+    Raises for arrays that are sharded differently, unless `reshard=True`. If `running`, all
+    processes run the program, and process-local arrays that differ between them are errors too.
     """
     context = traced.setup.context()
     both = [*zip(traced.arguments, values, strict=True)]
@@ -65,7 +65,7 @@ def _place(
     leaf: Any,
     placement: Placement,
 ) -> Any:
-    """One leaf, resharded if jit would reject it."""
+    """Reshards one leaf if jit would reject it."""
     if isinstance(leaf, jax.Ref) and not isinstance(leaf, Tracer):
         try:
             check_ref(leaf, placement)
@@ -83,7 +83,10 @@ def _place(
 
 
 def _refused(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Sharding | None:
-    """The sharding of an argument, if jit would reject it. Jit places host data itself."""
+    """Returns an argument's sharding if jit would reject it, else None.
+
+    Jit places host data itself.
+    """
     if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
         return sharding_refused(leaf, traced.for_jit(sharding))
     # on explicit axes jit rejects uncommitted arrays too
@@ -95,7 +98,7 @@ def _refused(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Shar
 
 def _moved(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
-        return move_traced(leaf, sharding, traced.for_jit(NamedSharding(sharding.mesh, P())))
+        return reshard_traced(leaf, sharding, traced.for_jit(NamedSharding(sharding.mesh, P())))
     if jax.process_count() > 1:
         return put([leaf], [sharding])[0]
     leaf = movable(leaf, sharding)
@@ -114,7 +117,7 @@ def _placed_differently(
     if memory != expected:
         sentence = f'the argument is in {memory} memory, but its spec expects {expected} memory'
     else:
-        # under jax.vmap the sharding has a batch axis that the leaf does not have
+        # under jax.vmap the sharding includes the batch axis, which the leaf lacks
         batched = isinstance(current, NamedSharding) and len(current.spec) > leaf.ndim
         shown = (
             describe(current) if batched else describe_in(placement.expression, current, leaf.ndim)
@@ -143,18 +146,19 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
             where = 'the devices of the mesh in another order'
         else:
             continue
+        device, *others = leaf.sharding.device_set
         raise EinshardError(
             f"argument '{argument.name}' has no spec and is committed to {where}",
             facts={
                 'array': argument.leaf_text(path, leaf),
-                'got': describe(leaf),
+                'got': describe(leaf) if others else f'committed to {device}',
                 'try': f"{argument.name}='... -> * ...' to replicate it",
             },
         ) from None
 
 
 def _device_order(sharding: Sharding) -> tuple[Any, ...] | None:
-    """The devices in the order that jit compares; None if no public API has it."""
+    """Returns the devices in the order that jit compares, or None if no public API exposes it."""
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
 
@@ -169,7 +173,7 @@ def _is_local(leaf: Any) -> bool:
 
 
 def _must_agree(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether process-local data is to be sharded over several processes."""
+    """Whether an argument is process-local data that will be sharded across processes."""
     if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return False
     is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable

@@ -44,7 +44,7 @@ class Setup:
     Attributes:
         mesh: `mesh=`; None for the mesh in context at each call.
         reshard: whether to reshard arguments that are sharded differently.
-        options: options of `jax.jit`, without those that name parameters.
+        options: `jax.jit` options, except those that name parameters.
         budget: the limits of its programs; None without any.
     """
 
@@ -83,7 +83,7 @@ class TracedFunction:
     calls without tracing pay nothing.
 
     Attributes:
-        arguments, result: their specs.
+        arguments, result: the specs of the arguments and of the result.
         static: the positions of static arguments.
         in_shardings: the sharding, or pytree of shardings, of each argument; None without a spec.
         out_shardings: the same for the result; `ANY` until the shapes of the result are known.

@@ -1,4 +1,4 @@
-"""The programs of a `sharded` function, and the look-up of the one for a call."""
+"""Finds the program of a `sharded` function for a call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .program import Program, Setup, make_program, shardings_of
 
 
 class ProgramCache:
-    """Programs by call signature, mesh and axis rules, then by what specs read of the arguments.
+    """Programs by call signature, mesh and axis rules, then by what specs depend on.
 
     Attributes:
         need_full_lookup: whether one call signature may have several programs.
@@ -30,42 +30,43 @@ class ProgramCache:
         self.need_full_lookup = False
 
     def find(self, call: CallSignature, values: Sequence[Any], wrong: Any = None) -> Program:
-        """The program of a call; made if there is none.
+        """Finds the program for a call, and makes it if there is none.
 
-        Without the full look-up it is the first program of the signature. `wrong` is the
-        `called` of a program that turned out to be wrong; it turns the full look-up on.
+        Without the full lookup, this is the first program of the call signature. `wrong` is the
+        `called` of a program that turned out to be wrong; passing it enables the full lookup.
         """
         context = self._setup.context()
-        where = call, self._setup.mesh_key(context), context.axis_rules
-        programs = self._programs.setdefault(where, {})
+        outer_key = call, self._setup.mesh_key(context), context.axis_rules
+        programs = self._programs.setdefault(outer_key, {})
         known = list(programs.values())
         self.need_full_lookup |= wrong is not None
         if known and not self.need_full_lookup:
             return known[0]
         unplaced = sorted({i for program in known for i in program.unplaced})
-        leaves = _leaves_key(self._setup.declaration, call, values, context)
-        seen = leaves, shardings_of(values, unplaced)
-        program = programs.get(seen)
+        leaves_key = _leaves_key(self._setup.declaration, call, values, context)
+        inner_key = leaves_key, shardings_of(values, unplaced)
+        program = programs.get(inner_key)
         if program is None or program.called is wrong:
-            # One thread at a time makes a program, which may trace. Inside a trace there is no
-            # lock: another thread may hold it while it traces a function that calls this one.
+            # Only one thread at a time makes a program, which may trace. Within a trace, taking the
+            # lock could deadlock: another thread may have it while tracing a function that calls
+            # this one.
             with nullcontext() if is_tracing() else self._lock:
                 for program in list(programs.values()):
                     if program.called is not wrong and program.is_for(values):
                         break
                 else:
                     program = make_program(self._setup, call, values)
-                programs[seen] = program
-        # The fast path cannot tell meshes, axis rules, or shardings under a budget apart.
+                programs[inner_key] = program
+        # the fast path cannot distinguish meshes, axis rules, or shardings under a budget
         several = len({key[1:] for key in self._programs}) > 1
         self.need_full_lookup |= several or bool(program.unplaced)
         return program
 
     def clear(self) -> None:
-        """Drops everything resolved, traced and compiled."""
-        forgotten, self._programs = self._programs, {}
+        """Drops all programs, and what JAX has traced and compiled for them."""
+        old, self._programs = self._programs, {}
         self.need_full_lookup = False
-        for programs in forgotten.values():
+        for programs in old.values():
             for program in programs.values():
                 program.clear_cache()
 
@@ -73,7 +74,7 @@ class ProgramCache:
 def _leaves_key(
     declaration: Declaration, call: CallSignature, values: Sequence[Any], context: Context
 ) -> Any:
-    """What shardings depend on: structure, shapes and dtypes of arguments whose specs read them."""
+    """Returns the structure, shapes and dtypes of arguments whose specs depend on their leaves."""
     arguments = declaration.arguments(call)
     all_of_them = declaration.result.needs_leaves(context)
     key: list[Any] = []
@@ -87,7 +88,7 @@ def _leaves_key(
 
 
 def _shape_and_dtype(leaf: Any) -> Any:
-    """The same for a value and for its tracer."""
+    """Returns a cache key for a leaf, equal for a value and its tracer."""
     try:
         aval: Any = jax.typeof(leaf)
     except TypeError:  # not an array: jit raises

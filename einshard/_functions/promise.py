@@ -79,10 +79,10 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
             )
     if not isinstance(promise, Mapping):
         return dict.fromkeys(promise, math.inf)
-    for kind, most in promise.items():
-        if not isinstance(most, int) or isinstance(most, bool) or most < 0:  # type: ignore[reportUnnecessaryIsInstance]
+    for kind, limit in promise.items():
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:  # type: ignore[reportUnnecessaryIsInstance]
             raise EinshardError(
-                f"the limit for '{kind}' must be a non-negative integer, not {most!r}",
+                f"the limit for '{kind}' must be a non-negative integer, not {limit!r}",
                 facts={'for any number': f"{given_as}'{kind}'"},
             )
     return dict(promise)
@@ -104,7 +104,7 @@ def check_memory(name: str, compiled: Any, limit: int) -> None:
     """Raises if a compiled program needs more memory on each device."""
     memory = read_memory(compiled)
     if memory is None:
-        raise EinshardError(f'cannot read the memory of {name}: its compiler does not report it')
+        raise EinshardError(f'cannot read the memory of {name}: the backend does not report it')
     if memory.total <= limit:
         return
     largest = largest_temporaries(Module(program_text(name, compiled)), 3)
@@ -130,26 +130,27 @@ def more_than(allowed: Allowed, found: Sequence[Collective]) -> list[Collective]
 
 
 def counts_text(found: Sequence[Collective]) -> str:
-    """2 all-reduces, 1 all-gather"""
+    """Counts collectives by kind, such as '2 all-reduces, 1 all-gather'."""
     return ', '.join(plural(n, kind) for kind, n in Counter(one.kind for one in found).items())
 
 
 def program_text(name: str, compiled: Any) -> str:
-    """The text of a compiled program; raises if the compiler does not expose it."""
+    """The text of a compiled program; raises if the backend does not expose it."""
     text = compiled.as_text()
     if text is None:
         raise EinshardError(
-            f'cannot read the collectives of {name}: its compiler does not expose the program'
+            f'cannot read the collectives of {name}: the backend does not expose the compiled '
+            'program'
         )
     return text
 
 
 def allowed_text(allowed: Allowed) -> str:
-    """at most 1 all-reduce, all-gather"""
+    """Formats limits, such as 'at most 1 all-reduce, any number of all-gathers'."""
     texts = [
-        kind if most == math.inf else f'at most {plural(int(most), kind)}'
-        for kind, most in allowed.items()
-        if most
+        f'any number of {kind}s' if limit == math.inf else f'at most {plural(int(limit), kind)}'
+        for kind, limit in allowed.items()
+        if limit
     ]
     return ', '.join(texts) or 'no collectives'
 
@@ -215,18 +216,19 @@ class Budget:
 
 
 class CheckedJit:
-    """A jitted function that checks its limits: the first program before it runs, later after.
+    """A jitted function that checks the limits of its programs.
 
-    JAX does not report that it compiles a program, but it traces first. So each trace is noted, and
-    the call that caused it then lowers and compiles again, which JAX has cached. Raising inside the
-    trace would be earlier, but then `jax.jit` takes its slow path for such arguments, 80 to 250 us
-    in every later call.
+    Its first program is checked before it runs, later ones before the result is returned. JAX does
+    not report compilation, but each compilation follows a trace. So the function records each
+    trace, and the call that caused it lowers and compiles again, from JAX's cache. Raising inside
+    the trace would fail sooner, but later calls with those arguments would take jit's slow path
+    (80 to 250 us).
 
     A thread may run a program that another thread has traced but not checked. So a call checks its
     program if any trace is unchecked when it returns, or if the jitted function was replaced.
 
     Attributes:
-        call: calls the function; adds one Python frame to the jitted function.
+        call: calls the function; costs one Python frame more than the jitted function.
     """
 
     def __init__(
@@ -240,7 +242,7 @@ class CheckedJit:
         self._traced = traced
         self._options = options
         self._nested = nested
-        self._first = threading.RLock()
+        self._first_check_lock = threading.RLock()
         self.call = self._call  # one object, so that `is` works
         self._begin()
 
@@ -250,14 +252,14 @@ class CheckedJit:
             return self._nested(*values)
         if not self._checked:
             self._check_first(values)
-        jitted, unread = state = self._state
+        jitted, unchecked = state = self._state
         try:
             result = jitted(*values)
         except BaseException:
-            if unread:
+            if unchecked:
                 self._begin()  # JAX keeps a trace that was not checked
             raise
-        if unread or self._state is not state:
+        if unchecked or self._state is not state:
             self._check(values)
         return result
 
@@ -268,29 +270,29 @@ class CheckedJit:
 
     def _begin(self) -> None:
         """Starts over with a new jitted function."""
-        unread = set[int]()  # threads with a trace that they have not checked
+        unchecked = set[int]()  # ids of threads that have traced, but not checked, a program
 
         @functools.wraps(self._traced)
-        def note_trace(*values: Any) -> Any:
-            unread.add(threading.get_ident())
+        def record_trace(*values: Any) -> Any:
+            unchecked.add(threading.get_ident())
             return self._traced(*values)
 
         self._checked = False
-        self._state: tuple[Any, set[int]] = jax.jit(note_trace, **self._options), unread
+        self._state: tuple[Any, set[int]] = jax.jit(record_trace, **self._options), unchecked
 
     def _check_first(self, values: Sequence[Any]) -> None:
-        with self._first:
+        with self._first_check_lock:
             if not self._checked:
                 self._check(values)
 
     def _check(self, values: Sequence[Any]) -> None:
         """Raises if the program for these arguments exceeds the limits."""
-        jitted, unread = state = self._state
+        jitted, unchecked = state = self._state
         try:
             self._budget.check(jitted.trace(*values).lower().compile())
         except BaseException:
             self._begin()
             raise
-        unread.discard(threading.get_ident())
+        unchecked.discard(threading.get_ident())
         if self._state is state:
             self._checked = True

@@ -1,4 +1,4 @@
-"""`sharded`: `jax.jit` with shardings in the notation."""
+"""sharded: `jax.jit` with shardings in einshard's notation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .._sharding.axis_rules import Missing, check_option
 from .._sharding.context import entered, in_step, is_tracing, same_in_thread
 from .._sharding.mesh import MeshLike, check_mesh, mesh_fact
 from .._text import deferred_kind, name_of
-from .._trees.specs import Spec, is_function, mesh_of
+from .._trees.specs import Spec, check_spec_functions, is_function, mesh_of
 from .bound_method import BoundMethod
 from .parameters import CallSignature, declare
 from .place_arguments import place_arguments
@@ -103,19 +103,19 @@ class ShardedFunction(Generic[P, R]):
         return function.__globals__  # jaxtyped resolves annotations with them
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-        """As `jax.jit(f).lower`. Does not check `collectives=` and `memory=`."""
+        """Like `jax.jit(f).lower`. Does not check `collectives=` and `memory=`."""
         if kwargs or self._setup.declaration.has_defaults:
             return self._trace_as_called(args, kwargs).lower()
         return self._call(args, kwargs, lambda program: program.jitted.lower)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
-        """As `jax.jit(f).trace`."""
+        """Like `jax.jit(f).trace`."""
         if kwargs or self._setup.declaration.has_defaults:
             return self._trace_as_called(args, kwargs)
         return self._call(args, kwargs, lambda program: program.jitted.trace)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """The shapes and dtypes of the result, as `jax.jit(f).eval_shape`."""
+        """Like `jax.jit(f).eval_shape`: the shapes and dtypes of the result."""
         return self._call(args, kwargs, lambda program: program.jitted.eval_shape)
 
     def in_shardings(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class ShardedFunction(Generic[P, R]):
         return self._setup.budget and self._setup.budget.limits
 
     def clear_cache(self) -> None:
-        """Drops everything resolved, traced and compiled."""
+        """Drops all programs, and what JAX has traced and compiled for them."""
         self._fast = {}
         self._programs.clear()
 
@@ -210,7 +210,7 @@ class ShardedFunction(Generic[P, R]):
     def _exact_program(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[TracedFunction, Sequence[Any]]:
-        """The program for these arguments, checked against them because no call of it will."""
+        """Checks arguments, and finds their program. No call follows that would check them."""
         call, _, values = self._setup.declaration.flatten_call(args, kwargs)
         program = self._programs.find(call, values)
         program.traced.check(values)
@@ -252,7 +252,7 @@ def sharded(
     memory: str | int | None = None,
     **named_specs_and_jit_options: Any,
 ) -> Any:
-    """`jax.jit` with the shardings of arguments and results in the notation.
+    """`jax.jit` with the shardings of arguments and results in einshard's notation.
 
         >>> import jax
         >>> import jax.numpy as jnp
@@ -310,6 +310,7 @@ def sharded(
     default = out is None and mesh is None and limits == (None, None) and indivisible == 'error'
     if default and not (named or reshard) and len(in_specs) == 1 and _is_function(in_specs[0]):
         return _decorate(in_specs[0], (), *given[1:])
+    check_spec_functions(in_specs)
 
     def decorate(*functions: Any, **unexpected: Any) -> Any:
         if len(functions) != 1 or unexpected or not _is_function(functions[0]):
@@ -320,8 +321,7 @@ def sharded(
 
 
 def _is_function(x: Any) -> bool:
-    # Rules are callable, but a spec
-    is_spec = hasattr(x, 'for_leaves')
+    is_spec = hasattr(x, 'for_leaves')  # such as Rules, which are callable
     return isinstance(x, staticmethod | classmethod) or (is_function(x) and not is_spec)
 
 
@@ -331,11 +331,11 @@ def called_too_early(
     """The error for a decorator, such as `sharded(...)`, that got something else to decorate."""
     found = reprlib.repr(given[0]) if len(given) == 1 else plural(len(given), 'argument')
     facts: dict[str, Any] = {}
-    if len(in_specs) == 1 and _is_function(in_specs[0]):
-        name = name_of(in_specs[0])
-        facts['note'] = f'{name} was taken as a spec, because {decorator} has options too'
+    if in_specs and _is_function(in_specs[-1]):
+        name = name_of(in_specs[-1])
+        facts['note'] = f'{name} was taken as a spec, because {decorator} has other arguments too'
         facts['try'] = f'{decorator}(...)({name})'
-    return EinshardError(f'{decorator} decorates a function, not {found}', facts=facts)
+    return EinshardError(f'{decorator} must decorate one function, got {found}', facts=facts)
 
 
 def _decorate(

@@ -1,4 +1,4 @@
-"""The spec of an argument or of the result, applied to values."""
+"""Applies the spec of an argument, or of the result, to values."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .._sharding.leaf_spec import LeafSpec
 from .._sharding.resolve import Placement, resolve
 from .._text import array_text
 from .._trees.paths import path_text
-from .._trees.specs import Spec, check_visible, is_none, leaf_specs, needs_leaves
+from .._trees.specs import Spec, check_registered_pytree, is_none, leaf_specs, needs_leaves
 
-# The path of a leaf, the leaf, and its placement; None without a spec.
+# The path of a leaf, the leaf, and its placement; None if it has no spec.
 PlacedLeaf: TypeAlias = tuple[Sequence[Any], Any, Placement | None]
 
 
@@ -49,13 +49,15 @@ class ValueSpec:
         return self.indivisible != 'error' or context.replicates_indivisible
 
     def place(self, value: Any, context: Context) -> list[PlacedLeaf]:
-        """The placement of every leaf; raises if a rank or size does not fit its spec."""
+        """Finds the placement of every leaf; raises if a rank or size does not fit its spec."""
         if self.spec is None:
             return []
         try:
             specs = leaf_specs(value, jtu.tree_leaves(value), self.spec, context.mesh)
         except EinshardError as error:
-            raise error.about(**self._prefix_facts(value)) from None
+            # errors of per_device are about a function, not about one of its values
+            facts = {} if 'function' in error.facts else self._prefix_facts(value)
+            raise error.about(**facts) from None
         placed: list[PlacedLeaf] = []
         errors: list[EinshardError] = []
         for (path, leaf), spec in zip(jtu.tree_leaves_with_path(value), specs, strict=True):
@@ -74,7 +76,7 @@ class ValueSpec:
         return placed
 
     def shardings(self, value: Any, context: Context) -> Any:
-        """The shardings for `jax.jit`: per leaf if the spec needs leaves, else a prefix."""
+        """Returns the shardings for `jax.jit`: per leaf if the spec needs leaves, else a prefix."""
         if self.spec is None:
             return None
         if not self.needs_leaves(context):
@@ -83,21 +85,21 @@ class ValueSpec:
         return jtu.tree_unflatten(jtu.tree_structure(value), found)
 
     def constrain(self, value: Any, context: Context) -> Any:
-        """The value with every leaf constrained to its spec."""
+        """Constrains every leaf to its spec."""
         return self._each(_constrained, value, context)
 
     def typed(self, value: Any, context: Context) -> Any:
-        """The value, with a ShapeDtypeStruct and sharding for each leaf with a spec."""
+        """Replaces each leaf with a spec by a ShapeDtypeStruct with its sharding."""
         return self._each(_typed, value, context)
 
     def leaf_text(self, path: Sequence[Any], leaf: Any) -> str:
-        """A leaf as errors show it: float32[6,8], parameter 'params/w' of step."""
+        """Formats a leaf for errors: "float32[6,8], parameter 'params/w' of step"."""
         text = path_text(path)
         if self.name is None:
-            inside = f" '{text}'" if path else ''
-            return f'{array_text(leaf)}, result{inside} of {self.function}'
-        inside = f'/{text}' if path else ''
-        return f"{array_text(leaf)}, parameter '{self.name}{inside}' of {self.function}"
+            which = f" '{text}'" if path else ''
+            return f'{array_text(leaf)}, result{which} of {self.function}'
+        which = f'/{text}' if path else ''
+        return f"{array_text(leaf)}, parameter '{self.name}{which}' of {self.function}"
 
     def _each(self, change: Callable[[Any, Placement], Any], value: Any, context: Context) -> Any:
         if self.spec is None:
@@ -115,21 +117,21 @@ class ValueSpec:
             raise error.about(function=self.function) from None
 
     def _prefix_facts(self, value: Any) -> dict[str, str]:
-        """The facts of an error about a spec that is not a prefix of its value."""
+        """Returns the facts for an error about a spec that is not a prefix of its value."""
         if self.name is None:
-            return {'of': f'the result of {self.function}'}
-        facts = {'of': f"parameter '{self.name}' of {self.function}"}
+            return {'value': f'result of {self.function}'}
+        facts = {'value': f"parameter '{self.name}' of {self.function}"}
         if isinstance(self.spec, list | tuple) and jtu.all_leaves([value]):
             facts['try'] = 'a spec for each parameter, not a list: sharded(spec, spec, ...)'
         return facts
 
 
 def _not_an_array(leaf: Any, text: str) -> EinshardError | None:
-    """The error for a leaf with a spec that is not an array; None if it is one."""
+    """Returns the error for a leaf with a spec that is not an array, or None if it is one."""
     if hasattr(leaf, 'dtype') or isinstance(leaf, int | float | complex):
         return None
     try:
-        check_visible(leaf)
+        check_registered_pytree(leaf)
     except EinshardError as error:
         return error.about(array=text)
     return EinshardError(

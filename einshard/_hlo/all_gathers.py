@@ -1,4 +1,4 @@
-"""All-gathers of an optimised HLO program: what they gather, and which parts devices keep. No JAX.
+"""All-gathers of an optimized HLO program: what they gather, and which parts devices keep. No JAX.
 
 If the SPMD partitioner knows no better way to reshard, it all-gathers the full array, and every
 device keeps a slice: "involuntary full rematerialization". XLA reports this only on standard error.

@@ -1,4 +1,4 @@
-"""The large arrays of an optimised HLO program: temporaries, arguments, results. Imports no JAX."""
+"""The large arrays of an optimized HLO program: temporaries, arguments, results. Imports no JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collectives of an optimised HLO program. Imports no JAX.
+"""The collectives of an optimized HLO program. Imports no JAX.
 
 XLA writes a collective in many forms: as one instruction; as a pair of -start and -done; inside a
 fusion, a call or an async-start; as a send and a recv; as a loop of products and permutes; and on
@@ -124,7 +124,7 @@ class Collective:
 
 
 def read_collectives(text: str, device_ids: Sequence[int] = ()) -> tuple[Collective, ...]:
-    """The collectives of an optimised program, in execution order.
+    """The collectives of an optimized program, in execution order.
 
     >>> from einshard._hlo.collectives import read_collectives
     >>> text = '''HloModule jit_f, num_partitions=4

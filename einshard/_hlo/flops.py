@@ -1,4 +1,4 @@
-"""The floating-point operations of an optimised HLO program. Imports no JAX.
+"""The floating-point operations of an optimized HLO program. Imports no JAX.
 
 XLA's cost analysis counts a loop body once. This counts matrix products and convolutions as often
 as they run. It leaves out elementwise operations and reductions, which are few next to them.

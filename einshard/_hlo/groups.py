@@ -13,7 +13,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @lru_cache(maxsize=256)
 def read_groups(text: str) -> Groups:
-    """The groups of devices in a text.
+    """Parses HLO device groups.
 
     >>> from einshard._hlo.groups import read_groups
     >>> read_groups('{{0,1},{2,3}}')
@@ -23,8 +23,8 @@ def read_groups(text: str) -> Groups:
     >>> read_groups("mesh['a'=2,'b'=2] {'a'}")
     ((0, 2), (1, 3))
 
-    The second reads 0, 1, 2, 3 in shape (2, 2), transposed, in rows of two. The third are the
-    devices along mesh axis 'a'.
+    The second reshapes 0, 1, 2, 3 to (2, 2), transposes it, and splits it into rows of two. The
+    third groups devices along mesh axis 'a'.
     """
     if text.startswith('{'):
         return tuple(_numbers(group) for group in re.findall(r'\{([\d, ]+)\}', text))

@@ -37,7 +37,7 @@ class Chip:
             default: as 'bf16'), 'fp8', 'int8', 'fp4'. A dtype that is missing has the highest rate.
         memory: bytes of HBM that programs can use.
         memory_bandwidth: HBM bytes per second.
-        link: bytes per second that a device can send to its neighbours: over one link of a torus in
+        link: bytes per second that a device can send to its neighbors: over one link of a torus in
             one direction, or without a torus over all its links to the switches of its node.
         torus: the number of torus dimensions; 0 for devices that a switch connects.
         wraps_at: dimensions of a slice that are a multiple of it are rings, the others lines; in

@@ -1,4 +1,4 @@
-"""How often the computations of an optimised HLO program run. Imports no JAX.
+"""How often the computations of an optimized HLO program run. Imports no JAX.
 
 On CPU and GPU, XLA writes the trip count next to a loop. On TPU it does not. There the trip count
 of JAX's scans and fori_loops follows from the loop itself: the start of the counter, the step in

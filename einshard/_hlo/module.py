@@ -1,4 +1,4 @@
-"""Lazy reader of optimised HLO text. Imports no JAX.
+"""Lazy reader of optimized HLO text. Imports no JAX.
 
 The text of a large program has tens of megabytes. The reader first finds only the headers of
 computations. It parses a line when a query needs it; most lines are never parsed.
@@ -228,7 +228,7 @@ class Value(NamedTuple):
         return self._replace(name=name)
 
     def inside(self, called: Computation, name: str = '') -> Value:
-        """A value in the computation that this instruction runs."""
+        """A value in the computation that this instruction calls."""
         return Value(called, name, tuple(map(self.beside, self.made.operands)))
 
 
@@ -250,7 +250,7 @@ _REFERENCE = re.compile(r'=(?:\{(%[^}]*)\}|(%[^\s,]+))')
 
 
 class Module:
-    """An optimised program.
+    """An optimized program.
 
     Attributes:
         text: the text of one HLO module, one instruction per line.

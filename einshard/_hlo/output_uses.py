@@ -47,7 +47,7 @@ def output_uses(module: Module, names: Collection[str]) -> dict[str, tuple[int, 
         {'sum': (1,)}
 
     Args:
-        module: an optimised program.
+        module: an optimized program.
         names: the names of the collectives' instructions.
     """
     places = {place.made.name: place for place in module.find(*MARKS)} if names else {}

@@ -12,7 +12,7 @@ from .lowered import lower
 def assert_collectives(
     fn: Any, *args: Any, allowed: Promise, mesh: MeshLike | None = None, **kwargs: Any
 ) -> None:
-    """Compiles a call, without running it, and raises if it has other collectives than allowed.
+    """Compiles a call without running it, and raises if it has collectives beyond `allowed`.
 
         >>> import jax
         >>> import numpy as np
@@ -24,7 +24,7 @@ def assert_collectives(
         >>> assert_collectives(product, x, w, allowed=())  # rows are independent
         >>> assert_collectives(product, x, w, allowed={'all-reduce': 1})  # at most one
 
-    Each collective of the optimised program counts once, even in a loop.
+    Each collective of the optimized program counts once, even in a loop.
 
     Args:
         fn: a `sharded` or jitted function, or any other function, which is jitted.
@@ -34,7 +34,7 @@ def assert_collectives(
         mesh: the mesh to compile for, as for `explain`.
 
     Raises:
-        UnexpectedCollectives: the program has other collectives, or more of them.
+        UnexpectedCollectives: the program has a kind that is not allowed, or too many of one kind.
         EinshardError: a kind is unknown; the arguments do not fit the function; or it does not
             compile.
     """

@@ -11,7 +11,7 @@ from .._text import flops_text, format_bytes, short_arrays, short_source
 from .fold_layers import fold
 from .report_rows import ArrayRow, CollectiveRow
 
-_MOST_ROWS = 20
+_MAX_ROWS = 20
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,21 @@ class Diff:
     def _lines(self) -> Iterator[str]:
         changes = [(before, after) for _, before, after in self.arrays]
         folded = fold([path for path, _, _ in self.arrays], changes)
-        for path, numbers in folded[:_MOST_ROWS]:
+        for path, numbers in folded[:_MAX_ROWS]:
             before, after = changes[numbers[0]]
             yield f'  {path}: {before or "none"}  =>  {after or "none"}'
-        if len(folded) > _MOST_ROWS:
-            yield f'  .. and {plural(len(folded) - _MOST_ROWS, "other change")} of placements'
+        if len(folded) > _MAX_ROWS:
+            yield f'  .. and {plural(len(folded) - _MAX_ROWS, "other change")} of placements'
         for (what, before, after), (sent, lines) in zip(
-            self.collectives[:_MOST_ROWS], self.details, strict=False
+            self.collectives[:_MAX_ROWS], self.details, strict=False
         ):
             sign = '+' if not before else '-' if not after else ' '
             runs = f'{before} => {after}' if before and after else f'{before or after}'
             notes = [f'{"+" if sent > 0 else "-"}{format_bytes(abs(sent))}'] if sent else []
             notes += [f'at {lines}'] if lines else []
             yield f'{sign} {what}: {runs}{" (" * bool(notes)}{", ".join(notes)}{")" * bool(notes)}'
-        if len(self.collectives) > _MOST_ROWS:
-            others = self.details[_MOST_ROWS:]
+        if len(self.collectives) > _MAX_ROWS:
+            others = self.details[_MAX_ROWS:]
             more, less = (sum(n for n, _ in others if (n > 0) == up) for up in (True, False))
             yield (
                 f'  .. and {plural(len(others), "other collective")}: '

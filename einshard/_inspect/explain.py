@@ -22,7 +22,7 @@ from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import read_memory
 from .._hlo.module import Module
 from .._notation.expression import ELLIPSIS, axis_letters
-from .._sharding.describe import Words, describe, describe_named
+from .._sharding.describe import Description, describe, describe_named
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
 from .._sharding.mesh import MeshLike, is_device_mesh, spec_axes
 from .._trees.paths import path_text
@@ -305,7 +305,7 @@ def _array_row(array: _Array) -> ArrayRow:
 
 def _placement(array: _Array) -> str:
     if array.sharding is None:
-        return Words('not used')
+        return Description('not used')
     if isinstance(array.sharding, NamedSharding):
         return describe_named(array.sharding, len(array.shape), array.names)
     return describe(array.sharding)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .._errors import EinshardError, plural, shown
-from .._sharding.describe import Words
+from .._sharding.describe import Description
 from .._text import short_source
 from .fold_layers import fold
 from .report import Report
@@ -55,7 +55,7 @@ def _array_lines(rows: Sequence[ArrayRow]) -> list[str]:
 
 def _portable(placement: str) -> str:
     """A placement without device names, which differ between platforms."""
-    return placement.portable if isinstance(placement, Words) else placement
+    return placement.portable if isinstance(placement, Description) else placement
 
 
 def _collective_text(row: CollectiveRow) -> str:

@@ -5,7 +5,7 @@ links at its border, so bytes / bandwidth of the border is a lower bound. The pa
 every chip, every stretch of a dimension of the torus, and every slice or node. On a ring of n this
 gives the formulas of the scaling book (chapter 3), with (n-1)/n where the book rounds up to 1.
 
-Links count if they are on a shortest path between devices of one group: a group of 4 neighbours in
+Links count if they are on a shortest path between devices of one group: a group of 4 neighbors in
 a ring of 16 is a line, and the chip at its end receives over one link. Twisted tori are taken as
 plain ones: their devices have the same coordinates.
 """

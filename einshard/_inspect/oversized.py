@@ -1,6 +1,6 @@
 """Programs that the compiler gives up on, because they do not fit into the memory of a device.
 
-The compiler for TPUs raises RESOURCE_EXHAUSTED when the optimised program is done, and writes what
+The compiler for TPUs raises RESOURCE_EXHAUSTED when the optimized program is done, and writes what
 it has, if asked to: the program and the sizes of its buffers. A second compilation asks.
 """
 

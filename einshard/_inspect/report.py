@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _WIDTH, _NARROW = 100, 80
-_MOST_ROWS = 40
+_MAX_ROWS = 40
 _LARGE = 0.01  # of all bytes that are sent; such rows say what they carry
 
 
@@ -219,9 +219,9 @@ def _intermediates(rows: Sequence[ArrayRow]) -> Section:
 
 def _first(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """The first rows, and a note about the others."""
-    if len(rows) <= _MOST_ROWS:
+    if len(rows) <= _MAX_ROWS:
         return tuple(rows), ()
-    return tuple(rows[: _MOST_ROWS - 1]), (f'.. and {len(rows) - _MOST_ROWS + 1} more',)
+    return tuple(rows[: _MAX_ROWS - 1]), (f'.. and {len(rows) - _MAX_ROWS + 1} more',)
 
 
 def _collective_section(report: Report) -> Section:

@@ -27,7 +27,7 @@ from .._pictures.caption import meaning
 from .._pictures.draw import axis_names, check_drawable, draw, draw_expression, rank_drawn
 from .._pictures.picture import Gallery, Picture
 from .._sharding.context import ambient_mesh, current_context
-from .._sharding.describe import Words, describe, describe_named, sharding_of
+from .._sharding.describe import Description, describe, describe_named, sharding_of
 from .._sharding.leaf_spec import split_memory
 from .._sharding.mesh import MeshLike, is_device_mesh, spec_axes
 from .._sharding.resolve import resolve
@@ -37,7 +37,7 @@ from .report import Report
 from .report_rows import ArrayRow
 
 _T = TypeVar('_T')
-_MOST_PICTURES = 12
+_MAX_PICTURES = 12
 
 
 @overload
@@ -137,7 +137,7 @@ def _of_report(report: Report) -> Gallery:
         devices = devices if is_device_mesh(mesh) else mesh
     alike: dict[tuple[str, str], tuple[ArrayRow, list[str]]] = {}
     for row in (*report.arguments, *report.results):
-        if not isinstance(row.placement, Words):
+        if not isinstance(row.placement, Description):
             alike.setdefault((row.array, row.placement), (row, []))[1].append(row.path)
     if not alike:
         raise EinshardError(f'nothing to draw: no array of {report.name} has a mesh')
@@ -153,7 +153,7 @@ def _gallery(
 ) -> Gallery:
     """Pictures of the first few distinct things, each with the paths that have it."""
     pictures: list[tuple[str, Picture]] = []
-    for thing, paths in itertools.islice(alike, _MOST_PICTURES):
+    for thing, paths in itertools.islice(alike, _MAX_PICTURES):
         about, picture = drawn(thing)
         more = f' and {len(paths) - 3} more' if len(paths) > 3 else ''
         pictures.append((shown(f'{", ".join(paths[:3])}{more}{about}'), picture))
@@ -224,7 +224,7 @@ def _of_sharding(sharding: Sharding, shape: tuple[int, ...] | None, dtype: str) 
     names = _letters(n_dims)
     picture = _of_named(sharding, names, shape, dtype)
     written = describe_named(sharding, None if shape is None else n_dims, names)
-    notes = [written if isinstance(written, Words) else f"in the notation: '{written}'"]
+    notes = [written if isinstance(written, Description) else f"in the notation: '{written}'"]
     if isinstance(sharding.mesh, Mesh):
         ids = [device.id for device in sharding.mesh.devices.flat]
         if ids != list(range(len(ids))):
@@ -302,6 +302,6 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
         sizes = (-1,)
     if any(size < 0 for size in sizes):
         raise EinshardError(
-            f'shape= is not a shape: {shape!r}', facts={'expected': 'sizes, such as (4, 8)'}
+            f'shape= must be a sequence of sizes, not {shape!r}', facts={'example': '(4, 8)'}
         )
     return sizes

@@ -54,7 +54,7 @@ def _share(part: float, total: float) -> str:
     return '<1%' if 0 < percent < 0.5 else f'{percent:.0f}%'
 
 
-_MOST_LINES = 3  # with flops
+_MAX_LINES = 3  # with flops
 
 
 def compute_line(flops: float, products: Sequence[ProductRow]) -> str:
@@ -64,9 +64,9 @@ def compute_line(flops: float, products: Sequence[ProductRow]) -> str:
     for row in products:
         lines[short_source(row.source) or 'unknown lines'] += row.flops
         passes['backward' if row.is_backward else 'forward'] += row.flops
-    more = len(lines) - _MOST_LINES
+    more = len(lines) - _MAX_LINES
     parts = [
-        [f'{key} {_share(n, flops)}' for key, n in counts.most_common(_MOST_LINES)]
+        [f'{key} {_share(n, flops)}' for key, n in counts.most_common(_MAX_LINES)]
         for counts in (passes, lines)
         if len(counts) > 1
     ]

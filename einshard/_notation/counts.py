@@ -1,10 +1,10 @@
-"""Solves the stars: terms and a number of devices -> the count of each term. Imports no JAX."""
+"""Computes the count of each term, starred ones included, on some devices. Imports no JAX."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .._errors import EinshardError, Suggestion, plural, quoted
 from .expression import ELLIPSIS, Expression, Term
@@ -12,7 +12,7 @@ from .expression import ELLIPSIS, Expression, Term
 
 @dataclass(frozen=True)
 class Devices:
-    """The number of devices, for errors: in total, and after the named terms; and hints."""
+    """What errors say about devices: their number, those that named terms take, and hints."""
 
     total: int
     named: Sequence[Term]
@@ -20,7 +20,7 @@ class Devices:
     hints: Mapping[str, str]
 
     def fact(self, counted: Sequence[Term] = ()) -> str:
-        """8, or if some are used by named or `counted` terms: 8 (2 left after 'b@data')."""
+        """Formats the number of devices: '8', or "8 (2 left after 'b@data')"."""
         terms = [*self.named, *counted]
         if not terms:
             return str(self.total)
@@ -86,6 +86,7 @@ def _wrong_product(
             if product > n
             else _indivisible(n, counted, devices),
             guilty,
+            fix=_counts_that_fit(expression, terms, n, devices),
             **devices.hints,
             devices=fact,
             works_with=f"{needed} devices, or a multiple of {needed} with '*' added",
@@ -115,6 +116,7 @@ def _not_a_multiple(
     return expression.error(
         _indivisible(n, counted, devices),
         counted,
+        fix=_counts_that_fit(expression, terms, n, devices),
         **devices.hints,
         devices=devices.fact(),
         works_with=_works_with(product * devices.taken, stars),
@@ -139,11 +141,37 @@ def _with_replica(expression: Expression) -> Suggestion:
     return Suggestion(f'{expression.text[:start]}* {expression.text[start:]}')
 
 
+def _counts_that_fit(
+    expression: Expression, terms: Sequence[Term], n: int, devices: Devices
+) -> Suggestion | None:
+    """If the counts exceed n, the expression with divisors of them that use n devices."""
+    counted = [term for term in terms if term.factor > 1]
+    if math.prod(term.factor for term in counted) <= n or devices.total == 1:
+        return None
+    others: list[tuple[Term, Term]] = []
+    left = n
+    for term in counted:
+        count = math.gcd(term.factor, left)
+        left //= count
+        others.append((term, replace(term, count=count)))
+    if left > 1 and not any(term.star for term in terms):
+        if len(counted) > 1:
+            return None
+        others = [(counted[0], replace(counted[0], count=n))]
+    return _with_terms(expression, others)
+
+
 def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -> Suggestion:
-    text = expression.text
     taker = next((term for term in stars if term.name is not None), stars[0])
-    for term in reversed(stars):
+    others = [(term, Term(term.name, n if term is taker else 1)) for term in stars]
+    return _with_terms(expression, others)
+
+
+def _with_terms(expression: Expression, others: Sequence[tuple[Term, Term]]) -> Suggestion:
+    """The expression with other terms; counts of 1 are not written."""
+    text = expression.text
+    for term, other in reversed(others):
         start, end = term.span
-        placed = str(Term(term.name, n if term is taker else None))
-        text = f'{text[:start]}{placed}{text[end:] if placed else text[end:].lstrip()}'
+        written = str(replace(other, count=None) if other.count == 1 else other)
+        text = f'{text[:start]}{written}{text[end:] if written else text[end:].lstrip()}'
     return Suggestion(text.strip())

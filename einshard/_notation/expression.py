@@ -1,4 +1,4 @@
-"""Parses the notation: text -> Expression. Imports no JAX.
+"""Parses text into an Expression. Imports no JAX.
 
 expression  =  left '->' right            an array's axes, then their placement
             |  right                      short form: the axes once, in array order
@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 from .._cache import cached
 from .._errors import EinshardError, Span, Suggestion, quoted
-
-ELLIPSIS = '...'
+from .._suggestions import working_fix
+from .words import ELLIPSIS, not_a_term, read_digits, read_mesh_axes, read_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class Term:
 
     @property
     def takes_devices(self) -> bool:
-        """Whether its count or star takes devices."""
+        """Whether the term's count or star takes devices."""
         return self.star or self.factor > 1
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it takes devices: by count, star or mesh axes."""
+        """Whether the term takes devices, by count, star or mesh axes."""
         return self.takes_devices or bool(self.mesh_axes)
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Term:
 class Expression:
     """A parsed expression: the axes of the array, and the placement in device order.
 
-    Expressions that differ only in white space, or in the short form, are equal.
+    Expressions that differ only in whitespace, or in the use of the short form, are equal.
     """
 
     left: tuple[Term, ...]
@@ -82,7 +82,7 @@ class Expression:
         fix: str | None = None,
         **facts: object,
     ) -> EinshardError:
-        """An error about `terms` of this expression."""
+        """Returns an error about `terms` of this expression."""
         spans = [term.span for term in terms]
         return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
 
@@ -94,6 +94,13 @@ class Expression:
 @cached
 def parse(text: str) -> Expression:
     """Parses an expression; raises EinshardError if it is invalid."""
+    try:
+        return _parse(text)
+    except EinshardError as error:
+        raise error.with_fix(working_fix(error, _parse)) from None
+
+
+def _parse(text: str) -> Expression:
     text = unicodedata.normalize('NFC', text)
     arrows = [match.span() for match in re.finditer('->', text)]
     if not text.strip():
@@ -124,7 +131,7 @@ def parse(text: str) -> Expression:
 
 
 def axis_letters() -> Iterator[str]:
-    """Names for unnamed axes: a, ..., z, aa, ab, ..."""
+    """Yields names for unnamed axes: a, ..., z, aa, ab, ..."""
     for length in itertools.count(1):
         for letters in itertools.product(string.ascii_lowercase, repeat=length):
             yield ''.join(letters)
@@ -132,8 +139,7 @@ def axis_letters() -> Iterator[str]:
 
 # Words are separated by spaces, except within '@(...)'.
 _WORD = re.compile(r'(?:@\s*\([^()]*\)|\S)+')
-_MESH_AXIS = re.compile(r'[^\s(),@*]+')
-_MOST_DIGITS = 12
+_MAX_DIGITS = 12
 
 
 def _terms(text: str, start: int, end: int) -> tuple[Term, ...]:
@@ -143,21 +149,21 @@ def _terms(text: str, start: int, end: int) -> tuple[Term, ...]:
 def _term(text: str, start: int, end: int) -> Term:
     if text[start:end] == ELLIPSIS:
         return Term(ELLIPSIS, span=(start, end))
-    name = _name(text, start, end)
+    name = read_name(text, start, end)
     at = start + len(name)
-    count = _digits(text, at, end)
+    count = read_digits(text, at, end)
     at += len(count)
     star = text[at:end].startswith('*')
     at += star
     mesh_axes = ()
     if at < end and text[at] == '@' and name:
-        mesh_axes = _mesh_axes(text, at, end, span=(start, end), counted=bool(count) or star)
+        mesh_axes = read_mesh_axes(text, at, end, span=(start, end), counted=bool(count) or star)
         at = end
     if at < end:
-        raise _unreadable(text, start, at, end)
-    if len(count) > _MOST_DIGITS:
+        raise not_a_term(text, start, at, end)
+    if len(count) > _MAX_DIGITS:
         raise EinshardError(
-            f'the count has {len(count)} digits; at most {_MOST_DIGITS} are allowed',
+            f'the count has {len(count)} digits; at most {_MAX_DIGITS} are allowed',
             expression=text,
             spans=[(start, end)],
         )
@@ -168,118 +174,6 @@ def _term(text: str, start: int, end: int) -> Term:
             spans=[(start, end)],
         )
     return Term(name or None, int(count) if count else None, star, mesh_axes, (start, end))
-
-
-def _name(text: str, start: int, end: int) -> str:
-    at = start
-    while at < end and _in_name(text[at], first=at == start):
-        at += 1
-    return text[start:at]
-
-
-def _in_name(character: str, first: bool) -> bool:
-    if character == '_' or character.isalpha():
-        return True
-    # vowel signs and other marks that NFC does not combine, as in Devanagari
-    return not first and unicodedata.category(character) in ('Mn', 'Mc')
-
-
-def _digits(text: str, start: int, end: int) -> str:
-    at = start
-    while at < end and text[at] in '0123456789':
-        at += 1
-    return text[start:at]
-
-
-def _mesh_axes(text: str, at: int, end: int, span: Span, counted: bool) -> tuple[str, ...]:
-    """The mesh axes after the '@' at `at`."""
-    if counted:
-        raise EinshardError(
-            f"'{text[slice(*span)]}' has both a count and mesh axes; use one or the other",
-            expression=text,
-            spans=[span],
-            facts={'by count': "'b4'  'b*'", 'by name': "'b@data'  'b@(data,fsdp)'"},
-        )
-    written = text[at + 1 : end].strip()
-    grouped = written.startswith('(') and written.endswith(')')
-    words = written[1:-1].split(',') if grouped else [written]
-    axes = tuple(word.strip() for word in words)
-    if not all(map(is_mesh_axis, axes)):
-        raise EinshardError(
-            f"'{text[slice(*span)]}' has no valid mesh axes after '@'",
-            expression=text,
-            spans=[span],
-            facts={'one axis': "'b@data'", 'several': "'b@(data,fsdp)'"},
-        )
-    return axes
-
-
-def is_mesh_axis(name: str) -> bool:
-    """Whether this is a valid name of a mesh axis in an expression."""
-    return _MESH_AXIS.fullmatch(name) is not None
-
-
-def _unreadable(text: str, start: int, at: int, end: int) -> EinshardError:
-    """The error for a word that is not a term because of its characters from `at` on."""
-    word, rest = text[start:end], text[at:end]
-    character = rest[0]
-    if character.isalpha() or character == '_':
-        return _two_terms(text, start, at, end)
-    facts: dict[str, object] = {}
-    fix = None
-    span = (start, end)
-    if character == '*' and text[at - 1 : at] == '*':
-        sentence = f"'{word}' has more than one star; a term has at most one"
-    elif character in '0123456789':
-        sentence = f"'{word}' has its count after the star; the star comes last"
-        if _digits(text, at, end) == rest:
-            fix = _fix(f'{text[: at - 1]}{rest}*{text[end:]}')
-    elif character == '@':
-        sentence = f"'{word}' has no array axis before '@'"
-    elif character == '.' and word.strip('.') and ELLIPSIS in word:
-        other = word.replace(ELLIPSIS, '', 1)
-        if word.startswith(ELLIPSIS) and (other[0] in '*@' or _digits(other, 0, 1)):
-            sentence = f"'{word}' is not a valid term: the axes in '...' are unsharded"
-        else:
-            sentence = f"'{word}' is not a valid term: put a space between '...' and '{other}'"
-    elif character == '.':
-        sentence = f"'{word}' is not a valid term; write '...' for unnamed axes"
-    elif character in '→⟶⇒' or rest.startswith('=>'):
-        arrow = rest[: 2 if character == '=' else 1]
-        sentence = f"'{arrow}' is not part of the notation; the arrow is '->'"
-        span = (at, at + len(arrow))
-        fix = _fix(f'{text[:at]}->{text[at + len(arrow) :]}')
-    elif character in '->':
-        sentence = f"'{character}' alone is not part of the notation; the arrow is '->'"
-        span = (at, at + 1)
-    elif character.isdigit():
-        sentence = f"'{character}' is not a valid digit; counts use 0 to 9"
-        span = (at, at + 1)
-    else:
-        span = (at, at + 1)
-        written = f"'{character}'"
-        if not character.isprintable():
-            written = f'unprintable character U+{ord(character):04X}'
-        sentence = f'{written} is not part of the notation'
-        facts['valid terms'] = 'a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  ...'
-    return EinshardError(sentence, expression=text, spans=[span], facts=facts, fix=fix)
-
-
-def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
-    """The error for a name right after a count, a star or another term, as in a2b or 2a."""
-    word, head, rest = text[start:end], text[start:at], text[at:end]
-    facts: dict[str, object] = {'two terms': f"'{head} {rest}'"}
-    if _name(text, start, end):
-        digits = 'names have no digits, and ' if _digits(text, at - 1, at) else ''
-        sentence = f"'{word}' is not a valid term: {digits}spaces separate terms"
-        if re.fullmatch(r'\w+', word):
-            facts['one axis'] = f"'{re.sub('[0-9]+', '_', word).strip('_')}'"
-    else:
-        part = 'star' if head.endswith('*') else 'count'
-        sentence = f"'{word}' is not a valid term: a {part} comes after the name"
-        if _name(text, at, end) == rest:
-            facts['one term'] = f"'{rest}{head}'"
-    return EinshardError(sentence, expression=text, spans=[(start, end)], facts=facts)
 
 
 def _check_short(expression: Expression) -> None:
@@ -314,7 +208,7 @@ def _check_left(expression: Expression) -> None:
 
 
 def _check_sides(expression: Expression) -> None:
-    """Raises if the sides do not name the same axes."""
+    """Raises if the two sides do not have the same axes."""
     left, right = expression.left, expression.right
     if not right:
         end = len(expression.text)
@@ -322,7 +216,7 @@ def _check_sides(expression: Expression) -> None:
             "the right side is empty; list the placement of every axis after '->'",
             expression=expression.text,
             spans=[(end, end + 1)],
-            fix=_fix(' '.join([*map(str, left), '->', '*', *map(str, left)])),
+            fix=Suggestion(' '.join([*map(str, left), '->', '*', *map(str, left)])),
         )
     for term in right:
         if term.name is not None and term.name not in expression.names:
@@ -335,7 +229,7 @@ def _check_sides(expression: Expression) -> None:
             f'{quoted(names)} {"is" if len(names) == 1 else "are"} missing on the right side; '
             'list unsharded axes there too, without a count',
             missing,
-            fix=_fix(f'{expression.text.rstrip()} {" ".join(names)}'),
+            fix=Suggestion(f'{expression.text.rstrip()} {" ".join(names)}'),
         )
 
 
@@ -347,7 +241,7 @@ def _only_on_right(expression: Expression, term: Term) -> EinshardError:
     if near:
         start, _ = term.span
         end = start + len(name)
-        fix = _fix(f'{expression.text[:start]}{near[0]}{expression.text[end:]}')
+        fix = Suggestion(f'{expression.text[:start]}{near[0]}{expression.text[end:]}')
     return expression.error(
         f"'{name}' is not on the left side",
         [term],
@@ -382,17 +276,8 @@ def _check_ellipsis(expression: Expression, terms: Sequence[Term], where: str) -
 
 
 def _repeated(terms: Sequence[Term]) -> list[Term]:
-    """The terms of the first repeated name."""
+    """Returns the terms of the first name that is repeated."""
     for name, times in Counter(term.name for term in terms if term.name is not None).items():
         if times > 1:
             return [term for term in terms if term.name == name]
     return []
-
-
-def _fix(text: str) -> Suggestion | None:
-    """A suggestion, if the text parses; else None."""
-    try:
-        parse(text)
-    except EinshardError:
-        return None
-    return Suggestion(text)

@@ -1,4 +1,4 @@
-"""Lays out expressions on devices: Expression, ndim, device count -> Layout. Imports no JAX.
+"""Lays out an expression on devices. Imports no JAX.
 
 Devices are numbered 0 to N - 1 in hardware order.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -31,7 +32,7 @@ class Split:
 class Layout:
     """The device grid of an expression: its dimensions, slowest first.
 
-    Equal placements have equal layouts: dimensions of size 1 are omitted, and neighbours that shard
+    Equal placements have equal layouts: dimensions of size 1 are omitted, and neighbors that shard
     the same axis are merged. Splits by name come first, in the order written; splits by count use
     the remaining devices. If an axis has both, all its splits are among the latter, in the order
     written.
@@ -136,14 +137,42 @@ def check_divisible(
                     guilty,
                     expected=f"a multiple of {parts}, such as symbolic_shape('{parts}*n')",
                 )
-            common = math.gcd(size, n_devices)
-            *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
+            mesh_axes = _mesh_axes_of(layout, axis)
+            of = f', the size of mesh {_axes_text(mesh_axes)}' if mesh_axes else ''
+            fits = _padding(layout, shape, axis) if mesh_axes else _counts_of(size, n_devices)
             raise expression.error(
-                f"axis '{name}' (size {size}) is not divisible by {parts}",
+                f"axis '{name}' (size {size}) is not divisible by {parts}{of}",
                 guilty,
                 devices=n_devices,
-                works_with=f'{", ".join(most)} or {last} shards' if most else '1 shard',
+                **fits,
             )
+
+
+def _mesh_axes_of(layout: Layout, axis: int) -> list[str]:
+    """The mesh axes that shard an array axis; [] if counts do too."""
+    splits = [split for split in layout.splits if split.axis == axis]
+    by_name = all(split.mesh_axes for split in splits)
+    return [name for split in splits for name in split.mesh_axes] if by_name else []
+
+
+def _axes_text(mesh_axes: Sequence[str]) -> str:
+    return f'{"axis" if len(mesh_axes) == 1 else "axes"} {quoted(mesh_axes)}'
+
+
+def _padding(layout: Layout, shape: Sequence[int], axis: int) -> dict[str, str]:
+    """How to pad an array so that all its axes are divisible."""
+    more = [
+        -size % layout.parts.get(i, 1) if isinstance(size, int) else 0
+        for i, size in enumerate(shape)
+    ]
+    widths = tuple((0, n) for n in more)
+    return {'next multiple': str(shape[axis] + more[axis]), 'to pad': f'jnp.pad(x, {widths})'}
+
+
+def _counts_of(size: int, n_devices: int) -> dict[str, str]:
+    common = math.gcd(size, n_devices)
+    *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
+    return {'works with': f'{", ".join(most)} or {last} shards' if most else '1 shard'}
 
 
 @cached
@@ -285,10 +314,12 @@ def _named_splits(
     if not terms:
         return []
     if axis_sizes is None:
+        counts = [(term, count) for term in terms if (count := _as_count(term))]
         raise expression.error(
             f'{quoted(map(str, terms))} {"names" if len(terms) == 1 else "name"} mesh axes, '
             'but there is no mesh',
             terms,
+            fix=_with_term(expression, *counts[0]) if counts else None,
             expected="mesh=, or 'with jax.set_mesh(mesh):'",
         )
     splits: list[Split] = []
@@ -301,20 +332,35 @@ def _named_splits(
 def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str, int]) -> int:
     if axis in sizes:
         return sizes[axis]
-    fix = None
     used = {name for other in expression.right for name in other.mesh_axes}
-    near = difflib.get_close_matches(axis, sizes.keys() - used, n=1)
-    if near:
-        start, end = term.span
-        axes = tuple(near[0] if name == axis else name for name in term.mesh_axes)
-        fixed = Term(term.name, mesh_axes=axes)
-        fix = Suggestion(f'{expression.text[:start]}{fixed}{expression.text[end:]}')
+    meant = _as_count(term) or _other_axes(term, axis, sizes.keys() - used)
     raise expression.error(
         f"the mesh has no axis '{axis}'",
         [term],
-        fix=fix,
+        fix=_with_term(expression, term, meant) if meant else None,
         mesh=mesh_text(sizes),
     )
+
+
+def _as_count(term: Term) -> Term | None:
+    """a8 for a@8"""
+    (axis, *others) = term.mesh_axes
+    is_count = not others and re.fullmatch('[1-9][0-9]*', axis)
+    return Term(term.name, int(axis)) if is_count else None
+
+
+def _other_axes(term: Term, axis: str, free: Collection[str]) -> Term | None:
+    """The term with free mesh axes instead of `axis`, as for a@data+tp or a@dta."""
+    meant = re.findall(r'\w+', axis)
+    if len(meant) == 1 or not {*meant} <= {*free}:
+        meant = difflib.get_close_matches(axis, free, n=1)
+    axes = [name for old in term.mesh_axes for name in (meant if old == axis else [old])]
+    return Term(term.name, mesh_axes=tuple(axes)) if meant else None
+
+
+def _with_term(expression: Expression, old: Term, new: Term) -> Suggestion:
+    start, end = old.span
+    return Suggestion(f'{expression.text[:start]}{new}{expression.text[end:]}')
 
 
 def mesh_text(axis_sizes: Mapping[str, int]) -> str:
@@ -323,7 +369,7 @@ def mesh_text(axis_sizes: Mapping[str, int]) -> str:
 
 
 def merged(splits: Sequence[Split]) -> list[Split]:
-    """Merges neighbouring splits of the same axis by count."""
+    """Merges neighboring splits of the same axis by count."""
     merged: list[Split] = []
     for split in splits:
         last = merged[-1] if merged else None

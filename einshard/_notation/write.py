@@ -1,4 +1,4 @@
-"""Terms -> Expression: the only writer of expressions. Imports no JAX."""
+"""Writes terms as expressions; all other modules use this one to do so. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .expression import Expression, Term
 
 
 def write(left: Iterable[Term], right: Iterable[Term]) -> Expression:
-    """The expression with these sides; its text and spans are those of `parse`."""
+    """Makes an expression of two sides, with the text and spans that `parse` would give it."""
     written_left = _written(left, 0)
     arrow = _end(written_left)
     written_right = _written(right, arrow + len('-> '))
@@ -18,7 +18,7 @@ def write(left: Iterable[Term], right: Iterable[Term]) -> Expression:
 
 
 def write_short(right: Iterable[Term]) -> Expression:
-    """The expression in the short form."""
+    """Makes an expression in the short form."""
     written = _written(right, 0)
     left = tuple(Term(term.name, span=term.span) for term in written if term.name is not None)
     return Expression(left, written, short=True, text=_text(written))

@@ -1,1 +1,1 @@
-"""`jax.shard_map` in the notation: `per_device`."""
+"""`per_device`: `jax.shard_map` with specs in einshard's notation."""

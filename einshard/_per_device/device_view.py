@@ -1,4 +1,4 @@
-"""The mesh that a per-device function sees, and the specs of arrays on it."""
+"""Builds the mesh of a per-device function, and the PartitionSpecs of arrays on it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .._sharding.apply_axis_rules import apply_axis_rules
 from .._sharding.context import AxisRules
 from .._sharding.mesh import AnyMesh, entry_axes, is_device_mesh, partition_spec, sizes_of
 from .._sharding.resolve import make_sharding
-from .._suggestions import tried
+from .._suggestions import keep_working_suggestions
 from .joint_mesh import JointMesh, joint_mesh
 from .spec_axes import SpecAxes
 
 
 class View(NamedTuple):
-    """The devices as a function sees them."""
+    """The mesh of a per-device function, and how its expressions map to mesh axes."""
 
     mesh: AnyMesh  # for `jax.shard_map`
-    by_name: bool  # whether its axes are named after array axes
+    by_name: bool  # whether mesh axes are named after array axes
     joint: JointMesh
     n_devices: int
     rules: AxisRules
@@ -39,12 +39,12 @@ class View(NamedTuple):
         return _ruled(parse(text), self.rules, {} if self.by_name else sizes_of(self.mesh))
 
     def completed(self, text: str) -> str:
-        """An expression over all devices, including those that only other expressions name."""
+        """Adds the mesh axes of the other expressions, as replicas."""
         expression = self.expression(text)
         return self.joint.complete(expression) if self._is_shared(expression) else text
 
     def check(self, text: str, shape: Sequence[int]) -> None:
-        """Raises if rank or sizes do not fit, in terms of the user's expression."""
+        """Raises if a rank or size does not fit; the error shows the user's expression."""
         expression = self.expression(text)
         axis_positions(expression, len(shape))
         if self._is_shared(expression):
@@ -54,35 +54,32 @@ class View(NamedTuple):
     def needs_rank(self, text: str) -> bool:
         return needs_rank(parse(self._in_mesh(text)))
 
-    def partition_spec(
-        self, text: str, n_dims: int | None, manual: frozenset[str]
-    ) -> PartitionSpec:
-        """The spec of an expression over the manual mesh axes."""
-        spec = make_sharding(self._in_mesh(text), ndim=n_dims, mesh=self.mesh).spec
+    def partition_spec(self, text: str, ndim: int | None, manual: frozenset[str]) -> PartitionSpec:
+        """Returns the PartitionSpec of an expression, restricted to the manual mesh axes."""
+        spec = make_sharding(self._in_mesh(text), ndim=ndim, mesh=self.mesh).spec
         if not manual:
             return spec
         rows = map(entry_axes, spec)
         return PartitionSpec(*(tuple(axis for axis in row if axis in manual) for row in rows))
 
     def size_one_axes(self, manual: frozenset[str]) -> tuple[str, ...]:
-        """The manual mesh axes of size 1."""
+        """Returns the names of manual mesh axes of size 1."""
         sizes = sizes_of(self.mesh)
         return tuple(a for a in sizes if sizes[a] == 1 and (not manual or a in manual))
 
-    def result_spec(self, text: str, n_dims: int, manual: frozenset[str]) -> PartitionSpec:
-        """The spec of a result, which also names mesh axes of size 1."""
-        spec = self.partition_spec(text, n_dims, manual)
-        if not n_dims:
+    def result_spec(self, text: str, ndim: int, manual: frozenset[str]) -> PartitionSpec:
+        """Returns the PartitionSpec of a result, which must also name mesh axes of size 1."""
+        spec = self.partition_spec(text, ndim, manual)
+        if not ndim:
             return spec
-        # JAX takes values sharded over an axis of size 1 to vary along it, and rejects results that
-        # do not name that axis
+        # for JAX, a value sharded over an axis of size 1 varies along it, so the spec must name it
         first, *others = [*map(entry_axes, spec)] or [()]
         named = {axis for row in (first, *others) for axis in row}
         unnamed = (axis for axis in self.size_one_axes(manual) if axis not in named)
         return partition_spec([(*first, *unnamed), *others])
 
     def mesh_axes_of(self, axis: str) -> str:
-        """The mesh axes that shard an array axis, on a mesh with other names."""
+        """Names the mesh axes that shard an array axis, on a mesh with other names."""
         text = self.joint.complete(parse(f'{axis}{self.joint.sizes[axis]}'))
         entry = next(iter(make_sharding(text, mesh=self.mesh).spec), ())
         return quoted(entry_axes(entry) or ['none'])
@@ -91,7 +88,10 @@ class View(NamedTuple):
         return self.joint.by_name(self.expression(text)) if self.by_name else self.completed(text)
 
     def _is_shared(self, expression: Expression) -> bool:
-        """Whether it joins the joint mesh. On the user's mesh, those with mesh axes do not."""
+        """Whether an expression is part of the joint mesh.
+
+        On the user's mesh, expressions that name mesh axes are not.
+        """
         return self.by_name or not any(term.mesh_axes for term in expression.right)
 
 
@@ -109,26 +109,26 @@ def make_view(
     specs = tuple(SpecAxes(s.of, _ruled(s.expression, rules, named_sizes)) for s in specs)
     if not by_name:
         by_count = tuple(spec for spec in specs if not spec.uses)
-        says = any(spec.makes or spec.spells_out_replicas for spec in by_count)
-        if not says and (len(by_count) < len(specs) or not is_device_mesh(mesh)):
-            shared = JointMesh(((None, n_devices),))
+        has_counts = any(spec.defines or spec.spells_out_replicas for spec in by_count)
+        if not has_counts and (len(by_count) < len(specs) or not is_device_mesh(mesh)):
+            joint = JointMesh(((None, n_devices),))
         else:
-            shared = _on_mesh(by_count, specs, sizes)
-        return View(mesh, False, shared, n_devices, rules)
-    shared = joint_mesh(specs, n_devices)
-    names, shape = tuple(shared.axis_sizes), tuple(shared.axis_sizes.values())
+            joint = _on_mesh(by_count, specs, sizes)
+        return View(mesh, False, joint, n_devices, rules)
+    joint = joint_mesh(specs, n_devices)
+    names, shape = tuple(joint.axis_sizes), tuple(joint.axis_sizes.values())
     types = (AxisType.Auto,) * len(names)
     if isinstance(mesh, AbstractMesh):
         named: AnyMesh = AbstractMesh(shape, names, axis_types=types)
     else:
         named = Mesh(mesh.devices.reshape(shape), names, axis_types=types)
-    return View(named, True, shared, n_devices, rules)
+    return View(named, True, joint, n_devices, rules)
 
 
 def _on_mesh(
     by_count: tuple[SpecAxes, ...], specs: Sequence[SpecAxes], sizes: Mapping[str, int]
 ) -> JointMesh:
-    """The joint mesh of the expressions with counts, on the user's mesh."""
+    """Builds the joint mesh of the expressions with counts, on the user's mesh."""
     n_devices = math.prod(sizes.values())
 
     def lay_out_named(_: str) -> None:
@@ -139,7 +139,7 @@ def _on_mesh(
     try:
         return joint_mesh(by_count, n_devices, tuple(sizes.values()))
     except EinshardError as error:
-        raise tried(error, lay_out_named) from None
+        raise keep_working_suggestions(error, lay_out_named) from None
 
 
 def _ruled(expression: Expression, rules: AxisRules, sizes: Mapping[str, int]) -> Expression:

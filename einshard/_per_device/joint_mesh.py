@@ -1,4 +1,4 @@
-"""The joint mesh of the expressions of a per-device function. Imports no JAX."""
+"""Finds one mesh for all expressions of a per-device function. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
 from .._notation.expression import Expression, Term, parse
 from .._notation.layout import Layout, Split, fit, mesh_text
-from .._suggestions import tried, works
+from .._suggestions import keep_working_suggestions, works
 from .spec_axes import MeshAxis, SpecAxes, grid_of, replicas
 
 
 @dataclass(frozen=True, slots=True)
 class JointMesh:
-    """A mesh with axes named after array axes, in device order; None names an axis of replicas."""
+    """A mesh with axes named after array axes, in device order. Replica axes have name None."""
 
     axes: tuple[MeshAxis, ...]
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Size by name; axes of replicas get names that array axes cannot have."""
+        """Size by name. Replica axes get names with digits, which array axes cannot have."""
         numbers = itertools.count()
         return {name or f'replica{next(numbers)}': count for name, count in self.axes}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size by name, without axes of replicas."""
+        """Size by name, without replica axes."""
         return {name: count for name, count in self.axes if name is not None}
 
     def fits(self, axis_sizes: Sequence[int]) -> bool:
@@ -38,7 +38,7 @@ class JointMesh:
         return fit(grid, {str(i): size for i, size in enumerate(axis_sizes)}) is not None
 
     def complete(self, expression: Expression) -> str:
-        """The expression over all devices: 'x y -> x2 y' becomes 'x y -> 4 x2 y'."""
+        """Completes an expression to all devices: 'x y -> x2 y' becomes 'x y -> 4 x2 y'."""
         holders = self._holders(expression)
         terms = [(holders.get(name or '', ''), count) for name, count in self.axes if count > 1]
         return _written(
@@ -46,7 +46,7 @@ class JointMesh:
         )
 
     def by_name(self, expression: Expression) -> str:
-        """The expression with mesh axes by name: 'x y -> x2 y' becomes 'x y -> x@x y'."""
+        """Names the mesh axes in an expression: 'x y -> x2 y' becomes 'x y -> x@x y'."""
         axes: dict[str, list[str]] = {}
         for axis, name in self._holders(expression).items():
             axes.setdefault(name, []).append(axis)
@@ -54,10 +54,10 @@ class JointMesh:
         return _written(expression, axes.keys(), terms or ['*'])
 
     def _holders(self, expression: Expression) -> dict[str, str]:
-        """The array axis that each mesh axis shards, in device order."""
+        """Returns the array axis that each mesh axis shards, in device order."""
         spec = SpecAxes('', expression)
         holders = {axis: str(term.name) for axis, term in spec.uses.items()}
-        holders |= {name: name for name in spec.makes}
+        holders |= {name: name for name in spec.defines}
         return {axis: holders[axis] for axis in self.sizes if axis in holders}
 
 
@@ -70,10 +70,10 @@ def _written(expression: Expression, placed: Collection[str], terms: Sequence[st
 def joint_mesh(
     specs: tuple[SpecAxes, ...], n_devices: int, axis_sizes: tuple[int, ...] | None = None
 ) -> JointMesh:
-    """The mesh with its axes in the only order that agrees with all expressions.
+    """Finds the mesh whose axes are in the only order that agrees with all expressions.
 
-    A count in one expression holds in all. Stars are solved first in expressions that list
-    replicas, because these use all devices; the other stars share the remaining devices.
+    A count in one expression applies to all of them. Stars are solved first in expressions that
+    list replicas, because these use all devices; the other stars share the remaining devices.
     `axis_sizes` are those of the user's mesh, if there is one: suggestions must fit it.
     """
     joint = _Specs(specs, n_devices, axis_sizes)
@@ -81,7 +81,7 @@ def joint_mesh(
         return joint.mesh()
     except EinshardError as error:
         text = str(error.expression)
-        raise tried(
+        raise keep_working_suggestions(
             error,
             lambda fix: joint.try_fix(text, fix),
             None if axis_sizes else lambda n: replace(joint, n_devices=n).mesh(),
@@ -90,7 +90,7 @@ def joint_mesh(
 
 @dataclass(frozen=True, slots=True)
 class _Specs:
-    """The expressions of a function, and the devices."""
+    """The expressions of a function, and the devices to build their mesh from."""
 
     specs: tuple[SpecAxes, ...]
     n_devices: int
@@ -117,7 +117,7 @@ class _Specs:
         return JointMesh((*order, *of_one) or ((None, 1),))
 
     def try_fix(self, text: str, fix: str) -> None:
-        """Raises if the expressions, with `fix` in place of `text`, make no mesh."""
+        """Raises if the expressions, with `fix` in place of `text`, do not form a mesh."""
         i = [spec.expression.text for spec in self.specs].index(text)
         changed = replace(self.specs[i], expression=parse(fix))
         mesh = replace(self, specs=(*self.specs[:i], changed, *self.specs[i + 1 :])).mesh()
@@ -125,7 +125,7 @@ class _Specs:
             raise changed.expression.error('the counts do not match the axes of the mesh')
 
     def counts(self) -> dict[str, int]:
-        """The size of every axis, in order of appearance."""
+        """Returns the size of every axis, in order of appearance."""
         known: dict[str, tuple[int, SpecAxes]] = {}
 
         def learn(name: str, count: int, spec: SpecAxes) -> None:
@@ -133,45 +133,45 @@ class _Specs:
             if first != count:
                 raise other.expression.error(
                     f"axis '{name}' has {first} shards in one expression and {count} in another",
-                    [other.makes[name]],
+                    [other.defines[name]],
                     **_texts([other, spec]),
                     devices=self.n_devices,
                 )
 
         for spec in self.specs:
-            for name, term in spec.makes.items():
+            for name, term in spec.defines.items():
                 if not term.star:
                     learn(name, term.factor, spec)
         written = {name: count for name, (count, _) in known.items()}
         for spec in self.specs:
             if spec.spells_out_replicas and not spec.uses:
                 solved = dict(spec.grid(written, self.n_devices))
-                for name in spec.makes:
+                for name in spec.defines:
                     learn(name, solved.get(name, 1), spec)
         counts = {name: count for name, (count, _) in known.items()}
         counts |= self.solve_stars(counts)
-        return {name: counts[name] for spec in self.specs for name in spec.makes}
+        return {name: counts[name] for spec in self.specs for name in spec.defines}
 
     def solve_stars(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """The sizes of starred axes, which share the remaining devices."""
+        """Returns the sizes of starred axes, which share the remaining devices."""
         starred: dict[str, SpecAxes] = {}
         for spec in self.specs:
-            for name, term in spec.makes.items():
+            for name, term in spec.defines.items():
                 if name in counts:
                     continue
                 first = starred.setdefault(name, spec)
-                if first.makes[name].factor != term.factor:
+                if first.defines[name].factor != term.factor:
                     raise first.expression.error(
-                        f"ambiguous: axis '{name}' is '{first.makes[name]}' in one expression and "
-                        f"'{term}' in another",
-                        [first.makes[name]],
+                        f"ambiguous: axis '{name}' is '{first.defines[name]}' in one expression "
+                        f"and '{term}' in another",
+                        [first.defines[name]],
                         **_texts([first, spec]),
                     )
         if not starred:
             return {}
         if self.n_devices % math.prod(counts.values()):
             raise self.too_many(counts)
-        factors = {name: spec.makes[name].factor for name, spec in starred.items()}
+        factors = {name: spec.defines[name].factor for name, spec in starred.items()}
         terms = [f'{name}{count}' for name, count in counts.items()]
         terms += [f'{name}{"" if factor == 1 else factor}*' for name, factor in factors.items()]
         try:
@@ -206,10 +206,10 @@ class _Specs:
         )
 
     def over_the_same(self, first: str, second: str) -> _Specs:
-        """The expressions with the second axis over the devices of the first."""
+        """Returns the expressions with the second axis sharded over the devices of the first."""
         changed: list[SpecAxes] = []
         for spec in self.specs:
-            term = spec.makes.get(second)
+            term = spec.defines.get(second)
             over = Term(second, mesh_axes=(first,))
             right = tuple(over if one is term else one for one in spec.expression.right)
             changed.append(replace(spec, expression=replace(spec.expression, right=right)))
@@ -218,8 +218,8 @@ class _Specs:
     def left_over(self, counts: Mapping[str, int]) -> EinshardError:
         n_devices = self.n_devices
         sharded = [f'{name}{count}' for name, count in counts.items() if count > 1]
-        most = max(self.specs, key=lambda spec: len(spec.makes))
-        expression = most.expression
+        longest = max(self.specs, key=lambda spec: len(spec.defines))
+        expression = longest.expression
         start = expression.right[0].span[0]
         sentence = f"nothing is sharded; add '*' to replicate over all {n_devices} devices"
         if sharded:
@@ -230,7 +230,7 @@ class _Specs:
             )
         return expression.error(
             sentence,
-            most.makes.values() or expression.right,
+            longest.defines.values() or expression.right,
             **_texts(self.specs),
             devices=n_devices,
             fix=Suggestion(f'{expression.text[:start]}* {expression.text[start:]}'),
@@ -244,22 +244,24 @@ class _Specs:
         facts = {**_texts(self.specs), 'devices': str(self.n_devices)}
         # counts cannot order an axis that shares the devices of another
         by_count = [spec for spec in self.specs if not spec.uses]
-        for most in sorted(by_count, key=lambda spec: len(spec.makes), reverse=True)[:1]:
-            ways: list[str] = []
+        for longest in sorted(by_count, key=lambda spec: len(spec.defines), reverse=True)[:1]:
+            fixes: list[str] = []
             for mesh in map(JointMesh, orders):
-                way = parse(mesh.complete(most.expression))
-                changed = [replace(s, expression=way) if s is most else s for s in self.specs]
-                decided = list(_orders(changed, counts, self.n_devices)) == [mesh.axes]
-                if decided and (self.axis_sizes is None or mesh.fits(self.axis_sizes)):
-                    ways.append(f"'{way.text}'")
-            if ways:
-                facts['try'] = f'{" or ".join(ways)}, for {most.of}'
-        return EinshardError(f'ambiguous device order: {one} or {other} first', facts=facts)
+                fix = parse(mesh.complete(longest.expression))
+                changed = [replace(s, expression=fix) if s is longest else s for s in self.specs]
+                is_unique = list(_orders(changed, counts, self.n_devices)) == [mesh.axes]
+                if is_unique and (self.axis_sizes is None or mesh.fits(self.axis_sizes)):
+                    fixes.append(f"'{fix.text}'")
+            if fixes:
+                facts['try'] = f'{" or ".join(fixes)}, for {longest.of}'
+        return EinshardError(
+            f'ambiguous device order: either {one} or {other} could come first', facts=facts
+        )
 
     def no_order(self, counts: Mapping[str, int]) -> EinshardError:
         apart: Sequence[SpecAxes] = self.specs
         for pair in itertools.combinations(self.specs, 2):
-            names = {name for spec in pair for name in (*spec.makes, *spec.uses)}
+            names = {name for spec in pair for name in (*spec.defines, *spec.uses)}
             theirs = {name: count for name, count in counts.items() if name in names}
             if next(_orders(pair, theirs, self.n_devices), None) is None:
                 apart = pair
@@ -277,11 +279,12 @@ class _Specs:
 def _orders(
     specs: Sequence[SpecAxes], counts: Mapping[str, int], n_devices: int
 ) -> Iterator[tuple[MeshAxis, ...]]:
-    """All orders of the mesh axes larger than 1 that agree with every expression.
+    """Yields the orders of the mesh axes larger than 1 that agree with every expression.
 
-    Each expression is read from left to right. An axis that it makes must be its next one. Axes of
-    other expressions are skipped or, if the expression lists replicas, count towards those. Sizes
-    matter for that, so a topological sort (`graphlib`) of the axes is not enough.
+    Each expression is read from left to right. An axis that it defines can only be the next one in
+    its own order. Axes of other expressions are skipped or, if the expression lists replicas, count
+    towards those. Sizes matter for that, so a topological sort (`graphlib`) of the axes is not
+    enough.
     """
 
     def extend(
@@ -308,7 +311,7 @@ def _orders(
 
 
 def _texts(specs: Sequence[SpecAxes]) -> dict[str, str]:
-    """The distinct expressions as facts."""
+    """Returns the distinct expressions, as facts."""
     first = {spec.expression: spec for spec in reversed(specs)}
     shown = [spec for spec in specs if first[spec.expression] is spec]
     return {spec.of: f"'{spec.expression.text}'" for spec in shown}

@@ -1,4 +1,4 @@
-"""per_device: `jax.shard_map` in the notation."""
+"""per_device: `jax.shard_map` with specs in einshard's notation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
 from .._trees.specs import Spec, check_specs, is_none, leaf_specs, mesh_of
 from .device_view import View, make_view
-from .replication import how_to_agree, read_varying
+from .replication import read_varying, suggest_replication
 from .spec_axes import SpecAxes
 
 P = ParamSpec('P')
@@ -44,7 +44,7 @@ def per_device(
     collectives: Promise | None = None,
     **named_specs_and_jit_options: Any,
 ) -> Callable[[Callable[P, R]], ShardedFunction[P, R]]:
-    """`jax.shard_map` in the notation: each device runs the function on its own shards.
+    """`jax.shard_map` in einshard's notation: each device runs the function on its own shards.
 
         >>> import jax
         >>> import numpy as np
@@ -59,15 +59,15 @@ def per_device(
 
     The sharded axes of all expressions form one mesh, and collectives use their names:
     `jax.lax.psum(z, 'x')`. Each expression lists the axes that it shards, in device order, and is
-    replicated over the others. A count in one expression holds in all. `'y@x'` shards y over the
-    devices of x, as after `psum_scatter` over 'x'. If a mesh is in context or passed as `mesh=`,
-    collectives use the axis names of that mesh instead.
+    replicated over the others. A count in one expression applies to all of them. `'y@x'` shards y
+    over the devices of x, as after `psum_scatter` over 'x'. If a mesh is in context or passed as
+    `mesh=`, collectives use the axis names of that mesh instead.
 
     Arguments are placed and checked as for `sharded`.
 
     Args:
         in_specs: expressions by position, or pytree prefixes of the arguments. Every argument that
-            is not static needs one; '...' replicates. The instance of a method is replicated.
+            is not static needs one; '...' replicates it. `self` of a method is replicated.
         out: the expression of the result, or a pytree of expressions.
         mesh: a mesh or devices. Default: the mesh in context, or else all devices.
         axis_names: the mesh axes that are manual, as in `jax.shard_map`. Along the other axes the
@@ -75,19 +75,20 @@ def per_device(
         check_vma: whether JAX checks that results are replicated where `out` says so. It can infer
             that for `psum`, and for `all_gather` only with `to='invarying'` (JAX 0.8:
             `all_gather_invariant`).
-        reshard: whether arguments with another sharding are resharded; if False, they are errors.
+        reshard: whether to reshard arguments that are sharded differently; if False, they are
+            errors.
         collectives: the collectives that the compiled program may have, as for `sharded`.
         named_specs_and_jit_options: expressions by parameter name, and options of `jax.jit`.
 
     Returns:
-        A decorator. It returns a `ShardedFunction` of global arrays.
+        A decorator that turns the function into a `ShardedFunction` of global arrays.
 
     Raises:
         EinshardError: at decoration, for invalid specs; at the first call, if the expressions
             disagree on a count or on the device order, or do not use all devices; at any call, if
             an array does not fit, a collective uses an axis that is not sharded, or the call is
             inside another per-device function.
-        UnexpectedCollectives: at a call, if the program has other collectives.
+        UnexpectedCollectives: at a call, if the program has collectives that are not allowed.
     """
     named = named_specs_and_jit_options
     spec_mesh = mesh_of([in_specs, out, named])
@@ -121,7 +122,7 @@ def per_device(
 
 
 def _as_expressions(specs: Any) -> Any:
-    """The specs, with PartitionSpecs and NamedShardings as expressions."""
+    """Returns the specs, with PartitionSpecs and NamedShardings as expressions."""
 
     def text(spec: Any) -> Any:
         if not isinstance(spec, NamedSharding | PartitionSpec):
@@ -142,7 +143,7 @@ _REPLICATED = '...'
 
 
 class _Mapped:
-    """A function with its expressions, which are resolved when the mesh is known."""
+    """A per-device function and its expressions, which are resolved at a call, with its mesh."""
 
     def __init__(
         self,
@@ -171,11 +172,11 @@ class _Mapped:
             raise error.about(function=self.name) from None
 
     def lazy(self, spec: Spec) -> Spec:
-        """A spec for `sharded`: callables that resolve once the mesh is known."""
+        """Replaces the expressions in a spec by callables, which `sharded` resolves at a call."""
         return jtu.tree_map(lambda one: functools.partial(self._place, one), spec, is_leaf=is_none)
 
     def global_function(self) -> Callable[..., Any]:
-        """The function of global arrays that `sharded` traces."""
+        """Returns the function of global arrays that `sharded` traces."""
 
         @functools.wraps(self.function)
         def global_(*args: Any, **kwargs: Any) -> Any:
@@ -206,23 +207,23 @@ class _Mapped:
 
     def _view(self) -> View:
         try:
-            context = jax.sharding.get_abstract_mesh()
-            if AxisType.Manual in context.axis_types:
+            ambient = jax.sharding.get_abstract_mesh()
+            if AxisType.Manual in ambient.axis_types:
                 raise EinshardError(
                     'a per-device function cannot be called inside another one',
-                    facts={'mesh in context': mesh_fact(context)},
+                    facts={'mesh in context': mesh_fact(ambient)},
                 )
-            around = current_context(self.mesh)
+            context = current_context(self.mesh)
             if self.spec_mesh is not None:
-                around = context_on(self.spec_mesh, around)
-            mesh, rules = around.lowering_mesh, around.axis_rules
+                context = context_on(self.spec_mesh, context)
+            mesh, rules = context.lowering_mesh, context.axis_rules
             abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-            if not context.empty and context != abstract:
+            if not ambient.empty and ambient != abstract:
                 raise EinshardError(
                     'mesh= differs from the mesh in context',
-                    facts={'mesh=': mesh_fact(mesh), 'mesh in context': mesh_fact(context)},
+                    facts={'mesh=': mesh_fact(mesh), 'mesh in context': mesh_fact(ambient)},
                 )
-            view = make_view(self.spec_axes, mesh, not context.empty, rules)
+            view = make_view(self.spec_axes, mesh, not ambient.empty, rules)
             for axis in sorted(self.manual):
                 if axis not in view.axes:
                     raise EinshardError(
@@ -231,11 +232,11 @@ class _Mapped:
                     )
             return view
         except EinshardError as error:
-            # named here, because `sharded` would name the parameter that it is resolving
-            raise error.about(of=self.name) from None
+            # with the function, `sharded` does not add the parameter that it is resolving
+            raise error.about(function=self.name) from None
 
     def _place(self, text: str | None, path: str, leaf: Any) -> str | None:
-        """The spec of a leaf for `sharded`."""
+        """Resolves the spec of one leaf for `sharded`."""
         if text is None:
             return None
         view = self._view()
@@ -249,7 +250,7 @@ class _Mapped:
         view = self._view()
         labels = self.parameters.value_names(CallSignature(len(args), tuple(kwargs)))
         values = [*args, *kwargs.values()]
-        # the others are static or have no array leaves
+        # the other values are static or have no array leaves
         traced = [i for i, value in enumerate(values) if _is_traced(value)]
         arguments = [values[i] for i in traced]
 
@@ -259,7 +260,7 @@ class _Mapped:
                 row[i] = value
             n = len(args)
             result = self.function(*row[:n], **dict(zip(kwargs, row[n:], strict=True)))
-            self._result_leaves(view, result)  # better errors than those of JAX
+            self._result_leaves(view, result)  # its errors are clearer than JAX's
             return result
 
         each.__name__ = each.__qualname__ = self.name
@@ -275,7 +276,7 @@ class _Mapped:
             ours = self._unbound(view, mapped, arguments)
             varying = read_varying(error)
             if varying is not None:
-                facts = how_to_agree(varying, each, in_specs, arguments, shard_map)
+                facts = suggest_replication(varying, each, in_specs, arguments, shard_map)
                 ours = varying.error(self.name, facts)
             if ours is None:
                 raise
@@ -295,7 +296,7 @@ class _Mapped:
         return jtu.tree_unflatten(treedef, found)
 
     def _check_axes(self, view: View, label: str, leaf: Any) -> None:
-        """Raises if the type of an argument has mesh axes that the mesh does not have."""
+        """Raises if an argument's type has mesh axes that the mesh lacks."""
         axes = {axis for entry in jax.typeof(leaf).sharding.spec for axis in entry_axes(entry)}
         mesh = sizes_of(view.mesh)
         for axis in sorted(axes - set(mesh)):
@@ -303,7 +304,7 @@ class _Mapped:
                 f"parameter '{label}' is sharded over explicit mesh axis '{axis}', but the mesh "
                 'has no such axis',
                 facts={
-                    'of': self.name,
+                    'function': self.name,
                     'array': array_text(leaf),
                     'mesh': mesh_text(mesh),
                     'try': f'per_device(..., mesh={label}.sharding.mesh)',
@@ -313,25 +314,25 @@ class _Mapped:
     def _out_specs(self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         texts = [one for one in jtu.tree_leaves(self.out) if one is not None]
         if view.size_one_axes(self.manual) or any(view.needs_rank(text) for text in texts):
-            # ranks do not depend on out_specs
+            # any out_specs will do to find the ranks
             unplaced = mapped(out_specs=PartitionSpec(), check_vma=False)
             shapes = jax.eval_shape(unplaced, *arguments)
             found = self._result_leaves(view, shapes)
-            specs = [view.result_spec(text, n_dims, self.manual) for text, n_dims in found]
+            specs = [view.result_spec(text, ndim, self.manual) for text, ndim in found]
             return jtu.tree_unflatten(jtu.tree_structure(shapes), specs)
         return jtu.tree_map(lambda text: view.partition_spec(text, None, self.manual), self.out)
 
     def _result_leaves(self, view: View, result: Any) -> list[tuple[str, int]]:
-        """The expression and rank of each array of a result, after checks."""
+        """Checks a result; returns the expression and rank of each array in it."""
         leaves = jtu.tree_leaves(result)
         try:
             texts = leaf_specs(result, leaves, self.out)
         except EinshardError as error:
-            raise error.about(of=f'the result of {self.name}') from None
+            raise error.about(value=f'result of {self.name}') from None
         found: list[tuple[str, int]] = []
         for text, (path, leaf) in zip(texts, jtu.tree_leaves_with_path(result), strict=True):
-            inside = f" '{path_text(path)}'" if path else ''
-            of = f'the result{inside} of {self.name}'
+            which = f" '{path_text(path)}'" if path else ''
+            of = f'the result{which} of {self.name}'
             if not isinstance(text, str):
                 raise _no_spec(of, leaf)
             try:
@@ -344,7 +345,7 @@ class _Mapped:
     def _unbound(
         self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]
     ) -> EinshardError | None:
-        """The error for a collective over an unknown axis, if that is the cause."""
+        """Returns the error for a collective over an unknown axis, if that is the cause."""
         try:
             # JAX raises AssertionError or KeyError with check_vma, NameError without
             unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
@@ -368,7 +369,7 @@ class _Mapped:
             facts['note'] = 'with mesh= or a mesh in context, collectives use its axis names'
             if axis in view.joint.sizes:
                 facts[f"'{axis}' is sharded over"] = view.mesh_axes_of(axis)
-        return EinshardError(sentence, facts={'of': self.name, **facts})
+        return EinshardError(sentence, facts={'function': self.name, **facts})
 
 
 def _is_traced(value: Any) -> bool:

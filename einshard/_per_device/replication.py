@@ -1,4 +1,4 @@
-"""Explains JAX's error for a result that `out=` declares replicated, but that may vary."""
+"""Rewrites JAX's error about a result that `out=` declares replicated, but that may vary."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _REPLICATED = re.compile(
 
 @dataclass(frozen=True)
 class Varying:
-    """A result that may vary along mesh axes which its expression does not name."""
+    """A result that may vary along mesh axes that its expression does not name."""
 
-    key: str  # of its spec in out_specs, as in "[1]['mean']"
+    key: str  # the key path of its spec in out_specs, such as "[1]['mean']"
     axes: tuple[str, ...]
 
     def error(self, function: str, facts: Mapping[str, str]) -> EinshardError:
         path = '/'.join(re.findall(r'\w+', self.key))
-        of = f"the result '{path}' of {function}" if path else function
+        value = f"result '{path}' of {function}" if path else f'result of {function}'
         return EinshardError(
             f'out= declares the result replicated over {quoted(self.axes)}, but it may vary across '
             f'{"it" if len(self.axes) == 1 else "them"}',
-            facts={'of': of, **facts},
+            facts={'value': value, **facts},
         )
 
 
 def read_varying(error: Exception) -> Varying | None:
-    """The result that JAX's error is about, if the error is about replication."""
+    """Parses JAX's error; returns None if it is not about replication."""
     found = _REPLICATED.search(str(error)) if isinstance(error, ValueError) else None
     if found is None:
         return None
@@ -57,9 +57,10 @@ class History:
     """The mesh axes of the collectives that a value depends on.
 
     Attributes:
-        varying: axes along which the value may vary, even if all `all_gather`s are replicated.
-        gathered: axes of an `all_gather`.
-        exchanged: axes of other exchanges, such as a ring of `ppermute`. The value may be
+        varying: axes along which the value may vary even if every `all_gather` returned a
+            replicated result.
+        gathered: axes along which the value was all-gathered.
+        exchanged: axes of other collectives, such as a ring of `ppermute`. The value may be
             replicated along these, but JAX cannot infer it.
     """
 
@@ -78,20 +79,20 @@ class History:
         return History(self.varying - axes, self.gathered - axes, self.exchanged - axes)
 
     def kind(self, axis: str) -> str | None:
-        """Why JAX takes the value to vary along an axis, or None."""
+        """Why JAX infers that the value varies along an axis; None if it does not."""
         if axis in self.exchanged:
             return 'exchanged'
         return 'varying' if axis in self.varying else 'gathered' if axis in self.gathered else None
 
 
-def how_to_agree(
+def suggest_replication(
     result: Varying,
     body: Callable[..., Any],
     in_specs: Sequence[Any],
     arguments: Sequence[Any],
     shard_map: Callable[..., Any],
 ) -> dict[str, str]:
-    """Facts with alternatives that JAX accepts here."""
+    """Suggests how to make the result replicated, as facts."""
     histories, ranks, sums = list[History](), list[int](), list[bool]()
 
     def look(*values: Any) -> None:
@@ -105,7 +106,7 @@ def how_to_agree(
 
     unchecked = shard_map(look, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)
     jax.eval_shape(unchecked, *arguments)
-    # one spec may cover several arrays, each with its own reason
+    # one spec may cover several arrays, which may vary for different reasons
     kinds = {axis: {one.kind(axis) for one in histories} - {None} for axis in result.axes}
     varying = [axis for axis, kind in kinds.items() if kind == {'varying'}]
     gathered = [axis for axis, kind in kinds.items() if kind == {'gathered'}]
@@ -127,7 +128,7 @@ def _sharded_along(spec: PartitionSpec) -> History:
 
 
 def _replicating_gather(axes: Sequence[str], shard_map: Callable[..., Any]) -> str | None:
-    """The `all_gather` with a replicated result, if this version of JAX has one."""
+    """Returns the `all_gather` with a replicated result in this version of JAX, or None."""
     lax: Any = jax.lax
     ways: dict[str, Callable[..., Any]] = {  # the first in JAX 0.8.1, the second in 0.10.2 and 0.12
         'jax.lax.all_gather_invariant(...)': lambda x, axis: lax.all_gather_invariant(x, axis),
@@ -154,7 +155,7 @@ _REPLICATING = {'psum', 'psum_invariant', 'pmax', 'pmin', 'all_gather_invariant'
 
 
 def _histories(jaxpr: Jaxpr, known: Sequence[History]) -> list[History]:
-    """The history of each result of a jaxpr, from those of its arguments."""
+    """Computes the history of each result of a jaxpr from the histories of its arguments."""
     history: dict[Any, History] = dict(zip(jaxpr.invars, known, strict=True))
 
     def of(variables: Sequence[Any]) -> list[History]:
@@ -178,19 +179,19 @@ def _after(equation: Any, before: History) -> History:
             return before.without(axes)
         if name == 'all_gather':
             return before.without(axes) | History(gathered=axes)
-    inside = [axes, *(_mesh_axes(one) for one in _equations_inside(equation))]
-    exchanged = frozenset(itertools.chain.from_iterable(inside))
+    all_axes = [axes, *(_mesh_axes(one) for one in _equations_inside(equation))]
+    exchanged = frozenset(itertools.chain.from_iterable(all_axes))
     return before | History(varying=exchanged, exchanged=exchanged)
 
 
 def _mesh_axes(equation: Any) -> frozenset[str]:
-    """The mesh axes of a collective; in other primitives, `axes` are numbers."""
+    """Returns the mesh axes of a collective. The axes of other primitives are numbers."""
     axes = equation.params.get('axis_name', equation.params.get('axes', ()))
     return frozenset(axis for axis in entry_axes(axes) if isinstance(axis, str))
 
 
 def _equations_inside(equation: Any) -> Iterator[Any]:
-    """The equations inside a loop, a conditional or a nested jit."""
+    """Yields the equations in the body of a loop, a conditional or a nested jit."""
     for value in jtu.tree_leaves(list(equation.params.values())):
         jaxpr = value.jaxpr if isinstance(value, ClosedJaxpr) else value
         if isinstance(jaxpr, Jaxpr):

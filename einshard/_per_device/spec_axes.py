@@ -1,4 +1,4 @@
-"""The mesh axes that one expression of a per-device function makes and uses. Imports no JAX."""
+"""Reads which mesh axes an expression of a per-device function defines and uses. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ MeshAxis = tuple[str | None, int]  # a mesh axis, or None for replicas, and its 
 
 @dataclass(frozen=True, slots=True)
 class SpecAxes:
-    """An expression, and what it is the spec of: "parameter 'x'" or "the result"."""
+    """An expression, and the value that it is the spec of: "parameter 'x'" or "the result"."""
 
     of: str
     expression: Expression
 
     @property
-    def makes(self) -> dict[str, Term]:
-        """The terms that make a mesh axis: array axes with a count (even 1) or a star."""
-        return {str(term.name): term for term in self.expression.right if _makes_an_axis(term)}
+    def defines(self) -> dict[str, Term]:
+        """The terms that define a mesh axis: array axes with a count (even 1) or a star."""
+        return {str(term.name): term for term in self.expression.right if _defines_an_axis(term)}
 
     @property
     def uses(self) -> dict[str, Term]:
-        """The terms that use mesh axes by name, such as 'y@x', by mesh axis."""
+        """By mesh axis, the terms that use it by name, such as 'y@x'."""
         return {axis: term for term in self.expression.right for axis in term.mesh_axes}
 
     @property
@@ -35,7 +35,7 @@ class SpecAxes:
         return any(term.name is None for term in self.expression.right)
 
     def grid(self, counts: Mapping[str, int], n_devices: int) -> tuple[MeshAxis, ...]:
-        """The device grid with the known counts, without the axes of other expressions."""
+        """Lays out the expression with the known counts, without axes of other expressions."""
         terms: list[Term] = []
         for term in self.expression.right:
             count = counts.get(str(term.name)) if term.star else None
@@ -46,34 +46,34 @@ class SpecAxes:
                 )
             terms.append(term if count is None else replace(term, count=count, star=False))
         if not self.spells_out_replicas:
-            return tuple((name, counts[name]) for name in self.makes if counts[name] > 1)
+            return tuple((name, counts[name]) for name in self.defines if counts[name] > 1)
         expression = replace(self.expression, right=tuple(terms))
         try:
             return grid_of(expression, n_devices, counts if self.uses else None)
         except EinshardError as error:
-            # its fix is for this expression alone
+            # without the fix, which is for this expression alone
             raise error.about(spec_of=self.of).with_fix(None) from None
 
     def read(self, grid: tuple[MeshAxis, ...], axis: MeshAxis) -> tuple[MeshAxis, ...] | None:
-        """The grid after this mesh axis; None if the axis cannot come next."""
+        """Consumes a mesh axis, and returns the rest of the grid; None if it cannot come next."""
         name, count = axis
         if name in self.uses:
             return grid
         if name is not None and grid[:1] == (axis,):
             return grid[1:]
-        if name in self.makes:
+        if name in self.defines:
             return None
         if not self.spells_out_replicas:
             return grid
-        # an axis of another expression, or replicas: part of the replicas that come next here
+        # an axis of another expression, or replicas: takes part of the replicas that come next here
         left = replicas(grid)
         if left % count:
             return None
         return grid[1:] if left == count else ((None, left // count), *grid[1:])
 
     def check(self, others: Sequence[SpecAxes]) -> None:
-        """Raises if it makes an axis twice, or uses an axis that does not exist."""
-        terms = [term for term in self.expression.right if _makes_an_axis(term)]
+        """Raises if it defines an axis twice, or uses an axis that does not exist."""
+        terms = [term for term in self.expression.right if _defines_an_axis(term)]
         names = [term.name for term in terms]
         again = [term for term in terms if names.count(term.name) > 1]
         if again:
@@ -82,7 +82,7 @@ class SpecAxes:
                 again,
                 **{'try': "mesh=, with its axes by name: 'i@(p,q)'"},
             )
-        known = {name for other in others for name in other.makes}
+        known = {name for other in others for name in other.defines}
         for axis, term in self.uses.items():
             if axis not in known:
                 raise self.error(
@@ -91,18 +91,18 @@ class SpecAxes:
                     sharded=', '.join(f"'{name}'" for name in sorted(known)) or 'none',
                     **{'try': f"a mesh with an axis '{axis}' (mesh= or jax.set_mesh)"},
                 )
-            if axis in self.makes:
+            if axis in self.defines:
                 raise self.error(
-                    f"'{self.makes[axis]}' and '{term}' use the same devices",
-                    [self.makes[axis], term],
+                    f"'{self.defines[axis]}' and '{term}' use the same devices",
+                    [self.defines[axis], term],
                 )
 
     def check_order(self, mesh_axes: Sequence[str | None]) -> None:
-        """Raises if the mesh axes of an array axis are not in device order."""
+        """Raises if the mesh axes of an array axis are out of device order."""
         by_axis: dict[str, list[str]] = {}
         for term in self.expression.right:
             name = str(term.name)
-            own = [name] if name in self.makes and not term.mesh_axes else []
+            own = [name] if name in self.defines and not term.mesh_axes else []
             by_axis.setdefault(name, []).extend([*own, *term.mesh_axes])
         for name, axes in by_axis.items():
             placed = [axis for axis in axes if axis in mesh_axes]
@@ -119,21 +119,21 @@ class SpecAxes:
 
 
 def replicas(grid: Sequence[MeshAxis]) -> int:
-    """The number of replicas at the start of a grid."""
+    """Returns the number of replicas at the start of a grid."""
     return grid[0][1] if grid and grid[0][0] is None else 1
 
 
-def _makes_an_axis(term: Term) -> bool:
+def _defines_an_axis(term: Term) -> bool:
     return term.name not in (None, ELLIPSIS) and (term.star or term.count is not None)
 
 
 def grid_of(
     expression: Expression, n_devices: int, sizes: Mapping[str, int] | None = None
 ) -> tuple[MeshAxis, ...]:
-    """The device grid of an expression, without mesh axes used by name."""
-    n_dims = len(expression.names) - 1 if ELLIPSIS in expression.names else None
-    names = {i: name for name, i in axis_positions(expression, n_dims).items() if name != ELLIPSIS}
-    layout = lay_out(expression, n_dims, n_devices, sizes)
+    """Returns the device grid of an expression, without mesh axes used by name."""
+    ndim = len(expression.names) - 1 if ELLIPSIS in expression.names else None
+    names = {i: name for name, i in axis_positions(expression, ndim).items() if name != ELLIPSIS}
+    layout = lay_out(expression, ndim, n_devices, sizes)
     return tuple(
         (None if split.axis is None else names[split.axis], split.count)
         for split in layout.splits

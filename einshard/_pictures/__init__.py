@@ -1,1 +1,1 @@
-"""Draws blocks as text, in colour and as SVG. Imports neither numpy nor JAX."""
+"""Draws placements as text, in color and as SVG. Imports neither NumPy nor JAX."""

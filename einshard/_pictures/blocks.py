@@ -1,4 +1,4 @@
-"""The blocks of an array and the devices that hold them, for text and SVG."""
+"""Splits an array into blocks and finds the devices of each block, for text and SVG."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Blocks:
 
     Attributes:
         devices: device numbers, block by block in row-major order.
-        parts: the number of parts of each array axis.
+        parts: the number of shards of each array axis.
         names: the names of the array axes.
-        sizes: their sizes, or None if the shape is not known.
+        sizes: their sizes, or None if the shape is unknown.
     """
 
     devices: Sequence[int]
@@ -28,7 +28,7 @@ class Blocks:
 
     @property
     def replicas(self) -> int:
-        """How many devices hold each block."""
+        """The number of devices with a replica of each block."""
         return len(self.devices) // self.n_blocks
 
     @property
@@ -36,12 +36,12 @@ class Blocks:
         return math.prod(self.parts)
 
     def holders(self, block: int) -> Sequence[int]:
-        """The devices that hold a block."""
-        # storing a list per block takes 2 s for a million blocks
+        """Returns the devices of a block."""
+        # computed, because a list per block takes 2 s for a million blocks
         return self.devices[block * self.replicas : (block + 1) * self.replicas]
 
     def head(self, axis: int, part: int) -> str:
-        """The slice of a part: '0:2'; 'part 0' if the size is not known."""
+        """Labels a shard of an axis: '0:2', or 'part 0' if the size is unknown."""
         if self.sizes is None:
             return f'part {part}' if self.parts[axis] > 1 else ''
         step = self.sizes[axis] // self.parts[axis]
@@ -51,13 +51,13 @@ class Blocks:
         return f'{self.names[axis]} {self.head(axis, part)}'.rstrip()
 
 
-def blocks_over(
+def blocks_on_mesh(
     mesh: Mapping[Any, int],
     entries: Sequence[Sequence[Any]],
     names: tuple[str, ...],
     sizes: tuple[int, ...] | None,
 ) -> Blocks:
-    """The blocks of an array on a mesh whose devices are numbered in row-major order.
+    """Splits an array over a mesh whose devices are numbered in row-major order.
 
     Args:
         mesh: mesh axes and their sizes, slowest first.
@@ -80,15 +80,15 @@ def blocks_over(
 
 @dataclass(frozen=True)
 class Slices:
-    """Blocks as matrices: one slice for each combination of parts of the leading axes.
+    """Blocks as matrices, one for each combination of shards of the leading axes.
 
     If there are more than two axes, unsharded ones are omitted.
 
     Attributes:
         blocks: the blocks.
-        row_axis: the array axis along the rows, or None.
-        column_axis: the array axis along the columns, or None.
-        titles: for each slice, the parts of the leading axes.
+        row_axis: the array axis that the rows show, or None.
+        column_axis: the array axis that the columns show, or None.
+        titles: for each slice, the shards of the leading axes.
     """
 
     blocks: Blocks
@@ -105,7 +105,7 @@ class Slices:
         return 1 if self.column_axis is None else self.blocks.parts[self.column_axis]
 
     def holders(self, n: int, row: int, column: int) -> Sequence[int]:
-        """The devices that hold a block of the n-th slice."""
+        """Returns the devices of a block of the n-th slice."""
         # omitted axes have one part, so they do not change the index
         return self.blocks.holders((n * self.n_rows + row) * self.n_columns + column)
 
@@ -118,7 +118,7 @@ class Slices:
 
 
 def slices_of(blocks: Blocks) -> Slices:
-    """The blocks as matrices over the last two sharded axes."""
+    """Arranges blocks as matrices over the last two sharded axes."""
     axes = list(range(len(blocks.parts)))
     if len(axes) > 2:
         axes = [axis for axis in axes if blocks.parts[axis] > 1]
@@ -133,7 +133,7 @@ def slices_of(blocks: Blocks) -> Slices:
 
 
 def device_list(devices: Sequence[int], tight: bool = False) -> str:
-    """Device numbers, shortened: '0,8', '0-7', '0,8,..,120'; if tight, '0,8,..'."""
+    """Lists device numbers briefly: '0,8', '0-7', '0,8,..,120'; if tight, '0,8,..'."""
     if len(devices) <= (2 if tight else 4):
         return ','.join(map(str, devices))
     runs = [f'{first}-{last}' if first < last else f'{first}' for first, last in _runs(devices)]
@@ -143,7 +143,7 @@ def device_list(devices: Sequence[int], tight: bool = False) -> str:
 
 
 def _runs(devices: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first and last of each run of consecutive numbers."""
+    """Yields the first and last of each run of consecutive numbers."""
     first = last = devices[0]
     for device in devices[1:]:
         if device != last + 1:
@@ -153,9 +153,9 @@ def _runs(devices: Sequence[int]) -> Iterator[tuple[int, int]]:
     yield first, last
 
 
-def colour(device: int) -> str:
-    """The colour of a device in all pictures, '#rrggbb'; light enough for black text."""
-    # golden ratio steps give neighbours distinct hues for any number of devices
+def color(device: int) -> str:
+    """Returns the color of a device in all pictures, as '#rrggbb'; light enough for black text."""
+    # steps of the golden ratio give neighbors distinct hues for any number of devices
     hue = device * 0.6180339887 % 1
     rgb = colorsys.hls_to_rgb(hue, 0.74 if device % 2 else 0.82, 0.75)
     return '#' + ''.join(f'{round(255 * value):02x}' for value in rgb)

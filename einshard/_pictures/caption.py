@@ -1,4 +1,4 @@
-"""The sentences below a picture."""
+"""Writes the sentences below a picture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .blocks import Blocks
 
 
 def meaning(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> str:
-    """A sentence about the shards; with the mesh axes of each array axis if `entries` has them."""
+    """Describes the shards in a sentence, with the mesh axes of each array axis if in `entries`."""
     n_shards, replicas = blocks.n_blocks, blocks.replicas
     sharded = [axis for axis, count in enumerate(blocks.parts) if count > 1]
     array = '' if blocks.sizes is None else f', {dtype}{shape_text(blocks.sizes)}'
@@ -27,12 +27,12 @@ def meaning(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> s
         if entries:
             clause += f' over {_group(entries[axis])}'
         clauses.append(clause)
-    held = f'1/{n_shards} of the array'
+    shard = f'1/{n_shards} of the array'
     if blocks.sizes is not None:
         sizes = zip(blocks.sizes, blocks.parts, strict=True)
-        held = f'{dtype}{shape_text([size // count for size, count in sizes])}, {held}'
+        shard = f'{dtype}{shape_text([size // count for size, count in sizes])}, {shard}'
     on = 'one device' if replicas == 1 else plural(replicas, 'device')
-    return f'{", ".join(clauses)}; each shard is on {on}; a device holds {held}'
+    return f'{", ".join(clauses)}; each shard is on {on}; a device holds {shard}'
 
 
 def device_order(
@@ -42,7 +42,7 @@ def device_order(
     entries: Sequence[tuple[Any, ...]],
     unreduced: Collection[Any] = (),
 ) -> list[str]:
-    """The dimensions of the device grid, slowest first; none if there are fewer than two."""
+    """Lists the dimensions of the device grid, slowest first; empty if it has fewer than two."""
     owner = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}
     dimensions: list[tuple[str | None, Any, int]] = []
     for axis, size in mesh.items():
@@ -68,7 +68,7 @@ def _group(mesh_axes: Sequence[Any]) -> str:
 
 
 def wrapped(words: Sequence[str], width: int) -> Iterator[str]:
-    """Lines of at most `width` columns, broken between clauses if possible."""
+    """Wraps text to `width` columns, between clauses if possible."""
     for line in words:
         clauses = ''
         for clause in re.split('(?<=[;:]) ', line):

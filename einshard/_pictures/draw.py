@@ -10,12 +10,12 @@ from typing import Any
 from .._errors import EinshardError
 from .._notation.expression import ELLIPSIS, Expression
 from .._notation.layout import axis_positions, check_divisible, lay_out, spec_entries
-from .blocks import blocks_over
+from .blocks import blocks_on_mesh
 from .caption import device_order, meaning
 from .picture import Picture
 
-_MOST_DEVICES = 1_000_000
-_MOST_DIMS = 63  # numpy allows 64 dimensions, JAX fewer
+_MAX_DEVICES = 1_000_000
+_MAX_DIMS = 63  # numpy allows 64 dimensions, JAX fewer
 
 
 def draw(
@@ -28,7 +28,7 @@ def draw(
     named: bool = True,
     unreduced: Collection[Any] = (),
 ) -> Picture:
-    """The picture of an array.
+    """Draws an array.
 
     Args:
         mesh: mesh axes and their sizes, slowest first.
@@ -36,11 +36,11 @@ def draw(
         names: the names of the array axes.
         sizes: their sizes, if known.
         dtype: the dtype, if known.
-        named: whether the user named the mesh axes.
+        named: whether mesh axes have names that the user gave.
         unreduced: mesh axes along which devices hold partial sums.
     """
     check_drawable(math.prod(mesh.values()), len(names))
-    blocks = blocks_over(mesh, entries, names, sizes)
+    blocks = blocks_on_mesh(mesh, entries, names, sizes)
     words = [meaning(blocks, dtype, entries if named else [])]
     return Picture(blocks, (*words, *device_order(mesh, named, names, entries, unreduced)))
 
@@ -48,7 +48,7 @@ def draw(
 def draw_expression(
     expression: Expression, shape: tuple[int, ...] | None, n_devices: object = None
 ) -> Picture:
-    """The picture of an expression, without a mesh.
+    """Draws an expression, without a mesh.
 
     Args:
         expression: an expression with counts only.
@@ -56,31 +56,31 @@ def draw_expression(
         n_devices: the number of devices; by default, as many as the counts use.
     """
     n_devices = _device_count(expression, n_devices)
-    n_dims = rank_drawn(expression, shape)
-    layout = lay_out(expression, n_dims, n_devices)
+    ndim = rank_drawn(expression, shape)
+    layout = lay_out(expression, ndim, n_devices)
     if shape is not None:
         check_divisible(expression, layout, shape, n_devices)
     mesh = {f'd{i}': split.count for i, split in enumerate(layout.splits)}
     entries = spec_entries(layout, [(axis,) for axis in mesh])
-    entries += ((),) * (n_dims - len(entries))
-    return draw(mesh, entries, axis_names(expression, n_dims), shape, named=False)
+    entries += ((),) * (ndim - len(entries))
+    return draw(mesh, entries, axis_names(expression, ndim), shape, named=False)
 
 
 def rank_drawn(expression: Expression, shape: Sequence[int] | None) -> int:
-    """The number of axes in the picture of an expression."""
+    """Returns the number of array axes that the picture of an expression shows."""
     names = expression.names
     return len(names) - (ELLIPSIS in names) if shape is None else len(shape)
 
 
-def axis_names(expression: Expression, n_dims: int) -> tuple[str, ...]:
-    """The name of each axis, '...' for unnamed ones."""
-    positions = axis_positions(expression, n_dims)
+def axis_names(expression: Expression, ndim: int) -> tuple[str, ...]:
+    """Returns the name of each axis, '...' for unnamed ones."""
+    positions = axis_positions(expression, ndim)
     names = {position: name for name, position in positions.items()}
-    return tuple(names.get(i, ELLIPSIS) for i in range(n_dims))
+    return tuple(names.get(i, ELLIPSIS) for i in range(ndim))
 
 
 def _device_count(expression: Expression, given: Any) -> int:
-    """The given number of devices, or the number that the counts use."""
+    """Returns the given number of devices, or the number that the counts use."""
     by_name = [term for term in expression.right if term.mesh_axes]
     if by_name:
         raise expression.error(
@@ -104,22 +104,22 @@ def _device_count(expression: Expression, given: Any) -> int:
             n_devices = 0
         if n_devices < 1:
             raise EinshardError(
-                f'devices= is not a number of devices: {given!r}',
+                f'devices= must be a number of devices, not {given!r}',
                 facts={'expected': 'a positive integer, a Mesh, an AbstractMesh or devices'},
             )
     check_drawable(n_devices, 0, expression.text)
     return n_devices
 
 
-def check_drawable(n_devices: int, n_dims: int, expression: str | None = None) -> None:
+def check_drawable(n_devices: int, ndim: int, expression: str | None = None) -> None:
     """Raises if a picture would be too large."""
-    for n, most, what in (
-        (n_devices, _MOST_DEVICES, 'devices'),
-        (n_dims, _MOST_DIMS, 'dimensions'),
+    for n, limit, what in (
+        (n_devices, _MAX_DEVICES, 'devices'),
+        (ndim, _MAX_DIMS, 'dimensions'),
     ):
-        if n > most:
+        if n > limit:
             raise EinshardError(
                 f'a picture of {n} {what} would be too large',
                 expression=expression,
-                facts={'at most': f'{most} {what}'},
+                facts={'at most': f'{limit} {what}'},
             )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._errors import plural
-from .blocks import Blocks, colour
+from .blocks import Blocks, color
 from .caption import wrapped
 from .svg import svg_text
 from .terminal import text_lines
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _WIDTH = 100
 
 
-class Shown:
-    """A repr in colour if rich is installed and the terminal supports it; else plain text."""
+class ColorRepr:
+    """Gives a class a repr in color if rich is installed and the terminal supports it."""
 
     def __repr__(self) -> str:
         try:
@@ -39,15 +39,15 @@ class Shown:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Picture(Shown):
+class Picture(ColorRepr):
     """A picture of a placement, made by `show`.
 
-    `str` is plain text, `repr` adds colour on a terminal if rich is installed, and notebooks show
-    an SVG. A device has the same colour in every picture. A replicated block shows the colours of
+    `str` is plain text, `repr` adds color on a terminal if rich is installed, and notebooks show
+    an SVG. A device has the same color in every picture. A replicated block shows the colors of
     all its devices in the SVG, and of the first one in text.
 
     Attributes:
-        blocks: the blocks of the array and the devices that hold them.
+        blocks: the blocks of the array and their devices.
         words: sentences that describe the placement.
     """
 
@@ -56,12 +56,12 @@ class Picture(Shown):
 
     @property
     def svg(self) -> str:
-        """The SVG, for use in a page: text takes the colour of the page."""
+        """An SVG for use in a web page; its text has the color of the page."""
         return svg_text(self.blocks)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes an SVG file for light and dark backgrounds."""
-        Path(path).write_text(_for_itself(self.svg), encoding='utf-8')
+        Path(path).write_text(_standalone(self.svg), encoding='utf-8')
 
     def __str__(self) -> str:
         lines = text_lines(self.blocks, _WIDTH)
@@ -75,7 +75,7 @@ class Picture(Shown):
         for line in text_lines(self.blocks, width):
             text = Text()
             for segment, device in line:
-                text.append(segment, '' if device is None else f'black on {colour(device)}')
+                text.append(segment, '' if device is None else f'black on {color(device)}')
             yield text
         for line in wrapped(self.words, width):
             yield Text(line)
@@ -90,11 +90,11 @@ class Picture(Shown):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Gallery(Shown):
+class Gallery(ColorRepr):
     """Pictures of the leaves of a pytree, one per distinct shape and placement.
 
     Attributes:
-        pictures: (caption with the paths, picture).
+        pictures: pairs (caption with the paths, picture).
         rest: the number of omitted pictures.
     """
 
@@ -128,7 +128,8 @@ class Gallery(Shown):
         return [f'and {plural(self.rest, "more placement")}'] if self.rest else []
 
 
-def _for_itself(svg: str) -> str:
+def _standalone(svg: str) -> str:
+    """Adds a style for dark backgrounds, which an SVG in a page takes from the page."""
     dark = '@media (prefers-color-scheme: dark) { svg { color: #ddd } }'
     start = svg.index('>') + 1
     return f'{svg[:start]}<style>{dark}</style>{svg[start:]}\n'

@@ -1,4 +1,4 @@
-"""Blocks -> lines of text: boxes or a table; each segment has a device, for its colour."""
+"""Draws blocks as lines of text, in boxes or in a table."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TypeAlias
 from .._text import display_width
 from .blocks import Blocks, Slices, device_list, slices_of
 
-Segment: TypeAlias = tuple[str, int | None]  # text, and a device for its colour
+Segment: TypeAlias = tuple[str, int | None]  # text, and a device for its color
 Line: TypeAlias = list[Segment]
 
-_MOST_SLICES = 8
-_MOST_ROWS = 64  # longer pictures show only the first and last rows
-_FIRST_ROWS, _LAST_ROWS = 24, 8
-_MOST_RULED_ROWS = 16  # no lines between rows if there are more
-_WIDEST_BOX, _HIGHEST_BOX = 20, 5
-_WIDEST_STRETCHED = 72  # stretched to proportion up to this width
+_MAX_SLICES = 8
+_MAX_ROWS = 64
+_FIRST_ROWS, _LAST_ROWS = 24, 8  # the rows that longer pictures show
+_MAX_RULED_ROWS = 16  # no lines between rows if there are more
+_MAX_BOX_WIDTH, _MAX_BOX_HEIGHT = 20, 5
+_MAX_STRETCHED_WIDTH = 72  # stretched to proportion up to this width
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class _Boxes:
 
     slices: Slices
     rows: Sequence[int | None]  # None for omitted rows
-    cells: Sequence[Sequence[Line]]  # the rows of each slice
+    cells: Sequence[Sequence[Line]]  # by slice, then by row
     column_heads: Sequence[str]
     corner: str  # the name of the column axis, if the column labels omit it
     box_width: int
@@ -35,7 +35,7 @@ class _Boxes:
 
     @property
     def ruled(self) -> bool:
-        return self.slices.n_rows <= _MOST_RULED_ROWS
+        return self.slices.n_rows <= _MAX_RULED_ROWS
 
     @property
     def row_heads(self) -> list[str]:
@@ -53,9 +53,9 @@ class _Boxes:
 
 
 def text_lines(blocks: Blocks, width: int) -> list[Line]:
-    """Boxes if they fit in `width` columns, else a table."""
+    """Draws boxes if they fit in `width` columns, else a table."""
     slices = slices_of(blocks)
-    boxes = _boxes(slices, width) if len(slices.titles) <= _MOST_SLICES else None
+    boxes = _boxes(slices, width) if len(slices.titles) <= _MAX_SLICES else None
     if boxes is None:
         return list(_table_lines(blocks, width))
     beside = max(1, (width + 2) // (boxes.width + 2))
@@ -69,8 +69,8 @@ def text_lines(blocks: Blocks, width: int) -> list[Line]:
     return lines
 
 
-# Column labels from clearest to shortest: (axis name in each label instead of in the corner,
-# padding around labels, label only some columns, like ticks)
+# Forms of column labels, from clearest to shortest: (whether each label has the axis name, which is
+# in the corner otherwise; padding around labels; whether only some columns have labels, like ticks)
 _HEADINGS = (
     (True, 1, False),
     (False, 1, False),
@@ -81,7 +81,7 @@ _HEADINGS = (
 
 
 def _boxes(slices: Slices, width: int) -> _Boxes | None:
-    """The clearest boxes that fit in `width` columns."""
+    """Returns the clearest boxes that fit in `width` columns."""
     if 2 * slices.n_columns > width:
         return None
     rows = _kept(slices.n_rows)
@@ -102,8 +102,8 @@ def _boxes(slices: Slices, width: int) -> _Boxes | None:
 
 
 def _kept(n: int) -> list[int | None]:
-    """The rows to show; None stands for omitted rows."""
-    if n <= _MOST_ROWS:
+    """Returns the indices of n rows to show; None stands for omitted rows."""
+    if n <= _MAX_ROWS:
         return list(range(n))
     return [*range(_FIRST_ROWS), None, *range(n - _LAST_ROWS, n)]
 
@@ -116,7 +116,7 @@ def _cells(slices: Slices, n: int, row: int | None, tight: bool) -> Line:
 
 
 def _column_heads(slices: Slices, named: bool) -> tuple[list[str], str]:
-    """The column labels, and the text in the corner: the axis name, if the labels omit it."""
+    """Returns the column labels, and the text in the corner: the axis name if they omit it."""
     blocks, axis = slices.blocks, slices.column_axis
     if axis is None:
         return [''], ''
@@ -127,14 +127,14 @@ def _column_heads(slices: Slices, named: bool) -> tuple[list[str], str]:
 
 
 def _thinned(heads: Sequence[str], box_width: int) -> list[str]:
-    """Every k-th label, so that each has room up to the next label or the last box."""
+    """Keeps every k-th label, so that each has room up to the next label or the last box."""
     step = max(map(display_width, heads)) // (box_width + 1) + 1
     last = len(heads) - step
     return [head if i % step == 0 and i <= last else '' for i, head in enumerate(heads)]
 
 
 def _in_proportion(boxes: _Boxes, width: int) -> _Boxes:
-    """Boxes in the proportions of the blocks; a character is twice as high as wide."""
+    """Gives boxes the proportions of the blocks; a character is twice as high as wide."""
     slices = boxes.slices
     row_axis, column_axis = slices.row_axis, slices.column_axis
     if row_axis is None or column_axis is None or not boxes.ruled or len(slices.titles) > 1:
@@ -143,12 +143,12 @@ def _in_proportion(boxes: _Boxes, width: int) -> _Boxes:
     sizes = slices.blocks.sizes or (1,) * len(parts)
     rows, cols = (max(sizes[i], 1) / parts[i] for i in (row_axis, column_axis))
     height = round(boxes.box_width * rows / cols / 2)
-    height = min(height, _HIGHEST_BOX, 2 * _MOST_RULED_ROWS // len(boxes.rows))
-    height -= height % 2 == 0  # odd, so that labels are centred
+    height = min(height, _MAX_BOX_HEIGHT, 2 * _MAX_RULED_ROWS // len(boxes.rows))
+    height -= height % 2 == 0  # odd, so that labels are centered
     box = boxes.box_width
     if height <= 1:
-        room = (min(_WIDEST_STRETCHED, width - 1) - boxes.margin) // slices.n_columns - 1
-        box = max(box, min(round(2 * cols / rows), _WIDEST_BOX, room))
+        room = (min(_MAX_STRETCHED_WIDTH, width - 1) - boxes.margin) // slices.n_columns - 1
+        box = max(box, min(round(2 * cols / rows), _MAX_BOX_WIDTH, room))
     return replace(boxes, box_width=box, box_height=max(height, 1))
 
 
@@ -167,7 +167,7 @@ def _slice_lines(boxes: _Boxes, n: int) -> list[Line]:
             middle = at == boxes.box_height // 2
             line: Line = [(_in_margin(head if middle else '', boxes), None)]
             for text, device in row:
-                line += [('│', None), (_centre(text if middle else '', boxes.box_width), device)]
+                line += [('│', None), (_center(text if middle else '', boxes.box_width), device)]
             lines.append([*line, ('│', None)])
     lines.append([(margin + _rule('└┴┘', boxes), None)])
     return lines
@@ -176,7 +176,7 @@ def _slice_lines(boxes: _Boxes, n: int) -> list[Line]:
 def _heads_text(boxes: _Boxes) -> str:
     text = _in_margin(boxes.corner, boxes)
     if all(display_width(head) <= boxes.box_width for head in boxes.column_heads):
-        return text + ''.join(' ' + _centre(head, boxes.box_width) for head in boxes.column_heads)
+        return text + ''.join(' ' + _center(head, boxes.box_width) for head in boxes.column_heads)
     for i, head in enumerate(boxes.column_heads):  # ticks, at the left edge of their boxes
         at = boxes.margin + 1 + i * (boxes.box_width + 1)
         text += (' ' * (at - display_width(text)) + head) if head else ''
@@ -189,7 +189,7 @@ def _rule(corners: str, boxes: _Boxes) -> str:
 
 
 def _join(pieces: Iterable[Line], width: int) -> Line:
-    """Lines of slices side by side."""
+    """Joins lines of slices that are drawn side by side."""
     joined: Line = []
     for piece in pieces:
         if joined:
@@ -200,7 +200,7 @@ def _join(pieces: Iterable[Line], width: int) -> Line:
 
 
 def _table_lines(blocks: Blocks, width: int) -> Iterator[Line]:
-    """A table with a row per block and its devices in the last column."""
+    """Draws a table with a row per block, with its devices in the last column."""
     everything = list(range(len(blocks.parts)))
     sharded = [axis for axis in everything if blocks.parts[axis] > 1]
     rows, widths = _table(blocks, everything if blocks.sizes is not None else sharded)
@@ -214,7 +214,7 @@ def _table_lines(blocks: Blocks, width: int) -> Iterator[Line]:
 
 
 def _table(blocks: Blocks, axes: Sequence[int]) -> tuple[list[Line], list[int]]:
-    """The rows, headings first, and the column widths."""
+    """Returns the rows, headings first, and the column widths."""
     heads: Line = [*((blocks.names[axis], None) for axis in axes), ('devices', None)]
     rows = [heads, *(_table_row(blocks, axes, block) for block in _kept(blocks.n_blocks))]
     texts = zip(*([text for text, _ in row] for row in rows), strict=True)
@@ -238,10 +238,10 @@ def _left(text: str, width: int) -> str:
 
 
 def _in_margin(text: str, boxes: _Boxes) -> str:
-    """Text aligned right in the margin, with a space after it."""
+    """Aligns text right in the margin, with a space after it."""
     return ' ' * (boxes.margin - 1 - display_width(text)) + text + ' ' * bool(boxes.margin)
 
 
-def _centre(text: str, width: int) -> str:
+def _center(text: str, width: int) -> str:
     space = width - display_width(text)
     return ' ' * (space // 2) + text + ' ' * (space - space // 2)

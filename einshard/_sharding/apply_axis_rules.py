@@ -120,7 +120,7 @@ def _check_spelling(expression: Expression, term: Term, ruled: Collection[str]) 
 
 
 def _is_misspelled(name: str, other: str) -> bool:
-    """Whether one letter is missing, added or different, or two neighbours are swapped.
+    """Whether one letter is missing, added or different, or two neighbors are swapped.
 
     Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Names of up to 3 letters and
     words of one letter, as in 'w_q' and 'w_k', are too often different on purpose.

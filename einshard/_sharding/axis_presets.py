@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 class AxisTable(Mapping[str, str]):
     """A read-only mapping of axis rules that, unlike `MappingProxyType`, can be pickled."""
 
-    __module__ = 'einshard'  # a pickle holds the public name: einshard.TRAINING_AXES
+    __module__ = 'einshard'  # pickles refer to the public name, einshard.TRAINING_AXES
 
     def __init__(self, name: str, placements: Mapping[str, str]):
         self._name = name

@@ -59,7 +59,7 @@ class axis_rules:
     Rules are part of JAX's cache keys: functions under `jax.jit` and `sharded` are traced once per
     set of rules.
 
-    Do not hold rules across an `await` or a `yield`. Asyncio tasks share a thread, and JAX's cache
+    Rules must not span an `await` or a `yield`. Asyncio tasks share a thread, and JAX's cache
     keys are per thread; einshard raises an error in a task with other rules. In a thread with a
     copied context, `einshard` and `sharded` use the rules of that context; for plain `jax.jit`,
     enter the rules in the function that the thread runs.
@@ -82,8 +82,8 @@ class axis_rules:
 
     Raises:
         EinshardError: a placement is invalid, an axis has two rules, or the decorated function is a
-            coroutine or a generator. In use: two names of an array take the same mesh axis, the
-            mesh lacks an axis, or another task holds rules across an `await`.
+            generator or async function. In use: two names of an array take the same mesh axis, the
+            mesh lacks an axis, or another task has rules that span an `await`.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class axis_rules:
         if kind:
             name = getattr(function, '__name__', repr(function))
             raise EinshardError(
-                f'axis_rules cannot decorate {name}: it is {kind}, and rules cannot be held across '
-                'an await or a yield',
+                f'axis_rules cannot decorate {name}: it is {kind}, and rules cannot span an '
+                'await or a yield',
                 facts={'instead': 'decorate a plain function that it calls'},
             )
 

@@ -1,4 +1,4 @@
-"""Sizes of named mesh axes for a number of devices. Imports no JAX."""
+"""Solves for the sizes of named mesh axes. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from numbers import Integral
 
 from .._errors import EinshardError
-from .._notation.expression import is_mesh_axis
+from .._notation.words import is_mesh_axis
 
-_MOST_SHOWN = 5
+_MAX_SHOWN = 5
 _CANONICAL = re.compile(r'd\d+')
 
 
@@ -57,7 +57,7 @@ def _wrong_sizes(
         need = 'needs' if len(sizes) == 1 else 'need'
         sentence = f'{_text(sizes)} {need} {product} devices, but there are {n_devices}'
     fitting = sorted(_fitting(sizes, n_devices), key=lambda one: _distance(sizes, one))
-    facts = {'sizes that fit': '; '.join(_text(one) for one in fitting[:_MOST_SHOWN])}
+    facts = {'sizes that fit': '; '.join(_text(one) for one in fitting[:_MAX_SHOWN])}
     if len(known) == len(sizes) and product < n_devices and call == 'device_mesh(':
         facts[f'on {product} of them'] = f'{call}jax.devices()[:{product}], {_text(sizes)})'
     return EinshardError(sentence, facts=facts, fix=f'{call}{_text(fitting[0])})')

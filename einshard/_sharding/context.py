@@ -64,7 +64,7 @@ class Context:
         return any(rule.replicates_indivisible for rule in self.axis_rules)
 
     def key(self) -> tuple[AnyMesh | None, AxisRules] | None:
-        """The part of it in JAX's cache keys: a small value, compared by equality."""
+        """Returns the part that is in JAX's cache keys: a small value, compared by equality."""
         return (self.mesh, self.axis_rules) if self.mesh or self.axis_rules else None
 
 
@@ -79,11 +79,11 @@ _NO_CONTEXT = Context()
 
 
 def current_context(mesh: MeshLike | None = None) -> Context:
-    """The context of a call: the given or ambient mesh, and the axis rules.
+    """Returns the context of a call: the given or ambient mesh, and the axis rules.
 
-    The ambient mesh is the one that an enclosing per-device function leaves, else the one of the
-    enclosing `sharded`, else the one of `jax.set_mesh`. Looked up once per tree, not per leaf:
-    finding the mesh in context takes 1 us, hashing a sequence of devices more.
+    The ambient mesh is that of an enclosing per-device function, else that of the enclosing
+    `sharded`, else that of `jax.set_mesh`. Call this once per pytree, not per leaf: finding the
+    mesh in context takes 1 us, and hashing a sequence of devices takes more.
     """
     enclosing = _enclosing()
     ambient = jax.sharding.get_abstract_mesh()
@@ -106,7 +106,7 @@ def current_context(mesh: MeshLike | None = None) -> Context:
 
 
 def context_on(mesh: AnyMesh, context: Context) -> Context:
-    """The context for the mesh of a NamedSharding, found in a context."""
+    """Returns the context for the mesh of a NamedSharding, found in a context."""
     known = context.mesh
     if known is not None:
         if mesh in (known, getattr(known, 'abstract_mesh', None)):
@@ -122,7 +122,7 @@ def context_on(mesh: AnyMesh, context: Context) -> Context:
 
 
 def ambient_mesh() -> AnyMesh | None:
-    """The mesh of `jax.set_mesh`, or None; while tracing, its abstract mesh."""
+    """Returns the mesh of `jax.set_mesh`, or None; while tracing, its abstract mesh."""
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
         return None
@@ -138,7 +138,7 @@ def ambient_mesh() -> AnyMesh | None:
 def is_mesh_in_context(mesh: AnyMesh) -> bool:
     """Whether `mesh`, found by `current_context`, comes from `jax.set_mesh`.
 
-    While tracing, JAX does not tell the devices of the mesh in context.
+    While tracing, JAX does not expose the devices of the mesh in context.
     """
     ambient = jax.sharding.get_abstract_mesh()
     if isinstance(mesh, AbstractMesh):
@@ -148,21 +148,22 @@ def is_mesh_in_context(mesh: AnyMesh) -> bool:
 
 @cached
 def _retyped(concrete: Mesh, abstract: AbstractMesh) -> AnyMesh:
-    """The mesh with the axis types in context, which `jax.sharding.auto_axes` changes."""
+    """Gives a mesh the axis types in context, which `jax.sharding.auto_axes` may have changed."""
     if concrete.axis_names != abstract.axis_names or concrete.axis_sizes != abstract.axis_sizes:
         return abstract
     return Mesh(concrete.devices, concrete.axis_names, axis_types=abstract.axis_types)
 
 
-# Created once at import: creation is not thread-safe and makes JAX retrace everything.
+# created once, at import: creation is not thread-safe, and makes JAX retrace everything
 _in_cache_keys: Any = jax.make_user_context(default_value=None)
 
 
 class Scope:
-    """Sets the context inside a `with`, in our ContextVar and in JAX's cache keys.
+    """Sets the context in a `with` block, both in our ContextVar and in JAX's cache keys.
 
-    Interleaved tasks and generators may leave scopes in a different order than they entered them.
-    A scope then passes on the state it would restore, so a scope that was left never reappears.
+    Interleaved tasks and generators may leave scopes in another order than they entered them. A
+    scope then passes the state that it would restore on to the next scope, so a scope that was left
+    never comes back.
     """
 
     __slots__ = ('_cache_keys', '_outer', 'context', 'key', 'owner')
@@ -183,7 +184,7 @@ class Scope:
         self.leave()
 
     def leave(self) -> bool:
-        """Leaves the scope; returns whether it was the last one entered, and by this task."""
+        """Leaves the scope; returns whether it was the latest one, and entered by this task."""
         mine = entered.get() is self
         if mine:
             entered.set(self._outer)
@@ -201,7 +202,7 @@ class Scope:
         return mine and not later
 
 
-# the scope that this task entered last; usually None
+# the innermost scope of this task; usually None
 entered: ContextVar[Scope | None] = ContextVar('entered', default=None)
 
 
@@ -214,14 +215,14 @@ _thread = _Thread()
 
 
 def mesh_scope(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
-    """Makes `mesh` the mesh of an enclosing `sharded`, which functions of the path use too."""
+    """Makes `mesh` the ambient mesh, as in `sharded` and while functions in specs are called."""
     if mesh is None:
         return nullcontext()
     return Scope(make_context(mesh, False, _enclosing().axis_rules))
 
 
 def _enclosing() -> Context:
-    """The context of the innermost scope; raises if JAX would cache a trace under another one.
+    """Returns the innermost context; raises if JAX would cache a trace under another one.
 
     Eager code needs no check, as JAX caches no trace of it.
     """
@@ -233,19 +234,19 @@ def _enclosing() -> Context:
 
 
 def same_in_thread() -> AbstractContextManager[Any]:
-    """Puts the context of this task, which may be a copy, into JAX's cache keys of this thread."""
+    """Copies the context of this task into JAX's cache keys of this thread."""
     scope = entered.get()
     return Scope(_NO_CONTEXT if scope is None else scope.context)
 
 
 def in_step() -> bool:
-    """Whether our ContextVar and JAX's cache keys hold the same context."""
+    """Whether our ContextVar and JAX's cache keys have the same context."""
     scope = entered.get()
     return (None if scope is None else scope.key) == _in_cache_keys.value
 
 
 def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
-    """Adds axis rules to the current ones; raises if another task holds rules across an await."""
+    """Adds axis rules to the current ones; raises if another task kept rules across an await."""
     if _thread.scopes and not in_step():
         raise _out_of_step()
     scope = entered.get()
@@ -287,7 +288,7 @@ def is_staging() -> bool:
 
 
 def depth_of_user() -> int:
-    """The `stacklevel` for a warning of its caller: the first frame outside einshard and JAX."""
+    """Returns the `stacklevel` for a warning: that of the first frame outside einshard and JAX."""
     frame = inspect.currentframe()
     frame = frame and frame.f_back
     depth = 1
@@ -302,14 +303,14 @@ _FOLDERS = tuple(
 
 
 def _out_of_step() -> EinshardError:
-    scope, held = entered.get(), _rules_text(_in_cache_keys.value)
+    scope, theirs = entered.get(), _rules_text(_in_cache_keys.value)
     ours = _rules_text(None if scope is None else scope.key)
     if _thread.scopes:
         return EinshardError(
-            'axis_rules cannot be held across an await: another task in this thread holds others',
+            'axis_rules cannot span an await: another task in this thread has entered others',
             facts={
                 'rules in this task': ours,
-                'rules held by the other': held,
+                'rules in the other': theirs,
                 'instead': 'enter axis_rules in a function that does not await',
             },
         )

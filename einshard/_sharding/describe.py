@@ -1,4 +1,4 @@
-"""Sharding -> Expression: the inverse of `make_sharding`."""
+"""Describes shardings as expressions: the inverse of `make_sharding`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from .._errors import EinshardError
-from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters, is_mesh_axis
+from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters
 from .._notation.layout import Layout, Split, merged, with_unsharded
+from .._notation.words import is_mesh_axis
 from .._notation.write import write
 from .leaf_spec import in_memory
 from .mesh import device_mesh, has_names, is_device_mesh, sizes_of, spec_axes
@@ -39,12 +40,12 @@ def describe(x: Any) -> Any:
 
     Axes are named a, b, c, ... in array order. `make_sharding(describe(s))` equals `s` for every
     `s` from `make_sharding`; if `s` is on your own mesh, pass the same `mesh=`. Axes sharded over
-    your own mesh are described by mesh axis names, others by counts: `'a b -> a16 b'`. Memory other
-    than the device's comes last: `'a b -> a16 b (in pinned_host)'`. Specs with it are accepted
-    wherever specs are, and mean `memory_kind='pinned_host'`.
+    your own mesh are described by mesh axis names, others by counts: `'a b -> a16 b'`. A memory
+    kind other than 'device' comes last, as in `'a b -> a16 b (in pinned_host)'`. This is also a
+    valid spec, with `memory_kind='pinned_host'`.
 
-    If all arrays of a tree have expressions, the result is a spec: `einshard(other,
-    describe(tree))` shards another tree of the same structure in the same way.
+    If all arrays of a pytree have expressions, the result is a spec: `einshard(other,
+    describe(tree))` shards another pytree of the same structure in the same way.
 
     Args:
         x: an array, a sharding, a `ShapeDtypeStruct` or a tracer, or a pytree of those. A sharding
@@ -52,8 +53,8 @@ def describe(x: Any) -> Any:
 
     Returns:
         An expression. Host arrays, arrays on a single device, and tracers sharded by the compiler
-        have none: they get a description such as 'on one device: ..', which is not a valid spec.
-        For a pytree, a pytree of those, with None for leaves that are not arrays.
+        have no expression; for these, a description such as 'on one device: ..', which is not a
+        valid spec. For a pytree, a pytree of these, with None for leaves that are not arrays.
 
     Raises:
         EinshardError: `x` is a leaf without a sharding.
@@ -69,7 +70,7 @@ def describe(x: Any) -> Any:
     return jtu.tree_map(_describe_leaf, x)
 
 
-class Words(str):
+class Description(str):
     """A description of a sharding that has no expression. It is not a valid spec.
 
     `portable` is the same without device names, which differ between machines.
@@ -78,15 +79,15 @@ class Words(str):
     portable: str
 
     def __new__(cls, text: str, portable: str | None = None):
-        words = super().__new__(cls, text)
-        words.portable = text if portable is None else portable
-        return words
+        description = super().__new__(cls, text)
+        description.portable = text if portable is None else portable
+        return description
 
 
 def _describe_leaf(x: Any) -> str | None:
-    """The expression or description of a leaf; None if it is not an array."""
+    """Returns the expression or description of a leaf, or None if it is not an array."""
     sharding: Any = x if isinstance(x, Sharding) else sharding_of(x)
-    if sharding is None or isinstance(sharding, Words):
+    if sharding is None or isinstance(sharding, Description):
         return sharding
     ndim = None if isinstance(x, Sharding) else len(x.shape)  # in 0.8.1 a jax.Ref has no ndim
     if isinstance(sharding, NamedSharding):
@@ -98,49 +99,49 @@ def _describe_leaf(x: Any) -> str | None:
     else:
         text = where = f'by a {type(sharding).__name__} over {len(sharding.device_set)} devices'
     kind = sharding.memory_kind
-    return Words(in_memory(text, kind), in_memory(where, kind))
+    return Description(in_memory(text, kind), in_memory(where, kind))
 
 
 def describe_named(
     sharding: NamedSharding, ndim: int | None = None, names: Sequence[str] | None = None
 ) -> str:
-    """The expression of a NamedSharding, with these axis names or a, b, c, ..."""
+    """Describes a NamedSharding, with these axis names or a, b, c, ..."""
     expression = find_expression(sharding, ndim, names)
     if expression is not None:
         return in_memory(expression.text, sharding.memory_kind)
     axes, rest = _axes(sharding, ndim, names)
     named = write(map(Term, (*axes, *rest)), (*_by_name(sharding, axes), *map(Term, rest)))
-    return Words(f'{named.text}{_rest(sharding)}')
+    return Description(f'{named.text}{_rest(sharding)}')
 
 
 def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
-    """The expression of a sharding, with the axis names of `expression`."""
+    """Describes a sharding with the axis names of `expression`."""
     if not isinstance(sharding, NamedSharding):
         return describe(sharding)
     names = expression.names
     return describe_named(sharding, ndim, None if ELLIPSIS in names else names)
 
 
-def sharding_of(x: Any) -> Sharding | Words | None:
-    """The sharding of an array, or a description; None if it is not an array."""
+def sharding_of(x: Any) -> Sharding | Description | None:
+    """Returns the sharding of an array, or a description of it; None if `x` is not an array."""
     if isinstance(x, Tracer):
         sharding = jax.typeof(x).sharding
         if not any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
-            return Words('decided by the compiler: a traced value')
+            return Description('decided by the compiler: a traced value')
         return sharding
     if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
         kind = f'{type(x).__module__.split(".")[0]}.{type(x).__name__}'
-        return Words(f'on the host: {kind.removeprefix("builtins.")}')
+        return Description(f'on the host: {kind.removeprefix("builtins.")}')
     sharding = getattr(x, 'sharding', None)
     if isinstance(sharding, Sharding):
         return sharding
     if isinstance(x, jax.ShapeDtypeStruct):
-        return Words('not placed: a ShapeDtypeStruct without a sharding')
+        return Description('not placed: a ShapeDtypeStruct without a sharding')
     return None
 
 
 def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
-    """The mesh axes of each array axis; None for an unconstrained axis."""
+    """Returns the mesh axes of each array axis; None for an unconstrained axis."""
     free = PartitionSpec.UNCONSTRAINED
     return [None if axes == (free,) else axes for axes in spec_axes(sharding.spec)]
 
@@ -148,7 +149,7 @@ def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
 def find_expression(
     sharding: NamedSharding, ndim: int | None = None, names: Sequence[str] | None = None
 ) -> Expression | None:
-    """The expression that lowers to exactly this sharding; None if there is none."""
+    """Returns the expression that lowers to exactly this sharding, or None if there is none."""
     spec, mesh = sharding.spec, sharding.mesh
     entries = _entries(sharding)
     if spec.unreduced or spec.reduced or None in entries or not has_names(mesh):
@@ -167,7 +168,7 @@ def find_expression(
 def _axes(
     sharding: NamedSharding, ndim: int | None, names: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """The names of the axes, and ['...'] if the rank is not known."""
+    """Returns the names of the axes, and ['...'] if the rank is unknown."""
     n_named = len(_entries(sharding)) if ndim is None else ndim
     axes = list(itertools.islice(axis_letters(), n_named)) if names is None else names
     return axes, [ELLIPSIS] if ndim is None or not axes else []
@@ -180,14 +181,14 @@ def _by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
 
 
 def _are_writable(sharding: NamedSharding) -> bool:
-    """Whether an expression can name the mesh axes of a sharding."""
+    """Whether an expression can name all mesh axes of a sharding."""
     sizes = sizes_of(sharding.mesh)
     used = [str(axis) for entry in _entries(sharding) for axis in entry or ()]
     return all(axis in sizes and is_mesh_axis(axis) for axis in used)
 
 
 def _by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
-    """The right side in counts."""
+    """Returns the right side of an expression with counts."""
     terms = [Term(None if s.axis is None else axes[s.axis], s.count) for s in _grid(sharding)]
     return with_unsharded(terms, axes)
 
@@ -204,7 +205,7 @@ def _is_by_count(sharding: NamedSharding) -> bool:
         meshes.insert(0, device_mesh(mesh, axis_types=mesh.axis_types[0]))
     for candidate in meshes:
         made = lower(Layout(tuple(_grid(sharding))), candidate)
-        # devices need no comparison: both meshes have the same ones, and abstract meshes none
+        # devices need no comparison: the meshes have the same ones, or are abstract
         if made is not None and _entries(made) == entries:
             its = made.mesh
             if (its.axis_names, its.axis_sizes) == (mesh.axis_names, mesh.axis_sizes):
@@ -213,7 +214,7 @@ def _is_by_count(sharding: NamedSharding) -> bool:
 
 
 def _grid(sharding: NamedSharding) -> list[Split]:
-    """The device grid, where adjacent mesh axes that shard the same array axis are merged."""
+    """Returns the device grid; adjacent mesh axes that shard the same array axis are merged."""
     owner = {axis: i for i, entry in enumerate(_entries(sharding)) for axis in entry or ()}
     mesh = sharding.mesh
     sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
@@ -221,7 +222,7 @@ def _grid(sharding: NamedSharding) -> list[Split]:
 
 
 def _rest(sharding: NamedSharding) -> str:
-    """The parts of a sharding that the notation cannot express."""
+    """Describes the parts of a sharding that the notation cannot express."""
     notes: list[str] = []
     if None in _entries(sharding):
         notes.append('with unconstrained axes')

@@ -138,7 +138,7 @@ def lenient(
     on_indivisible: Missing = 'error',
     rule: str | None = None,
 ) -> LeafSpec:
-    """The spec with these options and its rule; 'error' keeps those it has."""
+    """The spec with its rule, and with each option that is 'replicate' here applied to it."""
     known = as_leaf_spec(spec)
     if on_missing == 'error':
         on_missing = known.on_missing

@@ -1,10 +1,10 @@
-"""Devices -> the canonical mesh; and what all modules ask of a mesh.
+"""Builds the canonical mesh, and has the mesh helpers that other modules use.
 
 All expressions over the same devices are lowered onto the same mesh: the devices in hardware order,
-with one mesh axis per prime factor of their number. So equal layouts compare equal, arrays of
-different expressions can be used in one program, and explicit sharding, which allows one mesh,
-works. One mesh per expression would fail on TPU, where `jax.make_mesh` orders the devices by the
-mesh shape.
+with one mesh axis per prime factor of their number. So equal layouts compare equal, arrays sharded
+by different expressions can be used in one program, and explicit sharding, which requires a single
+mesh, works. One mesh per expression would fail on TPU, where `jax.make_mesh` orders the devices by
+the mesh shape.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def device_mesh(
 
     Devices are sorted in hardware order: on TPU by slice, chip coordinates and core; elsewhere by
     process and id. Named axes divide this order row by row: the first axis crosses the slower
-    network, and whole slices if there are several; devices along the last axis are neighbours.
+    network, and slices if there are several; devices along the last axis are neighbors.
     `jax.make_mesh` may reorder TPUs for the mesh shape, and takes the first devices if the sizes
     need fewer than all.
 
@@ -80,7 +80,7 @@ def device_mesh(
 
 
 def named_mesh(mesh: AnyMesh, axes: Mapping[str, int], call: str) -> AnyMesh:
-    """The devices of the canonical mesh with named axes. `call` is shown in errors."""
+    """Gives the canonical mesh named axes. `call` is shown in errors."""
     sizes = solve_sizes(axes, mesh.size, call)
     return _named_mesh(mesh, tuple(sizes), tuple(sizes.values()))
 
@@ -110,7 +110,7 @@ def _canonical_mesh(devices: MeshLike | None, axis_types: AxisType | None) -> An
     for device in chosen:
         if not isinstance(device, jax.Device):
             raise EinshardError(
-                f'a mesh needs devices, but one item is {device!r}',
+                f'a device mesh must contain jax.Device objects, got {device!r}',
                 facts={'expected': 'a sequence of jax.Device, a Mesh or an AbstractMesh'},
             )
     return _device_mesh(chosen, axis_type)
@@ -165,8 +165,8 @@ def axis_names(sizes: Sequence[int]) -> tuple[str, ...]:
 def position(device: Device) -> tuple[int, ...]:
     """The position of a device in the hardware, slowest network first.
 
-    TPUs are sorted by coordinates, not by host: a host has a 2 x 2 block of chips, and a term over
-    such blocks would not be a ring of the torus. Only some devices have `slice_index` and
+    TPUs are sorted by coordinates, not by host: a host may have a 2 x 2 block of chips, and a term
+    over such blocks would not be a ring of the torus. Only some devices have `slice_index` and
     `core_on_chip`.
     """
     pod_slice = getattr(device, 'slice_index', None) or 0
@@ -196,7 +196,7 @@ def axis_sizes_of(positions: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:
-    """The axes that an expression may use: all except Manual ones, which a shard_map uses."""
+    """The sizes of the axes that expressions may use: all except those manual in a shard_map."""
     names = [str(name) for name in mesh.axis_names]
     if not has_names(mesh):
         raise EinshardError(
@@ -209,19 +209,19 @@ def sizes_of(mesh: AnyMesh) -> dict[str, int]:
 
 
 def has_names(mesh: AnyMesh) -> bool:
-    """Whether all mesh axes have distinct names. JAX reads P(0) and P('') as no axis."""
+    """Whether mesh axis names are distinct and nonempty. JAX reads P(0) and P('') as unsharded."""
     return all(mesh.axis_names) and len(set(map(str, mesh.axis_names))) == len(mesh.axis_names)
 
 
 def _check_size(mesh: AnyMesh) -> None:
-    if math.prod(mesh.axis_sizes) > _MOST_DEVICES:
+    if math.prod(mesh.axis_sizes) > _MAX_DEVICES:
         raise EinshardError(
-            f'JAX supports at most {_MOST_DEVICES} devices in a mesh',
+            f'JAX supports at most {_MAX_DEVICES} devices in a mesh',
             facts={'mesh': mesh_fact(mesh)},
         )
 
 
-_MOST_DEVICES = 2**31 - 1  # above this, JAX raises the C++ exception std::bad_cast
+_MAX_DEVICES = 2**31 - 1  # above this, JAX raises the C++ exception std::bad_cast
 
 
 def entry_axes(entry: Any) -> tuple[Any, ...]:
@@ -231,15 +231,15 @@ def entry_axes(entry: Any) -> tuple[Any, ...]:
 
 def spec_axes(spec: PartitionSpec) -> list[tuple[Any, ...]]:
     """The mesh axes of each entry of a PartitionSpec; not those in `unreduced` and `reduced`."""
-    # JAX refuses to iterate over a spec with unreduced axes. JAX 0.8.1 lacks `partitions`, and
-    # iterates without them.
+    # Newer JAX refuses to iterate over a spec with unreduced axes. JAX 0.8.1 has no `partitions`;
+    # iterating over its specs skips those axes.
     entries = spec.partitions if hasattr(spec, 'partitions') else tuple(spec)
     return [entry_axes(entry) for entry in entries]
 
 
 def partition_spec(entries: Iterable[tuple[Any, ...]]) -> PartitionSpec:
     """The PartitionSpec with these mesh axes for each array axis."""
-    # normalized, because P('x') and P(('x',)) are equal but have different hashes
+    # one form for equal specs: 'x', not ('x',)
     return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
 
 
@@ -247,7 +247,7 @@ FREE = (PartitionSpec.UNCONSTRAINED,)  # an entry, as `spec_axes` returns it
 
 
 def partition_text(spec: PartitionSpec) -> str:
-    """A PartitionSpec as users write it: P('data', None). Its repr differs between versions."""
+    """Formats a PartitionSpec as P('data', None). Its repr differs between versions of JAX."""
     texts = [_entry_text(entry) for entry in spec_axes(spec)]
     both = {'unreduced': spec.unreduced, 'reduced': spec.reduced}
     texts += [f'{kind}={set(axes)}' for kind, axes in both.items() if axes]
@@ -292,7 +292,7 @@ def memory_kinds(mesh: AnyMesh) -> list[str] | None:
 
 
 def check_mesh(mesh: Any, option: str = 'mesh=') -> None:
-    """Raises if this is not a valid `mesh=`. Starts no backend."""
+    """Raises if this is not a valid `mesh=`. Does not initialize a backend."""
     if mesh is None or isinstance(mesh, Mesh | AbstractMesh):
         return
     ndim = getattr(mesh, 'ndim', 1)

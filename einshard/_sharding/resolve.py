@@ -1,4 +1,4 @@
-"""Spec, context -> Placement -> NamedSharding."""
+"""Resolves a spec in a context: to a Placement, and to a NamedSharding."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .._cache import cached
 from .._errors import EinshardError, Suggestion
 from .._notation.expression import Expression
+from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._notation.layout import Layout, lay_out, mesh_entries, refactor
 from .._suggestions import working_fix
 from .apply_axis_rules import apply_axis_rules
 from .axis_rules import Missing
-from .context import Context, context_on, current_context, make_context
+from .context import Context, context_on, current_context, depth_of_user, make_context
 from .leaf_spec import (
     AnySpec,
     LeafSpec,
@@ -43,7 +44,7 @@ from .mesh import (
 
 Shape: TypeAlias = tuple[int, ...]
 
-_MOST_DIMS = 2**16  # a limit, since '...' takes an entry per dimension
+_MAX_DIMS = 2**16  # a limit, since '...' takes an entry per dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Placement:
     missing_axes: tuple[str, ...] = ()  # named mesh axes that the mesh lacks, if that is allowed
     lacks_placement: bool = False  # a short form without placements and rules, so replicated
     is_unconstrained: bool = False  # along some axes, which only traced values can be
+    warning: str | None = None  # for whoever wrote the expression
 
 
 def make_sharding(
@@ -76,7 +78,7 @@ def make_sharding(
         (8, 4)
 
     Equal placements give equal shardings with equal hashes, however they are written, so `jax.jit`
-    traces once for all of them. A repeated expression costs one cache look-up.
+    traces once for all of them. A repeated expression costs one cache lookup.
 
     Args:
         expression: the placement, in einshard's notation.
@@ -96,7 +98,7 @@ def make_sharding(
         warnings.warn('n_dims= of make_sharding is now ndim=', DeprecationWarning, stacklevel=2)
         ndim = n_dims
     if ndim is not None and type(ndim) is not int:
-        check_types(expression, ndim, memory_kind)  # the cache takes 2.0 for 2
+        check_types(expression, ndim, memory_kind)  # for the cache, 2.0 and 2 are equal
     return resolve(expression, ndim, current_context(mesh), memory_kind).sharding
 
 
@@ -111,17 +113,17 @@ def resolve(
     option: str | None = None,
     traced: bool = False,
 ) -> Placement:
-    """The placement of arrays of a shape or rank; None if neither is known.
+    """Finds the placement for arrays of a shape or rank. `shape` is None if neither is known.
 
-    Errors get a fix that was tried, if there is one. `option` is the argument that users of the
-    caller set to ignore mesh axes that the mesh lacks. P.UNCONSTRAINED is an error unless `traced`.
+    Errors get a fix that was tested, if there is one. `option` is the argument with which users
+    ignore mesh axes that the mesh lacks. P.UNCONSTRAINED is an error unless `traced`.
     """
     try:
         if missing == 'replicate' or indivisible == 'replicate':
             spec = lenient(spec, on_missing=missing, on_indivisible=indivisible)
         if isinstance(spec, LeafSpec) and not traced:
             check_constrained(spec)
-        return find_placement(spec, shape, context, memory_kind)
+        placement = find_placement(spec, shape, context, memory_kind)
     except TypeError:  # raised by the cache for unhashable arguments
         check_types(spec, shape, memory_kind)
         raise
@@ -132,13 +134,16 @@ def resolve(
         if isinstance(spec, LeafSpec) and spec.rule is not None:
             error = error.about(rule=spec.rule)
         raise error.with_fix(fix) from None
+    if placement.warning:  # each time: Python shows it once per line of the user
+        warnings.warn(placement.warning, stacklevel=depth_of_user())
+    return placement
 
 
 @cached
 def find_placement(
     spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
 ) -> Placement:
-    """`resolve` in one cache look-up, without fixes in errors."""
+    """`resolve` in one cache lookup, without fixes in errors and without warnings."""
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
     if spec.partition is not None and shape is not None:
@@ -196,9 +201,31 @@ def find_placement(
         and spec.expression.short
         and not any(term.is_sharded for term in spec.expression.right)
     )
+
+    def attempt(text: str) -> Placement:
+        return find_placement(rewritten(spec, text), shape, context, memory_kind)
+
+    warning = None
+    if lacks_placement:
+        names = [name for name, size in named_sizes.items() if size > 1]
+        warning = mesh_axes_hint(spec.expression, names, attempt)
+    elif not _is_ruled(spec.expression, context):
+        warning = spacing_hint(spec.expression, attempt)
     return Placement(
-        expression, layout, sharding, missing, lacks_placement, bool(spec.unconstrained)
+        expression,
+        layout,
+        sharding,
+        missing,
+        lacks_placement and warning is None,
+        bool(spec.unconstrained),
+        warning,
     )
+
+
+def _is_ruled(expression: Expression, context: Context) -> bool:
+    """Whether axis rules say how some axis of the expression is sharded."""
+    ruled = {rule.name for rule in context.axis_rules if rule.placement}
+    return expression.short and not ruled.isdisjoint(expression.names)
 
 
 def _leave_free(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
@@ -299,7 +326,7 @@ def check_types(expression: object, shape: object, memory_kind: object) -> None:
         )
     ndim = len(shape) if isinstance(shape, tuple) else shape
     if ndim is not None and (
-        not isinstance(ndim, int) or isinstance(ndim, bool) or not 0 <= ndim < _MOST_DIMS
+        not isinstance(ndim, int) or isinstance(ndim, bool) or not 0 <= ndim < _MAX_DIMS
     ):
         raise EinshardError(
             f'ndim= must be the rank of an array, not {ndim!r}',

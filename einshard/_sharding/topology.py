@@ -44,7 +44,7 @@ def topology(
             a Google Cloud name, such as 'v5litepod-16' (16 chips, v5e:4x4) or 'v5p-128' (128
             TensorCores, 64 chips, v5p:4x4x4), for the default shape there. A chip of v2, v3, v4 or
             tpu7x may have two devices.
-        n_slices: number of slices, connected by the data centre network. Slices are the slowest
+        n_slices: number of slices, connected by the data center network. Slices are the slowest
             mesh axes.
         axis_types: as in `device_mesh`.
         axes: as in `device_mesh`; without them, the canonical mesh.

@@ -1,1 +1,1 @@
-"""Contractions: `einsum`, and `parallelism`, which says what placements of one mean."""
+"""Contractions: `einsum` computes one, `parallelism` predicts its collectives."""

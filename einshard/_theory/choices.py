@@ -1,4 +1,4 @@
-"""Ways to compute a contraction of sharded operands. Imports no JAX."""
+"""Finds the ways to compute a contraction of sharded operands. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .._notation.layout import Layout
-from .communication import Blocks, Communication, in_order, moves
+from .communication import Blocks, Communication, in_order, resharding
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Choice:
 
     @property
     def bytes(self) -> int | None:
-        """The bytes of all collectives, if sizes are given."""
+        """The bytes of all collectives; None if sizes are not given."""
         if any(one.bytes is None for one in self.collectives):
             return None
         return sum(one.bytes or 0 for one in self.collectives)
@@ -43,7 +43,7 @@ class Choice:
 
 
 def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
-    """Why the blocks of the operands do not match."""
+    """Explains why the blocks of the operands do not match; nothing if they match."""
     if len(operands) < 2:
         return
     one, other = operands
@@ -67,37 +67,37 @@ def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
 
 
 def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]:
-    """Layouts in which the blocks match, combined from the shardings of operands and result.
+    """Finds layouts in which the blocks match, combined from shardings of operands and result.
 
-    The sharding of the result is included because XLA may first reshard an operand to match it,
+    The sharding of the result is a candidate because XLA may first reshard an operand to match it,
     which may send less data.
     """
     space = result.space
     alike: dict[tuple[str | None, ...], list[str]] = {}  # device axes that shard the same axes
     for axis in space.devices:
-        held = tuple(one.holder(axis) for one in (*operands, result))
-        alike.setdefault(held, []).append(axis)
-    users: list[list[str | None]] = []
-    for *held, asked in alike:
-        names = list(dict.fromkeys(name for name in held if name))
+        sharded = tuple(one.holder(axis) for one in (*operands, result))
+        alike.setdefault(sharded, []).append(axis)
+    candidates: list[list[str | None]] = []  # for each group of device axes: the axes to shard
+    for *sharded, requested in alike:
+        names = list(dict.fromkeys(name for name in sharded if name))
         one_sided = len(names) == 1 and any(
             names[0] in operand.names and name is None
-            for operand, name in zip(operands, held, strict=True)
+            for operand, name in zip(operands, sharded, strict=True)
         )
         either: list[str | None] = [*names, None] if one_sided or not names else [*names]
-        users.append([*either, asked] if asked and asked not in either else either)
+        if requested and requested not in either:
+            either.append(requested)
+        candidates.append(either)
     targets: dict[Layout, None] = {}
-    for chosen in itertools.product(*users):
+    for chosen in itertools.product(*candidates):
         pairs = zip(chosen, alike.values(), strict=True)
         holders = {axis: name for name, axes in pairs for axis in axes}
-        targets[space.sharded(space.replicated, _as_written([*operands, result], holders))] = None
+        targets[space.sharded(space.replicated, _in_order([*operands, result], holders))] = None
     return targets
 
 
-def _as_written(
-    arrays: Sequence[Blocks], holders: Mapping[str, str | None]
-) -> dict[str, str | None]:
-    """The axis that each device axis shards, in the order used by the most sharded array."""
+def _in_order(arrays: Sequence[Blocks], holders: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Orders device axes as in the most sharded array; returns the axis that each one shards."""
     first: dict[str, str | None] = {}
     for name in dict.fromkeys(holders.values()):
         if name:
@@ -109,47 +109,50 @@ def _as_written(
 def choices_for(
     operands: Sequence[Blocks], target: Layout, result: Blocks, placed: bool
 ) -> Iterable[Choice]:
-    """The choices with operands in the layout `target`; if `placed`, with the result as given."""
-    met = [operand.with_layout(target) for operand in operands]
-    pairs = list(zip(operands, met, strict=True))
-    before = [move for old, new in pairs for move in moves(old, new)]
+    """Yields the choices that multiply operands in the layout `target`.
+
+    If `placed`, the result ends up in its own layout.
+    """
+    matched = [operand.with_layout(target) for operand in operands]
+    pairs = list(zip(operands, matched, strict=True))
+    before = [one for old, new in pairs for one in resharding(old, new)]
     slices = [
         f'{old.array} along {name}'
         for old, new in pairs
         for name in new.names
         if any(old.holder(axis) is None for axis in new.over(name))
     ]
-    block = ' '.join(f'[{one.block}]' for one in met)
-    at_once = result.with_layout(target)
+    block = ' '.join(f'[{one.block}]' for one in matched)
+    product = result.with_layout(target)
     sharding = {split.mesh_axes[0] for split in target.splits if split.axis is not None}
-    partial = [a for a in result.space.devices if a in sharding and not at_once.holder(a)]
-    for final in [result] if placed else [at_once, *_scattered(at_once, partial)]:
+    partial = [a for a in result.space.devices if a in sharding and not product.holder(a)]
+    for final in [result] if placed else [product, *_scattered(product, partial)]:
         yield Choice(
             final.expression(),
-            (*before, *_sums(at_once, partial, final)),
+            (*before, *_sums(product, partial, final)),
             tuple(slices),
-            tuple(one.expression() for one in met),
+            tuple(one.expression() for one in matched),
             block,
         )
 
 
-def _sums(at_once: Blocks, partial: Sequence[str], final: Blocks) -> Iterable[Communication]:
-    """The collectives that add partial sums and reshard the result."""
+def _sums(product: Blocks, partial: Sequence[str], final: Blocks) -> Iterable[Communication]:
+    """Yields the collectives that add partial sums and reshard the result."""
     scattered = {axis: final.holder(axis) for axis in partial if final.holder(axis)}
     added = [axis for axis in partial if axis not in scattered]
     if scattered:
-        yield at_once.communication('reduce-scatter', list(scattered))
-    now = at_once.sharded(scattered)
+        yield product.communication('reduce-scatter', list(scattered))
+    summed = product.sharded(scattered)
     if added:
-        yield now.communication('all-reduce', added)
-    yield from moves(now, final)
+        yield summed.communication('all-reduce', added)
+    yield from resharding(summed, final)
 
 
-def _scattered(at_once: Blocks, partial: Sequence[str]) -> Iterable[Blocks]:
-    """The results of a reduce-scatter along one axis, if the notation can express them."""
-    devices, sizes = at_once.space.devices, at_once.space.sizes
-    for name in at_once.names if partial else ():
-        over = (*at_once.over(name), *partial)
+def _scattered(product: Blocks, partial: Sequence[str]) -> Iterable[Blocks]:
+    """Yields the results of a reduce-scatter along one axis, if the notation can express them."""
+    devices, sizes = product.space.devices, product.space.sizes
+    for name in product.names if partial else ():
+        over = (*product.over(name), *partial)
         parts = math.prod(devices[axis] for axis in over)
         if (sizes is None or sizes[name] % parts == 0) and in_order(over, devices):
-            yield at_once.sharded(dict.fromkeys(partial, name))
+            yield product.sharded(dict.fromkeys(partial, name))

@@ -1,7 +1,7 @@
-"""The blocks of the arrays of a contraction, and the collectives that reshard them. Imports no JAX.
+"""Predicts the collectives that reshard the arrays of a contraction. Imports no JAX.
 
 All layouts of a contraction use the same axis numbers and device axes. A `Layout` has one split per
-device axis, with the axis that it shards, or None.
+device axis, with the array axis that it shards, or None.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Communication:
 
     Attributes:
         kind: 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all' or 'collective-permute'.
-        of: the array: 'operand 0', 'the result'.
+        of: the array, such as 'operand 0' or 'the result'.
         over: the device axes along which it runs.
         group_size: the number of devices in each group.
         groups: the number of groups.
-        block: the larger of a device's blocks before and after, such as 'b/2 x'.
+        block: the larger of a device's blocks before and after the collective, such as 'b/2 x'.
         bytes: bytes of that block, if sizes are given.
     """
 
@@ -50,7 +50,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class Space:
-    """Axes, devices and sizes, shared by the arrays of a contraction."""
+    """The axes, devices and sizes that all arrays of a contraction share."""
 
     names: tuple[str, ...]  # all axes; layouts refer to them by index
     devices: Mapping[str, int]  # device axes and their sizes, slowest first
@@ -62,7 +62,7 @@ class Space:
         return Layout(tuple(Split(size, None, (axis,)) for axis, size in self.devices.items()))
 
     def sharded(self, layout: Layout, holders: Mapping[str, str | None]) -> Layout:
-        """The layout with these device axes moved to other axes, as minor ones; None replicates."""
+        """Shards an axis over each of these device axes, as its minor ones; None replicates."""
         positions = {a: None if n is None else self.names.index(n) for a, n in holders.items()}
         splits = [split for split in layout.splits if split.mesh_axes[0] not in positions]
         splits += [Split(self.devices[axis], at, (axis,)) for axis, at in positions.items()]
@@ -74,7 +74,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A sharded array: each device has one block."""
+    """An array of a contraction with its layout; each device has one block."""
 
     array: str  # 'operand 0', 'the result'
     names: tuple[str, ...]
@@ -82,23 +82,23 @@ class Blocks:
     space: Space
 
     def with_layout(self, layout: Layout) -> Blocks:
-        """The array in another layout, restricted to its own axes."""
+        """Returns the array in another layout, restricted to its own axes."""
         others = {i for i, name in enumerate(self.space.names) if name not in self.names}
         return replace(self, layout=self.space.sharded(without_axes(layout, others), {}))
 
     def sharded(self, holders: Mapping[str, str | None]) -> Blocks:
-        """The array with these device axes moved to other axes, as minor ones; None replicates."""
+        """Shards an axis over each of these device axes, as its minor ones; None replicates."""
         return replace(self, layout=self.space.sharded(self.layout, holders))
 
     def over(self, name: str) -> tuple[str, ...]:
-        """The device axes that shard an axis, major to minor."""
+        """Returns the device axes that shard an axis, major to minor."""
         if name not in self.names:
             return ()
         at = self.space.names.index(name)
         return tuple(split.mesh_axes[0] for split in self.layout.splits if split.axis == at)
 
     def holder(self, device_axis: str) -> str | None:
-        """The axis that a device axis shards."""
+        """Returns the axis that a device axis shards, or None."""
         return next((name for name in self.names if device_axis in self.over(name)), None)
 
     def parts(self, name: str) -> int:
@@ -106,20 +106,20 @@ class Blocks:
 
     @property
     def block(self) -> str:
-        """The block of one device: 'b/2 x'."""
+        """Formats the block of one device, such as 'b/2 x'."""
         parts = {name: self.parts(name) for name in self.names}
         return ' '.join(f'{name}/{n}' if n > 1 else name for name, n in parts.items())
 
     @property
     def bytes(self) -> int | None:
-        """Bytes per device."""
+        """The bytes of a block; None if sizes are not given."""
         sizes = self.space.sizes
         if sizes is None:
             return None
         return self.space.item_bytes * math.prod(sizes[n] // self.parts(n) for n in self.names)
 
     def expression(self) -> str:
-        """The layout as an expression with counts; with names if axes are out of device order."""
+        """Writes the layout with counts, or with device axes by name if they are out of order."""
         left, devices = ' '.join(self.names), self.space.devices
         if not all(in_order(self.over(name), devices) for name in self.names):
             by_name = [str(Term(name, mesh_axes=self.over(name))) for name in self.names]
@@ -131,7 +131,7 @@ class Blocks:
         return f'{left} -> {" ".join(map(str, with_unsharded(terms, self.names)))}'.strip()
 
     def communication(self, kind: str, over: Sequence[str]) -> Communication:
-        """A collective on blocks of this size, along some device axes."""
+        """Returns a collective on these blocks along some device axes."""
         devices = self.space.devices
         group_size = math.prod(devices[axis] for axis in over)
         groups = math.prod(devices.values()) // group_size
@@ -140,20 +140,20 @@ class Blocks:
 
 
 def in_order(axes: Sequence[str], order: Iterable[str]) -> bool:
-    """Whether axes are in this order."""
+    """Whether `axes` are in the order in which `order` lists them."""
     return [axis for axis in order if axis in axes] == list(axes)
 
 
-def moves(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
-    """The collectives that reshard an array.
+def resharding(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
+    """Returns the collectives that reshard an array.
 
-    Local slices come first, because they need no communication. For the costs of collectives, see
+    Local slices come first, because they need no communication. For the cost of collectives, see
     Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH",
     2005.
     """
     kept = old
     for name in old.names:
-        # not if a device axis must move away from this axis
+        # slicing comes later if a device axis must first stop sharding this axis
         if set(old.over(name)) <= set(new.over(name)):
             free = [axis for axis in new.over(name) if old.holder(axis) is None]
             kept = kept.sharded(dict.fromkeys(free, name))
@@ -167,7 +167,7 @@ def moves(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
     if exchanged:
         found.append(kept.communication('all-to-all', exchanged))
         return tuple(found)
-    # the device axes of an axis in another order
+    # device axes that shard the same axis in another order
     permuted = [
         axis
         for name in old.names

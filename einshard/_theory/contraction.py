@@ -16,21 +16,21 @@ from .._notation.layout import axis_positions
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """A parsed einsum: operands and result are expressions in the short form."""
+    """A parsed einsum, whose operands and result are short-form expressions."""
 
     operands: tuple[Expression, ...]
     result: Expression
     text: str
 
     @property
-    def every(self) -> tuple[Expression, ...]:
+    def arrays(self) -> tuple[Expression, ...]:
         """The operands and the result."""
         return (*self.operands, self.result)
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """All mesh axes named in it."""
-        return tuple(a for one in self.every for term in one.right for a in term.mesh_axes)
+        """The mesh axes named in all placements."""
+        return tuple(a for one in self.arrays for term in one.right for a in term.mesh_axes)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -39,25 +39,25 @@ class Contraction:
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """The axes that are summed over: those missing in the result."""
+        """The axes that are summed over: those that the result lacks."""
         return tuple(name for name in self.names if name not in self.result.names)
 
-    def of_letters(self) -> str:
-        """The einsum in the notation of numpy, without placements."""
+    def numpy_subscripts(self) -> str:
+        """Returns the einsum as numpy subscripts, without placements."""
         named = [name for name in self.names if name != ELLIPSIS]
         letters = {name: _letter(i) for i, name in enumerate(named)} | {ELLIPSIS: ELLIPSIS}
-        sides = [''.join(letters[name] for name in one.names) for one in self.every]
+        sides = [''.join(letters[name] for name in one.names) for one in self.arrays]
         return f'{",".join(sides[:-1])}->{sides[-1]}'
 
     def plain(self) -> str:
-        """The einsum without placements."""
-        sides = [' '.join(one.names) for one in self.every]
+        """Returns the einsum without placements."""
+        sides = [' '.join(one.names) for one in self.arrays]
         return f'{", ".join(sides[:-1])} -> {sides[-1]}'.rstrip()
 
     def error(
         self, sentence: str, spans: Iterable[Span] = (), *, fix: str | None = None, **facts: object
     ) -> EinshardError:
-        """An error about the einsum."""
+        """Returns an error about the einsum."""
         return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
 
 
@@ -66,8 +66,8 @@ def is_placed(operand: Expression) -> bool:
     return any(term.is_sharded for term in operand.right)
 
 
-def written(operand: Expression) -> str:
-    """The text of an operand."""
+def operand_text(operand: Expression) -> str:
+    """Returns the expression of one operand, without the rest of the einsum."""
     return ' '.join(map(str, operand.right))
 
 
@@ -96,11 +96,11 @@ def _read(text: str) -> Contraction:
     return contraction
 
 
-def of_words(text: object) -> Suggestion | None:
-    """Rewrites a numpy einsum, with an axis per letter, in the notation; None if it is not one.
+def from_numpy_subscripts(text: object) -> Suggestion | None:
+    """Rewrites numpy subscripts with one axis per letter; None if `text` does not look like them.
 
-    >>> from einshard._theory.contraction import of_words
-    >>> of_words('bx,xy->by')
+    >>> from einshard._theory.contraction import from_numpy_subscripts
+    >>> from_numpy_subscripts('bx,xy->by')
     "'b x, x y -> b y'"
     """
     sides = re.split(',|->', text) if isinstance(text, str) else []
@@ -117,11 +117,11 @@ def of_words(text: object) -> Suggestion | None:
 
 
 def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape of the result; raises if arrays do not fit the einsum or each other."""
+    """Returns the shape of the result; raises if the arrays do not fit the einsum or each other."""
     if len(shapes) != len(contraction.operands):
         raise contraction.error(
             f'the einsum has {plural(len(contraction.operands), "operand")}, '
-            f'but {plural(len(shapes), "array")} {"is" if len(shapes) == 1 else "are"} given'
+            f'but got {plural(len(shapes), "array")}'
         )
     sizes: dict[str, tuple[int, ...]] = {}  # one size per name, any number for '...'
     holder: dict[str, int] = {}
@@ -169,7 +169,7 @@ def _two_sizes(
 
 
 def _between_commas(text: str, end: int) -> Iterable[Span]:
-    """The spans of the operands: between commas, except those in '@(fsdp,tp)'."""
+    """Yields the spans of the operands, split at commas outside of parentheses as in '@(p,q)'."""
     start = depth = 0
     for at, character in enumerate(text[:end]):
         depth += (character == '(') - (character == ')')
@@ -188,7 +188,7 @@ def _operand(text: str, start: int, end: int) -> Expression:
         parsed = parse(' ' * start + written)
         return replace(parsed, text=text)
     except EinshardError as error:
-        # drop the fix: it covers only this operand
+        # without the fix, which covers only this operand
         raise EinshardError(
             error.sentence, expression=text, spans=error.spans, facts=error.facts
         ) from None
@@ -213,6 +213,6 @@ def _check_result(contraction: Contraction) -> None:
 
 
 def _letter(i: int) -> str:
-    """a to z, A to Z, then letters beyond ASCII, as in opt_einsum."""
+    """Returns the i-th subscript: a to z, A to Z, then letters beyond ASCII, as in opt_einsum."""
     ascii_letters = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'
     return ascii_letters[i] if i < len(ascii_letters) else chr(i + 140)

@@ -1,4 +1,4 @@
-"""The device axes of an einsum, and the array axis that each of them shards. Imports no JAX."""
+"""Finds the device axes of an einsum, and the array axis that each one shards. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .contraction import Contraction, is_placed
 def device_axes(
     contraction: Contraction, n_devices: int | None, counts: Mapping[str, int]
 ) -> tuple[dict[str, int], tuple[Expression, ...]]:
-    """The device axes with sizes, and the operands placed on them."""
+    """Returns the device axes with their sizes, and the operands with placements on them."""
     if contraction.mesh_axes:
         named = _named_devices(contraction, counts)
         left = _left(contraction, named, n_devices)
         rest = {f'd{i}': factor for i, factor in enumerate(prime_factors(left))}
         return rest | named, contraction.operands
-    if any(map(is_placed, contraction.every)):
+    if any(map(is_placed, contraction.arrays)):
         if counts:
             raise _placed_twice(contraction, counts)
         return _joint_devices(contraction, n_devices), contraction.operands
@@ -34,7 +34,7 @@ def device_axes(
 
 
 def _over_its_name(operand: Expression, counts: Mapping[str, int]) -> Expression:
-    """The operand with its counted axes sharded over device axes of the same names."""
+    """Shards the axes of an operand that have counts over device axes of the same names."""
     terms = (
         replace(term, mesh_axes=(str(term.name),)) if term.name in counts else term
         for term in operand.right
@@ -43,7 +43,7 @@ def _over_its_name(operand: Expression, counts: Mapping[str, int]) -> Expression
 
 
 def _left(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
-    """The number of replicas: devices divided by the product of the counts."""
+    """Returns the number of replicas: devices divided by the product of the counts."""
     product = math.prod(counts.values())
     if n_devices is not None and n_devices % product:
         raise contraction.error(
@@ -53,7 +53,7 @@ def _left(contraction: Contraction, counts: Mapping[str, int], n_devices: int | 
 
 
 def holders_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, str | None]:
-    """The array axis that each device axis shards, major to minor."""
+    """Returns the array axis that each device axis shards, from major to minor device axes."""
     if not is_placed(operand):
         return {}
     layout = lay_out(operand, len(operand.names), math.prod(devices.values()), devices)
@@ -87,22 +87,22 @@ def _named_devices(contraction: Contraction, counts: Mapping[str, int]) -> dict[
 
 def _placed_twice(contraction: Contraction, counts: Mapping[str, int]) -> EinshardError:
     return contraction.error(
-        'shards are given both by keyword and by placement',
-        [term.span for one in contraction.every for term in one.right if term.is_sharded],
+        'shard counts are given both by keyword and in a placement',
+        [term.span for one in contraction.arrays for term in one.right if term.is_sharded],
         by_keyword=', '.join(f'{name}={count}' for name, count in counts.items()),
     )
 
 
 def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str, int]:
-    """Device axes that fit the counts of all operands."""
-    every = list(filter(is_placed, contraction.every))
+    """Splits the devices into axes that fit the counts of all operands and the result."""
+    placed = list(filter(is_placed, contraction.arrays))
     if n_devices is None:
-        counted = [one for one in every if not any(term.star for term in one.right)]
+        counted = [one for one in placed if not any(term.star for term in one.right)]
         if not counted:
             raise contraction.error('a star needs the number of devices', expected='devices=')
         n_devices = max(math.prod(term.factor for term in one.right) for one in counted)
     steps = {1, n_devices}
-    for operand in every:
+    for operand in placed:
         layout = lay_out(operand, len(operand.names), n_devices)
         steps.update(itertools.accumulate((s.count for s in layout.splits), operator.mul))
     in_order = sorted(steps)
@@ -110,7 +110,7 @@ def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str,
     if any(after % before for after, before in ratios):
         raise contraction.error(
             'the device grids of the operands do not match',
-            [term.span for one in every for term in one.right if term.takes_devices],
+            [term.span for one in placed for term in one.right if term.takes_devices],
             devices=n_devices,
         )
     return {f'd{i}': after // before for i, (after, before) in enumerate(ratios)}

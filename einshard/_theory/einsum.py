@@ -18,8 +18,15 @@ from .._notation.layout import axis_positions
 from .._sharding.context import current_context, is_tracing
 from .._sharding.mesh import MeshLike, device_mesh, spec_axes
 from .._sharding.resolve import Placement, resolve
-from .._suggestions import tried
-from .contraction import Contraction, is_placed, of_words, read_contraction, result_shape, written
+from .._suggestions import keep_working_suggestions
+from .contraction import (
+    Contraction,
+    from_numpy_subscripts,
+    is_placed,
+    operand_text,
+    read_contraction,
+    result_shape,
+)
 
 
 def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **options: Any) -> Any:
@@ -39,8 +46,8 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
     placed or constrained, as by `einshard`; the others are left to the compiler.
 
     Args:
-        expression: operands separated by commas, '->', and the result. An axis appears once per
-            operand; '...' stands for the same axes in all of them.
+        expression: operands separated by commas, '->', and the result. An axis appears at most once
+            per operand; '...' stands for the same axes in all of them.
         arrays: one array or traced value per operand.
         mesh: as for `make_sharding`.
         options: options of `jnp.einsum`: `precision`, `preferred_element_type`, `optimize`.
@@ -57,27 +64,27 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         contraction = read_contraction(expression)
         shape = result_shape(contraction, shapes)
     except EinshardError as error:
-        raise error.with_fix(_of_words(expression, shapes) or error.fix) from None
+        raise error.with_fix(_from_numpy_subscripts(expression, shapes) or error.fix) from None
     operands, placement, operand = [*arrays], None, contraction.result
     try:
         for i, operand in enumerate(contraction.operands):
             if is_placed(operand):
-                operands[i] = einshard(arrays[i], written(operand), mesh=mesh)
+                operands[i] = einshard(arrays[i], operand_text(operand), mesh=mesh)
         operand = contraction.result
         if is_placed(operand):
-            placement = resolve(written(operand), shape, current_context(mesh))
+            placement = resolve(operand_text(operand), shape, current_context(mesh))
         else:
             _check_types(contraction, operands)
     except EinshardError as error:
-        raise _with_tried_fix(error, contraction, operand, arrays, mesh, options) from None
-    # outside jit, run one jitted program: it computes the sum in the sharding of the result
+        raise _with_working_fix(error, contraction, operand, arrays, mesh, options) from None
+    # outside jit, one jitted program lets XLA compute the sum directly in the result's sharding
     contract = _contract if is_tracing() else _jitted
     if isinstance(options.get('optimize'), list | tuple):
         options['optimize'] = _path(options['optimize'])
-    return contract(contraction.of_letters(), placement, tuple(options.items()), *operands)
+    return contract(contraction.numpy_subscripts(), placement, tuple(options.items()), *operands)
 
 
-def _with_tried_fix(
+def _with_working_fix(
     error: EinshardError,
     contraction: Contraction,
     operand: Expression,
@@ -85,7 +92,7 @@ def _with_tried_fix(
     mesh: MeshLike | None,
     options: Mapping[str, Any],
 ) -> EinshardError:
-    """An error about one operand, with a fix of the entire einsum if one works."""
+    """Turns an error about one operand into one about the einsum, with a fix if one works."""
     text = contraction.text
     if error.expression != text:
         start, end = operand.right[0].span[0], operand.right[-1].span[1]
@@ -105,15 +112,18 @@ def _with_tried_fix(
         except Exception as other:  # JAX's own errors under explicit axes
             raise EinshardError(str(other)) from None
 
-    return tried(error, with_fix, lambda n: with_fix(text, device_mesh(AbstractMesh((n,), ('n',)))))
+    def on_devices(n: int) -> None:
+        with_fix(text, device_mesh(AbstractMesh((n,), ('n',))))
+
+    return keep_working_suggestions(error, with_fix, on_devices)
 
 
 def _path(given: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """A contraction path in tuples, which are hashable."""
+    """Converts a contraction path to tuples, which are hashable."""
     steps = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in given]
     if not all(isinstance(operand, int) for step in steps for operand in step):
         raise EinshardError(
-            f'optimize= is not a contraction path: {given!r}',
+            f'optimize= must be a contraction path, not {given!r}',
             facts={
                 'expected': "'greedy', 'optimal' or the operands of each step, [(0, 1), (0, 1)]"
             },
@@ -121,9 +131,9 @@ def _path(given: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     return tuple(steps)
 
 
-def _of_words(expression: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
-    """The einsum with each letter as an axis, if the arrays fit that."""
-    fix = of_words(expression)
+def _from_numpy_subscripts(expression: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
+    """Rewrites numpy subscripts with one axis per letter, if the arrays fit."""
+    fix = from_numpy_subscripts(expression)
     try:
         if fix is not None:
             result_shape(read_contraction(fix.strip("'")), shapes)
@@ -153,8 +163,9 @@ _jitted = jax.jit(_contract, static_argnums=(0, 1, 2))
 
 
 def _check_types(contraction: Contraction, operands: Sequence[Any]) -> None:
-    """Raises if a sum over an explicit axis has no placement for its result."""
+    """Raises if an axis sharded over explicit mesh axes is contracted into an unplaced result."""
     reduced = contraction.reduced
+    before, _, result = contraction.text.rpartition('->')
     for i, (operand, array) in enumerate(zip(contraction.operands, operands, strict=True)):
         sharding = jax.typeof(array).sharding
         explicit = {
@@ -168,9 +179,9 @@ def _check_types(contraction: Contraction, operands: Sequence[Any]) -> None:
             axes = entries[at] if at < len(entries) else ()
             if name in reduced and explicit.intersection(axes):
                 raise contraction.error(
-                    f"the sum over '{name}', which is sharded over explicit mesh axes, needs a "
-                    'placement for the result',
+                    f"contracted axis '{name}' is sharded over explicit mesh axes; give the result "
+                    'a placement',
                     [term.span for term in operand.right if term.name == name],
                     operand=f'{i}, {jax.typeof(array)}',
-                    fix=Suggestion(f'{contraction.text.rstrip()} *'),
+                    fix=Suggestion(f'{before}-> * {result.strip()}'.strip()),
                 )

@@ -1,9 +1,10 @@
-"""parallelism: the collectives of a sharded einsum, without compiling it. Imports no JAX.
+"""parallelism: predicts the collectives of a sharded einsum without compiling it. Imports no JAX.
 
 Every device multiplies its blocks of the operands. An axis of the result is *free*: devices with
 different shards of it compute different parts of the result. The other axes are *reduced* (summed
-over): devices with different shards of one compute partial sums, which must be added up. Blocks
-match if the operands shard their common axes alike, and no device axis shards two array axes.
+over): devices with different shards of a reduced axis compute partial sums, which must be added.
+Blocks match if the operands shard their common axes alike, and no device axis shards two array
+axes.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from typing import Any, Literal, TypeAlias, overload
 
 from .._errors import EinshardError, plural, quoted
 from .._notation.expression import ELLIPSIS
-from .._suggestions import tried
+from .._suggestions import keep_working_suggestions
 from .choices import Choice, choices_for, find_conflicts, find_targets
 from .communication import Blocks, Communication, Space
-from .contraction import Contraction, is_placed, of_words, read_contraction
+from .contraction import Contraction, from_numpy_subscripts, is_placed, read_contraction
 from .device_axes import device_axes, holders_of
 
 Kind: TypeAlias = Literal[
     'replicated', 'data parallelism', 'tensor parallelism', 'hybrid', 'resharding'
 ]
 
-# Sharding a free axis is data parallelism for the batch, but tensor parallelism for columns or
-# heads; the name of an axis does not tell which it is.
-_MEANS: dict[Kind, str] = {
+# Sharding a free axis is data parallelism if the axis is the batch, but tensor parallelism if it is
+# columns or heads. An axis name does not say which, so the text says what each device computes.
+_KIND_TEXTS: dict[Kind, str] = {
     'replicated': 'replicated: every device computes the full result',
     'data parallelism': 'only free axes are sharded: each device computes its part of the result',
     'tensor parallelism': 'only reduced axes are sharded: each device computes a partial sum',
@@ -52,9 +53,9 @@ class Parallelism:
         free: the axes of the result.
         reduced: the axes that are summed over.
         operands: the placements of the operands.
-        conflicts: why the blocks do not match.
-        choices: ways to compute it. If the blocks match and the result has no placement, XLA
-            compiles the first. Otherwise XLA decides by sizes, and may choose something else.
+        conflicts: the reasons why the blocks do not match.
+        choices: ways to compute the einsum. If the blocks match and the result has no placement,
+            XLA compiles the first. Otherwise XLA decides by sizes, and may choose something else.
     """
 
     einsum: str
@@ -80,8 +81,8 @@ class Parallelism:
         n_devices = math.prod(self.devices.values())
         lines = [
             f'{self.einsum}   on {plural(n_devices, "device")}',
-            f'  free: {_listed(self.free)}; reduced: {_listed(self.reduced)}',
-            f'  {_MEANS[self.kind]}',
+            f'  free: {_names_text(self.free)}; reduced: {_names_text(self.reduced)}',
+            f'  {_KIND_TEXTS[self.kind]}',
             *(f'  {why}' for why in self.conflicts),
             *(f"  operand {i}: '{one}'" for i, one in enumerate(self.operands)),
         ]
@@ -92,12 +93,12 @@ class Parallelism:
         return '\n'.join(lines)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _names_text(names: Sequence[str]) -> str:
     return ', '.join(names) or 'none'
 
 
 class Chain(tuple[Parallelism, ...]):
-    """The parallelism of a list of einsums, one after another.
+    """The parallelism of a sequence of einsums.
 
     An axis has the same sharding in all of them, so each result is sharded as the next step needs.
     """
@@ -140,7 +141,7 @@ def parallelism(
     item_bytes: int = 4,
     **counts: int,
 ) -> Parallelism | Chain:
-    """The kind of parallelism and the collectives of a sharded einsum, without compiling it.
+    """Predicts the parallelism and the collectives of a sharded einsum, without compiling it.
 
         >>> from einshard import parallelism
         >>> print(parallelism('b x, x y -> b y', x=8, sizes={'b': 32, 'x': 512, 'y': 64}))
@@ -160,24 +161,25 @@ def parallelism(
              reduce-scatter of the result over x: [b y], 8,192 bytes, among 8 devices
 
     Axes of the result are free: sharding them needs no communication. The others are reduced:
-    sharding them leaves partial sums, which an all-reduce or reduce-scatter adds up. If operands
+    sharding them leaves partial sums, which an all-reduce or reduce-scatter adds. If operands
     are sharded differently, one of them must be resharded first.
 
     If the blocks match and the result has no placement, XLA compiles the first choice. Otherwise it
-    may do something else: see `explain`. The rules are those of
+    may choose something else; `explain` shows what it compiles. The rules are those of
     https://jax-ml.github.io/scaling-book/sharding.
 
     Args:
         einsum: an einsum of one or two operands, as for `einsum`, or a list of einsums. Operands
             may have placements (`'b x8, x y8 -> b y'`); those without one are replicated.
-        devices: the number of devices, if stars need it. Unused devices hold replicas.
-        sizes: the size of every axis; needed for bytes.
+        devices: the number of devices; required if an operand has a star. Remaining devices hold
+            replicas.
+        sizes: the size of every axis; needed to compute bytes.
         item_bytes: bytes per element.
-        counts: number of shards by axis name, in device order (slowest first), for every operand
-            with that axis. If `einsum` names mesh axes (`'b@data x'`), the sizes of those.
+        counts: the number of shards by axis name, in device order (slowest first), for every
+            operand with that axis. If `einsum` names mesh axes (`'b@data x'`), their sizes.
 
     Returns:
-        A `Parallelism`, or a `Chain` of them for a list. Both print as text.
+        A `Parallelism`; for a list, a `Chain` of them. Both print as text.
 
     Raises:
         EinshardError: the einsum is invalid, or counts or sizes do not fit it.
@@ -188,36 +190,37 @@ def parallelism(
         if not steps:
             raise EinshardError('the list of einsums is empty')
         _check_counts(steps, counts)
-        return Chain(_tried(one, devices, sizes, item_bytes, counts) for one in steps)
+        return Chain(_analyze(one, devices, sizes, item_bytes, counts) for one in steps)
 
     def with_fix(fix: str) -> Parallelism:
         return parallelism(fix, devices=devices, sizes=sizes, item_bytes=item_bytes, **counts)
 
     contraction = _read(einsum, with_fix)
     _check_counts([contraction], counts)
-    return _tried(contraction, devices, sizes, item_bytes, counts)
+    return _analyze(contraction, devices, sizes, item_bytes, counts)
 
 
 def _read(einsum: str, with_fix: Callable[[str], object]) -> Contraction:
     try:
         return read_contraction(einsum)
     except EinshardError as error:
-        raise tried(error.with_fix(of_words(einsum) or error.fix), with_fix) from None
+        error = error.with_fix(from_numpy_subscripts(einsum) or error.fix)
+        raise keep_working_suggestions(error, with_fix) from None
 
 
-def _tried(contraction: Contraction, n_devices: int | None, *options: Any) -> Parallelism:
-    """Explains an einsum; its errors have only suggestions that work."""
+def _analyze(contraction: Contraction, n_devices: int | None, *options: Any) -> Parallelism:
+    """Analyzes one einsum. Errors keep only suggestions that work."""
     try:
-        return _explain(contraction, n_devices, *options)
+        return _analyze_once(contraction, n_devices, *options)
     except EinshardError as error:
-        raise tried(
+        raise keep_working_suggestions(
             error,
-            lambda fix: _explain(read_contraction(fix), n_devices, *options),
-            lambda n: _explain(contraction, n, *options),
+            lambda fix: _analyze_once(read_contraction(fix), n_devices, *options),
+            lambda n: _analyze_once(contraction, n, *options),
         ) from None
 
 
-def _explain(
+def _analyze_once(
     contraction: Contraction,
     n_devices: int | None,
     sizes: Mapping[str, int] | None,
@@ -324,5 +327,5 @@ def _check_divisible(
         if sizes is not None and sizes[name] % one.parts(name):
             raise contraction.error(
                 f"axis '{name}' (size {sizes[name]}) is not divisible by {one.parts(name)}",
-                of=one.array,
+                value=one.array,
             )

@@ -87,11 +87,11 @@ class StateSpec:
         self._zero: MeshAxes = read_mesh_axes(zero, ZERO)
         self._default = None if default is ... else Rules([], default=default)
         try:
-            check_specs(spec)
+            check_specs(spec, order='the parameters first: for_optimizer(params, spec)')
             # functions are not called yet: their results may depend on the mesh in use
             leaf_specs(self._params, self._leaves, jtu.tree_map(lambda _: None, spec))
         except EinshardError as error:
-            raise error.about(of='the parameters of for_optimizer') from None
+            raise error.about(value='parameters of for_optimizer') from None
         arrays = [i for i, leaf in enumerate(self._leaves) if _shape_of(leaf) is not None]
         self._by_path = {self._paths[i]: i for i in arrays}
         self._parameters: dict[tuple[str, Shape], tuple[int, tuple[AxisMap, ...]] | None] = {}
@@ -137,7 +137,7 @@ class StateSpec:
                 spec = self._spec_of(path, leaf, i, axis_maps, specs[i], context)
                 found.append((f'as {self._paths[i]}', spec))
             elif shape is None:
-                found.append(('no array', None))
+                found.append(('not an array', None))
             elif math.prod(shape) == 1:
                 found.append(('scalar', REPLICATED))
             elif self._default:
@@ -155,7 +155,7 @@ class StateSpec:
             try:
                 known = context, leaf_specs(self._params, self._leaves, self._spec)
             except EinshardError as error:
-                raise error.about(of='the parameters of for_optimizer') from None
+                raise error.about(value='parameters of for_optimizer') from None
             self._known = known
         return known[1]
 

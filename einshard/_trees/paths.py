@@ -1,4 +1,4 @@
-"""The paths of leaves in a pytree, as in 'layers/0/w'."""
+"""Formats the paths of pytree leaves, such as 'layers/0/w'."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .._text import array_text
 
 
 def leaf_paths(tree: Any, treedef: Any = None) -> Sequence[str]:
-    """The path of every leaf, cached by tree structure."""
+    """Returns the path of every leaf, cached by tree structure."""
     treedef = jtu.tree_structure(tree) if treedef is None else treedef
     try:
         known = _paths.get(treedef)
@@ -30,10 +30,10 @@ _paths: dict[Any, Sequence[str]] = register({})
 
 
 def path_text(path: Sequence[Any]) -> str:
-    """A key path as text: 'layers/0/w'."""
+    """Formats a key path, such as 'layers/0/w'."""
     return jtu.keystr(tuple(path), simple=True, separator='/')
 
 
 def leaf_text(path: str, leaf: Any, what: str = 'leaf') -> str:
-    """An array with its path: float32[6,8], leaf 'layers/0/w'."""
+    """Formats an array and its path: "float32[6,8], leaf 'layers/0/w'"."""
     return f"{array_text(leaf)}, {what} '{path}'" if path else array_text(leaf)

@@ -1,8 +1,9 @@
-"""Specs for pytrees: one expression per leaf, from a pytree prefix or a function of the path."""
+"""Finds the spec of every leaf of a pytree, from a pytree prefix or a function of the path."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from types import FunctionType
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from .._notation.layout import needs_rank
 from .._sharding.context import mesh_scope
 from .._sharding.leaf_spec import LEAF_SPECS, AnySpec, LeafSpec, as_leaf_spec, parsed
 from .._sharding.mesh import AnyMesh, mesh_fact
-from .._text import array_text
+from .._text import array_text, name_of
 from .paths import leaf_paths, leaf_text, path_text
 
 # An expression, a PartitionSpec, a NamedSharding, None, a function (path, leaf) -> spec, or a
@@ -32,10 +33,10 @@ def leaf_specs(
     mesh: AnyMesh | None = None,
     treedef: Any = None,
 ) -> Sequence[AnySpec | None]:
-    """The spec of each leaf of `tree`; None for leaves without a spec.
+    """Returns the spec of each leaf of `tree`; None for leaves without a spec.
 
-    `leaves` and `treedef` are those of `tree`. Functions in `spec` are called with `mesh` as the
-    mesh in context.
+    `leaves` and `treedef` come from flattening `tree`. Functions in `spec` are called with `mesh`
+    as the mesh in context.
     """
     if spec is None or isinstance(spec, LEAF_SPECS):
         return [parsed(spec)] * len(leaves)
@@ -68,17 +69,20 @@ def leaf_specs(
 
 
 def is_none(node: Any) -> bool:
-    """For `is_leaf=`: None in a pytree of specs is a spec, not an empty pytree."""
+    """Whether a node is None: the `is_leaf=` of pytrees of specs, where None is a spec."""
     return node is None
 
 
 def is_function(spec: Spec) -> bool:
-    """Whether a spec is a function of the path. A Mesh is callable too, but not a spec."""
+    """Whether a spec is a function of the path. A Mesh is callable, but is not a spec."""
     return callable(spec) and not isinstance(spec, Mesh)
 
 
-def check_specs(spec: Spec) -> None:
-    """Raises if a leaf is not a spec, or is an invalid expression."""
+def check_specs(spec: Spec, order: str = 'the array first: einshard(x, spec)') -> None:
+    """Raises if a leaf is not a spec, or is an invalid expression.
+
+    `order` is what to write if it is an array, as when the arguments are swapped.
+    """
     for path, one in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
         if isinstance(one, LEAF_SPECS):
             try:
@@ -86,11 +90,33 @@ def check_specs(spec: Spec) -> None:
             except EinshardError as error:
                 raise (error.about(spec_at=f"'{path_text(path)}'") if path else error) from None
         elif not (one is None or is_function(one)):
-            raise _not_a_spec(path, one)
+            raise _not_a_spec(path, one, order)
+
+
+def check_spec_functions(specs: Sequence[Spec]) -> None:
+    """Raises if a function cannot be called as a spec, as in `sharded(spec, function)`."""
+    for spec in specs:
+        if is_function(spec) and not _takes_path_and_leaf(spec):
+            raise EinshardError(
+                f'{name_of(spec)} is not a spec: spec functions are called with (path, leaf)',
+                facts={'try': f'sharded(...)({name_of(spec)})'},
+            )
+
+
+def _takes_path_and_leaf(function: Callable[..., Any]) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # unknown, as of some functions in C
+        return True
+    try:
+        signature.bind('path', None)
+    except TypeError:
+        return False
+    return True
 
 
 def read_specs(spec: Spec) -> Spec:
-    """A pytree of specs with parsed expressions; raises like `check_specs`."""
+    """Parses the expressions in a pytree of specs; raises like `check_specs`."""
     check_specs(spec)
     return jtu.tree_map(
         lambda one: as_leaf_spec(one) if isinstance(one, LEAF_SPECS) else one, spec, is_leaf=is_none
@@ -121,7 +147,7 @@ _LEAF_SPEC = 'an expression, a PartitionSpec, a NamedSharding'
 
 
 def mesh_of(spec: Spec) -> AnyMesh | None:
-    """The mesh of the NamedShardings in a pytree of specs, if it has devices."""
+    """Returns the mesh of the NamedShardings in a pytree of specs, if it has devices."""
     leaves = jtu.tree_leaves(spec, is_leaf=is_none)
     meshes = {one.mesh for one in leaves if isinstance(one, LeafSpec | NamedSharding) and one.mesh}
     if len(meshes) > 1:
@@ -132,7 +158,7 @@ def mesh_of(spec: Spec) -> AnyMesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def _not_a_spec(path: Sequence[Any], spec: Any) -> EinshardError:
+def _not_a_spec(path: Sequence[Any], spec: Any, order: str) -> EinshardError:
     where = f" at '{path_text(path)}'" if path else ''
     function = 'a function (path, leaf) -> spec'
     facts = {'expected': f'{_LEAF_SPEC}, None, {function}, or a pytree of these'}
@@ -141,14 +167,14 @@ def _not_a_spec(path: Sequence[Any], spec: Any) -> EinshardError:
         facts['instead'] = "pass it as mesh=: einshard(x, 'b d -> b* d', mesh=mesh)"
     elif hasattr(spec, 'shape') and hasattr(spec, 'dtype'):
         text = array_text(spec)
-        facts['instead'] = 'pass the array first: einshard(x, spec)'
+        facts['instead'] = f'pass {order}'
     return EinshardError(f'{text}{where} is not a spec', facts=facts)
 
 
-def check_visible(leaf: Any) -> None:
-    """Raises if a leaf contains arrays that JAX cannot see, so that they would not be placed.
+def check_registered_pytree(leaf: Any) -> None:
+    """Raises if a leaf contains arrays that JAX cannot see, which would be left unplaced.
 
-    Functions, strings and other leaves without arrays are fine: models have them.
+    Functions, strings and other leaves without arrays are allowed: models have them.
     """
     kind = type(leaf)
     if hasattr(kind, '__array__'):
@@ -166,19 +192,20 @@ def check_visible(leaf: Any) -> None:
 
 
 def _has_arrays(node: Any) -> bool:
-    inside = getattr(node, '__dict__', None)
-    if inside is None and is_dataclass(node):
-        inside = {field.name: getattr(node, field.name, None) for field in fields(node)}
-    if not isinstance(inside, dict):
+    attributes = getattr(node, '__dict__', None)
+    if attributes is None and is_dataclass(node):
+        attributes = {field.name: getattr(node, field.name, None) for field in fields(node)}
+    if not isinstance(attributes, dict):
         return False
     # a Mesh contains a numpy array of devices, of dtype object
     return any(
-        isinstance(x, jax.Array | np.ndarray) and x.dtype != object for x in jtu.tree_leaves(inside)
+        isinstance(x, jax.Array | np.ndarray) and x.dtype != object
+        for x in jtu.tree_leaves(attributes)
     )
 
 
 def _subtrees(prefix_def: Any, spec: Spec, tree: Any) -> list[Any]:
-    """The subtrees of `tree` at the leaves of `spec`."""
+    """Returns the subtrees of `tree` at the leaves of `spec`; raises if `spec` is not a prefix."""
     try:
         return prefix_def.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError) as error:
@@ -188,7 +215,7 @@ def _subtrees(prefix_def: Any, spec: Spec, tree: Any) -> list[Any]:
 
 
 def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | None:
-    """The error for the first node where `spec` and `tree` differ; None if there is none."""
+    """Returns the error for the first node where `spec` and `tree` differ, or None."""
     if jtu.all_leaves([spec]) or spec is None:
         return None
     spec_children, tree_children = _children(spec), _children(tree)
@@ -207,16 +234,28 @@ def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | N
 
 
 def _difference(spec: Any, tree: Any, keys: Sequence[str], tree_keys: Sequence[str]) -> str:
-    """How two nodes differ: "no spec for 'b'", 'tuple instead of list'."""
+    """Says how two nodes differ: "no spec for 'b'", 'tuple instead of list'."""
     if jtu.all_leaves([tree]):
         return f'{type(spec).__name__} instead of a leaf'
     if type(spec) is not type(tree):
         return f'{type(spec).__name__} instead of {type(tree).__name__}'
     if missing := [key for key in tree_keys if key not in keys]:
-        return f'no spec for {quoted(missing[:8])}'
+        return f'no spec for {_keys_text(tree, missing[:8])}'
     if extra := [key for key in keys if key not in tree_keys]:
-        return f'the tree has no {quoted(extra[:8])}'
+        return f'the tree has no {_keys_text(tree, extra[:8])}'
     return 'different order of keys'
+
+
+def _is_sequence(node: Any, keys: Sequence[str]) -> bool:
+    """Whether the keys of a node are indices: a list or a tuple, but not a NamedTuple."""
+    return isinstance(node, list | tuple) and all(key.isdecimal() for key in keys)
+
+
+def _keys_text(node: Any, keys: Sequence[str]) -> str:
+    """Formats some keys of a node: "'w' and 'b'", or 'elements 1, 2' of a list."""
+    if not _is_sequence(node, keys):
+        return quoted(keys)
+    return f'element{"s" if len(keys) > 1 else ""} {", ".join(keys)}'
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
@@ -231,4 +270,6 @@ def _key(child: tuple[Any, Any]) -> str:
 def _node_text(node: Any, keys: Sequence[str]) -> str:
     if keys == [''] or not keys:
         return array_text(node)
+    if _is_sequence(node, keys):
+        return f'{type(node).__name__} of length {len(keys)}'
     return f'{type(node).__name__} with {", ".join(keys)}'

@@ -1,4 +1,4 @@
-"""The table of `Rules.table`: how rules shard the leaves of a pytree."""
+"""Builds the tables that `Rules.table` returns: how rules shard the leaves of a pytree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._page import Column, Page, Section, page_html, page_text
 from .._sharding.context import Context
 from .._sharding.leaf_spec import AnySpec, in_memory
 from .._sharding.resolve import Placement, resolve
-from .._text import format_bytes, shape_text
+from .._text import format_bytes, old_name, shape_text
 from .paths import leaf_paths, leaf_text
 
 _HEADS = ('path', 'array', 'rule', 'placement', 'shard')
@@ -30,30 +30,32 @@ class Row:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    rule: str  # the pattern, 'default', 'scalar' or 'small'
+    rule: str  # the pattern of the rule, or 'default', 'scalar' or 'small'
     expression: str | None  # None: no spec
     shard_shape: tuple[int, ...]
     bytes: int  # per device
-    whole_bytes: int
-    replicated_axes: tuple[int, ...]  # indivisible, so replicated
+    total_bytes: int
+    replicated_axes: tuple[int, ...]  # replicated because their sizes are not divisible
     missing_axes: tuple[str, ...]  # named in the spec, but not in the mesh
+
+    whole_bytes = old_name('whole_bytes', 'total_bytes')
 
     @property
     def sharded(self) -> bool:
-        return self.bytes < self.whole_bytes
+        return self.bytes < self.total_bytes
 
 
 @dataclass(frozen=True)
 class Table:
     """How rules shard the leaves of a pytree, made by `Rules.table`.
 
-    It prints as text, and as HTML in notebooks.
+    Prints as text; notebooks show it as HTML.
 
     Attributes:
-        rows: one row per array, in tree order.
+        rows: one row per array, in the order of the leaves.
         n_devices: the number of devices of the mesh.
         unused: patterns that match no path.
-        shadowed: (pattern, earlier pattern): wherever the first matches, the second comes first.
+        shadowed: pairs (pattern, earlier pattern): the earlier one always matches first.
         unneeded: patterns that never apply because of several earlier rules.
     """
 
@@ -63,29 +65,34 @@ class Table:
     shadowed: tuple[tuple[str, str], ...]
     unneeded: tuple[str, ...]
 
+    whole_bytes = old_name('whole_bytes', 'total_bytes')
+
     @property
     def bytes_per_device(self) -> int:
         return sum(row.bytes for row in self.rows)
 
     @property
-    def whole_bytes(self) -> int:
-        """Bytes of all arrays, not counting replicas."""
-        return sum(row.whole_bytes for row in self.rows)
+    def total_bytes(self) -> int:
+        """The bytes of all arrays, without replicas."""
+        return sum(row.total_bytes for row in self.rows)
 
     @property
     def sharded_share(self) -> float:
-        """The share of those bytes in sharded arrays, 0 to 1."""
-        sharded = sum(row.whole_bytes for row in self.rows if row.sharded)
-        return sharded / self.whole_bytes if self.whole_bytes else 0.0
+        """The fraction of all bytes that are in sharded arrays, 0 to 1."""
+        sharded = sum(row.total_bytes for row in self.rows if row.sharded)
+        return sharded / self.total_bytes if self.total_bytes else 0.0
 
     @property
     def copies(self) -> float:
-        """Replicas of a byte on average: 1 if all is sharded, `n_devices` if nothing is."""
-        held = self.bytes_per_device * self.n_devices
-        return held / self.whole_bytes if self.whole_bytes else 1.0
+        """Average number of copies of each byte.
+
+        1 if every array is fully sharded, `n_devices` if all are replicated.
+        """
+        on_devices = self.bytes_per_device * self.n_devices
+        return on_devices / self.total_bytes if self.total_bytes else 1.0
 
     def largest_replicated(self, n: int = 5) -> list[Row]:
-        """The n largest replicated arrays."""
+        """Returns the n largest replicated arrays."""
         replicated = [row for row in self.rows if not row.sharded]
         return sorted(replicated, key=lambda row: -row.bytes)[:n]
 
@@ -105,9 +112,9 @@ class Table:
     def _notes(self) -> tuple[str, ...]:
         notes = [
             f'{format_bytes(self.bytes_per_device)} per device on '
-            f'{plural(self.n_devices, "device")}, {format_bytes(self.whole_bytes)} in total; '
-            f'{self.sharded_share:.1%} of the bytes are sharded, with {self.copies:.2f} replicas '
-            'on average'
+            f'{plural(self.n_devices, "device")}, {format_bytes(self.total_bytes)} in total; '
+            f'{self.sharded_share:.1%} of the bytes are sharded; '
+            f'{self.copies:.2f} copies of each byte on average'
         ]
         replicated = [row for row in self.largest_replicated() if row.bytes]
         if replicated and self.n_devices > 1:
@@ -139,12 +146,12 @@ def make_table(
     patterns: Sequence[re.Pattern[str]],
     context: Context,
 ) -> Table:
-    """The table of a tree, from the rule and the spec of each leaf."""
+    """Builds the table of a pytree, from the rule and the spec of each leaf."""
     paths = leaf_paths(tree)
     rows: list[Row] = []
     errors: list[EinshardError] = []
     for path, leaf, (rule, spec) in zip(paths, jtu.tree_leaves(tree), found, strict=True):
-        aval = None if rule == 'no array' else _aval(leaf, path, spec)
+        aval = None if rule == 'not an array' else _aval(leaf, path, spec)
         if aval is None:
             continue
         name = patterns[rule].pattern if isinstance(rule, int) else str(rule)
@@ -178,7 +185,7 @@ def make_table(
 
 
 def _aval(leaf: Any, path: str, spec: AnySpec | None) -> Any:
-    """Shape and dtype of a leaf in JAX; None if JAX lacks the dtype and the leaf has no spec."""
+    """Returns a leaf's shape and dtype in JAX; None if JAX lacks the dtype and there is no spec."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     try:
@@ -206,7 +213,7 @@ def _row(path: str, aval: Any, rule: str, placement: Placement | None) -> Row:
         expression=expression,
         shard_shape=shard_shape,
         bytes=math.prod(shard_shape) * itemsize,
-        whole_bytes=math.prod(shape) * itemsize,
+        total_bytes=math.prod(shape) * itemsize,
         replicated_axes=placement.layout.replicated_axes if placement else (),
         missing_axes=placement.missing_axes if placement else (),
     )

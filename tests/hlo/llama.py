@@ -160,7 +160,7 @@ def arguments(c: Config):
 
 
 def text_of(mesh, c: Config):
-    """The optimised program."""
+    """The optimized program."""
     with jax.set_mesh(mesh):
         return train_step(mesh, c).lower(*arguments(c)).compile().as_text()
 

@@ -79,7 +79,7 @@ def devices_of(machine):
 
 
 def text_of(name, machine):
-    """The optimised program."""
+    """The optimized program."""
     function, arguments = PROGRAMS[name](mesh_of(machine))
     lowered = function.lower(*arguments)
     options = {
@@ -90,7 +90,7 @@ def text_of(name, machine):
 
 
 def dumped(lowered, options):
-    """The optimised program; `as_text` has none with JAX 0.8 for GPUs that are not there."""
+    """The optimized program; `as_text` has none with JAX 0.8 for GPUs that are not there."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {'xla_dump_to': folder, 'xla_dump_hlo_as_text': True}
         lowered.compile(compiler_options=options | dump)

@@ -1,0 +1,79 @@
+"""Warnings about valid expressions that were probably meant differently. Imports no JAX."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection
+
+from .._errors import quoted, shown
+from .._suggestions import works
+from .expression import ELLIPSIS, Expression, Term
+
+
+def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> str | None:
+    """The warning about a count or star after an unsharded name, which may be a typo: 'a 8 b'.
+
+    None if a name is sharded, or if all replicas come first, as in '8 a b'.
+
+    Args:
+        expression: the expression.
+        attempt: resolves another expression, to try what the warning suggests.
+    """
+    separate = _separate_counts(expression)
+    if not separate:
+        return None
+    joined = expression.text
+    for name, count in reversed(separate):
+        joined = f'{joined[: name.span[1]]}{joined[count.span[0] :]}'
+    terms = sorted(expression.right, key=lambda term: term.name is not None)
+    in_front = ' '.join(map(str, terms))
+    if not expression.short:
+        in_front = f'{" ".join(expression.names)} -> {in_front}'
+    to_shard = f"'{joined}' to shard, or " if works(lambda: attempt(joined)) else ''
+    return shown(
+        f"in '{expression.text}', {quoted(str(count) for _, count in separate)} only "
+        f'{"replicates" if len(separate) == 1 else "replicate"}, and nothing is sharded; '
+        f"write {to_shard}'{in_front}' to replicate without this warning"
+    )
+
+
+def mesh_axes_hint(
+    expression: Expression, mesh_axes: Collection[str], attempt: Callable[[str], object]
+) -> str | None:
+    """The warning about array axes named like mesh axes, as in 'data model', if nothing is sharded.
+
+    None if the expression with '@' does not work.
+
+    Args:
+        expression: an expression in the short form without placements.
+        mesh_axes: the mesh axes, except those of size 1.
+        attempt: resolves another expression.
+    """
+    same = [term for term in expression.right if term.name in mesh_axes]
+    named = expression.text
+    for term in reversed(same):
+        named = f'{named[: term.span[1]]}@{term.name}{named[term.span[1] :]}'
+    if not same or not works(lambda: attempt(named)):
+        return None
+    are_axes = 'is an array axis' if len(same) == 1 else 'are array axes'
+    return shown(
+        f"in '{expression.text}', {quoted(map(str, same))} {are_axes}, and nothing is sharded; "
+        f"write '{named}' to shard over the mesh {'axis' if len(same) == 1 else 'axes'}, or "
+        f"'{' '.join(expression.names)} -> {expression.text}' to replicate without this warning"
+    )
+
+
+def _separate_counts(expression: Expression) -> list[tuple[Term, Term]]:
+    """Each name with the count or star after it, if no name is sharded."""
+    if any(term.name and term.is_sharded for term in expression.right):
+        return []
+    return [
+        (term, after)
+        for term, after in itertools.pairwise(expression.right)
+        if _is_bare_name(term) and after.name is None and after.takes_devices
+    ]
+
+
+def _is_bare_name(term: Term) -> bool:
+    # not a1, as from f'a{n} {m} b' with n = 1
+    return term.name not in (None, ELLIPSIS) and term == Term(term.name)
