@@ -176,7 +176,7 @@ def test_factors_of_the_canonical_mesh(counts):
             per_device(x.sharding, out=counts, **given)(lambda x: x + 1)(x),
         ):
             assert y.sharding.is_equivalent_to(x.sharding, 2)
-    with pytest.raises(EinshardError, match='the NamedSharding is on (another mesh|other devices)'):
+    with pytest.raises(EinshardError, match='the NamedSharding is on'):
         einshard(np.ones((12, 12)), x.sharding, mesh=DEVICES[4:])
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import keyword
 import numbers as numeric
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -316,3 +318,15 @@ def listed(values: Any, single: type, option: str, what: str, example: str) -> l
             facts={'example': f'{option}={example}'},
         )
     return items
+
+
+def positional_signature(names: Sequence[str]) -> inspect.Signature:
+    """A signature of positional parameters with these names, made valid and unique."""
+    known: list[str] = []
+    for name in names:
+        name = re.sub(r'\W', '_', name.removesuffix(']'))
+        while name in known or keyword.iskeyword(name):
+            name += '_'
+        known.append(name)
+    only = inspect.Parameter.POSITIONAL_ONLY
+    return inspect.Signature([inspect.Parameter(name, only) for name in known])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import keyword
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +19,11 @@ from .._sharding.context import (
     is_tracing,
     mesh_scope,
 )
+from .._sharding.legacy_mesh import warn_if_ignored
 from .._sharding.mesh import AnyMesh, MeshLike
 from .._trees.specs import is_none
-from .parameters import CallSignature, Declaration
+from .error_notes import ErrorNotes
+from .parameters import CallSignature, Declaration, positional_signature
 from .promise import Budget, CheckedJit
 from .value_spec import ValueSpec
 
@@ -181,7 +180,7 @@ class TracedFunction:
         """Names a wrapper of positional values, for the names in jit's programs and errors."""
         wrapper.__name__ = wrapper.__qualname__ = self.setup.name
         wrapper.__wrapped__ = self.setup.function  # type: ignore[attr-defined]
-        wrapper.__signature__ = _positional_signature(self.names)  # type: ignore[attr-defined]
+        wrapper.__signature__ = positional_signature(self.names)  # type: ignore[attr-defined]
         return wrapper
 
     def _checking(self) -> Callable[..., Any]:
@@ -192,11 +191,12 @@ class TracedFunction:
                 values
             ):
                 raise OtherShardings
+            warn_if_ignored(self.setup.name, context.mesh)
             self.check(values)
             if AxisType.Explicit in self.mesh.axis_types:
                 # in_shardings place the arguments but do not change their types
                 values = tuple(self.constrained(values))
-            with mesh_scope(mesh):
+            with ErrorNotes(self.setup.name, self.arguments, values, context), mesh_scope(mesh):
                 args, kwargs = self.call.spread(values)
                 result = self.setup.function(*args, **kwargs)
             self._check_result(result, context)
@@ -341,8 +341,7 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
 def _nested(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
     # jit caches the inner trace, so the function is traced once, nested or not
     unplaced: dict[str, Any] = {**options, 'in_shardings': None}
-    inlined: dict[str, Any] = {**unplaced, 'inline': True}
-    inside = jax.jit(traced.wrapper, **inlined)
+    inside = jax.jit(traced.wrapper, **dict[str, Any](unplaced, inline=True))
     if traced.mesh_is_ambient:
         # JAX would keep the devices with the trace, and reuse it on other devices
         options = unplaced
@@ -386,15 +385,3 @@ def _unbound(sharding: NamedSharding) -> Any:
 
 def abstract_mesh(mesh: AnyMesh) -> AbstractMesh:
     return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-
-
-def _positional_signature(names: Sequence[str]) -> inspect.Signature:
-    """A signature of positional parameters with these names, made valid and unique."""
-    known: list[str] = []
-    for name in names:
-        name = re.sub(r'\W', '_', name.removesuffix(']'))
-        while name in known or keyword.iskeyword(name):
-            name += '_'
-        known.append(name)
-    only = inspect.Parameter.POSITIONAL_ONLY
-    return inspect.Signature([inspect.Parameter(name, only) for name in known])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._cache import cached
@@ -14,7 +15,14 @@ from .._notation.expression import Expression, parse
 from .._notation.layout import axis_positions, check_divisible, lay_out, needs_rank
 from .._sharding.apply_axis_rules import apply_axis_rules
 from .._sharding.context import AxisRules
-from .._sharding.mesh import AnyMesh, entry_axes, is_device_mesh, partition_spec, sizes_of
+from .._sharding.mesh import (
+    AnyMesh,
+    entry_axes,
+    is_device_mesh,
+    partition_spec,
+    sizes_of,
+    spec_axes,
+)
 from .._sharding.resolve import make_sharding
 from .._suggestions import keep_working_suggestions
 from .joint_mesh import JointMesh, joint_mesh
@@ -61,6 +69,18 @@ class View(NamedTuple):
             return spec
         rows = map(entry_axes, spec)
         return PartitionSpec(*(tuple(axis for axis in row if axis in manual) for row in rows))
+
+    def infers_specs(self, manual: frozenset[str]) -> bool:
+        """Whether the types of arguments have their specs: all manual axes are explicit."""
+        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        used = {kind for name, kind in types if not manual or name in manual}
+        return used == {AxisType.Explicit}
+
+    def inferred_spec(self, leaf: Any, manual: frozenset[str]) -> PartitionSpec:
+        """The spec in the type of an argument, over the manual mesh axes."""
+        spec = jax.typeof(leaf).sharding.spec
+        rows = [tuple(a for a in row if not manual or a in manual) for row in spec_axes(spec)]
+        return PartitionSpec(*partition_spec(rows), unreduced=spec.unreduced, reduced=spec.reduced)
 
     def size_one_axes(self, manual: frozenset[str]) -> tuple[str, ...]:
         """Returns the names of manual mesh axes of size 1."""

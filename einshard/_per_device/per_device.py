@@ -22,7 +22,8 @@ from .._notation.expression import parse
 from .._notation.layout import axis_positions, mesh_text
 from .._sharding.context import context_on, current_context
 from .._sharding.leaf_spec import as_leaf_spec, check_constrained
-from .._sharding.mesh import AnyMesh, MeshLike, entry_axes, mesh_fact, sizes_of
+from .._sharding.legacy_mesh import noted
+from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
 from .._trees.specs import Spec, check_specs, is_none, leaf_specs, mesh_of
@@ -66,8 +67,9 @@ def per_device(
     Arguments are placed and checked as for `sharded`.
 
     Args:
-        in_specs: expressions by position, or pytree prefixes of the arguments. Every argument that
-            is not static needs one; '...' replicates it. `self` of a method is replicated.
+        in_specs: expressions by position, or pytree prefixes of the arguments; '...' replicates.
+            On explicit mesh axes, an argument without one is sharded as its type says. On others,
+            every argument that is not static needs one. `self` of a method is replicated.
         out: the expression of the result, or a pytree of expressions.
         mesh: a mesh or devices. Default: the mesh in context, or else all devices.
         axis_names: the mesh axes that are manual, as in `jax.shard_map`. Along the other axes the
@@ -87,7 +89,7 @@ def per_device(
         EinshardError: at decoration, for invalid specs; at the first call, if the expressions
             disagree on a count or on the device order, or do not use all devices; at any call, if
             an array does not fit, a collective uses an axis that is not sharded, or the call is
-            inside another per-device function.
+            inside a per-device function that uses all mesh axes.
         UnexpectedCollectives: at a call, if the program has collectives that are not allowed.
     """
     named = named_specs_and_jit_options
@@ -208,10 +210,13 @@ class _Mapped:
     def _view(self) -> View:
         try:
             ambient = jax.sharding.get_abstract_mesh()
-            if AxisType.Manual in ambient.axis_types:
+            if {*ambient.axis_types} == {AxisType.Manual}:
                 raise EinshardError(
-                    'a per-device function cannot be called inside another one',
-                    facts={'mesh in context': mesh_fact(ambient)},
+                    'the enclosing per-device function uses all mesh axes, so none is left here',
+                    facts={
+                        'mesh in context': mesh_fact(ambient),
+                        'try': 'axis_names= for the enclosing function',
+                    },
                 )
             context = current_context(self.mesh)
             if self.spec_mesh is not None:
@@ -233,7 +238,7 @@ class _Mapped:
             return view
         except EinshardError as error:
             # with the function, `sharded` does not add the parameter that it is resolving
-            raise error.about(function=self.name) from None
+            raise noted(error, self.mesh).about(function=self.name) from None
 
     def _place(self, text: str | None, path: str, leaf: Any) -> str | None:
         """Resolves the spec of one leaf for `sharded`."""
@@ -289,15 +294,18 @@ class _Mapped:
         leaves, treedef = jtu.tree_flatten(value)
         found: list[PartitionSpec] = []
         for text, leaf in zip(leaf_specs(value, leaves, spec), leaves, strict=True):
-            if not isinstance(text, str):
+            if isinstance(text, str):
+                found.append(view.partition_spec(text, np.ndim(leaf), self.manual))
+            elif view.infers_specs(self.manual):
+                found.append(view.inferred_spec(leaf, self.manual))
+            else:
                 raise _no_spec(f"parameter '{label}' of {self.name}", leaf)
-            found.append(view.partition_spec(text, np.ndim(leaf), self.manual))
             self._check_axes(view, label, leaf)
         return jtu.tree_unflatten(treedef, found)
 
     def _check_axes(self, view: View, label: str, leaf: Any) -> None:
         """Raises if an argument's type has mesh axes that the mesh lacks."""
-        axes = {axis for entry in jax.typeof(leaf).sharding.spec for axis in entry_axes(entry)}
+        axes = {axis for entry in spec_axes(jax.typeof(leaf).sharding.spec) for axis in entry}
         mesh = sizes_of(view.mesh)
         for axis in sorted(axes - set(mesh)):
             raise EinshardError(

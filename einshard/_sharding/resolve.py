@@ -29,6 +29,7 @@ from .leaf_spec import (
     of_rank,
     rewritten,
 )
+from .legacy_mesh import noted
 from .mesh import (
     AnyMesh,
     MeshLike,
@@ -133,7 +134,7 @@ def resolve(
             error = error.about(spec=partition_text(spec.partition))
         if isinstance(spec, LeafSpec) and spec.rule is not None:
             error = error.about(rule=spec.rule)
-        raise error.with_fix(fix) from None
+        raise noted(error, context.mesh).with_fix(fix) from None
     if placement.warning:  # each time: Python shows it once per line of the user
         warnings.warn(placement.warning, stacklevel=depth_of_user())
     return placement

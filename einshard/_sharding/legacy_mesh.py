@@ -1,0 +1,46 @@
+"""Detects `with mesh:`, the old way to enter a mesh, which einshard does not use.
+
+JAX deprecates it, and `jax.sharding.get_mesh` does not see it. Only operations do: a constraint to
+a bare PartitionSpec raises RuntimeError where there is no mesh at all. That takes 10 us in a trace
+and 200 us elsewhere, so it is tried only in traces and for errors.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from .._errors import EinshardError
+from .context import depth_of_user
+
+_NOTE = "einshard does not use the mesh of 'with mesh:'; use 'with jax.set_mesh(mesh):'"
+
+
+def warn_if_ignored(function: str, mesh: object) -> None:
+    """Warns in the trace of a function without a mesh if `with mesh:` is in effect."""
+    if mesh is None and _is_entered():
+        warnings.warn(f'{function}: {_NOTE}', stacklevel=depth_of_user())
+
+
+def noted(error: EinshardError, mesh: object) -> EinshardError:
+    """An error about mesh axes; with a note if there is no mesh but that of `with mesh:`."""
+    if mesh is not None or '@' not in (error.expression or ''):
+        return error
+    found: list[bool] = []
+    jax.eval_shape(lambda: found.append(_is_entered()))
+    return error.about(note=_NOTE) if found[0] else error
+
+
+def _is_entered() -> bool:
+    """Whether, in a trace, `with mesh:` or `jax.set_mesh` is in effect.
+
+    The constraint is not used, so JAX drops it when it lowers the program.
+    """
+    try:
+        jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,334 @@
+"""Notes that `sharded` adds to errors of JAX."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from placed import mesh_of
+
+from einshard import (
+    Rules,
+    device_mesh,
+    einshard,
+    einsum,
+    make_sharding,
+    per_device,
+    sharded,
+)
+from einshard._functions.error_notes import is_sharding_type_error
+
+MESH = mesh_of(types=AxisType.Explicit, data=4, tensor=2)
+X, W_IN, W_OUT = (np.ones(shape, np.float32) for shape in ((32, 64), (64, 128), (128, 16)))
+SPECS = 'batch x -> batch@data x', 'x y -> x y@tensor', 'y z -> y@tensor z'
+
+
+@sharded(*SPECS)
+def mlp(x, w_in, w_out):
+    hidden = jax.nn.relu(x @ w_in)
+    return hidden @ w_out
+
+
+def raised(function, *args, mesh=MESH, **kwargs):
+    """What a call raises on a mesh."""
+    with pytest.raises(Exception) as caught, jax.set_mesh(mesh):  # noqa: PT011
+        function(*args, **kwargs)
+    return caught.value
+
+
+def notes_of(error):
+    return [note for note in getattr(error, '__notes__', []) if note.startswith('einshard: ')]
+
+
+def note_of(function, *args, mesh=MESH):
+    """The one note on the ShardingTypeError of a call."""
+    error = raised(function, *args, mesh=mesh)
+    assert is_sharding_type_error(error), repr(error)
+    (note,) = notes_of(error)
+    return note
+
+
+def facts_of(note):
+    return dict(re.findall(r'^  ([\w ]+): +(.*)$', note, re.MULTILINE))
+
+
+def line_of(text):
+    """The line of this file with a text, as notes show it."""
+    lines = Path(__file__).read_text(encoding='utf-8').splitlines()
+    (number,) = (i for i, line in enumerate(lines, 1) if line.strip() == text)
+    return f'test_error_notes.py:{number}: {text}'
+
+
+def test_jax_has_a_class_of_this_name():
+    # if it moves, look at is_sharding_type_error; if it is public, use it there
+    def add(x):
+        return x + x.T
+
+    error = raised(jax.jit(add), jax.device_put(X[:, :32], jax.NamedSharding(MESH, jax.P('data'))))
+    assert is_sharding_type_error(error), type(error)
+    assert not hasattr(jax.errors, 'ShardingTypeError')
+
+
+def test_note_of_a_contraction():
+    line = line_of('return hidden @ w_out')
+    assert note_of(mlp, X, W_IN, W_OUT) == textwrap.dedent(f"""\
+        einshard: JAX cannot infer a sharding in mlp, because the mesh axes are Explicit
+          line:         {line}
+          operand 0:    float32[32@data,128@tensor]: axis 1 is sharded over 'tensor'
+          operand 1:    float32[128@tensor,16], parameter 'w_out': axis 'y' is sharded over 'tensor'
+          try:          out_sharding=make_sharding(expression), or einshard.einsum
+          or Auto axes: jax.make_mesh((4, 2), ('data', 'tensor'), \
+axis_types=(jax.sharding.AxisType.Auto,) * 2)""")
+
+
+def test_the_ways_out_work():
+    @sharded(*SPECS)
+    def given(x, w_in, w_out):
+        hidden = jax.nn.relu(x @ w_in)
+        return jnp.matmul(hidden, w_out, out_sharding=make_sharding('b z -> b@data z'))
+
+    @sharded(*SPECS)
+    def by_einsum(x, w_in, w_out):
+        return einsum('b y, y z -> b@data z', jax.nn.relu(x @ w_in), w_out)
+
+    with jax.set_mesh(MESH):
+        results = [f(X, W_IN, W_OUT) for f in (given, by_einsum)]
+    auto = facts_of(note_of(mlp, X, W_IN, W_OUT))['or Auto axes']
+    with jax.set_mesh(eval(auto)):
+        results.append(mlp(X, W_IN, W_OUT))
+    for result in results:
+        np.testing.assert_array_equal(result, np.full((32, 16), 64.0 * 128))
+
+
+def test_on_the_canonical_mesh_it_names_that_with_auto_axes():
+    @sharded('a b -> a8 b2')
+    def add(x):
+        return x + x.T
+
+    note = note_of(add, X[:, :32], mesh=device_mesh(axis_types=AxisType.Explicit))
+    assert facts_of(note)['or Auto axes'] == 'device_mesh()'
+
+
+def test_without_a_mesh_in_context_it_names_that_of_the_operands():
+    x = jax.device_put(X[:, :32], jax.NamedSharding(MESH, jax.P('data')))
+    with pytest.raises(Exception, match='add operation') as caught:
+        sharded(lambda x: x + x.T)(x)
+    (note,) = notes_of(caught.value)
+    assert facts_of(note)['or Auto axes'].startswith("jax.make_mesh((4, 2), ('data', 'tensor')")
+    assert facts_of(note)['operand 0'].endswith("parameter 'x': axis 0 is sharded over 'data'")
+
+
+# operation, the operands of the note, the start of its advice
+OPERATIONS = {
+    'indexing': (
+        lambda x, y: x[jnp.zeros(4, int)],
+        ["float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'"],
+        'table.at[index].get(out_sharding=',
+    ),
+    'update': (
+        lambda x, y: x.at[jnp.zeros(4, int)].set(1.0),
+        ["float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'"],
+        'table.at[index].set(values, out_sharding=',
+    ),
+    'reshaping': (
+        lambda x, y: x.reshape(2, 32),
+        ["float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'"],
+        'out_sharding=make_sharding(expression)',
+    ),
+    'addition': (
+        lambda x, y: x + y,
+        [
+            "float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'",
+            "float32[8@tensor,8@data], parameter 'y': axis 'a' is sharded over 'tensor'",
+        ],
+        'einshard(operand, expression)',
+    ),
+    'concatenation': (
+        lambda x, y: jnp.concatenate([x, y]),
+        [
+            "float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'",
+            "float32[8@tensor,8@data], parameter 'y': axis 'a' is sharded over 'tensor'",
+        ],
+        'einshard(operand, expression)',
+    ),
+    'slicing': (
+        lambda x, y: x[:3],
+        ["float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'"],
+        'einshard(operand, expression)',
+    ),
+}
+
+
+@pytest.mark.parametrize('operation', OPERATIONS)
+def test_notes_of_other_operations(operation):
+    function, operands, advice = OPERATIONS[operation]
+    decorated = sharded('a b -> a@data b@tensor', 'a b -> a@tensor b@data')(function)
+    facts = facts_of(note_of(decorated, np.ones((8, 8), 'f4'), np.ones((8, 8), 'f4')))
+    shown = [fact for label, fact in facts.items() if label.startswith('operand')]
+    for fact, start in zip(shown, operands, strict=False):
+        assert fact.startswith(start)
+    assert facts['try'].startswith(advice)
+
+
+def test_a_leaf_of_a_parameter_and_an_argument_without_a_spec():
+    @sharded(Rules([('w', 'x y -> x@tensor y')], default='... -> * ...'))
+    def layer(params, x):
+        return x @ params['up']['w']
+
+    with jax.set_mesh(MESH):
+        x = einshard(X, 'a b -> a b@tensor')
+    facts = facts_of(note_of(layer, {'up': {'w': W_IN}, 'b': X}, x))
+    assert facts['operand 0'].startswith("float32[32,64@tensor], parameter 'x': axis 1 is sharded")
+    assert facts['operand 1'].startswith(
+        "float32[64@tensor,128], parameter 'params/up/w': axis 'x' is sharded over 'tensor'"
+    )
+
+
+def test_the_innermost_function_adds_the_only_note():
+    @sharded
+    def outer(x, w_in, w_out):
+        return mlp(x, w_in, w_out) * 2
+
+    assert ' in mlp, ' in note_of(outer, X, W_IN, W_OUT)
+
+
+@pytest.mark.parametrize('method', ['lower', 'trace', 'eval_shape', 'out_shardings'])
+def test_methods_have_the_note_too(method):
+    decorated = sharded(*SPECS, out=lambda path, leaf: '... -> * ...')(mlp.__wrapped__)
+    facts = facts_of(note_of(getattr(decorated, method), X, W_IN, W_OUT))
+    assert facts['line'] == line_of('return hidden @ w_out')
+
+
+@pytest.mark.parametrize(
+    'transformed',
+    [jax.jit, jax.grad, lambda f: jax.jit(jax.vmap(f, in_axes=(None, None, None), axis_size=2))],
+    ids=['jit', 'grad', 'vmap'],
+)
+def test_inside_transformations(transformed):
+    def loss(x, w_in, w_out):
+        return mlp(x, w_in, w_out).sum()
+
+    facts = facts_of(note_of(transformed(loss), X, W_IN, W_OUT))
+    assert facts['line'] == line_of('return hidden @ w_out')
+
+
+def test_in_a_scan_the_line_is_that_of_the_body():
+    @sharded('layer x y -> layer x@tensor y', 'b x -> b x@tensor')
+    def tower(layers, h):
+        def body(h, layer):
+            return h @ layer, None
+
+        return jax.lax.scan(body, h, layers)[0]
+
+    facts = facts_of(note_of(tower, np.ones((3, 64, 64), 'f4'), X))
+    assert facts['line'] == line_of('return h @ layer, None')
+
+
+@pytest.mark.parametrize('mode', ['off', 'quiet_remove_frames', 'remove_frames', 'tracebackhide'])
+def test_notes_survive_the_filtering_of_tracebacks(mode):
+    usual = jax.config.jax_traceback_filtering
+    jax.config.update('jax_traceback_filtering', mode)
+    try:
+        note_of(mlp, X, W_IN, W_OUT)
+    finally:
+        jax.config.update('jax_traceback_filtering', usual)
+
+
+def test_exceptions_of_the_user_stay_as_they_are():
+    class ShardingTypeError(Exception):
+        """The user's own."""
+
+    for error in (ShardingTypeError('x'), ValueError('got 32 and 64'), TypeError('32 and 64')):
+
+        @sharded('x y -> x@data y', 'x y -> x y@tensor')
+        def fails(x, w, error=error):
+            raise error
+
+        assert raised(fails, X, W_IN) is error
+        assert not notes_of(error)
+    assert not notes_of(raised(mlp, X[:31], W_IN, W_OUT))  # an EinshardError
+
+
+def test_per_device_functions_have_notes_too():
+    @per_device('b x -> b@data x', 'x y -> x y', out='b y -> b@data y', axis_names='data')
+    def product(x, w):
+        return einshard(x, 'b x -> b x@tensor') @ einshard(w, 'x y -> x@tensor y')
+
+    facts = facts_of(note_of(product, X, W_IN))
+    assert facts['operand 0'] == "float32[8,64@tensor]{V:data}: axis 1 is sharded over 'tensor'"
+
+
+W_SHORT = W_IN[:62]
+# a function with specs, and the hint in the note
+SIZES = {
+    'matmul': (
+        sharded('b x -> b* x', 'x y -> * x y')(lambda x, w: x @ w),
+        "axis 'x' is 64 in parameter 'x' and 62 in 'w'",
+    ),
+    'einsum of jnp': (
+        sharded('b x -> b* x', 'x y -> * x y')(lambda x, w: jnp.einsum('bx,xy->by', x, w)),
+        "axis 'x' is 64 in parameter 'x' and 62 in 'w'",
+    ),
+    'a leaf': (
+        sharded('b x -> b* x', {'w': 'x y -> * x y'})(lambda x, w: x @ w['w']),
+        "axis 'x' is 64 in parameter 'x' and 62 in 'w/w'",
+    ),
+    'an ellipsis': (
+        sharded('... x -> * ... x', 'x ... -> * x ...')(lambda x, w: x @ w),
+        "axis 'x' is 64 in parameter 'x' and 62 in 'w'",
+    ),
+    'two names': (
+        sharded('y x -> y* x', 'x y -> * x y')(lambda x, w: x + w),
+        "axis 'y' is 32 in parameter 'x' and 128 in 'w'; "
+        "axis 'x' is 64 in parameter 'x' and 62 in 'w'",
+    ),
+    'the same expression': (
+        sharded('x y -> * x y', 'x y -> * x y')(lambda x, w: x + w),
+        "axis 'x' is 32 in parameter 'x' and 62 in 'w'; "
+        "axis 'y' is 64 in parameter 'x' and 128 in 'w'",
+    ),
+    'other names': (sharded('a b -> a* b', 'c d -> * c d')(lambda x, w: x @ w), None),
+    'sizes that the error does not name': (
+        sharded('b x -> b* x', 'y b -> * y b')(lambda x, w: x @ w),
+        None,
+    ),
+    'no specs': (sharded(lambda x, w: x @ w), None),
+    'PartitionSpecs': (
+        sharded(jax.P(None, 'tensor'), jax.P(None, 'data'), mesh=MESH)(lambda x, w: x + w),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize('case', SIZES)
+def test_shape_errors_show_the_named_sizes_that_differ(case):
+    function, hint = SIZES[case]
+    value = {'w': W_SHORT} if case == 'a leaf' else W_SHORT
+    with pytest.raises((TypeError, ValueError)) as caught:
+        function(X, value)
+    assert type(caught.value) in (TypeError, ValueError)
+    expected = [] if hint is None else [f'einshard: in the specs of <lambda>, {hint}']
+    assert notes_of(caught.value) == expected
+
+
+def test_leaves_that_share_an_expression_are_not_compared():
+    @sharded('b x -> b* x', Rules([('', 'x y -> * x y')]))
+    def layer(x, params):
+        return x @ params['up'] @ params['down']
+
+    # x is 64 in 'up' and 62 in 'down', as two layers may have it
+    with pytest.raises(TypeError) as caught:
+        layer(X, {'up': W_IN, 'down': W_SHORT})
+    assert not notes_of(caught.value)
+
+
+def test_sizes_that_fit_raise_nothing():
+    @sharded('b x -> b* x', 'x y -> * x y')
+    def layer(x, w):
+        return x @ w[:64]
+
+    assert layer(X, np.ones((65, 8), np.float32)).shape == (32, 8)
