@@ -218,3 +218,30 @@ def test_sizes_that_the_cloud_does_not_have(name, counts):
         topology(name)
     assert caught.value.sentence == f"'{name}' is not a slice of Google Cloud"
     assert counts in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ('name', 'fix'),
+    [
+        (' v5e:4x4', "'v5e:4x4'"),
+        ('V5E:4X4', "'v5e:4x4'"),
+        ('v5e: 4 x 4', "'v5e:4x4'"),
+        ('v5e-4x4', "'v5e:4x4'"),
+        ('V5P-128 ', "'v5p-128'"),
+        ('v4 Lite:2x2', "'v4 lite:2x2'"),
+        ('v5e-16x', None),
+        ('v5p-\uff11\uff12\uff18', None),
+        ('H100', None),
+    ],
+)
+def test_other_spellings(name, fix):
+    with pytest.raises(EinshardError) as caught:
+        topology(name)
+    assert caught.value.fix == fix
+
+
+def test_a_slice_holds_no_arrays(libtpu):
+    mesh = topology('v5e:2x2', data=2, tensor=2)
+    for tree in (np.ones(4), [np.ones(4), np.ones(8)]):
+        with pytest.raises(EinshardError, match='the devices of a topology hold no arrays'):
+            einshard(tree, 'b@data', mesh=mesh)

@@ -78,7 +78,7 @@ def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False)
     # with a single sharding, device_put does not flatten a tree of shardings: 0.7 us less per leaf
     first = shardings[0]
     same = all(sharding is first for sharding in shardings)
-    return jax.device_put(leaves, first if same else shardings, donate=donate)
+    return _device_put(leaves, first if same else shardings, donate)
 
 
 def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
@@ -87,7 +87,21 @@ def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
     x = movable(x, sharding)
     if jax.process_count() > 1:
         return _put_global(x, sharding, donate)
-    return jax.device_put(x, sharding, donate=donate)
+    return _device_put(x, sharding, donate)
+
+
+def _device_put(x: Any, sharding: Any, donate: bool) -> Any:
+    try:
+        return jax.device_put(x, sharding, donate=donate)
+    except jax.errors.JaxRuntimeError as error:
+        # what JAX 0.8.1 says; other processes have non-addressable devices too
+        alone = jax.process_count() == 1 and 'non-addressable device' in str(error)
+        if not alone and 'compile-only' not in str(error):
+            raise
+        raise EinshardError(
+            'the devices of a topology hold no arrays',
+            facts={'expected': 'a mesh of real devices, or a jax.ShapeDtypeStruct to annotate'},
+        ) from None
 
 
 def _check_devices(sharding: NamedSharding) -> None:
