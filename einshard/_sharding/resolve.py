@@ -122,15 +122,16 @@ def resolve(
     try:
         if missing == 'replicate' or indivisible == 'replicate':
             spec = lenient(spec, on_missing=missing, on_indivisible=indivisible)
-        if isinstance(spec, LeafSpec) and not traced:
-            check_constrained(spec)
         placement = find_placement(spec, shape, context, memory_kind)
+        if placement.is_unconstrained and not traced:
+            check_constrained(as_leaf_spec(spec))
     except TypeError:  # raised by the cache for unhashable arguments
         check_types(spec, shape, memory_kind)
         raise
     except EinshardError as error:
         fix = _working_fix(error, spec, shape, context, memory_kind, option)
         if isinstance(spec, LeafSpec) and spec.partition is not None:
+            fix = None if spec.unconstrained and not traced else fix
             error = error.about(spec=partition_text(spec.partition))
         if isinstance(spec, LeafSpec) and spec.rule is not None:
             error = error.about(rule=spec.rule)
