@@ -50,7 +50,10 @@ class EinshardError(ValueError):
         self.sentence = sentence
         self.expression = expression
         self.spans = tuple(spans)
-        self.facts = {_label(key): str(fact) for key, fact in (facts or {}).items()}
+        self.facts = {
+            _label(key): fact if isinstance(fact, str) else str(fact)
+            for key, fact in (facts or {}).items()
+        }
         self.fix = fix
         super().__init__(self._render())
 
@@ -99,7 +102,7 @@ def for_arrays(errors: Sequence[EinshardError]) -> EinshardError:
     if not others:
         return first
     also: list[str] = []
-    for error in others[:_MOST_ALSO]:
+    for error in others[:_MAX_ALSO]:
         why = '' if error.sentence == first.sentence else f': {error.sentence}'
         also.append(error.facts.get('array', '') + why)
     more = len(others) - len(also)
@@ -107,7 +110,7 @@ def for_arrays(errors: Sequence[EinshardError]) -> EinshardError:
     return type(first)(**first.parts(facts={**first.facts, 'also': text}))
 
 
-_MOST_ALSO = 8
+_MAX_ALSO = 8
 
 
 EinshardError.__module__ = 'einshard'  # tracebacks print the public name
@@ -142,6 +145,17 @@ class Suggestion(str):
 
     def __getnewargs__(self) -> tuple[str]:
         return (self.expression,)
+
+
+class DeviceCounts(str):
+    """A fact that lists device counts on which a call works: '1, 4, 9, ... devices'."""
+
+    counts: tuple[int, ...]
+
+    def __new__(cls, text: str, counts: Sequence[int] = ()) -> DeviceCounts:
+        fact = super().__new__(cls, text)
+        fact.counts = tuple(counts)
+        return fact
 
 
 def _carets(text: str, spans: Sequence[Span]) -> str:

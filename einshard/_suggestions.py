@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
+import functools
 from collections.abc import Callable
 
-from ._errors import EinshardError, Suggestion
+from ._errors import DeviceCounts, EinshardError, Suggestion
 
 
 def keep_working_suggestions(
@@ -21,12 +21,16 @@ def keep_working_suggestions(
         with_fix: runs the call with another expression.
         on_devices: runs the call with another number of devices.
     """
-    fix = working_fix(error, with_fix)
-    facts = dict(error.facts)
-    works_with = facts.get('works with', '')
-    if 'devices' in works_with and not (on_devices and _work(works_with, on_devices)):
-        del facts['works with']
-    return EinshardError(**error.parts(fix=fix, facts=facts))
+
+    def is_true(fact: str) -> bool:
+        if not isinstance(fact, DeviceCounts):
+            return True
+        if on_devices is None:
+            return False
+        return all(works(functools.partial(on_devices, n)) for n in fact.counts)
+
+    facts = {label: fact for label, fact in error.facts.items() if is_true(fact)}
+    return EinshardError(**error.parts(fix=working_fix(error, with_fix), facts=facts))
 
 
 def working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> Suggestion | None:
@@ -53,8 +57,3 @@ def works(attempt: Callable[[], object]) -> bool:
     except EinshardError:
         return False
     return True
-
-
-def _work(counts: str, on_devices: Callable[[int], object]) -> bool:
-    """Whether all device counts in a text such as '1, 4, 9, ... devices' work."""
-    return all(works(lambda n=n: on_devices(int(n))) for n in set(re.findall(r'\d+', counts)))

@@ -169,7 +169,7 @@ def test_table(capsys, model):
     [
         (
             ['explain', 'MODEL'],
-            "'MODEL' is not of the form module:name\n  example: model:step",
+            "'MODEL' does not have the form module:name\n  example: model:step",
         ),
         (
             ['explain', 'no_module_of_test.inner:f'],

@@ -90,7 +90,7 @@ PAIRS = [('kernel', 'x y -> x@fsdp y'), ('bias', 'y -> y@tp')]
 
 def test_an_error_names_its_rule_and_lists_all_leaves():
     error = refusal(einshard, ODD, Rules(PAIRS), mesh=MESH)
-    assert error.sentence == "axis 'x' (size 6) is not divisible by 4"
+    assert error.sentence == "axis 'x' (size 6) is not divisible by 4, the size of mesh axis 'fsdp'"
     assert [*error.facts][:2] == ['array', 'rule']
     assert error.facts['array'] == "float32[6,8], leaf 'layer_0/kernel'"
     assert error.facts['rule'] == "'kernel'"
@@ -139,4 +139,5 @@ def test_errors_of_sharded_functions_and_tables_list_all_leaves():
 def test_trees_without_rules_list_all_leaves():
     error = refusal(einshard, [struct(6), struct(8), struct(3)], 'x@fsdp', mesh=MESH)
     assert error.facts['array'] == "float32[6], leaf '0'"
-    assert error.facts['also'] == "float32[3], leaf '2': axis 'x' (size 3) is not divisible by 4"
+    also = "float32[3], leaf '2': axis 'x' (size 3) is not divisible by 4, the size of mesh axis"
+    assert error.facts['also'] == f"{also} 'fsdp'"

@@ -14,6 +14,7 @@ PACKAGE = Path(einshard.__file__).parent
 MODULES = [
     '_cache',
     '_errors',
+    '_suggestions',
     '_text',
     '_notation',
     *(f'_notation.{path.stem}' for path in PACKAGE.glob('_notation/[!_]*.py')),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .._errors import EinshardError, Suggestion, plural, quoted
+from .._errors import DeviceCounts, EinshardError, Suggestion, plural, quoted
 from .expression import ELLIPSIS, Expression, Term
 
 
@@ -66,8 +66,9 @@ def _root(n: int, k: int) -> int | None:
     return root if root**k == n else None
 
 
-def _works_with(multiple: int, stars: int) -> str:
-    return ', '.join(str(multiple * r**stars) for r in range(1, 5)) + ', ... devices'
+def _works_with(multiple: int, stars: int) -> DeviceCounts:
+    counts = [multiple * r**stars for r in range(1, 5)]
+    return DeviceCounts(f'{", ".join(map(str, counts))}, ... devices', counts)
 
 
 def _wrong_product(
@@ -89,7 +90,9 @@ def _wrong_product(
             fix=_counts_that_fit(expression, terms, n, devices),
             **devices.hints,
             devices=fact,
-            works_with=f"{needed} devices, or a multiple of {needed} with '*' added",
+            works_with=DeviceCounts(
+                f"{needed} devices, or a multiple of {needed} with '*' added", [needed]
+            ),
         )
     fix = _with_replica(expression)
     if not counted:
