@@ -355,6 +355,13 @@ def test_a_misspelled_mesh_axis(spec, fix):
         assert caught.value.fix == fix
 
 
+@pytest.mark.parametrize('spec', ['b@dta', P('dta')])
+def test_a_misspelled_mesh_axis_of_an_indivisible_axis(spec):
+    with pytest.raises(EinshardError, match="the mesh has no axis 'dta'") as caught:
+        einshard(np.ones(3), spec, mesh=AUTO)
+    assert caught.value.fix is None  # missing='replicate' would hide the misspelling
+
+
 def test_an_axis_twice():
     with pytest.raises(EinshardError, match="mesh axis 'data' is used 2 times"):
         einshard(X, P('data', 'data'), mesh=AUTO)

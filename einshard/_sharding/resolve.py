@@ -300,7 +300,8 @@ def _working_fix(
             (_leave_free(sharding, spec) if spec.unconstrained else sharding).spec
         )
     mesh, rules = context.mesh, context.axis_rules
-    if mesh is None:  # more likely, mesh= was forgotten
+    # more likely, mesh= was forgotten, or the mesh axis is misspelled
+    if mesh is None or error.fix is not None:
         return None
     lenient_rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
     there = make_context(mesh, context.mesh_is_ambient, lenient_rules)
