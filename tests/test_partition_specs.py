@@ -407,3 +407,16 @@ def test_annotations_and_from_local():
     assert f.in_shardings(X)['x'].is_equivalent_to(NamedSharding(AUTO, P('data')), 2)
     assert placed(f(X), AUTO, P())
     assert placed(from_local(X, P('data'), mesh=AUTO), AUTO, P('data'))
+
+
+def test_an_abstract_mesh_in_context():
+    f = sharded(P('data'), out='a b@tensor')(lambda x: x + 1)
+    for mesh in (AUTO, EXPLICIT):
+        for _ in range(2):
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                assert f.eval_shape(X).sharding.spec == P(None, 'tensor')
+                with pytest.raises(EinshardError, match='cannot run on an abstract mesh'):
+                    f(X)
+            with jax.set_mesh(mesh):
+                assert placed(f(X), mesh, P(None, 'tensor'))
+                assert placed(jax.jit(lambda x: f(x))(X), mesh, P(None, 'tensor'))
