@@ -7,6 +7,7 @@ from flags import QUICK, WITHOUT_TPU, simulating
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {simulating(16)} {WITHOUT_TPU}'
+os.environ['COLUMNS'] = '100'  # reports are as wide as the terminal; pytest-xdist sets 80
 # libtpu, where it is installed, describes TPU slices without looking for a TPU
 os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
 os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
