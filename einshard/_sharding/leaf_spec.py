@@ -163,4 +163,4 @@ def rewritten(spec: AnySpec, expression: str) -> AnySpec:
     """The spec with another expression."""
     if isinstance(spec, str):
         return in_memory(expression, split_memory(spec)[1])
-    return replace(as_leaf_spec(spec), expression=parse(expression))
+    return replace(as_leaf_spec(spec), expression=parse(expression), partition=None)
