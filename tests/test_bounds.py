@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from einshard import Chip, EinshardError, explain, sharded
-from einshard._hlo.buffers import bytes_once, largest_temporaries
+from einshard._hlo.buffers import largest_temporaries
 from einshard._hlo.collectives import Collective, find_collectives
 from einshard._hlo.hardware import as_chip, find_chip
 from einshard._hlo.module import ArrayType, Module
+from einshard._hlo.traffic import bytes_once
 from einshard._inspect.bounds import Bound, find_bounds
 from einshard._inspect.network import Network
 from einshard._text import format_seconds
@@ -173,6 +174,29 @@ def test_permutes():
     assert RINGS.seconds(two_ways) == pytest.approx(1 / 2)
 
 
+def test_two_directions_of_a_line_at_once():
+    """The last chip of 4 receives 3/4 of the all-gather and sends 3/4 of the reduce-scatter."""
+    line, groups = Network(tpus(4), V5E), grid(1, 4)
+    gather, scatter = (collective(k, groups, V5E.link) for k in ('all-gather', 'reduce-scatter'))
+    assert line.seconds(gather) == line.seconds(scatter) == pytest.approx(3 / 4)
+    assert line.seconds(gather, scatter) == pytest.approx(1)
+    assert line.seconds_in_turn(gather, scatter) == pytest.approx(3 / 2)
+    assert line.seconds(gather, gather) == pytest.approx(3 / 2)
+
+
+def test_shifts_in_both_directions_at_once():
+    """As for the halos of a convolution; the same shift twice takes twice as long."""
+    line = Network(tpus(4), V5E)
+    right, left = (
+        collective('collective-permute', (), V5E.link, tuple((i, i + by) for i in first))
+        for by, first in ((1, range(3)), (-1, range(1, 4)))
+    )
+    assert line.seconds(right, left) == line.seconds(right) == pytest.approx(1)
+    assert line.seconds(right, right) == pytest.approx(2)
+    pairs = [collective('collective-permute', (), V5E.link, (p,)) for p in ((0, 1), (2, 3))]
+    assert line.seconds(*pairs) == line.seconds_in_turn(*pairs) == pytest.approx(1)
+
+
 def test_two_devices_of_a_chip_share_its_links():
     network = Network(tpus(4, 4, 4, cores=2), as_chip('TPU7x'))
     on_chip = collective('all-reduce', grid(64, 2), 100 * GB)
@@ -199,9 +223,11 @@ def test_what_is_sent_is_unknown(kind):
     assert RINGS.seconds(collective(kind, grid(16, 16), GB)) == 0
 
 
-def loads(network, kind, groups):
-    """The load of the busiest link if each device sends to each other one by a shortest path."""
-    busy = {}
+def loads(network, kind, groups, busy):
+    """The load of the busiest link if each device sends to each other one by a shortest path.
+
+    Adds to the loads in `busy`.
+    """
     for group in groups:
         for a, b in itertools.permutations(group, 2):
             at = list(network.at[a])
@@ -230,8 +256,14 @@ def test_no_bound_is_above_what_a_schedule_needs(sizes, wraps, n, kind, random):
     groups = np.reshape(devices, (-1, n))
     chip = dataclasses.replace(V5E, torus=len(sizes), wraps_at=2 if wraps else 100, link=1e6)
     network = Network(tpus(*sizes), chip)
-    found = network.seconds(collective(kind, groups, 10**6))
-    assert 0 < found <= loads(network, kind, groups) * (1 + 1e-9)
+    one = collective(kind, groups, 10**6)
+    busy = {}
+    assert 0 < network.seconds(one) <= loads(network, kind, groups, busy) * (1 + 1e-9)
+    random.shuffle(devices)
+    groups = np.reshape(devices, (-1, 2))
+    other = collective('reduce-scatter', groups, 10**6)
+    both = loads(network, 'reduce-scatter', groups, busy)
+    assert network.seconds(one) <= network.seconds(one, other) <= both * (1 + 1e-9)
 
 
 # --- chips ----------------------------------------------------------------------------------------
@@ -410,12 +442,16 @@ PROGRAM = """HloModule jit_f, num_partitions=1
   %w = f32[8,8]{1,0} bitcast(%layer)
   %wide = f32[64,64]{1,0} broadcast(%o), dimensions={}, metadata={op_name="jit(f)/wide"}
   %y = f32[1,8]{1,0} dot(%h, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  ROOT %t = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) tuple(%n, %layers, %y)
+  %one = s32[] constant(1)
+  %next = s32[] add(%n, %one)
+  ROOT %t = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) tuple(%next, %layers, %y)
 }
 
 %condition (s: (s32[], f32[4,8,8], f32[1,8])) -> pred[] {
   %s.1 = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) parameter(0)
-  ROOT %less = pred[] constant(false)
+  %n.1 = s32[] get-tuple-element(%s.1), index=0
+  %four = s32[] constant(4)
+  ROOT %less = pred[] compare(%n.1, %four), direction=LT
 }
 
 ENTRY %main (table: f32[1000,8], cache: f32[500,8]) -> (f32[1,8], f32[500,8]) {
@@ -427,7 +463,8 @@ ENTRY %main (table: f32[1000,8], cache: f32[500,8]) -> (f32[1,8], f32[500,8]) {
   %x = f32[1,8]{1,0} fusion(%table, %i.1), kind=kLoop, calls=%fused
   %fast = f32[99,99]{1,0:T(8,128)S(1)} broadcast(%i.1), dimensions={}
   %big = f32[32,64]{1,0} broadcast(%i.1), dimensions={}, metadata={op_name="jit(f)/big"}
-  %init = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) tuple(%i.1, %w.1, %x)
+  %first = s32[] constant(0)
+  %init = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) tuple(%first, %w.1, %x)
   %loop = (s32[], f32[4,8,8]{2,1,0}, f32[1,8]{1,0}) while(%init), condition=%condition, body=%body
   %y.1 = f32[1,8]{1,0} get-tuple-element(%loop), index=2
   %cache.1 = f32[500,8]{1,0} fusion(%cache, %y.1, %i.1), kind=kLoop, calls=%update
@@ -438,11 +475,11 @@ ENTRY %main (table: f32[1000,8], cache: f32[500,8]) -> (f32[1,8], f32[500,8]) {
 
 
 def test_bytes_that_have_to_be_moved():
-    """The layers, the number and the result; not a row of a table, nor a cache that is updated.
+    """The layers, a row of a table, the number and the result; not a cache that is updated.
 
     Layers that a loop returns as they were are not written, nor an argument.
     """
-    assert bytes_once(Module(PROGRAM)) == 4 * (4 * 8 * 8) + 4 + 4 * 8
+    assert bytes_once(Module(PROGRAM)) == 4 * (4 * 8 * 8) + 4 * 8 + 4 + 4 * 8
 
 
 def test_largest_temporaries():

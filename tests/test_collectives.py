@@ -642,7 +642,7 @@ def test_groups_that_cannot_be_printed_are_unknown():
     """JAX 0.8 prints so the groups that libtpu 0.0.51 writes in the axes of a mesh."""
     line = 'all-reduce(%x), channel_id=1, replica_groups={}, use_global_device_ids=true'
     [c] = read_collectives(module(f'ROOT %y = f32[8,4]{{1,0}} {line}, to_apply=%add'))
-    assert (c.groups, c.group_size, c.n_groups) == ((), 4, 1)
+    assert (c.groups, c.group_size, c.n_groups) == ((), 4, 0)
 
 
 @pytest.mark.parametrize(

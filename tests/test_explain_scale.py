@@ -176,7 +176,7 @@ def test_weights_and_gradients_have_paths():
         (made.op_name, 'float32' if 'state' in made.op_name else 'int32') for made in parameters
     ]
     outputs = {i: inputs[i][0] for i in module.aliases}
-    weights = find_weights(inputs, outputs, module.aliases)
+    weights = find_weights(module, inputs, outputs)
     paths = [path for path, _ in inputs]
     carried = list(find_carried(module, collectives, weights, paths, outputs))
     matrices = {name for name in llama.SHAPES if 'norm' not in name}
@@ -419,7 +419,7 @@ def read(text):
     n_inputs = sum(1 for _ in module.entry.parameters())
     inputs = [(str(i), 'float32') for i in range(n_inputs)]
     outputs = {i: str(i) for i in module.aliases}
-    weights = find_weights(inputs, outputs, module.aliases)
+    weights = find_weights(module, inputs, outputs)
     list(find_carried(module, collectives, weights, [str(i) for i in range(n_inputs)], outputs))
     product_rows(module)
 

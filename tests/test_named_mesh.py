@@ -25,6 +25,7 @@ DEVICES = jax.devices()
         ({'pod': 1, 'data': -1, 'tensor': 4}, (1, 4, 4)),
         ({'data': 16, 'tensor': -1}, (16, 1)),
         ({'devices_': 2, 'd\u00e9': 8}, (2, 8)),
+        ({'data': np.int64(4), 'tensor': np.int32(-1)}, (4, 4)),
     ],
 )
 def test_axes_divide_the_devices_row_by_row(axes, sizes):
@@ -94,6 +95,15 @@ def test_in_use():
         ({'a': True}, "the size of mesh axis 'a' must be a positive integer or -1, not True"),
         ({'a b': 16}, "'a b' is not a valid name of a mesh axis"),
         ({'': 16}, "'' is not a valid name of a mesh axis"),
+        (
+            {'d0': 4, 'd1': 4},
+            "'d0' is a name of an axis of the canonical mesh; use another one",
+        ),
+        (
+            {'data': 16, 'axis_types': AxisType.Manual},
+            'axis_types= must be one AxisType for all axes, not Manual\n'
+            '  expected: AxisType.Auto or AxisType.Explicit',
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(axes, message):
@@ -208,3 +218,35 @@ def test_sizes_that_the_cloud_does_not_have(name, counts):
         topology(name)
     assert caught.value.sentence == f"'{name}' is not a slice of Google Cloud"
     assert counts in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ('name', 'fix'),
+    [
+        (' v5e:4x4', "'v5e:4x4'"),
+        ('V5E:4X4', "'v5e:4x4'"),
+        ('v5e: 4 x 4', "'v5e:4x4'"),
+        ('v5e-4x4', "'v5e:4x4'"),
+        ('V5P-128 ', "'v5p-128'"),
+        ('v4 Lite:2x2', "'v4 lite:2x2'"),
+        ('v5e-16x', None),
+        ('v5p-\uff11\uff12\uff18', None),
+        ('H100', None),
+    ],
+)
+def test_other_spellings(name, fix):
+    with pytest.raises(EinshardError) as caught:
+        topology(name)
+    assert caught.value.fix == fix
+
+
+def test_a_slice_holds_no_arrays(libtpu):
+    mesh = topology('v5e:2x2', data=2, tensor=2)
+    for tree in (np.ones(4), [np.ones(4), np.ones(8)]):
+        with pytest.raises(EinshardError, match='can neither hold arrays nor run programs'):
+            einshard(tree, 'b@data', mesh=mesh)
+    for x in (np.ones(4), einshard(np.ones(4), 'b -> * b')):
+        f = sharded('b@data', mesh=mesh, reshard=True)(lambda x: x + 1)
+        with pytest.raises(EinshardError, match='can neither hold arrays nor run programs'):
+            f(x)
+    assert f.lower(np.ones(4, np.float32)).compile() is not None

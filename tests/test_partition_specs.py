@@ -23,7 +23,8 @@ from einshard import (
     sharded,
 )
 
-AUTO = device_mesh(jax.devices()[:8], data=4, tensor=2)
+DEVICES = jax.devices()
+AUTO = device_mesh(DEVICES[:8], data=4, tensor=2)
 EXPLICIT = device_mesh(AUTO, data=4, tensor=2, axis_types=AxisType.Explicit)
 MIXED = Mesh(AUTO.devices, ('data', 'tensor'), axis_types=(AxisType.Explicit, AxisType.Auto))
 MESHES = pytest.mark.parametrize('mesh', [AUTO, EXPLICIT, MIXED], ids=['auto', 'explicit', 'mixed'])
@@ -152,6 +153,31 @@ def test_per_device(mesh):
     assert np.array_equal(ours(X, X), expected)
     assert placed(ours(X, X), mesh, P('data'))
     assert np.array_equal(per_device(*on, out=P('data'))(body)(X, X), expected)
+
+
+def test_per_device_on_another_mesh():
+    given = NamedSharding(AUTO, P('data'))
+    for devices in (DEVICES[8:], DEVICES[:16]):
+        f = per_device(given, out=P('data'), mesh=device_mesh(devices, data=4, tensor=-1))
+        with pytest.raises(EinshardError, match='the NamedSharding is on'):
+            f(lambda x: x)(X)
+    with pytest.raises(EinshardError, match='does not move arrays to pinned_host memory'):
+        per_device(NamedSharding(AUTO, P('data'), memory_kind='pinned_host'), out=P())
+
+
+@pytest.mark.parametrize('counts', ['a b -> a4 b3', 'a b -> b3 2 a2'])
+def test_factors_of_the_canonical_mesh(counts):
+    x = einshard(np.ones((12, 12)), counts, mesh=DEVICES[:12])
+    for given in ({}, {'mesh': DEVICES[:12]}):
+        for y in (
+            einshard(np.ones((12, 12)), x.sharding, **given),
+            sharded(x.sharding, out=x.sharding, **given)(lambda x: x + 1)(x),
+            per_device(x.sharding, out=x.sharding, **given)(lambda x: x + 1)(x),
+            per_device(x.sharding, out=counts, **given)(lambda x: x + 1)(x),
+        ):
+            assert y.sharding.is_equivalent_to(x.sharding, 2)
+    with pytest.raises(EinshardError, match='the NamedSharding is on'):
+        einshard(np.ones((12, 12)), x.sharding, mesh=DEVICES[4:])
 
 
 def test_per_device_replicates():
@@ -287,6 +313,15 @@ def test_unconstrained_outside_a_trace(call):
         call(P(P.UNCONSTRAINED, 'data'))
 
 
+@pytest.mark.parametrize('constant', [X, jnp.asarray(X)], ids=['numpy', 'jax'])
+def test_unconstrained_constants(constant):
+    def f(x):
+        return (einshard(constant, P(P.UNCONSTRAINED, 'data'), mesh=AUTO) * x).sum()
+
+    assert np.array_equal(jax.grad(f)(X), X)
+    assert np.array_equal(jax.jit(jax.grad(f))(X), X)
+
+
 def test_unconstrained_on_explicit_axes():
     for mesh in (EXPLICIT, MIXED):
         with jax.set_mesh(mesh), pytest.raises(EinshardError, match='without explicit axes'):
@@ -300,6 +335,31 @@ def test_unconstrained_on_explicit_axes():
 def test_unreduced_axes(spec):
     with pytest.raises(EinshardError, match='has unreduced or reduced axes'):
         einshard(X, spec, mesh=EXPLICIT)
+
+
+@pytest.mark.parametrize(
+    ('spec', 'fix'),
+    [
+        (P('dta'), "P('data')"),
+        (P(None, ('data', 'tensr')), "P(None, ('data', 'tensor'))"),
+        (P(P.UNCONSTRAINED, 'dta'), "P(P.UNCONSTRAINED, 'data')"),
+    ],
+)
+def test_a_misspelled_mesh_axis(spec, fix):
+    with pytest.raises(EinshardError) as caught:
+        jax.jit(lambda x: einshard(x, spec, mesh=AUTO))(X)
+    assert caught.value.fix == fix
+    if 'UNC' not in fix:
+        with pytest.raises(EinshardError) as caught:
+            sharded(spec, mesh=AUTO)(lambda x: x)(X)
+        assert caught.value.fix == fix
+
+
+@pytest.mark.parametrize('spec', ['b@dta', P('dta')])
+def test_a_misspelled_mesh_axis_of_an_indivisible_axis(spec):
+    with pytest.raises(EinshardError, match="the mesh has no axis 'dta'") as caught:
+        einshard(np.ones(3), spec, mesh=AUTO)
+    assert caught.value.fix is None  # missing='replicate' would hide the misspelling
 
 
 def test_an_axis_twice():
@@ -347,3 +407,16 @@ def test_annotations_and_from_local():
     assert f.in_shardings(X)['x'].is_equivalent_to(NamedSharding(AUTO, P('data')), 2)
     assert placed(f(X), AUTO, P())
     assert placed(from_local(X, P('data'), mesh=AUTO), AUTO, P('data'))
+
+
+def test_an_abstract_mesh_in_context():
+    f = sharded(P('data'), out='a b@tensor')(lambda x: x + 1)
+    for mesh in (AUTO, EXPLICIT):
+        for _ in range(2):
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                assert f.eval_shape(X).sharding.spec == P(None, 'tensor')
+                with pytest.raises(EinshardError, match='cannot run on an abstract mesh'):
+                    f(X)
+            with jax.set_mesh(mesh):
+                assert placed(f(X), mesh, P(None, 'tensor'))
+                assert placed(jax.jit(lambda x: f(x))(X), mesh, P(None, 'tensor'))

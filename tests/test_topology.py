@@ -72,7 +72,7 @@ KNOWN = (
     ('name', 'sentence'),
     [
         ('v9:2x2', "'v9' is not a TPU generation"),
-        ('V5E:2x2', "'V5E' is not a TPU generation"),
+        ('V9:2x2', "'V9' is not a TPU generation"),
         ('v5e', "'v5e' is not a valid topology name"),
         ('tpu7x-16', "'tpu7x-16' is not a valid topology name"),
         ('', "'' is not a valid topology name"),

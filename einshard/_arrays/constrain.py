@@ -49,7 +49,8 @@ def place_constant(x: Any, placement: Placement) -> Any:
     _check_context(placement)
     sharding = placement.sharding
     try:
-        if isinstance(sharding.mesh, AbstractMesh):
+        # device_put fails for a numpy array and P.UNCONSTRAINED
+        if isinstance(sharding.mesh, AbstractMesh) or placement.is_unconstrained:
             return _constrain_in_jit(x, sharding)
         # under jit, device_put returns a tracer and places nothing; under jax.grad or jax.vmap
         # outside jit, it returns a placed array

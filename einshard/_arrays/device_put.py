@@ -78,7 +78,7 @@ def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False)
     # with a single sharding, device_put does not flatten a tree of shardings: 0.7 us less per leaf
     first = shardings[0]
     same = all(sharding is first for sharding in shardings)
-    return jax.device_put(leaves, first if same else shardings, donate=donate)
+    return device_put(leaves, first if same else shardings, donate)
 
 
 def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
@@ -87,7 +87,30 @@ def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
     x = movable(x, sharding)
     if jax.process_count() > 1:
         return _put_global(x, sharding, donate)
-    return jax.device_put(x, sharding, donate=donate)
+    return device_put(x, sharding, donate)
+
+
+def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
+    try:
+        return jax.device_put(x, sharding, donate=donate)
+    except jax.errors.JaxRuntimeError as error:
+        ours = error_of_topology(error)
+        if ours is None:
+            raise
+        raise ours from None
+
+
+def error_of_topology(error: Exception) -> EinshardError | None:
+    """The error to raise if JAX's is about the devices of a topology, which only compile."""
+    text = str(error)
+    # what JAX 0.8.1 says; other processes have non-addressable devices too
+    alone = jax.process_count() == 1 and 'non-addressable device' in text
+    if not alone and 'compile-only' not in text and "no attribute 'local_devices'" not in text:
+        return None
+    return EinshardError(
+        'the devices of a topology can neither hold arrays nor run programs',
+        facts={'instead': 'compile for them, with explain or .lower(...).compile()'},
+    )
 
 
 def _check_devices(sharding: NamedSharding) -> None:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from .._arrays.constrain import reshard_traced, sharding_refused
-from .._arrays.device_put import movable, put
+from .._arrays.device_put import device_put, movable, put
 from .._arrays.place import check_ref
 from .._arrays.process_agreement import PlannedArray, check_same
 from .._errors import EinshardError
@@ -102,7 +102,7 @@ def _moved(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
     if jax.process_count() > 1:
         return put([leaf], [sharding])[0]
     leaf = movable(leaf, sharding)
-    return jax.device_put(leaf, sharding)  # unlike put, accepts an abstract mesh
+    return device_put(leaf, sharding)  # unlike put, accepts an abstract mesh
 
 
 def _is_hidden(traced: TracedFunction, sharding: NamedSharding) -> bool:

@@ -62,13 +62,16 @@ class Setup:
         except EinshardError as error:
             raise error.about(function=self.name) from None
 
-    def mesh_key(self, context: Context) -> AnyMesh:
+    def mesh_key(self, context: Context) -> tuple[AnyMesh, bool]:
         """The mesh as a cache key. Jit itself handles meshes with the same abstract mesh."""
         mesh = context.lowering_mesh
-        return abstract_mesh(mesh) if self.is_ambient(mesh) else mesh
+        ambient = self.is_ambient(mesh)
+        return (abstract_mesh(mesh) if ambient else mesh), ambient
 
     def is_ambient(self, mesh: AnyMesh) -> bool:
-        """Whether the mesh comes from `jax.set_mesh`."""
+        """Whether the mesh comes from `jax.set_mesh`, and so resolves PartitionSpecs in jit."""
+        if isinstance(mesh, AbstractMesh) and not is_tracing():
+            return False  # jax.sharding.use_abstract_mesh: there are no devices
         return self.mesh is None and is_mesh_in_context(mesh)
 
 

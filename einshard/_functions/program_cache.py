@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.tree_util as jtu
@@ -14,6 +14,9 @@ from .._sharding.context import AxisRules, Context, is_tracing
 from .._sharding.mesh import AnyMesh
 from .parameters import CallSignature, Declaration
 from .program import Program, Setup, make_program, shardings_of
+
+# the mesh with whether it comes from `jax.set_mesh`, as `mesh_key` returns them
+_Key: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules]
 
 
 class ProgramCache:
@@ -25,7 +28,7 @@ class ProgramCache:
 
     def __init__(self, setup: Setup):
         self._setup = setup
-        self._programs: dict[tuple[CallSignature, AnyMesh, AxisRules], dict[Any, Program]] = {}
+        self._programs: dict[_Key, dict[Any, Program]] = {}
         self._lock = threading.Lock()
         self.need_full_lookup = False
 

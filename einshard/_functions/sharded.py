@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from .._arrays.device_put import error_of_topology
 from .._errors import EinshardError, hide_inner_frames, plural
 from .._sharding.axis_rules import Fallback, check_option
 from .._sharding.context import entered, in_step, is_tracing, same_in_thread
@@ -174,6 +175,11 @@ class ShardedFunction(Generic[P, R]):
             result = act(program)(*values)
         except (ValueError, RuntimeError) as error:
             return self._retry(error, program.called, call, values, act)
+        except AttributeError as error:
+            ours = error_of_topology(error)
+            if ours is None:
+                raise
+            raise ours.about(function=self._setup.name) from None
         as_written = len(values) == len(args) + len(kwargs)
         several = self._programs.need_full_lookup
         if act is _run and as_written and not (several or entered_scope() or is_tracing()):

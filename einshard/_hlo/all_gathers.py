@@ -199,12 +199,12 @@ class _Finder:
         if made.opcode == 'clamp':
             low, number, high = operands
             return np.minimum(np.maximum(number, low), high)
-        if made.opcode in _ARITHMETIC:
-            return _ARITHMETIC[made.opcode](*operands)
+        if made.opcode in ARITHMETIC:
+            return ARITHMETIC[made.opcode](*operands)
         raise _Unknown
 
 
-_ARITHMETIC: Mapping[str, Any] = {
+ARITHMETIC: Mapping[str, Any] = {
     'add': np.add,
     'subtract': np.subtract,
     'multiply': np.multiply,

@@ -59,6 +59,7 @@ class Collective:
             the nearest calling line outside helpers; else None.
         sent: bytes that a device sends in one execution, if known from the form of the collective;
             None if `network_bytes` follows from the arrays.
+        in_branch: whether it is in a branch of a conditional, which may not be taken.
     """
 
     kind: str
@@ -75,6 +76,7 @@ class Collective:
     widened: bool = False
     called_at: str | None = None
     sent: int | None = None
+    in_branch: bool = False
 
     @property
     def arrays(self) -> tuple[ArrayType, ...]:
@@ -92,7 +94,8 @@ class Collective:
 
     @property
     def n_groups(self) -> int:
-        return len(self.groups) or 1
+        """The number of groups; 0 if the text does not list them."""
+        return len(self.groups)
 
     @property
     def bytes(self) -> int:
@@ -206,6 +209,7 @@ class _Finder:
                 name=place.made.name,
                 executions=executions.of(place.here),
                 n_devices=self.slices.n_devices,
+                in_branch=any(site.made.opcode == 'conditional' for site in path),
                 **self.origin(path, place),
             )
             if one.group_size > 1 and place.start not in links:

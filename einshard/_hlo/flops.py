@@ -27,6 +27,7 @@ class Product:
         dtype: the dtype of its first operand, such as 'bf16'.
         source: 'model.py:12', or None.
         op_name: the JAX operation it comes from.
+        in_branch: whether it is in a branch of a conditional. All branches count.
     """
 
     flops: int
@@ -34,6 +35,7 @@ class Product:
     dtype: str
     source: str | None
     op_name: str
+    in_branch: bool = False
 
     @property
     def total(self) -> int:
@@ -58,7 +60,7 @@ def find_products(module: Module) -> Iterator[Product]:
     [128]
     """
     executions = Executions(module)
-    for place in module.find(' dot(', ' convolution(', ' custom-call('):
+    for place in module.find(' dot(', ' convolution(', ' custom-call(', ' reduce('):
         flops = _flops(place)
         if not flops or module.path(place.here) is None:
             continue
@@ -70,6 +72,7 @@ def find_products(module: Module) -> Iterator[Product]:
             dtype=operands[0].dtype if operands else '',
             source=module.source(made),
             op_name=made.op_name,
+            in_branch=module.in_branch(place.here),
         )
 
 
@@ -91,13 +94,27 @@ def _flops(place: Place) -> int:
         return _of_dot(place, contracted[1] if contracted else '')
     if made.opcode == 'convolution':
         return _of_convolution(place)
+    if made.opcode == 'reduce':
+        return _of_reduce(place)
     return _of_custom_call(place) if made.opcode == 'custom-call' else 0
 
 
 def _of_dot(place: Place, contracted: str) -> int:
-    left = place.here[place.made.operands[0]].results[0].shape
-    sizes = [left[int(axis)] for axis in re.findall(r'\d+', contracted)]
-    return 2 * prod(place.made.results[0].shape) * prod(sizes)
+    left = place.here[place.made.operands[0]].results[0]
+    sizes = [left.shape[int(axis)] for axis in re.findall(r'\d+', contracted)]
+    # a product and a sum of complex numbers are 4 products and 4 sums
+    each = 8 if left.dtype in ('c64', 'c128') else 2
+    return each * prod(place.made.results[0].shape) * prod(sizes)
+
+
+def _of_reduce(place: Place) -> int:
+    """On TPU, the product of a matrix and a vector is a multiply and a reduce."""
+    if not place.made.op_name.endswith('/dot_general'):
+        return 0
+    made = place.here[place.made.operands[0]]
+    while made.opcode in ('bitcast', 'convert', 'copy', 'transpose'):
+        made = place.here[made.operands[0]]
+    return 2 * prod(made.results[0].shape) if made.opcode == 'multiply' else 0
 
 
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')  # of cuBLAS

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from .all_gathers import ARITHMETIC
 from .module import Computation, Module, Place, Value
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -51,12 +55,47 @@ class Executions:
 
 def trip_count(module: Module, loop: Place) -> int | None:
     """The trip count of a loop; None if unknown."""
-    _, here, made = loop
+    made = loop.made
     if known := _KNOWN.search(made.attributes + made.metadata):
         return int(known[1])
+    counter = find_counter(module, Value(loop.here, made.name))
+    return counter.trips if counter else None
+
+
+def find_counter(module: Module, loop: Value) -> Counter | None:
+    """The counter of a loop; None if its trip count does not follow from one."""
+    made = loop.made
     names = dict(re.findall(r'\b(condition|body)=%?([^\s,]+)', made.attributes))
     condition, body = (Value(module.computation(names[what])) for what in ('condition', 'body'))
-    return _Loop(module, Value(here, made.operands[0]), condition, body).count()
+    return _Loop(module, loop.beside(made.operands[0]), condition, body).counter()
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """The element of the state of a loop that counts its iterations."""
+
+    loop: _Loop
+    element: int
+    start: int
+    step: int
+    trips: int
+
+    def values(self, value: Value) -> Any:
+        """The integers that a value in the body has, one for each iteration; None if unknown."""
+        value, element = self.loop.trace(value)
+        made = value.made
+        if made.opcode == 'constant' and re.fullmatch(r'-?\d+', made.given):
+            return np.array(int(made.given))
+        if made.opcode == 'parameter' and value.here is self.loop.body.here and element is not None:
+            if element == self.element:
+                return self.start + self.step * np.arange(self.trips)
+            fixed = self.loop.unless_changed((element, 0))
+            return np.array(fixed[1]) if fixed and fixed[0] is None else None
+        if made.opcode not in ARITHMETIC:
+            return None
+        operands = [self.values(value.beside(operand)) for operand in made.operands]
+        known = [n for n in operands if n is not None]
+        return ARITHMETIC[made.opcode](*known) if len(known) == len(operands) else None
 
 
 # an element of the loop state (or None) plus a constant
@@ -70,7 +109,7 @@ class _Loop:
     condition: Value
     body: Value
 
-    def count(self) -> int | None:
+    def counter(self) -> Counter | None:
         compared, _ = self.trace(self.condition)
         comparison = compared.made
         if comparison.opcode != 'compare':
@@ -85,11 +124,12 @@ class _Loop:
             left, right, how = right, left, _MIRRORED.get(how, how)
         if not left or not right or left[0] is None or right[0] is not None:
             return None
-        counter, ahead = left
+        counter, ahead = left[0], left[1]
         start, after = self.sum(self.state, counter), self.sum(self.body, counter)
         if not start or start[0] is not None or not after or after[0] != counter:
             return None
-        return _runs(start[1] + ahead, after[1], how, right[1])
+        trips = _runs(start[1] + ahead, after[1], how, right[1])
+        return None if trips is None else Counter(self, counter, start[1], after[1], trips)
 
     def unless_changed(self, sum_: _Sum | None) -> _Sum | None:
         """Replaces a loop-invariant element by its constant value, if it has one."""

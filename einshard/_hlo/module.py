@@ -291,7 +291,7 @@ class Module:
     def aliases(self) -> dict[int, int]:
         """Parameter number by output number, for outputs that reuse the memory of a parameter."""
         line = self.head.partition('\n')[0]
-        return {int(o): int(p) for o, p in re.findall(r'\{(\d+)\}: \((\d+), \{\}', line)}
+        return {int(o or 0): int(p) for o, p in re.findall(r'\{(\d*)\}: \((\d+), \{\}', line)}
 
     def source(self, made: Instruction) -> str | None:
         """Returns the user's source line of an instruction, such as 'model.py:12'."""
@@ -338,6 +338,11 @@ class Module:
             if path is not None:
                 return [*path, site]
         return None
+
+    def in_branch(self, computation: Computation) -> bool:
+        """Whether it runs in a branch of a conditional only, which may not be taken."""
+        sites = self.path(computation) or ()
+        return any(site.made.opcode == 'conditional' for site in sites)
 
     @functools.cached_property
     def _references(self) -> dict[str, list[int]]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._hlo.buffers import bytes_once
 from .._hlo.collectives import Collective
 from .._hlo.hardware import Chip
 from .._hlo.module import Module
+from .._hlo.traffic import bytes_once
 from .._page import Section
 from .._text import format_seconds
 from .network import Network
@@ -69,32 +69,36 @@ def find_bounds(
 ) -> Bounds:
     """The lower bounds of a program, from its products and its collectives with their mesh axes.
 
-    Collectives along the same mesh axes run one after another, as they need the same links.
+    Conditionals do not count. Loops of unknown length are taken to run once.
     """
     share = chip.share(devices[0])
     network, is_cpu = Network(devices, chip), devices[0].platform == 'cpu'
-    along: dict[str, list[float]] = {}
+    along: dict[str, list[Collective]] = {}
     for one, axes in collectives:
-        seconds = network.seconds(one) * (1 if one.executions is None else one.executions)
-        both = along.setdefault(axes, [0.0, 0.0])
-        both[0] += seconds
-        both[1] += 0 if one.is_async else seconds
-    # the CPU backend multiplies bf16 in f32
-    dtypes = [(row, 'bf16' if is_cpu and row.dtype == 'f32' else row.dtype) for row in products]
+        if not one.in_branch:
+            along.setdefault(axes, []).append(one)
+    certain = [row for row in products if not row.in_branch]
+    # the CPU backend multiplies bf16 and fp8 in f32 or f16
+    narrow = 'f8e4m3fn' if ' f8e' in module.text else 'bf16'
+    dtypes = {'f32': narrow, 'f16': narrow} if is_cpu else {}
+    rates = [chip.rate(dtypes.get(row.dtype, row.dtype)) * share for row in certain]
     found = [
-        Bound('compute', '', sum(row.flops / (chip.rate(d) * share) for row, d in dtypes)),
+        Bound(
+            'compute', '', sum(row.flops / rate for row, rate in zip(certain, rates, strict=True))
+        ),
         Bound('HBM', '', bytes_once(module) / (chip.memory_bandwidth * share)),
     ]
-    found += [
-        Bound('network', axes, seconds, None if is_cpu else exposed)
-        for axes, (seconds, exposed) in along.items()
-    ]
+    for axes, several in along.items():
+        exposed = network.seconds_in_turn(*(one for one in several if not one.is_async))
+        seconds = max(network.seconds(*several), 0 if is_cpu else exposed)
+        found.append(Bound('network', axes, seconds, None if is_cpu else exposed))
     return Bounds(bound for bound in found if bound.seconds)
 
 
-def bounds_section(chip: str, bounds: Bounds) -> Section:
+def bounds_section(chip: str, bounds: Bounds, unknown_loops: bool) -> Section:
     """The bounds as a section of a report."""
     largest = bounds.largest
     several = len(bounds) > 1
     words = [f'{bound}{" (the largest)" * (several and bound is largest)}' for bound in bounds]
-    return Section(f'lower bounds on the time of one run ({chip})', words=tuple(words))
+    once = '; loops of unknown length run once' * unknown_loops
+    return Section(f'lower bounds on the time of one run ({chip}{once})', words=tuple(words))

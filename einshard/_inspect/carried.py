@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from .._arrays.constrain import names_at
 from .._hlo.collectives import MARKS, Collective
+from .._hlo.flops import find_products
 from .._hlo.module import Module
 from .._hlo.origins import Origins
 from .._hlo.output_uses import output_uses
@@ -71,21 +72,34 @@ def find_carried(
 
 
 def find_weights(
-    inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str], aliases: Mapping[int, int]
+    module: Module, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]
 ) -> dict[int, bool]:
     """Tells which parameters, given as (path, dtype), are weights or state of an optimizer.
 
     In a train step these are the arguments whose memory a result takes, or that have the path of a
-    result. In other programs all arguments of floating-point numbers count.
+    result. In inference those are caches, and weights are the other arguments. If a train step
+    updates nothing, all arguments count. Only floating-point numbers do.
     """
     floating = [bool(re.match(r'b?float', dtype)) for _, dtype in inputs]
-    updated = set(aliases.values())
-    ends = {path.partition('/')[2] for path in outputs.values()}
-    ends |= {end.partition('/')[2] for end in ends}
-    for i, (path, _) in enumerate(inputs):
-        if {path, path.partition('/')[2]} & (ends - {''}):
-            updated.add(i)
-    return {i: is_float and (i in updated or not updated) for i, is_float in enumerate(floating)}
+    # a program without a backward pass may be the update of an optimizer, which has no products
+    is_training = '/transpose(' in module.text or next(find_products(module), None) is None
+    given = {int(made.given): made.results for made in module.entry.parameters()}
+    results = module.entry[''].results
+    updated = set(module.aliases.values())
+    for output, path in outputs.items():
+        end = path.partition('/')[2]
+        ends = {end, end.partition('/')[2]} - {''}
+        updated |= {
+            i
+            for i, (path, _) in enumerate(inputs)
+            if {path, path.partition('/')[2]} & ends
+            and (is_training or given.get(i) == results[output : output + 1])
+        }
+    some = any(floating[i] for i in updated if i < len(inputs))
+    return {
+        i: is_float and ((i in updated or not some) if is_training else i not in updated)
+        for i, is_float in enumerate(floating)
+    }
 
 
 def results_in_place(

@@ -22,14 +22,14 @@ class Diff:
         arrays: (path, before, after) of changed arguments and results, each with its placement:
             "float32[8,4] 'a b -> a8 b'"; None if the array is missing.
         collectives: (collective, executions before, executions after), those first whose bytes
-            change most.
+            change most. Executions are None if a loop has an unknown trip count.
         numbers: (name, before, after) of bytes and flops whose printed values differ.
         details: for each of `collectives`, the increase of the bytes that a device sends in one
             run, and the source lines, which are not compared.
     """
 
     arrays: tuple[tuple[str, str | None, str | None], ...]
-    collectives: tuple[tuple[str, int, int], ...]
+    collectives: tuple[tuple[str, int | None, int | None], ...]
     numbers: tuple[tuple[str, int, int], ...]
     details: tuple[tuple[int, str], ...] = ()
 
@@ -53,8 +53,9 @@ class Diff:
         for (what, before, after), (sent, lines) in zip(
             self.collectives[:_MAX_ROWS], self.details, strict=False
         ):
-            sign = '+' if not before else '-' if not after else ' '
-            runs = f'{before} => {after}' if before and after else f'{before or after}'
+            sign = '+' if before == 0 else '-' if after == 0 else ' '
+            counts = ['?' if n is None else str(n) for n in (before, after) if n != 0]
+            runs = ' => '.join(counts)
             notes = [f'{"+" if sent > 0 else "-"}{format_bytes(abs(sent))}'] if sent else []
             notes += [f'at {lines}'] if lines else []
             yield f'{sign} {what}: {runs}{" (" * bool(notes)}{", ".join(notes)}{")" * bool(notes)}'
@@ -84,7 +85,7 @@ def make_diff(before: Compared, after: Compared) -> Diff:
     old, new = _arrays(before.arrays), _arrays(after.arrays)
     paths = list(dict.fromkeys([*old, *new]))
     ours, theirs = _collectives(before.collectives), _collectives(after.collectives)
-    changed: list[tuple[tuple[str, int, int], tuple[int, str]]] = []
+    changed: list[tuple[tuple[str, int | None, int | None], tuple[int, str]]] = []
     for what in dict.fromkeys([*ours, *theirs]):
         one, other = ours.get(what, _NONE), theirs.get(what, _NONE)
         if one.executions != other.executions:
@@ -117,7 +118,7 @@ def _arrays(rows: Sequence[ArrayRow]) -> Mapping[str, str]:
 class _Alike(NamedTuple):
     """Sums over equal collectives: executions, bytes that a device sends in one run, and lines."""
 
-    executions: int
+    executions: int | None  # None if a loop has an unknown trip count
     sent: int
     lines: tuple[str | None, ...]
 
@@ -129,10 +130,13 @@ def _collectives(rows: Sequence[CollectiveRow]) -> dict[str, _Alike]:
     found: dict[str, _Alike] = {}
     for row in rows:
         along = f' along {row.along}' if row.along else ''
-        what = f'{row.kind} {short_arrays(row.arrays)}, {row.groups} of {row.group_size}{along}'
-        known, executions = found.get(what, _NONE), 1 if row.executions is None else row.executions
+        what = (
+            f'{row.kind} {short_arrays(row.arrays)}, {row.groups or "?"} of {row.group_size}{along}'
+        )
+        known = found.get(what, _NONE)
+        unknown = known.executions is None or row.executions is None
         found[what] = _Alike(
-            known.executions + executions,
+            None if unknown else (known.executions or 0) + (row.executions or 0),
             known.sent + row.total_bytes,
             (*known.lines, row.source),
         )

@@ -119,7 +119,7 @@ def _report(
     outputs = _output_paths(out_rows, [array.path for array in used], module)
     ids = [device.id for device in devices]
     collectives, all_gathers = _communication(module, ids, len(used))
-    weights = find_weights([(a.path, str(a.dtype)) for a in used], outputs, module.aliases)
+    weights = find_weights(module, [(a.path, str(a.dtype)) for a in used], outputs)
     paths = [array.path for array in used]
     carried = find_carried(module, collectives, weights, paths, outputs)
     products = product_rows(module)
@@ -348,7 +348,7 @@ def _collective_row(
     one: Collective, what: Carried, meshes: Sequence[Any], sharded_by: ShardedBy
 ) -> CollectiveRow:
     words = ''
-    for mesh in meshes if one.kind != 'custom-call' else ():
+    for mesh in meshes if one.groups else ():
         axes = mesh_axes_of(one.groups, mesh)
         if axes is not None:
             words = along(axes, mesh, sharded_by)
@@ -371,6 +371,7 @@ def _collective_row(
         axes=what.axes,
         widened=one.widened,
         called_at=one.called_at,
+        in_branch=one.in_branch,
     )
 
 

@@ -62,7 +62,7 @@ def _collective_text(row: CollectiveRow) -> str:
     counts = Counter(re.findall(r'\w+\[[^\]]*\]', row.arrays))
     arrays = ', '.join(f'{n} x {a}' if n > 1 else a for a, n in sorted(counts.items()))
     along = f' along {row.along}' if row.along else ''
-    return f'{row.kind} {arrays}, {plural(row.groups, "group")} of {row.group_size}{along}'
+    return f'{row.kind} {arrays}, {plural(row.groups or 1, "group")} of {row.group_size}{along}'
 
 
 @dataclass

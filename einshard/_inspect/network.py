@@ -1,9 +1,12 @@
 """Lower bounds on the time of a collective, from where its devices are.
 
-Take any part of the devices: what a collective must bring into it (or out of it) goes over the
+Take any part of the devices: what collectives must bring into it (or out of it) goes over the
 links at its border, so bytes / bandwidth of the border is a lower bound. The parts tried here are
 every chip, every stretch of a dimension of the torus, and every slice or node. On a ring of n this
 gives the formulas of the scaling book (chapter 3), with (n-1)/n where the book rounds up to 1.
+
+The bytes of several collectives add up at each border, but their times do not: on a line, an
+all-gather and a reduce-scatter at the same time need 1.0 of the array, one after another 1.5.
 
 Links count if they are on a shortest path between devices of one group: a group of 4 neighbors in
 a ring of 16 is a line, and the chip at its end receives over one link. Twisted tori are taken as
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,89 +57,149 @@ class Network:
         self.chips: Any = np.unique(places, axis=0, return_inverse=True)[1].reshape(-1)
         wraps = [size >= chip.wraps_at and size % chip.wraps_at == 0 for size in self.sizes]
         self.wraps = wraps if chip.torus < 3 else [all(wraps)] * len(wraps)
-        self._known: dict[Any, float] = {}
+        self._needs: dict[Any, Any] = {}
+        self._rates: dict[Any, Any] = {}
 
-    def seconds(self, one: Collective) -> float:
-        """The least time of one execution; 0 if it is not known what is sent to whom."""
-        if one.kind in ('custom-call', 'ragged-all-to-all') or not (one.groups or one.pairs):
-            return 0.0
-        key = one.kind, one.groups, one.pairs
-        if key not in self._known:
-            self._known[key] = max(self._per_byte(one), default=0.0)
-        return self._known[key] * one.bytes
+    def seconds(self, *collectives: Collective) -> float:
+        """The least time of some collectives, which may run at the same time.
 
-    def _per_byte(self, one: Collective) -> Iterator[float]:
-        """Lower bounds in seconds for each byte of the collective."""
-        chip, within, across = self.chip, list[Ints](), list[Ints]()
-        for group in one.pairs or one.groups:
+        0 for those of which it is not known what is sent to whom.
+        """
+        # the bytes that cross each border, by the devices that send to each other
+        crossing: dict[_Pattern, Any] = {}
+        for pattern, needs in self._all_needs(collectives):
+            crossing[pattern] = crossing.get(pattern, 0) + needs
+        found = [_longest(needs, self.rates((pattern,))) for pattern, needs in crossing.items()]
+        if len(found) > 1:  # all over the links of all of them
+            found.append(_longest(sum(crossing.values()), self.rates(tuple(crossing))))
+        return max(found, default=0.0)
+
+    def seconds_in_turn(self, *collectives: Collective) -> float:
+        """The least time of collectives that every chip runs one after another."""
+        n, first = (
+            int(self.chips.max()) + 1,
+            2 * (int(self.slices.max()) + int(self.chips.max()) + 2),
+        )
+        busy = np.zeros(n)
+        for pattern, needs in self._all_needs(collectives):
+            seconds = _seconds(needs, self.rates((pattern,)))[first : first + 2 * n]
+            busy += seconds.reshape(2, n).max(0)  # receives and sends
+        return max(float(busy.max()), self.seconds(*collectives))
+
+    def _all_needs(self, collectives: Sequence[Collective]) -> Iterator[tuple[_Pattern, Any]]:
+        for one in collectives:
+            if one.kind not in ('custom-call', 'ragged-all-to-all') and (one.groups or one.pairs):
+                pattern = _Pattern(bool(one.pairs), one.pairs or one.groups)
+                runs = 1 if one.executions is None else one.executions
+                yield pattern, runs * one.bytes * self.needs(one.kind, pattern)
+
+    # Borders: of every slice and every chip, for what goes between slices; of every chip and every
+    # stretch of positions, for what stays within one. Each has a number for either direction.
+
+    def needs(self, kind: str, pattern: _Pattern) -> Any:
+        """What crosses each border for each byte of a collective."""
+        key = kind, pattern
+        if key not in self._needs:
+            within, across = self.split(pattern)
+            parts = [
+                *_crossing(kind, across, self.slices),
+                *_crossing(kind, across, self.chips),
+                *_crossing(kind, within, self.chips),
+            ]
+            for axis in range(len(self.sizes)):
+                parts += self._into_stretches(kind, within, axis)
+            # every chip but one has to be sent the array, or its sum, by some chip
+            rounds = {'all-gather': 1, 'reduce-scatter': 1, 'all-reduce': 2}.get(kind, 0)
+            chips = self.chips
+            sends = sum(rounds * (len(set(chips[list(group)].tolist())) - 1) for group in within)
+            self._needs[key] = np.concatenate([*parts, [sends]])
+        return self._needs[key]
+
+    def rates(self, patterns: Sequence[_Pattern]) -> Any:
+        """The bytes per second that can cross each border, over the links of some patterns."""
+        key = frozenset(patterns)
+        if key not in self._rates:
+            chip, n_slices = self.chip, int(self.slices.max()) + 1
+            size = len(self.slices) / n_slices if chip.torus else chip.node
+            n_chips = int(self.chips.max()) + 1
+            total = (2 * chip.torus or 1) * chip.link
+            parts: list[Any] = [
+                np.full(2 * n_slices, size * chip.network),
+                np.full(2 * n_chips, total + chip.network),
+            ]
+            if self.has_coords:
+                links = _Links(self, [(p.directed, self.split(p)[0]) for p in patterns])
+                parts += [n * chip.link for n in links.of_chips()]
+                for axis in range(len(self.sizes)):
+                    across = [
+                        links.across(axis, start, start + length, self.wraps[axis])
+                        for start, length in self._stretches(axis)
+                    ]
+                    parts.append(np.ravel(np.array(across, float).reshape(-1, 2)) * chip.link)
+                parts.append([links.total * chip.link])
+            else:
+                parts += [np.full(2 * n_chips, total), [0.0]]
+            self._rates[key] = np.concatenate(parts)
+        return self._rates[key]
+
+    def split(self, pattern: _Pattern) -> tuple[list[Ints], list[Ints]]:
+        """The groups or pairs within a slice, and those across slices."""
+        within, across = list[Ints](), list[Ints]()
+        for group in pattern.groups:
             if len(set(group)) > 1:
                 is_within = len(set(self.slices[list(group)].tolist())) == 1
                 (within if is_within else across).append(group)
-        if across:
-            n_slices = int(self.slices.max()) + 1
-            size = len(self.slices) / n_slices if chip.torus else chip.node
-            total = 2 * chip.torus * chip.link if chip.torus else chip.link
-            yield self._busiest(one.kind, across, self.slices, size * chip.network)
-            yield self._busiest(one.kind, across, self.chips, total + chip.network)
-        if not within:
-            return
-        if not self.has_coords:
-            total = (2 * chip.torus or 1) * chip.link
-            yield self._busiest(one.kind, within, self.chips, total)
-            return
-        links = _Links(self, within, directed=bool(one.pairs))
-        into, out = links.of_chips()
-        chips = self.chips
-        yield self._busiest(one.kind, within, chips, into * chip.link, out * chip.link)
-        for axis in range(len(self.sizes)):
-            yield from self._stretches(one.kind, within, axis, links)
-        # every chip but one has to be sent the array, or its sum, by some chip
-        if links.total and one.kind in ('all-gather', 'reduce-scatter', 'all-reduce'):
-            rounds = 2 if one.kind == 'all-reduce' else 1
-            sends = sum(rounds * (len(set(chips[list(group)].tolist())) - 1) for group in within)
-            yield sends / (links.total * chip.link)
+        return within, across
 
-    def _busiest(
-        self, kind: str, groups: Sequence[Ints], parts: Any, into: Any, out: Any = None
-    ) -> float:
-        """The bound of the part that needs longest; `parts` has the part of every device."""
-        n_parts = int(parts.max()) + 1
-        inside = np.zeros((n_parts, 2))
-        for group in groups:
-            members, counts = np.unique(parts[list(group)], return_counts=True)
-            if kind == 'collective-permute':
-                source, target = parts[group[0]], parts[group[1]]
-                if source != target:
-                    inside[target, 0] += 1
-                    inside[source, 1] += 1
-                continue
-            inside[members, 0] += _entering(kind, counts, len(group))
-            inside[members, 1] += _entering(_REVERSED.get(kind, kind), counts, len(group))
-        return _longest(inside[:, 0], into, inside[:, 1], into if out is None else out)
-
-    def _stretches(
-        self, kind: str, groups: Sequence[Ints], axis: int, links: _Links
-    ) -> Iterator[float]:
-        """Bounds for the stretches of consecutive positions along a dimension of the torus."""
+    def _stretches(self, axis: int) -> Iterator[tuple[int, int]]:
+        """(start, length) of stretches of consecutive positions along a dimension of the torus."""
         size, wraps = self.sizes[axis], self.wraps[axis]
-        at = self.at[:, axis]
+        for start in range(size if wraps else 1):
+            for length in range(1, (size // 2 if wraps else size - 1) + 1):
+                yield start, length
+
+    def _into_stretches(self, kind: str, groups: Sequence[Ints], axis: int) -> Iterator[Any]:
+        """What enters and leaves each stretch."""
+        size, at = self.sizes[axis], self.at[:, axis]
         counts = np.zeros((len(groups), size), int)
         for i, group in enumerate(groups):
             np.add.at(counts[i], at[list(group)], 1)
         n = counts.sum(1)
-        for start in range(size if wraps else 1):
-            for length in range(1, (size // 2 if wraps else size - 1) + 1):
-                part = np.arange(start, start + length) % size
+        for start, length in self._stretches(axis):
+            part = np.arange(start, start + length) % size
+            if not groups:
+                yield np.zeros(2)
+            elif kind == 'collective-permute':
+                ends = np.isin(at[np.array(groups)], part)
+                enters, leaves = ends[:, 1] & ~ends[:, 0], ends[:, 0] & ~ends[:, 1]
+                yield np.array([enters.sum(), leaves.sum()], float)
+            else:
                 inside = counts[:, part].sum(1)
-                if kind == 'collective-permute':
-                    ends = np.isin(at[np.array(groups)], part)
-                    needs = [(ends[:, 1] & ~ends[:, 0]).sum(), (ends[:, 0] & ~ends[:, 1]).sum()]
-                else:
-                    reverse = _REVERSED.get(kind, kind)
-                    needs = [_entering(k, inside, n).sum() for k in (kind, reverse)]
-                into, out = links.across(axis, start, start + length, wraps)
-                link = self.chip.link
-                yield _longest(needs[0], into * link, needs[1], out * link)
+                kinds = kind, _REVERSED.get(kind, kind)
+                yield np.array([_entering(k, inside, n).sum() for k in kinds])
+
+
+class _Pattern(NamedTuple):
+    """Which devices send to each other: the groups, or the pairs of a permute."""
+
+    directed: bool
+    groups: tuple[tuple[int, ...], ...]
+
+
+def _crossing(kind: str, groups: Sequence[Ints], parts: Any) -> tuple[Any, Any]:
+    """What enters and leaves each part; `parts` has the part of every device."""
+    enters, leaves = (np.zeros(int(parts.max()) + 1) for _ in range(2))
+    for group in groups:
+        if kind == 'collective-permute':
+            source, target = parts[group[0]], parts[group[1]]
+            if source != target:
+                enters[target] += 1
+                leaves[source] += 1
+            continue
+        members, counts = np.unique(parts[list(group)], return_counts=True)
+        enters[members] += _entering(kind, counts, len(group))
+        leaves[members] += _entering(_REVERSED.get(kind, kind), counts, len(group))
+    return enters, leaves
 
 
 _REVERSED = {'all-gather': 'reduce-scatter', 'reduce-scatter': 'all-gather'}
@@ -158,10 +221,13 @@ def _entering(kind: str, inside: Any, n: Any) -> Any:
     return split * share
 
 
-def _longest(needs: Any, into: Any, needs_out: Any, out: Any) -> float:
-    with np.errstate(divide='ignore', invalid='ignore'):
-        seconds = np.concatenate([np.ravel(needs / into), np.ravel(needs_out / out)])
-    return float(np.nanmax(seconds, initial=0.0, where=np.isfinite(seconds)))
+def _longest(needs: Any, rates: Any) -> float:
+    return float(_seconds(needs, rates).max())
+
+
+def _seconds(needs: Any, rates: Any) -> Any:
+    """The time at each border; 0 where it is unknown which links lead over it."""
+    return np.divide(needs, rates, out=np.zeros(len(needs)), where=rates > 0)
 
 
 class _Links:
@@ -171,22 +237,27 @@ class _Links:
     from the next back. Devices of a pair send in one direction only.
     """
 
-    def __init__(self, network: Network, groups: Sequence[Ints], directed: bool):
+    def __init__(self, network: Network, patterns: Sequence[tuple[bool, Sequence[Ints]]]):
         self.network = network
         shape = (int(network.slices.max()) + 1, *network.sizes)
         axes = range(len(network.sizes))
         self.plus, self.minus = ([np.zeros(shape, bool) for _ in axes] for _ in range(2))
-        for group in groups:
-            at = network.at[list(group)]
-            kinds = [
-                _along(tuple(at[:, i] if directed else np.unique(at[:, i])), size, wraps, directed)
-                for i, (size, wraps) in enumerate(zip(network.sizes, network.wraps, strict=True))
-            ]
-            covered = [np.flatnonzero(positions) for _, _, positions in kinds]
-            for axis in axes:
-                for links, used in zip((self.plus, self.minus), kinds[axis][:2], strict=True):
-                    where = [*covered[:axis], np.flatnonzero(used), *covered[axis + 1 :]]
-                    links[axis][np.ix_([network.slices[group[0]]], *where)] = True
+        for directed, groups in patterns:
+            for group in groups:
+                self._add(group, directed)
+
+    def _add(self, group: Ints, directed: bool) -> None:
+        network, at = self.network, self.network.at[list(group)]
+        axes = range(len(network.sizes))
+        kinds = [
+            _along(tuple(at[:, i] if directed else np.unique(at[:, i])), size, wraps, directed)
+            for i, (size, wraps) in enumerate(zip(network.sizes, network.wraps, strict=True))
+        ]
+        covered = [np.flatnonzero(positions) for _, _, positions in kinds]
+        for axis in axes:
+            for links, used in zip((self.plus, self.minus), kinds[axis][:2], strict=True):
+                where = [*covered[:axis], np.flatnonzero(used), *covered[axis + 1 :]]
+                links[axis][np.ix_([network.slices[group[0]]], *where)] = True
 
     @property
     def total(self) -> int:

@@ -163,7 +163,10 @@ def _page(report: Report) -> Page:
         sections.insert(2, _intermediates(report.intermediates))
     sections.append(Section('on each device', words=tuple(_resources(report))))
     sections.append(temporaries_section(report.temporaries, report.memory))
-    sections.append(bounds_section(report.chip or '', report.bounds))
+    unknown_loops = any(row.at_least for row in report.products) or any(
+        row.executions is None for row in report.collectives
+    )
+    sections.append(bounds_section(report.chip or '', report.bounds, unknown_loops))
     mesh = ', '.join(f'{name}={size}' for name, size in report.mesh)
     devices = plural(report.n_devices, 'device')
     title = f'{report.name} on {devices} ({report.device_kind}{"; " * bool(mesh)}{mesh})'
@@ -259,7 +262,7 @@ def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[st
         runs,
         f'{row.kind}{" (async)" * row.is_async}{" (f32)" * row.widened}',
         short_arrays(row.arrays),
-        '?' if row.network_bytes is None else f'{row.groups} of {row.group_size}',
+        f'{row.groups} of {row.group_size}' if row.groups else '?',
         row.along,
         '?' if row.network_bytes is None else format_bytes(_sent(rows)),
         short_source(row.source),

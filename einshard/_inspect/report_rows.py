@@ -50,7 +50,8 @@ class CollectiveRow:
             'f32[8,16]'.
         bytes: bytes of those arrays, per device.
         group_size: the number of devices in each group.
-        groups: the number of groups.
+        groups: the number of groups; 0 if the program does not list them, as for a custom call, and
+            with JAX 0.8 and a newer libtpu. Bytes are then those of one group of all devices.
         along: the mesh axes that it runs along, on a user's mesh; else the array axes sharded over
             the same devices: 'b,x' is both axes, 'h|k' is either one. '' if unknown.
         executions: how often it runs in one run of the program; None if a loop has an unknown trip
@@ -61,8 +62,8 @@ class CollectiveRow:
         of: the path of the argument that it gathers, or of the results that it becomes (the
             all-reduce of a gradient becomes the new weights); may be empty.
         op_name: the JAX operation that it comes from.
-        role: 'weights', 'gradients' or 'activations'. Weights are arguments that the program
-            updates; if it updates none, all arguments of floating-point numbers.
+        role: 'weights', 'gradients' or 'activations'. In a train step, weights are the arguments
+            that it updates; in inference, the others. Only floating-point arguments count.
         is_backward: whether it belongs to the backward pass, which repeats parts of the forward
             pass under `jax.checkpoint`.
         axes: the axis names of an activation, 'b s d', from the einsum or constraint in its line,
@@ -71,6 +72,7 @@ class CollectiveRow:
             as XLA does on CPU. `arrays` and bytes are those in bfloat16.
         called_at: if `source` is in a helper, such as a function with only one line in the program,
             the nearest calling line outside helpers; else None.
+        in_branch: whether it is in a branch of a conditional; all branches count.
     """
 
     kind: str
@@ -90,6 +92,7 @@ class CollectiveRow:
     axes: str = ''
     widened: bool = False
     called_at: str | None = None
+    in_branch: bool = False
 
     parties = old_name('parties', 'group_size')
     times = old_name('times', 'executions')
@@ -141,6 +144,7 @@ class ProductRow:
         is_backward: whether they belong to the backward pass.
         source: 'model.py:12', or None.
         at_least: whether a loop around them has an unknown trip count; it counts as one iteration.
+        in_branch: whether they are in a branch of a conditional; all branches count.
     """
 
     flops: int
@@ -148,6 +152,7 @@ class ProductRow:
     is_backward: bool
     source: str | None
     at_least: bool
+    in_branch: bool = False
 
 
 @dataclass(frozen=True, slots=True)

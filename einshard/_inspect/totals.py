@@ -14,11 +14,14 @@ from .report_rows import Collectives, ProductRow
 
 def product_rows(module: Module) -> tuple[ProductRow, ...]:
     """The matrix products by source line, those with the most flops first."""
-    flops: Counter[tuple[str, bool, str | None, bool]] = Counter()
+    flops: Counter[tuple[str, bool, str | None, bool, bool]] = Counter()
     for one in find_products(module):
-        key = one.dtype, 'transpose(' in one.op_name, one.source, one.executions is None
-        flops[key] += one.total
+        is_backward, at_least = 'transpose(' in one.op_name, one.executions is None
+        flops[one.dtype, is_backward, one.source, at_least, one.in_branch] += one.total
     return tuple(ProductRow(n, *key) for key, n in flops.most_common())
+
+
+_ALL_BRANCHES = ' (all branches counted)'  # of conditionals
 
 
 def network_lines(rows: Collectives) -> Iterator[str]:
@@ -28,8 +31,10 @@ def network_lines(rows: Collectives) -> Iterator[str]:
     total = sum(rows.network_bytes.values())
     unknown = any(None in (row.executions, row.network_bytes) for row in rows)
     parts = _parts(rows.network_bytes, total)
-    at_least = 'at least ' * unknown
-    yield f'sent in one run: {at_least}{format_bytes(total)}{": " * bool(parts)}{parts}'
+    is_bound = unknown or any(not row.groups and row.network_bytes for row in rows)
+    at_least = ('at least ' if unknown else 'at most ') * is_bound
+    branches = _ALL_BRANCHES * any(row.in_branch for row in rows)
+    yield f'sent in one run: {at_least}{format_bytes(total)}{branches}{": " * bool(parts)}{parts}'
     axes, passes = rows.bytes_by('along'), rows.bytes_by('is_backward')
     for what, parted in (
         ('along', {key or 'unknown axes': n for key, n in axes.items()}),
@@ -73,4 +78,5 @@ def compute_line(flops: float, products: Sequence[ProductRow]) -> str:
     if more > 0:
         parts[-1].append(plural(more, 'other line'))
     listed = '; '.join(map(', '.join, parts))
-    return f'compute: {at_least}{flops_text(flops)} in one run{": " * bool(listed)}{listed}'
+    run = f'one run{_ALL_BRANCHES * any(row.in_branch for row in products)}'
+    return f'compute: {at_least}{flops_text(flops)} in {run}{": " * bool(listed)}{listed}'

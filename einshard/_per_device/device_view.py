@@ -123,6 +123,8 @@ def make_view(
     n_devices = math.prod(sizes.values())
     # JAX rejects any mesh but the one in context
     by_name = not in_context and is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
+    # 'd0' is not a valid name of an array axis
+    by_name = by_name and not any(sizes.keys() & spec.uses.keys() for spec in specs)
     named_sizes = {} if by_name else sizes
     specs = tuple(SpecAxes(s.of, _ruled(s.expression, rules, named_sizes)) for s in specs)
     if not by_name:

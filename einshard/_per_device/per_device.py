@@ -20,10 +20,10 @@ from .._functions.promise import Promise
 from .._functions.sharded import ShardedFunction, called_too_early, sharded
 from .._notation.expression import parse
 from .._notation.layout import axis_positions, mesh_text
-from .._sharding.context import current_context
+from .._sharding.context import context_on, current_context
 from .._sharding.leaf_spec import as_leaf_spec, check_constrained
 from .._sharding.legacy_mesh import noted
-from .._sharding.mesh import MeshLike, mesh_fact, sizes_of, spec_axes
+from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
 from .._trees.specs import Spec, check_specs, is_none, leaf_specs, mesh_of
@@ -93,8 +93,8 @@ def per_device(
         UnexpectedCollectives: at a call, if the program has collectives that are not allowed.
     """
     named = named_specs_and_jit_options
-    if mesh is None:
-        mesh = mesh_of([in_specs, out, named])
+    spec_mesh = mesh_of([in_specs, out, named])
+    mesh = spec_mesh if mesh is None else mesh
     in_specs, out, named = map(_as_expressions, (in_specs, out, named))
     if 'manual' in named:
         warnings.warn('manual= is now axis_names=', DeprecationWarning, stacklevel=2)
@@ -109,11 +109,11 @@ def per_device(
             raise called_too_early('per_device', given, in_specs)
         its_specs = {name: spec for name, spec in named.items() if name not in JIT_OPTIONS}
         options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
-        mapped = _Mapped(function, in_specs, its_specs, out, mesh, axis_names, check_vma)
+        mapped = _Mapped(function, in_specs, its_specs, out, mesh, spec_mesh, axis_names, check_vma)
         return sharded(
             *map(mapped.lazy, in_specs),
             out=mapped.lazy(out),
-            mesh=mesh,
+            mesh=spec_mesh or mesh,
             reshard=reshard,
             collectives=collectives,
             **{name: mapped.lazy(spec) for name, spec in its_specs.items()},
@@ -131,7 +131,12 @@ def _as_expressions(specs: Any) -> Any:
             return spec
         known = as_leaf_spec(spec)
         check_constrained(known)
-        return str(known)
+        if known.memory_kind is not None:
+            raise EinshardError(
+                f'per_device does not move arrays to {known.memory_kind} memory',
+                facts={'spec': repr(spec), 'instead': 'memory_kind= of einshard'},
+            )
+        return known.expression.text
 
     return jtu.tree_map(text, specs, is_leaf=is_none)
 
@@ -149,6 +154,7 @@ class _Mapped:
         named_specs: Mapping[str, Spec],
         out: Spec,
         mesh: MeshLike | None,
+        spec_mesh: AnyMesh | None,
         axis_names: Iterable[str] | None,
         check_vma: bool,
     ):
@@ -157,6 +163,7 @@ class _Mapped:
         self.parameters = Parameters(function, sorted(JIT_OPTIONS))
         self.out = out
         self.mesh = mesh
+        self.spec_mesh = spec_mesh  # that of the NamedShardings
         self.check_vma = check_vma
         try:
             names = listed(axis_names, str, 'axis_names', 'names of mesh axes', "('x',)")
@@ -212,6 +219,8 @@ class _Mapped:
                     },
                 )
             context = current_context(self.mesh)
+            if self.spec_mesh is not None:
+                context = context_on(self.spec_mesh, context)
             mesh, rules = context.lowering_mesh, context.axis_rules
             abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
             if not ambient.empty and ambient != abstract:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
+from numbers import Integral
 
 from .._errors import EinshardError
 from .._notation.words import is_mesh_axis
 
 _MAX_SHOWN = 5
+_CANONICAL = re.compile(r'd\d+')
 
 
 def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str, int]:
@@ -19,6 +22,7 @@ def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str
     """
     for name, size in sizes.items():
         _check(name, size)
+    sizes = {name: int(size) for name, size in sizes.items()}  # from numpy integers
     unknown = [name for name, size in sizes.items() if size == -1]
     if len(unknown) > 1:
         raise EinshardError(
@@ -33,12 +37,14 @@ def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str
 
 
 def _check(name: str, size: object) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+    if not isinstance(size, Integral) or isinstance(size, bool) or (size < 1 and size != -1):
         raise EinshardError(
             f'the size of mesh axis {name!r} must be a positive integer or -1, not {size!r}'
         )
     if not is_mesh_axis(name):
         raise EinshardError(f'{name!r} is not a valid name of a mesh axis')
+    if _CANONICAL.fullmatch(name):
+        raise EinshardError(f'{name!r} is a name of an axis of the canonical mesh; use another one')
 
 
 def _wrong_sizes(

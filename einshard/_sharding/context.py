@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, get_mesh
 
 from .._cache import cached
 from .._errors import EinshardError
-from .mesh import AnyMesh, MeshLike, check_mesh, device_mesh, mesh_fact
+from .mesh import AnyMesh, MeshLike, check_mesh, device_mesh, is_refactored, mesh_fact
 
 
 class AxisRule(NamedTuple):
@@ -111,10 +111,12 @@ def context_on(mesh: AnyMesh, context: Context) -> Context:
     if known is not None:
         if mesh in (known, getattr(known, 'abstract_mesh', None)):
             return context
-        if AxisType.Manual in known.axis_types or not context.mesh_is_ambient:
+        may_differ = context.mesh_is_ambient and AxisType.Manual not in known.axis_types
+        if not (may_differ or is_refactored(mesh, known)):
+            its, expected = mesh_fact(mesh), mesh_fact(known)
+            where = 'other devices' if its == expected else 'another mesh'
             raise EinshardError(
-                'the NamedSharding is on another mesh',
-                facts={'its mesh': mesh_fact(mesh), 'expected': mesh_fact(known)},
+                f'the NamedSharding is on {where}', facts={'its mesh': its, 'expected': expected}
             )
     return make_context(mesh, False, context.axis_rules)
 

@@ -166,4 +166,4 @@ def rewritten(spec: AnySpec, expression: str) -> AnySpec:
     """Replaces the expression of a spec."""
     if isinstance(spec, str):
         return in_memory(expression, split_memory(spec)[1])
-    return replace(as_leaf_spec(spec), expression=parse(expression))
+    return replace(as_leaf_spec(spec), expression=parse(expression), partition=None)

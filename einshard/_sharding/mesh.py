@@ -95,7 +95,7 @@ def _named_mesh(mesh: AnyMesh, names: tuple[str, ...], sizes: tuple[int, ...]) -
 
 def _canonical_mesh(devices: MeshLike | None, axis_types: AxisType | None) -> AnyMesh:
     axis_type = AxisType.Auto if axis_types is None else axis_types
-    if not isinstance(axis_type, AxisType):
+    if axis_type not in (AxisType.Auto, AxisType.Explicit):
         raise EinshardError(
             f'axis_types= must be one AxisType for all axes, not {axis_types!r}',
             facts={'expected': 'AxisType.Auto or AxisType.Explicit'},
@@ -268,6 +268,13 @@ def is_device_mesh(mesh: AnyMesh) -> bool:
     if isinstance(mesh, AbstractMesh):
         return True
     return list(mesh.devices.flat) == list(device_mesh(mesh).devices.flat)
+
+
+def is_refactored(mesh: AnyMesh, other: AnyMesh) -> bool:
+    """Whether both meshes are the canonical mesh of the same devices, also with other factors."""
+    if mesh.size != other.size or not (is_device_mesh(mesh) and is_device_mesh(other)):
+        return False
+    return refactored_mesh(other, mesh.axis_sizes) == mesh
 
 
 def memory_kind_of(sharding: Sharding) -> str | None:

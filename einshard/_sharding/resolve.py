@@ -131,6 +131,7 @@ def resolve(
     except EinshardError as error:
         fix = _working_fix(error, spec, shape, context, memory_kind, option)
         if isinstance(spec, LeafSpec) and spec.partition is not None:
+            fix = None if spec.unconstrained and not traced else fix
             error = error.about(spec=partition_text(spec.partition))
         if isinstance(spec, LeafSpec) and spec.rule is not None:
             error = error.about(rule=spec.rule)
@@ -291,9 +292,16 @@ def _working_fix(
 
     fix = working_fix(error, lambda text: attempt(rewritten(spec, text)))
     if fix is not None:
-        return Suggestion(str(rewritten(spec, fix.expression)))
+        fixed = rewritten(spec, fix.expression)
+        if not isinstance(spec, LeafSpec) or spec.partition is None:
+            return Suggestion(str(fixed))
+        sharding = attempt(fixed).sharding
+        return partition_text(
+            (_leave_free(sharding, spec) if spec.unconstrained else sharding).spec
+        )
     mesh, rules = context.mesh, context.axis_rules
-    if mesh is None:  # more likely, mesh= was forgotten
+    # more likely, mesh= was forgotten, or the mesh axis is misspelled
+    if mesh is None or error.fix is not None:
         return None
     lenient_rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
     there = make_context(mesh, context.mesh_is_ambient, lenient_rules)

@@ -19,10 +19,12 @@ _GENERATIONS = {
     'v6e': 2,
     'tpu7x': 3,
 }
-_NAME = re.compile(r'(?P<generation>[\w ]+?)[:=](?P<sizes>\d+(?:x\d+)*)(?P<twist>_(?:un)?twisted)?')
+_NAME = re.compile(
+    r'(?P<generation>[\w ]+?)[:=](?P<sizes>\d+(?:x\d+)*)(?P<twist>_(?:un)?twisted)?', re.ASCII
+)
 
 # Accelerator types of Google Cloud, with devices counted in TensorCores or in chips.
-_CLOUD_NAME = re.compile(r'(?P<generation>v2|v3|v4|v5p|v5litepod|v5e|v6e)-(?P<count>\d{1,6})')
+_CLOUD_NAME = re.compile(r'(?P<generation>v2|v3|v4|v5p|v5litepod|v5e|v6e)-(?P<count>[0-9]{1,6})')
 _CORES_PER_CHIP = {'v2': 2, 'v3': 2, 'v4': 2, 'v5p': 2, 'v5litepod': 1, 'v5e': 1, 'v6e': 1}
 _CLOUD_CHIPS = {
     'v2': (4, 16, 64, 128, 256),
@@ -42,6 +44,24 @@ def topology_name(name: str) -> str:
     The shape is the default of Google Cloud, the one closest to a cube
     (https://cloud.google.com/tpu/docs/types-topologies).
     """
+    try:
+        return _known_name(name)
+    except EinshardError as error:
+        raise error.with_fix(_respelled(name)) from None
+
+
+def _respelled(name: str) -> str | None:
+    """The name without spaces and capitals, and with ':' before the shape, if that is valid."""
+    compact = re.sub(r'\s*([-:/x])\s*', r'\1', name.strip().lower())
+    text = re.sub(r'[-/](?=\d+x)', ':', compact)
+    try:
+        _known_name(text)
+    except EinshardError:
+        return None
+    return f"'{text}'"
+
+
+def _known_name(name: str) -> str:
     found = _CLOUD_NAME.fullmatch(name)
     if found is None:
         _check_shape(name)

@@ -1,0 +1,214 @@
+"""The bytes that a program certainly moves between HBM and the chip. Imports no JAX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from .loops import find_counter
+from .module import ArrayType, Instruction, Module, Value
+
+_MOVED_MEMORY = re.compile(r'\{[^}]*S\([1-9]')  # VMEM on TPU, host memory
+
+
+def bytes_once(module: Module) -> int:
+    """Bytes per device of the arguments that are read and of the results that are written.
+
+    Of an array that is only sliced, the slices count. Not counted, because it depends on data or on
+    the kernel: what is gathered, what a branch of a conditional or a kernel such as one of Pallas
+    reads, and results that are changed in place in a part. Loops of unknown length are taken to run
+    once.
+    """
+    entry = module.entry
+    reads, total = _Reads(module), 0
+    for made in entry.parameters():
+        if not _MOVED_MEMORY.search(made.type):
+            total += _covered(made.results, reads.of(Value(entry, made.name)))
+    root = entry['']
+    for made in [entry[name] for name in root.operands] if root.opcode == 'tuple' else [root]:
+        if not _MOVED_MEMORY.search(made.type) and _is_written(module, Value(entry, made.name)):
+            total += sum(array.bytes for array in made.results)
+    return total
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+def _is_written(module: Module, value: Value) -> bool:
+    """Whether all of a value is written; not so an argument, or what is updated in place."""
+    made = value.made
+    while made.opcode in ('bitcast', 'convert', 'copy') and (value.given or made.opcode[0] == 'b'):
+        value = value.beside(made.operands[0])
+        made = value.made
+    if made.opcode == 'get-tuple-element':
+        several = value.beside(made.operands[0])
+        here = module.called(several.made)
+        if several.made.opcode == 'while':
+            here = module.computation(several.made.body)
+        if here is None or here[''].opcode != 'tuple':
+            return several.made.opcode not in ('parameter', 'conditional', 'custom-call', 'while')
+        return _is_written(module, several.inside(here, here[''].operands[made.element]))
+    if made.opcode == 'fusion' and (called := module.called(made)):
+        return _is_written(module, value.inside(called))
+    in_place = ('conditional', 'dynamic-update-slice', 'parameter', 'scatter')
+    return made.opcode not in in_place and 'output_to_operand_aliasing' not in made.attributes
+
+
+# --- arguments ----------------------------------------------------------------------------------
+
+
+class _Region(NamedTuple):
+    """A part of an array that is read: (start, end) in each dimension, or () if unknown."""
+
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+    elements: int
+
+    @property
+    def is_full(self) -> bool:
+        return self.elements == prod(self.shape)
+
+    def is_apart(self, other: _Region) -> bool:
+        """Whether no element is in both, for certain."""
+        ends = zip(self.box, other.box, strict=False)
+        return self.shape == other.shape and any(a[1] <= b[0] or b[1] <= a[0] for a, b in ends)
+
+
+def _all_of(array: ArrayType) -> _Region:
+    return _Region(array.shape, tuple((0, size) for size in array.shape), prod(array.shape))
+
+
+def _covered(arrays: Iterable[ArrayType], regions: Iterable[_Region]) -> int:
+    """The bytes of an array that regions cover at least."""
+    apart: list[_Region] = []
+    for region in sorted(set(regions), key=lambda region: -region.elements):
+        if all(region.is_apart(other) for other in apart):
+            apart.append(region)
+    [array] = arrays
+    n = min(sum(region.elements for region in apart), prod(array.shape))
+    return array.bytes * n // max(prod(array.shape), 1)
+
+
+_SLICE = re.compile(r'\bslice=\{([^}]*)\}')
+_SIZES = re.compile(r'dynamic_slice_sizes=\{([\d,]*)\}')
+_LIBRARY = 'custom_call_target="__'  # of cuBLAS and cuDNN, which read all operands
+
+
+class _Reads:
+    """The regions of values that are read."""
+
+    def __init__(self, module: Module):
+        self._module = module
+        self._known: dict[tuple[str, str, int], list[_Region]] = {}
+
+    def of(self, value: Value, element: int = -1, loop: Value | None = None) -> list[_Region]:
+        """The regions of a value, or of an element of a tuple, that are read."""
+        key = value.here.name, value.name, element
+        if key not in self._known:
+            self._known[key] = []  # for a loop
+            regions = [
+                region
+                for user in value.here.users(value.name)
+                for region in self._by(value, element, user, loop)
+            ]
+            if value.given and value.name == value.here[''].name:
+                regions.append(_all_of(value.made.results[0]))
+            self._known[key] = regions
+        return self._known[key]
+
+    def _by(
+        self, value: Value, element: int, user: Instruction, loop: Value | None
+    ) -> list[_Region]:
+        at, used = user.operands.index(value.name), value.beside(user.name)
+        match user.opcode.removesuffix('-start'):
+            case 'tuple' if user.name != value.here[''].name:
+                return self.of(used, at, loop)
+            case 'tuple':
+                return [_all_of(value.made.results[0])] if value.given else []
+            case 'get-tuple-element':
+                return self.of(used, -1, loop) if user.element == element else []
+            case 'while':
+                body = self._module.computation(user.body)
+                start = Value(body, body.parameter(0))
+                return self.of(start, element, used)
+            case 'fusion' | 'call' if called := self._module.called(user):
+                inside = used.inside(called, called.parameter(at))
+                # on TPU there are fusions of nothing but a bitcast
+                only_moves = _unmoved(used.inside(called)) == inside.name
+                return self.of(used if only_moves else inside, element, loop)
+            case 'bitcast' | 'opt-barrier':
+                return self._through(value, used, loop)
+            case 'slice':
+                return self._through(value, used, loop) and [_sliced(value.made, user)]
+            case 'dynamic-slice' if at == 0:
+                read = not value.given or self._through(value, used, loop)
+                return [self._dynamic(value, used, loop)] if read else []
+            case 'gather' | 'dynamic-update-slice' | 'scatter' if at == 0:
+                return []
+            case 'conditional' | 'async':
+                return []
+            case 'pad' if re.search(r'padding=\S*-', user.attributes):  # cuts off
+                return []
+            case 'custom-call' if _LIBRARY not in user.attributes:
+                return []
+            case _:
+                if value.given:
+                    return self._through(value, used, loop)
+                return [_all_of(array) for array in value.made.results[:1]]
+
+    def _through(self, value: Value, used: Value, loop: Value | None) -> list[_Region]:
+        """The regions that a fusion needs for those of a result that are needed."""
+        array, needed = value.made.results[0], self.of(used, -1, loop)
+        if any(region.is_full for region in needed):
+            return [_all_of(array)]
+        n = [region.elements for region in needed if prod(region.shape) == prod(array.shape)]
+        return [_Region(array.shape, (), max(n))] if n else []
+
+    def _dynamic(self, value: Value, used: Value, loop: Value | None) -> _Region:
+        """What a dynamic slice reads; in a loop over layers, all of them one after another."""
+        array, sizes = value.made.results[0], _SIZES.search(used.made.attributes)
+        size = [int(n) for n in sizes[1].split(',') if n] if sizes else []
+        counter = find_counter(self._module, loop) if loop else None
+        names = used.made.operands[1:] if counter else []
+        values = (counter.values(used.beside(name)) if counter else None for name in names)
+        starts = [start for start in values if start is not None]
+        n = 1
+        if len(starts) == len(size):
+            moving = [
+                (np.clip(start, 0, whole - part).tolist(), part)
+                for start, whole, part in zip(starts, array.shape, size, strict=True)
+                if start.size > 1
+            ]
+            n = _apart(*moving[0]) if len(moving) == 1 else 1
+        elements = n * prod(size)
+        is_full = elements == prod(array.shape)
+        return _all_of(array) if is_full else _Region(array.shape, (), elements)
+
+
+def _apart(starts: Iterable[int], size: int) -> int:
+    """The number of slices that do not overlap."""
+    found, end = 0, 0
+    for start in sorted(starts):
+        if not found or start >= end:
+            found, end = found + 1, start + size
+    return found
+
+
+def _sliced(made: Instruction, user: Instruction) -> _Region:
+    found = _SLICE.search(user.attributes)
+    limits = re.findall(r'\[(\d+):(\d+)(?::(\d+))?\]', found[1] if found else '')
+    box = tuple((int(start), int(end)) for start, end, _ in limits)
+    steps = [int(step or 1) for _, _, step in limits]
+    n = prod(-(-(end - start) // step) for (start, end), step in zip(box, steps, strict=True))
+    return _Region(made.results[0].shape, box, n)
+
+
+def _unmoved(value: Value) -> str:
+    """The name of what a value comes from, without bitcasts and the like."""
+    while value.made.opcode in ('bitcast', 'convert', 'copy'):
+        value = value.beside(value.made.operands[0])
+    return value.made.name

@@ -1,0 +1,170 @@
+"""explain on programs whose flops, bytes, executions and roles are known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from einshard import explain
+from einshard._hlo.collectives import read_collectives
+from einshard._hlo.flops import find_products
+from einshard._hlo.module import Module
+from einshard._inspect.carried import Carried
+from einshard._inspect.explain import _collective_row
+from einshard._inspect.report_rows import Collectives
+from einshard._inspect.totals import network_lines
+
+B, D, T = 64, 256, 32
+
+
+@pytest.fixture(scope='module')
+def shaped():
+    """A function that makes shapes on a mesh of 4 x 4 devices."""
+    mesh = Mesh(np.array(jax.devices()[:16]).reshape(4, 4), ('data', 'tensor'))
+
+    def shape(*sizes, spec=None, dtype='float32'):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec or P()))
+
+    return shape
+
+
+# --- roles --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('donated', [(), 1])
+def test_weights_of_inference_are_not_the_cache(shaped, donated):
+    """The cache and the weights have leaves of the same name."""
+    on_all = shaped().sharding
+
+    def decode(params, cache, x, n):
+        w = {name: lax.with_sharding_constraint(w, on_all) for name, w in params.items()}
+        k = lax.dynamic_update_slice_in_dim(cache['k'], (x @ w['k'])[:, None], n, 1)
+        seen = lax.with_sharding_constraint(cache['k'], on_all)
+        return jnp.einsum('bk,btk->bt', x @ w['q'], seen), {'k': k}
+
+    report = explain(
+        jax.jit(decode, donate_argnums=donated),
+        {name: shaped(D, D, spec=P('tensor')) for name in 'kq'},
+        {'k': shaped(B, T, D, spec=P('data'))},
+        shaped(B, D),
+        shaped(dtype='int32'),
+    )
+    roles = {path: row.role for row in report.collectives for path in row.of}
+    assert roles['params/k'] == roles['params/q'] == 'weights'
+    assert roles['cache/k'] == 'activations'
+
+
+def test_a_single_result_in_place_of_an_argument(shaped):
+    """Its alias has no number in the program."""
+    report = explain(jax.jit(lambda x: x * 2, donate_argnums=0), shaped(B, D, spec=P('data')))
+    assert report.in_place == (('result', 'x'),)
+
+
+# --- flops --------------------------------------------------------------------------------------
+
+MATRIX_VECTOR = """HloModule jit_f
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: bf16[8], w: bf16[8,4]) -> (f32[4], f32[4]) {
+  %x = bf16[8]{0} parameter(0)
+  %w = bf16[8,4]{1,0} parameter(1)
+  %wide = bf16[8,4]{1,0} broadcast(%x), dimensions={0}
+  %product = bf16[8,4]{1,0} multiply(%wide, %w)
+  %exact = f32[8,4]{1,0} convert(%product)
+  %zero = f32[] constant(0)
+  %y = f32[4]{0} reduce(%exact, %zero), to_apply=%add, metadata={op_name="jit(f)/dot_general"}
+  %z = f32[4]{0} reduce(%exact, %zero), to_apply=%add, metadata={op_name="jit(f)/reduce_sum"}
+  ROOT %both = (f32[4], f32[4]) tuple(%y, %z)
+}
+"""
+
+
+def test_products_that_are_written_as_sums():
+    """TPU programs have these for a matrix and a vector. Other sums do not count."""
+    assert [one.flops for one in find_products(Module(MATRIX_VECTOR))] == [2 * 8 * 4]
+
+
+def test_complex_products():
+    x = jax.ShapeDtypeStruct((8, 16), jnp.complex64)
+    assert explain(lambda x: x @ x.T, x).flops == 8 * 8 * 16 * 8
+
+
+# --- groups -------------------------------------------------------------------------------------
+
+NO_GROUPS = """HloModule jit_f, num_partitions=16
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %y = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={}, to_apply=%add
+}
+"""
+
+
+def test_groups_that_the_program_does_not_list():
+    """JAX 0.8 prints {} for what a newer libtpu writes; at most, it is one group of all devices."""
+    [one] = read_collectives(NO_GROUPS)
+    assert (one.n_groups, one.group_size, one.network_bytes) == (0, 16, 60)
+    mesh = Mesh(np.array(jax.devices()[:16]), ('data',))
+    row = _collective_row(one, Carried('activations', False, (), ''), [mesh], {})
+    assert (row.groups, row.along) == (0, '')
+    assert next(network_lines(Collectives([row]))) == 'sent in one run: at most 60 B'
+
+
+# --- conditionals, and loops of unknown length --------------------------------------------------
+
+
+def test_bounds_leave_out_branches(shaped):
+    """They count in flops and in bytes sent, but not in bounds: another one may be taken."""
+
+    def f(p, w, x):
+        def product(x):
+            return lax.with_sharding_constraint(x @ w, shaped(B, D, spec=P('data')).sharding)
+
+        return lax.cond(p, product, lambda x: jnp.tanh(x), x)
+
+    arguments = shaped(dtype='bool'), shaped(D, D, spec=P('tensor')), shaped(B, D, spec=P('data'))
+    report = explain(jax.jit(f), *arguments, chip='TPU v5e')
+    assert report.flops
+    assert report.network_bytes
+    assert all(row.in_branch for row in (*report.products, *report.collectives))
+    assert {bound.resource for bound in report.bounds} <= {'HBM'}
+    assert 'in one run (all branches counted)' in str(report)
+
+
+def test_loops_of_unknown_length(shaped):
+    def f(w, x, n):
+        return lax.fori_loop(0, n, lambda i, x: jnp.tanh(x @ w), x)
+
+    arguments = shaped(D, D), shaped(B, D, spec=P('data')), shaped(dtype='int32')
+    report = explain(jax.jit(f), *arguments, chip='TPU v5e')
+    assert report.flops == 2 * (B // 4) * D * D
+    assert 'one run (TPU v5e; loops of unknown length run once)' in str(report)
+
+
+def test_difference_of_a_loop_of_unknown_length(shaped):
+    def f(w, x, n):
+        return lax.fori_loop(0, n, lambda i, x: jnp.tanh(x @ w), x)
+
+    arguments = shaped(D, D, spec=P('tensor')), shaped(B, D, spec=P('data'))
+    unknown = explain(jax.jit(f), *arguments, shaped(dtype='int32'))
+    known = explain(jax.jit(lambda w, x: f(w, x, 5)), *arguments)
+    assert [row[1:] for row in unknown.diff(known).collectives] == [(None, 5)]
+    assert ': ? => 5 (' in str(unknown.diff(known))
+
+
+def test_narrow_products_that_a_cpu_widens(shaped):
+    """In fp8, an H100 needs half the time of bf16; on CPU both products are in f32."""
+    seconds = {}
+    for dtype in ('bfloat16', 'float8_e4m3fn'):
+        x = shaped(D, D, dtype=dtype)
+        report = explain(lambda x: jnp.dot(x, x, preferred_element_type='float32'), x, chip='H100')
+        seconds[dtype] = report.bounds[0].seconds
+    assert seconds['bfloat16'] / seconds['float8_e4m3fn'] == pytest.approx(2, rel=0.01)

@@ -1,0 +1,90 @@
+"""The HBM bound: never more than a program can do with."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from einshard._hlo.module import Module
+from einshard._hlo.traffic import bytes_once
+
+N, ROW = 2**20, 4 * 128
+
+
+def floats(*shape, dtype='float32'):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+TABLE, VECTOR, NUMBER = floats(8192, 128), floats(N), floats(dtype='int32')
+ALL = 4 * N  # bytes of either
+
+
+def sum_of_rows(x, n):
+    return lax.fori_loop(0, n, lambda i, c: c * 0.5 + x[i], jnp.zeros(128))
+
+
+def scan(x, **options):
+    return lax.scan(lambda c, row: (c * 0.5 + row, None), jnp.zeros(128), x, **options)[0]
+
+
+# the function, its arguments, and the bytes of a run that moves as little as possible
+PROGRAMS = {
+    'a slice': (lambda x: jnp.sum(x[:8]), [VECTOR], 4 * 8 + 4),
+    'every 1024th': (lambda x: x[::1024] * 2, [VECTOR], 2 * 4 * 1024),
+    'a product of which 8 are needed': (
+        lambda x, y: jnp.where(y > 0, jnp.tanh(x)[:8], y),
+        [VECTOR, floats(8)],
+        3 * 4 * 8,
+    ),
+    'one row in every step': (
+        lambda x, n: lax.scan(lambda c, i: (c + x[i], None), jnp.zeros(128), n)[0],
+        [TABLE, floats(16, dtype='int32')],
+        ROW + 4 * 16 + ROW,  # the 16 rows may be the same
+    ),
+    'the first rows': (lambda x: sum_of_rows(x, 64), [TABLE], 64 * ROW + ROW),
+    'a number of rows': (sum_of_rows, [TABLE, NUMBER], ROW + 4 + ROW),
+    'every other row': (
+        lambda x: lax.fori_loop(0, 4096, lambda i, c: c * 0.5 + x[2 * i], jnp.zeros(128)),
+        [TABLE],
+        ALL // 2 + ROW,
+    ),
+    'a branch': (
+        lambda p, w, x: lax.cond(p, lambda x: x + jnp.sum(w), lambda x: x * 2, x),
+        [floats(dtype='bool'), VECTOR, floats(8)],
+        1 + 2 * 4 * 8,
+    ),
+    'a branch that changes nothing': (
+        lambda x, p: lax.cond(p, lambda x: x * 2, lambda x: x, x),
+        [VECTOR, floats(dtype='bool')],
+        1,
+    ),
+    'two caches': (
+        lambda a, b, row, n: [lax.dynamic_update_slice(x, row, (n, 0)) for x in (a, b)],
+        [TABLE, TABLE, floats(1, 128), NUMBER],
+        3 * ROW + 4,
+    ),
+}
+
+
+@pytest.mark.parametrize('what', PROGRAMS)
+def test_no_more_than_a_run_can_do_with(what):
+    fn, arguments, needed = PROGRAMS[what]
+    donated = {'two caches': (0, 1), 'a branch that changes nothing': (0,)}.get(what, ())
+    compiled = jax.jit(fn, donate_argnums=donated).lower(*arguments).compile()
+    assert bytes_once(Module(compiled.as_text())) <= needed
+
+
+@pytest.mark.parametrize(
+    ('fn', 'argument', 'needed'),
+    [
+        (scan, TABLE, ALL + ROW),
+        (lambda x: scan(x, reverse=True), TABLE, ALL + ROW),
+        (lambda x: x[: N // 2] + x[N // 2 :], VECTOR, ALL + ALL // 2),
+        (lambda x: jnp.sum(x[:8]), VECTOR, 4 * 8 + 4),
+        (lambda x: jnp.tanh(x) * 2, VECTOR, 2 * ALL),
+    ],
+    ids=['scan', 'reverse scan', 'halves', 'slice', 'elementwise'],
+)
+def test_all_that_a_run_needs(fn, argument, needed):
+    compiled = jax.jit(fn).lower(argument).compile()
+    assert bytes_once(Module(compiled.as_text())) == needed
