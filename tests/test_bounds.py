@@ -18,8 +18,8 @@ from einshard import Chip, EinshardError, explain, sharded
 from einshard._hlo.buffers import largest_temporaries
 from einshard._hlo.collectives import Collective, find_collectives
 from einshard._hlo.hardware import as_chip, find_chip
+from einshard._hlo.hbm_traffic import bytes_once
 from einshard._hlo.module import ArrayType, Module
-from einshard._hlo.traffic import bytes_once
 from einshard._inspect.bounds import Bound, find_bounds
 from einshard._inspect.network import Network
 from einshard._text import format_seconds

@@ -8,8 +8,8 @@ from typing import Any
 
 from .._hlo.collectives import Collective
 from .._hlo.hardware import Chip
+from .._hlo.hbm_traffic import bytes_once
 from .._hlo.module import Module
-from .._hlo.traffic import bytes_once
 from .._page import Section
 from .._text import format_seconds
 from .network import Network

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from einshard._hlo.hbm_traffic import bytes_once
 from einshard._hlo.module import Module
-from einshard._hlo.traffic import bytes_once
 
 N, ROW = 2**20, 4 * 128
 
