@@ -16,6 +16,8 @@ from hypothesis import given
 
 from einshard import make_sharding
 
+pytestmark = oracle.ANY_SPACING
+
 ROOT = Path(__file__).parent.parent
 HOME = ROOT / '.venv-einshard-0.2'
 REQUIREMENT = 'einshard==0.2.0'
