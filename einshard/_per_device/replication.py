@@ -8,16 +8,18 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.sharding import PartitionSpec
 
 from .._errors import EinshardError, quoted
 from .._sharding.mesh import entry_axes
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr
 
 # JAX's messages for one axis and for several axes
 _REPLICATED = re.compile(
@@ -156,6 +158,8 @@ _REPLICATING = {'psum', 'psum_invariant', 'pmax', 'pmin', 'all_gather_invariant'
 
 def _histories(jaxpr: Jaxpr, known: Sequence[History]) -> list[History]:
     """Computes the history of each result of a jaxpr from the histories of its arguments."""
+    from jax.extend.core import Var  # here: it takes 10 ms of the import of einshard
+
     history: dict[Any, History] = dict(zip(jaxpr.invars, known, strict=True))
 
     def of(variables: Sequence[Any]) -> list[History]:
@@ -192,6 +196,8 @@ def _mesh_axes(equation: Any) -> frozenset[str]:
 
 def _equations_inside(equation: Any) -> Iterator[Any]:
     """Yields the equations in the body of a loop, a conditional or a nested jit."""
+    from jax.extend.core import ClosedJaxpr, Jaxpr
+
     for value in jtu.tree_leaves(list(equation.params.values())):
         jaxpr = value.jaxpr if isinstance(value, ClosedJaxpr) else value
         if isinstance(jaxpr, Jaxpr):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, get_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh, get_mesh
 
 from .._cache import cached
 from .._errors import EinshardError
@@ -86,7 +86,7 @@ def current_context(mesh: MeshLike | None = None) -> Context:
     mesh in context takes 1 us, and hashing a sequence of devices takes more.
     """
     enclosing = _enclosing()
-    ambient = jax.sharding.get_abstract_mesh()
+    ambient = get_abstract_mesh()
     if mesh is None:
         if ambient.empty:
             return enclosing
@@ -123,7 +123,7 @@ def context_on(mesh: AnyMesh, context: Context) -> Context:
 
 def ambient_mesh() -> AnyMesh | None:
     """Returns the mesh of `jax.set_mesh`, or None; while tracing, its abstract mesh."""
-    abstract = jax.sharding.get_abstract_mesh()
+    abstract = get_abstract_mesh()
     if abstract.empty:
         return None
     try:
@@ -140,7 +140,7 @@ def is_mesh_in_context(mesh: AnyMesh) -> bool:
 
     While tracing, JAX does not expose the devices of the mesh in context.
     """
-    ambient = jax.sharding.get_abstract_mesh()
+    ambient = get_abstract_mesh()
     if isinstance(mesh, AbstractMesh):
         return mesh == ambient
     return not ambient.empty and _enclosing().mesh is None
