@@ -116,11 +116,11 @@ def _report(
     in_rows, out_rows = ([_array_row(array) for array in part] for part in (arguments, results))
     used = [array for array in arguments if array.sharding is not None]
     inputs = [(array.path, array.shape, array.names) for array in used]
-    outputs = _output_paths(out_rows, [array.path for array in used], module)
+    paths = [array.path for array in used]
+    outputs = _output_paths(out_rows, paths, module)
     ids = [device.id for device in devices]
     collectives, all_gathers = _communication(module, ids, len(used))
     weights = find_weights(module, [(a.path, str(a.dtype)) for a in used], outputs)
-    paths = [array.path for array in used]
     carried = find_carried(module, collectives, weights, paths, outputs)
     products = product_rows(module)
     rows = Collectives(

@@ -203,16 +203,7 @@ def find_placement(
         and spec.expression.short
         and not any(term.is_sharded for term in spec.expression.right)
     )
-
-    def attempt(text: str) -> Placement:
-        return find_placement(rewritten(spec, text), shape, context, memory_kind)
-
-    warning = None
-    if lacks_placement:
-        names = [name for name, size in named_sizes.items() if size > 1]
-        warning = mesh_axes_hint(spec.expression, names, attempt)
-    elif not _is_ruled(spec.expression, context):
-        warning = spacing_hint(spec.expression, attempt)
+    warning = _likely_typo(spec, shape, context, memory_kind, lacks_placement)
     return Placement(
         expression,
         layout,
@@ -222,6 +213,26 @@ def find_placement(
         bool(spec.unconstrained),
         warning,
     )
+
+
+def _likely_typo(
+    spec: LeafSpec,
+    shape: Shape | int | None,
+    context: Context,
+    memory_kind: str | None,
+    lacks_placement: bool,
+) -> str | None:
+    """Returns a warning about a valid spec that is likely a typo, with a fix that works."""
+
+    def attempt(text: str) -> Placement:
+        return find_placement(rewritten(spec, text), shape, context, memory_kind)
+
+    if lacks_placement:
+        names = [name for name, size in sizes_of(context.lowering_mesh).items() if size > 1]
+        return mesh_axes_hint(spec.expression, names, attempt)
+    if _is_ruled(spec.expression, context):
+        return None
+    return spacing_hint(spec.expression, attempt)
 
 
 def _is_ruled(expression: Expression, context: Context) -> bool:
