@@ -91,6 +91,8 @@ def find_model(
     sizes, divisors, together = _sizes(program, axes, names)
     results = jtu.tree_leaves(stages.traced.out_info)
     arrays = _arrays(_leaves(stages), arguments, results)
+    both = zip(program.arguments, arrays, strict=True)
+    states = [value for value, one in both if value is not None and one.role == 'state']
     return Model(
         stages.name,
         sizes,
@@ -98,7 +100,7 @@ def find_model(
         together,
         arrays,
         _new_results(program, axes, arrays, results),
-        find_products(program, axes),
+        find_products(program, axes, states),
         find_peaks(program, axes),
     )
 

@@ -21,12 +21,14 @@ class Side:
         names: the names of every axis; `()` for one that is not sharded.
         share: 1 / the number of products that use this operand, or that are added up to this
             result: they share one collective.
+        role: what a collective on it carries: 'weights', 'gradients' or 'activations'.
     """
 
     indices: tuple[int, ...]
     names: tuple[Names, ...]
     bytes: int
     share: float = 1.0
+    role: str = 'activations'
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,14 @@ class Product:
         return tuple(index for index in indices if index not in self.out.indices)
 
 
-def find_products(program: Program, names: Sequence[tuple[Names, ...]]) -> tuple[Product, ...]:
-    """Returns the operations that may communicate or compute much; equal ones are merged."""
-    shares = _Shares(program)
+def find_products(
+    program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]
+) -> tuple[Product, ...]:
+    """Returns the operations that may communicate or compute much; equal ones are merged.
+
+    `states` are the arguments, by value, that are weights or other state.
+    """
+    shares = _Shares(program, names, states)
     counts: Counter[Product] = Counter()
     sources: dict[Product, str] = {}
     for op in program.ops:
@@ -80,11 +87,11 @@ def _products(
         value = op.ins[operand]
         if value is not None and names[value][axis]:
             kept = tuple(() if i == axis else one for i, one in enumerate(names[value]))
-            yield _reshard(value, names[value], kept, program)
+            yield _reshard(value, names[value], kept, program, shares)
     if op.primitive == 'sharding_constraint':
         old = op.ins[0]
         if old is not None and out is not None and names[old] != names[out]:
-            yield _reshard(old, names[old], names[out], program)
+            yield _reshard(old, names[old], names[out], program, shares)
     if einsum is None or out is None:
         return
     operands = [op.ins[i] for i in einsum.operands]
@@ -93,10 +100,22 @@ def _products(
     values = [value for value in operands if value is not None]
     is_product = len(values) > 1
     sides = tuple(
-        _side(value, its, program, names, shares.of_operand(op, value) if is_product else 1.0)
+        Side(
+            its,
+            names[value],
+            program.values[value].bytes,
+            shares.of_operand(op, value) if is_product else 1.0,
+            shares.role(value),
+        )
         for value, its in zip(values, einsum.indices, strict=True)
     )
-    result = _side(out, einsum.out, program, names, shares.of_result(out) if is_product else 1.0)
+    result = Side(
+        einsum.out,
+        names[out],
+        program.values[out].bytes,
+        shares.of_result(out) if is_product else 1.0,
+        shares.role_of_result(out),
+    )
     if einsum.flops or _is_sharded_sum(sides, einsum):
         dtype = _hlo_dtype(program.values[values[0]].dtype)
         kind = 'product' if is_product else 'reduction'
@@ -113,21 +132,11 @@ def _is_sharded_sum(sides: Sequence[Side], einsum: Einsum) -> bool:
 
 
 def _reshard(
-    value: int, old: tuple[Names, ...], new: tuple[Names, ...], program: Program
+    value: int, old: tuple[Names, ...], new: tuple[Names, ...], program: Program, shares: _Shares
 ) -> Product:
-    indices, size = tuple(range(len(old))), program.values[value].bytes
-    sides = Side(indices, old, size), Side(indices, new, size)
-    return Product('reshard', sides[:1], sides[1], 0, '', 1)
-
-
-def _side(
-    value: int,
-    indices: tuple[int, ...],
-    program: Program,
-    names: Sequence[tuple[Names, ...]],
-    share: float,
-) -> Side:
-    return Side(indices, names[value], program.values[value].bytes, share)
+    indices, size, role = tuple(range(len(old))), program.values[value].bytes, shares.role(value)
+    before, after = (Side(indices, names, size, 1.0, role) for names in (old, new))
+    return Product('reshard', (before,), after, 0, '', 1)
 
 
 def _hlo_dtype(dtype: object) -> str:
@@ -140,36 +149,49 @@ def _hlo_dtype(dtype: object) -> str:
     return name
 
 
-class _Shares:
-    """Counts the products that use an array, or whose results are added up."""
+# a gradient may pass these before it is added to others
+_SUMS = ('add_any', 'convert_element_type', 'transpose')
 
-    def __init__(self, program: Program):
+
+class _Shares:
+    """Finds the products that share a collective, and what collectives carry."""
+
+    def __init__(
+        self, program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]
+    ):
+        self.names = names
         self.roots = Roots(program)
         self.users: Counter[tuple[int, int]] = Counter()
         self.terms: Counter[int] = Counter()
-        for op in program.ops:
-            einsum = op.relation.einsum
-            if einsum is not None and len(einsum.operands) > 1:
-                used = {self.roots(v) for v in (op.ins[i] for i in einsum.operands) if v is not None}
-                self.users.update((op.scope, root) for root in used)
-        self._sum_up(program)
-
-    def _sum_up(self, program: Program) -> None:
-        """Finds the sum that each product is a term of, such as a gradient of several uses."""
         self.sum_of = list(range(len(program.values)))
         for op in reversed(program.ops):
-            if op.primitive in ('add_any', 'convert_element_type', 'transpose') and op.outs:
-                out = op.outs[0]
+            if op.primitive in _SUMS and op.outs[0] is not None:
                 for value in op.ins:
-                    if value is not None and out is not None:
-                        self.sum_of[value] = self.sum_of[out]
+                    if value is not None:
+                        self.sum_of[value] = self.sum_of[op.outs[0]]
         for op in program.ops:
             einsum = op.relation.einsum
             if einsum is not None and len(einsum.operands) > 1 and op.outs[0] is not None:
+                operands = [op.ins[i] for i in einsum.operands]
+                used = {self.roots(value) for value in operands if value is not None}
+                self.users.update((op.scope, root) for root in used)
                 self.terms[self.sum_of[op.outs[0]]] += 1
+        self.weights = {self.roots(value) for value in states}
+        for op in program.ops:
+            if op.primitive in ('scan_input', 'slice', 'dynamic_slice') and op.ins[0] is not None:
+                if self.roots(op.ins[0]) in self.weights:
+                    self.weights.update(self.roots(v) for v in op.outs if v is not None)
+        self.weight_names = {names[value] for value in states if any(names[value])}
+        self.weight_names |= {one[1:] for one in self.weight_names if any(one[1:])}
 
     def of_operand(self, op: Op, value: int) -> float:
         return 1 / max(self.users[op.scope, self.roots(value)], 1)
 
     def of_result(self, value: int) -> float:
         return 1 / max(self.terms[self.sum_of[value]], 1)
+
+    def role(self, value: int) -> str:
+        return 'weights' if self.roots(value) in self.weights else 'activations'
+
+    def role_of_result(self, value: int) -> str:
+        return 'gradients' if self.names[value] in self.weight_names else 'activations'
