@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from .candidate import Candidate
 from .estimate import Estimator, Totals
 from .judgement import Objective
-from .product_cost import Sizes
-from .space import Plan, Role, Space
+from .space import Plan, Role, Sizes, Space
 
 # a space of at most this many plans is listed in full: 0.1 ms each
 FULL = 20_000
@@ -84,6 +83,7 @@ class _Search:
         self.memory = math.inf if memory is None else memory
         self.objective: Objective = objective
         self.known: dict[Plan, Totals] = {}
+        self.keys: dict[Plan, tuple[float, ...]] = {}
         self.pruned: Counter[str] = Counter()
 
     # --- what plans cost ----------------------------------------------------------------------
@@ -91,11 +91,17 @@ class _Search:
     def totals(self, plan: Plan) -> Totals:
         known = self.known.get(plan)
         if known is None:
-            known = self.known[plan] = self.estimator.totals(plan[0], self.space.axes(plan))
+            known = self.known[plan] = self.estimator.totals(self.space.axes(plan))
         return known
 
     def key(self, plan: Plan) -> tuple[float, ...]:
         """What plans are sorted by: whether they fit, the objective, then memory and bytes."""
+        known = self.keys.get(plan)
+        if known is None:
+            known = self.keys[plan] = self._key(plan)
+        return known
+
+    def _key(self, plan: Plan) -> tuple[float, ...]:
         totals = self.totals(plan)
         over = max(totals.memory - self.memory, 0)
         first = {'bound': totals.seconds, 'bytes': totals.sent, 'memory': totals.memory}
@@ -192,7 +198,7 @@ class _Search:
 
     def totals_alone(self, plan: Plan) -> Totals:
         """The costs with one mesh axis of some of the devices; not a plan of the space."""
-        return self.estimator.totals(plan[0], self.space.axes(plan))
+        return self.estimator.totals(self.space.axes(plan))
 
     def split(self) -> None:
         """Splits a mesh axis in two, of which one gets another role."""

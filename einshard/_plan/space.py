@@ -14,8 +14,9 @@ from .._notation.layout import mesh_text
 from .._sharding.axis_rules import axis_rules
 from .candidate import Candidate
 from .model import Model
-from .product_cost import Sizes
+from .product_cost import MeshAxis, mesh_axes
 
+Sizes: TypeAlias = tuple[int, ...]
 # the axis names that one mesh axis shards; of an array, it shards at most one axis
 Role: TypeAlias = frozenset[str]
 Plan: TypeAlias = tuple[Sizes, tuple[Role, ...]]  # a mesh shape, and the role of every mesh axis
@@ -79,20 +80,25 @@ class Space:
                 shards[name] = shards.get(name, 1) * size
         return all(self.model.divisors[name] % n == 0 for name, n in shards.items())
 
-    def axes(self, plan: Plan) -> dict[str, tuple[int, ...]]:
-        """The mesh axes of every name, by position, and of the user's mesh axes."""
-        found: dict[str, tuple[int, ...]] = {name: () for name in self.model.names}
-        for axis, role in enumerate(plan[1]):
+    def axes(self, plan: Plan) -> dict[str, tuple[MeshAxis, ...]]:
+        """The mesh axes of every name, and of the user's mesh axes."""
+        found: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(self.model.names, ())
+        of_mesh = mesh_axes(plan[0])
+        for axis, role in zip(of_mesh, plan[1], strict=True):
             for name in role:
                 found[name] += (axis,)
-        return found | {name: (i,) for i, (name, _) in enumerate(self.mesh or ())}
+        fixed = zip(self.mesh or (), of_mesh, strict=False)
+        return {name: (axis,) for (name, _), axis in fixed} | found
 
     def candidate(self, plan: Plan) -> Candidate:
-        sizes, axes = plan[0], self.axes(plan)
-        names = self.mesh_axes[: len(sizes)]
+        sizes, roles = plan
+        mesh_axes = list(zip(self.mesh_axes, roles, strict=False))
         return Candidate(
-            tuple(zip(names, sizes, strict=True)),
-            tuple((name, tuple(names[i] for i in axes[name])) for name in self.model.names),
+            tuple(zip(self.mesh_axes, sizes, strict=False)),
+            tuple(
+                (name, tuple(axis for axis, role in mesh_axes if name in role))
+                for name in self.model.names
+            ),
         )
 
     def across_slices(self) -> frozenset[str]:
