@@ -75,11 +75,13 @@ class Search:
             self.stopped = 'interrupted'
 
     def ranking(self) -> list[Judgement]:
-        """The compiled candidates, best first: those that fit, those the target's compiler knows.
+        """The compiled candidates: the best one that the target's compiler knows, then the others.
 
-        Without the target's compiler, the partitioner's order.
+        Without the target's compiler, all are in the partitioner's order.
         """
-        return sorted(self.judged.values(), key=self._rank)
+        ranked = sorted(self.judged.values(), key=self._rank)
+        known = [one for one in ranked if one.judge == 'compiler' and self.fits(one)]
+        return [*known[:1], *(one for one in ranked if one not in known[:1])]
 
     def fits(self, judgement: Judgement) -> bool:
         """Whether a candidate compiles and needs no more memory than a device has."""
@@ -93,7 +95,6 @@ class Search:
         return (
             not fits,
             excess,
-            judgement.judge != 'compiler' and self.by_compiler is not None,
             *judgement.cost(self.objective),
             str(judgement.candidate),
         )
