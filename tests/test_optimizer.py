@@ -850,13 +850,13 @@ def test_no_parameter():
         2 arrays match no parameter by path and shape
           arrays:     'p/mlp/w' float32[8,8] (its parameter is float32[8,4]), 'rng' uint32[2]
           parameters: 'mlp/b' float32[4], 'mlp/w' float32[8,4]
-          expected:   default=, a spec for such arrays: default='... -> * ...'
+          try:        default='... -> * ...', the spec for arrays that match no parameter
         """)
     assert message(einshard, struct(3), for_optimizer({}, None)) == expected("""
         1 array matches no parameter by path and shape
           arrays:     '' float32[3]
           parameters: none
-          expected:   default=, a spec for such arrays: default='... -> * ...'
+          try:        default='... -> * ...', the spec for arrays that match no parameter
         """)
 
 
@@ -890,7 +890,7 @@ def test_specs_that_do_not_fit_the_parameters():
     params = {'w': struct(6, 64), 'b': struct(64)}
     assert message(for_optimizer, params, {'w': ROWS}) == expected("""
         spec tree does not match: no spec for 'b' at the root
-          value: parameters of for_optimizer
+          value: model parameters, in for_optimizer
           specs: dict with w
           tree:  dict with b, w
         """)
@@ -900,7 +900,7 @@ def test_specs_that_do_not_fit_the_parameters():
     state = {'mu': params}
     error = message(einshard, state, for_optimizer(params, Rules([('w', ROWS)])))
     assert error.startswith('1 path matches no rule')
-    assert 'value:    parameters of for_optimizer' in error
+    assert 'value:    model parameters, in for_optimizer' in error
     # an error in the spec of a parameter shows that parameter
     only = {'v': {'w': struct(64)}}
     spec = for_optimizer(params, Rules([('w', 'x y -> x4 4 y')], default=EVERYWHERE))
@@ -916,12 +916,13 @@ def test_mesh_axes_of_zero():
     state = {'mu': params}
     for bad in (3, {'data'}, ('data', 2), None, b'data'):
         assert message(for_optimizer, params, ROWS, zero=bad) == (
-            f'zero= takes names of mesh axes, not {bad!r}\n'
-            "  example: zero=True, zero='data', zero=('data', 'fsdp')"
+            f'zero= must be True or names of mesh axes, not {bad!r}\n'
+            "  example: zero=True (all mesh axes), zero='data', zero=('data', 'fsdp')"
         )
     assert message(einshard, state, for_optimizer(params, ROWS, zero='data')) == expected("""
         zero= names 'data', but there is no mesh
-          expected: mesh= or 'with jax.set_mesh(mesh):'; or zero=True
+          expected:          mesh=mesh or 'with jax.set_mesh(mesh):'
+          for all mesh axes: zero=True
         """)
     spec = for_optimizer(params, ROWS, zero='dta')
     mesh = mesh_of(data=4, tp=2)

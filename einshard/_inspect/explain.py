@@ -70,23 +70,23 @@ def explain(
         >>> [(row.path, row.array) for row in report.arguments[1:]]
         [('w', 'float32[32,8]')]
 
-    It compiles the function once; later calls reuse the compiled program.
+    `explain` compiles the function once; later calls of the function reuse the compiled program.
 
     Args:
         fn: a `sharded` or jitted function, any other function (it is jitted), or the result of its
             `lower(...)`, compiled or not.
         args, kwargs: arguments of the call: arrays, or `jax.ShapeDtypeStruct` in place of arrays.
-            None for a lowered program. Pass arguments by position if their names clash with those
-            below.
-        mesh: the mesh to compile for, if a `sharded` function has none; `topology` makes one of
-            devices you don't have. Then only shapes and dtypes of the arguments matter.
+            Omit them for a lowered program. Pass arguments by position if their names clash with
+            those below.
+        mesh: the mesh to compile for, unless `fn` has its own; `topology` makes one of devices you
+            don't have. If `mesh=` is given, only the shapes and dtypes of the arguments matter.
         replicated_above: warn about replicated arguments and results of more than this many bytes.
         intermediates: whether to list the placements of intermediate values; this compiles again.
         chip: the chip for the lower bounds on time: a `Chip`, or a name such as 'H100'. Default:
             the chip of the devices; there are no bounds for CPUs.
 
     Returns:
-        A `Report` for print, the prompt, rich and notebooks.
+        A `Report`, which renders in the REPL, notebooks, rich and print.
 
     Raises:
         EinshardError: the arguments do not fit the function; it does not compile; or the compiler
