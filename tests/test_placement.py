@@ -469,7 +469,7 @@ def test_inside_a_per_device_function(options):
         return einshard(x, '* a b', **options)
 
     mapped = jax.shard_map(f, mesh=user_mesh(), in_specs=P('data'), out_specs=P('data'))
-    assert 'per-device' in refusal(mapped, X).sentence
+    assert 'inside shard_map' in refusal(mapped, X).sentence
 
 
 # --- transformations --------------------------------------------------------------------------
