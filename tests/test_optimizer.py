@@ -704,7 +704,7 @@ BLOCKS = Rules([('w', 'x y -> x4 4 y')], default=EVERYWHERE)
         (
             {'w': ROWS},
             {},
-            ['spec tree does not match', 'value: model parameters, in for_optimizer'],
+            ['spec tree does not match', 'in for_optimizer'],
         ),
         ({'w': ROWS, 'b': 'x**'}, {}, ["'x**'"]),
         (3, {}, ['3 is not a spec']),
@@ -713,7 +713,7 @@ BLOCKS = Rules([('w', 'x y -> x4 4 y')], default=EVERYWHERE)
         (
             Rules([('w', ROWS)]),
             {},
-            ['1 path matches no rule', 'model parameters, in for_optimizer'],
+            ['1 path matches no rule', 'in for_optimizer'],
         ),
         # a moment with all axes is named itself, one without some by its parameter
         (BLOCKS, {}, ["axis 'x' (size 6) is not divisible by 4", "leaf 'mu/w'"]),
