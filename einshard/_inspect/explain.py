@@ -24,7 +24,7 @@ from .._hlo.module import Module
 from .._notation.expression import ELLIPSIS, axis_letters
 from .._sharding.describe import Description, describe, describe_named
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
-from .._sharding.mesh import MeshLike, is_device_mesh, spec_axes
+from .._sharding.mesh import AnyMesh, MeshLike, is_device_mesh, spec_axes
 from .._trees.paths import path_text
 from .bounds import NO_BOUNDS, find_bounds
 from .carried import Carried, find_carried, find_weights, results_in_place
@@ -94,17 +94,19 @@ def explain(
     """
     given = None if chip is None else as_chip(chip)
     stages = lower(fn, args, kwargs, mesh)
-    compiled = compile_stages(stages, given_mesh(stages, (args, kwargs), mesh))
-    return _report(stages, compiled, given, replicated_above, intermediates)
+    of = given_mesh(stages, (args, kwargs), mesh)
+    return explain_stages(stages, of, given, replicated_above, intermediates)
 
 
-def _report(
+def explain_stages(
     stages: Stages,
-    compiled: Compiled | Oversized,
-    chip: Chip | None,
-    replicated_above: int,
-    intermediates: bool,
+    mesh: AnyMesh | None,
+    chip: Chip | None = None,
+    replicated_above: int = 2**20,
+    intermediates: bool = False,
 ) -> Report:
+    """Compiles a traced program for a mesh, if that is known, and reports on it."""
+    compiled = compile_stages(stages, mesh)
     module = Module(program_text(stages.name or 'the program', compiled))
     held, results_info = compiled_shardings(compiled)  # type: ignore[reportArgumentType]
     arguments = _arguments(stages, compiled, held, module)
