@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -20,6 +21,10 @@ from .._sharding.resolve import Placement
 # The axis names of the value that a line constrains, by file and line, for `explain`: a compiled
 # program has lines, but no names. Empty for a line that constrains values with different names.
 names_at: dict[str, tuple[str, ...]] = register({})
+# The expressions of all constraints of a trace, for `plan`; None outside of it.
+constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
+    'constraints_of_trace', default=None
+)
 
 
 def constrain(x: Any, placement: Placement) -> Any:
@@ -37,6 +42,9 @@ def constrain(x: Any, placement: Placement) -> Any:
 
 def _note_names(expression: Expression) -> None:
     """Records the axis names for the user's line, and for the line that calls its function."""
+    found = constraints_of_trace.get()
+    if found is not None:
+        found.append(expression)
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
     for frame in filter(None, (user, user.f_back)):
         line = f'{frame.f_code.co_filename}:{frame.f_lineno}'
