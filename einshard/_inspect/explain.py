@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, Sharding
-from jax.stages import Compiled
 
 from .._functions.promise import program_text
 from .._hlo.all_gathers import AllGather, find_all_gathers
