@@ -12,15 +12,17 @@ from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import parse_bytes
 from .._sharding.axis_rules import Placed, check_option
 from .._sharding.context import current_context
-from .._sharding.mesh import MeshLike, mesh_fact
-from .._text import name_of
-from .candidates import enumerate_candidates
-from .judge import Partitioner, TargetCompiler
+from .._sharding.mesh import MeshLike, is_device_mesh, mesh_fact
+from .candidates import find_candidates
+from .estimate import Estimator
+from .judge import Function, Partitioner
 from .judgement import Objective
+from .make_plan import is_simulated, make_plan
 from .model import find_model
 from .progress import Progress
 from .result import Plan
 from .search import Budget, Search
+from .space import Space, read_pins
 from .tables import read_table
 
 # A sharding of the user: the sizes of the mesh axes, and a placement by axis name.
@@ -88,7 +90,6 @@ def plan(
             sizes; or no candidate compiles.
     """
     check_option('objective', objective, get_args(Objective))
-    name = name_of(fn)
     devices = _devices(mesh)
     chip = as_chip(chip) if chip is not None else find_chip(devices.devices.flat[0].device_kind)
     if objective == 'bound' and chip is None:
@@ -103,26 +104,26 @@ def plan(
     if limit is None and chip is not None:
         limit = int(chip.memory * chip.share(devices.devices.flat[0]))
     _check_budget(compilations, seconds)
-    model = find_model(fn, args, kwargs)
+    fixed = None if is_device_mesh(devices) else tuple(devices.shape.items())
+    model = find_model(fn, args, kwargs, [axis for axis, _ in fixed or ()])
+    space = Space(model, devices.size, _n_slices(devices), fixed, read_pins(pin or {}))
     given = [read_table(i, one, model, devices.size) for i, one in enumerate(candidates)]
-    found = enumerate_candidates(model, devices, chip, limit, pin or {})
-    with (
-        Partitioner(fn, args, kwargs, devices, chip) as partitioner,
-        Progress(f'plan for {name}') as progress,
-    ):
-        target = TargetCompiler(fn, args, kwargs, devices, chip)
+    estimator = Estimator(model, devices, chip)
+    found = find_candidates(space, estimator, memory=limit, objective=objective)
+    function = Function(fn, args, kwargs, devices, chip)
+    with Partitioner(function) as partitioner, Progress() as progress:
         search = Search(
-            estimates=found.ranked,
+            estimates=[estimator.judge(candidate) for candidate, _ in found.found],
             extra=given,
-            by_partitioner=partitioner.compile_all if partitioner.works else None,
-            by_compiler=target.compile_all if target.differs or not partitioner.works else None,
+            by_partitioner=partitioner.judge,
+            by_compiler=None if is_simulated(devices) else function.compile_all,
             objective=objective,
             limit=limit,
             budget=Budget(compilations, seconds),
             progress=progress.show,
         )
         search.run()
-    return Plan.of(search, found, model, devices, chip, fn, args, kwargs)
+    return make_plan(search, found, model, function)
 
 
 def _devices(mesh: MeshLike | None) -> Mesh:
@@ -146,6 +147,10 @@ def _devices(mesh: MeshLike | None) -> Mesh:
             },
         )
     return target
+
+
+def _n_slices(devices: Mesh) -> int:
+    return len({getattr(device, 'slice_index', None) for device in devices.devices.flat})
 
 
 def _check_budget(compilations: object, seconds: object) -> None:

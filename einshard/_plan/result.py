@@ -50,7 +50,7 @@ class Plan:
     chip: str | None
     objective: Objective
     limit: int | None
-    sizes: Mapping[str, tuple[int, ...]]
+    sizes: Mapping[str, int]
     choices: tuple[Judgement, ...]
     code: tuple[str, ...]
     n_candidates: int

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from .._errors import EinshardError, quoted
 from .._notation.expression import Term, parse
 from .._sharding.axis_rules import axis_rules
 from .candidate import Candidate
+from .model import Model
 
 
-def read_table(number: int, given: Any, names: Sequence[str], n_devices: int) -> Candidate:
+def read_table(number: int, given: Any, model: Model, n_devices: int) -> Candidate:
     """Reads one of `candidates=`: the mesh sizes, and a placement by axis name.
 
     Names that the model lacks are ignored, because a table usually serves several models.
@@ -32,7 +33,7 @@ def read_table(number: int, given: Any, names: Sequence[str], n_devices: int) ->
             facts={'mesh sizes': sizes},
         )
     placed = {name: mesh_axes(name, text, mesh) for name, text in placements(given[1]).items()}
-    return Candidate(tuple(mesh.items()), tuple((name, placed.get(name, ())) for name in names))
+    return Candidate(tuple(mesh.items()), tuple((name, placed.get(name, ())) for name in model.names))
 
 
 def placements(given: Mapping[str, Any]) -> dict[str, str]:
