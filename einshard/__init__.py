@@ -10,9 +10,12 @@ Models: `Rules`, `shard_largest`, `for_optimizer`, `axis_rules`, `TRAINING_AXES`
 Inspect placements: `describe`, `show`, `device_mesh`.
 Inspect programs: `explain`, `topology`, `Chip`, `assert_collectives`, `expect_collectives`.
 Without compiling: `parallelism`.
+Find shardings: `plan`.
 Errors: `EinshardError`, `UnexpectedCollectives`, `MemoryExceeded`.
 Caches: `clear_caches`.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from ._arrays.from_local import from_local as from_local
 from ._arrays.gather import gather as gather
@@ -42,3 +45,16 @@ from ._trees.optimizer import for_optimizer as for_optimizer
 from ._trees.rules import Rules as Rules
 from ._trees.shard_largest import shard_largest as shard_largest
 from ._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from ._plan.plan import plan as plan
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Imports `plan` when it is first used: it has more code than the rest needs to start."""
+        if name != 'plan':
+            raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+        from ._plan.plan import plan
+
+        globals()['plan'] = plan
+        return plan

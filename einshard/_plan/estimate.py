@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh
 
 from .._hlo.collectives import ring_bytes
@@ -25,7 +25,8 @@ from .live import Stored
 from .mesh_network import MeshNetwork
 from .model import Model
 from .names import Names
-from .product_cost import Axes, Sizes, Way, cheapest_way, shards
+from .product_cost import Axes, Sent, Sizes, Way, cheapest_way, shards
+from .products import Product, Side
 
 # ways are chosen by time; without a chip, by the rates of this one, which is in the middle
 _TYPICAL = 'TPU v5e'
@@ -45,14 +46,13 @@ class Totals(NamedTuple):
         return self.compute + self.hbm + self.network
 
 
-@dataclass(frozen=True, slots=True)
-class _Cost:
+class _Cost(NamedTuple):
     """The cost of all executions of a product."""
 
-    way: Way
     compute: float
     network: float
     sent: float
+    way: Way
 
 
 class Estimator:
@@ -69,37 +69,22 @@ class Estimator:
         self.chip = as_chip(_TYPICAL) if chip is None else chip
         self.share = self.chip.share(self.devices[0])
         self.network = MeshNetwork(self.devices, self.chip)
-        products = [(one, _names_of([*one.operands, one.out])) for one in model.products]
-        self.products = [one for one in products if one[0].flops or one[1]]
-        self.arguments = _merged((one.names, one.bytes) for one in model.arrays)
-        self.results = _merged(model.results)
-        kept = Counter[tuple[Names, ...]]()
-        for one in model.arrays:
-            kept[one.names] += one.bytes * one.donated
-        self.written = _merged([*kept.items(), *model.results])
-        self._known: dict[Sizes, list[dict[Any, _Cost]]] = {}
+        named = [(one, _names_of([*one.operands, one.out])) for one in model.products]
+        self.products = [(one, names) for one, names in named if one.flops or names]
+        self.stored = _StoredArrays(model)
+        self._known: dict[Sizes, list[tuple[tuple[str, ...], dict[Any, _Cost]]]] = {}
 
     def totals(self, sizes: Sizes, axes: Axes) -> Totals:
         """The costs on a mesh of these sizes, with the mesh axes of every name, by position."""
-        costs = self._costs(sizes, axes)
-        arguments = _local(self.arguments, sizes, axes)
-        results = _local(self.results, sizes, axes)
-        written = _local(self.written, sizes, axes)
-        live = max(
-            (
-                sum(n * stored[1] / _parts(stored[0], sizes, axes) for stored, n in peak)
-                for peak in self.model.peaks
-            ),
-            default=0.0,
-        )
-        gathered = max((cost.way.gathered for cost in costs), default=0.0)
-        return Totals(
-            sum(cost.compute for cost in costs),
-            (arguments + written) / (self.chip.memory_bandwidth * self.share),
-            sum(cost.network for cost in costs),
-            sum(cost.sent for cost in costs),
-            arguments + results + live + gathered,
-        )
+        compute = network = sent = gathered = 0.0
+        for one in self._costs(sizes, axes):
+            compute += one[0]
+            network += one[1]
+            sent += one[2]
+            gathered = max(gathered, one[3].gathered)
+        read_and_written, memory = self.stored.bytes(sizes, axes)
+        hbm = read_and_written / (self.chip.memory_bandwidth * self.share)
+        return Totals(compute, hbm, network, sent, memory + gathered)
 
     def judge(self, candidate: Candidate) -> Judgement:
         """Estimates one candidate in detail."""
@@ -113,7 +98,7 @@ class Estimator:
         costs = self._costs(sizes, axes)
         for (product, _), cost in zip(self.products, costs, strict=True):
             for one in cost.way.sent:
-                along = ','.join(mesh_axes[axis] for axis in one.axes)
+                along = ','.join(mesh_axes[axis] for axis in sorted(one.axes))
                 n_bytes = product.executions * _sent(one, sizes)
                 sent[along] += round(n_bytes)
                 sent_by[one.kind, one.role] += round(n_bytes)
@@ -142,17 +127,18 @@ class Estimator:
     def _costs(self, sizes: Sizes, axes: Axes) -> list[_Cost]:
         known = self._known.get(sizes)
         if known is None:
-            known = self._known[sizes] = [{} for _ in self.products]
+            known = self._known[sizes] = [(names, {}) for _, names in self.products]
         costs: list[_Cost] = []
-        for (product, names), its in zip(self.products, known, strict=True):
-            key = tuple([axes[name] for name in names])
+        of = axes.__getitem__
+        for i, (names, its) in enumerate(known):
+            key = tuple(map(of, names))
             cost = its.get(key)
             if cost is None:
-                cost = its[key] = self._cost(product, sizes, axes)
+                cost = its[key] = self._cost(self.products[i][0], sizes, axes)
             costs.append(cost)
         return costs
 
-    def _cost(self, product: Any, sizes: Sizes, axes: Axes) -> _Cost:
+    def _cost(self, product: Product, sizes: Sizes, axes: Axes) -> _Cost:
         def rate(kind: str, along: tuple[int, ...]) -> float:
             return self.network.seconds_per_byte(kind, sizes, along)
 
@@ -160,29 +146,55 @@ class Estimator:
         way = cheapest_way(product, axes, sizes, flop_seconds, rate)
         n, compute = product.executions, flop_seconds / way.parts
         sent = n * sum(_sent(one, sizes) for one in way.sent)
-        return _Cost(way, n * compute, n * (way.seconds - compute), sent)
+        return _Cost(n * compute, n * (way.seconds - compute), sent, way)
 
 
-def _sent(one: Any, sizes: Sizes) -> float:
+def _sent(one: Sent, sizes: Sizes) -> float:
     group = math.prod(sizes[axis] for axis in one.axes)
     return ring_bytes(one.kind, round(one.bytes), group)
 
 
-def _names_of(sides: Sequence[Any]) -> tuple[str, ...]:
+def _names_of(sides: Sequence[Side]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for side in sides for one in side.names for name in one))
 
 
-def _merged(stored: Any) -> list[Stored]:
+class _StoredArrays:
+    """The bytes of the arrays in memory. Arrays with the same names have the same shards."""
+
+    def __init__(self, model: Model):
+        arguments = [(one.names, one.bytes) for one in model.arrays]
+        kept = [(one.names, one.bytes) for one in model.arrays if one.donated]
+        peaks = [[(names, n * size) for (names, size), n in peak] for peak in model.peaks] or [[]]
+        rows = [
+            [*arguments, *kept, *model.results],
+            *([*arguments, *model.results, *peak] for peak in peaks),
+        ]
+        totals = [_merged(row) for row in rows]
+        kinds = list(dict.fromkeys(names for row in totals for names in row))
+        self.kinds = [(tuple(name for one in names for name in one), names) for names in kinds]
+        self.sizes = np.array([[row[names] for names in kinds] for row in totals], float)
+        self._known: dict[Sizes, list[dict[Any, float]]] = {}
+
+    def bytes(self, sizes: Sizes, axes: Axes) -> tuple[float, float]:
+        """The bytes per device that are read and written once, and those in memory at the peak."""
+        known = self._known.get(sizes)
+        if known is None:
+            known = self._known[sizes] = [{} for _ in self.kinds]
+        parts: list[float] = []
+        of = axes.__getitem__
+        for (flat, names), its in zip(self.kinds, known, strict=True):
+            key = tuple(map(of, flat))
+            part = its.get(key)
+            if part is None:
+                part = its[key] = 1 / math.prod(sizes[axis] for axis in shards(names, axes))
+            parts.append(part)
+        once, *peaks = self.sizes.dot(parts)
+        return float(once), float(max(peaks))
+
+
+def _merged(stored: Iterable[Stored]) -> Counter[tuple[Names, ...]]:
     """Adds up the bytes of arrays with the same names."""
     total: Counter[tuple[Names, ...]] = Counter()
     for names, n_bytes in stored:
         total[tuple(one for one in names if one)] += n_bytes
-    return list(total.items())
-
-
-def _local(stored: Sequence[Stored], sizes: Sizes, axes: Axes) -> float:
-    return sum(n_bytes / _parts(names, sizes, axes) for names, n_bytes in stored)
-
-
-def _parts(names: Sequence[Names], sizes: Sizes, axes: Axes) -> int:
-    return math.prod(sizes[axis] for axis in shards(names, axes))
+    return total

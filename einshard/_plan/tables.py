@@ -33,7 +33,9 @@ def read_table(number: int, given: Any, model: Model, n_devices: int) -> Candida
             facts={'mesh sizes': sizes},
         )
     placed = {name: mesh_axes(name, text, mesh) for name, text in placements(given[1]).items()}
-    return Candidate(tuple(mesh.items()), tuple((name, placed.get(name, ())) for name in model.names))
+    return Candidate(
+        tuple(mesh.items()), tuple((name, placed.get(name, ())) for name in model.names)
+    )
 
 
 def placements(given: Mapping[str, Any]) -> dict[str, str]:
