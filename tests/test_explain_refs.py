@@ -141,4 +141,4 @@ def test_partial_sums_may_be_arguments(mesh):
     assert [row.placement for row in (*report.arguments, *report.results)] == [
         'a b -> a b (with partial sums over y)'
     ] * 2
-    assert report.warnings == ()  # each device has another term: that is no copy
+    assert report.findings == ()  # each device has another term: that is no copy

@@ -216,7 +216,7 @@ def test_cores_and_chips(libtpu):
 def test_sizes_that_the_cloud_does_not_have(name, counts):
     with pytest.raises(EinshardError) as caught:
         topology(name)
-    assert caught.value.sentence == f"'{name}' is not a slice of Google Cloud"
+    assert caught.value.sentence == f"'{name}' is not a Cloud accelerator type"
     assert counts in str(caught.value)
 
 

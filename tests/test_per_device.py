@@ -489,7 +489,7 @@ def test_unchecked_replication():
 
 
 def test_einshard_in_the_body():
-    with pytest.raises(EinshardError, match='each device has its own array'):
+    with pytest.raises(EinshardError, match='each device already has its own array'):
         LAYER(lambda x, w: einshard(x, 'b x -> b* x'))(X, W)
 
 

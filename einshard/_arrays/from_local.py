@@ -23,7 +23,7 @@ from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import Spec, leaf_specs
 from .device_put import as_host
 from .place import check_dtype, einshard
-from .process_agreement import PlannedArray, check_agreement, group_processes, process_text
+from .process_agreement import PlannedArray, check_same_plan, group_processes, process_text
 
 T = TypeVar('T')
 
@@ -83,7 +83,7 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
         # on every call, not only for new shapes: a process with a known shape would skip the check,
         # and one with a new shape would wait for it forever
         try:
-            check_agreement(plan.planned, device_mesh)
+            check_same_plan(plan.planned, device_mesh)
         except EinshardError as error:
             raise error from plan.error
     if plan.error is not None:

@@ -124,7 +124,7 @@ class Parameters:
             if name in assigned:
                 raise EinshardError(
                     f"parameter '{name}' of {self.function} has two specs",
-                    facts={'by position': assigned[name], 'by name': spec},
+                    facts={'by position': repr(assigned[name]), 'by name': repr(spec)},
                 )
             assigned[name] = spec
         return assigned
@@ -240,7 +240,7 @@ class Declaration:
         if name in self.static and spec is not None:
             raise EinshardError(
                 f"parameter '{name}' is static, so it cannot have a spec",
-                facts={'spec': spec},
+                facts={'spec': repr(spec)},
             )
         try:
             return read_specs(spec)

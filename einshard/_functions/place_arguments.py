@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from .._arrays.constrain import reshard_traced, sharding_refused
 from .._arrays.device_put import device_put, movable, put
 from .._arrays.place import check_ref
-from .._arrays.process_agreement import PlannedArray, check_same
+from .._arrays.process_agreement import PlannedArray, check_same_contents
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
 from .._sharding.describe import describe, describe_in
@@ -53,7 +53,7 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
         if any(new is not old for new, (_, old, _) in zip(moved, leaves[i], strict=True)):
             placed[i] = jtu.tree_unflatten(jtu.tree_structure(value), moved)
     if spread and running and isinstance(traced.mesh, Mesh) and not is_tracing():
-        check_same(spread, traced.mesh)
+        check_same_contents(spread, traced.mesh)
     same = all(new is old for new, old in zip(placed, values, strict=True))
     return values if same else placed
 

@@ -339,7 +339,7 @@ def called_too_early(
     facts: dict[str, Any] = {}
     if in_specs and _is_function(in_specs[-1]):
         name = name_of(in_specs[-1])
-        facts['note'] = f'{name} was taken as a spec, because {decorator} has other arguments too'
+        facts['note'] = f'the same call has other arguments, so {name} was read as a spec'
         facts['try'] = f'{decorator}(...)({name})'
     return EinshardError(f'{decorator} must decorate one function, got {found}', facts=facts)
 

@@ -183,7 +183,7 @@ def _check_short(expression: Expression) -> None:
             f"axis '{again[0].name}' appears {len(again)} times, "
             "but without '->' it must appear once",
             again,
-            repeated_axis="with '->', on the right side: 'i o -> i2 o4 i2'",
+            to_shard_an_axis_twice="repeat it after '->', as in 'i o -> i2 o4 i2'",
         )
 
 

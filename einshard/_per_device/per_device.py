@@ -142,6 +142,7 @@ def _as_expressions(specs: Any) -> Any:
 
 
 _REPLICATED = '...'
+_SPECS = 'an expression, a PartitionSpec, a NamedSharding, None, or a pytree of these'
 
 
 class _Mapped:
@@ -191,7 +192,7 @@ class _Mapped:
         for label, spec in [*self.specs.items(), (None, self.out)]:
             of = 'the result' if label is None else f"parameter '{label}'"
             try:
-                check_specs(spec)
+                check_specs(spec, expected=_SPECS)
             except EinshardError as error:
                 raise error.about(spec_of=of) from None
             for path, one in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
@@ -377,7 +378,7 @@ class _Mapped:
         else:
             sentence = f"the mesh has no axis '{axis}'"
             facts['note'] = 'with mesh= or a mesh in context, collectives use its axis names'
-            if axis in view.joint.sizes:
+            if axis in view.joint.named_sizes:
                 facts[f"'{axis}' is sharded over"] = view.mesh_axes_of(axis)
         return EinshardError(sentence, facts={'function': self.name, **facts})
 

@@ -86,7 +86,8 @@ def _device_count(expression: Expression, given: Any) -> int:
         raise expression.error(
             f"'{by_name[0]}' names mesh axes, but there is no mesh",
             by_name,
-            expected='devices=, a Mesh or AbstractMesh (command line: --mesh data=4 tp=2)',
+            expected='devices=mesh, a Mesh or AbstractMesh',
+            command_line='--mesh data=4 tp=2',
         )
     if given is None:
         stars = [term for term in expression.right if term.star]
@@ -94,7 +95,8 @@ def _device_count(expression: Expression, given: Any) -> int:
             raise expression.error(
                 'a star needs the number of devices',
                 stars,
-                expected='devices=, a number, a mesh or devices (command line: --devices)',
+                example='devices=8; also a mesh or a list of devices',
+                command_line='--devices 8',
             )
         n_devices = math.prod(term.factor for term in expression.right)
     else:

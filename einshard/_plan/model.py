@@ -14,7 +14,7 @@ from .._inspect.lowered import Stages
 from .._trees.paths import path_text
 from .flatten import Program, flatten
 from .live import Peak, Stored, find_peaks
-from .names import AxisNames, Names, name_axes
+from .names import Names, name_axes
 from .products import Product, find_products
 from .tracing import check_has_names, first_trace, names_in, trace_with_names
 

@@ -59,7 +59,7 @@ class _Table:
 def _demand(op: Op, demanded: _Table) -> None:
     """Sets the names that the consumers of the operands ask for."""
     if op.primitive == _CONSTRAINT:
-        demanded.set(op.ins[0], op.outs[0] is not None and demanded.specs[op.outs[0]] or ())
+        demanded.set(op.ins[0], (op.outs[0] is not None and demanded.specs[op.outs[0]]) or ())
     elif op.relation.einsum is None and op.primitive != 'scan_axis':
         for i, axis, o, of_out in op.relation.links:
             old, new = op.ins[i], op.outs[o]

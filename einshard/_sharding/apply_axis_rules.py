@@ -71,7 +71,7 @@ def _placed(
     except EinshardError as error:
         raise error.about(
             written=f"'{expression.text}', with axis_rules",
-            instead="a name without a rule, for an axis that is not sharded; or taken='next'",
+            instead="leave one of the axes unsharded: name it without a rule; or use taken='next'",
         ) from None
     return placed
 
@@ -115,15 +115,15 @@ def _check_spelling(expression: Expression, term: Term, ruled: Collection[str]) 
                 f"axis '{name}' has no rule, but '{other}' has one",
                 [term],
                 fix=Suggestion(f'{expression.text[:start]}{other}{expression.text[end:]}'),
-                not_sharded=f"axis_rules({name}='')",
+                to_leave_it_unsharded=f"axis_rules({name}='')",
             )
 
 
 def _is_misspelled(name: str, other: str) -> bool:
     """Whether one letter is missing, added or different, or two neighbors are swapped.
 
-    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Names of up to 3 letters and
-    words of one letter, as in 'w_q' and 'w_k', are too often different on purpose.
+    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Ignores names of up to 3
+    letters, and words of one letter as in 'w_q' and 'w_k': they often differ on purpose.
     """
     different = {*name.split('_')} ^ {*other.split('_')}
     if min(len(name), len(other)) < 4 or any(len(word) == 1 for word in different):

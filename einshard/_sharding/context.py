@@ -99,8 +99,8 @@ def current_context(mesh: MeshLike | None = None) -> Context:
     given = mesh if isinstance(mesh, Mesh | AbstractMesh) else device_mesh(mesh)
     if AxisType.Manual in ambient.axis_types and given != ambient:
         raise EinshardError(
-            'a per-device function cannot use another mesh: each device has its own array',
-            facts={'mesh in context': mesh_fact(ambient), 'mesh given': mesh_fact(given)},
+            'inside shard_map, mesh= must match the mesh in context',
+            facts={'mesh=': mesh_fact(given), 'mesh in context': mesh_fact(ambient)},
         )
     return make_context(given, False, enclosing.axis_rules)
 
@@ -148,7 +148,7 @@ def is_mesh_in_context(mesh: AnyMesh) -> bool:
 
 @cached
 def _retyped(concrete: Mesh, abstract: AbstractMesh) -> AnyMesh:
-    """Gives a mesh the axis types in context, which `jax.sharding.auto_axes` may have changed."""
+    """Returns the mesh with the axis types in context, e.g. inside `jax.sharding.auto_axes`."""
     if concrete.axis_names != abstract.axis_names or concrete.axis_sizes != abstract.axis_sizes:
         return abstract
     return Mesh(concrete.devices, concrete.axis_names, axis_types=abstract.axis_types)

@@ -168,8 +168,8 @@ def find_placement(
     )
     if mesh.axis_types and not axis_sizes:
         raise expression.error(
-            'cannot shard an array here: in a per-device function each device has its own array, '
-            'and no mesh axis is left',
+            'an array cannot be sharded inside shard_map with all mesh axes Manual: each device '
+            'already has its own array',
             mesh=mesh_fact(mesh),
         )
     layout = lay_out(
@@ -336,7 +336,7 @@ def check_types(expression: object, shape: object, memory_kind: object) -> None:
     if not isinstance(expression, str | LeafSpec):
         raise EinshardError(
             'an expression must be a string, not '
-            f'{reprlib.repr(expression)} of type {type(expression).__name__}'
+            f'{reprlib.repr(expression)} ({type(expression).__name__})'
         )
     ndim = len(shape) if isinstance(shape, tuple) else shape
     if ndim is not None and (

@@ -58,7 +58,8 @@ def topology(
     """
     if not isinstance(name, str):
         raise EinshardError(
-            f'the name of a topology is a string, not {name!r}', facts={'example': "'v5e:4x4'"}
+            f'the name of a topology must be a string, not {name!r}',
+            facts={'example': "topology('v5e:4x4')"},
         )
     if not isinstance(n_slices, int) or isinstance(n_slices, bool) or n_slices < 1:
         raise EinshardError(f'n_slices= must be a positive integer, not {n_slices!r}')

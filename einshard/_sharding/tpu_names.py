@@ -75,7 +75,7 @@ def _known_name(name: str) -> str:
         shown = ', '.join(counts if len(counts) < 12 else [*counts[:7], '...', counts[-1]])
         unit = 'TensorCores' if cores == 2 else 'chips'
         raise EinshardError(
-            f"'{name}' is not a slice of Google Cloud",
+            f"'{name}' is not a Cloud accelerator type",
             facts={f'sizes in {unit}': shown, 'by shape': f"'{_example(generation)}'"},
         )
     return f'{generation}:{"x".join(map(str, _default_shape(chips, _GENERATIONS[generation])))}'
@@ -103,8 +103,8 @@ def _check_shape(name: str) -> None:
         raise EinshardError(
             f"'{name}' is not a TPU slice: topology() knows only TPUs",
             facts={
-                'on these GPUs': 'leave out mesh=, or mesh=jax.devices()',
-                'elsewhere': 'simulate as many CPU devices: same layouts, '
+                'on a GPU machine': 'leave out mesh=, or pass mesh=jax.devices()',
+                'without GPUs': 'simulate as many CPU devices: same layouts, '
                 'mostly the same collectives',
             },
         )
@@ -134,5 +134,5 @@ def known_names() -> dict[str, str]:
     return {
         '2 dimensions': f"{', '.join(two)}; for example 'v5e:4x4'",
         '3 dimensions': f"{', '.join(three)}; for example 'v5p:2x2x2'",
-        'Google Cloud': "v2 to v6e; for example 'v5p-128', 'v5litepod-16'",
+        'Cloud accelerator types': "v2 to v6e; for example 'v5p-128', 'v5litepod-16'",
     }

@@ -74,7 +74,8 @@ def operand_text(operand: Expression) -> str:
 def read_contraction(text: str) -> Contraction:
     """Parses 'b x*, x* y -> b y'; raises EinshardError if it is invalid."""
     if not isinstance(text, str):
-        raise EinshardError(f'an einsum is a string, not {text!r} of type {type(text).__name__}')
+        kind = type(text).__name__
+        raise EinshardError(f'an einsum must be a string, not {text!r} ({kind})')
     return _read(text)
 
 

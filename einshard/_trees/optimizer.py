@@ -19,7 +19,7 @@ from .._text import array_text, first_of
 from .free_axes import ZERO, AxisMap, MeshAxes, Shape, check_mesh_axes, read_mesh_axes, state_specs
 from .paths import leaf_paths, leaf_text
 from .rules import Rules
-from .specs import Spec, check_specs, leaf_specs
+from .specs import Order, Spec, check_specs, leaf_specs
 from .table import Table, make_table
 
 
@@ -76,6 +76,12 @@ def for_optimizer(
     return StateSpec(params, spec, zero, default)
 
 
+_ORDER = Order(
+    'for_optimizer takes the model parameters first, then their spec',
+    'for_optimizer(params, spec)',
+)
+
+
 class StateSpec:
     """The spec of an optimizer state, made by `for_optimizer`."""
 
@@ -86,12 +92,12 @@ class StateSpec:
         self._spec = spec
         self._zero: MeshAxes = read_mesh_axes(zero, ZERO)
         self._default = None if default is ... else Rules([], default=default)
+        check_specs(spec, _ORDER)
         try:
-            check_specs(spec, order='the parameters first: for_optimizer(params, spec)')
             # functions in specs are called later: their results may depend on the mesh in use
             leaf_specs(self._params, self._leaves, jtu.tree_map(lambda _: None, spec))
         except EinshardError as error:
-            raise error.about(value='parameters of for_optimizer') from None
+            raise error.about(value='model parameters, in for_optimizer') from None
         arrays = [i for i, leaf in enumerate(self._leaves) if _shape_of(leaf) is not None]
         self._by_path = {self._paths[i]: i for i in arrays}
         self._parameters: dict[tuple[str, Shape], tuple[int, tuple[AxisMap, ...]] | None] = {}
@@ -155,7 +161,7 @@ class StateSpec:
             try:
                 known = context, leaf_specs(self._params, self._leaves, self._spec)
             except EinshardError as error:
-                raise error.about(value='parameters of for_optimizer') from None
+                raise error.about(value='model parameters, in for_optimizer') from None
             self._known = known
         return known[1]
 
@@ -222,7 +228,7 @@ class StateSpec:
             facts={
                 'arrays': first_of(unmatched, 8),
                 'parameters': first_of(some, 3) or 'none',
-                'expected': "default=, a spec for such arrays: default='... -> * ...'",
+                'try': "default='... -> * ...', the spec for arrays that match no parameter",
             },
         )
 

@@ -219,7 +219,7 @@ class Rules:
             }
             facts |= _about_anchors(unused, paths[0])
             if every and self.default is not _NO_DEFAULT:
-                facts['instead'] = 'the spec of default= alone, to use it for all leaves'
+                facts['to use default= for all leaves'] = 'pass that spec instead of Rules'
             raise EinshardError(f'{which} path of the tree', facts=facts)
         self._used.add(paths)
 

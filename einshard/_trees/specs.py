@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.tree_util as jtu
@@ -40,7 +40,7 @@ def leaf_specs(
     """
     if spec is None or isinstance(spec, LEAF_SPECS):
         return [parsed(spec)] * len(leaves)
-    check_specs(spec)
+    check_specs(spec, _EINSHARD)
     prefix, prefix_def = jtu.tree_flatten(spec, is_leaf=is_none)
     alone = len(prefix) == 1 and prefix[0] is spec
     subtrees = [tree] if alone else _subtrees(prefix_def, spec, tree)
@@ -78,19 +78,36 @@ def is_function(spec: Spec) -> bool:
     return callable(spec) and not isinstance(spec, Mesh)
 
 
-def check_specs(spec: Spec, order: str = 'the array first: einshard(x, spec)') -> None:
+class Order(NamedTuple):
+    """The order of the arguments of a function, for errors about an array in place of a spec."""
+
+    sentence: str
+    call: str
+
+
+_EINSHARD = Order('einshard takes the array first, then its spec', 'einshard(x, spec)')
+_LEAF_SPEC = 'an expression, a PartitionSpec, a NamedSharding'
+_FUNCTION = 'a function (path, leaf) -> spec'
+_SPECS = f'{_LEAF_SPEC}, None, {_FUNCTION}, or a pytree of these'
+
+
+def check_specs(spec: Spec, order: Order | None = None, expected: str = _SPECS) -> None:
     """Raises if a leaf is not a spec, or is an invalid expression.
 
-    `order` is what to write if it is an array, as when the arguments are swapped.
+    Args:
+        order: the order of the arguments, for errors if all leaves are arrays.
+        expected: the kinds of specs that errors list.
     """
-    for path, one in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
+    leaves = jtu.tree_leaves_with_path(spec, is_leaf=is_none)
+    for path, one in leaves:
         if isinstance(one, LEAF_SPECS):
             try:
                 as_leaf_spec(one)
             except EinshardError as error:
-                raise (error.about(spec_at=f"'{path_text(path)}'") if path else error) from None
+                raise (error.about(path_in_spec=repr(path_text(path))) if path else error) from None
         elif not (one is None or is_function(one)):
-            raise _not_a_spec(path, one, order)
+            swapped = order if all(_is_array(leaf) for _, leaf in leaves) else None
+            raise _not_a_spec(path, one, swapped, expected)
 
 
 def check_spec_functions(specs: Sequence[Spec]) -> None:
@@ -143,9 +160,6 @@ def call_spec(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
     return parsed(spec)
 
 
-_LEAF_SPEC = 'an expression, a PartitionSpec, a NamedSharding'
-
-
 def mesh_of(spec: Spec) -> AnyMesh | None:
     """Returns the mesh of the NamedShardings in a pytree of specs, if it has devices."""
     leaves = jtu.tree_leaves(spec, is_leaf=is_none)
@@ -158,16 +172,23 @@ def mesh_of(spec: Spec) -> AnyMesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def _not_a_spec(path: Sequence[Any], spec: Any, order: str) -> EinshardError:
+def _is_array(x: Any) -> bool:
+    return hasattr(x, 'shape') and hasattr(x, 'dtype')
+
+
+def _not_a_spec(
+    path: Sequence[Any], spec: Any, swapped: Order | None, expected: str
+) -> EinshardError:
     where = f" at '{path_text(path)}'" if path else ''
-    function = 'a function (path, leaf) -> spec'
-    facts = {'expected': f'{_LEAF_SPEC}, None, {function}, or a pytree of these'}
     text = repr(spec)
+    facts = {'expected': expected}
     if isinstance(spec, Mesh | AbstractMesh | jax.Device):
         facts['instead'] = "pass it as mesh=: einshard(x, 'b d -> b* d', mesh=mesh)"
-    elif hasattr(spec, 'shape') and hasattr(spec, 'dtype'):
+    elif _is_array(spec):
         text = array_text(spec)
-        facts['instead'] = f'pass {order}'
+        if swapped is not None:
+            facts = {'got': f'{text}{where}, instead of a spec', 'try': swapped.call}
+            return EinshardError(swapped.sentence, facts=facts)
     return EinshardError(f'{text}{where} is not a spec', facts=facts)
 
 
