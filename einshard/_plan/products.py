@@ -73,9 +73,7 @@ def find_products(
         for product in _products(op, program, names, shares):
             counts[product] += op.executions
             sources.setdefault(product, op.source)
-    return tuple(
-        replace(one, executions=n, source=sources[one]) for one, n in counts.items()
-    )
+    return tuple(replace(one, executions=n, source=sources[one]) for one, n in counts.items())
 
 
 def _products(
@@ -149,6 +147,8 @@ def _hlo_dtype(dtype: object) -> str:
     return name
 
 
+# a part of a weight is a weight
+_PARTS = ('scan_input', 'slice', 'dynamic_slice')
 # a gradient may pass these before it is added to others
 _SUMS = ('add_any', 'convert_element_type', 'transpose')
 
@@ -156,9 +156,7 @@ _SUMS = ('add_any', 'convert_element_type', 'transpose')
 class _Shares:
     """Finds the products that share a collective, and what collectives carry."""
 
-    def __init__(
-        self, program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]
-    ):
+    def __init__(self, program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]):
         self.names = names
         self.roots = Roots(program)
         self.users: Counter[tuple[int, int]] = Counter()
@@ -178,9 +176,9 @@ class _Shares:
                 self.terms[self.sum_of[op.outs[0]]] += 1
         self.weights = {self.roots(value) for value in states}
         for op in program.ops:
-            if op.primitive in ('scan_input', 'slice', 'dynamic_slice') and op.ins[0] is not None:
-                if self.roots(op.ins[0]) in self.weights:
-                    self.weights.update(self.roots(v) for v in op.outs if v is not None)
+            old = op.ins[0] if op.primitive in _PARTS else None
+            if old is not None and self.roots(old) in self.weights:
+                self.weights.update(self.roots(v) for v in op.outs if v is not None)
         self.weight_names = {names[value] for value in states if any(names[value])}
         self.weight_names |= {one[1:] for one in self.weight_names if any(one[1:])}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -137,7 +137,7 @@ class Space:
         return apart
 
     def _fits_pins(self, sizes: Sizes) -> bool:
-        known = dict(zip(AXES, sizes, strict=False))
+        known: dict[str, int] = dict(zip(AXES, sizes, strict=False))
         return all(
             all(axis in known for axis in axes)
             and self.model.divisors[name] % math.prod(known[axis] for axis in axes) == 0
