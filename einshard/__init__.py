@@ -58,3 +58,6 @@ else:
 
         globals()['plan'] = plan
         return plan
+
+    def __dir__() -> list[str]:
+        return [*globals(), 'plan']
