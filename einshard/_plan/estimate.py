@@ -25,7 +25,7 @@ from .live import Stored
 from .mesh_network import MeshNetwork
 from .model import Model
 from .names import Names
-from .product_cost import Axes, Sent, Sizes, Way, cheapest_way, shards
+from .product_cost import Axes, Sent, Way, cheapest_way, mesh_axes, shards
 from .products import Product, Side
 
 # ways are chosen by time; without a chip, by the rates of this one, which is in the middle
@@ -72,37 +72,35 @@ class Estimator:
         named = [(one, _names_of([*one.operands, one.out])) for one in model.products]
         self.products = [(one, names) for one, names in named if one.flops or names]
         self.stored = _StoredArrays(model)
-        self._known: dict[Sizes, list[tuple[tuple[str, ...], dict[Any, _Cost]]]] = {}
+        self._known: list[dict[Any, _Cost]] = [{} for _ in self.products]
 
-    def totals(self, sizes: Sizes, axes: Axes) -> Totals:
-        """The costs on a mesh of these sizes, with the mesh axes of every name, by position."""
+    def totals(self, axes: Axes) -> Totals:
+        """The costs of a device, with these mesh axes for every name."""
         compute = network = sent = gathered = 0.0
-        for one in self._costs(sizes, axes):
+        for one in self._costs(axes):
             compute += one[0]
             network += one[1]
             sent += one[2]
             gathered = max(gathered, one[3].gathered)
-        read_and_written, memory = self.stored.bytes(sizes, axes)
+        read_and_written, memory = self.stored.bytes(axes)
         hbm = read_and_written / (self.chip.memory_bandwidth * self.share)
         return Totals(compute, hbm, network, sent, memory + gathered)
 
     def judge(self, candidate: Candidate) -> Judgement:
         """Estimates one candidate in detail."""
-        sizes = tuple(size for _, size in candidate.mesh)
-        mesh_axes = [name for name, _ in candidate.mesh]
         axes = self.axes(candidate)
-        totals = self.totals(sizes, axes)
+        totals = self.totals(axes)
         sent: Counter[str] = Counter()
         sent_by: Counter[tuple[str, str]] = Counter()
         seconds: Counter[str] = Counter()
-        costs = self._costs(sizes, axes)
-        for (product, _), cost in zip(self.products, costs, strict=True):
+        by_axis = {axes[name][0]: name for name, _ in candidate.mesh}
+        for (product, _), cost in zip(self.products, self._costs(axes), strict=True):
             for one in cost.way.sent:
-                along = ','.join(mesh_axes[axis] for axis in sorted(one.axes))
-                n_bytes = product.executions * _sent(one, sizes)
+                along = ','.join(name for axis, name in by_axis.items() if axis in one.axes)
+                n_bytes = product.executions * _sent(one)
                 sent[along] += round(n_bytes)
                 sent_by[one.kind, one.role] += round(n_bytes)
-                rate = self.network.seconds_per_byte(one.kind, sizes, one.axes)
+                rate = self.network.seconds_per_byte(one.kind, one.axes)
                 seconds[along] += product.executions * one.bytes * rate  # type: ignore[reportArgumentType]
         bounds = [Bound('compute', '', totals.compute), Bound('HBM', '', totals.hbm)]
         bounds += [Bound('network', along, its) for along, its in seconds.items()]
@@ -116,41 +114,33 @@ class Estimator:
             dict(sent_by),
         )
 
-    def axes(self, candidate: Candidate) -> dict[str, tuple[int, ...]]:
-        """The mesh axes of every name of a candidate, by position, and of every mesh axis."""
-        at = {name: i for i, (name, _) in enumerate(candidate.mesh)}
-        axes = {name: (i,) for name, i in at.items()}
-        return axes | {
-            name: tuple(at[axis] for axis in mesh_axes) for name, mesh_axes in candidate.axes
-        }
+    def axes(self, candidate: Candidate) -> Axes:
+        """The mesh axes of every name of a candidate, and of every mesh axis."""
+        sizes = [size for _, size in candidate.mesh]
+        of = {name: axis for (name, _), axis in zip(candidate.mesh, mesh_axes(sizes), strict=True)}
+        by_name = {name: tuple(of[axis] for axis in its) for name, its in candidate.axes}
+        return {name: (axis,) for name, axis in of.items()} | by_name
 
-    def _costs(self, sizes: Sizes, axes: Axes) -> list[_Cost]:
-        known = self._known.get(sizes)
-        if known is None:
-            known = self._known[sizes] = [(names, {}) for _, names in self.products]
+    def _costs(self, axes: Axes) -> list[_Cost]:
         costs: list[_Cost] = []
         of = axes.__getitem__
-        for i, (names, its) in enumerate(known):
+        for (product, names), known in zip(self.products, self._known, strict=True):
             key = tuple(map(of, names))
-            cost = its.get(key)
+            cost = known.get(key)
             if cost is None:
-                cost = its[key] = self._cost(self.products[i][0], sizes, axes)
+                cost = known[key] = self._cost(product, axes)
             costs.append(cost)
         return costs
 
-    def _cost(self, product: Product, sizes: Sizes, axes: Axes) -> _Cost:
-        def rate(kind: str, along: tuple[int, ...]) -> float:
-            return self.network.seconds_per_byte(kind, sizes, along)
-
+    def _cost(self, product: Product, axes: Axes) -> _Cost:
         flop_seconds = product.flops / (self.chip.rate(product.dtype) * self.share)
-        way = cheapest_way(product, axes, sizes, flop_seconds, rate)
+        way = cheapest_way(product, axes, flop_seconds, self.network.seconds_per_byte)
         n, compute = product.executions, flop_seconds / way.parts
-        sent = n * sum(_sent(one, sizes) for one in way.sent)
-        return _Cost(n * compute, n * (way.seconds - compute), sent, way)
+        return _Cost(n * compute, n * (way.seconds - compute), n * sum(map(_sent, way.sent)), way)
 
 
-def _sent(one: Sent, sizes: Sizes) -> float:
-    group = math.prod(sizes[axis] for axis in one.axes)
+def _sent(one: Sent) -> float:
+    group = math.prod(axis.size for axis in one.axes)
     return ring_bytes(one.kind, round(one.bytes), group)
 
 
@@ -173,20 +163,17 @@ class _StoredArrays:
         kinds = list(dict.fromkeys(names for row in totals for names in row))
         self.kinds = [(tuple(name for one in names for name in one), names) for names in kinds]
         self.sizes = np.array([[row[names] for names in kinds] for row in totals], float)
-        self._known: dict[Sizes, list[dict[Any, float]]] = {}
+        self._known: list[dict[Any, float]] = [{} for _ in self.kinds]
 
-    def bytes(self, sizes: Sizes, axes: Axes) -> tuple[float, float]:
+    def bytes(self, axes: Axes) -> tuple[float, float]:
         """The bytes per device that are read and written once, and those in memory at the peak."""
-        known = self._known.get(sizes)
-        if known is None:
-            known = self._known[sizes] = [{} for _ in self.kinds]
         parts: list[float] = []
         of = axes.__getitem__
-        for (flat, names), its in zip(self.kinds, known, strict=True):
+        for (flat, names), known in zip(self.kinds, self._known, strict=True):
             key = tuple(map(of, flat))
-            part = its.get(key)
+            part = known.get(key)
             if part is None:
-                part = its[key] = 1 / math.prod(sizes[axis] for axis in shards(names, axes))
+                part = known[key] = 1 / math.prod(axis.size for axis in shards(names, axes))
             parts.append(part)
         once, *peaks = self.sizes.dot(parts)
         return float(once), float(max(peaks))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from .._hlo.hardware import Chip
 from .._inspect.network import Network
+from .product_cost import MeshAxis
 
 
 class MeshNetwork:
@@ -20,41 +20,39 @@ class MeshNetwork:
     """
 
     def __init__(self, devices: Sequence[Any], chip: Chip):
-        self.devices = devices
+        self.n_devices = len(devices)
         self.network = Network(devices, chip)
-        self._known: dict[Any, float] = {}
+        self._known: dict[tuple[str, tuple[MeshAxis, ...]], float] = {}
 
-    def seconds_per_byte(self, kind: str, sizes: Sequence[int], axes: Sequence[int]) -> float:
+    def seconds_per_byte(self, kind: str, axes: Sequence[MeshAxis]) -> float:
         """The least time of a collective along some mesh axes, for each byte of its array."""
-        if len(self.devices) == 1:
-            return 0.0
-        strides = _strides(sizes, axes)
         kind = 'all-gather' if kind == 'reduce-scatter' else kind  # the same in reverse
-        key = kind, strides
-        if key not in self._known:
-            groups = _groups(len(self.devices), strides)
-            self._known[key] = self.network.seconds_per_byte(kind, groups)
-        return self._known[key]
+        key = kind, tuple(axes)
+        found = self._known.get(key)
+        if found is None:
+            merged = kind, _merged(axes)
+            if merged not in self._known:
+                groups = _groups(self.n_devices, merged[1])
+                self._known[merged] = self.network.seconds_per_byte(kind, groups)
+            found = self._known[key] = self._known[merged]
+        return found
 
 
-def _strides(sizes: Sequence[int], axes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Returns the (distance, number) of devices along mesh axes; adjacent axes are merged."""
-    found: list[tuple[int, int]] = []
-    for axis in sorted(axes, reverse=True):
-        stride, size = math.prod(sizes[axis + 1 :]), sizes[axis]
-        if found and math.prod(found[-1]) == stride:
-            stride, size = found[-1][0], found[-1][1] * size
+def _merged(axes: Sequence[MeshAxis]) -> tuple[MeshAxis, ...]:
+    """Merges adjacent mesh axes."""
+    found: list[MeshAxis] = []
+    for axis in sorted(axes):
+        if found and found[-1].stride * found[-1].size == axis.stride:
+            axis = MeshAxis(found[-1].stride, found[-1].size * axis.size)
             found.pop()
-        found.append((stride, size))
-    return tuple(one for one in found if one[1] > 1)
+        found.append(axis)
+    return tuple(found)
 
 
-def _groups(n: int, strides: Sequence[tuple[int, int]]) -> list[list[int]]:
-    offsets = np.zeros(1, int)
-    for stride, size in strides:
-        offsets = (np.arange(size)[:, None] * stride + offsets).reshape(-1)
-    ids = np.arange(n)
+def _groups(n: int, axes: Sequence[MeshAxis]) -> list[list[int]]:
+    offsets, ids = np.zeros(1, int), np.arange(n)
     first = np.ones(n, bool)
-    for stride, size in strides:
+    for stride, size in axes:
+        offsets = (np.arange(size)[:, None] * stride + offsets).reshape(-1)
         first &= ids // stride % size == 0
     return (ids[first][:, None] + offsets).tolist()

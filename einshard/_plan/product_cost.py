@@ -9,17 +9,24 @@ takes a few microseconds, because a search asks for many thousands.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from .names import Names
 from .products import Product, Side
 
-# the mesh axes of every name, by position
-Axes: TypeAlias = Mapping[str, tuple[int, ...]]
-Sizes: TypeAlias = tuple[int, ...]
+
+class MeshAxis(NamedTuple):
+    """A mesh axis: the distance between its devices in hardware order, and their number."""
+
+    stride: int
+    size: int
+
+
+# the mesh axes of every name
+Axes: TypeAlias = Mapping[str, tuple[MeshAxis, ...]]
+# the time of a collective along mesh axes, for each byte of its array
+Rate: TypeAlias = Callable[[str, Sequence[MeshAxis]], float]
 
 
 class Sent(NamedTuple):
@@ -27,12 +34,11 @@ class Sent(NamedTuple):
 
     kind: str
     role: str
-    axes: tuple[int, ...]
+    axes: tuple[MeshAxis, ...]
     bytes: float
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
+class Way(NamedTuple):
     """A way to compute a product: per execution, and for one device.
 
     Attributes:
@@ -46,9 +52,19 @@ class Way:
     gathered: float
 
 
-def shards(names: Sequence[Names], axes: Axes) -> dict[int, int]:
+def mesh_axes(sizes: Sequence[int]) -> tuple[MeshAxis, ...]:
+    """Returns the axes of a mesh of these sizes."""
+    found: list[MeshAxis] = []
+    stride = 1
+    for size in reversed(sizes):
+        found.append(MeshAxis(stride, size))
+        stride *= size
+    return tuple(reversed(found))
+
+
+def shards(names: Sequence[Names], axes: Axes) -> dict[MeshAxis, int]:
     """Returns the array axis that each mesh axis shards. A mesh axis shards one, the first."""
-    found: dict[int, int] = {}
+    found: dict[MeshAxis, int] = {}
     for at, several in enumerate(names):
         for name in several:
             for axis in axes[name]:
@@ -56,90 +72,99 @@ def shards(names: Sequence[Names], axes: Axes) -> dict[int, int]:
     return found
 
 
-def cheapest_way(
-    product: Product,
-    axes: Axes,
-    sizes: Sizes,
-    flop_seconds: float,
-    seconds_per_byte: Callable[[str, tuple[int, ...]], float],
-) -> Way:
+def cheapest_way(product: Product, axes: Axes, flop_seconds: float, rate: Rate) -> Way:
     """Returns the way that takes the least time: flops and network, one after the other."""
-    sides = [_Sharded(side, axes, sizes) for side in (*product.operands, product.out)]
+    sides = [_Sharded(side, axes) for side in (*product.operands, product.out)]
     used = sorted({axis for side in sides for axis in side.holds})
-    choices = [list(dict.fromkeys([*(s.holds[a] for s in sides if a in s.holds), None])) for a in used]
+    *operands, out = sides
     best: Way | None = None
-    for chosen in itertools.product(*choices):
-        plan = {axis: index for axis, index in zip(used, chosen, strict=True) if index is not None}
-        parts = math.prod(sizes[axis] for axis in plan)
-        *operands, out = sides
+    for chosen in itertools.product(*(_choices(axis, sides, product) for axis in used)):
+        plan = {axis: at for axis, at in zip(used, chosen, strict=True) if at is not None}
         sent: list[Sent] = []
         gathered = 0.0
         for operand in operands:
-            its = list(operand.brought_to(plan))
-            gathered += operand.local(operand.of(plan)) if its else 0.0
-            sent += its
-        sent += out.summed_from(plan)
+            gathered += operand.bring(plan, sent)
+        out.sum_up(plan, sent)
+        parts = _size(plan)
         seconds = flop_seconds / parts
         for one in sent:
-            seconds += one.bytes * seconds_per_byte(one.kind, one.axes)
+            seconds += one.bytes * rate(one.kind, one.axes)
         if best is None or seconds < best.seconds:
             best = Way(seconds, parts, tuple(sent), gathered)
     assert best is not None, 'itertools.product of no lists has one element'
     return best
 
 
+def _choices(axis: MeshAxis, sides: Sequence[_Sharded], product: Product) -> list[int | None]:
+    """The indices that a mesh axis may shard: those that it shards in an array.
+
+    None, if all its devices may as well compute the same.
+    """
+    held = [side.holds[axis] for side in sides if axis in side.holds]
+    found: list[int | None] = [*dict.fromkeys(held)]
+    return [*found, None] if len(held) == 1 and product.kind == 'product' else found
+
+
+def _size(axes: Iterable[MeshAxis]) -> int:
+    size = 1
+    for axis in axes:
+        size *= axis.size
+    return size
+
+
 class _Sharded:
     """An operand or the result with its sharding: the index that each mesh axis shards."""
 
-    def __init__(self, side: Side, axes: Axes, sizes: Sizes):
-        self.side = side
-        self.sizes = sizes
-        self.indices = frozenset(side.indices)
+    def __init__(self, side: Side, axes: Axes):
+        self.bytes = side.bytes
+        self.share = side.share
+        self.role = side.role
+        self.indices = side.indices
         self.holds = {
             axis: side.indices[at]
             for axis, at in shards(side.names, axes).items()
-            if sizes[axis] > 1
+            if axis.size > 1
         }
 
-    def local(self, holds: Mapping[int, int]) -> float:
-        return self.side.bytes / math.prod(self.sizes[axis] for axis in holds)
+    def send(self, sent: list[Sent], kind: str, axes: list[MeshAxis], n_bytes: float) -> None:
+        sent.append(Sent(kind, self.role, tuple(axes), n_bytes * self.share))
 
-    def of(self, plan: Mapping[int, int]) -> dict[int, int]:
-        """The sharding of this array in a plan for the product."""
-        return {axis: index for axis, index in plan.items() if index in self.indices}
+    def bring(self, plan: Mapping[MeshAxis, int], sent: list[Sent]) -> float:
+        """Adds the collectives that bring an operand to a plan; returns the bytes that they make.
 
-    def sent(self, kind: str, axes: Sequence[int], n_bytes: float) -> Sent:
-        return Sent(kind, self.side.role, tuple(axes), n_bytes * self.side.share)
-
-    def brought_to(self, plan: Mapping[int, int]) -> Iterator[Sent]:
-        """Yields the collectives that bring an operand to a plan. Slices are free, and come first."""
-        new = self.of(plan)
+        Slices are free, and come first.
+        """
+        new = {axis: index for axis, index in plan.items() if index in self.indices}
         gathered = [axis for axis in self.holds if axis not in new]
         exchanged = [axis for axis, index in self.holds.items() if new.get(axis, index) != index]
-        local = self.local(new)
+        if not gathered and not exchanged:
+            return 0.0
+        local = self.bytes / _size(new)
         if exchanged:
-            before = local / math.prod(self.sizes[axis] for axis in gathered)
-            yield self.sent('all-to-all', exchanged, before)
+            self.send(sent, 'all-to-all', exchanged, local / _size(gathered))
         if gathered:
-            yield self.sent('all-gather', gathered, local)
+            self.send(sent, 'all-gather', gathered, local)
+        return local
 
-    def summed_from(self, plan: Mapping[int, int]) -> Iterator[Sent]:
-        """Yields the collectives that add the partial sums of a plan, and reshard the result."""
-        made = self.of(plan)
+    def sum_up(self, plan: Mapping[MeshAxis, int], sent: list[Sent]) -> None:
+        """Adds the collectives that add the partial sums of a plan, and reshard the result."""
+        made = {axis: index for axis, index in plan.items() if index in self.indices}
+        holds = self.holds
+        if made == holds and len(made) == len(plan):
+            return
         partial = [axis for axis in plan if axis not in made]
-        sliced = [axis for axis in self.holds if axis not in plan]
-        local = self.local({**made, **dict.fromkeys(sliced, 0)})
-        scattered = [axis for axis in partial if axis in self.holds]
-        added = [axis for axis in partial if axis not in self.holds]
+        sliced = [axis for axis in holds if axis not in plan]
+        local = self.bytes / (_size(made) * _size(sliced))
+        scattered = [axis for axis in partial if axis in holds]
+        added = [axis for axis in partial if axis not in holds]
         if scattered:
-            yield self.sent('reduce-scatter', scattered, local)
-            local /= math.prod(self.sizes[axis] for axis in scattered)
+            self.send(sent, 'reduce-scatter', scattered, local)
+            local /= _size(scattered)
         if added:
-            yield self.sent('all-reduce', added, local)
-        exchanged = [a for a, index in made.items() if self.holds.get(a, index) != index]
-        gathered = [axis for axis in made if axis not in self.holds]
+            self.send(sent, 'all-reduce', added, local)
+        exchanged = [axis for axis, index in made.items() if holds.get(axis, index) != index]
+        gathered = [axis for axis in made if axis not in holds]
         if exchanged:
-            yield self.sent('all-to-all', exchanged, local)
+            self.send(sent, 'all-to-all', exchanged, local)
         if gathered:
-            local *= math.prod(self.sizes[axis] for axis in gathered)
-            yield self.sent('all-gather', gathered, local)
+            self.send(sent, 'all-gather', gathered, local * _size(gathered))
