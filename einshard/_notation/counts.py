@@ -166,7 +166,7 @@ def _counts_that_fit(
 
 def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -> Suggestion:
     taker = next((term for term in stars if term.name is not None), stars[0])
-    others = [(term, Term(term.name, n if term is taker else 1)) for term in stars]
+    others = [(term, replace(term, count=n if term is taker else 1, star=False)) for term in stars]
     return _with_terms(expression, others)
 
 
@@ -175,6 +175,6 @@ def _with_terms(expression: Expression, others: Sequence[tuple[Term, Term]]) -> 
     text = expression.text
     for term, other in reversed(others):
         start, end = term.span
-        written = str(replace(other, count=None) if other.count == 1 else other)
+        written = (other.name or '') if other.count == 1 else str(other)
         text = f'{text[:start]}{written}{text[end:] if written else text[end:].lstrip()}'
     return Suggestion(text.strip())
