@@ -15,8 +15,16 @@ from .._cache import register
 from .._errors import EinshardError
 from .._notation.expression import Expression
 from .._sharding.context import depth_of_user, is_staging
-from .._sharding.mesh import AnyMesh, mesh_fact, partition_spec, spec_axes
+from .._sharding.mesh import (
+    AnyMesh,
+    is_partial,
+    mesh_fact,
+    partial_axes,
+    partition_spec,
+    spec_axes,
+)
 from .._sharding.resolve import Placement
+from .reshard import reshard
 
 # The axis names of the value that a line constrains, by file and line, for `explain`: a compiled
 # program has lines, but no names. Empty for a line that constrains values with different names.
@@ -62,6 +70,8 @@ def place_constant(x: Any, placement: Placement) -> Any:
             return _constrain_in_jit(x, sharding)
         # under jit, device_put returns a tracer and places nothing; under jax.grad or jax.vmap
         # outside jit, it returns a placed array
+        if is_partial(sharding):
+            return _constrain_in_jit(x, sharding)
         moved = jax.device_put(x, sharding)
         return _constrain(moved, sharding) if isinstance(moved, Tracer) else moved
     except ValueError as error:
@@ -96,7 +106,7 @@ def _checked_ref(ref: Any, placement: Placement) -> Any:
 def _constrain(x: Any, sharding: NamedSharding) -> Any:
     types = set(sharding.mesh.axis_types)
     if AxisType.Explicit in types:
-        x = jax.sharding.reshard(x, only(sharding, AxisType.Explicit))
+        x = reshard(x, only(sharding, AxisType.Explicit))
     if AxisType.Auto in types:
         x = jax.lax.with_sharding_constraint(x, only(sharding, AxisType.Auto))
     return x
@@ -114,7 +124,8 @@ def only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
     kept = [
         tuple(axis for axis in entry if types[axis] == kind) for entry in spec_axes(sharding.spec)
     ]
-    return NamedSharding(mesh, partition_spec(kept))
+    partial = partial_axes(sharding) if kind == AxisType.Explicit else ()
+    return NamedSharding(mesh, partition_spec(kept, *partial))
 
 
 def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
@@ -124,10 +135,10 @@ def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
 
 def has_type(x: Any, sharding: NamedSharding) -> bool:
     """Whether a traced value's type has this sharding along the explicit mesh axes."""
-    typed_as: Any = jax.typeof(x).sharding.spec
-    if typed_as.unreduced or typed_as.reduced:
+    typed_as: Any = jax.typeof(x).sharding
+    if partial_axes(typed_as) != partial_axes(sharding):
         return False
-    wanted, typed = spec_axes(only(sharding, AxisType.Explicit).spec), spec_axes(typed_as)
+    wanted, typed = spec_axes(only(sharding, AxisType.Explicit).spec), spec_axes(typed_as.spec)
     ndim = max(len(wanted), len(typed))
     return wanted + [()] * (ndim - len(wanted)) == typed + [()] * (ndim - len(typed))
 
