@@ -15,7 +15,7 @@ Errors: `EinshardError`, `UnexpectedCollectives`, `MemoryExceeded`.
 Caches: `clear_caches`.
 """
 
-from typing import TYPE_CHECKING, Any
+import typing
 
 from ._arrays.from_local import from_local as from_local
 from ._arrays.gather import gather as gather
@@ -46,11 +46,11 @@ from ._trees.rules import Rules as Rules
 from ._trees.shard_largest import shard_largest as shard_largest
 from ._version import __version__ as __version__
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from ._plan.plan import plan as plan
 else:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> typing.Any:
         """Imports `plan` when it is first used: it has more code than the rest needs to start."""
         if name != 'plan':
             raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

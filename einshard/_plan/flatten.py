@@ -272,7 +272,9 @@ def _used(program: Program) -> list[Op]:
         n_before = len(kept)
         for i in range(len(program.ops) - 1, -1, -1):
             op = program.ops[i]
-            if i not in kept and not used.isdisjoint(value for value in op.outs if value is not None):
+            if i not in kept and not used.isdisjoint(
+                value for value in op.outs if value is not None
+            ):
                 kept.add(i)
                 if op.primitive != 'scan_axis':
                     used.update(value for value in op.ins if value is not None)

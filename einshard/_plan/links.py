@@ -102,9 +102,7 @@ def _ragged_dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relatio
 
 
 def _einsum(ins: Shapes, dims: Sequence[Mapping[int, int]], out: Indices, flops: int) -> Relation:
-    indices = tuple(
-        tuple(of[d] for d in range(len(ins[i]))) for i, of in enumerate(dims)
-    )
+    indices = tuple(tuple(of[d] for d in range(len(ins[i]))) for i, of in enumerate(dims))
     sizes = {
         index: size
         for its, shape in zip(indices, ins, strict=False)
@@ -256,9 +254,7 @@ def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
         )
     )
     kept = [
-        d
-        for d in range(len(table))
-        if d not in numbers.collapsed_slice_dims and d not in batching
+        d for d in range(len(table)) if d not in numbers.collapsed_slice_dims and d not in batching
     ]
     of_positions = {d: d for d in range(len(positions))}
     new = itertools.count(len(positions))

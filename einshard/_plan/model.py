@@ -85,9 +85,7 @@ def find_model(
     assert stages.traced is not None, 'a function was traced'
     program = flatten(stages.traced.jaxpr)
     axes = [tuple(one or () for one in names) for names in name_axes(program, given, made)]
-    arguments = [
-        () if value is None else axes[value] for value in program.arguments
-    ]
+    arguments = [() if value is None else axes[value] for value in program.arguments]
     sizes, divisors, together = _sizes(program, axes, names)
     results = jtu.tree_leaves(stages.traced.out_info)
     arrays = _arrays(_leaves(stages), arguments, results)

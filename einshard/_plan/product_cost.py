@@ -121,9 +121,7 @@ class _Sharded:
         self.role = side.role
         self.indices = side.indices
         self.holds = {
-            axis: side.indices[at]
-            for axis, at in shards(side.names, axes).items()
-            if axis.size > 1
+            axis: side.indices[at] for axis, at in shards(side.names, axes).items() if axis.size > 1
         }
 
     def send(self, sent: list[Sent], kind: str, axes: list[MeshAxis], n_bytes: float) -> None:

@@ -73,9 +73,7 @@ def find_products(
         for product in _products(op, program, names, shares):
             counts[product] += op.executions
             sources.setdefault(product, op.source)
-    return tuple(
-        replace(one, executions=n, source=sources[one]) for one, n in counts.items()
-    )
+    return tuple(replace(one, executions=n, source=sources[one]) for one, n in counts.items())
 
 
 def _products(
@@ -156,9 +154,7 @@ _SUMS = ('add_any', 'convert_element_type', 'transpose')
 class _Shares:
     """Finds the products that share a collective, and what collectives carry."""
 
-    def __init__(
-        self, program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]
-    ):
+    def __init__(self, program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]):
         self.names = names
         self.roots = Roots(program)
         self.users: Counter[tuple[int, int]] = Counter()

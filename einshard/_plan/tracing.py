@@ -116,7 +116,9 @@ def names_in(expression: Expression) -> list[str]:
     return [str(t.name) for t in terms if t.name not in (None, ELLIPSIS) and t == Term(t.name)]
 
 
-def check_has_names(stages: Stages, names: Sequence[str], leaves: Sequence[tuple[str, Any]]) -> None:
+def check_has_names(
+    stages: Stages, names: Sequence[str], leaves: Sequence[tuple[str, Any]]
+) -> None:
     """Raises an error that shows how to add axis names, if a function has none."""
     if names:
         return
