@@ -675,7 +675,7 @@ def test_control_characters_in_paths_are_replaced(devices8):
 
 def test_bad_input_that_needs_devices(devices8):
     x = einshard(np.zeros((8, 4)), 'a b -> a8 b', mesh=devices8)
-    with pytest.raises(EinshardError, match='but the array has the shape'):
+    with pytest.raises(EinshardError, match='but the array has shape'):
         show(x, (4, 8))
     with pytest.raises(EinshardError, match='the array has no known sharding'):
         jax.jit(show)(x)

@@ -70,7 +70,7 @@ def _placed(
         check_mesh_axes(placed)
     except EinshardError as error:
         raise error.about(
-            written=f"'{expression.text}', with axis_rules",
+            before_axis_rules=f"'{expression.text}'",
             instead="leave one of the axes unsharded: name it without a rule; or use taken='next'",
         ) from None
     return placed

@@ -26,7 +26,7 @@ def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str
     unknown = [name for name, size in sizes.items() if size == -1]
     if len(unknown) > 1:
         raise EinshardError(
-            f'only one size of a mesh may be -1, not {" and ".join(unknown)}',
+            'only one mesh axis may have size -1',
             facts={'got': _text(sizes)},
         )
     known = {name: size for name, size in sizes.items() if size != -1}
@@ -44,7 +44,7 @@ def _check(name: str, size: object) -> None:
     if not is_mesh_axis(name):
         raise EinshardError(f'{name!r} is not a valid name of a mesh axis')
     if _CANONICAL.fullmatch(name):
-        raise EinshardError(f'{name!r} is a name of an axis of the canonical mesh; use another one')
+        raise EinshardError(f'{name!r} is an axis name of the canonical mesh; use another name')
 
 
 def _wrong_sizes(

@@ -113,10 +113,11 @@ def context_on(mesh: AnyMesh, context: Context) -> Context:
             return context
         may_differ = context.mesh_is_ambient and AxisType.Manual not in known.axis_types
         if not (may_differ or is_refactored(mesh, known)):
-            its, expected = mesh_fact(mesh), mesh_fact(known)
-            where = 'other devices' if its == expected else 'another mesh'
+            actual, expected = mesh_fact(mesh), mesh_fact(known)
+            where = 'other devices' if actual == expected else 'another mesh'
             raise EinshardError(
-                f'the NamedSharding is on {where}', facts={'its mesh': its, 'expected': expected}
+                f'the NamedSharding is on {where}',
+                facts={'mesh of the NamedSharding': actual, 'expected': expected},
             )
     return make_context(mesh, False, context.axis_rules)
 
@@ -307,15 +308,15 @@ def _out_of_step() -> EinshardError:
     ours = _rules_text(None if scope is None else scope.key)
     if _thread.scopes:
         return EinshardError(
-            'axis_rules cannot span an await: another task in this thread has entered others',
+            'axis_rules cannot span an await: another task in this thread has entered other rules',
             facts={
                 'rules in this task': ours,
-                'rules in the other': theirs,
+                'rules in the other task': theirs,
                 'instead': 'enter axis_rules in a function that does not await',
             },
         )
     return EinshardError(
-        'this thread has axis_rules from a copied context, but JAX traces in it without them',
+        "this thread runs in a copied contextvars context, whose axis_rules JAX's cache keys lack",
         facts={
             'rules': ours,
             'instead': 'enter axis_rules in the function that the thread runs',

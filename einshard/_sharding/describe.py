@@ -63,8 +63,8 @@ def describe(x: Any) -> Any:
         text = _describe_leaf(x)
         if text is None:
             raise EinshardError(
-                f'{type(x).__name__} has no sharding',
-                facts={'expected': 'an array, a ShapeDtypeStruct, a sharding, or a tree of those'},
+                f'describe needs an array or a sharding, not {type(x).__name__}',
+                facts={'expected': 'an array, ShapeDtypeStruct or sharding, or a pytree of these'},
             )
         return text
     return jtu.tree_map(_describe_leaf, x)

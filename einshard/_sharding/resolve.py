@@ -184,7 +184,7 @@ def find_placement(
     known = None if memory_kind is None else memory_kinds(mesh)
     if known is not None and memory_kind not in known:
         raise expression.error(
-            f'the devices have no memory kind {memory_kind!r}', devices_have=', '.join(known)
+            f'the devices have no memory kind {memory_kind!r}', memory_kinds=', '.join(known)
         )
     sharding = lower(layout, mesh, context.mesh_is_ambient, memory_kind)
     if sharding is None:
@@ -193,7 +193,7 @@ def find_placement(
             f'the counts {counts} do not match the axes of the mesh',
             [term for term in expression.right if term.takes_devices and not term.mesh_axes],
             mesh=mesh_fact(mesh),
-            expected='each count the product of consecutive mesh axes, in mesh order',
+            expected='counts that are products of consecutive mesh axis sizes, in mesh order',
         )
     if spec.unconstrained:
         sharding = _leave_free(sharding, spec)
@@ -343,7 +343,7 @@ def check_types(expression: object, shape: object, memory_kind: object) -> None:
         not isinstance(ndim, int) or isinstance(ndim, bool) or not 0 <= ndim < _MAX_DIMS
     ):
         raise EinshardError(
-            f'ndim= must be the rank of an array, not {ndim!r}',
+            f'ndim= must be a number of dimensions, not {ndim!r}',
             expression=str(expression),
         )
     if memory_kind is not None and not isinstance(memory_kind, str):

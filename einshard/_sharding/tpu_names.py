@@ -76,7 +76,7 @@ def _known_name(name: str) -> str:
         unit = 'TensorCores' if cores == 2 else 'chips'
         raise EinshardError(
             f"'{name}' is not a Cloud accelerator type",
-            facts={f'sizes in {unit}': shown, 'by shape': f"'{_example(generation)}'"},
+            facts={f'valid numbers of {unit}': shown, 'or by shape': f"'{_example(generation)}'"},
         )
     return f'{generation}:{"x".join(map(str, _default_shape(chips, _GENERATIONS[generation])))}'
 
