@@ -618,7 +618,7 @@ def test_intermediates_of_what_has_none():
     text, _ = failing(jax.jit(lambda x: x).lower(floats(3)).compile(), intermediates=True)
     assert text == (
         'a Compiled has no intermediate values\n'
-        '  instead: pass the function, or the result of its lower(...)'
+        '  instead: pass the function, or the lowered function: f.lower(...)'
     )
 
 
@@ -845,13 +845,13 @@ def test_meshes_that_cannot_be_used():
     assert text == (
         'an abstract mesh has no devices to compile for\n'
         "  mesh:    'data': 8 (Auto)\n"
-        "  instead: a mesh of devices, or of a TPU slice you don't have: topology('v5e:4x4')"
+        "  instead: pass a Mesh with devices; for a TPU slice you don't have, topology('v5e:4x4')"
     )
     own = sharded('a b -> a* b', mesh=jax.devices()[:4])(step)
     text, _ = failing(own, floats(16, 2), floats(16, 16), mesh=jax.devices()[:8])
     assert text.startswith('step has its own mesh, so mesh= cannot be given\n')
     text, _ = failing(jax.jit(step), floats(2, 2), floats(2, 2), mesh=jax.devices()[:8])
-    assert text.startswith('step is jitted already, so mesh= cannot be given\n')
+    assert text.startswith('step is already jitted, so mesh= cannot be given\n')
     assert 'mesh= must be a mesh, not 3' in failing(spec, floats(16, 2), mesh=3)[0]
 
 

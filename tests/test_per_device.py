@@ -541,10 +541,10 @@ def test_fix_for_a_gathered_result():
 
 
 def test_fixes_for_results_that_vary():
-    by_sum = {'try': "jax.lax.psum(z, 'a') for the sum, or shard it in out="}
+    by_sum = {'try': "jax.lax.psum(result, 'a') to sum it, or shard it in out="}
     unknown = {'try': 'check_vma=False, if the result is in fact replicated'}
     assert instead(lambda x: x * 2) == by_sum
-    assert instead(lambda x: x.sum()) == {'try': "jax.lax.psum(z, 'a') for the sum"}
+    assert instead(lambda x: x.sum()) == {'try': "jax.lax.psum(result, 'a') to sum it"}
     # weights that are gathered, and rows that differ
     assert instead(lambda x: x @ gathered(x)) == by_sum
     # a ring: every device has the sum, which JAX does not see
