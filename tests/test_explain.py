@@ -381,8 +381,10 @@ def moving(x):
 
 def test_a_full_rematerialization():
     report = explain(moving, floats(64, 64), mesh=jax.devices()[:8])
-    ((kind, text, line),) = findings_of(report)
-    assert kind == 'full rematerialization'
+    found = {kind: (text, line) for kind, text, line in findings_of(report)}
+    # the two groups of four devices multiply the same
+    assert set(found) == {'full rematerialization', 'replicated compute'}
+    text, line = found['full rematerialization']
     assert text == (
         "x, f32[64,64], is resharded from 'a b -> a8 b' to 'a b -> 2 a b4' via a full all-gather "
         '(involuntary full rematerialization): 16.0 KiB'
