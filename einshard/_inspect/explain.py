@@ -135,6 +135,7 @@ def explain_stages(
         rows=rows,
         all_gathers=all_gathers,
         weights=weights,
+        products=products,
         replicated_above=replicated_above,
     )
     return Report(
