@@ -32,10 +32,22 @@ class MeshNetwork:
         if found is None:
             merged = kind, _merged(axes)
             if merged not in self._known:
-                groups = _groups(self.n_devices, merged[1])
+                groups = self._without_copies(_groups(self.n_devices, merged[1])).tolist()
                 self._known[merged] = self.network.seconds_per_byte(kind, groups)
             found = self._known[key] = self._known[merged]
         return found
+
+    def _without_copies(self, groups: Any) -> Any:
+        """Leaves out the groups in other rows or planes of a torus: they use other links.
+
+        With them, a pattern of 8,192 devices takes 100 ms.
+        """
+        network = self.network
+        if not network.has_coords or len(set(network.slices[groups].ravel().tolist())) > 1:
+            return groups
+        at = network.at[groups]
+        fixed = (at.max(1) == at.min(1)).all(0)
+        return groups[(at[:, 0][:, fixed] == 0).all(1)]
 
 
 def _merged(axes: Sequence[MeshAxis]) -> tuple[MeshAxis, ...]:
@@ -49,10 +61,10 @@ def _merged(axes: Sequence[MeshAxis]) -> tuple[MeshAxis, ...]:
     return tuple(found)
 
 
-def _groups(n: int, axes: Sequence[MeshAxis]) -> list[list[int]]:
+def _groups(n: int, axes: Sequence[MeshAxis]) -> Any:
     offsets, ids = np.zeros(1, int), np.arange(n)
     first = np.ones(n, bool)
     for stride, size in axes:
         offsets = (np.arange(size)[:, None] * stride + offsets).reshape(-1)
         first &= ids // stride % size == 0
-    return (ids[first][:, None] + offsets).tolist()
+    return ids[first][:, None] + offsets

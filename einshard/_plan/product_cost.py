@@ -96,13 +96,15 @@ def cheapest_way(product: Product, axes: Axes, flop_seconds: float, rate: Rate) 
 
 
 def _choices(axis: MeshAxis, sides: Sequence[_Sharded], product: Product) -> list[int | None]:
-    """The indices that a mesh axis may shard: those that it shards in an array.
+    """The indices that a mesh axis may shard: the one that it shards in two arrays, as in XLA.
 
-    None, if all its devices may as well compute the same.
+    Otherwise those that it shards in one; and None, if all its devices may compute the same.
     """
     held = [side.holds[axis] for side in sides if axis in side.holds]
-    found: list[int | None] = [*dict.fromkeys(held)]
-    return [*found, None] if len(held) == 1 and product.kind == 'product' else found
+    for index in held:
+        if held.count(index) > 1:
+            return [index]
+    return [*dict.fromkeys(held), *([None] if product.kind == 'product' else [])]
 
 
 def _size(axes: Iterable[MeshAxis]) -> int:
