@@ -23,6 +23,7 @@ import jax.tree_util as jtu
 from .._errors import EinshardError
 from .._hlo.memory import Memory, read_memory
 from .._inspect.lowered import Stages
+from .._inspect.oversized import read_sizes
 
 _PREFIX = 'jit(call)/call_exported/'  # of the operations' names
 
@@ -71,8 +72,8 @@ class Worker:
             raise
         if isinstance(answer, str):
             return answer
-        text = answer.pop('text').replace(_PREFIX, '')
-        sizes = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**answer))
+        text = answer['text'].replace(_PREFIX, '')
+        sizes = SimpleNamespace(memory_analysis=lambda: read_sizes(answer['buffers']))
         return Compiled(text, read_memory(sizes))
 
     def close(self) -> None:
@@ -116,6 +117,10 @@ def _end(process: subprocess.Popen[bytes], log: Any) -> None:
     process.wait()
 
 
+# the CPU backend computes bf16 in f32, with twice the bytes
+_IN_BF16 = '--xla_disable_hlo_passes=float-normalization-bf16,all-reduce-promotion'
+
+
 def _environment(n_devices: int) -> dict[str, str]:
     """The environment of this process, without its settings of JAX and XLA."""
     theirs = ('JAX_', 'XLA_', 'TF_', 'PYTHONWARNINGS')
@@ -123,7 +128,7 @@ def _environment(n_devices: int) -> dict[str, str]:
     return {
         **kept,
         'PYTHONPATH': os.pathsep.join(filter(None, sys.path)),
-        'XLA_FLAGS': f'--xla_force_host_platform_device_count={n_devices}',
+        'XLA_FLAGS': f'--xla_force_host_platform_device_count={n_devices} {_IN_BF16}',
         'JAX_PLATFORMS': 'cpu',
         'JAX_ENABLE_X64': str(int(jax.config.jax_enable_x64)),  # type: ignore[reportAttributeAccessIssue]
         'JAX_ENABLE_COMPILATION_CACHE': '0',
