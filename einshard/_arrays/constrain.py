@@ -28,12 +28,14 @@ from .reshard import reshard
 # The axis names of the value that a line constrains, by file and line, for `explain`: a compiled
 # program has lines, but no names. Empty for a line that constrains values with different names.
 names_at: dict[str, tuple[str, ...]] = register({})
+# The names without an axis rule, for lines whose constraint replicates a value for want of one.
+without_rule_at: dict[str, tuple[str, ...]] = register({})
 
 
 def constrain(x: Any, placement: Placement) -> Any:
     """Constrains a traced value: reshard for explicit mesh axes, a constraint for the others."""
     _check_context(placement)
-    _note_names(placement.expression)
+    _note_names(placement.expression, placement.without_rule)
     if isinstance(x, jax.Ref):
         return _checked_ref(x, placement)
     try:
@@ -43,13 +45,14 @@ def constrain(x: Any, placement: Placement) -> Any:
         raise _cannot_constrain(placement, error) from error
 
 
-def _note_names(expression: Expression) -> None:
+def _note_names(expression: Expression, without_rule: tuple[str, ...]) -> None:
     """Records the axis names for the user's line, and for the line that calls its function."""
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
     for frame in filter(None, (user, user.f_back)):
         line = f'{frame.f_code.co_filename}:{frame.f_lineno}'
         if names_at.setdefault(line, expression.names) != expression.names:
             names_at[line] = ()
+        without_rule_at[line] = without_rule
 
 
 def place_constant(x: Any, placement: Placement) -> Any:

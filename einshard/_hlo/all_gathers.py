@@ -11,13 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from .module import ArrayType, Computation, Instruction, Module, Value
-
-Blocks: TypeAlias = tuple[tuple[int, ...], ...]  # for each dimension, the block of each device
 
 
 @dataclass(frozen=True)
@@ -41,12 +39,12 @@ class AllGather:
     origin: tuple[str, str]
     parameter: int | None
     invariant: bool
-    kept: Blocks | None
+    kept: tuple[tuple[int, ...], ...] | None
 
 
 def find_all_gathers(module: Module, n_devices: int) -> list[AllGather]:
     """Finds the all-gathers of a program that have a single operand."""
-    return list(SliceFinder(module, n_devices).find())
+    return list(_Finder(module, n_devices).find())
 
 
 _DIMENSION = re.compile(r'dimensions=\{(\d+)\}')
@@ -60,9 +58,7 @@ class _Unknown(Exception):
     """The value is not simple arithmetic on the device number."""
 
 
-class SliceFinder:
-    """Finds all-gathers, and the blocks that devices slice of an array."""
-
+class _Finder:
     def __init__(self, module: Module, n_devices: int):
         self.module = module
         self.n_devices = n_devices
@@ -127,14 +123,16 @@ class SliceFinder:
                 return caller, start.operands[at]
         return None
 
-    def kept(self, value: Value, array: ArrayType) -> Blocks | None:
+    def kept(self, value: Value, array: ArrayType) -> tuple[tuple[int, ...], ...] | None:
         slices = list(self.slices(value, array))
         if not slices or None in slices or len(set(slices)) > 1:
             return None
         blocks = slices[0]
         return blocks if blocks and any(len(set(of_axis)) > 1 for of_axis in blocks) else None
 
-    def slices(self, value: Value, array: ArrayType) -> Iterator[Blocks | None]:
+    def slices(
+        self, value: Value, array: ArrayType
+    ) -> Iterator[tuple[tuple[int, ...], ...] | None]:
         """Yields, for each use of an array, the block that each device slices; else None."""
         here = value.here
         if value.name == here[''].name:
@@ -155,8 +153,7 @@ class SliceFinder:
             else:
                 yield None
 
-    def blocks(self, value: Value, user: Instruction) -> Blocks | None:
-        """Returns the block that each device takes with a dynamic-slice of a value, if known."""
+    def blocks(self, value: Value, user: Instruction) -> tuple[tuple[int, ...], ...] | None:
         sizes = _SIZES.search(user.attributes)
         if sizes is None:
             return None
