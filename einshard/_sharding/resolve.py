@@ -166,6 +166,8 @@ def find_placement(
     expression, missing, may_replicate = apply_axis_rules(
         spec.expression, context.axis_rules, named_sizes, spec.on_missing
     )
+    if context.on_one_device:
+        expression = expression.on_one_device()
     if mesh.axis_types and not axis_sizes:
         raise expression.error(
             'cannot shard an array here: in a per-device function each device has its own array, '
