@@ -283,7 +283,7 @@ class _Finder:
         meeting = _MEETING.search(send.attributes)
         assert meeting is not None
         _, target, transfer = meeting.groups()
-        groups = self.slices.across(target)
+        groups = self.slices.parse_target(target)
         pairs = tuple((a, b) for a, b in groups) if '->' in target else ()
         return {
             'kind': _TRANSFERS.get(transfer, transfer.lower().replace('_', '-')),
