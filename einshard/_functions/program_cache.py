@@ -16,7 +16,7 @@ from .parameters import CallSignature, Declaration
 from .program import Program, Setup, make_program, shardings_of
 
 # the mesh with whether it comes from `jax.set_mesh`, as `mesh_key` returns them
-_Key: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules]
+_Key: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules, bool]
 
 
 class ProgramCache:
@@ -39,7 +39,8 @@ class ProgramCache:
         `called` of a program that turned out to be wrong; passing it enables the full lookup.
         """
         context = self._setup.context()
-        outer_key = call, self._setup.mesh_key(context), context.axis_rules
+        mesh_key = self._setup.mesh_key(context)
+        outer_key = call, mesh_key, context.axis_rules, context.on_one_device
         programs = self._programs.setdefault(outer_key, {})
         known = list(programs.values())
         self.need_full_lookup |= wrong is not None

@@ -172,6 +172,8 @@ def find_placement(
     expression, missing, may_replicate = apply_axis_rules(
         spec.expression, context.axis_rules, named_sizes, spec.on_missing
     )
+    if context.on_one_device:
+        expression = expression.on_one_device()
     if mesh.axis_types and not axis_sizes:
         raise expression.error(
             'an array cannot be sharded inside shard_map with all mesh axes Manual: each device '
