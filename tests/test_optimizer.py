@@ -875,7 +875,7 @@ def test_ambiguous_axes():
           array:     float32[64], leaf 'rows/w'
           parameter: float32[64,64], parameter 'w'
           could be:  'd -> d4 4' or 'f -> 4 f4'
-          instead:   a function (path, leaf) -> spec that decides for this leaf
+          instead:   pass a function (path, leaf) -> spec that decides for this leaf
         """)
 
     def knows(path, leaf):
