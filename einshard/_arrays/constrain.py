@@ -17,8 +17,8 @@ from .._sharding.context import depth_of_user, is_staging
 from .._sharding.mesh import AnyMesh, mesh_fact, partition_spec, spec_axes
 from .._sharding.resolve import Placement
 
-# The axis names of the value that a line constrains, by file and line, for `explain`: a compiled
-# program has lines, but no names. Empty for a line that constrains values with different names.
+# The axis names of the value that a line constrains, by 'file:line'; () if a line constrains values
+# with different names. `explain` needs this, as a compiled program has lines but no axis names.
 names_at: dict[str, tuple[str, ...]] = register({})
 
 
@@ -36,7 +36,7 @@ def constrain(x: Any, placement: Placement) -> Any:
 
 
 def _note_names(expression: Expression) -> None:
-    """Records the axis names for the user's line, and for the line that calls its function."""
+    """Records the axis names for the user's line, and for the line that calls that function."""
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
     for frame in filter(None, (user, user.f_back)):
         line = f'{frame.f_code.co_filename}:{frame.f_lineno}'
@@ -72,7 +72,7 @@ def warn_replicated(placement: Placement) -> None:
 
 
 def _checked_ref(ref: Any, placement: Placement) -> Any:
-    """Returns a traced `jax.Ref` if its type has this sharding; else raises.
+    """Returns a traced `jax.Ref` if its type has this sharding; otherwise raises.
 
     JAX cannot constrain a Ref.
     """
@@ -88,17 +88,17 @@ def _checked_ref(ref: Any, placement: Placement) -> Any:
 def _constrain(x: Any, sharding: NamedSharding) -> Any:
     types = set(sharding.mesh.axis_types)
     if AxisType.Explicit in types:
-        x = jax.sharding.reshard(x, only(sharding, AxisType.Explicit))
+        x = jax.sharding.reshard(x, restrict_to_type(sharding, AxisType.Explicit))
     if AxisType.Auto in types:
-        x = jax.lax.with_sharding_constraint(x, only(sharding, AxisType.Auto))
+        x = jax.lax.with_sharding_constraint(x, restrict_to_type(sharding, AxisType.Auto))
     return x
 
 
 _constrain_in_jit = jax.jit(_constrain, static_argnums=1)
 
 
-def only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
-    """Returns the sharding without the mesh axes of other types."""
+def restrict_to_type(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
+    """Returns the sharding without mesh axes that are not of type `kind`."""
     mesh = sharding.mesh
     if set(mesh.axis_types) == {kind}:
         return sharding
@@ -116,16 +116,19 @@ def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
 
 def has_type(x: Any, sharding: NamedSharding) -> bool:
     """Whether a traced value's type has this sharding along the explicit mesh axes."""
-    typed_as: Any = jax.typeof(x).sharding.spec
-    if typed_as.unreduced or typed_as.reduced:
+    spec: Any = jax.typeof(x).sharding.spec
+    if spec.unreduced or spec.reduced:
         return False
-    wanted, typed = spec_axes(only(sharding, AxisType.Explicit).spec), spec_axes(typed_as)
-    ndim = max(len(wanted), len(typed))
-    return wanted + [()] * (ndim - len(wanted)) == typed + [()] * (ndim - len(typed))
+    expected, actual = (
+        spec_axes(restrict_to_type(sharding, AxisType.Explicit).spec),
+        spec_axes(spec),
+    )
+    ndim = max(len(expected), len(actual))
+    return expected + [()] * (ndim - len(expected)) == actual + [()] * (ndim - len(actual))
 
 
 def sharding_refused(x: Any, for_jit: Any) -> Sharding | None:
-    """Returns a value's sharding if jit with these `in_shardings` rejects it, else None.
+    """Returns the sharding of a value if jit with these `in_shardings` rejects it; else None.
 
     Under jax.grad or jax.vmap outside jit, the value is a tracer that does not expose its sharding,
     so this calls jit to find out.
@@ -135,9 +138,9 @@ def sharding_refused(x: Any, for_jit: Any) -> Sharding | None:
     try:
         jax.jit(_same, in_shardings=for_jit)(x)
     except ValueError:
-        found: list[Sharding] = []
-        jax.debug.inspect_array_sharding(x, callback=found.append)
-        return found[0]
+        shardings: list[Sharding] = []
+        jax.debug.inspect_array_sharding(x, callback=shardings.append)
+        return shardings[0]
     return None
 
 
@@ -145,7 +148,8 @@ def reshard_traced(x: Any, sharding: NamedSharding, replicated: Any) -> Any:
     """Reshards a value that jit rejects under jax.grad or jax.vmap outside jit.
 
     `device_put` would shard the wrong axes under jax.vmap, so this uses a constraint. A constraint
-    cannot move a value to other devices, so `device_put` first replicates it there if necessary.
+    cannot move a value to other devices, so `device_put` first replicates the value over those
+    devices if necessary.
     """
     try:
         return _constrain_in_jit(x, sharding)
@@ -175,9 +179,9 @@ def _check_context(placement: Placement) -> None:
             mesh=mesh_fact(mesh),
             instead="use 'with jax.set_mesh(mesh):', or pass a Mesh with devices",
         )
-    explicit = AxisType.Explicit in (*mesh.axis_types, *context.axis_types)
-    other = not context.empty and context != (mesh if is_abstract else mesh.abstract_mesh)
-    if other and (is_abstract or explicit):
+    has_explicit = AxisType.Explicit in (*mesh.axis_types, *context.axis_types)
+    differs = not context.empty and context != (mesh if is_abstract else mesh.abstract_mesh)
+    if differs and (is_abstract or has_explicit):
         raise error(
             'mesh= differs from the mesh in context',
             mesh=mesh_fact(mesh),

@@ -63,7 +63,7 @@ class Setup:
             raise error.about(function=self.name) from None
 
     def mesh_key(self, context: Context) -> tuple[AnyMesh, bool]:
-        """Returns the mesh, made abstract if it is ambient, and whether it is; jit does the rest."""
+        """Returns the mesh, abstract if it is ambient, and whether it is ambient."""
         mesh = context.lowering_mesh
         is_ambient = self.is_ambient(mesh)
         return (abstract_mesh(mesh) if is_ambient else mesh), is_ambient

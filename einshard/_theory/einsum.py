@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from .._arrays.constrain import constrain, only
+from .._arrays.constrain import constrain, restrict_to_type
 from .._arrays.place import einshard
 from .._errors import EinshardError, Suggestion
 from .._notation.expression import Expression
@@ -153,7 +153,7 @@ def _contract(
     mesh = placement.sharding.mesh
     explicit = AxisType.Explicit in mesh.axis_types
     # under explicit axes, a sum over a sharded axis needs out_sharding
-    out = only(placement.sharding, AxisType.Explicit) if explicit else None
+    out = restrict_to_type(placement.sharding, AxisType.Explicit) if explicit else None
     return constrain(
         jnp.einsum(subscripts, *operands, out_sharding=out, **dict(options)), placement
     )
