@@ -8,7 +8,7 @@ Arrays and pytrees: `einshard`, `make_sharding`, `gather`, `from_local`.
 Functions: `sharded`, `Sharded`, `per_device`, `einsum`.
 Models: `Rules`, `shard_largest`, `for_optimizer`, `axis_rules`, `TRAINING_AXES`, `DECODING_AXES`.
 Inspect placements: `describe`, `show`, `device_mesh`.
-Inspect programs: `explain`, `topology`, `Chip`, `assert_collectives`.
+Inspect programs: `explain`, `topology`, `Chip`, `assert_collectives`, `expect_collectives`.
 Without compiling: `parallelism`.
 Errors: `EinshardError`, `UnexpectedCollectives`, `MemoryExceeded`.
 Caches: `clear_caches`.
@@ -20,6 +20,7 @@ from ._arrays.place import einshard as einshard
 from ._cache import clear_caches as clear_caches
 from ._errors import EinshardError as EinshardError
 from ._functions.annotations import Sharded as Sharded
+from ._functions.expect_collectives import expect_collectives as expect_collectives
 from ._functions.promise import MemoryExceeded as MemoryExceeded
 from ._functions.promise import UnexpectedCollectives as UnexpectedCollectives
 from ._functions.sharded import sharded as sharded

@@ -1,12 +1,14 @@
-"""python -m einshard: draws expressions, explains functions, and shows tables of rules."""
+"""The command `einshard`: draws expressions, explains functions, and shows tables of rules."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from jax.sharding import AbstractMesh, AxisType
 
@@ -19,24 +21,24 @@ from ._trees.rules import Rules
 
 _SHOW_EXAMPLES = """\
 examples:
-  python -m einshard 'a b -> 2 a2* b*' --shape 4 8 --devices 16
-  python -m einshard 'a b -> a4 b2'
-  python -m einshard 'b d -> b@data d@tp' --shape 32 512 --mesh data=4 tp=2
-  python -m einshard '... -> * ...' --shape --devices 8
+  {prog} 'a b -> 2 a2* b*' --shape 4 8 --devices 16
+  {prog} 'a b -> a4 b2'
+  {prog} 'b d -> b@data d@tp' --shape 32 512 --mesh data=4 tp=2
+  {prog} '... -> * ...' --shape --devices 8
 other commands:
-  python -m einshard explain --help     compile a function and list its collectives
-  python -m einshard table --help       show how rules shard the arrays of a model
+  {prog} explain --help     compile a function and list its collectives
+  {prog} table --help       show how rules shard the arrays of a model
 """
 _EXPLAIN_EXAMPLES = """\
 examples:
-  python -m einshard explain model:layer --args 'f32[8,128]' 'f32[128,512]' --devices 8
-  python -m einshard explain model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
-  python -m einshard explain model:step --args model:init_state lr=0.1 --mesh data=4 tp=2 --json
+  {prog} explain model:layer --args 'f32[8,128]' 'f32[128,512]' --devices 8
+  {prog} explain model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
+  {prog} explain model:step --args model:init_state lr=0.1 --mesh data=4 tp=2 --json
 """
 _TABLE_EXAMPLES = """\
 examples:
-  python -m einshard table model:rules model:init_params --devices 8
-  python -m einshard table model:rules model:init_params --args 'u32[2]' --mesh data=4 tp=2
+  {prog} table model:rules model:init_params --devices 8
+  {prog} table model:rules model:init_params --args 'u32[2]' --mesh data=4 tp=2
 """
 _ARGUMENT = (
     "arguments of the call: arrays as 'f32[8,128]', Python numbers, module:name for a value or for "
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             # a misspelled command would parse as an expression: one unsharded axis
             if near := difflib.get_close_matches(arguments[0], commands, n=1, cutoff=0.7):
-                fix = f'python -m einshard {near[0]}'
+                fix = f'{_program()} {near[0]}'
                 raise EinshardError(f"'{arguments[0]}' is not a command", fix=fix)
             text = _show(arguments)
     except EinshardError as error:
@@ -66,6 +68,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(_printable(text, sys.stdout.encoding))
     return 0
+
+
+def script() -> int:
+    """Runs the installed command `einshard`.
+
+    Like `python -m einshard`, it finds modules in the current folder.
+    """
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
+    return main()
+
+
+def _program() -> str:
+    """Returns how this program was called."""
+    is_script = Path(sys.argv[0]).stem == 'einshard'
+    return 'einshard' if is_script else 'python -m einshard'
 
 
 def _show_parser() -> argparse.ArgumentParser:
@@ -174,9 +192,9 @@ def _parser(
 ) -> argparse.ArgumentParser:
     """Makes a parser with the options --devices and --mesh."""
     parser = argparse.ArgumentParser(
-        prog=f'python -m einshard {command}'.rstrip(),
+        prog=f'{_program()} {command}'.rstrip(),
         description=description,
-        epilog=examples,
+        epilog=examples.replace('{prog}', _program()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_mutually_exclusive_group()

@@ -333,8 +333,11 @@ def test_unconstrained_on_explicit_axes():
 
 @pytest.mark.parametrize('spec', [P(unreduced={'data'}), P(None, reduced={'tensor'})])
 def test_unreduced_axes(spec):
-    with pytest.raises(EinshardError, match='has unreduced or reduced axes'):
-        einshard(X, spec, mesh=EXPLICIT)
+    assert einshard(X, spec, mesh=EXPLICIT).sharding.spec.update(partitions=()) == spec.update(
+        partitions=()
+    )
+    with pytest.raises(EinshardError, match='needs Explicit mesh axes'):
+        einshard(X, spec, mesh=AUTO)
 
 
 @pytest.mark.parametrize(

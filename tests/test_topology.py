@@ -249,7 +249,7 @@ def test_a_loop_that_gathers_the_same_in_each_turn():
     text = (
         f'w, {row.arrays}, is gathered in each of 12 iterations of a loop that does not change it'
     )
-    assert [caution.text for caution in report.warnings] == [text]
+    assert [caution.text for caution in report.findings] == [text]
 
 
 def test_the_same_program_runs_here_afterwards():

@@ -14,8 +14,16 @@ from .._cache import register
 from .._errors import EinshardError
 from .._notation.expression import Expression
 from .._sharding.context import depth_of_user, is_staging
-from .._sharding.mesh import AnyMesh, mesh_fact, partition_spec, spec_axes
+from .._sharding.mesh import (
+    AnyMesh,
+    is_partial,
+    mesh_fact,
+    partial_axes,
+    partition_spec,
+    spec_axes,
+)
 from .._sharding.resolve import Placement
+from .reshard import reshard
 
 # The axis names of the value that a line constrains, by 'file:line'; () if a line constrains values
 # with different names. `explain` needs this, as a compiled program has lines but no axis names.
@@ -54,6 +62,8 @@ def place_constant(x: Any, placement: Placement) -> Any:
             return _constrain_in_jit(x, sharding)
         # under jit, device_put returns a tracer and places nothing; under jax.grad or jax.vmap
         # outside jit, it returns a placed array
+        if is_partial(sharding):
+            return _constrain_in_jit(x, sharding)
         moved = jax.device_put(x, sharding)
         return _constrain(moved, sharding) if isinstance(moved, Tracer) else moved
     except ValueError as error:
@@ -88,7 +98,7 @@ def _checked_ref(ref: Any, placement: Placement) -> Any:
 def _constrain(x: Any, sharding: NamedSharding) -> Any:
     types = set(sharding.mesh.axis_types)
     if AxisType.Explicit in types:
-        x = jax.sharding.reshard(x, restrict_to_type(sharding, AxisType.Explicit))
+        x = reshard(x, restrict_to_type(sharding, AxisType.Explicit))
     if AxisType.Auto in types:
         x = jax.lax.with_sharding_constraint(x, restrict_to_type(sharding, AxisType.Auto))
     return x
@@ -106,7 +116,8 @@ def restrict_to_type(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
     kept = [
         tuple(axis for axis in entry if types[axis] == kind) for entry in spec_axes(sharding.spec)
     ]
-    return NamedSharding(mesh, partition_spec(kept))
+    partial = partial_axes(sharding) if kind == AxisType.Explicit else ()
+    return NamedSharding(mesh, partition_spec(kept, *partial))
 
 
 def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
@@ -116,15 +127,14 @@ def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
 
 def has_type(x: Any, sharding: NamedSharding) -> bool:
     """Whether a traced value's type has this sharding along the explicit mesh axes."""
-    spec: Any = jax.typeof(x).sharding.spec
-    if spec.unreduced or spec.reduced:
+    actual: Any = jax.typeof(x).sharding
+    if partial_axes(actual) != partial_axes(sharding):
         return False
-    expected, actual = (
-        spec_axes(restrict_to_type(sharding, AxisType.Explicit).spec),
-        spec_axes(spec),
-    )
-    ndim = max(len(expected), len(actual))
-    return expected + [()] * (ndim - len(expected)) == actual + [()] * (ndim - len(actual))
+    explicit = restrict_to_type(sharding, AxisType.Explicit)
+    entries, actual_entries = spec_axes(explicit.spec), spec_axes(actual.spec)
+    ndim = max(len(entries), len(actual_entries))
+    padded = entries + [()] * (ndim - len(entries))
+    return padded == actual_entries + [()] * (ndim - len(actual_entries))
 
 
 def sharding_refused(x: Any, for_jit: Any) -> Sharding | None:

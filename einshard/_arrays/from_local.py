@@ -17,7 +17,7 @@ from .._errors import EinshardError
 from .._notation.layout import Layout, terms_of_axis
 from .._sharding.context import Context, current_context, is_tracing
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
-from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact
+from .._sharding.mesh import AnyMesh, MeshLike, is_partial, mesh_fact
 from .._sharding.resolve import Placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import Spec, leaf_specs
@@ -183,6 +183,12 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
         )
     # the global shape is not known yet: use size 0, which is divisible by any count
     placement = resolve(spec, (0,) * array.ndim, context)
+    if is_partial(placement.sharding):
+        raise placement.expression.error(
+            'from_local builds no partial sums',
+            [term for term in placement.expression.right if term.sign],
+            instead='einshard(x, ...) on the global array',
+        )
     if isinstance(array, np.ndarray):
         check_dtype(placement.expression, array.dtype)
     sizes = list(array.shape)

@@ -21,6 +21,7 @@ from .._errors import EinshardError, plural
 from .._notation.expression import ELLIPSIS, Expression, parse
 from .._sharding.context import current_context
 from .._sharding.describe import describe_in
+from .._sharding.mesh import are_equivalent
 from .._sharding.resolve import resolve
 from .._text import array_text, name_of
 from .._trees.paths import path_text
@@ -294,7 +295,7 @@ def _checker(spec: str) -> Callable[[Any], bool]:
         if mesh is not None:
             matches = has_type(x, placement.sharding)
         else:
-            matches = sharding.is_equivalent_to(placement.sharding, x.ndim)
+            matches = are_equivalent(sharding, placement.sharding, x.ndim)
         if matches:
             return True
         text = describe_in(placement.expression, sharding, x.ndim)

@@ -20,7 +20,7 @@ from .._sharding.context import (
     mesh_scope,
 )
 from .._sharding.legacy_mesh import warn_if_ignored
-from .._sharding.mesh import AnyMesh, MeshLike
+from .._sharding.mesh import AnyMesh, MeshLike, is_partial
 from .._trees.specs import is_none
 from .error_notes import ErrorNotes
 from .parameters import CallSignature, Declaration, positional_signature
@@ -31,8 +31,7 @@ from .value_spec import ValueSpec
 class OtherShardings(ValueError):
     """Stops the trace of a program whose arguments need other shardings than it is jitted with.
 
-    Only an exception can stop a trace. Callers handle it like jit's ValueErrors about shardings:
-    they look up the right program.
+    Callers handle it like jit's ValueErrors about shardings: they look up the right program.
     """
 
 
@@ -81,8 +80,7 @@ ANY: Any = object()  # out_shardings that are not known yet
 class TracedFunction:
     """The function that JAX traces: it checks specs, enters the mesh, calls the user's function.
 
-    JAX traces again for new shapes, dtypes or pytrees. Ranks and sizes are checked only then, so
-    calls without tracing pay nothing.
+    Ranks and sizes are checked only in a trace; JAX traces again for new shapes or pytrees.
 
     Attributes:
         arguments, result: the specs of the arguments and of the result.
@@ -167,8 +165,8 @@ class TracedFunction:
     def for_jit(self, shardings: Any) -> Any:
         """Converts shardings for jit: those on the mesh in context become PartitionSpecs.
 
-        Jit resolves these on the mesh in context at each call, even in a trace, where its devices
-        are unknown. So one program serves all meshes that differ only in their devices.
+        Jit resolves these on the mesh in context at each call, so that one program serves all
+        meshes that differ only in their devices.
         """
         if not self.mesh_is_ambient:
             return shardings
@@ -203,6 +201,9 @@ class TracedFunction:
                 args, kwargs = self.call.split(values)
                 result = self.setup.function(*args, **kwargs)
             self._check_result(result, context)
+            explicit = AxisType.Explicit in self.mesh.axis_types
+            if explicit and _has_terms(self.result.shardings(result, context)):
+                return self.result.constrain(result, context)  # JAX 0.8.1 would multiply it
             return result
 
         return wrapper
@@ -224,15 +225,13 @@ class Program:
         options: options of jit, without shardings.
         jitted: the jitted function, to run and to lower.
         nested: the version for calls inside other programs and transformations. It constrains the
-            result instead of using out_shardings: explicit axes would ignore them there, and the
-            backward pass would turn them into in_shardings, which reject arrays that are sharded
-            differently.
+            result: explicit axes would ignore out_shardings there, and the backward pass would turn
+            them into in_shardings, which reject arrays that are sharded differently.
         called: the function that a call runs: `jitted`, or `checked.call`.
         checked: the function that checks limits; None without a budget.
         unplaced: with a budget, the positions of arguments without a spec.
-        unplaced_shardings: the shardings of those arguments. For other shardings JAX recompiles
-            without a new trace, so that the limits would not be checked. So with a budget, a
-            program is only for these shardings.
+        unplaced_shardings: the shardings of those arguments, the only ones that the program is for:
+            JAX would recompile for others without a new trace, and so without a check of limits.
         args_checked: whether `place_arguments` has run for a call.
     """
 
@@ -267,8 +266,14 @@ class Program:
         )
 
     def must_be_placed(self) -> bool:
-        """Whether jit would accept any sharding, as in eager `jax.grad` and `jax.vmap`."""
-        return self.traced.mesh_is_ambient and is_tracing() and not is_staging()
+        """Whether calls must place the arguments, because jit does not check or place them.
+
+        In eager jax.grad and jax.vmap, jit accepts any sharding. Host data for a partial sum fails
+        in `device_put`, or is multiplied by JAX 0.8.1.
+        """
+        if is_tracing():
+            return self.traced.mesh_is_ambient and not is_staging()
+        return _has_terms(self.traced.in_shardings)
 
     def clear_cache(self) -> None:
         self.jitted.clear_cache()
@@ -279,10 +284,9 @@ class Program:
     def trace_as_called(
         self, n_args: int, given: Collection[str], order: Sequence[str], values: Sequence[Any]
     ) -> jax.stages.Traced:
-        """Traces a call with its keyword arguments `given`, so that the result has their names.
+        """Traces a call with the keyword arguments `given`.
 
-        `jax.jit` with in_shardings rejects keyword arguments, so the shardings are in the arguments
-        instead, which become ShapeDtypeStructs.
+        `jax.jit` with in_shardings rejects these, so ShapeDtypeStructs have the shardings instead.
         """
         traced, names = self.traced, dict(enumerate(order, n_args))
         context = traced.setup.context()
@@ -378,6 +382,11 @@ def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, 
     # not `committed`, which would double the time: jit rejects the arrays for which it matters
     leaves = [leaf for i in positions for leaf in jtu.tree_leaves(values[i])]
     return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
+
+
+def _has_terms(shardings: Any) -> bool:
+    """Whether a pytree of shardings has partial sums."""
+    return any(map(is_partial, jtu.tree_leaves(shardings)))
 
 
 def _same_shardings(a: Any, b: Any) -> bool:

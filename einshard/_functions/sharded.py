@@ -166,7 +166,7 @@ class ShardedFunction(Generic[P, R]):
                 },
             )
         if get_method is _run and program.must_be_placed():
-            values = place_arguments(program.traced, values, running=False)
+            values = place_arguments(program.traced, values, not is_tracing())
         elif not (program.args_checked or is_tracing()):
             # jit accepts an array on the same devices in another order, then fails at the next call
             values = place_arguments(program.traced, values, get_method is _run)
@@ -182,11 +182,8 @@ class ShardedFunction(Generic[P, R]):
             raise ours.about(function=self._setup.name) from None
         as_written = len(values) == len(args) + len(kwargs)
         is_ambiguous = self._programs.need_full_lookup
-        if (
-            get_method is _run
-            and as_written
-            and not (is_ambiguous or entered_scope() or is_tracing())
-        ):
+        slow = is_ambiguous or entered_scope() or is_tracing() or program.must_be_placed()
+        if get_method is _run and as_written and not slow:
             key = (len(args), *kwargs) if kwargs else len(args)
             self._fast[key] = program.called, order, program.traced.constrains_result
             _concrete_types.update(type(x) for x in values if isinstance(x, jax.Array))

@@ -69,6 +69,8 @@ class Stages:
             return self.compiled
         try:
             return self.lower().compile()
+        except EinshardError:  # of expect_collectives
+            raise
         except (RuntimeError, TypeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
             raise EinshardError(
                 f'{self.name or "the program"} does not compile',

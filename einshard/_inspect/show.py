@@ -27,7 +27,7 @@ from .._pictures.caption import meaning
 from .._pictures.draw import axis_names, check_drawable, draw, draw_expression, rank_drawn
 from .._pictures.picture import Gallery, Picture
 from .._sharding.context import ambient_mesh, current_context
-from .._sharding.describe import Description, describe, describe_named, sharding_of
+from .._sharding.describe import Description, describe, describe_named, sharding_of, signs_of
 from .._sharding.leaf_spec import split_memory
 from .._sharding.mesh import MeshLike, is_device_mesh, spec_axes
 from .._sharding.resolve import resolve
@@ -256,7 +256,7 @@ def _of_named(
         shape,
         dtype=dtype,
         named=not is_device_mesh(mesh),
-        unreduced=sharding.spec.unreduced,
+        signs=signs_of(sharding),
     )
 
 

@@ -8,6 +8,7 @@ import unicodedata
 from .._errors import EinshardError, Span, Suggestion
 
 ELLIPSIS = '...'
+SIGNS = '+='  # of replicas that are terms of a sum, and of those whose gradients are
 _MESH_AXIS = re.compile(r'[^\s(),@*]+')
 
 
@@ -24,6 +25,21 @@ def _in_name(character: str, first: bool) -> bool:
         return True
     # vowel signs and other marks that NFC does not combine, as in Devanagari
     return not first and unicodedata.category(character) in ('Mn', 'Mc')
+
+
+def read_sign(text: str, start: int, end: int) -> str:
+    """The sign at `start`; '' if there is none. Raises for a sign without devices."""
+    if text[start] not in SIGNS or text.startswith('=>', start):
+        return ''
+    sign = text[start]
+    if end == start + 1:
+        raise EinshardError(
+            f"'{sign}' alone is not a valid term; it needs devices",
+            expression=text,
+            spans=[(start, end)],
+            facts={'by count': f"'{sign}2'  '{sign}*'", 'by name': f"'{sign}@tp'"},
+        )
+    return sign
 
 
 def read_digits(text: str, start: int, end: int) -> str:
@@ -73,7 +89,8 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
     word, rest = text[start:end], text[at:end]
     character = rest[0]
     if character.isalpha() or character == '_':
-        return _two_terms(text, start, at, end)
+        after_sign = word[0] in SIGNS and at == start + 1
+        return (_signed_name if after_sign else _two_terms)(text, start, at, end)
     facts: dict[str, object] = {}
     fix = None
     span = (start, end)
@@ -101,12 +118,15 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
     elif character in '->':
         sentence = f"'{character}' alone is not part of the notation; the arrow is '->'"
         span = (at, at + 1)
-    elif character in '/:' and at > start and len(rest) > 1:
+    elif character in '/:=' and at > start and len(rest) > 1 and rest[1] != '@':
         span = (at, at + 1)
         is_count = re.fullmatch(r'[0-9]*\*?', rest[1:]) is not None
         instead = 'a count comes right after the name' if is_count else "mesh axes come after '@'"
         sentence = f"'{character}' is not part of the notation; {instead}"
         fix = Suggestion(f'{text[:at]}{"" if is_count else "@"}{text[at + 1 :]}')
+    elif character in SIGNS and at > start:
+        sentence = f"'{word}' is not a valid term: put a space before '{character}'"
+        fix = Suggestion(f'{text[:at]} {text[at:]}')
     elif character.isdigit():
         sentence = f"'{character}' is not a valid digit; counts use the digits 0 to 9"
         span = (at, at + 1)
@@ -116,8 +136,21 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
         if not character.isprintable():
             written = f'unprintable character U+{ord(character):04X}'
         sentence = f'{written} is not part of the notation'
-        facts['valid terms'] = 'a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  ...'
+        facts['valid terms'] = 'a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  +@axis  =2  ...'
     return EinshardError(sentence, expression=text, spans=[span], facts=facts, fix=fix)
+
+
+def _signed_name(text: str, start: int, at: int, end: int) -> EinshardError:
+    """The error for a sign right before a name, as in +tp."""
+    sign, rest = text[start], text[at:end]
+    fix = Suggestion(f'{text[:start]}{sign}@{rest}{text[end:]}') if is_mesh_axis(rest) else None
+    return EinshardError(
+        f"'{text[start:end]}' is not a valid term: '{sign}' is for devices, not for array axes",
+        expression=text,
+        spans=[(start, end)],
+        facts={'by count': f"'{sign}2'  '{sign}*'", 'by name': f"'{sign}@tp'"},
+        fix=fix,
+    )
 
 
 def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:

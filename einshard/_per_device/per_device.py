@@ -18,7 +18,6 @@ from .._errors import EinshardError
 from .._functions.parameters import JIT_OPTIONS, CallSignature, Parameters, listed
 from .._functions.promise import Promise
 from .._functions.sharded import ShardedFunction, called_too_early, sharded
-from .._notation.expression import parse
 from .._notation.layout import axis_positions, mesh_text
 from .._sharding.context import context_on, current_context
 from .._sharding.leaf_spec import as_leaf_spec, check_constrained
@@ -29,7 +28,7 @@ from .._trees.paths import leaf_text, path_text
 from .._trees.specs import Spec, check_specs, is_none, leaf_specs, mesh_of
 from .device_view import View, make_view
 from .replication import read_varying, suggest_replication
-from .spec_axes import SpecAxes
+from .spec_axes import SpecAxes, read_spec
 
 P = ParamSpec('P')
 R = TypeVar('R')
@@ -209,7 +208,7 @@ class _Mapped:
                         facts={'spec of': of, 'got': repr(one)},
                     )
                 if one is not None:
-                    yield SpecAxes(of, parse(one))
+                    yield read_spec(of, one)
 
     def _view(self) -> View:
         try:

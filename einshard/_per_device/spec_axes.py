@@ -6,10 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .._errors import EinshardError, quoted
-from .._notation.expression import ELLIPSIS, Expression, Term
+from .._notation.expression import ELLIPSIS, Expression, Term, parse
 from .._notation.layout import axis_positions, lay_out
 
 MeshAxis = tuple[str | None, int]  # the name of a mesh axis, None for replicas; and the size
+
+
+def read_spec(of: str, text: str) -> SpecAxes:
+    """Parses the spec of a parameter or of the result."""
+    read = SpecAxes(of, parse(text))
+    signed = [term for term in read.expression.right if term.sign]
+    if signed:
+        raise read.error('per_device takes and returns no partial sums', signed)
+    return read
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -19,9 +20,10 @@ from .._notation.expression import (
     check_mesh_axes,
     parse,
 )
+from .._notation.words import SIGNS
 from .._notation.write import write
 from .axis_rules import Fallback
-from .mesh import FREE, AnyMesh, partition_text, spec_axes
+from .mesh import FREE, AnyMesh, adds_terms, partition_text, spec_axes
 
 REPLICATED = '... -> * ...'
 
@@ -92,8 +94,8 @@ def _of_sharding(sharding: NamedSharding) -> LeafSpec:
 
 @cached
 def _of_partition(spec: PartitionSpec) -> LeafSpec:
-    if spec.unreduced or spec.reduced:
-        raise EinshardError(f'{partition_text(spec)} has unreduced or reduced axes')
+    if not adds_terms(spec):
+        raise EinshardError(f'{partition_text(spec)} is not a sum, so it has no expression')
     try:
         return LeafSpec(_expression_of(spec, None), partition=spec)
     except EinshardError as error:
@@ -110,13 +112,14 @@ def of_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
 def _expression_of(spec: PartitionSpec, ndim: int | None) -> Expression:
     """Converts a PartitionSpec to an expression; with '...' if the rank is not known."""
     entries = [() if entry == FREE else entry for entry in spec_axes(spec)]
+    signed = signed_terms(spec, sorted(spec.unreduced | spec.reduced, key=str))
     if ndim is not None and len(entries) > ndim:
         noun = 'entry' if len(entries) == 1 else 'entries'
         raise EinshardError(
             f'{partition_text(spec)} has {len(entries)} {noun}, '
             f'but the array has {plural(ndim, "dimension")}'
         )
-    if not any(entries):
+    if not (any(entries) or signed):
         return parse(REPLICATED)
     n = len(entries) if ndim is None else ndim
     entries += [()] * (n - len(entries))
@@ -125,9 +128,18 @@ def _expression_of(spec: PartitionSpec, ndim: int | None) -> Expression:
         Term(name, mesh_axes=tuple(map(str, e))) for name, e in zip(names, entries, strict=True)
     ]
     rest = [Term(ELLIPSIS)] if ndim is None else []
-    expression = write([*(Term(axis.name) for axis in axes), *rest], [*axes, *rest])
+    expression = write([*(Term(axis.name) for axis in axes), *rest], [*axes, *rest, *signed])
     check_mesh_axes(expression)
     return expression
+
+
+def signed_terms(spec: PartitionSpec, order: Collection[Any]) -> list[Term]:
+    """Returns the terms for the unreduced and reduced mesh axes, in this order of mesh axes."""
+    groups = [
+        (sign, tuple(str(axis) for axis in order if axis in axes))
+        for sign, axes in zip(SIGNS, (spec.unreduced, spec.reduced), strict=True)
+    ]
+    return [Term(mesh_axes=axes, sign=sign) for sign, axes in groups if axes]
 
 
 @cached

@@ -10,12 +10,12 @@ the mesh shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._cache import cached
 from .._errors import EinshardError
@@ -238,10 +238,38 @@ def spec_axes(spec: PartitionSpec) -> list[tuple[Any, ...]]:
     return [entry_axes(entry) for entry in entries]
 
 
-def partition_spec(entries: Iterable[tuple[Any, ...]]) -> PartitionSpec:
+def partition_spec(
+    entries: Iterable[tuple[Any, ...]],
+    unreduced: Collection[Any] = (),
+    reduced: Collection[Any] = (),
+) -> PartitionSpec:
     """Builds a PartitionSpec from the mesh axes of each array axis."""
     # 'x' instead of ('x',), so that equal specs are written in one way
-    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
+    partitions = (axes[0] if len(axes) == 1 else axes or None for axes in entries)
+    return PartitionSpec(*partitions, unreduced=frozenset(unreduced), reduced=frozenset(reduced))
+
+
+def partial_axes(sharding: Sharding) -> tuple[frozenset[Any], frozenset[Any]]:
+    """Returns the unreduced and the reduced mesh axes of a sharding."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    return spec.unreduced, spec.reduced
+
+
+def is_partial(sharding: Sharding) -> bool:
+    """Whether a sharding has unreduced or reduced mesh axes."""
+    return any(partial_axes(sharding))
+
+
+def are_equivalent(sharding: Sharding, other: Sharding, ndim: int) -> bool:
+    """Whether two shardings are equivalent; JAX itself ignores reduced mesh axes."""
+    same = partial_axes(sharding) == partial_axes(other)
+    return same and sharding.is_equivalent_to(other, ndim)
+
+
+def adds_terms(spec: PartitionSpec) -> bool:
+    """Whether unreduced mesh axes of a spec are sums. Newer JAX has max and min too."""
+    kind = getattr(spec, 'unreduced_kind', None)
+    return kind is None or kind.name == 'sum'
 
 
 FREE = (PartitionSpec.UNCONSTRAINED,)  # what `spec_axes` returns for an unconstrained axis

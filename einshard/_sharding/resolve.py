@@ -12,10 +12,11 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._cache import cached
-from .._errors import EinshardError, Suggestion
+from .._errors import EinshardError, Suggestion, quoted
 from .._notation.expression import Expression
 from .._notation.hints import mesh_axes_hint, spacing_hint
-from .._notation.layout import Layout, lay_out, mesh_entries, refactor
+from .._notation.layout import Layout, fit, lay_out, refactor, signed_axes, spec_entries
+from .._notation.words import SIGNS
 from .._suggestions import working_fix
 from .apply_axis_rules import apply_axis_rules
 from .axis_rules import Fallback
@@ -188,6 +189,7 @@ def find_placement(
         raise expression.error(
             f'the devices have no memory kind {memory_kind!r}', memory_kinds=', '.join(known)
         )
+    _check_explicit(expression, layout, mesh)
     sharding = lower(layout, mesh, context.mesh_is_ambient, memory_kind)
     if sharding is None:
         counts = ' x '.join(str(split.count) for split in layout.splits if not split.mesh_axes)
@@ -243,6 +245,28 @@ def _is_ruled(expression: Expression, context: Context) -> bool:
     return expression.short and not ruled.isdisjoint(expression.names)
 
 
+def _check_explicit(expression: Expression, layout: Layout, mesh: AnyMesh) -> None:
+    """Raises for partial sums along mesh axes that are not Explicit, for which JAX has none."""
+    signed = [term for term in expression.right if term.sign]
+    if not signed:
+        return
+    fitted = fit(layout, sizes_of(mesh)) or ()
+    axes = {axis for sign in SIGNS for axis in signed_axes(layout, fitted, sign)} if fitted else ()
+    kinds = {
+        kind
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if not fitted or str(name) in axes
+    }
+    if not kinds <= {AxisType.Explicit}:
+        raise expression.error(
+            f'{quoted(map(str, signed))} {"needs" if len(signed) == 1 else "need"} Explicit mesh '
+            'axes',
+            signed,
+            mesh=mesh_fact(mesh),
+            expected='a mesh with axis_types=(AxisType.Explicit, ...), in jax.set_mesh or mesh=',
+        )
+
+
 def _leave_free(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
     """Replaces the entries of the unconstrained axes of `spec` by P.UNCONSTRAINED."""
     mesh = sharding.mesh
@@ -276,17 +300,21 @@ def lower(
     if it is ambient, because JAX rejects arrays on a mesh that differs from the ambient one.
     The cache makes arrays of many shapes share one sharding object, which is faster in device_put.
     """
-    entries = mesh_entries(layout, sizes_of(mesh))
-    if entries is None:
+    fitted = fit(layout, sizes_of(mesh))
+    if fitted is None:
         by_name = any(split.mesh_axes for split in layout.splits)
         other_factors = is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
         if mesh_is_ambient or by_name or not other_factors:
             return None
         mesh = refactored_mesh(mesh, refactor(layout))
-        entries = mesh_entries(layout, sizes_of(mesh))
-        assert entries is not None, 'a refactored mesh fits its layout'
+        fitted = fit(layout, sizes_of(mesh))
+        assert fitted is not None, 'a refactored mesh fits its layout'
     names = {str(name): name for name in mesh.axis_names}
-    spec = partition_spec(tuple(names[axis] for axis in axes) for axes in entries)
+    entries = [tuple(names[axis] for axis in axes) for axes in spec_entries(layout, fitted)]
+    unreduced, reduced = (
+        [names[axis] for axis in signed_axes(layout, fitted, sign)] for sign in SIGNS
+    )
+    spec = partition_spec(entries, unreduced, reduced)
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 

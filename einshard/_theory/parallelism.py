@@ -276,6 +276,9 @@ def _check_form(contraction: Contraction) -> None:
         )
     if ELLIPSIS in contraction.names:
         raise contraction.error("'...' is not supported here; name all axes")
+    signed = [term.span for one in contraction.arrays for term in one.right if term.sign]
+    if signed:
+        raise contraction.error('partial sums are not supported here', signed)
 
 
 def _check_counts(contractions: Sequence[Contraction], counts: Mapping[str, object]) -> None:
