@@ -56,9 +56,7 @@ class Placement:
     expression: Expression
     layout: Layout
     sharding: NamedSharding
-    missing_axes: tuple[
-        str, ...
-    ] = ()  # ignored mesh axes: the spec names them, the mesh lacks them
+    missing_axes: tuple[str, ...] = ()  # mesh axes that were ignored because the mesh lacks them
     lacks_placement: bool = False  # replicated only because no axis has a placement or a rule
     is_unconstrained: bool = False  # some axes are P.UNCONSTRAINED; for traced values only
     warning: str | None = None  # about a likely typo in the expression
