@@ -11,11 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from .module import ArrayType, Computation, Instruction, Module, Value
+
+
+# for each dimension of an array, the index of the block that each device has
+Blocks: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class AllGather:
     origin: tuple[str, str]
     parameter: int | None
     invariant: bool
-    kept: tuple[tuple[int, ...], ...] | None
+    kept: Blocks | None
 
 
 def find_all_gathers(module: Module, n_devices: int) -> list[AllGather]:
