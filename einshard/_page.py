@@ -40,7 +40,8 @@ class Section:
 class Page:
     title: str
     sections: tuple[Section, ...]
-    warnings: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def printable(self) -> Page:
         """Replaces control characters, which paths may contain and terminals would execute."""
@@ -52,7 +53,8 @@ class Page:
             )
             for section in self.sections
         )
-        return Page(shown(self.title), tuple(sections), tuple(map(shown, self.warnings)))
+        findings, notes = (tuple(map(shown, texts)) for texts in (self.findings, self.notes))
+        return Page(shown(self.title), tuple(sections), findings, notes)
 
 
 # --- text ---------------------------------------------------------------------------------------
@@ -73,12 +75,16 @@ def page_lines(page: Page, width: int | None) -> Iterator[list[Segment]]:
         if i or page.title:
             yield [('', '')]
         yield from _section_lines(section, width)
-    if page.warnings:
-        yield [('', '')]
-        yield [('warnings', 'bold yellow')]
-    for warning in page.warnings:
-        for i, line in enumerate(_wrapped(warning, width)):
-            yield [('    ' if i else '  - ', ''), (line, 'yellow')]
+    for title, texts, color in (
+        ('findings', page.findings, 'yellow'),
+        ('notes', page.notes, ''),
+    ):
+        if texts:
+            yield [('', '')]
+            yield [(title, f'bold {color}'.strip())]
+        for text in texts:
+            for i, line in enumerate(_wrapped(text, width)):
+                yield [('    ' if i else '  - ', ''), (line, color)]
 
 
 def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment]]:
@@ -176,9 +182,13 @@ def page_html(page: Page) -> str:
     """Renders a page as self-contained HTML."""
     page = page.printable()
     parts = [_titled(page.title, _TITLE), *map(_section, page.sections)]
-    if page.warnings:
-        parts.append(_titled('warnings', _SECTION))
-    parts += [_titled(text, f'{_WARNING}; margin: 3px 0') for text in page.warnings]
+    for title, texts, style in (
+        ('findings', page.findings, f'{_WARNING}; margin: 3px 0'),
+        ('notes', page.notes, 'margin: 3px 0'),
+    ):
+        if texts:
+            parts.append(_titled(title, _SECTION))
+        parts += [_titled(text, style) for text in texts]
     return f'<div style="{_FRAME}">{"".join(parts)}</div>'
 
 

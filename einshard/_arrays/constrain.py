@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -14,12 +15,24 @@ from .._cache import register
 from .._errors import EinshardError
 from .._notation.expression import Expression
 from .._sharding.context import depth_of_user, is_staging
-from .._sharding.mesh import AnyMesh, mesh_fact, partition_spec, spec_axes
+from .._sharding.mesh import (
+    AnyMesh,
+    is_partial,
+    mesh_fact,
+    partial_axes,
+    partition_spec,
+    spec_axes,
+)
 from .._sharding.resolve import Placement
+from .reshard import reshard
 
 # The axis names of the value that a line constrains, by file and line, for `explain`: a compiled
 # program has lines, but no names. Empty for a line that constrains values with different names.
 names_at: dict[str, tuple[str, ...]] = register({})
+# The expressions of all constraints of a trace, for `plan`; None outside of it.
+constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
+    'constraints_of_trace', default=None
+)
 
 
 def constrain(x: Any, placement: Placement) -> Any:
@@ -37,6 +50,9 @@ def constrain(x: Any, placement: Placement) -> Any:
 
 def _note_names(expression: Expression) -> None:
     """Records the axis names for the user's line, and for the line that calls its function."""
+    found = constraints_of_trace.get()
+    if found is not None:
+        found.append(expression)
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
     for frame in filter(None, (user, user.f_back)):
         line = f'{frame.f_code.co_filename}:{frame.f_lineno}'
@@ -54,6 +70,8 @@ def place_constant(x: Any, placement: Placement) -> Any:
             return _constrain_in_jit(x, sharding)
         # under jit, device_put returns a tracer and places nothing; under jax.grad or jax.vmap
         # outside jit, it returns a placed array
+        if is_partial(sharding):
+            return _constrain_in_jit(x, sharding)
         moved = jax.device_put(x, sharding)
         return _constrain(moved, sharding) if isinstance(moved, Tracer) else moved
     except ValueError as error:
@@ -81,14 +99,14 @@ def _checked_ref(ref: Any, placement: Placement) -> Any:
         return ref
     raise placement.expression.error(
         'a jax.Ref cannot be constrained: its sharding is fixed when it is created',
-        instead=f"einshard(ref[...], '{placement.expression.text}'), to constrain its value",
+        instead=f"constrain its value: einshard(ref[...], '{placement.expression.text}')",
     )
 
 
 def _constrain(x: Any, sharding: NamedSharding) -> Any:
     types = set(sharding.mesh.axis_types)
     if AxisType.Explicit in types:
-        x = jax.sharding.reshard(x, only(sharding, AxisType.Explicit))
+        x = reshard(x, only(sharding, AxisType.Explicit))
     if AxisType.Auto in types:
         x = jax.lax.with_sharding_constraint(x, only(sharding, AxisType.Auto))
     return x
@@ -106,7 +124,8 @@ def only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
     kept = [
         tuple(axis for axis in entry if types[axis] == kind) for entry in spec_axes(sharding.spec)
     ]
-    return NamedSharding(mesh, partition_spec(kept))
+    partial = partial_axes(sharding) if kind == AxisType.Explicit else ()
+    return NamedSharding(mesh, partition_spec(kept, *partial))
 
 
 def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
@@ -116,10 +135,10 @@ def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
 
 def has_type(x: Any, sharding: NamedSharding) -> bool:
     """Whether a traced value's type has this sharding along the explicit mesh axes."""
-    typed_as: Any = jax.typeof(x).sharding.spec
-    if typed_as.unreduced or typed_as.reduced:
+    typed_as: Any = jax.typeof(x).sharding
+    if partial_axes(typed_as) != partial_axes(sharding):
         return False
-    wanted, typed = spec_axes(only(sharding, AxisType.Explicit).spec), spec_axes(typed_as)
+    wanted, typed = spec_axes(only(sharding, AxisType.Explicit).spec), spec_axes(typed_as.spec)
     ndim = max(len(wanted), len(typed))
     return wanted + [()] * (ndim - len(wanted)) == typed + [()] * (ndim - len(typed))
 
@@ -165,15 +184,15 @@ def _check_context(placement: Placement) -> None:
     if sharding.memory_kind not in (None, 'device'):
         raise error(
             f'memory_kind={sharding.memory_kind!r} cannot be set on a traced value',
-            instead='set it on the argument or the result',
+            instead='set it in the spec of an argument or of the result',
         )
     context = jax.sharding.get_abstract_mesh()
     is_abstract = isinstance(mesh, AbstractMesh)
     if is_abstract and context.empty:
         raise error(
-            'a traced value can use an abstract mesh only if it is the mesh in context',
+            'an abstract mesh for a traced value must be the mesh in context',
             mesh=mesh_fact(mesh),
-            expected="'with jax.set_mesh(mesh):', or a mesh of devices",
+            instead="use 'with jax.set_mesh(mesh):', or pass a Mesh with devices",
         )
     explicit = AxisType.Explicit in (*mesh.axis_types, *context.axis_types)
     other = not context.empty and context != (mesh if is_abstract else mesh.abstract_mesh)

@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
-from .._sharding.mesh import partition_spec, spec_axes
+from .._sharding.mesh import are_equivalent, is_partial, partition_spec, spec_axes
+from .reshard import reshard
 
 
 def is_placed(x: Any, sharding: NamedSharding) -> bool:
@@ -21,7 +22,7 @@ def is_placed(x: Any, sharding: NamedSharding) -> bool:
     if not isinstance(x.sharding, NamedSharding) or x.sharding.mesh != sharding.mesh:
         return False
     # under explicit axes, JAX itself turns P('x') into P('x', None)
-    return not x.sharding.spec.reduced and x.sharding.is_equivalent_to(sharding, len(x.shape))
+    return are_equivalent(x.sharding, sharding, len(x.shape))
 
 
 def movable(x: Any, sharding: NamedSharding) -> Any:
@@ -31,7 +32,7 @@ def movable(x: Any, sharding: NamedSharding) -> Any:
     mesh = x.sharding.mesh
     if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
         return x
-    x = without_partial_axes(x, sharding) if is_partial(x) else x
+    x = without_partial_axes(x, sharding) if is_partial(x.sharding) else x
     if jax.__version_info__ >= (0, 10) or mesh.axis_names == sharding.mesh.axis_names:
         return x
     # JAX 0.8.1 fails: it looks for the mesh axes of the type of `x` in the mesh of `sharding`
@@ -53,24 +54,30 @@ def without_partial_axes(x: Any, sharding: NamedSharding) -> Any:
     mesh, entries = x.sharding.mesh, spec_axes(x.sharding.spec)
     if mesh == sharding.mesh:
         entries = spec_axes(sharding.spec)
+    return _resharded(x, NamedSharding(mesh, partition_spec(entries)))
+
+
+def _resharded(x: Any, sharding: NamedSharding) -> Any:
     # JAX 0.8.1 rejects arrays whose mesh is not the one in context
+    mesh: Any = sharding.mesh
     with nullcontext() if is_tracing() else jax.set_mesh(mesh):
-        return jax.sharding.reshard(x, NamedSharding(mesh, partition_spec(entries)))
+        return reshard(x, sharding)
 
 
-def is_partial(x: Any) -> bool:
-    """Whether an array has unreduced or reduced mesh axes in its type."""
-    sharding = x.sharding if isinstance(x, jax.Array) else None
-    if not isinstance(sharding, NamedSharding):
-        return False
-    return bool(sharding.spec.unreduced or sharding.spec.reduced)
+def _put_partial(x: Any, sharding: NamedSharding, donate: bool) -> Any:
+    """Places an array, then gives it unreduced or reduced axes, which `device_put` rejects."""
+    mesh = sharding.mesh
+    if not isinstance(x, jax.Array) or getattr(x.sharding, 'mesh', None) != mesh:
+        plain = partition_spec(spec_axes(sharding.spec))
+        x = put_array(x, NamedSharding(mesh, plain, memory_kind=sharding.memory_kind), donate)
+    return _resharded(x, sharding)
 
 
 def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False) -> list[Any]:
     """Places concrete leaves in one `jax.device_put`."""
     if len(leaves) == 1:  # device_put takes 8 us less than for a list of one
         return [put_array(leaves[0], shardings[0], donate)]
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 or any(map(is_partial, shardings)):
         return [put_array(x, s, donate) for x, s in zip(leaves, shardings, strict=True)]
     for sharding in shardings:
         _check_devices(sharding)
@@ -84,6 +91,8 @@ def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False)
 def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
     """Places one concrete array or scalar."""
     _check_devices(sharding)
+    if is_partial(sharding):
+        return _put_partial(x, sharding, donate)
     x = movable(x, sharding)
     if jax.process_count() > 1:
         return _put_global(x, sharding, donate)
@@ -109,7 +118,7 @@ def error_of_topology(error: Exception) -> EinshardError | None:
         return None
     return EinshardError(
         'the devices of a topology can neither hold arrays nor run programs',
-        facts={'instead': 'compile for them, with explain or .lower(...).compile()'},
+        facts={'instead': 'compile for them: explain(...), or .lower(...).compile()'},
     )
 
 
@@ -117,7 +126,7 @@ def _check_devices(sharding: NamedSharding) -> None:
     if isinstance(sharding.mesh, AbstractMesh):
         raise EinshardError(
             'an abstract mesh has no devices to put an array on',
-            facts={'expected': 'a mesh of devices, or a jax.ShapeDtypeStruct to annotate'},
+            facts={'instead': 'pass a Mesh with devices, or a jax.ShapeDtypeStruct as the array'},
         )
 
 

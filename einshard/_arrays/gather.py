@@ -10,9 +10,9 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import EinshardError
-from .._sharding.mesh import device_mesh
+from .._sharding.mesh import device_mesh, is_partial
 from .._trees.paths import leaf_paths, leaf_text
-from .device_put import is_partial, without_partial_axes
+from .device_put import without_partial_axes
 
 T = TypeVar('T')
 
@@ -67,7 +67,9 @@ def _plain_array(leaf: Any) -> Any:
         leaf = leaf[...]
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    return without_partial_axes(leaf, _replicated(leaf)) if is_partial(leaf) else leaf
+    if isinstance(leaf, jax.Array) and is_partial(leaf.sharding):
+        leaf = without_partial_axes(leaf, _replicated(leaf))
+    return leaf
 
 
 def _same(arrays: T) -> T:

@@ -21,6 +21,7 @@ from .._errors import EinshardError, plural
 from .._notation.expression import ELLIPSIS, Expression, parse
 from .._sharding.context import current_context
 from .._sharding.describe import describe_in
+from .._sharding.mesh import are_equivalent
 from .._sharding.resolve import resolve
 from .._text import array_text, name_of
 from .._trees.paths import path_text
@@ -289,7 +290,7 @@ def _checker(spec: str) -> Callable[[Any], bool]:
         if mesh is not None:
             is_so = has_type(x, placement.sharding)
         else:
-            is_so = sharding.is_equivalent_to(placement.sharding, x.ndim)
+            is_so = are_equivalent(sharding, placement.sharding, x.ndim)
         if is_so:
             return True
         text = describe_in(placement.expression, sharding, x.ndim)

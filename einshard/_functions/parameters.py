@@ -124,7 +124,7 @@ class Parameters:
             if name in assigned:
                 raise EinshardError(
                     f"parameter '{name}' of {self.function} has two specs",
-                    facts={'by position': assigned[name], 'by name': spec},
+                    facts={'by position': repr(assigned[name]), 'by name': repr(spec)},
                 )
             assigned[name] = spec
         return assigned
@@ -240,7 +240,7 @@ class Declaration:
         if name in self.static and spec is not None:
             raise EinshardError(
                 f"parameter '{name}' is static, so it cannot have a spec",
-                facts={'spec': spec},
+                facts={'spec': repr(spec)},
             )
         try:
             return read_specs(spec)
@@ -296,7 +296,7 @@ def _jit_options(named: Mapping[str, Any]) -> dict[str, Any]:
         if option in named:
             raise EinshardError(
                 f'sharded does not take {option}=; it derives them from the specs',
-                facts={'try': 'specs by position or by parameter name, and out='},
+                facts={'instead': 'pass specs by position or by parameter name, and out='},
             )
     return {name: value for name, value in named.items() if name in JIT_OPTIONS}
 

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 from .._arrays.constrain import reshard_traced, sharding_refused
 from .._arrays.device_put import device_put, movable, put
 from .._arrays.place import check_ref
-from .._arrays.process_agreement import PlannedArray, check_same
+from .._arrays.process_agreement import PlannedArray, check_same_contents
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
 from .._sharding.describe import describe, describe_in
-from .._sharding.mesh import memory_kind_of
+from .._sharding.mesh import is_partial, memory_kind_of
 from .._sharding.resolve import Placement
 from .program import TracedFunction
 from .value_spec import ValueSpec
@@ -53,7 +53,7 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
         if any(new is not old for new, (_, old, _) in zip(moved, leaves[i], strict=True)):
             placed[i] = jtu.tree_unflatten(jtu.tree_structure(value), moved)
     if spread and running and isinstance(traced.mesh, Mesh) and not is_tracing():
-        check_same(spread, traced.mesh)
+        check_same_contents(spread, traced.mesh)
     same = all(new is old for new, old in zip(placed, values, strict=True))
     return values if same else placed
 
@@ -77,7 +77,7 @@ def _place(
         raise _placed_differently(
             current, placement, leaf, argument.leaf_text(path, leaf)
         ) from None
-    if current is not None or _is_local(leaf):
+    if current is not None or _is_local(leaf) or _is_host_data(leaf, placement.sharding):
         return _moved(traced, leaf, placement.sharding)
     return leaf
 
@@ -99,7 +99,7 @@ def _refused(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Shar
 def _moved(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
         return reshard_traced(leaf, sharding, traced.for_jit(NamedSharding(sharding.mesh, P())))
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 or is_partial(sharding):
         return put([leaf], [sharding])[0]
     leaf = movable(leaf, sharding)
     return device_put(leaf, sharding)  # unlike put, accepts an abstract mesh
@@ -172,6 +172,12 @@ def _is_local(leaf: Any) -> bool:
     return jax.process_count() > 1 and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
+def _is_host_data(leaf: Any, sharding: NamedSharding) -> bool:
+    """Whether an argument is not on devices yet, and jit cannot place it: for a partial sum."""
+    placed = isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref) or _is_committed(leaf)
+    return is_partial(sharding) and not (placed or isinstance(leaf, Tracer))
+
+
 def _must_agree(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether an argument is process-local data that will be sharded across processes."""
     if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
@@ -181,4 +187,6 @@ def _must_agree(leaf: Any, sharding: NamedSharding) -> bool:
 
 
 def _is_unsharded(sharding: Sharding) -> bool:
-    return len(sharding.device_set) == 1 or sharding.is_fully_replicated
+    # JAX 0.8.1 says that terms of a sum are replicated
+    partial = is_partial(sharding)
+    return len(sharding.device_set) == 1 or (sharding.is_fully_replicated and not partial)

@@ -20,7 +20,7 @@ from .._sharding.context import (
     mesh_scope,
 )
 from .._sharding.legacy_mesh import warn_if_ignored
-from .._sharding.mesh import AnyMesh, MeshLike
+from .._sharding.mesh import AnyMesh, MeshLike, is_partial
 from .._trees.specs import is_none
 from .error_notes import ErrorNotes
 from .parameters import CallSignature, Declaration, positional_signature
@@ -203,6 +203,9 @@ class TracedFunction:
                 args, kwargs = self.call.spread(values)
                 result = self.setup.function(*args, **kwargs)
             self._check_result(result, context)
+            explicit = AxisType.Explicit in self.mesh.axis_types
+            if explicit and _has_terms(self.result.shardings(result, context)):
+                return self.result.constrain(result, context)  # JAX 0.8.1 would multiply it
             return result
 
         return wrapper
@@ -266,8 +269,14 @@ class Program:
         )
 
     def must_be_placed(self) -> bool:
-        """Whether jit would accept any sharding, as in eager jax.grad and jax.vmap."""
-        return self.traced.mesh_is_ambient and is_tracing() and not is_staging()
+        """Whether calls must place the arguments, because jit does not check or place them.
+
+        In eager jax.grad and jax.vmap, jit accepts any sharding. Host data for a partial sum fails
+        in `device_put`, or is multiplied by JAX 0.8.1.
+        """
+        if is_tracing():
+            return self.traced.mesh_is_ambient and not is_staging()
+        return _has_terms(self.traced.in_shardings)
 
     def clear_cache(self) -> None:
         self.jitted.clear_cache()
@@ -374,6 +383,11 @@ def shardings_of(values: Sequence[Any], which: Sequence[int]) -> tuple[Any, ...]
     # `committed` is not read: it would double the time, and jit rejects what matters
     leaves = [leaf for i in which for leaf in jtu.tree_leaves(values[i])]
     return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
+
+
+def _has_terms(shardings: Any) -> bool:
+    """Whether a pytree of shardings has partial sums."""
+    return any(map(is_partial, jtu.tree_leaves(shardings)))
 
 
 def _same_shardings(some: Any, others: Any) -> bool:

@@ -67,7 +67,10 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
     if not isinstance(promise, Collection):  # type: ignore[reportUnnecessaryIsInstance]
         raise EinshardError(
             f'{given_as} must name collectives, not {promise!r}',
-            facts={'expected': "() for none, 'all-reduce', several kinds, or {'all-reduce': 1}"},
+            facts={
+                'examples': "() for none, 'all-reduce', ('all-reduce', 'all-gather'), "
+                "{'all-reduce': 1}"
+            },
         )
     for kind in promise:
         if kind not in KINDS:
@@ -83,21 +86,27 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:  # type: ignore[reportUnnecessaryIsInstance]
             raise EinshardError(
                 f"the limit for '{kind}' must be a non-negative integer, not {limit!r}",
-                facts={'for any number': f"{given_as}'{kind}'"},
+                facts={'to allow any number': f"{given_as}'{kind}'"},
             )
     return dict(promise)
 
 
 def check_promise(name: str, compiled: Any, allowed: Allowed) -> None:
     """Raises if a compiled program has collectives that are not allowed."""
-    found = read_collectives(program_text(name, compiled))
-    too_many = more_than(allowed, found)
+    error = find_unexpected(name, program_text(name, compiled), allowed)
+    if error is not None:
+        raise error from None
+
+
+def find_unexpected(name: str, text: str, allowed: Allowed) -> UnexpectedCollectives | None:
+    """Returns the error for a program with collectives that are not allowed, else None."""
+    too_many = more_than(allowed, read_collectives(text))
     if not too_many:
-        return
-    raise UnexpectedCollectives(
+        return None
+    return UnexpectedCollectives(
         f'{name} has unexpected collectives: {counts_text(too_many)}',
         facts={'allowed': allowed_text(allowed), **_rows(too_many)},
-    ) from None
+    )
 
 
 def check_memory(name: str, compiled: Any, limit: int) -> None:

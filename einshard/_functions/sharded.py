@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from .._arrays.device_put import error_of_topology
 from .._errors import EinshardError, hide_inner_frames, plural
 from .._sharding.axis_rules import Fallback, check_option
-from .._sharding.context import entered, in_step, is_tracing, same_in_thread
+from .._sharding.context import copy_into_thread, entered, in_step, is_tracing
 from .._sharding.mesh import MeshLike, check_mesh, mesh_fact
 from .._text import deferred_kind, name_of
 from .._trees.specs import Spec, check_spec_functions, is_function, mesh_of
@@ -153,7 +153,7 @@ class ShardedFunction(Generic[P, R]):
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], act: _Act) -> Any:
         if entered_scope() and not (in_step() or is_tracing()):
-            with same_in_thread():
+            with copy_into_thread():
                 return self._call(args, kwargs, act)
         call, order, values = self._setup.declaration.flatten_call(args, kwargs)
         program = self._programs.find(call, values)
@@ -166,7 +166,7 @@ class ShardedFunction(Generic[P, R]):
                 },
             )
         if act is _run and program.must_be_placed():
-            values = place_arguments(program.traced, values, running=False)
+            values = place_arguments(program.traced, values, not is_tracing())
         elif not (program.args_checked or is_tracing()):
             # jit accepts an array on the same devices in another order, then fails at the next call
             values = place_arguments(program.traced, values, act is _run)
@@ -182,7 +182,8 @@ class ShardedFunction(Generic[P, R]):
             raise ours.about(function=self._setup.name) from None
         as_written = len(values) == len(args) + len(kwargs)
         several = self._programs.need_full_lookup
-        if act is _run and as_written and not (several or entered_scope() or is_tracing()):
+        slow = several or entered_scope() or is_tracing() or program.must_be_placed()
+        if act is _run and as_written and not slow:
             key = (len(args), *kwargs) if kwargs else len(args)
             self._fast[key] = program.called, order, program.traced.constrains_result
             _concrete_types.update(type(x) for x in values if isinstance(x, jax.Array))
@@ -339,7 +340,7 @@ def called_too_early(
     facts: dict[str, Any] = {}
     if in_specs and _is_function(in_specs[-1]):
         name = name_of(in_specs[-1])
-        facts['note'] = f'{name} was taken as a spec, because {decorator} has other arguments too'
+        facts['note'] = f'the same call has other arguments, so {name} was read as a spec'
         facts['try'] = f'{decorator}(...)({name})'
     return EinshardError(f'{decorator} must decorate one function, got {found}', facts=facts)
 

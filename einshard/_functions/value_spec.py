@@ -70,7 +70,8 @@ class ValueSpec:
                     found = resolve(spec, shape, context, indivisible=self.indivisible)
             except EinshardError as error:
                 text = self.leaf_text(path, leaf)
-                errors.append(_not_an_array(leaf, text) or error.about(array=text))
+                argument = None if path else self.name
+                errors.append(_not_an_array(leaf, text, argument) or error.about(array=text))
                 continue
             placed.append((path, leaf, found))
         if errors:
@@ -124,21 +125,26 @@ class ValueSpec:
             return {'value': f'result of {self.function}'}
         facts = {'value': f"parameter '{self.name}' of {self.function}"}
         if isinstance(self.spec, list | tuple) and jtu.all_leaves([value]):
-            facts['try'] = 'a spec for each parameter, not a list: sharded(spec, spec, ...)'
+            facts['try'] = 'sharded(spec, spec, ...): one spec per parameter, not a list'
         return facts
 
 
-def _not_an_array(leaf: Any, text: str) -> EinshardError | None:
-    """Returns the error for a leaf with a spec that is not an array, or None if it is one."""
+def _not_an_array(leaf: Any, text: str, argument: str | None) -> EinshardError | None:
+    """Returns the error if a leaf with a spec is not an array; None if it is an array.
+
+    `argument` is the name of the argument, if the leaf is the entire argument.
+    """
     if hasattr(leaf, 'dtype') or isinstance(leaf, int | float | complex):
         return None
     try:
         check_registered_pytree(leaf)
     except EinshardError as error:
         return error.about(array=text)
+    facts = {'got': text}
+    if argument is not None and argument.isidentifier():
+        facts['instead'] = f"remove its spec, and set static_argnames='{argument}'"
     return EinshardError(
-        f'{type(leaf).__name__} is neither an array nor a registered pytree',
-        facts={'got': text, 'try': 'static_argnames, and no spec'},
+        f'{type(leaf).__name__} is neither an array nor a registered pytree', facts=facts
     )
 
 

@@ -139,8 +139,12 @@ class Slices:
             for group in groups
         )
 
-    def across(self, target: str) -> Groups:
-        """Converts '{1,2}x{0:15}' or '{{100000,200000},...}', also with '->', to positions."""
+    def parse_target(self, target: str) -> Groups:
+        """Parses the devices of a transfer between slices; returns their positions.
+
+        '{1,2}x{0:15}' are devices 0 to 15 of slices 1 and 2. '{{100000,200000},...}' and
+        '{100000->200000,...}' list device ids.
+        """
         if product_ := re.fullmatch(r'\{([\d,]+)\}x\{(\d+):(\d+)\}', target):
             slices, first, last = product_.groups()
             return tuple(

@@ -82,7 +82,7 @@ class Counter:
 
     def values(self, value: Value) -> Any:
         """The integers that a value in the body has, one for each iteration; None if unknown."""
-        value, element = self.loop.trace(value)
+        value, element = self.loop.find_source(value)
         made = value.made
         if made.opcode == 'constant' and re.fullmatch(r'-?\d+', made.given):
             return np.array(int(made.given))
@@ -110,7 +110,7 @@ class _Loop:
     body: Value
 
     def counter(self) -> Counter | None:
-        compared, _ = self.trace(self.condition)
+        compared, _ = self.find_source(self.condition)
         comparison = compared.made
         if comparison.opcode != 'compare':
             return None
@@ -141,7 +141,7 @@ class _Loop:
 
     def sum(self, value: Value, element: int | None = None) -> _Sum | None:
         """Writes a value, or an element of a tuple, as a sum; None if it is not one."""
-        value, element = self.trace(value, element)
+        value, element = self.find_source(value, element)
         made = value.made
         if made.opcode == 'constant':
             return (None, int(made.given)) if re.fullmatch(r'-?\d+', made.given) else None
@@ -156,8 +156,11 @@ class _Loop:
                 return b[0], a[1] + b[1]
         return None
 
-    def trace(self, value: Value, element: int | None = None) -> tuple[Value, int | None]:
-        """Follows a value, or an element of a tuple, through copies, tuples and calls."""
+    def find_source(self, value: Value, element: int | None = None) -> tuple[Value, int | None]:
+        """Returns the instruction that computes a value, or an element of a tuple.
+
+        Skips copies, tuples and calls. If that instruction makes a tuple, also returns the element.
+        """
         while True:
             made = value.made
             if made.opcode in _MOVES:

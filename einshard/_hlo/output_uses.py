@@ -25,10 +25,10 @@ _NOT_ELEMENTWISE = {
 
 
 def output_uses(module: Module, names: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Finds the numbers of the program outputs that each collective becomes.
+    """Returns, for each collective, the indices of the program outputs computed from its result.
 
-    Follows elementwise operations only, also through loops: the all-reduce of a gradient becomes
-    the updated weights. Matrix products and reductions are not followed.
+    Follows only elementwise operations, including inside loops: from the all-reduce of a gradient
+    to the updated weights, but not through matrix products and reductions.
 
         >>> from einshard._hlo.module import Module
         >>> from einshard._hlo.output_uses import output_uses

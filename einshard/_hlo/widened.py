@@ -44,7 +44,7 @@ _NARROW = ('bf16', 'f16')
 
 
 def narrowed(arrays: tuple[ArrayType, ...], dtypes: tuple[str, ...]) -> tuple[ArrayType, ...]:
-    """Gives arrays the dtypes that the program asked for."""
+    """Restores the dtypes of the original program: those in `dtypes` that are not ''."""
     if len(arrays) != len(dtypes):
         return arrays
     return tuple(

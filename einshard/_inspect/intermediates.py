@@ -25,7 +25,7 @@ from .._errors import EinshardError
 from .._hlo.groups import read_groups
 from .._hlo.module import Instruction, Module
 from .._sharding.describe import describe_named
-from .._sharding.mesh import AnyMesh
+from .._sharding.mesh import AnyMesh, partition_spec, spec_axes
 from .collective_axes import sharding_of
 from .report_rows import ArrayRow
 
@@ -139,14 +139,16 @@ def _placement(text: str, n_dims: int, meshes: Sequence[AnyMesh]) -> tuple[str, 
     for mesh in meshes:
         sharding = sharding_of(blocks, mesh)
         if sharding is not None:
-            return describe_named(sharding, n_dims) + _partial_sums(text), parts
+            return describe_named(_with_terms(sharding, text), n_dims), parts
     return text, parts
 
 
-def _partial_sums(text: str) -> str:
-    axes = re.search(r'unreduced=\{([^}]*)\}', text)
-    listed = axes[1].replace("'", '') if axes else ''
-    return f' (with partial sums over {listed})' if listed else ''
+def _with_terms(sharding: NamedSharding, text: str) -> NamedSharding:
+    """Adds the unreduced mesh axes in HLO text to a sharding."""
+    listed = re.search(r'unreduced=\{([^}]*)\}', text)
+    axes = re.findall("'([^']*)'", listed[1]) if listed else []
+    spec = partition_spec(spec_axes(sharding.spec), unreduced=axes)
+    return NamedSharding(sharding.mesh, spec)
 
 
 def _blocks(text: str, n_dims: int, n_devices: int) -> list[list[int]] | None:

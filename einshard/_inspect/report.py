@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 from .._errors import plural
 from .._hlo.buffers import Temporary
@@ -17,7 +18,7 @@ from .bounds import NO_BOUNDS, Bounds, bounds_section
 from .diff import Compared, Diff, make_diff
 from .fold_layers import fold
 from .memory import temporaries_section
-from .report_rows import ArrayRow, Caution, CollectiveRow, Collectives, Memory, ProductRow
+from .report_rows import ArrayRow, CollectiveRow, Collectives, Finding, Memory, ProductRow
 from .totals import compute_line, network_lines
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Report:
         memory: bytes per device; None if the compiler does not report it.
         flops: flops of the matrix products and convolutions of a device in one run, including loop
             iterations; None if there are none. Kernels count if they declare their flops.
-        warnings: likely mistakes.
+        findings: likely mistakes and what to write instead, those of the most bytes first.
         intermediates: one row per intermediate value with a source line; None if not requested.
         temporaries: the largest intermediate arrays in the memory of a device.
         chip: the name of the chip that `bounds` are for; None if it is unknown, as for CPUs.
@@ -52,6 +53,7 @@ class Report:
         products: where the flops come from, by source line.
         in_place: (result, argument) for results that reuse the memory of a donated argument and
             have its sharding.
+        notes: what is often intended, such as large replicated arrays.
     """
 
     name: str
@@ -63,13 +65,14 @@ class Report:
     collectives: Collectives
     memory: Memory | None
     flops: float | None
-    warnings: tuple[Caution, ...]
+    findings: tuple[Finding, ...]
     intermediates: tuple[ArrayRow, ...] | None = None
     temporaries: tuple[Temporary, ...] = ()
     chip: str | None = None
     bounds: Bounds = NO_BOUNDS
     products: tuple[ProductRow, ...] = ()
     in_place: tuple[tuple[str, str], ...] = ()
+    notes: tuple[Finding, ...] = ()
 
     @property
     def network_bytes(self) -> int:
@@ -78,6 +81,12 @@ class Report:
         A loop with unknown trip count counts as one iteration. Custom calls are not included.
         """
         return sum(self.collectives.network_bytes.values())
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """Deprecated: use `findings` and `notes`."""
+        warn('.warnings is deprecated; use .findings', DeprecationWarning, stacklevel=2)
+        return (*self.findings, *self.notes)
 
     def diff(self, after: Report) -> Diff:
         """Compares this report with a later one: `before.diff(after)`."""
@@ -101,6 +110,7 @@ class Report:
             'mesh': dict(self.mesh),
             'counts': dict(self.collectives.counts),
             'network_bytes': self.network_bytes,
+            'warnings': _plain((*self.findings, *self.notes)),  # until 0.4
         }
 
     def __str__(self) -> str:
@@ -170,13 +180,18 @@ def _page(report: Report) -> Page:
     mesh = ', '.join(f'{name}={size}' for name, size in report.mesh)
     devices = plural(report.n_devices, 'device')
     title = f'{report.name} on {devices} ({report.device_kind}{"; " * bool(mesh)}{mesh})'
-    warnings = Counter(
-        f'{f"{short_source(caution.source)}: " if caution.source else ""}{caution.text}'
-        for caution in report.warnings
-    )
-    listed = tuple(f'{text} ({n} times)' if n > 1 else text for text, n in warnings.items())
     filled = tuple(section for section in sections if section.rows or section.words)
-    return Page(title, filled, listed)
+    return Page(title, filled, _listed(report.findings), _listed(report.notes))
+
+
+def _listed(findings: Sequence[Finding]) -> tuple[str, ...]:
+    counts = Counter(map(_finding_text, findings))
+    return tuple(f'{text} ({n} times)' if n > 1 else text for text, n in counts.items())
+
+
+def _finding_text(one: Finding) -> str:
+    line = f'{short_source(one.source)}: ' if one.source else ''
+    return f'{line}{one.text}{". " * bool(one.suggestion)}{one.suggestion}'
 
 
 def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:

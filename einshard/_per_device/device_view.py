@@ -41,7 +41,7 @@ class View(NamedTuple):
     @property
     def axes(self) -> dict[str, int]:
         """The mesh axes that the function may use."""
-        return self.joint.sizes if self.by_name else sizes_of(self.mesh)
+        return self.joint.named_sizes if self.by_name else sizes_of(self.mesh)
 
     def expression(self, text: str) -> Expression:
         return _ruled(parse(text), self.rules, {} if self.by_name else sizes_of(self.mesh))
@@ -100,7 +100,7 @@ class View(NamedTuple):
 
     def mesh_axes_of(self, axis: str) -> str:
         """Names the mesh axes that shard an array axis, on a mesh with other names."""
-        text = self.joint.complete(parse(f'{axis}{self.joint.sizes[axis]}'))
+        text = self.joint.complete(parse(f'{axis}{self.joint.named_sizes[axis]}'))
         entry = next(iter(make_sharding(text, mesh=self.mesh).spec), ())
         return quoted(entry_axes(entry) or ['none'])
 
@@ -136,7 +136,7 @@ def make_view(
             joint = _on_mesh(by_count, specs, sizes)
         return View(mesh, False, joint, n_devices, rules)
     joint = joint_mesh(specs, n_devices)
-    names, shape = tuple(joint.axis_sizes), tuple(joint.axis_sizes.values())
+    names, shape = tuple(joint.mesh_shape), tuple(joint.mesh_shape.values())
     types = (AxisType.Auto,) * len(names)
     if isinstance(mesh, AbstractMesh):
         named: AnyMesh = AbstractMesh(shape, names, axis_types=types)

@@ -18,7 +18,6 @@ from .._errors import EinshardError
 from .._functions.parameters import JIT_OPTIONS, CallSignature, Parameters, listed
 from .._functions.promise import Promise
 from .._functions.sharded import ShardedFunction, called_too_early, sharded
-from .._notation.expression import parse
 from .._notation.layout import axis_positions, mesh_text
 from .._sharding.context import context_on, current_context
 from .._sharding.leaf_spec import as_leaf_spec, check_constrained
@@ -29,7 +28,7 @@ from .._trees.paths import leaf_text, path_text
 from .._trees.specs import Spec, check_specs, is_none, leaf_specs, mesh_of
 from .device_view import View, make_view
 from .replication import read_varying, suggest_replication
-from .spec_axes import SpecAxes
+from .spec_axes import SpecAxes, read_spec
 
 P = ParamSpec('P')
 R = TypeVar('R')
@@ -134,7 +133,10 @@ def _as_expressions(specs: Any) -> Any:
         if known.memory_kind is not None:
             raise EinshardError(
                 f'per_device does not move arrays to {known.memory_kind} memory',
-                facts={'spec': repr(spec), 'instead': 'memory_kind= of einshard'},
+                facts={
+                    'spec': repr(spec),
+                    'instead': 'move them before the call: einshard(x, ..., memory_kind=...)',
+                },
             )
         return known.expression.text
 
@@ -142,6 +144,7 @@ def _as_expressions(specs: Any) -> Any:
 
 
 _REPLICATED = '...'
+_SPECS = 'an expression, a PartitionSpec, a NamedSharding, None, or a pytree of these'
 
 
 class _Mapped:
@@ -191,7 +194,7 @@ class _Mapped:
         for label, spec in [*self.specs.items(), (None, self.out)]:
             of = 'the result' if label is None else f"parameter '{label}'"
             try:
-                check_specs(spec)
+                check_specs(spec, expected=_SPECS)
             except EinshardError as error:
                 raise error.about(spec_of=of) from None
             for path, one in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
@@ -205,7 +208,7 @@ class _Mapped:
                         facts={'spec of': of, 'got': repr(one)},
                     )
                 if one is not None:
-                    yield SpecAxes(of, parse(one))
+                    yield read_spec(of, one)
 
     def _view(self) -> View:
         try:
@@ -215,7 +218,7 @@ class _Mapped:
                     'the enclosing per-device function uses all mesh axes, so none is left here',
                     facts={
                         'mesh in context': mesh_fact(ambient),
-                        'try': 'axis_names= for the enclosing function',
+                        'instead': 'limit the mesh axes of the enclosing function with axis_names=',
                     },
                 )
             context = current_context(self.mesh)
@@ -376,8 +379,8 @@ class _Mapped:
             )
         else:
             sentence = f"the mesh has no axis '{axis}'"
-            facts['note'] = 'with mesh= or a mesh in context, collectives use its axis names'
-            if axis in view.joint.sizes:
+            facts['note'] = 'if a mesh is passed or in context, collectives use its axis names'
+            if axis in view.joint.named_sizes:
                 facts[f"'{axis}' is sharded over"] = view.mesh_axes_of(axis)
         return EinshardError(sentence, facts={'function': self.name, **facts})
 

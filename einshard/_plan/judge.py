@@ -50,6 +50,10 @@ class Function:
         with candidate.scope(self.devices):
             return lower(self._anew(), *self._shapes(), mesh=None)
 
+    def compile_all(self, candidates: Iterable[Candidate]) -> Iterator[Judgement]:
+        """Judges candidates in order by the compiler of the target."""
+        return (compile_on_target(self, candidate) for candidate in candidates)
+
     def _shapes(self) -> Any:
         given = tuple(self.args), dict(self.kwargs)
         return jtu.tree_map(
@@ -147,6 +151,7 @@ def compile_on_target(function: Function, candidate: Candidate) -> Judgement:
         memory=report.memory and report.memory.total,
         sent=report.collectives.bytes_by('along'),
         sent_by=_sum(((row.kind, row.role), row.total_bytes) for row in report.collectives),
+        counts=dict(report.collectives.counts),
     )
 
 

@@ -26,6 +26,7 @@ class Judgement:
         sent: bytes that a device sends in one run, by mesh axes: {'x': 10, 'x,y': 20}.
         sent_by: the same bytes, by kind of collective and what it carries:
             {('all-gather', 'weights'): 10}.
+        counts: the number of collectives by kind, as `collectives=` takes them.
         error: why it does not compile, or ''.
     """
 
@@ -35,6 +36,7 @@ class Judgement:
     memory: int | None = None
     sent: Mapping[str, int] = field(default_factory=dict)
     sent_by: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
     error: str = ''
 
     @property

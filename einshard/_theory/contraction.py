@@ -74,7 +74,8 @@ def operand_text(operand: Expression) -> str:
 def read_contraction(text: str) -> Contraction:
     """Parses 'b x*, x* y -> b y'; raises EinshardError if it is invalid."""
     if not isinstance(text, str):
-        raise EinshardError(f'an einsum is a string, not {text!r} of type {type(text).__name__}')
+        kind = type(text).__name__
+        raise EinshardError(f'an einsum must be a string, not {text!r} ({kind})')
     return _read(text)
 
 
@@ -188,9 +189,10 @@ def _operand(text: str, start: int, end: int) -> Expression:
         parsed = parse(' ' * start + written)
         return replace(parsed, text=text)
     except EinshardError as error:
-        # without the fix, which covers only this operand
+        # without the fix, which covers only this operand, and without advice about '->'
+        facts = {label: fact for label, fact in error.facts.items() if "'->'" not in fact}
         raise EinshardError(
-            error.sentence, expression=text, spans=error.spans, facts=error.facts
+            error.sentence, expression=text, spans=error.spans, facts=facts
         ) from None
 
 

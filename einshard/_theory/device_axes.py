@@ -80,14 +80,14 @@ def _named_devices(contraction: Contraction, counts: Mapping[str, int]) -> dict[
     if missing:
         raise contraction.error(
             f'the size of mesh axis {quoted(missing)} is missing',
-            expected=', '.join(f'{axis}=' for axis in missing),
+            example=', '.join(f'{axis}=4' for axis in missing),
         )
     return dict(counts)
 
 
 def _placed_twice(contraction: Contraction, counts: Mapping[str, int]) -> EinshardError:
     return contraction.error(
-        'shard counts are given both by keyword and in a placement',
+        'shard axes either in the einsum or by keyword, not both',
         [term.span for one in contraction.arrays for term in one.right if term.is_sharded],
         by_keyword=', '.join(f'{name}={count}' for name, count in counts.items()),
     )
@@ -99,7 +99,7 @@ def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str,
     if n_devices is None:
         counted = [one for one in placed if not any(term.star for term in one.right)]
         if not counted:
-            raise contraction.error('a star needs the number of devices', expected='devices=')
+            raise contraction.error('a star needs the number of devices', example='devices=8')
         n_devices = max(math.prod(term.factor for term in one.right) for one in counted)
     steps = {1, n_devices}
     for operand in placed:
