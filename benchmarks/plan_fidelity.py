@@ -23,7 +23,7 @@ from einshard._hlo.hardware import find_chip
 from einshard._plan.candidate import Candidate
 from einshard._plan.judge import Function, Partitioner, compile_on_target
 
-BATCH, SEQ, ACT, HEADS, HEAD, MLP, EXPERTS = 64, 1024, 2048, 16, 128, 8192, 16
+BATCH, SEQ, ACT, HEADS, HEAD, MLP, EXPERTS = 16, 256, 1024, 16, 64, 4096, 16
 MESHES = {
     'v5e:2x4': [{'x': 8}, {'x': 4, 'y': 2}, {'x': 2, 'y': 4}],
     'v5e:4x4': [{'x': 16}, {'x': 4, 'y': 4}, {'x': 8, 'y': 2}, {'x': 2, 'y': 8}],

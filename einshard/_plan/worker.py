@@ -82,7 +82,8 @@ def _compile(
         donate_argnums=tuple(at for at, i in enumerate(kept) if i in donated),
     )
     args = [jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype) for i in kept]
-    lowered = jitted.lower(*args)
+    with jax.set_mesh(mesh):  # for arguments and results without a sharding
+        lowered = jitted.lower(*args)
     with tempfile.TemporaryDirectory() as folder:
         options = {
             'xla_backend_optimization_level': '0',
