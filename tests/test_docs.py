@@ -124,7 +124,7 @@ def test_every_page_is_in_the_table_of_contents():
 
 
 def public_names():
-    values = vars(einshard).items()
+    values = [(name, getattr(einshard, name)) for name in dir(einshard)]
     return sorted(
         name
         for name, value in values

@@ -102,7 +102,7 @@ def test_without_a_plan_that_fits_the_closest_comes_first():
 
 def test_the_user_s_candidates_are_compiled():
     worst = max(ALL, key=TRUE.__getitem__)
-    search, calls = run(extra=[worst])
+    _, calls = run(extra=[worst])
     assert {('partitioner', worst), ('compiler', worst)} <= set(calls)
 
 

@@ -1,18 +1,21 @@
 """Finds the collectives that a TPU would run, in a program compiled for CPU. Imports no JAX.
 
-The CPU backend has no reduce-scatter: it reduces all, and each device slices its part. It merges
-all-reduces whether they are sliced or not, and gathers an array as often as it is used.
+The CPU backend has no reduce-scatter: it reduces all, and each device slices its part. It combines
+all-reduces whether they are sliced or not, reduces each term of a sum, reduces along one mesh axis
+after another, and gathers an array as often as it is used.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 from .collectives import MARKS, Collective
-from .module import Computation, Instruction, Module, Place
+from .groups import Groups, connected
+from .module import ArrayType, Computation, Instruction, Module, Place
 
 _MOVES = ('bitcast', 'convert', 'copy', 'reshape', 'transpose')
 _CHANNEL = re.compile(r'channel_id=\d+')
@@ -44,60 +47,140 @@ def target_collectives(module: Module, collectives: Sequence[Collective]) -> lis
     seen: set[tuple[str, ...]] = set()
     found: list[Collective] = []
     for one in collectives:
-        here, made = places[one.name].here, places[one.name].made
-        key = here.name, made.opcode, made.given, _CHANNEL.sub('', made.attributes)
-        if one.kind == 'all-gather' and key in seen:
-            continue
+        made = places[one.name].made
+        key = places[one.name].here.name, made.given, _CHANNEL.sub('', made.attributes)
+        if not (one.kind == 'all-gather' and key in seen):
+            found.append(one)
         seen.add(key)
-        found += _scattered(module, places[one.name], one) if one.kind == 'all-reduce' else [one]
-    return found
+    return list(_Reductions(module, places, found).merged(found))
 
 
-def _scattered(module: Module, place: Place, one: Collective) -> Iterator[Collective]:
-    """Splits an all-reduce into what is reduced for all devices, and what is scattered."""
-    is_tuple = place.made.type.startswith('(')
-    elements = [place.made]
-    if is_tuple:
-        users = {user.element: user for user in place.here.users(place.made.name)}
-        elements = [users.get(i) for i in range(len(one.operands))]
-    sliced = [
-        made is not None and _is_sliced(module, place.here, made, one.group_size)
-        for made in elements
-    ]
-    for kind, scattered in (('all-reduce', False), ('reduce-scatter', True)):
-        pairs = zip(one.operands, sliced, strict=True)
-        arrays = tuple(array for array, is_sliced in pairs if is_sliced == scattered)
-        if arrays:
-            yield replace(one, kind=kind, operands=arrays)
+class _Use(NamedTuple):
+    """An instruction that uses a sum, as operand number `operand`."""
+
+    user: Instruction
+    operand: int
+    terms: frozenset[_Key]  # the all-reduces that are added up before
 
 
-def _is_sliced(module: Module, here: Computation, made: Instruction, n: int) -> bool:
-    """Whether all that uses a value takes a slice of 1/n or less."""
-    size = prod(made.results[0].shape)
-    uses = list(_uses(module, here, made.name))
-    return bool(uses) and all(
-        use.opcode == 'dynamic-slice' and size % (n * prod(use.results[0].shape)) == 0
-        for use in uses
-    )
+@dataclass
+class _Reduction:
+    """One array of an all-reduce."""
+
+    array: ArrayType
+    groups: Groups
+    kind: str = 'all-reduce'  # '' if another one includes it
 
 
-def _uses(module: Module, here: Computation, name: str) -> Iterator[Instruction]:
-    """What uses a value in its computation, in fusions too, after moves and conversions."""
-    for user in here.users(name):
-        called = module.called(user) if user.opcode in ('fusion', 'call') else None
-        if user.opcode in _MOVES:
-            yield from _uses(module, here, user.name)
-        elif called is not None:
-            for i, operand in enumerate(user.operands):
-                if operand == name:
-                    yield from _uses(module, called, called.parameter(i))
-        else:
-            yield user
-    root = here['']
-    if name == root.name:
-        sites = module.call_sites(here) if not here.is_entry else ()
-        outside = [site for site in sites if site.made.opcode in ('fusion', 'call')]
-        for site in outside:
-            yield from _uses(module, site.here, site.made.name)
-        if not outside:
-            yield root
+_Key = tuple[str, int]  # the name of an all-reduce, and the number of its array
+
+
+class _Reductions:
+    """The all-reduces of a program, array by array."""
+
+    def __init__(
+        self, module: Module, places: Mapping[str, Place], collectives: Sequence[Collective]
+    ):
+        self._module = module
+        self._places = places
+        self._known: dict[_Key, _Reduction] = {
+            (one.name, i): _Reduction(array, one.groups)
+            for one in collectives
+            if one.kind == 'all-reduce' and len(places[one.name].made.operands) == len(one.operands)
+            for i, array in enumerate(one.operands)
+        }
+        for key, one in self._known.items():
+            self._read(key, one)
+
+    def merged(self, collectives: Sequence[Collective]) -> Iterator[Collective]:
+        """The collectives, with all-reduces split by kind and groups."""
+        for one in collectives:
+            parts: dict[tuple[str, Groups], list[ArrayType]] = {}
+            for i in range(len(one.operands)):
+                each = self._known.get((one.name, i))
+                if each is not None:
+                    parts.setdefault((each.kind, each.groups), []).append(each.array)
+            for (kind, groups), arrays in parts.items():
+                if kind:
+                    yield replace(one, kind=kind, groups=groups, operands=tuple(arrays))
+            if not parts:
+                yield one
+
+    def _read(self, key: _Key, one: _Reduction) -> None:
+        place = self._places[key[0]]
+        uses = list(self._uses_of(place, key))
+        terms = {use.terms for use in uses}
+        if len(terms) == 1 and min(next(iter(terms))) != key:
+            one.kind = ''
+            return
+        users = [use.user for use in uses]
+        if len(uses) == 1 and (uses[0].user.name, uses[0].operand) in self._known:
+            after = self._known[uses[0].user.name, uses[0].operand]
+            joined = _joined(one.groups, after.groups)
+            if joined:
+                one.kind, after.groups = '', joined
+        elif users and all(user.opcode == 'dynamic-slice' for user in users):
+            n = len(one.groups[0]) if one.groups else 1
+            sizes = {n * prod(user.results[0].shape) for user in users}
+            if sizes == {prod(one.array.shape)}:
+                one.kind = 'reduce-scatter'
+
+    def _uses_of(self, place: Place, key: _Key) -> Iterator[_Use]:
+        made, here = place.made, place.here
+        if not made.type.startswith('('):
+            yield from self._uses(here, made.name, frozenset([key]))
+        for user in here.users(made.name) if made.type.startswith('(') else ():
+            if user.element == key[1]:
+                yield from self._uses(here, user.name, frozenset([key]))
+
+    def _uses(self, here: Computation, name: str, terms: frozenset[_Key]) -> Iterator[_Use]:
+        """What uses a value, in fusions too, after moves and sums of all-reduces."""
+        for user in here.users(name):
+            called = self._module.called(user) if user.opcode in ('fusion', 'call') else None
+            added = self._terms(here, user.name) if user.opcode == 'add' else None
+            if added and len({self._known[key].groups for key in added}) == 1:
+                yield from self._uses(here, user.name, added)
+            elif user.opcode in _MOVES:
+                yield from self._uses(here, user.name, terms)
+            else:
+                for i, operand in enumerate(user.operands):
+                    if operand == name and called is not None:
+                        yield from self._uses(called, called.parameter(i), terms)
+                    elif operand == name:
+                        yield _Use(user, i, terms)
+        root = here['']
+        if name == root.name:
+            outside = _callers(self._module, here)
+            for site in outside:
+                yield from self._uses(site.here, site.made.name, terms)
+            if not outside:
+                yield _Use(root, -1, terms)
+
+    def _terms(self, here: Computation, name: str) -> frozenset[_Key] | None:
+        """The all-reduces whose sum a value is; None if it is anything else."""
+        made = here[name]
+        if made.opcode in _MOVES:
+            return self._terms(here, made.operands[0])
+        if made.opcode == 'add':
+            parts = [self._terms(here, operand) for operand in made.operands]
+            return frozenset[_Key]().union(*filter(None, parts)) if all(parts) else None
+        if made.opcode == 'parameter':
+            sites = _callers(self._module, here)
+            if len(sites) == 1:
+                return self._terms(sites[0].here, sites[0].made.operands[int(made.given)])
+        is_element = made.opcode == 'get-tuple-element'
+        key = (made.operands[0], made.element) if is_element else (name, 0)
+        return frozenset([key]) if key in self._known else None
+
+
+def _callers(module: Module, here: Computation) -> list[Place]:
+    sites = [] if here.is_entry else module.call_sites(here)
+    return [site for site in sites if site.made.opcode in ('fusion', 'call')]
+
+
+def _joined(first: Groups, second: Groups) -> Groups | None:
+    """The groups of a sum over sums, if each device is in the same number of them."""
+    pairs = [(group[0], other) for group in (*first, *second) for other in group]
+    joined = connected(pairs)
+    size = len(first[0]) * len(second[0]) if first and second else 0
+    return joined if all(len(group) == size for group in joined) else None

@@ -173,7 +173,9 @@ def _counts_that_fit(
 
 def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -> Suggestion:
     taker = next((term for term in stars if term.name is not None), stars[0])
-    replacements = [(term, Term(term.name, n if term is taker else 1)) for term in stars]
+    replacements = [
+        (term, replace(term, count=n if term is taker else 1, star=False)) for term in stars
+    ]
     return _with_terms(expression, replacements)
 
 
@@ -182,6 +184,6 @@ def _with_terms(expression: Expression, replacements: Sequence[tuple[Term, Term]
     text = expression.text
     for term, replacement in reversed(replacements):
         start, end = term.span
-        written = str(replace(replacement, count=None) if replacement.count == 1 else replacement)
+        written = (replacement.name or '') if replacement.count == 1 else str(replacement)
         text = f'{text[:start]}{written}{text[end:] if written else text[end:].lstrip()}'
     return Suggestion(text.strip())

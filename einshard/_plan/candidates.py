@@ -113,7 +113,7 @@ class _Search:
         for plan in plans:
             if not self.space.is_valid(plan):
                 self.pruned['the size is not divisible'] += 1
-            elif _has_equal_neighbors(plan):
+            elif self.space.mesh is None and self.merged(plan) != plan:
                 self.pruned['equal with one mesh axis less'] += 1
             else:
                 self.totals(plan)
@@ -142,7 +142,15 @@ class _Search:
             fewer = (*roles[:axis], roles[axis] - {name}, *roles[axis + 1 :])
             if fewer[axis] and self.key((sizes, fewer)) <= self.key((sizes, roles)):
                 roles = fewer
-        return sizes, roles
+        return (sizes, roles) if self.space.mesh is not None else self.merged((sizes, roles))
+
+    def merged(self, plan: Plan) -> Plan:
+        """Makes one mesh axis of those that shard the same names, except the axis of slices."""
+        sizes: dict[tuple[Role, bool], int] = {}
+        for i, (size, role) in enumerate(zip(*plan, strict=True)):
+            key = role, i == 0 and self.space.n_slices > 1
+            sizes[key] = sizes.get(key, 1) * size
+        return tuple(sizes.values()), tuple(role for role, _ in sizes)
 
     # --- the steps ----------------------------------------------------------------------------
 
@@ -241,8 +249,3 @@ class _Search:
             for other in self.space.roles(sizes, axis):
                 if len(role ^ other) <= 2:
                     yield sizes, (*roles[:axis], other, *roles[axis + 1 :])
-
-
-def _has_equal_neighbors(plan: Plan) -> bool:
-    """Whether two adjacent mesh axes shard the same names, as one of the product of sizes would."""
-    return any(role == other for role, other in itertools.pairwise(plan[1]))

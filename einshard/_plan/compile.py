@@ -23,6 +23,7 @@ import jax.tree_util as jtu
 from .._errors import EinshardError
 from .._hlo.memory import Memory, read_memory
 from .._inspect.lowered import Stages
+from .._inspect.oversized import read_sizes
 
 _PREFIX = 'jit(call)/call_exported/'  # of the operations' names
 
@@ -43,8 +44,13 @@ class Worker:
     def __init__(self, n_devices: int):
         self.n_devices = n_devices
         self._process: subprocess.Popen[bytes] | None = None
-        self._log: Any = None
+        self._log = Path()
         self._end: Any = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process that runs now, or None."""
+        return None if self._process is None else self._process.pid
 
     def submit(self, request: dict[str, Any]) -> None:
         """Sends a program; returns at once."""
@@ -71,8 +77,8 @@ class Worker:
             raise
         if isinstance(answer, str):
             return answer
-        text = answer.pop('text').replace(_PREFIX, '')
-        sizes = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**answer))
+        text = answer['text'].replace(_PREFIX, '')
+        sizes = SimpleNamespace(memory_analysis=lambda: read_sizes(answer['buffers']))
         return Compiled(text, read_memory(sizes))
 
     def close(self) -> None:
@@ -82,16 +88,18 @@ class Worker:
         self._process = self._end = None
 
     def _start(self) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, '-P', str(Path(__file__).with_name('worker.py'))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=_environment(self.n_devices),
-        )
+        folder = tempfile.TemporaryDirectory(prefix='einshard-plan-')
+        self._log = Path(folder.name) / 'log'
+        with self._log.open('wb') as log:
+            self._process = subprocess.Popen(
+                [sys.executable, '-P', str(Path(__file__).with_name('worker.py'))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**_environment(self.n_devices), 'TMPDIR': folder.name},
+            )
         # also runs when the interpreter exits
-        self._end = weakref.finalize(self, _end, self._process, self._log)
+        self._end = weakref.finalize(self, _end, self._process, folder)
 
     @property
     def _pipes(self) -> tuple[BinaryIO, BinaryIO]:
@@ -102,30 +110,35 @@ class Worker:
         return process.stdin, process.stdout  # type: ignore[reportReturnType]
 
     def _last_lines(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read().decode(errors='replace').strip().splitlines()
+        lines = self._log.read_text(encoding='utf-8', errors='replace').strip().splitlines()
         return '\n'.join(lines[-5:])
 
 
-def _end(process: subprocess.Popen[bytes], log: Any) -> None:
+def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
     process.kill()
-    streams: list[Any] = [process.stdin, process.stdout, log]
-    for stream in streams:
+    for stream in (process.stdin, process.stdout):
         with contextlib.suppress(OSError):  # a pipe with a request that nobody reads
-            stream.close()
+            stream.close()  # type: ignore[reportOptionalMemberAccess]
     process.wait()
+    folder.cleanup()
+
+
+# the CPU backend computes bf16 in f32, with twice the bytes
+_IN_BF16 = '--xla_disable_hlo_passes=float-normalization-bf16,all-reduce-promotion'
 
 
 def _environment(n_devices: int) -> dict[str, str]:
     """The environment of this process, without its settings of JAX and XLA."""
     theirs = ('JAX_', 'XLA_', 'TF_', 'PYTHONWARNINGS')
     kept = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+    shardy = getattr(jax.config, 'jax_use_shardy_partitioner', True)
     return {
         **kept,
         'PYTHONPATH': os.pathsep.join(filter(None, sys.path)),
-        'XLA_FLAGS': f'--xla_force_host_platform_device_count={n_devices}',
+        'XLA_FLAGS': f'--xla_force_host_platform_device_count={n_devices} {_IN_BF16}',
         'JAX_PLATFORMS': 'cpu',
         'JAX_ENABLE_X64': str(int(jax.config.jax_enable_x64)),  # type: ignore[reportAttributeAccessIssue]
+        'JAX_USE_SHARDY_PARTITIONER': str(int(shardy)),
         'JAX_ENABLE_COMPILATION_CACHE': '0',
         'CUDA_VISIBLE_DEVICES': '',
     }

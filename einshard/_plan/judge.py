@@ -78,10 +78,10 @@ class Partitioner:
     order. A program that cannot be lowered for CPU is judged by the target's compiler.
     """
 
-    def __init__(self, function: Function):
+    def __init__(self, function: Function, worker: Worker | None = None):
         check_flatbuffers()
         self._function = function
-        self._worker = Worker(function.devices.size)
+        self._worker = worker or Worker(function.devices.size)
         self._waiting: deque[tuple[Candidate, _Program | Judgement]] = deque()
 
     def __enter__(self) -> Partitioner:
@@ -215,6 +215,7 @@ class _Program:
                 ((one.kind, what.role), n)
                 for one, what, n in zip(collectives, carried, sent, strict=True)
             ),
+            counts=Counter(one.kind for one in collectives),
         )
 
 

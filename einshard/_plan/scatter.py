@@ -22,11 +22,13 @@ def scatter_svg(judgements: Sequence[Judgement], limit: int | None) -> str:
         return ''
     sent = [math.log2(max(1, one.network_bytes)) for one in points]
     low, high = min(sent), max(sent)
-    top = max([*(one.memory or 0 for one in points), limit or 0]) * 1.08
+    top = max(one.memory or 0 for one in points) * 1.08
+    if limit and top > limit / 4:  # else the points would be too close to each other
+        top = max(top, limit * 1.08)
     x_of = [_MARGIN + (x - low) / ((high - low) or 1) * (_WIDTH - 2 * _MARGIN) for x in sent]
     y_of = [_y(one.memory or 0, top) for one in points]
     parts = [_axes(2**low, 2**high, top)]
-    if limit:
+    if limit and limit < top:
         y = _y(limit, top)
         parts.append(
             f'<line x1="{_MARGIN}" x2="{_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" '

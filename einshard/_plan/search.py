@@ -96,6 +96,7 @@ class Search:
             not fits,
             excess,
             *judgement.cost(self.objective),
+            len(judgement.candidate.mesh),
             str(judgement.candidate),
         )
 

@@ -12,7 +12,9 @@ import pickle
 import queue
 import signal
 import sys
+import tempfile
 import threading
+from pathlib import Path
 from typing import Any, BinaryIO
 
 # `Request` and `Compiled` are dicts, because this file is not importable where they are read
@@ -80,15 +82,29 @@ def _compile(
         donate_argnums=tuple(at for at, i in enumerate(kept) if i in donated),
     )
     args = [jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype) for i in kept]
-    compiled = jitted.lower(*args).compile(
-        compiler_options={
+    with jax.set_mesh(mesh):  # for arguments and results without a sharding
+        lowered = jitted.lower(*args)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {
             'xla_backend_optimization_level': '0',
             'xla_llvm_disable_expensive_passes': True,
+            'xla_dump_to': folder,
+            'xla_dump_hlo_as_text': True,
         }
-    )
-    memory = compiled.memory_analysis()
-    names = [name for name in dir(memory) if name.endswith('_in_bytes')]
-    return {'text': compiled.as_text(), **{name: getattr(memory, name) for name in names}}
+        try:
+            lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError:
+            if not _written(folder, BUFFERS):
+                raise
+        return {'text': _written(folder, OPTIMIZED), 'buffers': _written(folder, BUFFERS)}
+
+
+OPTIMIZED, BUFFERS = '.cpu_after_optimizations.txt', '-buffer-assignment.txt'
+
+
+def _written(folder: str, ending: str) -> str:
+    written = sorted(Path(folder).glob(f'*{ending}'))
+    return written[-1].read_text(encoding='utf-8') if written else ''
 
 
 if __name__ == '__main__':
