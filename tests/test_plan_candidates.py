@@ -92,7 +92,7 @@ def test_tensor_parallelism_for_few_tokens():
 
 
 def test_fsdp_and_tensor_parallelism():
-    c = Sizes(8, 4096, heads=32, kv=32, head=128, mlp=16384, vocab=1024, seq=512, batch=32)
+    c = Sizes(8, 4096, heads=32, kv=32, head=128, mlp=16384, vocab=1024, seq=1024, batch=64)
     mesh = ('x', 8), ('y', 4)
     found = find(model_of(transformer_step(c)), tpus(8, 4), memory=3 * GIB, mesh=mesh).found
     axes = dict(found[0][0].axes)
