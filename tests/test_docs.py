@@ -45,7 +45,7 @@ def run(page):
 
 
 def test_there_are_pages():
-    pages = {'index', 'notation', 'functions', 'sharded', 'how_it_works'}
+    pages = {'index', 'notation', 'functions', 'how_it_works'}
     assert {page.stem for page in PAGES} >= pages
 
 
