@@ -147,8 +147,9 @@ def test_two_names_that_claim_one_mesh_axis():
         "mesh axis 'fsdp' is used 2 times; each mesh axis can be used once\n"
         '    batch@(data,fsdp) embed@fsdp\n'
         '    ^^^^^^^^^^^^^^^^^ ^^^^^^^^^^\n'
-        "  written: 'batch embed', with axis_rules\n"
-        "  instead: leave one of the axes unsharded: name it without a rule; or use taken='next'"
+        "  before axis rules: 'batch embed'\n"
+        '  instead:           leave one of the axes unsharded: name it without a rule; '
+        "or use taken='next'"
     )
 
 
@@ -465,8 +466,9 @@ def test_the_model_axis_of_activations_needs_no_rule():
         "mesh axis 'fsdp' is used 2 times; each mesh axis can be used once\n"
         '    batch@(data,fsdp) sequence embed@fsdp\n'
         '    ^^^^^^^^^^^^^^^^^          ^^^^^^^^^^\n'
-        "  written: 'batch sequence embed', with axis_rules\n"
-        "  instead: leave one of the axes unsharded: name it without a rule; or use taken='next'"
+        "  before axis rules: 'batch sequence embed'\n"
+        '  instead:           leave one of the axes unsharded: name it without a rule; '
+        "or use taken='next'"
     )
 
 

@@ -409,7 +409,7 @@ def test_bounds_of_a_program_for_gpus():
 
 
 def test_a_chip_that_is_unknown():
-    with pytest.raises(EinshardError, match=r"chip='H1000' is not in the table of chips"):
+    with pytest.raises(EinshardError, match=r"chip='H1000' is not a known chip"):
         explain(mlp, *ARGUMENTS, chip='H1000')
 
 

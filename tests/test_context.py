@@ -462,11 +462,11 @@ def test_a_context_copied_to_a_thread():
     def work(name):
         results[name, 'eager'] = describe(einshard(X, 'batch d', mesh=MESH))
         results[name, 'sharded'] = [held_sharded(X).sharding.spec for _ in range(3)]
-        with pytest.raises(EinshardError, match='this thread has axis_rules from a copied'):
+        with pytest.raises(EinshardError, match='this thread runs in a copied contextvars'):
             held(X)
         with axis_rules(d=''):  # entered here, the rules are those of the thread too
             results[name, 'jit'] = held(X).sharding.spec
-        with pytest.raises(EinshardError, match='this thread has axis_rules from a copied'):
+        with pytest.raises(EinshardError, match='this thread runs in a copied contextvars'):
             jax.lax.map(lambda x: einshard(x, 'batch d', mesh=MESH), X[None])
 
     for rule in ('data', 'tp'):

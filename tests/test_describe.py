@@ -397,8 +397,8 @@ def test_things_without_a_sharding(x):
     with pytest.raises(EinshardError) as caught:
         describe(x)
     assert str(caught.value) == (
-        f'{type(x).__name__} has no sharding\n'
-        '  expected: an array, a ShapeDtypeStruct, a sharding, or a tree of those'
+        f'describe needs an array or a sharding, not {type(x).__name__}\n'
+        '  expected: an array, ShapeDtypeStruct or sharding, or a pytree of these'
     )
 
 

@@ -103,7 +103,7 @@ def test_refs_stay_on_their_devices(refs):
         '<lambda> takes a jax.Ref, so mesh= cannot be given\n'
         '  arguments: float32[16]\n'
         "  mesh=:     'd0': 2, 'd1': 2 (Auto)\n"
-        '  instead:   take an array, and call jax.new_ref in the function'
+        '  instead:   pass an array, and call jax.new_ref inside the function'
     )
 
 

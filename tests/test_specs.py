@@ -335,7 +335,7 @@ def test_missing_mesh_axes_in_every_kind_of_spec():
 @pytest.mark.parametrize(
     ('expression', 'sentence'),
     [
-        ('b@(pod,data) d d', "without '->' it must appear once"),
+        ('b@(pod,data) d d', "appears 2 times in an expression without '->'"),
         ('b@pod d@pod', "mesh axis 'pod' is used 2 times"),
         ('b@(pod,data) d -> b d', 'the left side lists only the names'),
         ('b@pod d4', "'d4' uses only 4 of 8 devices"),

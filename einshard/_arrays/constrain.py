@@ -91,7 +91,7 @@ def _checked_ref(ref: Any, placement: Placement) -> Any:
         return ref
     raise placement.expression.error(
         'a jax.Ref cannot be constrained: its sharding is fixed when it is created',
-        instead=f"einshard(ref[...], '{placement.expression.text}'), to constrain its value",
+        instead=f"constrain its value: einshard(ref[...], '{placement.expression.text}')",
     )
 
 
@@ -176,15 +176,15 @@ def _check_context(placement: Placement) -> None:
     if sharding.memory_kind not in (None, 'device'):
         raise error(
             f'memory_kind={sharding.memory_kind!r} cannot be set on a traced value',
-            instead='set it on the argument or the result',
+            instead='set it in the spec of an argument or of the result',
         )
     context = jax.sharding.get_abstract_mesh()
     is_abstract = isinstance(mesh, AbstractMesh)
     if is_abstract and context.empty:
         raise error(
-            'a traced value can use an abstract mesh only if it is the mesh in context',
+            'an abstract mesh for a traced value must be the mesh in context',
             mesh=mesh_fact(mesh),
-            expected="'with jax.set_mesh(mesh):', or a mesh of devices",
+            instead="use 'with jax.set_mesh(mesh):', or pass a Mesh with devices",
         )
     explicit = AxisType.Explicit in (*mesh.axis_types, *context.axis_types)
     other = not context.empty and context != (mesh if is_abstract else mesh.abstract_mesh)

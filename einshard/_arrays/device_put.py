@@ -118,7 +118,7 @@ def error_of_topology(error: Exception) -> EinshardError | None:
         return None
     return EinshardError(
         'the devices of a topology can neither hold arrays nor run programs',
-        facts={'instead': 'compile for them, with explain or .lower(...).compile()'},
+        facts={'instead': 'compile for them: explain(...), or .lower(...).compile()'},
     )
 
 
@@ -126,7 +126,7 @@ def _check_devices(sharding: NamedSharding) -> None:
     if isinstance(sharding.mesh, AbstractMesh):
         raise EinshardError(
             'an abstract mesh has no devices to put an array on',
-            facts={'expected': 'a mesh of devices, or a jax.ShapeDtypeStruct to annotate'},
+            facts={'instead': 'pass a Mesh with devices, or a jax.ShapeDtypeStruct as the array'},
         )
 
 

@@ -106,7 +106,9 @@ def _check_local_devices(mesh: AnyMesh) -> Mesh:
             f'process {jax.process_index()} has no device in the mesh',
             facts={
                 'mesh': mesh_fact(mesh),
-                'devices of': process_text(sorted({d.process_index for d in mesh.devices.flat})),
+                'has devices of': process_text(
+                    sorted({d.process_index for d in mesh.devices.flat})
+                ),
             },
         )
     return mesh
@@ -142,7 +144,7 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
             if isinstance(leaf, jax.Ref):
                 raise EinshardError(
                     'from_local takes arrays, not a jax.Ref',
-                    facts={'instead': 'jax.new_ref(from_local(x, ...)) with an array x'},
+                    facts={'instead': 'pass an array x: jax.new_ref(from_local(x, ...))'},
                 )
             array = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else as_host(leaf)
             plan.arrays[i] = _local_array(array, one, context)
@@ -173,7 +175,7 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
         raise EinshardError(
             'the array is already global: its shards are on several processes',
             expression=str(spec),
-            facts={'instead': 'einshard(x, ...) to reshard it'},
+            facts={'instead': 'use einshard(x, ...) to reshard it'},
         )
     # the global shape is not known yet: use size 0, which is divisible by any count
     placement = resolve(spec, (0,) * array.ndim, context)
@@ -232,7 +234,9 @@ def _indivisible(
         process=jax.process_index(),
         global_size=f'{size * n_parts // n_here} in {n_parts} shards',
         works_with=f'multiples of {n_here}',
-        **{'not replicated': 'processes have different rows'} if replicates else {},
+        **{'note': "indivisible='replicate' is ignored: processes have different rows"}
+        if replicates
+        else {},
     )
 
 
@@ -245,7 +249,7 @@ def _unevenly_sharded(
         f"axis '{name}' is split unevenly across processes, so its global size is unknown",
         terms,
         **{process: f'shards {text}' for process, text in group_processes(numbers).items()},
-        instead='jax.make_array_from_callback',
+        instead='use jax.make_array_from_callback',
     )
 
 

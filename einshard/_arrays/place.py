@@ -232,7 +232,7 @@ def check_ref(ref: Any, placement: Placement) -> None:
         if text != placement.expression.text:  # JAX 0.10.2 cannot create a Ref there
             facts = {'expected': f"'{text}'"}
         raise EinshardError(
-            f"a jax.Ref cannot be resharded: it is '{describe(ref)}'",
+            f"a jax.Ref cannot be resharded, and this one is sharded as '{describe(ref)}'",
             expression=placement.expression.text,
             facts=facts,
         )

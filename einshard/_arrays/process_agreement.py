@@ -100,7 +100,7 @@ def _difference(planned: Mapping[int, Sequence[str]]) -> EinshardError:
         expression=min(expressions) if len(expressions) == 1 else None,
         facts={
             **group_processes(texts),
-            'expected': 'the same shapes, dtypes, paths and expressions',
+            'expected': 'the same shapes, dtypes, paths and expressions in every process',
         },
     )
 

@@ -296,7 +296,7 @@ def _jit_options(named: Mapping[str, Any]) -> dict[str, Any]:
         if option in named:
             raise EinshardError(
                 f'sharded does not take {option}=; it derives them from the specs',
-                facts={'try': 'specs by position or by parameter name, and out='},
+                facts={'instead': 'pass specs by position or by parameter name, and out='},
             )
     return {name: value for name, value in named.items() if name in JIT_OPTIONS}
 

@@ -67,7 +67,10 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
     if not isinstance(promise, Collection):  # type: ignore[reportUnnecessaryIsInstance]
         raise EinshardError(
             f'{given_as} must name collectives, not {promise!r}',
-            facts={'expected': "() for none, 'all-reduce', several kinds, or {'all-reduce': 1}"},
+            facts={
+                'examples': "() for none, 'all-reduce', ('all-reduce', 'all-gather'), "
+                "{'all-reduce': 1}"
+            },
         )
     for kind in promise:
         if kind not in KINDS:
@@ -83,7 +86,7 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:  # type: ignore[reportUnnecessaryIsInstance]
             raise EinshardError(
                 f"the limit for '{kind}' must be a non-negative integer, not {limit!r}",
-                facts={'for any number': f"{given_as}'{kind}'"},
+                facts={'to allow any number': f"{given_as}'{kind}'"},
             )
     return dict(promise)
 

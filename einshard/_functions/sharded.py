@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from .._arrays.device_put import error_of_topology
 from .._errors import EinshardError, hide_inner_frames, plural
 from .._sharding.axis_rules import Fallback, check_option
-from .._sharding.context import entered, in_step, is_tracing, same_in_thread
+from .._sharding.context import copy_into_thread, entered, in_step, is_tracing
 from .._sharding.mesh import MeshLike, check_mesh, mesh_fact
 from .._text import deferred_kind, name_of
 from .._trees.specs import Spec, check_spec_functions, is_function, mesh_of
@@ -153,7 +153,7 @@ class ShardedFunction(Generic[P, R]):
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], act: _Act) -> Any:
         if entered_scope() and not (in_step() or is_tracing()):
-            with same_in_thread():
+            with copy_into_thread():
                 return self._call(args, kwargs, act)
         call, order, values = self._setup.declaration.flatten_call(args, kwargs)
         program = self._programs.find(call, values)

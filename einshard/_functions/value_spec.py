@@ -125,7 +125,7 @@ class ValueSpec:
             return {'value': f'result of {self.function}'}
         facts = {'value': f"parameter '{self.name}' of {self.function}"}
         if isinstance(self.spec, list | tuple) and jtu.all_leaves([value]):
-            facts['try'] = 'a spec for each parameter, not a list: sharded(spec, spec, ...)'
+            facts['try'] = 'sharded(spec, spec, ...): one spec per parameter, not a list'
         return facts
 
 

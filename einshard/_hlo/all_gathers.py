@@ -11,11 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from .module import ArrayType, Computation, Instruction, Module, Value
+
+Blocks: TypeAlias = tuple[tuple[int, ...], ...]  # for each dimension, the block of each device
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,12 @@ class AllGather:
     origin: tuple[str, str]
     parameter: int | None
     invariant: bool
-    kept: tuple[tuple[int, ...], ...] | None
+    kept: Blocks | None
 
 
 def find_all_gathers(module: Module, n_devices: int) -> list[AllGather]:
     """Finds the all-gathers of a program that have a single operand."""
-    return list(_Finder(module, n_devices).find())
+    return list(SliceFinder(module, n_devices).find())
 
 
 _DIMENSION = re.compile(r'dimensions=\{(\d+)\}')
@@ -58,7 +60,9 @@ class _Unknown(Exception):
     """The value is not simple arithmetic on the device number."""
 
 
-class _Finder:
+class SliceFinder:
+    """Finds all-gathers, and the blocks that devices slice of an array."""
+
     def __init__(self, module: Module, n_devices: int):
         self.module = module
         self.n_devices = n_devices
@@ -123,16 +127,14 @@ class _Finder:
                 return caller, start.operands[at]
         return None
 
-    def kept(self, value: Value, array: ArrayType) -> tuple[tuple[int, ...], ...] | None:
+    def kept(self, value: Value, array: ArrayType) -> Blocks | None:
         slices = list(self.slices(value, array))
         if not slices or None in slices or len(set(slices)) > 1:
             return None
         blocks = slices[0]
         return blocks if blocks and any(len(set(of_axis)) > 1 for of_axis in blocks) else None
 
-    def slices(
-        self, value: Value, array: ArrayType
-    ) -> Iterator[tuple[tuple[int, ...], ...] | None]:
+    def slices(self, value: Value, array: ArrayType) -> Iterator[Blocks | None]:
         """Yields, for each use of an array, the block that each device slices; else None."""
         here = value.here
         if value.name == here[''].name:
@@ -153,7 +155,8 @@ class _Finder:
             else:
                 yield None
 
-    def blocks(self, value: Value, user: Instruction) -> tuple[tuple[int, ...], ...] | None:
+    def blocks(self, value: Value, user: Instruction) -> Blocks | None:
+        """Returns the block that each device takes with a dynamic-slice of a value, if known."""
         sizes = _SIZES.search(user.attributes)
         if sizes is None:
             return None

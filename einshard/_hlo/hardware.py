@@ -182,7 +182,7 @@ def as_chip(given: Chip | str) -> Chip:
     chips = {chip.name: chip for _, chip in (*_TPUS, *_GPUS)}
     if given not in chips:
         raise EinshardError(
-            f'chip={given!r} is not in the table of chips',
-            facts={'chips': ', '.join(chips), 'others': 'a Chip(...) with its figures'},
+            f'chip={given!r} is not a known chip',
+            facts={'known chips': ', '.join(chips), 'other chips': 'pass a Chip(...)'},
         )
     return chips[given]

@@ -63,15 +63,8 @@ class Sources:
         """
         if file := re.search(r'source_file="([^"]*)"', metadata):
             return f'{file[1]}:{number_of("source_line", metadata)}'
-        innermost = of_library = None
-        for _, place in self._stack(number_of('stack_frame_id', metadata)):
-            file, line = self._at(place)
-            innermost = innermost or f'{file}:{line}'
-            if _is_users(file):
-                return f'{file}:{line}'
-            if not (file.startswith(_HERE) or _OF_JAX.search(file)):
-                of_library = of_library or f'{file}:{line}'
-        return of_library or innermost
+        stack = self._stack(number_of('stack_frame_id', metadata))
+        return users_line(self._at(place) for _, place in stack)
 
     def caller(self, metadata: str) -> str | None:
         """Returns the nearest calling line outside helpers; None if `line` is not in a helper.
@@ -130,6 +123,22 @@ class Sources:
                 if outside:
                     calls.add((self._functions[outside], self._at(outside)[1]))
         return uses
+
+
+def users_line(frames: Iterable[tuple[str, int | str]]) -> str | None:
+    """Finds the line of the innermost frame outside libraries, or else outside JAX.
+
+    Args:
+        frames: file and line, from the innermost frame out.
+    """
+    innermost = of_library = None
+    for file, line in frames:
+        innermost = innermost or f'{file}:{line}'
+        if _is_users(file):
+            return f'{file}:{line}'
+        if not (file.startswith(_HERE) or _OF_JAX.search(file)):
+            of_library = of_library or f'{file}:{line}'
+    return of_library or innermost
 
 
 def _is_users(file: str) -> bool:

@@ -134,6 +134,7 @@ def _report(
         rows=rows,
         all_gathers=all_gathers,
         weights=weights,
+        products=products,
         replicated_above=replicated_above,
     )
     return Report(

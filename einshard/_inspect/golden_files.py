@@ -139,7 +139,7 @@ def _difference(report: Report, there: str, text: str, shown_path: str) -> str:
     rows = [row for row in report.collectives if _collective_text(row) in added]
     sources = sorted({short_source(row.source) for row in rows if row.source})
     by = [f'  new collectives: from {", ".join(sources)}'] if sources else []
-    update = '  to accept it: pytest --einshard-update'
+    update = '  to accept the difference: pytest --einshard-update'
     return '\n'.join([f'{report.name} differs from {shown_path}', *by, update, *lines])
 
 

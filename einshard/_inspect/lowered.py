@@ -59,7 +59,7 @@ class Stages:
         if self.traced is None:
             raise EinshardError(
                 'a Compiled has no intermediate values',
-                facts={'instead': 'pass the function, or the result of its lower(...)'},
+                facts={'instead': 'pass the function, or the lowered function: f.lower(...)'},
             )
         return self.traced.lower()
 
@@ -125,7 +125,7 @@ def lower(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLik
     if not callable(fn):
         raise EinshardError(
             f'{type(fn).__name__} is not a function',
-            facts={'expected': 'a function, or the result of its lower(...)'},
+            facts={'expected': 'a function, or a lowered function: f.lower(...)'},
         )
     _leave_out_our_lines()
     name = name_of(fn)
@@ -140,7 +140,7 @@ def lower(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLik
     if stages.program is not None and target is not None and stages.program.setup.mesh is not None:
         raise EinshardError(
             f'{name} has its own mesh, so mesh= cannot be given',
-            facts={'its mesh': mesh_fact(stages.program.mesh), 'mesh=': mesh_fact(target)},
+            facts={f'mesh of {name}': mesh_fact(stages.program.mesh), 'mesh=': mesh_fact(target)},
         )
     return stages
 
@@ -159,7 +159,7 @@ def _given(stage: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any
     if args or kwargs or mesh is not None:
         given = 'arguments' if args or kwargs else 'mesh='
         raise EinshardError(
-            f'a {kind} has arguments and devices already, so {given} cannot be given',
+            f'a {kind} already has its arguments and devices, so {given} cannot be given',
             facts={'instead': f'leave out {given}, or pass the function'},
         )
     if isinstance(stage, Compiled):
@@ -192,7 +192,7 @@ def _trace(
             fn = jax.jit(fn)
         elif target is not None:
             raise EinshardError(
-                f'{name} is jitted already, so mesh= cannot be given',
+                f'{name} is already jitted, so mesh= cannot be given',
                 facts={
                     'instead': 'pass arguments with shardings: '
                     'einshard(jax.ShapeDtypeStruct(...), spec, mesh=mesh)'
@@ -232,7 +232,7 @@ def _check_no_refs(
             facts={
                 'arguments': _listed(args, kwargs),
                 'mesh=': mesh_fact(mesh),
-                'instead': 'take an array, and call jax.new_ref in the function',
+                'instead': 'pass an array, and call jax.new_ref inside the function',
             },
         )
 
@@ -243,7 +243,7 @@ def _concrete(mesh: AnyMesh) -> AnyMesh:
             'an abstract mesh has no devices to compile for',
             facts={
                 'mesh': mesh_fact(mesh),
-                'instead': "a mesh of devices, or of a TPU slice you don't have: "
+                'instead': "pass a Mesh with devices; for a TPU slice you don't have, "
                 "topology('v5e:4x4')",
             },
         )

@@ -189,7 +189,7 @@ def _of_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
     own_shape = getattr(x, 'shape', None)
     if own_shape is None:
         raise EinshardError(
-            f'{type(x).__name__} cannot be drawn',
+            f'show cannot draw an object of type {type(x).__name__}',
             facts={
                 'expected': 'an expression, an array, a ShapeDtypeStruct, a sharding, '
                 'or a pytree of these'
@@ -202,7 +202,7 @@ def _of_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
         )
     if shape is not None and shape != tuple(own_shape):
         raise EinshardError(
-            f'shape= is {list(shape)}, but the array has the shape {list(own_shape)}',
+            f'shape= is {list(shape)}, but the array has shape {list(own_shape)}',
             facts={'instead': 'leave out shape='},
         )
     return _of_sharding(sharding, tuple(own_shape), str(x.dtype))
@@ -302,6 +302,6 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
         sizes = (-1,)
     if any(size < 0 for size in sizes):
         raise EinshardError(
-            f'shape= must be a sequence of sizes, not {shape!r}', facts={'example': '(4, 8)'}
+            f'shape= must be a sequence of sizes, not {shape!r}', facts={'example': 'shape=(4, 8)'}
         )
     return sizes

@@ -188,8 +188,7 @@ def _check_short(expression: Expression) -> None:
     again = _repeated(expression.right)
     if again:
         raise expression.error(
-            f"axis '{again[0].name}' appears {len(again)} times, "
-            "but without '->' it must appear once",
+            f"axis '{again[0].name}' appears {len(again)} times in an expression without '->'",
             again,
             to_shard_an_axis_twice="repeat it after '->', as in 'i o -> i2 o4 i2'",
         )
@@ -203,7 +202,7 @@ def _check_left(expression: Expression) -> None:
                 f"'{written}' is not an axis name; the left side lists only the names of the axes",
                 [term],
                 names='letters and underscores, no digits',
-                placements='counts, stars and mesh axes, on the right side',
+                placements='counts, stars and mesh axes go on the right side',
             )
     _check_ellipsis(expression, expression.left, ' on the left side')
     again = _repeated(expression.left)

@@ -284,7 +284,7 @@ def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]
                 f"the position of {quoted(names[before + 1 :])} after '...' depends on the number "
                 'of dimensions, which is not known here',
                 [t for t in expression.left if t.name == ELLIPSIS],
-                expected='ndim=, the number of dimensions of the array',
+                expected='ndim=x.ndim, for an array x',
             )
         n_dims = len(names) - 1
     if n_dims < before + after:
@@ -320,7 +320,7 @@ def _named_splits(
             'but there is no mesh',
             terms,
             fix=_with_term(expression, *counts[0]) if counts else None,
-            expected="mesh=, or 'with jax.set_mesh(mesh):'",
+            expected="mesh=mesh or 'with jax.set_mesh(mesh):'",
         )
     splits: list[Split] = []
     for term in terms:

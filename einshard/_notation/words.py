@@ -73,7 +73,7 @@ def read_mesh_axes(text: str, at: int, end: int, span: Span, counted: bool) -> t
             f"'{text[slice(*span)]}' has no valid mesh axes after '@'",
             expression=text,
             spans=[span],
-            facts={'one axis': "'b@data'", 'several': "'b@(data,fsdp)'"},
+            facts={'one mesh axis': "'b@data'", 'several': "'b@(data,fsdp)'"},
             fix=Suggestion(fix) if fix else None,
         )
     return axes
@@ -128,7 +128,7 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
         sentence = f"'{word}' is not a valid term: put a space before '{character}'"
         fix = Suggestion(f'{text[:at]} {text[at:]}')
     elif character.isdigit():
-        sentence = f"'{character}' is not a valid digit; counts use 0 to 9"
+        sentence = f"'{character}' is not a valid digit; counts use the digits 0 to 9"
         span = (at, at + 1)
     else:
         span = (at, at + 1)
@@ -156,15 +156,15 @@ def _signed_name(text: str, start: int, at: int, end: int) -> EinshardError:
 def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
     """The error for a name right after a count, a star or another term, as in a2b or 2a."""
     word, head, rest = text[start:end], text[start:at], text[at:end]
-    facts: dict[str, object] = {'two terms': f"'{head} {rest}'"}
+    facts: dict[str, object] = {'as two terms': f"'{head} {rest}'"}
     if read_name(text, start, end):
         digits = 'names have no digits, and ' if read_digits(text, at - 1, at) else ''
         sentence = f"'{word}' is not a valid term: {digits}spaces separate terms"
         if re.fullmatch(r'\w+', word):
-            facts['one axis'] = f"'{re.sub('[0-9]+', '_', word).strip('_')}'"
+            facts['as one name'] = f"'{re.sub('[0-9]+', '_', word).strip('_')}'"
     else:
         part = 'star' if head.endswith('*') else 'count'
         sentence = f"'{word}' is not a valid term: a {part} comes after the name"
         if read_name(text, at, end) == rest:
-            facts['one term'] = f"'{rest}{head}'"
+            facts['as one term'] = f"'{rest}{head}'"
     return EinshardError(sentence, expression=text, spans=[(start, end)], facts=facts)

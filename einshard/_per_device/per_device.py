@@ -133,7 +133,10 @@ def _as_expressions(specs: Any) -> Any:
         if known.memory_kind is not None:
             raise EinshardError(
                 f'per_device does not move arrays to {known.memory_kind} memory',
-                facts={'spec': repr(spec), 'instead': 'memory_kind= of einshard'},
+                facts={
+                    'spec': repr(spec),
+                    'instead': 'move them before the call: einshard(x, ..., memory_kind=...)',
+                },
             )
         return known.expression.text
 
@@ -215,7 +218,7 @@ class _Mapped:
                     'the enclosing per-device function uses all mesh axes, so none is left here',
                     facts={
                         'mesh in context': mesh_fact(ambient),
-                        'try': 'axis_names= for the enclosing function',
+                        'instead': 'limit the mesh axes of the enclosing function with axis_names=',
                     },
                 )
             context = current_context(self.mesh)
@@ -376,7 +379,7 @@ class _Mapped:
             )
         else:
             sentence = f"the mesh has no axis '{axis}'"
-            facts['note'] = 'with mesh= or a mesh in context, collectives use its axis names'
+            facts['note'] = 'if a mesh is passed or in context, collectives use its axis names'
             if axis in view.joint.named_sizes:
                 facts[f"'{axis}' is sharded over"] = view.mesh_axes_of(axis)
         return EinshardError(sentence, facts={'function': self.name, **facts})

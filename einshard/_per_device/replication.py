@@ -39,8 +39,8 @@ class Varying:
         path = '/'.join(re.findall(r'\w+', self.key))
         value = f"result '{path}' of {function}" if path else f'result of {function}'
         return EinshardError(
-            f'out= declares the result replicated over {quoted(self.axes)}, but it may vary across '
-            f'{"it" if len(self.axes) == 1 else "them"}',
+            f'out= declares the result replicated over {quoted(self.axes)}, but devices along '
+            f'{quoted(self.axes)} may return different values',
             facts={'value': value, **facts},
         )
 
@@ -118,7 +118,7 @@ def suggest_replication(
     facts = {'try': f'{gather}, which returns a replicated value'} if gather else {}
     if varying:
         axes = repr(varying[0] if len(varying) == 1 else tuple(varying))
-        ways = [f'jax.lax.psum(z, {axes}) for the sum'] if all(sums) else []
+        ways = [f'jax.lax.psum(result, {axes}) to sum it'] if all(sums) else []
         ways += ['shard it in out='] if all(ranks) else []
         label = f'along {", ".join(varying)}' if gathered else 'try'
         facts |= {label: ', or '.join(ways)} if ways else {}

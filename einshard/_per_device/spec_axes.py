@@ -50,7 +50,7 @@ class SpecAxes:
             count = counts.get(str(term.name)) if term.star else None
             if count is not None and count % term.factor:
                 raise self.error(
-                    f"'{term}' is a multiple of {term.factor}, but the axis has {count} shards",
+                    f"'{term}' needs a multiple of {term.factor} shards, not {count}",
                     [term],
                 )
             terms.append(term if count is None else replace(term, count=count, star=False))
@@ -87,9 +87,9 @@ class SpecAxes:
         again = [term for term in terms if names.count(term.name) > 1]
         if again:
             raise self.error(
-                f"axis '{again[0].name}' is sharded twice, but it names only one mesh axis",
+                f"axis '{again[0].name}' is sharded twice, but can name only one mesh axis",
                 again,
-                **{'try': "mesh=, with its axes by name: 'i@(p,q)'"},
+                instead="pass a mesh with named axes, and use them: 'i@(p,q)'",
             )
         known = {name for other in others for name in other.defines}
         for axis, term in self.uses.items():
@@ -98,7 +98,7 @@ class SpecAxes:
                     f"'{term}' uses mesh axis '{axis}', but no expression shards '{axis}'",
                     [term],
                     sharded=', '.join(f"'{name}'" for name in sorted(known)) or 'none',
-                    **{'try': f"a mesh with an axis '{axis}' (mesh= or jax.set_mesh)"},
+                    instead=f"use a mesh with an axis '{axis}': mesh=mesh or jax.set_mesh(mesh)",
                 )
             if axis in self.defines:
                 raise self.error(

@@ -135,9 +135,8 @@ class axis_rules:
         if kind:
             name = getattr(function, '__name__', repr(function))
             raise EinshardError(
-                f'axis_rules cannot decorate {name}: it is {kind}, and rules cannot span an '
-                'await or a yield',
-                facts={'instead': 'decorate a plain function that it calls'},
+                f'axis_rules cannot decorate {name}, {kind}: rules cannot span an await or a yield',
+                facts={'instead': f'decorate a plain function that {name} calls'},
             )
 
         @functools.wraps(function)

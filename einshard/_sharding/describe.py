@@ -72,8 +72,8 @@ def describe(x: Any) -> Any:
         text = _describe_leaf(x)
         if text is None:
             raise EinshardError(
-                f'{type(x).__name__} has no sharding',
-                facts={'expected': 'an array, a ShapeDtypeStruct, a sharding, or a tree of those'},
+                f'describe needs an array or a sharding, not {type(x).__name__}',
+                facts={'expected': 'an array, ShapeDtypeStruct or sharding, or a pytree of these'},
             )
         return text
     return jtu.tree_map(_describe_leaf, x)
@@ -82,7 +82,7 @@ def describe(x: Any) -> Any:
 class Description(str):
     """A description of a sharding that has no expression. It is not a valid spec.
 
-    `portable` is the same without device names, which differ between machines.
+    `portable` is the description without device names, which differ between machines.
     """
 
     portable: str
@@ -114,13 +114,13 @@ def _describe_leaf(x: Any) -> str | None:
 def describe_named(
     sharding: NamedSharding, ndim: int | None = None, names: Sequence[str] | None = None
 ) -> str:
-    """Describes a NamedSharding, with these axis names or a, b, c, ..."""
+    """Describes a NamedSharding, with the axis names `names`, or a, b, c, ..."""
     expression = find_expression(sharding, ndim, names)
     if expression is not None:
         return in_memory(expression.text, sharding.memory_kind)
     axes, rest = _axes(sharding, ndim, names)
     named = write(map(Term, (*axes, *rest)), (*_by_name(sharding, axes), *map(Term, rest)))
-    return Description(f'{named.text}{_rest(sharding)}')
+    return Description(f'{named.text}{_inexpressible(sharding)}')
 
 
 def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
@@ -178,13 +178,14 @@ def find_expression(
 def _axes(
     sharding: NamedSharding, ndim: int | None, names: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the names of the axes, and ['...'] if the rank is unknown."""
+    """Returns the names of the array axes; and ['...'] if the rank is unknown or 0, else []."""
     n_named = len(_entries(sharding)) if ndim is None else ndim
     axes = list(itertools.islice(axis_letters(), n_named)) if names is None else names
     return axes, [ELLIPSIS] if ndim is None or not axes else []
 
 
 def _by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
+    """Returns the right side of an expression with mesh axes, such as 'a@data'."""
     entries = [*_entries(sharding), *[()] * len(axes)]
     pairs = zip(axes, entries, strict=False)
     return [Term(axis, mesh_axes=tuple(map(str, entry or ()))) for axis, entry in pairs]
@@ -200,7 +201,7 @@ def _are_writable(sharding: NamedSharding) -> bool:
 
 
 def _by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
-    """Returns the right side of an expression with counts."""
+    """Returns the right side of an expression with counts, such as 'a8'."""
     terms = [
         Term(None if s.axis is None else axes[s.axis], s.count, sign=s.sign)
         for s in _grid(sharding)
@@ -221,22 +222,27 @@ def _is_by_count(sharding: NamedSharding) -> bool:
         meshes.insert(0, device_mesh(mesh, axis_types=mesh.axis_types[0]))
     for candidate in meshes:
         made = lower(Layout(tuple(_grid(sharding))), candidate)
-        # devices need no comparison: the meshes have the same ones, or are abstract
+        # devices need no comparison: both meshes have the same devices, or are abstract
         if made is not None and _entries(made) == entries:
-            its, same = made.mesh, partial_axes(made) == partial_axes(sharding)
-            if same and (its.axis_names, its.axis_sizes) == (mesh.axis_names, mesh.axis_sizes):
+            axes = made.mesh.axis_names, made.mesh.axis_sizes
+            same = partial_axes(made) == partial_axes(sharding)
+            if same and axes == (mesh.axis_names, mesh.axis_sizes):
                 return True
     return False
 
 
 def _grid(sharding: NamedSharding) -> list[Split]:
     """Returns the device grid; adjacent mesh axes that shard the same array axis are merged."""
-    owner = {axis: i for i, entry in enumerate(_entries(sharding)) for axis in entry or ()}
+    array_axis = {axis: i for i, entry in enumerate(_entries(sharding)) for axis in entry or ()}
     mesh = sharding.mesh
     sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
     signs = signs_of(sharding)
     return merged(
-        [Split(size, owner.get(axis), sign=signs.get(axis, '')) for axis, size in sizes if size > 1]
+        [
+            Split(size, array_axis.get(axis), sign=signs.get(axis, ''))
+            for axis, size in sizes
+            if size > 1
+        ]
     )
 
 
@@ -246,8 +252,8 @@ def signs_of(sharding: NamedSharding) -> dict[Any, str]:
     return dict.fromkeys(unreduced, '+') | dict.fromkeys(reduced, '=')
 
 
-def _rest(sharding: NamedSharding) -> str:
-    """Describes the parts of a sharding that the notation cannot express."""
+def _inexpressible(sharding: NamedSharding) -> str:
+    """Describes the parts of a sharding that an expression cannot express: ' (in pinned_host)'."""
     notes: list[str] = []
     if None in _entries(sharding):
         notes.append('with unconstrained axes')

@@ -36,9 +36,9 @@ class LeafSpec:
     memory_kind: str | None = None
     on_missing: Fallback = 'error'  # 'replicate': ignore mesh axes that the mesh lacks
     on_indivisible: Fallback = 'error'  # 'replicate': replicate axes that are not divisible
-    rule: str | None = None  # the rule that it comes from, for errors
-    mesh: AnyMesh | None = None  # that of a NamedSharding
-    partition: PartitionSpec | None = None  # what it was written as, if not as an expression
+    rule: str | None = None  # the rule that gave this spec, for errors
+    mesh: AnyMesh | None = None  # the mesh, if it was a NamedSharding
+    partition: PartitionSpec | None = None  # the PartitionSpec, if it was not an expression
 
     @property
     def unconstrained(self) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ class LeafSpec:
         return in_memory(self.expression.text, self.memory_kind)
 
 
-AnySpec: TypeAlias = str | LeafSpec  # of one leaf: as written, or parsed
+AnySpec: TypeAlias = str | LeafSpec  # the spec of one leaf: an expression, or parsed
 JAX_SPECS = (NamedSharding, PartitionSpec)
 LEAF_SPECS = (str, LeafSpec, *JAX_SPECS)
 
@@ -58,14 +58,14 @@ _IN_MEMORY = re.compile(r'(.*\S)\s+\(in (\w+)\)\s*', re.DOTALL)
 
 
 def in_memory(expression: str, memory_kind: str | None) -> str:
-    """Adds a memory kind to an expression, as `describe` does: 'a -> a8 (in host)'."""
+    """Adds a memory kind to an expression, as `describe` does: 'a -> a8 (in pinned_host)'."""
     return expression if memory_kind in (None, 'device') else f'{expression} (in {memory_kind})'
 
 
 def split_memory(text: str) -> tuple[str, str | None]:
-    """Splits off the memory kind that `in_memory` adds; None if there is none."""
-    found = _IN_MEMORY.fullmatch(text)
-    return (found[1], found[2]) if found else (text, None)
+    """Splits 'a -> a8 (in pinned_host)' into the expression and the memory kind, or None."""
+    match = _IN_MEMORY.fullmatch(text)
+    return (match[1], match[2]) if match else (text, None)
 
 
 def as_leaf_spec(spec: AnySpec | NamedSharding | PartitionSpec) -> LeafSpec:
@@ -104,7 +104,7 @@ def _of_partition(spec: PartitionSpec) -> LeafSpec:
 
 @cached
 def of_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
-    """Rewrites the expression of a spec for rank `ndim`, if the spec is a PartitionSpec."""
+    """If the spec is a PartitionSpec, rewrites its expression for arrays of rank `ndim`."""
     partition = spec.partition
     return spec if partition is None else replace(spec, expression=_expression_of(partition, ndim))
 
@@ -150,17 +150,17 @@ def lenient(
     on_indivisible: Fallback = 'error',
     rule: str | None = None,
 ) -> LeafSpec:
-    """Sets the options given as 'replicate'; 'error' keeps the spec's own.
+    """Returns a spec with these options. 'error' keeps an option of the spec as it is.
 
-    Sets `rule` unless the spec has one.
+    Sets `rule` unless the spec has one: in rules within rules, the inner rule counts.
     """
-    known = as_leaf_spec(spec)
+    leaf_spec = as_leaf_spec(spec)
     if on_missing == 'error':
-        on_missing = known.on_missing
+        on_missing = leaf_spec.on_missing
     if on_indivisible == 'error':
-        on_indivisible = known.on_indivisible
-    rule = known.rule or rule  # of rules within rules, the inner one
-    return replace(known, on_missing=on_missing, on_indivisible=on_indivisible, rule=rule)
+        on_indivisible = leaf_spec.on_indivisible
+    rule = leaf_spec.rule or rule
+    return replace(leaf_spec, on_missing=on_missing, on_indivisible=on_indivisible, rule=rule)
 
 
 def parsed(spec: Any) -> Any:
@@ -175,7 +175,7 @@ def check_constrained(spec: LeafSpec) -> None:
 
 
 def rewritten(spec: AnySpec, expression: str) -> AnySpec:
-    """Replaces the expression of a spec."""
+    """Returns the spec with another expression, and the same memory kind."""
     if isinstance(spec, str):
         return in_memory(expression, split_memory(spec)[1])
     return replace(as_leaf_spec(spec), expression=parse(expression), partition=None)

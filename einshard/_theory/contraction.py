@@ -189,9 +189,10 @@ def _operand(text: str, start: int, end: int) -> Expression:
         parsed = parse(' ' * start + written)
         return replace(parsed, text=text)
     except EinshardError as error:
-        # without the fix, which covers only this operand
+        # without the fix, which covers only this operand, and without advice about '->'
+        facts = {label: fact for label, fact in error.facts.items() if "'->'" not in fact}
         raise EinshardError(
-            error.sentence, expression=text, spans=error.spans, facts=error.facts
+            error.sentence, expression=text, spans=error.spans, facts=facts
         ) from None
 
 

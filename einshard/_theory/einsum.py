@@ -126,7 +126,7 @@ def _path(given: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
         raise EinshardError(
             f'optimize= must be a contraction path, not {given!r}',
             facts={
-                'expected': "'greedy', 'optimal' or the operands of each step, [(0, 1), (0, 1)]"
+                'expected': "'greedy', 'optimal', or the operands of each step: [(0, 1), (0, 1)]"
             },
         )
     return tuple(steps)

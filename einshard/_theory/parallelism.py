@@ -272,7 +272,7 @@ def _check_form(contraction: Contraction) -> None:
     if len(contraction.operands) > 2:
         raise contraction.error(
             f'parallelism takes one or two operands, not {len(contraction.operands)}',
-            instead="a list of einsums: ['a b, b c -> a c', 'a c, c d -> a d']",
+            instead="pass a list of einsums: ['a b, b c -> a c', 'a c, c d -> a d']",
         )
     if ELLIPSIS in contraction.names:
         raise contraction.error("'...' is not supported here; name all axes")

@@ -5,16 +5,27 @@ from __future__ import annotations
 import itertools
 
 from ..report_rows import Finding
+from .activations import contracted_axes, missing_constraint
+from .arguments import less_sharded_results, unsharded_states
 from .constraints import idle_constraints, repeated_constraints
 from .facts import Facts
 from .gathers import fully_rematerialized, gathered_again, weights_gathered_again
 from .large_arrays import replicated
 from .limits import does_not_fit, promise_broken
+from .reductions import sliced_sums, summed_in_loop
+from .replicated_compute import replicated_compute
 
 _URGENT = ('does not fit', 'promise broken')  # the program does not run
 _DIAGNOSES = (
     does_not_fit,
     promise_broken,
+    missing_constraint,
+    contracted_axes,
+    replicated_compute,
+    sliced_sums,
+    summed_in_loop,
+    unsharded_states,
+    less_sharded_results,
     fully_rematerialized,
     gathered_again,
     idle_constraints,

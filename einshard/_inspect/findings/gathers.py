@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from ..._errors import plural
@@ -12,6 +13,7 @@ from ..._sharding.mesh import AnyMesh
 from ..._text import format_bytes, short_source
 from ..collective_axes import sharding_of
 from ..report_rows import Finding
+from .activations import contracted_axes, missing_constraint
 from .facts import Facts, Names, sent_bytes
 
 
@@ -65,7 +67,11 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
     Weights are gathered again in the backward pass, and for each microbatch, because to keep them
     would take the memory that sharding them saves.
     """
-    return (finding for finding, is_weight in _gathered_again(facts) if not is_weight)
+    # a wrong sharding may have activations gathered twice, too; other findings have its cause
+    has_cause = any(itertools.chain(missing_constraint(facts), contracted_axes(facts)))
+    for finding, is_weight in _gathered_again(facts):
+        if not (is_weight or (has_cause and finding.source in facts.lines)):
+            yield finding
 
 
 def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
