@@ -192,6 +192,27 @@ def page_html(page: Page) -> str:
     return f'<div style="{_FRAME}">{"".join(parts)}</div>'
 
 
+_DOCUMENT = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+</head>
+<body style="margin: 1em">
+{body}
+</body>
+</html>
+"""
+
+
+def page_document(page: Page) -> str:
+    """Renders a page as an HTML file."""
+    return _DOCUMENT.format(title=html.escape(shown(page.title)), body=page_html(page))
+
+
 def _titled(text: str, style: str) -> str:
     return f'<div style="{style}">{html.escape(text)}</div>' if text else ''
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -28,12 +29,18 @@ from .reshard import reshard
 # The axis names of the value that a line constrains, by 'file:line'; () if a line constrains values
 # with different names. `explain` needs this, as a compiled program has lines but no axis names.
 names_at: dict[str, tuple[str, ...]] = register({})
+# The expressions of all constraints of a trace, for `plan`; None outside of it.
+constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
+    'constraints_of_trace', default=None
+)
+# The names without an axis rule, for lines whose constraint replicates a value for want of one.
+without_rule_at: dict[str, tuple[str, ...]] = register({})
 
 
 def constrain(x: Any, placement: Placement) -> Any:
     """Constrains a traced value: reshard for explicit mesh axes, a constraint for the others."""
     _check_context(placement)
-    _note_names(placement.expression)
+    _note_names(placement.expression, placement.without_rule)
     if isinstance(x, jax.Ref):
         return _checked_ref(x, placement)
     try:
@@ -43,13 +50,17 @@ def constrain(x: Any, placement: Placement) -> Any:
         raise _cannot_constrain(placement, error) from error
 
 
-def _note_names(expression: Expression) -> None:
+def _note_names(expression: Expression, without_rule: tuple[str, ...]) -> None:
     """Records the axis names for the user's line, and for the line that calls that function."""
+    found = constraints_of_trace.get()
+    if found is not None:
+        found.append(expression)
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
     for frame in filter(None, (user, user.f_back)):
         line = f'{frame.f_code.co_filename}:{frame.f_lineno}'
         if names_at.setdefault(line, expression.names) != expression.names:
             names_at[line] = ()
+        without_rule_at[line] = without_rule
 
 
 def place_constant(x: Any, placement: Placement) -> Any:

@@ -15,8 +15,8 @@ from .._sharding.mesh import AnyMesh
 from .parameters import CallSignature, Declaration
 from .program import Program, Setup, make_program, shardings_of
 
-# call signature; mesh and whether it is ambient, from `mesh_key`; axis rules
-_Key: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules]
+# call signature; mesh and whether it is ambient, from `mesh_key`; axis rules; on one device
+_Key: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules, bool]
 
 
 class ProgramCache:
@@ -40,7 +40,8 @@ class ProgramCache:
         pass its `called` as `wrong`, which enables the full lookup.
         """
         context = self._setup.context()
-        outer_key = call, self._setup.mesh_key(context), context.axis_rules
+        mesh_key = self._setup.mesh_key(context)
+        outer_key = call, mesh_key, context.axis_rules, context.on_one_device
         programs = self._programs.setdefault(outer_key, {})
         candidates = list(programs.values())
         self.need_full_lookup |= wrong is not None

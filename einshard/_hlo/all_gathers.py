@@ -17,7 +17,8 @@ import numpy as np
 
 from .module import ArrayType, Computation, Instruction, Module, Value
 
-Blocks: TypeAlias = tuple[tuple[int, ...], ...]  # for each dimension, the block of each device
+# for each dimension of an array, the index of the block that each device has
+Blocks: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class AllGather:
 
 def find_all_gathers(module: Module, n_devices: int) -> list[AllGather]:
     """Finds the all-gathers of a program that have a single operand."""
-    return list(SliceFinder(module, n_devices).find())
+    return list(_Finder(module, n_devices).find())
 
 
 _DIMENSION = re.compile(r'dimensions=\{(\d+)\}')
@@ -60,9 +61,7 @@ class _Unknown(Exception):
     """A value is not simple arithmetic on the device number."""
 
 
-class SliceFinder:
-    """Finds all-gathers, and the blocks that devices slice of an array."""
-
+class _Finder:
     def __init__(self, module: Module, n_devices: int):
         self.module = module
         self.n_devices = n_devices
@@ -156,8 +155,7 @@ class SliceFinder:
             else:
                 yield None
 
-    def blocks(self, value: Value, user: Instruction) -> Blocks | None:
-        """Returns the block that each device takes with a dynamic-slice of a value, if known."""
+    def blocks(self, value: Value, user: Instruction) -> tuple[tuple[int, ...], ...] | None:
         sizes = _SIZES.search(user.attributes)
         if sizes is None:
             return None

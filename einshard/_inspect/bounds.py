@@ -66,6 +66,7 @@ def find_bounds(
     module: Module,
     products: Sequence[ProductRow],
     collectives: Sequence[tuple[Collective, str]],
+    is_cpu: bool = False,
 ) -> Bounds:
     """Computes the lower bounds of a program.
 
@@ -74,9 +75,10 @@ def find_bounds(
     Args:
         products: the matrix products.
         collectives: the collectives, each with its mesh axes: `along`.
+        is_cpu: whether the program is compiled for CPUs in place of the devices.
     """
     share = chip.share(devices[0])
-    network, is_cpu = Network(devices, chip), devices[0].platform == 'cpu'
+    network, is_cpu = Network(devices, chip), is_cpu or devices[0].platform == 'cpu'
     along: dict[str, list[Collective]] = {}
     for one, axes in collectives:
         if not one.in_branch:

@@ -37,6 +37,7 @@ class View(NamedTuple):
     joint: JointMesh
     n_devices: int
     rules: AxisRules
+    on_one_device: bool
 
     @property
     def axes(self) -> dict[str, int]:
@@ -45,7 +46,8 @@ class View(NamedTuple):
 
     def expression(self, text: str) -> Expression:
         """Parses an expression, and applies the axis rules."""
-        return _ruled(parse(text), self.rules, {} if self.by_name else sizes_of(self.mesh))
+        sizes = {} if self.by_name else sizes_of(self.mesh)
+        return _ruled(parse(text), self.rules, sizes, self.on_one_device)
 
     def completed(self, text: str) -> str:
         """Extends an expression to cover all devices: the other mesh axes become replicas."""
@@ -120,7 +122,11 @@ class View(NamedTuple):
 
 @cached
 def make_view(
-    specs: tuple[SpecAxes, ...], mesh: AnyMesh, in_context: bool, rules: AxisRules
+    specs: tuple[SpecAxes, ...],
+    mesh: AnyMesh,
+    in_context: bool,
+    rules: AxisRules,
+    on_one_device: bool = False,
 ) -> View:
     sizes = sizes_of(mesh)
     n_devices = math.prod(sizes.values())
@@ -129,7 +135,9 @@ def make_view(
     # 'd0' is not a valid name of an array axis
     by_name = by_name and not any(sizes.keys() & spec.uses.keys() for spec in specs)
     named_sizes = {} if by_name else sizes
-    specs = tuple(SpecAxes(s.of, _ruled(s.expression, rules, named_sizes)) for s in specs)
+    specs = tuple(
+        SpecAxes(s.of, _ruled(s.expression, rules, named_sizes, on_one_device)) for s in specs
+    )
     if not by_name:
         by_count = tuple(spec for spec in specs if not spec.uses)
         has_counts = any(spec.defines or spec.spells_out_replicas for spec in by_count)
@@ -137,7 +145,7 @@ def make_view(
             joint = JointMesh(((None, n_devices),))
         else:
             joint = _on_mesh(by_count, specs, sizes)
-        return View(mesh, False, joint, n_devices, rules)
+        return View(mesh, False, joint, n_devices, rules, on_one_device)
     joint = joint_mesh(specs, n_devices)
     names, shape = tuple(joint.mesh_shape), tuple(joint.mesh_shape.values())
     types = (AxisType.Auto,) * len(names)
@@ -145,7 +153,7 @@ def make_view(
         named: AnyMesh = AbstractMesh(shape, names, axis_types=types)
     else:
         named = Mesh(mesh.devices.reshape(shape), names, axis_types=types)
-    return View(named, True, joint, n_devices, rules)
+    return View(named, True, joint, n_devices, rules, on_one_device)
 
 
 def _on_mesh(
@@ -165,5 +173,8 @@ def _on_mesh(
         raise keep_working_suggestions(error, lay_out_named) from None
 
 
-def _ruled(expression: Expression, rules: AxisRules, sizes: Mapping[str, int]) -> Expression:
-    return apply_axis_rules(expression, rules, sizes).expression
+def _ruled(
+    expression: Expression, rules: AxisRules, sizes: Mapping[str, int], on_one_device: bool
+) -> Expression:
+    ruled = apply_axis_rules(expression, rules, sizes).expression
+    return ruled.on_one_device() if on_one_device else ruled

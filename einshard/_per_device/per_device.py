@@ -231,7 +231,8 @@ class _Mapped:
                     'mesh= differs from the mesh in context',
                     facts={'mesh=': mesh_fact(mesh), 'mesh in context': mesh_fact(ambient)},
                 )
-            view = make_view(self.spec_axes, mesh, not ambient.empty, rules)
+            in_context = not ambient.empty
+            view = make_view(self.spec_axes, mesh, in_context, rules, context.on_one_device)
             for axis in sorted(self.manual):
                 if axis not in view.axes:
                     raise EinshardError(
