@@ -123,6 +123,9 @@ def _explain(arguments: Sequence[str]) -> str:
     parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=_ARGUMENT)
     parser.add_argument('--json', action='store_true', help='print the report as JSON')
     parser.add_argument(
+        '--save', metavar='FILE', help="also write the report to a file: '.html' for a web page"
+    )
+    parser.add_argument(
         '--topology',
         metavar='NAME',
         help='compile for a TPU slice such as v5e:4x4; --mesh then names the axes of its devices',
@@ -135,6 +138,8 @@ def _explain(arguments: Sequence[str]) -> str:
     function = load(options.function)
     args, kwargs = read_arguments(options.args)
     report = explain(function, *args, mesh=mesh, chip=options.chip, **kwargs)
+    if options.save is not None:
+        report.save(options.save)
     return json.dumps(report.to_dict(), indent=2) if options.json else str(report)
 
 
