@@ -22,11 +22,14 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
     """Reports all-reduces of which each device keeps a slice, after other operations."""
     for one, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
         place = facts.places.get(one.name)
-        if one.kind != 'all-reduce' or place is None or not one.groups or one.bytes < _SMALL:
+        if one.kind != 'all-reduce' or place is None or row.is_backward or one.bytes < _SMALL:
             continue
         found = find_sliced_sum(facts.module, place)
         # the CPU backend has no reduce-scatter
         if found is None or (found.is_direct and facts.platform == 'cpu'):
+            continue
+        suggestion = _constraint(facts, one.source or '', along, found)
+        if not suggestion:  # not the sum of a product
             continue
         yield Finding(
             'sliced all-reduce',
@@ -35,7 +38,7 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
             'sends half',
             one.source,
             sent_bytes(one),
-            _constraint(facts, one.source or '', along, found),
+            suggestion,
         )
 
 
@@ -89,8 +92,8 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
             f'{format_bytes(n_bytes // n)}',
             line,
             n_bytes,
-            f'run the loop of {short_source(line)} in a function of per_device, which sums each '
-            "device's gradients, and reduce them once after it",
+            f'run the loop of {short_source(line)} in a function of per_device, make its weights '
+            "varying (jax.lax.pcast(.., to='varying')), and reduce the gradients once after it",
         )
 
 
