@@ -23,11 +23,14 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
     """Reports all-reduces of which each device keeps a slice, after other operations."""
     for one, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
         place = facts.places.get(one.name)
-        if one.kind != 'all-reduce' or place is None or not one.groups or one.bytes < _SMALL:
+        if one.kind != 'all-reduce' or place is None or row.is_backward or one.bytes < _SMALL:
             continue
         found = find_sliced_sum(facts.module, place)
         # the CPU backend has no reduce-scatter
         if found is None or (found.is_direct and facts.platform == 'cpu'):
+            continue
+        suggestion = _constraint(facts, one.source or '', along, found)
+        if not suggestion:  # not the sum of a product
             continue
         yield Finding(
             'sliced all-reduce',
@@ -36,7 +39,7 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
             'sends half',
             one.source,
             sent_bytes(one),
-            _constraint(facts, one.source or '', along, found),
+            suggestion,
         )
 
 
