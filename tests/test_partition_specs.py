@@ -336,7 +336,7 @@ def test_unreduced_axes(spec):
     assert einshard(X, spec, mesh=EXPLICIT).sharding.spec.update(partitions=()) == spec.update(
         partitions=()
     )
-    with pytest.raises(EinshardError, match='needs Explicit mesh axes'):
+    with pytest.raises(EinshardError, match='needs a mesh whose axes are all Explicit'):
         einshard(X, spec, mesh=AUTO)
 
 
