@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -28,6 +29,10 @@ from .reshard import reshard
 # The axis names of the value that a line constrains, by 'file:line'; () if a line constrains values
 # with different names. `explain` needs this, as a compiled program has lines but no axis names.
 names_at: dict[str, tuple[str, ...]] = register({})
+# The expressions of all constraints of a trace, for `plan`; None outside of it.
+constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
+    'constraints_of_trace', default=None
+)
 # The names without an axis rule, for lines whose constraint replicates a value for want of one.
 without_rule_at: dict[str, tuple[str, ...]] = register({})
 
@@ -47,6 +52,9 @@ def constrain(x: Any, placement: Placement) -> Any:
 
 def _note_names(expression: Expression, without_rule: tuple[str, ...]) -> None:
     """Records the axis names for the user's line, and for the line that calls that function."""
+    found = constraints_of_trace.get()
+    if found is not None:
+        found.append(expression)
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
     for frame in filter(None, (user, user.f_back)):
         line = f'{frame.f_code.co_filename}:{frame.f_lineno}'

@@ -17,7 +17,6 @@ import numpy as np
 
 from .module import ArrayType, Computation, Instruction, Module, Value
 
-
 # for each dimension of an array, the index of the block that each device has
 Blocks: TypeAlias = tuple[tuple[int, ...], ...]
 

@@ -107,12 +107,9 @@ class Collective:
     def network_bytes(self) -> int | None:
         """Bytes that a device sends in one execution, rounded up; None for a custom call.
 
-        The bandwidth terms of ring algorithms, from Thakur, Rabenseifner, Gropp: "Optimization of
-        Collective Communication Operations in MPICH", 2005. An all-gather, reduce-scatter or
-        all-to-all in groups of n sends (n-1)/n of the array; an all-reduce sends twice that. In a
-        permute, a device sends its operand unless the target is itself. In a broadcast, every
+        In a permute, a device sends its operand unless the target is itself. In a broadcast, every
         device but the last sends the array. The sizes of a ragged all-to-all are known only at run
-        time: this assumes equal pieces.
+        time: this assumes equal pieces. For others see `ring_bytes`.
         """
         n = self.group_size
         if self.sent is not None:
@@ -123,8 +120,18 @@ class Collective:
             return self.bytes if any(a != b for a, b in self.pairs) else 0
         if self.kind == 'collective-broadcast':
             return self.bytes if n > 1 else 0
-        rounds = 2 if self.kind == 'all-reduce' else 1
-        return -(-rounds * self.bytes * (n - 1) // n)
+        return ring_bytes(self.kind, self.bytes, n)
+
+
+def ring_bytes(kind: str, n_bytes: int, group_size: int) -> int:
+    """Bytes that a device sends in a collective on arrays of `n_bytes`, rounded up.
+
+    The bandwidth terms of ring algorithms, from Thakur, Rabenseifner, Gropp: "Optimization of
+    Collective Communication Operations in MPICH", 2005. An all-gather, reduce-scatter or
+    all-to-all in groups of n sends (n-1)/n of the array; an all-reduce sends twice that.
+    """
+    rounds = 2 if kind == 'all-reduce' else 1
+    return -(-rounds * n_bytes * (group_size - 1) // group_size)
 
 
 def read_collectives(text: str, device_ids: Sequence[int] = ()) -> tuple[Collective, ...]:

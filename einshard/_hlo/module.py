@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from .elements import spell_out_elements
 from .sources import Sources, number_of, op_name
 
 
@@ -272,6 +273,7 @@ class Module:
     def __init__(self, text: str):
         if 'kernel_metadata={\n' in text:
             text = _PALLAS_METADATA.sub(lambda found: found[0].replace('\n', ' '), text)
+        text = spell_out_elements(text)
         self.text = text
         headers = list(_HEADER.finditer(text))
         self._names = [header[2] for header in headers]
