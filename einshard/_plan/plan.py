@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from .._errors import EinshardError
 from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import parse_bytes
+from .._progress import progress
 from .._sharding.axis_rules import Placed, check_option
 from .._sharding.context import current_context
 from .._sharding.mesh import MeshLike, is_device_mesh, mesh_fact
@@ -19,7 +20,6 @@ from .judge import Function, Partitioner
 from .judgement import Objective
 from .make_plan import is_simulated, make_plan
 from .model import find_model
-from .progress import Progress
 from .result import Plan
 from .search import Budget, Search
 from .space import Space, read_pins
@@ -111,7 +111,7 @@ def plan(
     estimator = Estimator(model, devices, chip)
     found = find_candidates(space, estimator, memory=limit, objective=objective)
     function = Function(fn, args, kwargs, devices, chip)
-    with Partitioner(function) as partitioner, Progress() as progress:
+    with Partitioner(function) as partitioner:
         search = Search(
             estimates=[estimator.judge(candidate) for candidate, _ in found.found],
             extra=given,
@@ -120,9 +120,9 @@ def plan(
             objective=objective,
             limit=limit,
             budget=Budget(compilations, seconds),
-            progress=progress.show,
         )
-        search.run()
+        with progress(search.line):
+            search.run()
     return make_plan(search, found, model, function)
 
 
