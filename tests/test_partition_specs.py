@@ -326,7 +326,7 @@ def in_explicit_jit(spec):
 
 # calls whose refusal messages.md does not have
 REFUSALS = [
-    (lambda: einshard(X, P(unreduced={'data'}), mesh=AUTO), 'needs Explicit mesh axes'),
+    (lambda: einshard(X, P(unreduced={'data'}), mesh=AUTO), 'a mesh whose axes are all Explicit'),
     (lambda: einshard(X, P('data', 'data'), mesh=AUTO), "mesh axis 'data' is used 2 times"),
     (lambda: einshard(X, OTHER, mesh=AUTO), 'the NamedSharding is on another mesh'),
     (lambda: in_shard_map(OTHER), 'the NamedSharding is on another mesh'),
