@@ -198,7 +198,7 @@ def _check_short(expression: Expression) -> None:
     again = _repeated(expression.right)
     if again:
         raise expression.error(
-            f"axis '{again[0].name}' appears {len(again)} times in an expression without '->'",
+            f"axis '{again[0].name}' appears {len(again)} times; it can appear once",
             again,
             to_shard_an_axis_twice="repeat it after '->', as in 'i o -> i2 o4 i2'",
         )
