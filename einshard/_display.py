@@ -26,7 +26,7 @@ class Display:
         raise NotImplementedError
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file: as an HTML page if the name ends in '.html', else as text."""
+        """Writes a file: an HTML page if the name ends in '.html', otherwise text."""
         page, path = self._page(), Path(path)
         is_html = path.suffix.lower() in ('.html', '.htm')
         text = page_document(page) if is_html else f'{page_text(page, _WIDTH)}\n'

@@ -34,7 +34,7 @@ def read_sign(text: str, start: int, end: int) -> str:
     sign = text[start]
     if end == start + 1:
         raise EinshardError(
-            f"'{sign}' alone is not a valid term; it needs devices",
+            f"'{sign}' alone is not a valid term; add a count, a star or mesh axes",
             expression=text,
             spans=[(start, end)],
             facts={'by count': f"'{sign}2'  '{sign}*'", 'by name': f"'{sign}@tp'"},
