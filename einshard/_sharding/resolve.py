@@ -270,7 +270,7 @@ def _check_explicit(expression: Expression, mesh: AnyMesh) -> None:
             'axes are all Explicit',
             signed,
             mesh=mesh_fact(mesh),
-            expected='a mesh with axis_types=(AxisType.Explicit, ...), in jax.set_mesh or mesh=',
+            expected='a mesh with axis_types=(AxisType.Explicit, ...), as mesh=mesh or in jax.set_mesh(mesh)',
         )
 
 

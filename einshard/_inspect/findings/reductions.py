@@ -109,8 +109,8 @@ def _one_sum(facts: Facts, line: str, along: str) -> str:
             'reshard the sum after the loop'
         )
     return (
-        f"run the loop of {source} in a function of per_device, which sums each device's "
-        'gradients, and reduce them once after it'
+        f'run the loop of {source} in a function of per_device, make its weights varying '
+        "(jax.lax.pcast(.., to='varying')), and reduce the gradients once after it"
     )
 
 
