@@ -259,9 +259,8 @@ def test_parts():
 
 
 def test_tracers_with_explicit_axes():
-    mesh = mesh_of(types=AxisType.Explicit, data=4, tp=2)
     seen = []
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh_of(types=AxisType.Explicit, data=4, tp=2)):
         x = jax.device_put(jnp.zeros((8, 8)), P('data'))
         jax.jit(lambda x: seen.append(show(x)) or x)(x)
     assert drawn_blocks(seen[0]) == {(i, 0): [2 * i, 2 * i + 1] for i in range(4)}
@@ -506,6 +505,7 @@ def test_large_trees_are_shortened(devices8):
     gallery = show(tree)
     assert len(gallery.pictures) == 12
     assert str(gallery).endswith('and 8 more placements')
+    assert 'and 8 more placements' in gallery._repr_html_()
 
 
 def test_a_report_is_drawn():
