@@ -449,16 +449,6 @@ def test_zero_in_a_tree_of_specs_is_for_the_moments_alone():
     assert placed == [SCALAR, DOWN, ACROSS, WHOLE, SCALAR, *moments, *moments]
 
 
-def test_history_of_lbfgs():
-    params = {'w': struct(16, 16)}
-    state = jax.eval_shape(optax.lbfgs(memory_size=4).init, params)
-    spec = for_optimizer(params, ROWS, default=EVERYWHERE)
-    memory = einshard(state, spec)[0]
-    assert describe(memory.diff_params_memory['w']) == 'a b c -> a b16 c'
-    assert describe(memory.params['w']) == DOWN
-    assert describe(memory.weights_memory) == 'a -> 16 a'
-
-
 def test_flax_modules():
     nnx = pytest.importorskip('flax.nnx')
     model = nnx.Linear(8, 32, rngs=nnx.Rngs(0))
