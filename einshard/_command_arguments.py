@@ -97,7 +97,7 @@ def load(text: str) -> Any:
         if not hasattr(found, name):
             raise EinshardError(
                 f"module '{module_name}' has no '{path}'",
-                facts={'names': ', '.join(_names_in(found, module_name)[:20]) or 'none'},
+                facts={'it has': ', '.join(_names_in(found, module_name)[:20]) or 'none'},
             )
         found = getattr(found, name)
     return found
@@ -117,7 +117,7 @@ def _import(name: str) -> ModuleType:
             raise
         raise EinshardError(
             f"no module named '{error.name}'",
-            facts={'looked in': 'the current folder and sys.path'},
+            facts={'searched': 'the current folder and sys.path'},
         ) from None
 
 

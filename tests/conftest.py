@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import threading
+import time
 
 from flags import QUICK, WITHOUT_TPU, simulating
 
@@ -64,3 +66,28 @@ def devices(request):
 @pytest.fixture
 def devices8():
     return jax.devices()[:8]
+
+
+@pytest.fixture
+def in_threads():
+    """A function that makes n calls, function(0) to function(n - 1), begun together in threads."""
+
+    def run(n, function):
+        barrier = threading.Barrier(n)
+        results = {}
+
+        def call(i):
+            barrier.wait(60)
+            results[i] = function(i)
+
+        # daemons: threads that wait for each other for ever must not keep pytest from ending
+        threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(n)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 30
+        for thread in threads:
+            thread.join(max(0, deadline - time.monotonic()))
+        assert not any(thread.is_alive() for thread in threads), 'threads wait for each other'
+        return [results[i] for i in range(n)]
+
+    return run

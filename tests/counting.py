@@ -41,7 +41,11 @@ def _listen(event, duration, **about):
             counts.compiled.append(str(about.get('fun_name')))
 
 
-jax.monitoring.register_event_duration_secs_listener(_listen)
+def listen():
+    jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+listen()
 
 
 @contextlib.contextmanager

@@ -271,7 +271,7 @@ def held_sharded(x):
 HELD = pytest.mark.parametrize('function', [held, held_sharded], ids=['jit', 'sharded'])
 CANONICAL = device_mesh()
 AWAIT = 'axis_rules cannot span an await'
-COPIED = 'this thread has axis_rules from a copied'
+COPIED = 'this thread runs in a copied contextvars'
 
 
 def spec_of(function):

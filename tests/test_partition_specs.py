@@ -324,8 +324,7 @@ def in_explicit_jit(spec):
 
 # calls whose refusal messages.md does not have
 REFUSALS = [
-    (lambda: einshard(X, P(unreduced={'data'}), mesh=EXPLICIT), 'has unreduced or reduced axes'),
-    (lambda: einshard(X, P(None, reduced={'tensor'}), mesh=EXPLICIT), 'has unreduced or reduced'),
+    (lambda: einshard(X, P(unreduced={'data'}), mesh=AUTO), 'needs Explicit mesh axes'),
     (lambda: einshard(X, P('data', 'data'), mesh=AUTO), "mesh axis 'data' is used 2 times"),
     (lambda: einshard(X, OTHER, mesh=AUTO), 'the NamedSharding is on another mesh'),
     (lambda: in_shard_map(OTHER), 'the NamedSharding is on another mesh'),
@@ -351,6 +350,12 @@ def test_refusals(call, text):
 def test_an_array_may_be_on_another_mesh_than_that_in_context():
     with jax.set_mesh(AUTO):
         assert placed(einshard(X, OTHER), OTHER.mesh, P('x'))
+
+
+@pytest.mark.parametrize('spec', [P(unreduced={'data'}), P(None, reduced={'tensor'})])
+def test_unreduced_axes(spec):
+    placed_as = einshard(X, spec, mesh=EXPLICIT).sharding.spec
+    assert placed_as.update(partitions=()) == spec.update(partitions=())
 
 
 @pytest.mark.parametrize(

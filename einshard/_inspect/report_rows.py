@@ -1,4 +1,4 @@
-"""The rows of a report: arrays, collectives, memory, warnings."""
+"""The rows of a report: arrays, collectives, memory, findings."""
 
 from __future__ import annotations
 
@@ -156,16 +156,19 @@ class ProductRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Caution:
-    """A likely mistake.
+class Finding:
+    """A likely mistake in a program, and what to write instead.
 
     Attributes:
-        kind: 'does not fit', 'promise broken', 'replicated', 'full rematerialization', 'gathered
-            again' or 'no effect'.
-        text: a sentence about it.
+        kind: such as 'unsharded batch' or 'gathered again'; docs/explain.md lists them all.
+        text: a sentence about it, with the arrays in the user's names.
         source: 'model.py:12', or None.
+        bytes: bytes per device that it concerns in one run: those sent, or those of the array.
+        suggestion: the change to make, as a sentence with the expression to write; or ''.
     """
 
     kind: str
     text: str
     source: str | None = None
+    bytes: int = 0
+    suggestion: str = ''

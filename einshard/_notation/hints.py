@@ -70,8 +70,12 @@ def _separate_counts(expression: Expression) -> list[tuple[Term, Term]]:
     return [
         (term, after)
         for term, after in itertools.pairwise(expression.right)
-        if _is_bare_name(term) and after.name is None and after.takes_devices
+        if _is_bare_name(term) and _is_replica(after)
     ]
+
+
+def _is_replica(term: Term) -> bool:
+    return term.name is None and not term.sign and term.takes_devices
 
 
 def _is_bare_name(term: Term) -> bool:

@@ -21,11 +21,12 @@ from .expression import ELLIPSIS, Expression, Term
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A dimension of the device grid, and the array axis that it shards."""
+    """A dimension of the device grid: the array axis that it shards, or replicas with a sign."""
 
     count: int
     axis: int | None  # position in the array; None for replicas
     mesh_axes: tuple[str, ...] = ()  # () for a split by count
+    sign: str = ''
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +116,10 @@ def _lay_out(
             continue
         count = next(solved)
         if term.name != ELLIPSIS and count > 1:
-            written.append(Split(count, None if term.name is None else positions[term.name]))
+            axis = None if term.name is None else positions[term.name]
+            written.append(Split(count, axis, sign=term.sign))
     # an axis sharded by name and by count: its splits in the order written, major first
-    counted_axes = {split.axis for split in written if not split.mesh_axes}
+    counted_axes = {split.axis for split in written if not split.mesh_axes} - {None}
     first = [split for split in by_name if split.axis not in counted_axes]
     rest = [split for split in written if not split.mesh_axes or split.axis in counted_axes]
     return Layout((*first, *merged(rest)))
@@ -228,12 +230,10 @@ def spec_entries(layout: Layout, fitted: Sequence[tuple[str, ...]]) -> tuple[tup
     return tuple(entries.get(axis, ()) for axis in range(last + 1))
 
 
-def mesh_entries(
-    layout: Layout, axis_sizes: Mapping[str, int]
-) -> tuple[tuple[str, ...], ...] | None:
-    """The mesh axes of each array axis, or None if the counts do not match the mesh axes."""
-    fitted = fit(layout, axis_sizes)
-    return None if fitted is None else spec_entries(layout, fitted)
+def signed_axes(layout: Layout, fitted: Sequence[tuple[str, ...]], sign: str) -> tuple[str, ...]:
+    """The mesh axes of the replicas with a sign."""
+    splits = zip(layout.splits, fitted, strict=True)
+    return tuple(axis for split, axes in splits if split.sign == sign for axis in axes)
 
 
 def without_axes(layout: Layout, axes: Collection[int]) -> Layout:
@@ -284,7 +284,7 @@ def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]
                 f"the position of {quoted(names[before + 1 :])} after '...' depends on the number "
                 'of dimensions, which is not known here',
                 [t for t in expression.left if t.name == ELLIPSIS],
-                expected='ndim=, the number of dimensions of the array',
+                expected='ndim=x.ndim, for an array x',
             )
         n_dims = len(names) - 1
     if n_dims < before + after:
@@ -320,12 +320,13 @@ def _named_splits(
             'but there is no mesh',
             terms,
             fix=_with_term(expression, *counts[0]) if counts else None,
-            expected="mesh=, or 'with jax.set_mesh(mesh):'",
+            expected="mesh=mesh or 'with jax.set_mesh(mesh):'",
         )
     splits: list[Split] = []
     for term in terms:
         sizes = [_axis_size(expression, term, axis, axis_sizes) for axis in term.mesh_axes]
-        splits.append(Split(math.prod(sizes), positions[str(term.name)], term.mesh_axes))
+        axis = positions.get(str(term.name))
+        splits.append(Split(math.prod(sizes), axis, term.mesh_axes, term.sign))
     return splits
 
 
@@ -346,7 +347,7 @@ def _as_count(term: Term) -> Term | None:
     """a8 for a@8"""
     (axis, *others) = term.mesh_axes
     is_count = not others and re.fullmatch('[1-9][0-9]*', axis)
-    return Term(term.name, int(axis)) if is_count else None
+    return replace(term, count=int(axis), mesh_axes=()) if is_count else None
 
 
 def _other_axes(term: Term, axis: str, free: Collection[str]) -> Term | None:
@@ -355,7 +356,7 @@ def _other_axes(term: Term, axis: str, free: Collection[str]) -> Term | None:
     if len(meant) == 1 or not {*meant} <= {*free}:
         meant = difflib.get_close_matches(axis, free, n=1)
     axes = [name for old in term.mesh_axes for name in (meant if old == axis else [old])]
-    return Term(term.name, mesh_axes=tuple(axes)) if meant else None
+    return replace(term, mesh_axes=tuple(axes)) if meant else None
 
 
 def _with_term(expression: Expression, old: Term, new: Term) -> Suggestion:
@@ -373,8 +374,9 @@ def merged(splits: Sequence[Split]) -> list[Split]:
     merged: list[Split] = []
     for split in splits:
         last = merged[-1] if merged else None
-        if last and last.axis == split.axis and not (last.mesh_axes or split.mesh_axes):
-            merged[-1] = Split(last.count * split.count, split.axis)
+        same = last and (last.axis, last.sign) == (split.axis, split.sign)
+        if last and same and not (last.mesh_axes or split.mesh_axes):
+            merged[-1] = replace(split, count=last.count * split.count)
         else:
             merged.append(split)
     return merged
