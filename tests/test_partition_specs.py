@@ -257,11 +257,9 @@ def test_meshes_of_threads():
         assert all(pool.map(work, [AUTO, other, AUTO] * 10))
 
 
-def test_explain_and_missing():
+def test_explain_and_specs_without_a_mesh():
     report = explain(sharded(P('data'), mesh=AUTO)(lambda x: x.sum(0)), X)
     assert [collective.kind for collective in report.collectives] == ['all-reduce']
-    x = einshard(X, P('fsdp', 'tensor'), mesh=AUTO, missing='replicate')
-    assert placed(x, AUTO, P(None, 'tensor'))
     for spec in (P(), P(None, None)):
         assert einshard(X, spec).is_fully_replicated
 
