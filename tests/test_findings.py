@@ -32,6 +32,8 @@ def mesh_for(c, platform='cpu'):
     axes = {'data': 4, 'tensor': 4} if 'tensor' in str(c) else {'data': 16}
     if platform == 'tpu':
         pytest.importorskip('libtpu')
+        if jax.__version_info__ < (0, 9):
+            pytest.skip('libtpu gives this JAX no lines')
         return topology('v5e:4x4', **axes)
     return device_mesh(jax.devices()[:16], **axes)
 
@@ -292,6 +294,8 @@ def test_an_all_reduce_of_which_devices_keep_a_slice(platform):
 
         return explain(scores, floats(512, 1024), floats(1024, 256))
 
+    if jax.__version_info__ < (0, 9):
+        pytest.skip('XLA reduces in windows, which are not followed')
     mesh = mesh_for('tensor', platform)
     wrong = build('b d -> b d')
     (finding,) = [one for one in wrong.findings if one.kind == 'sliced all-reduce']
