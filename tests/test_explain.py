@@ -834,7 +834,7 @@ def test_programs_have_their_arguments_and_devices():
     lowered = jax.jit(step).lower(floats(2, 2), floats(2, 2))
     text, _ = failing(lowered, floats(2, 2), floats(2, 2))
     assert text == (
-        'a Lowered has arguments and devices already, so arguments cannot be given\n'
+        'a Lowered already has its arguments and devices, so arguments cannot be given\n'
         '  instead: leave out arguments, or pass the function'
     )
     assert 'mesh= cannot be given' in failing(lowered.compile(), mesh=jax.devices()[:2])[0]
