@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import held_out
 import jax
 import jax.numpy as jnp
 import mistakes
@@ -80,6 +81,10 @@ def test_correct_programs_have_no_findings(name):
 def test_correct_programs_for_tpus_have_no_findings(name):
     c = CORRECT[name]
     assert found_in(report_of(c, mesh_for(c, 'tpu'))) == []
+
+
+def test_frozen_weights_that_are_gathered_are_not_activations():
+    assert found_in(held_out.adapters()) == []
 
 
 # --- planted mistakes ---------------------------------------------------------------------------
@@ -392,9 +397,7 @@ def test_a_finding_is_printed_with_its_line_and_suggestion():
     page = ' '.join(str(report).partition('\nfindings\n')[2].split())
     line = line_of("@ w['down']")
     assert page.startswith(f"- {line}: axis 'f' is summed over")
-    assert page.endswith("Shard state/w/layers/0-1/down with 'f d -> f@tensor d'") or (
-        "shard state/w/layers/0-1/down with 'f d -> f@tensor d'" in page
-    )
+    assert page.endswith("Shard state/w/layers/0-1/down with 'f d -> f@tensor d'.")
     assert report.to_dict()['findings'][0]['suggestion'] == report.findings[0].suggestion
 
 
