@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ._page import Page, page_document, page_html, page_lines, page_text
+from ._page import Page, page_lines, page_text
+from ._page_html import page_document, page_html
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -25,16 +27,19 @@ class Display:
     def _page(self) -> Page:
         raise NotImplementedError
 
+    def _text(self, width: int) -> str:
+        return page_text(self._page(), width)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file: an HTML page if the name ends in '.html', otherwise text."""
-        page, path = self._page(), Path(path)
+        path = Path(path)
         is_html = path.suffix.lower() in ('.html', '.htm')
-        text = page_document(page) if is_html else f'{page_text(page, _WIDTH)}\n'
+        text = page_document(self._page()) if is_html else f'{self._text(_WIDTH)}\n'
         path.write_text(text, encoding='utf-8')
 
     def __str__(self) -> str:
         columns = shutil.get_terminal_size((_WIDTH, 24)).columns
-        return page_text(self._page(), min(_WIDTH, max(_NARROW, columns)))
+        return self._text(min(_WIDTH, max(_NARROW, columns)))
 
     def __repr__(self) -> str:
         return str(self)
@@ -47,3 +52,14 @@ class Display:
 
     def _repr_html_(self) -> str:
         return page_html(self._page())
+
+
+def plain(value: Any) -> Any:
+    """Converts dataclasses and mappings to dictionaries, and tuples to lists, for JSON."""
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .._arrays.gather import gather
-from .._display import Display
+from .._display import Display, plain
 from .._errors import plural
 from .._page import Column, Page, Section
 from .._text import shape_text
@@ -50,6 +49,11 @@ class ComparedRow:
     def same(self) -> bool:
         return self.difference <= self.tolerance
 
+    @property
+    def is_noise(self) -> bool:
+        """Whether rounding explains any difference, so that nothing was compared."""
+        return self.tolerance >= 1
+
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Display):
@@ -69,13 +73,17 @@ class Comparison(Display):
 
     @property
     def same(self) -> bool:
-        """Whether all differences are within their tolerances."""
+        """Whether all differences are within their tolerance.
+
+        Rounding alone can change an array entirely: a sum of zero, for example. The table lists
+        such arrays below it.
+        """
         return all(row.same for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Converts the comparison to dictionaries, lists, strings and numbers, for JSON."""
-        rows = [{**dataclasses.asdict(row), 'same': row.same} for row in self.rows]
-        return {**dataclasses.asdict(self), 'rows': rows, 'notes': [*self.notes], 'same': self.same}
+        rows = [{**plain(row), 'same': row.same} for row in self.rows]
+        return {**plain(self), 'rows': rows, 'same': self.same}
 
     def _page(self) -> Page:
         verdict = 'the same on one device' if self.same else 'not the same on one device'
@@ -83,8 +91,10 @@ class Comparison(Display):
             (row.path, row.array, f'{row.difference:.1e}', f'{row.tolerance:.1e}', row.because)
             for row in self.rows
         )
+        noise = ', '.join(row.path for row in self.rows if row.is_noise)
+        notes = [f'not compared, because rounding changes it entirely: {noise}'] * bool(noise)
         title = f'{self.name} on {plural(self.n_devices, "device")}: {verdict}'
-        return Page(title, (Section('', _COLUMNS, rows, self.notes),))
+        return Page(title, (Section('', _COLUMNS, rows, (*self.notes, *notes)),))
 
 
 _COLUMNS = (

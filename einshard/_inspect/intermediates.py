@@ -23,6 +23,7 @@ from jax.stages import Lowered
 from .._errors import EinshardError
 from .._hlo.groups import read_groups
 from .._hlo.module import Instruction, Module
+from .._progress import progress
 from .._sharding.describe import describe_named
 from .._sharding.mesh import AnyMesh, partition_spec, spec_axes
 from .collective_axes import sharding_of
@@ -54,7 +55,7 @@ def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[Arra
 def _before_partitioning(lowered: Lowered) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         # a program that does not fit into the memory of a device is dumped before it fails
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
+        with contextlib.suppress(jax.errors.JaxRuntimeError), progress('compiling again'):
             lowered.compile(
                 compiler_options={
                     'xla_dump_to': folder,

@@ -22,6 +22,7 @@ from .._functions.bound_method import BoundMethod
 from .._functions.program import Program, TracedFunction
 from .._functions.promise import Limits
 from .._functions.sharded import ShardedFunction
+from .._progress import progress
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import AnySpec
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact
@@ -68,7 +69,9 @@ class Stages:
         if self.compiled is not None:
             return self.compiled
         try:
-            return self.lower().compile()
+            lowered = self.lower()
+            with progress(f'compiling {self.name or "the program"}'):
+                return lowered.compile()
         except EinshardError:  # of expect_collectives
             raise
         except (RuntimeError, TypeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError

@@ -23,6 +23,7 @@ from .._functions.program import Program
 from .._functions.sharded import ShardedFunction
 from .._hlo.hardware import find_chip
 from .._hlo.memory import read_memory
+from .._progress import progress
 from .._sharding.context import ambient_mesh, one_device_scope
 from .._sharding.mesh import Device, device_mesh, of_size_one
 from .._text import format_bytes
@@ -177,7 +178,9 @@ class Compiled:
         with self._only_device():
             traced = jax.jit(function).trace(*arguments)
             self.jaxpr = traced.jaxpr
-            self._compiled = traced.lower().compile()
+            lowered = traced.lower()
+            with progress(f'compiling {name} for one device'):
+                self._compiled = lowered.compile()
             _check_memory(name, mesh.devices.flat[0], read_memory(self._compiled))
 
     def __call__(self, *arguments: Any) -> Any:

@@ -21,6 +21,7 @@ from jax.stages import Compiled
 
 from .._errors import EinshardError
 from .._hlo.module import Module
+from .._progress import progress
 from .._sharding.context import current_context, is_mesh_in_context
 from .._sharding.mesh import AnyMesh, MeshLike
 from .intermediates import shardings_in
@@ -101,7 +102,7 @@ def _dumped(stages: Stages, mesh: AnyMesh) -> tuple[Any, ...] | None:
             'xla_dump_hlo_as_text': True,
             'xla_dump_hlo_pass_re': 'spmd-partitioning',
         }
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
+        with contextlib.suppress(jax.errors.JaxRuntimeError), progress('compiling again'):
             lowered.compile(compiler_options=options)
         before, after, buffers = (
             _newest(folder, ending)

@@ -12,12 +12,14 @@ import difflib
 import itertools
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, overload
 
+from .._display import Display, plain
 from .._errors import EinshardError, plural, quoted
 from .._notation.expression import ELLIPSIS
+from .._page import Column, Page, Section
 from .._suggestions import keep_working_suggestions
 from .choices import Choice, choices_for, find_conflicts, find_targets
 from .communication import Blocks, Communication, Space
@@ -40,7 +42,7 @@ _KIND_TEXTS: dict[Kind, str] = {
 
 
 @dataclass(frozen=True)
-class Parallelism:
+class Parallelism(Display):
     """The parallelism of a sharded einsum, made by `parallelism`.
 
     Attributes:
@@ -76,13 +78,33 @@ class Parallelism:
         """The collectives of the first choice."""
         return self.choices[0].collectives
 
-    def __str__(self) -> str:
-        n_devices = math.prod(self.devices.values())
+    def to_dict(self) -> dict[str, Any]:
+        """Converts it to dictionaries, lists, strings and numbers, for JSON."""
+        return plain(self)
+
+    def _page(self) -> Page:
+        return Page(self._title(), tuple(self._sections()))
+
+    def _title(self) -> str:
+        return f'{self.einsum}   on {plural(math.prod(self.devices.values()), "device")}'
+
+    def _summary(self) -> tuple[str, ...]:
+        axes = f'free: {_names_text(self.free)}; reduced: {_names_text(self.reduced)}'
+        return axes, _KIND_TEXTS[self.kind], *self.conflicts
+
+    def _sections(self) -> Iterator[Section]:
+        yield Section('', words=self._summary())
+        operands = tuple((f'operand {i}', one) for i, one in enumerate(self.operands))
+        yield Section('', (Column('array'), Column('placement')), operands)
+        for number, choice in enumerate(self.choices, 1):
+            mark = f'{number}. ' if len(self.choices) > 1 else ''
+            title = f'{mark}each device multiplies {choice.block}'
+            yield Section(title, words=tuple(str(choice).split('\n')))
+
+    def _text(self, width: int) -> str:
         lines = [
-            f'{self.einsum}   on {plural(n_devices, "device")}',
-            f'  free: {_names_text(self.free)}; reduced: {_names_text(self.reduced)}',
-            f'  {_KIND_TEXTS[self.kind]}',
-            *(f'  {why}' for why in self.conflicts),
+            self._title(),
+            *(f'  {words}' for words in self._summary()),
             *(f"  operand {i}: '{one}'" for i, one in enumerate(self.operands)),
         ]
         for number, choice in enumerate(self.choices, 1):
@@ -96,7 +118,7 @@ def _names_text(names: Sequence[str]) -> str:
     return ', '.join(names) or 'none'
 
 
-class Chain(tuple[Parallelism, ...]):
+class Chain(tuple[Parallelism, ...], Display):
     """The parallelism of a sequence of einsums.
 
     An axis has the same sharding in all einsums, so each result is sharded as the next one needs.
@@ -109,9 +131,20 @@ class Chain(tuple[Parallelism, ...]):
         """The collectives of all steps in order, by their first choices."""
         return tuple(itertools.chain.from_iterable(step.collectives for step in self))
 
-    def __str__(self) -> str:
-        total = len(self.collectives)
-        return '\n\n'.join([*map(str, self), f'{plural(total, "collective")} in all'])
+    def to_dict(self) -> dict[str, Any]:
+        """Converts it to dictionaries, lists, strings and numbers, for JSON."""
+        return {'steps': [step.to_dict() for step in self], 'collectives': plain(self.collectives)}
+
+    def _page(self) -> Page:
+        sections = [(Section(step._title()), *step._sections()) for step in self]  # type: ignore[reportPrivateUsage]
+        total = Section('', words=(self._total(),))
+        return Page('', (*itertools.chain.from_iterable(sections), total))
+
+    def _total(self) -> str:
+        return f'{plural(len(self.collectives), "collective")} in all'
+
+    def _text(self, width: int) -> str:
+        return '\n\n'.join([*map(str, self), self._total()])
 
 
 @overload
@@ -179,7 +212,8 @@ def parallelism(
             the mesh axes.
 
     Returns:
-        A `Parallelism`; for a list, a `Chain` of them. Both print as text.
+        A `Parallelism`; for a list, a `Chain` of them. Both print as text, show as HTML in
+        notebooks, and have `to_dict()` and `save('page.html')`.
 
     Raises:
         EinshardError: the einsum is invalid, or counts or sizes do not fit it.
