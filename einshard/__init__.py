@@ -11,9 +11,12 @@ Inspect placements: `describe`, `show`, `device_mesh`.
 Inspect programs: `explain`, `topology`, `Chip`, `assert_collectives`, `expect_collectives`.
 Check results: `check_same`.
 Without compiling: `parallelism`.
+Find shardings: `plan`.
 Errors: `EinshardError`, `UnexpectedCollectives`, `MemoryExceeded`, `DifferentResults`.
 Caches: `clear_caches`.
 """
+
+import typing
 
 from ._arrays.from_local import from_local as from_local
 from ._arrays.gather import gather as gather
@@ -45,3 +48,19 @@ from ._trees.optimizer import for_optimizer as for_optimizer
 from ._trees.rules import Rules as Rules
 from ._trees.shard_largest import shard_largest as shard_largest
 from ._version import __version__ as __version__
+
+if typing.TYPE_CHECKING:
+    from ._plan.plan import plan as plan
+else:
+
+    def __getattr__(name: str) -> typing.Any:
+        """Imports `plan` when it is first used: it has more code than the rest needs to start."""
+        if name != 'plan':
+            raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+        from ._plan.plan import plan
+
+        globals()['plan'] = plan
+        return plan
+
+    def __dir__() -> list[str]:
+        return [*globals(), 'plan']

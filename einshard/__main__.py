@@ -1,4 +1,4 @@
-"""The command `einshard`: draws expressions, explains functions, and shows tables of rules."""
+"""The command `einshard`: draws expressions, explains and plans functions, shows rules."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ examples:
   {prog} '... -> * ...' --shape --devices 8
 other commands:
   {prog} explain --help     compile a function and list its collectives
+  {prog} plan --help        find the sharding of a function
   {prog} table --help       show how rules shard the arrays of a model
 """
 _EXPLAIN_EXAMPLES = """\
@@ -34,6 +35,12 @@ examples:
   {prog} explain model:layer --args 'f32[8,128]' 'f32[128,512]' --devices 8
   {prog} explain model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
   {prog} explain model:step --args model:init_state lr=0.1 --mesh data=4 tp=2 --json
+"""
+_PLAN_EXAMPLES = """\
+examples:
+  {prog} plan model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
+  {prog} plan model:step --args model:init_state 'i32[16,64]' --devices 8 --chip H100
+  {prog} plan model:step --args model:init_state --topology v5e:4x4 --pin embed=@x layers=
 """
 _TABLE_EXAMPLES = """\
 examples:
@@ -53,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments:
         _show_parser().print_help()
         return 0
-    commands = {'explain': _explain, 'table': _table}
+    commands = {'explain': _explain, 'plan': _plan, 'table': _table}
     try:
         if arguments[0] in commands:
             text = commands[arguments[0]](arguments[1:])
@@ -113,25 +120,13 @@ def _show(arguments: Sequence[str]) -> str:
 
 
 def _explain(arguments: Sequence[str]) -> str:
-    parser = _parser(
+    parser = _compiling_parser(
         'explain',
         'Compiles a function and lists its placements, collectives and memory.',
         _EXPLAIN_EXAMPLES,
-        'simulated CPU devices',
     )
-    parser.add_argument('function', metavar='module:function')
-    parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=_ARGUMENT)
-    parser.add_argument('--json', action='store_true', help='print the report as JSON')
     parser.add_argument(
         '--save', metavar='FILE', help="also write the report to a file: '.html' for a web page"
-    )
-    parser.add_argument(
-        '--topology',
-        metavar='NAME',
-        help='compile for a TPU slice such as v5e:4x4; --mesh then names the axes of its devices',
-    )
-    parser.add_argument(
-        '--chip', metavar='NAME', help='the chip for lower bounds on time, such as H100'
     )
     options = parser.parse_args(arguments)
     mesh = mesh_of(options.devices, options.mesh, options.topology)
@@ -141,6 +136,50 @@ def _explain(arguments: Sequence[str]) -> str:
     if options.save is not None:
         report.save(options.save)
     return json.dumps(report.to_dict(), indent=2) if options.json else str(report)
+
+
+def _plan(arguments: Sequence[str]) -> str:
+    parser = _compiling_parser(
+        'plan',
+        'Finds how to shard a function that names its axes.\n'
+        '--mesh fixes the mesh shape, so that only the names are planned.',
+        _PLAN_EXAMPLES,
+    )
+    parser.add_argument('--memory', metavar='SIZE', help="per device, such as '14 GB'")
+    parser.add_argument(
+        '--objective', default='bound', metavar='NAME', help='bound, bytes or memory'
+    )
+    parser.add_argument(
+        '--pin',
+        type=_placement,
+        nargs='+',
+        default=[],
+        metavar='NAME=@AXIS',
+        help='placements that are fixed; NAME= is not sharded',
+    )
+    parser.add_argument(
+        '--compilations', type=_count, default=40, metavar='N', help='at most so many candidates'
+    )
+    parser.add_argument('--seconds', type=float, metavar='S', help='stop after this time')
+    options = parser.parse_args(arguments)
+    mesh = mesh_of(options.devices, options.mesh, options.topology)
+    function = load(options.function)
+    args, kwargs = read_arguments(options.args)
+    from ._plan.plan import plan
+
+    found = plan(
+        function,
+        *args,
+        mesh=mesh,
+        chip=options.chip,
+        memory=options.memory,
+        objective=options.objective,
+        pin=dict(options.pin),
+        compilations=options.compilations,
+        seconds=options.seconds,
+        **kwargs,
+    )
+    return json.dumps(found.to_dict(), indent=2) if options.json else str(found)
 
 
 def _table(arguments: Sequence[str]) -> str:
@@ -186,6 +225,31 @@ def _mesh_axis(text: str) -> tuple[str, int]:
             '(put the expression before --mesh)'
         )
     return name, int(size)
+
+
+def _placement(text: str) -> tuple[str, str]:
+    """Reads a pin: ('embed', '@x') for 'embed=@x'."""
+    name, equals, placement = text.partition('=')
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a name with its placement: embed=@x')
+    return name, placement
+
+
+def _compiling_parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """Makes the parser of a command that compiles a function."""
+    parser = _parser(command, description, examples, 'simulated CPU devices')
+    parser.add_argument('function', metavar='module:function')
+    parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=_ARGUMENT)
+    parser.add_argument('--json', action='store_true', help='print the result as JSON')
+    parser.add_argument(
+        '--topology',
+        metavar='NAME',
+        help='compile for a TPU slice such as v5e:4x4; --mesh then names the axes of its devices',
+    )
+    parser.add_argument(
+        '--chip', metavar='NAME', help='the chip for lower bounds on time, such as H100'
+    )
+    return parser
 
 
 def _parser(

@@ -66,13 +66,15 @@ def find_bounds(
     module: Module,
     products: Sequence[ProductRow],
     collectives: Sequence[tuple[Collective, str]],
+    is_cpu: bool = False,
 ) -> Bounds:
     """The lower bounds of a program, from its products and its collectives with their mesh axes.
 
-    Conditionals do not count. Loops of unknown length are taken to run once.
+    Conditionals do not count. Loops of unknown length are taken to run once. `is_cpu` is for a
+    program that is compiled for CPUs in place of the devices.
     """
     share = chip.share(devices[0])
-    network, is_cpu = Network(devices, chip), devices[0].platform == 'cpu'
+    network, is_cpu = Network(devices, chip), is_cpu or devices[0].platform == 'cpu'
     along: dict[str, list[Collective]] = {}
     for one, axes in collectives:
         if not one.in_branch:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, Sharding
-from jax.stages import Compiled
 
 from .._functions.promise import program_text
 from .._hlo.all_gathers import AllGather, find_all_gathers
@@ -17,7 +16,7 @@ from .._hlo.collectives import Collective, find_collectives
 from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import read_memory
 from .._hlo.module import Module
-from .._sharding.mesh import MeshLike, is_device_mesh, spec_axes
+from .._sharding.mesh import AnyMesh, MeshLike, is_device_mesh, spec_axes
 from .arrays import ProgramArray, array_row, find_arguments, find_results
 from .bounds import NO_BOUNDS, find_bounds
 from .carried import Carried, find_carried, find_weights, results_in_place
@@ -81,17 +80,19 @@ def explain(
     """
     given = None if chip is None else as_chip(chip)
     stages = lower(fn, args, kwargs, mesh)
-    compiled = compile_stages(stages, given_mesh(stages, (args, kwargs), mesh))
-    return _report(stages, compiled, given, replicated_above, intermediates)
+    of = given_mesh(stages, (args, kwargs), mesh)
+    return explain_stages(stages, of, given, replicated_above, intermediates)
 
 
-def _report(
+def explain_stages(
     stages: Stages,
-    compiled: Compiled | Oversized,
-    chip: Chip | None,
-    replicated_above: int,
-    intermediates: bool,
+    mesh: AnyMesh | None,
+    chip: Chip | None = None,
+    replicated_above: int = 2**20,
+    intermediates: bool = False,
 ) -> Report:
+    """Compiles a traced program for a mesh, if that is known, and reports on it."""
+    compiled = compile_stages(stages, mesh)
     module = Module(program_text(stages.name or 'the program', compiled))
     held, results_info = compiled_shardings(compiled)  # type: ignore[reportArgumentType]
     arguments = find_arguments(stages, compiled, held, module)
@@ -125,6 +126,7 @@ def _report(
         memory=memory,
         platform=devices[0].platform,
         n_devices=len(devices),
+        slices=[getattr(device, 'slice_index', None) or 0 for device in devices],
         meshes=meshes,
         arguments=arguments,
         results=results,

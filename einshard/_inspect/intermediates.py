@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
 from .._errors import EinshardError
@@ -137,19 +137,41 @@ def _placement(text: str, n_dims: int, meshes: Sequence[AnyMesh]) -> tuple[str, 
     if blocks is None:
         return text, (1,) * n_dims
     parts = tuple(max(of_axis) + 1 for of_axis in blocks)
+    terms = _terms(text, n_dims, meshes[0].size)
     for mesh in meshes:
-        sharding = sharding_of(blocks, mesh)
-        if sharding is not None:
-            return describe_named(_with_terms(sharding, text), n_dims), parts
+        # as if the terms of a sum were stacked along one more axis
+        sharding = sharding_of([*blocks, terms], mesh)
+        if sharding is None:
+            continue
+        entries = spec_axes(sharding.spec)
+        axes = entries[n_dims] if len(entries) > n_dims else ()
+        if not axes or AxisType.Explicit in mesh.axis_types:
+            sharding = NamedSharding(mesh, partition_spec(entries[:n_dims], axes))
+            return describe_named(sharding, n_dims), parts
     return text, parts
 
 
-def _with_terms(sharding: NamedSharding, text: str) -> NamedSharding:
-    """Adds the unreduced mesh axes in HLO text to a sharding."""
-    listed = re.search(r'unreduced=\{([^}]*)\}', text)
-    axes = re.findall("'([^']*)'", listed[1]) if listed else []
-    spec = partition_spec(spec_axes(sharding.spec), unreduced=axes)
-    return NamedSharding(sharding.mesh, spec)
+def _terms(text: str, n_dims: int, n_devices: int) -> list[int]:
+    """Lists which term of a sum each device has; zeros if the value is not a partial sum."""
+    terms = [0] * n_devices
+    kinds = re.search(r'last_tile_dims=\{(.*unreduced.*?)\}', text)
+    if kinds and (tiles := _TILES.match(text)):
+        dimension = n_dims + kinds[1].split(', ').index('unreduced')
+        for at, device in np.ndenumerate(_grid(tiles)):
+            terms[device] = at[dimension]
+    elif (mesh := _MESH.match(text)) and (axes := re.search(r'unreduced=\{(.*?)\}', text)):
+        for group in read_groups(f'{mesh[1]} {{{axes[1]}}}'):
+            for term, device in enumerate(group):
+                terms[device] = term
+    return terms
+
+
+def _grid(tiles: re.Match[str]) -> np.ndarray[Any, Any]:
+    """Returns the device of each tile."""
+    shape, order = [int(size) for size in tiles[1].split(',')], tiles[2]
+    n = math.prod(shape)
+    (ids,) = read_groups(f'[1,{n}]{order}' if order[0] == '<' else f'{{{{{order}}}}}')
+    return np.array(ids).reshape(shape)
 
 
 def _blocks(text: str, n_dims: int, n_devices: int) -> list[list[int]] | None:
@@ -160,11 +182,7 @@ def _blocks(text: str, n_dims: int, n_devices: int) -> list[list[int]] | None:
     if tiles := _TILES.match(text):
         if 'manual' in text:
             return None
-        shape = [int(size) for size in tiles[1].split(',')]
-        order = tiles[2]
-        (ids,) = read_groups(f'[1,{n_devices}]{order}' if order[0] == '<' else f'{{{{{order}}}}}')
-        grid = np.array(ids).reshape(shape)
-        for at, device in np.ndenumerate(grid):
+        for at, device in np.ndenumerate(_grid(tiles)):
             for axis in range(n_dims):
                 blocks[axis][device] = at[axis]
         return blocks

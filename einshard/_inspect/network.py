@@ -74,6 +74,11 @@ class Network:
             found.append(_longest(sum(crossing.values()), self.rates(tuple(crossing))))
         return max(found, default=0.0)
 
+    def seconds_per_byte(self, kind: str, groups: Sequence[Ints]) -> float:
+        """The least time of a collective in these groups, for each byte of its array."""
+        pattern = _Pattern(False, tuple(map(tuple, groups)))
+        return _longest(self.needs(kind, pattern), self.rates((pattern,)))
+
     def seconds_in_turn(self, *collectives: Collective) -> float:
         """The least time of collectives that every chip runs one after another."""
         n, first = (

@@ -107,11 +107,11 @@ def _parameter_names(fn: Any) -> list[str]:
 
 
 def _place(program: Program) -> Callable[..., Any]:
-    def spread(*values: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def split(*values: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
         placed = place_arguments(program.traced, values, running=False)
-        return program.traced.call.spread(placed)
+        return program.traced.call.split(placed)
 
-    return spread
+    return split
 
 
 def is_inexact(array: Any) -> bool:

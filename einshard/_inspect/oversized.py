@@ -134,7 +134,7 @@ def _dumped(stages: Stages, mesh: AnyMesh) -> tuple[Any, ...] | None:
         jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding)
         for one, sharding in zip(results, held, strict=True)
     )
-    return lowered.args_info, shardings, out_info, after, _sizes(buffers)
+    return lowered.args_info, shardings, out_info, after, read_sizes(buffers)
 
 
 def _newest(folder: str, ending: str) -> str:
@@ -151,7 +151,7 @@ def _kept(stages: Stages, n_leaves: int) -> Sequence[int]:
     return [i for i, variable in enumerate(jaxpr.invars) if id(variable) in used]
 
 
-def _sizes(buffers: str) -> Any:
+def read_sizes(buffers: str) -> Any:
     """Sums the sizes of buffers, under the names of `Compiled.memory_analysis`."""
     sizes = {'argument': 0, 'output': 0, 'temp': 0, 'alias': 0, 'generated_code': 0}
     for size, what in _ALLOCATION.findall(buffers):

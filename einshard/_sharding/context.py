@@ -322,12 +322,12 @@ def depth_of_user() -> int:
     frame = inspect.currentframe()
     frame = frame and frame.f_back
     depth = 1
-    while frame is not None and frame.f_code.co_filename.startswith(_FOLDERS):
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         depth, frame = depth + 1, frame.f_back
     return depth
 
 
-_FOLDERS = tuple(
+NOT_THE_USERS = tuple(
     f'{folder}{os.sep}' for folder in (Path(__file__).parents[1], Path(jax.__file__).parent)
 )
 
