@@ -33,6 +33,7 @@ class Section:
         most: how many rows text shows, the note about the others included; None for all. HTML
             shows all rows.
         rest: what to say of those that text leaves out, such as ': 3 MiB'.
+        code: lines of source code above the table; they are not wrapped.
     """
 
     title: str
@@ -42,6 +43,7 @@ class Section:
     ruled: bool = False
     most: int | None = None
     rest: str = ''
+    code: tuple[str, ...] = ()
 
     def shortened(self) -> Section:
         """Leaves out the rows that text does not show."""
@@ -66,6 +68,7 @@ class Page:
                 section,
                 rows=tuple(tuple(map(shown, row)) for row in section.rows),
                 words=tuple(map(shown, section.words)),
+                code=tuple(map(shown, section.code)),
             )
             for section in self.sections
         )
@@ -107,6 +110,7 @@ def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment
     indent = '  ' * bool(section.title)
     if section.title:
         yield [(section.title, 'bold')]
+    yield from ([(f'{indent}{line}'.rstrip(), '')] for line in section.code)
     if section.columns:
         room = None if width is None else width - len(indent)
         n, widths = _beside(section, room)

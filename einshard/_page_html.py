@@ -18,6 +18,7 @@ _SECTION = 'font-weight: 600; margin: 12px 0 2px'
 _TABLE = 'border-collapse: collapse; border: none; margin: 0; font-size: 12px; color: inherit'
 _HEAD = 'border: none; padding: 2px 14px 2px 0; font-weight: normal; opacity: 0.65'
 _CELL = 'border: none; border-top: 1px solid rgba(128,128,128,0.3); padding: 2px 14px 2px 0'
+_CODE = f'margin: 4px 0; overflow: auto; font-size: 12px; {MONO}'
 _WORDS = 'list-style: none; margin: 4px 0; padding: 0'
 _WARNING = 'border-left: 3px solid #d9a400; background: rgba(217,164,0,0.12); padding: 3px 10px'
 # Tables of large models have hundreds of rows. In notebooks they scroll, so that totals stay
@@ -85,6 +86,9 @@ def _titled(text: str, style: str) -> str:
 
 def _section(section: Section, style: str) -> str:
     parts = [_titled(section.title, _SECTION)]
+    if section.code:
+        code = html.escape('\n'.join(section.code))
+        parts.append(f'<pre style="{_CODE}">{code}</pre>')
     if section.columns:
         rows = _head(section.columns)
         rows += ''.join(_row(row, section.columns) for row in section.rows)

@@ -79,6 +79,17 @@ def test_the_loop_has_no_collectives():
             promised(*arguments)
 
 
+def test_the_finding_about_the_ordinary_loop():
+    rows = 'n b d -> n b@data d'
+    with jax.set_mesh(mesh_of(types=EXPLICIT, data=8)):
+        ordinary = sharded('... -> * ...', '... -> * ...', rows)(accumulate)
+        (found,) = explain(ordinary, WEIGHTS, ZEROS, BATCHES).findings
+        assert found.kind == 'summed in a loop'
+        assert "give the weights the sign '=@data' and the sum '+@data'" in found.suggestion
+        partial = sharded('... =@data', '... +@data', rows, out='... +@data')(accumulate)
+        assert explain(partial, WEIGHTS, ZEROS, BATCHES).findings == ()
+
+
 def test_one_all_reduce_in_one_program():
     with jax.set_mesh(MESH):
 

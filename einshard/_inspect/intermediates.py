@@ -1,8 +1,7 @@
 """Finds the placements of intermediate values.
 
-A partitioned program has only shards; the shapes of the global arrays are lost. So this compiles
-the function again, and makes XLA dump the program before partitioning, when all instructions have
-shardings.
+A partitioned program has only the shapes of shards. So this module compiles the function again, and
+makes XLA dump the program before partitioning, when instructions have global shapes and shardings.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from .._sharding.mesh import AnyMesh, partition_spec, spec_axes
 from .collective_axes import sharding_of
 from .report_rows import ArrayRow
 
-_SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')  # except that of a tuple
+_SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')  # but not of a tuple
 _ELEMENT = re.compile(r'\{((?:[^{}]|\{[^{}]*\})*)\}')
 _OUTERMOST = re.compile(r'jit\([^)]*\)/')
 _TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
@@ -45,7 +44,7 @@ def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[Arra
         return []
     text = _before_partitioning(lowered)
     if text is None:
-        # it came from JAX's persistent cache, whose key ignores xla_dump options
+        # the program came from JAX's persistent cache, whose key ignores xla_dump options
         with _no_persistent_cache():
             text = _before_partitioning(lowered)
     if text is None:
@@ -73,10 +72,9 @@ _one_at_a_time = threading.Lock()
 
 @contextlib.contextmanager
 def _no_persistent_cache() -> Generator[None, None, None]:
-    """Disables JAX's persistent compilation cache.
+    """Disables JAX's persistent compilation cache, also for other threads.
 
-    JAX checks only once whether it is enabled, hence the resets. Meanwhile other threads compile
-    without the cache too.
+    The resets are needed because JAX checks only once whether the cache is enabled.
     """
     from jax.experimental.compilation_cache import compilation_cache
 
@@ -94,7 +92,7 @@ def _no_persistent_cache() -> Generator[None, None, None]:
 
 def _read(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
     module = Module(text)
-    known: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
+    placements: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
     for _, _, made in module.find(' sharding={'):
         source, sharding = module.source(made), _SHARDING.search(made.attributes)
         is_value = made.op_name.startswith('jit(') and made.opcode not in _NO_VALUES
@@ -102,9 +100,9 @@ def _read(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
             continue
         (array,) = made.results
         key = sharding[1], len(array.shape)
-        if key not in known:
-            known[key] = _placement(*key, meshes)
-        placement, parts = known[key]
+        if key not in placements:
+            placements[key] = _placement(*key, meshes)
+        placement, parts = placements[key]
         yield ArrayRow(
             path=_OUTERMOST.sub('', made.op_name, count=1),
             shape=array.shape,
@@ -119,7 +117,7 @@ def _read(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
 def shardings_in(
     made: Instruction, n_dims: Sequence[int], mesh: AnyMesh
 ) -> list[NamedSharding | None]:
-    """Reads the shardings of an instruction, for arrays of these ranks; None if no axes give it."""
+    """Reads the shardings of an instruction, for arrays of these ranks; None if not on `mesh`."""
     if mesh.size == 1:
         return [NamedSharding(mesh, PartitionSpec()) for _ in n_dims]
     _, _, text = made.attributes.partition('sharding=')
@@ -175,7 +173,7 @@ def _grid(tiles: re.Match[str]) -> np.ndarray[Any, Any]:
 
 
 def _blocks(text: str, n_dims: int, n_devices: int) -> list[list[int]] | None:
-    """Lists, for each axis, the block of each device; None if the text does not give it."""
+    """Lists, for each axis, the block index of each device; None if the text does not tell."""
     blocks = [[0] * n_devices for _ in range(n_dims)]
     if text.startswith('replicated') or text.endswith(' replicated'):
         return blocks

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from ..._hlo.loops import trip_count
 from ..._hlo.sliced_sums import SlicedSum, find_sliced_sum
+from ..._notation.expression import Term
 from ..._text import format_bytes, short_source
 from ..fold_layers import fold
 from ..report_rows import CollectiveRow, Finding
@@ -89,9 +90,25 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
             f'{format_bytes(n_bytes // n)}',
             line,
             n_bytes,
-            f'run the loop of {short_source(line)} in a function of per_device, which sums each '
-            "device's gradients, and reduce them once after it",
+            _one_sum(facts, line, along),
         )
+
+
+def _one_sum(facts: Facts, line: str, along: str) -> str:
+    """How to add up the gradients of all devices once, after the loop of a line."""
+    mesh, source = facts.mesh, short_source(line)
+    axes = tuple(axis for axis in mesh.axis_names if axis in along.split(',')) if mesh else ()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
+    if axes and {types[axis] for axis in axes} == {AxisType.Explicit}:
+        weights, total = (Term(mesh_axes=axes, sign=sign) for sign in '=+')
+        return (
+            f"in {source}, give the weights the sign '{weights}' and the sum '{total}', and "
+            'reshard the sum after the loop'
+        )
+    return (
+        f"run the loop of {source} in a function of per_device, which sums each device's "
+        'gradients, and reduce them once after it'
+    )
 
 
 def _loop_around(facts: Facts, name: str, loops: dict[str, Loop]) -> Loop | None:
