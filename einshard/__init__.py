@@ -8,11 +8,15 @@ Arrays and pytrees: `einshard`, `make_sharding`, `gather`, `from_local`.
 Functions: `sharded`, `Sharded`, `per_device`, `einsum`.
 Models: `Rules`, `shard_largest`, `for_optimizer`, `axis_rules`, `TRAINING_AXES`, `DECODING_AXES`.
 Inspect placements: `describe`, `show`, `device_mesh`.
-Inspect programs: `explain`, `topology`, `Chip`, `assert_collectives`.
+Inspect programs: `explain`, `topology`, `Chip`, `assert_collectives`, `expect_collectives`.
+Check results: `check_same`.
 Without compiling: `parallelism`.
-Errors: `EinshardError`, `UnexpectedCollectives`, `MemoryExceeded`.
+Find shardings: `plan`.
+Errors: `EinshardError`, `UnexpectedCollectives`, `MemoryExceeded`, `DifferentResults`.
 Caches: `clear_caches`.
 """
+
+import typing
 
 from ._arrays.from_local import from_local as from_local
 from ._arrays.gather import gather as gather
@@ -20,11 +24,14 @@ from ._arrays.place import einshard as einshard
 from ._cache import clear_caches as clear_caches
 from ._errors import EinshardError as EinshardError
 from ._functions.annotations import Sharded as Sharded
+from ._functions.expect_collectives import expect_collectives as expect_collectives
 from ._functions.promise import MemoryExceeded as MemoryExceeded
 from ._functions.promise import UnexpectedCollectives as UnexpectedCollectives
 from ._functions.sharded import sharded as sharded
 from ._hlo.hardware import Chip as Chip
 from ._inspect.assert_collectives import assert_collectives as assert_collectives
+from ._inspect.check_same import DifferentResults as DifferentResults
+from ._inspect.check_same import check_same as check_same
 from ._inspect.explain import explain as explain
 from ._inspect.show import show as show
 from ._per_device.per_device import per_device as per_device
@@ -41,3 +48,19 @@ from ._trees.optimizer import for_optimizer as for_optimizer
 from ._trees.rules import Rules as Rules
 from ._trees.shard_largest import shard_largest as shard_largest
 from ._version import __version__ as __version__
+
+if typing.TYPE_CHECKING:
+    from ._plan.plan import plan as plan
+else:
+
+    def __getattr__(name: str) -> typing.Any:
+        """Imports `plan` when it is first used: it has more code than the rest needs to start."""
+        if name != 'plan':
+            raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+        from ._plan.plan import plan
+
+        globals()['plan'] = plan
+        return plan
+
+    def __dir__() -> list[str]:
+        return [*globals(), 'plan']

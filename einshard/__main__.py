@@ -1,12 +1,14 @@
-"""python -m einshard: draws expressions, explains functions, and shows tables of rules."""
+"""The command `einshard`: draws expressions, explains and plans functions, shows rules."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from jax.sharding import AbstractMesh, AxisType
 
@@ -19,28 +21,35 @@ from ._trees.rules import Rules
 
 _SHOW_EXAMPLES = """\
 examples:
-  python -m einshard 'a b -> 2 a2* b*' --shape 4 8 --devices 16
-  python -m einshard 'a b -> a4 b2'
-  python -m einshard 'b d -> b@data d@tp' --shape 32 512 --mesh data=4 tp=2
-  python -m einshard '... -> * ...' --shape --devices 8
+  {prog} 'a b -> 2 a2* b*' --shape 4 8 --devices 16
+  {prog} 'a b -> a4 b2'
+  {prog} 'b d -> b@data d@tp' --shape 32 512 --mesh data=4 tp=2
+  {prog} '... -> * ...' --shape --devices 8
 other commands:
-  python -m einshard explain --help     compile a function and list its collectives
-  python -m einshard table --help       show how rules shard the arrays of a model
+  {prog} explain --help     compile a function and list its collectives
+  {prog} plan --help        find the sharding of a function
+  {prog} table --help       show how rules shard the arrays of a model
 """
 _EXPLAIN_EXAMPLES = """\
 examples:
-  python -m einshard explain model:layer --args 'f32[8,128]' 'f32[128,512]' --devices 8
-  python -m einshard explain model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
-  python -m einshard explain model:step --args model:init_state lr=0.1 --mesh data=4 tp=2 --json
+  {prog} explain model:layer --args 'f32[8,128]' 'f32[128,512]' --devices 8
+  {prog} explain model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
+  {prog} explain model:step --args model:init_state lr=0.1 --mesh data=4 tp=2 --json
+"""
+_PLAN_EXAMPLES = """\
+examples:
+  {prog} plan model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
+  {prog} plan model:step --args model:init_state 'i32[16,64]' --devices 8 --chip H100
+  {prog} plan model:step --args model:init_state --topology v5e:4x4 --pin embed=@x layers=
 """
 _TABLE_EXAMPLES = """\
 examples:
-  python -m einshard table model:rules model:init_params --devices 8
-  python -m einshard table model:rules model:init_params --args 'u32[2]' --mesh data=4 tp=2
+  {prog} table model:rules model:init_params --devices 8
+  {prog} table model:rules model:init_params --args 'u32[2]' --mesh data=4 tp=2
 """
 _ARGUMENT = (
-    "arguments of the call: arrays as 'f32[8,128]', Python numbers, module:name for a value or for "
-    'a function that returns it; name=... passes it by keyword'
+    "arguments of the call: 'f32[8,128]' for an array, a Python number, or module:name for a value "
+    'or a function that returns it; name=... passes an argument by keyword'
 )
 _ASCII = str.maketrans('─│┌┬┐├┼┤└┴┘', '-|+++++++++')
 
@@ -51,14 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments:
         _show_parser().print_help()
         return 0
-    commands = {'explain': _explain, 'table': _table}
+    commands = {'explain': _explain, 'plan': _plan, 'table': _table}
     try:
         if arguments[0] in commands:
             text = commands[arguments[0]](arguments[1:])
         else:
             # a misspelled command would parse as an expression: one unsharded axis
             if near := difflib.get_close_matches(arguments[0], commands, n=1, cutoff=0.7):
-                fix = f'python -m einshard {near[0]}'
+                fix = f'{_program()} {near[0]}'
                 raise EinshardError(f"'{arguments[0]}' is not a command", fix=fix)
             text = _show(arguments)
     except EinshardError as error:
@@ -68,11 +77,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def script() -> int:
+    """Runs the installed command `einshard`.
+
+    Like `python -m einshard`, it finds modules in the current folder.
+    """
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
+    return main()
+
+
+def _program() -> str:
+    """Returns how this program was called."""
+    is_script = Path(sys.argv[0]).stem == 'einshard'
+    return 'einshard' if is_script else 'python -m einshard'
+
+
 def _show_parser() -> argparse.ArgumentParser:
     parser = _parser(
         '',
-        'Draws which devices hold which block of an array.\n'
-        'It needs only the expression: the devices do not have to exist.',
+        'Draws which devices hold which block of an array.\nThe devices do not have to exist.',
         _SHOW_EXAMPLES,
         'devices, which do not have to exist',
         count=int,
@@ -95,29 +119,66 @@ def _show(arguments: Sequence[str]) -> str:
 
 
 def _explain(arguments: Sequence[str]) -> str:
-    parser = _parser(
+    parser = _compiling_parser(
         'explain',
         'Compiles a function and lists its placements, collectives and memory.',
         _EXPLAIN_EXAMPLES,
-        'simulated CPU devices',
-    )
-    parser.add_argument('function', metavar='module:function')
-    parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=_ARGUMENT)
-    parser.add_argument('--json', action='store_true', help='print the report as JSON')
-    parser.add_argument(
-        '--topology',
-        metavar='NAME',
-        help='compile for a TPU slice such as v5e:4x4; --mesh then names the axes of its devices',
     )
     parser.add_argument(
-        '--chip', metavar='NAME', help='the chip for lower bounds on time, such as H100'
+        '--save', metavar='FILE', help="also write the report to a file: '.html' for a web page"
     )
     options = parser.parse_args(arguments)
     mesh = mesh_of(options.devices, options.mesh, options.topology)
     function = load(options.function)
     args, kwargs = read_arguments(options.args)
     report = explain(function, *args, mesh=mesh, chip=options.chip, **kwargs)
+    if options.save is not None:
+        report.save(options.save)
     return json.dumps(report.to_dict(), indent=2) if options.json else str(report)
+
+
+def _plan(arguments: Sequence[str]) -> str:
+    parser = _compiling_parser(
+        'plan',
+        'Finds how to shard a function that names its axes.\n'
+        '--mesh fixes the mesh shape, so that only the names are planned.',
+        _PLAN_EXAMPLES,
+    )
+    parser.add_argument('--memory', metavar='SIZE', help="per device, such as '14 GB'")
+    parser.add_argument(
+        '--objective', default='bound', metavar='NAME', help='bound, bytes or memory'
+    )
+    parser.add_argument(
+        '--pin',
+        type=_placement,
+        nargs='+',
+        default=[],
+        metavar='NAME=@AXIS',
+        help='placements that are fixed; NAME= is not sharded',
+    )
+    parser.add_argument(
+        '--compilations', type=_count, default=40, metavar='N', help='at most so many candidates'
+    )
+    parser.add_argument('--seconds', type=float, metavar='S', help='stop after this time')
+    options = parser.parse_args(arguments)
+    mesh = mesh_of(options.devices, options.mesh, options.topology)
+    function = load(options.function)
+    args, kwargs = read_arguments(options.args)
+    from ._plan.plan import plan
+
+    found = plan(
+        function,
+        *args,
+        mesh=mesh,
+        chip=options.chip,
+        memory=options.memory,
+        objective=options.objective,
+        pin=dict(options.pin),
+        compilations=options.compilations,
+        seconds=options.seconds,
+        **kwargs,
+    )
+    return json.dumps(found.to_dict(), indent=2) if options.json else str(found)
 
 
 def _table(arguments: Sequence[str]) -> str:
@@ -165,6 +226,31 @@ def _mesh_axis(text: str) -> tuple[str, int]:
     return name, int(size)
 
 
+def _placement(text: str) -> tuple[str, str]:
+    """Reads a pin: ('embed', '@x') for 'embed=@x'."""
+    name, equals, placement = text.partition('=')
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a name with its placement: embed=@x')
+    return name, placement
+
+
+def _compiling_parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """Makes the parser of a command that compiles a function."""
+    parser = _parser(command, description, examples, 'simulated CPU devices')
+    parser.add_argument('function', metavar='module:function')
+    parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=_ARGUMENT)
+    parser.add_argument('--json', action='store_true', help='print the result as JSON')
+    parser.add_argument(
+        '--topology',
+        metavar='NAME',
+        help='compile for a TPU slice such as v5e:4x4; --mesh then names the axes of its devices',
+    )
+    parser.add_argument(
+        '--chip', metavar='NAME', help='the chip for lower bounds on time, such as H100'
+    )
+    return parser
+
+
 def _parser(
     command: str,
     description: str,
@@ -174,9 +260,9 @@ def _parser(
 ) -> argparse.ArgumentParser:
     """Makes a parser with the options --devices and --mesh."""
     parser = argparse.ArgumentParser(
-        prog=f'python -m einshard {command}'.rstrip(),
+        prog=f'{_program()} {command}'.rstrip(),
         description=description,
-        epilog=examples,
+        epilog=examples.replace('{prog}', _program()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_mutually_exclusive_group()

@@ -1,15 +1,14 @@
-"""Renders pages of tables and notes as text or HTML, for reports and tables of rules."""
+"""Pages of tables and notes, for reports and tables of rules; rendered as text."""
 
 from __future__ import annotations
 
-import html
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ._errors import shown
-from ._text import MONO, display_width
+from ._text import display_width
 
 Segment: TypeAlias = tuple[str, str]  # text and its rich style
 
@@ -21,38 +20,60 @@ _MIN_BESIDE = 4  # columns that stay side by side on a narrow page; others go be
 class Column:
     head: str
     right: bool = False  # align right, for numbers
-    elastic: str = ''  # 'middle' or 'start': which part of a cell to omit on a narrow page
-    below: bool = False  # whether text puts the cells on separate lines, for long paths
+    elastic: str = ''  # 'middle' or 'start': the part of a cell to omit on a narrow page
+    below: bool = False  # for long paths: whether text has these cells on lines of their own
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table with notes below it. In text, a section with a title is indented."""
+    """A table with notes below it. In text, a section with a title is indented.
+
+    Attributes:
+        ruled: whether to draw a line between headings and rows.
+        most: how many rows text shows, the note about the others included; None for all. HTML
+            shows all rows.
+        rest: what to say of those that text leaves out, such as ': 3 MiB'.
+        code: lines of source code above the table; they are not wrapped.
+    """
 
     title: str
     columns: tuple[Column, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
     words: tuple[str, ...] = ()
-    ruled: bool = False  # draw a line between headings and rows
+    ruled: bool = False
+    most: int | None = None
+    rest: str = ''
+    code: tuple[str, ...] = ()
+
+    def shortened(self) -> Section:
+        """Leaves out the rows that text does not show."""
+        if self.most is None or len(self.rows) <= self.most:
+            return self
+        rows = self.rows[: self.most - 1]
+        more = f'.. and {len(self.rows) - len(rows)} more{self.rest}'
+        return replace(self, rows=rows, words=(more, *self.words), most=None)
 
 
 @dataclass(frozen=True)
 class Page:
     title: str
     sections: tuple[Section, ...]
-    warnings: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def printable(self) -> Page:
-        """Replaces control characters, which paths may contain and terminals would execute."""
+        """Replaces control characters, which paths may contain and terminals would interpret."""
         sections = (
             replace(
                 section,
                 rows=tuple(tuple(map(shown, row)) for row in section.rows),
                 words=tuple(map(shown, section.words)),
+                code=tuple(map(shown, section.code)),
             )
             for section in self.sections
         )
-        return Page(shown(self.title), tuple(sections), tuple(map(shown, self.warnings)))
+        findings, notes = (tuple(map(shown, texts)) for texts in (self.findings, self.notes))
+        return Page(shown(self.title), tuple(sections), findings, notes)
 
 
 # --- text ---------------------------------------------------------------------------------------
@@ -72,19 +93,24 @@ def page_lines(page: Page, width: int | None) -> Iterator[list[Segment]]:
     for i, section in enumerate(page.sections):
         if i or page.title:
             yield [('', '')]
-        yield from _section_lines(section, width)
-    if page.warnings:
-        yield [('', '')]
-        yield [('warnings', 'bold yellow')]
-    for warning in page.warnings:
-        for i, line in enumerate(_wrapped(warning, width)):
-            yield [('    ' if i else '  - ', ''), (line, 'yellow')]
+        yield from _section_lines(section.shortened(), width)
+    for title, texts, color in (
+        ('findings', page.findings, 'yellow'),
+        ('notes', page.notes, ''),
+    ):
+        if texts:
+            yield [('', '')]
+            yield [(title, f'bold {color}'.strip())]
+        for text in texts:
+            for i, line in enumerate(_wrapped(text, width)):
+                yield [('    ' if i else '  - ', ''), (line, color)]
 
 
 def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment]]:
     indent = '  ' * bool(section.title)
     if section.title:
         yield [(section.title, 'bold')]
+    yield from ([(f'{indent}{line}'.rstrip(), '')] for line in section.code)
     if section.columns:
         room = None if width is None else width - len(indent)
         n, widths = _beside(section, room)
@@ -128,7 +154,7 @@ def _beside(section: Section, width: int | None) -> tuple[int, list[int]]:
 
 
 def _widths(along: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[int]:
-    """Computes column widths, shrinking the widest elastic column until the row fits."""
+    """Computes column widths; shrinks the widest elastic column until a row fits."""
     texts = [[column.head for column in along], *(row[: len(along)] for row in rows)]
     widths = [max(map(display_width, column)) for column in zip(*texts, strict=True)]
     elastic = [i for i, column in enumerate(along) if column.elastic]
@@ -154,58 +180,3 @@ def _shortened(cell: str, column: Column, width: int) -> str:
         return cell
     head = (width - 2) // 2 if column.elastic == 'middle' else 0
     return f'{cell[:head]}..{cell[len(cell) - (width - 2 - head) :]}'
-
-
-# --- HTML for notebooks: inline styles, text in the page's color ---------------------------------
-
-_FRAME = 'font: 13px/1.45 system-ui, sans-serif; text-align: left; max-width: 70em'
-_TITLE = 'font-size: 15px; font-weight: 600; margin: 2px 0 8px'
-_SECTION = 'font-weight: 600; margin: 12px 0 2px'
-# Notebooks style all tables. These styles override that, so that text has the page's color, which
-# is readable on light and dark backgrounds.
-_TABLE = 'border-collapse: collapse; border: none; margin: 0; font-size: 12px; color: inherit'
-_HEAD = 'border: none; padding: 2px 14px 2px 0; font-weight: normal; opacity: 0.65'
-_CELL = 'border: none; border-top: 1px solid rgba(128,128,128,0.3); padding: 2px 14px 2px 0'
-_WORDS = 'list-style: none; margin: 4px 0; padding: 0'
-_WARNING = 'border-left: 3px solid #d9a400; background: rgba(217,164,0,0.12); padding: 3px 10px'
-# tables of large models have hundreds of rows: they scroll, so that totals stay visible
-_SCROLL = 'overflow: auto; max-height: 32em'
-
-
-def page_html(page: Page) -> str:
-    """Renders a page as self-contained HTML."""
-    page = page.printable()
-    parts = [_titled(page.title, _TITLE), *map(_section, page.sections)]
-    if page.warnings:
-        parts.append(_titled('warnings', _SECTION))
-    parts += [_titled(text, f'{_WARNING}; margin: 3px 0') for text in page.warnings]
-    return f'<div style="{_FRAME}">{"".join(parts)}</div>'
-
-
-def _titled(text: str, style: str) -> str:
-    return f'<div style="{style}">{html.escape(text)}</div>' if text else ''
-
-
-def _section(section: Section) -> str:
-    parts = [_titled(section.title, _SECTION)]
-    if section.columns:
-        heads = [column.head for column in section.columns]
-        rows = _row('th', _HEAD, heads, section.columns)
-        rows += ''.join(_row('td', _CELL, row, section.columns) for row in section.rows)
-        parts.append(f'<div style="{_SCROLL}"><table style="{_TABLE}">{rows}</table></div>')
-    if section.words:
-        words = ''.join(f'<li>{html.escape(words)}</li>' for words in section.words)
-        parts.append(f'<ul style="{_WORDS}">{words}</ul>')
-    return ''.join(parts)
-
-
-def _row(tag: str, style: str, cells: Sequence[str], along: Sequence[Column]) -> str:
-    made: list[str] = []
-    for cell, column in zip(cells, along, strict=True):
-        align = 'right' if column.right else 'left'
-        family = f'; {MONO}' if tag == 'td' else ''
-        made.append(
-            f'<{tag} style="{style}; text-align: {align}; white-space: nowrap{family}">'
-            f'{html.escape(cell)}</{tag}>'
-        )
-    return f'<tr style="background: transparent">{"".join(made)}</tr>'

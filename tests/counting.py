@@ -1,6 +1,7 @@
 """What JAX traces and compiles, as JAX reports it."""
 
 import contextlib
+import functools
 import re
 import sys
 from dataclasses import dataclass, field
@@ -40,7 +41,11 @@ def _listen(event, duration, **about):
             counts.compiled.append(str(about.get('fun_name')))
 
 
-jax.monitoring.register_event_duration_secs_listener(_listen)
+def listen():
+    jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+listen()
 
 
 @contextlib.contextmanager
@@ -59,3 +64,33 @@ def program(compiled):
     text = '\n'.join(canonical(compiled.as_text()))
     # the module's name and layouts come before the first computation
     return text[re.search(r'^(%|ENTRY)', text, re.MULTILINE).start() :]
+
+
+def counted(function):
+    """The function, which counts the runs of its body in `runs`."""
+
+    @functools.wraps(function)
+    def body(*args, **kwargs):
+        body.runs += 1
+        return function(*args, **kwargs)
+
+    body.runs = 0
+    return body
+
+
+def entered(call, package):
+    """The functions of a package that Python enters in a call, in order."""
+    names = []
+    folder = str(Path(package.__file__).parent)
+
+    def enter(frame, event, _):
+        if event == 'call' and frame.f_code.co_filename.startswith(folder):
+            names.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(enter)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return names

@@ -8,6 +8,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from einshard import einshard
+
 
 def mesh_of(devices=None, types=AxisType.Auto, **sizes):
     """A mesh of these axis sizes over the devices, or over the first ones of the process."""
@@ -56,3 +58,28 @@ def check_equal(tree, other, **tolerances):
             ours, theirs = jax.random.key_data(ours), jax.random.key_data(theirs)
         assert ours.dtype == theirs.dtype
         np.testing.assert_allclose(ours, theirs, **{'rtol': 0, **tolerances})
+
+
+EIGHT = jax.devices()[:8]
+NAMED = mesh_of(p=2, q=4)
+ROWS, COLUMNS, REPLICATED = 'a b -> a* b', 'a b -> a b*', 'a b -> * a b'
+
+# A matrix as it may come to a function whose spec is ROWS on EIGHT: these arrays are moved ..
+MOVED = {
+    'numpy': lambda x: x,
+    'uncommitted': jax.numpy.asarray,
+    'on the first device': lambda x: jax.device_put(x, EIGHT[0]),
+    'on another device': lambda x: jax.device_put(x, EIGHT[5]),
+    'on a device beyond the mesh': lambda x: jax.device_put(x, jax.devices()[12]),
+    'replicated': lambda x: einshard(x, REPLICATED, mesh=EIGHT),
+    'replicated on more devices': lambda x: einshard(x, REPLICATED),
+    'replicated on a named mesh': lambda x: jax.device_put(x, NamedSharding(NAMED, P())),
+    'as asked': lambda x: einshard(x, ROWS, mesh=EIGHT),
+    'as asked, on a named mesh': lambda x: jax.device_put(x, NamedSharding(NAMED, P(('p', 'q')))),
+}
+# .. and these are refused without reshard=
+REFUSED = {
+    'by columns': lambda x: einshard(x, COLUMNS, mesh=EIGHT),
+    'by fewer rows': lambda x: einshard(x, 'a b -> 2 a* b', mesh=EIGHT),
+    'by rows of fewer devices': lambda x: einshard(x, ROWS, mesh=EIGHT[:4]),
+}

@@ -367,7 +367,7 @@ def test_chips_of_the_user():
     chip = Chip('ours', {'bf16': 1e6}, memory=2**20, memory_bandwidth=1e12, link=1e12)
     report = explain(mlp, *ARGUMENTS, chip=chip)
     assert report.bounds.largest.seconds == pytest.approx(report.flops / 1e6)
-    (warning,) = (one for one in report.warnings if one.kind == 'does not fit')
+    (warning,) = (one for one in report.findings if one.kind == 'does not fit')
     total = report.memory.total
     assert warning.text == (
         f'the program needs {total / 2**20:.1f} MiB of memory, as compiled for a CPU, and a device '
@@ -409,7 +409,7 @@ def test_bounds_of_a_program_for_gpus():
 
 
 def test_a_chip_that_is_unknown():
-    with pytest.raises(EinshardError, match=r"chip='H1000' is not in the table of chips"):
+    with pytest.raises(EinshardError, match=r"chip='H1000' is not a known chip"):
         explain(mlp, *ARGUMENTS, chip='H1000')
 
 

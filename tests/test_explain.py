@@ -35,7 +35,7 @@ from einshard._inspect.collective_axes import along, mesh_axes_of, sharding_of
 from einshard._inspect.fold_layers import fold
 from einshard._inspect.golden_files import golden_text
 from einshard._inspect.intermediates import _placement
-from einshard._inspect.report_rows import Caution
+from einshard._inspect.report_rows import Finding
 
 sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
 import transformer
@@ -347,11 +347,11 @@ def test_a_promise_that_is_broken_is_reported_all_the_same():
     assert explain(product, floats(16, 16), floats(16, 16)).collectives.counts == {'all-reduce': 1}
 
 
-# --- warnings -----------------------------------------------------------------------------------
+# --- findings -----------------------------------------------------------------------------------
 
 
-def warnings_of(report):
-    return [(caution.kind, caution.text, short(caution.source)) for caution in report.warnings]
+def findings_of(report):
+    return [(caution.kind, caution.text, short(caution.source)) for caution in report.findings]
 
 
 def test_large_arrays_on_every_device():
@@ -363,12 +363,13 @@ def test_large_arrays_on_every_device():
     text = 'float32[512,513], is replicated on 16 devices: 1.0 MiB on each'
     report = explain(f, *arguments)
     assert report.results[1].placement == 'a b -> 16 a b'
-    assert warnings_of(report) == [
-        ('replicated', f'x, {text}', None),
-        ('replicated', f'result/1, {text}', None),
+    assert [(note.kind, note.text) for note in report.notes] == [
+        ('replicated', f'x, {text}'),
+        ('replicated', f'result/1, {text}'),
     ]
-    assert not explain(f, *arguments, replicated_above=4 * 512 * 513).warnings
-    assert not explain(jax.jit(lambda x: x * 2), floats(512, 513)).warnings  # on one device
+    assert report.findings == ()  # as in data parallelism
+    assert not explain(f, *arguments, replicated_above=4 * 512 * 513).notes
+    assert not explain(jax.jit(lambda x: x * 2), floats(512, 513)).notes  # on one device
 
 
 @quick('a b -> a8 b')
@@ -380,8 +381,10 @@ def moving(x):
 
 def test_a_full_rematerialization():
     report = explain(moving, floats(64, 64), mesh=jax.devices()[:8])
-    ((kind, text, line),) = warnings_of(report)
-    assert kind == 'full rematerialization'
+    found = {kind: (text, line) for kind, text, line in findings_of(report)}
+    # the two groups of four devices multiply the same
+    assert set(found) == {'full rematerialization', 'replicated compute'}
+    text, line = found['full rematerialization']
     assert text == (
         "x, f32[64,64], is resharded from 'a b -> a8 b' to 'a b -> 2 a b4' via a full all-gather "
         '(involuntary full rematerialization): 16.0 KiB'
@@ -399,7 +402,7 @@ def test_a_gathered_array_with_other_uses_is_not_a_full_rematerialization():
 
     report = explain(sliced, floats(64, 64), 3, mesh=jax.devices()[:8])
     assert report.collectives.counts == {'all-gather': 1}
-    assert report.warnings == ()
+    assert report.findings == ()
 
 
 @quick('x y -> x* y', 'i y -> i* y')
@@ -415,9 +418,11 @@ def test_what_is_gathered_several_times():
     report = explain(rematerialized, floats(64, 64), floats(64, 64), mesh=jax.devices()[:8])
     n = report.collectives.counts['all-gather']
     assert n > 1
-    ((kind, text, line),) = warnings_of(report)
+    assert report.findings == ()
+    (note,) = report.notes  # weights are gathered again in the backward pass
+    kind, text, line = note.kind, note.text, short(note.source)
     assert kind == 'gathered again'
-    assert text.startswith(f'w, f32[64,64], is gathered {n} times')
+    assert text == f'w is gathered {n} times'
     assert line in (
         line_of(rematerialized, 'tanh'),
         line_of(rematerialized, 'jax.grad'),
@@ -435,16 +440,23 @@ def idle(x):
 
 def test_constraints_without_effect():
     report = explain(idle, floats(16, 16))
-    assert [caution.text for caution in report.warnings] == [
-        'the result of this constraint is not used; write x = einshard(x, ...)',
-        "the value already is 'a b -> a16 b', so this constraint has no effect",
-        "the value already is 'a b -> a2 b2 4', so this constraint has no effect",
-        'jax.device_put has no effect in a jitted function; use einshard or '
-        'jax.lax.with_sharding_constraint',
+    assert [(one.text, short(one.source)) for one in report.findings] == [
+        (
+            'the result of this constraint is not used; write x = einshard(x, ...)',
+            line_of(idle, "einshard(x, 'a b -> a b*')"),
+        ),
+        (
+            'jax.device_put has no effect in a jitted function; use einshard or '
+            'jax.lax.with_sharding_constraint',
+            line_of(idle, 'return'),
+        ),
     ]
-    assert {caution.kind for caution in report.warnings} == {'no effect'}
-    texts = ("einshard(x, 'a b -> a b*')", "'a b -> a* b'", 'b2 *', 'return')
-    assert [short(c.source) for c in report.warnings] == [line_of(idle, text) for text in texts]
+    already = "the value already is '{}', so this constraint has no effect"
+    assert [(one.text, short(one.source)) for one in report.notes] == [
+        (already.format('a b -> a16 b'), line_of(idle, "'a b -> a* b'")),
+        (already.format('a b -> a2 b2 4'), line_of(idle, 'b2 *')),
+    ]
+    assert {one.kind for one in (*report.findings, *report.notes)} == {'no effect'}
 
 
 def test_constraints_in_functions_inside_are_seen():
@@ -457,9 +469,16 @@ def test_constraints_in_functions_inside_are_seen():
         return jax.lax.scan(turn, x, length=2)[0]
 
     report = explain(loop, floats(16, 16))
-    assert [short(c.source) for c in report.warnings if c.kind == 'no effect'] == [
+    assert [short(c.source) for c in report.findings if c.kind == 'no effect'] == [
         line_of(loop, "einshard(x, 'a b -> a b*')")
     ]
+
+
+def test_warnings_is_an_old_name_of_findings_and_notes():
+    report = explain(idle, floats(16, 16))
+    with pytest.deprecated_call(match='use .findings'):
+        assert report.warnings == (*report.findings, *report.notes)
+    assert len(report.to_dict()['warnings']) == 4
 
 
 # --- a wrong sharding in a program of several hundred lines -------------------------------------
@@ -487,7 +506,7 @@ def test_the_transformer_only_sums(right):
     assert {(row.groups, row.group_size) for row in right.collectives} == {(4, 2), (2, 4)}
     assert {row.along for row in right.collectives if row.group_size == 4} == {'b'}
     assert all(row.along.startswith('v|h|') for row in right.collectives if row.group_size == 2)
-    assert right.warnings == ()
+    assert right.findings == ()
     assert right.memory.arguments == sum(row.bytes for row in right.arguments)
 
 
@@ -601,7 +620,7 @@ def test_intermediates_of_what_has_none():
     text, _ = failing(jax.jit(lambda x: x).lower(floats(3)).compile(), intermediates=True)
     assert text == (
         'a Compiled has no intermediate values\n'
-        '  instead: pass the function, or the result of its lower(...)'
+        '  instead: pass the function, or the lowered function: f.lower(...)'
     )
 
 
@@ -815,7 +834,7 @@ def test_programs_have_their_arguments_and_devices():
     lowered = jax.jit(step).lower(floats(2, 2), floats(2, 2))
     text, _ = failing(lowered, floats(2, 2), floats(2, 2))
     assert text == (
-        'a Lowered has arguments and devices already, so arguments cannot be given\n'
+        'a Lowered already has its arguments and devices, so arguments cannot be given\n'
         '  instead: leave out arguments, or pass the function'
     )
     assert 'mesh= cannot be given' in failing(lowered.compile(), mesh=jax.devices()[:2])[0]
@@ -828,13 +847,13 @@ def test_meshes_that_cannot_be_used():
     assert text == (
         'an abstract mesh has no devices to compile for\n'
         "  mesh:    'data': 8 (Auto)\n"
-        "  instead: a mesh of devices, or of a TPU slice you don't have: topology('v5e:4x4')"
+        "  instead: pass a Mesh with devices; for a TPU slice you don't have, topology('v5e:4x4')"
     )
     own = sharded('a b -> a* b', mesh=jax.devices()[:4])(step)
     text, _ = failing(own, floats(16, 2), floats(16, 16), mesh=jax.devices()[:8])
     assert text.startswith('step has its own mesh, so mesh= cannot be given\n')
     text, _ = failing(jax.jit(step), floats(2, 2), floats(2, 2), mesh=jax.devices()[:8])
-    assert text.startswith('step is jitted already, so mesh= cannot be given\n')
+    assert text.startswith('step is already jitted, so mesh= cannot be given\n')
     assert 'mesh= must be a mesh, not 3' in failing(spec, floats(16, 2), mesh=3)[0]
 
 
@@ -988,16 +1007,16 @@ def test_a_broken_promise_is_warned_of():
     f = quick('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-gather')(product)
     arguments = floats(16, 16), floats(16, 16)
     text = 'collectives= allows any number of all-gathers, but it has 1 all-reduce'
-    assert warnings_of(explain(f, *arguments)) == [('promise broken', text, line_of(product, '@'))]
+    assert findings_of(explain(f, *arguments)) == [('promise broken', text, line_of(product, '@'))]
     kept = quick('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-reduce')
-    assert not explain(kept(product), *arguments).warnings
+    assert not explain(kept(product), *arguments).findings
 
 
 def test_a_warning_is_printed_once():
     report = explain(lambda x: x, 1.0)
-    caution = Caution('no effect', 'this changes nothing', 'a.py:1')
-    report = dataclasses.replace(report, warnings=(caution, Caution('replicated', 'x'), caution))
-    end = '\nwarnings\n  - a.py:1: this changes nothing (2 times)\n  - x'
+    caution = Finding('no effect', 'this changes nothing', 'a.py:1')
+    report = dataclasses.replace(report, findings=(caution, Finding('replicated', 'x'), caution))
+    end = '\nfindings\n  - a.py:1: this changes nothing (2 times)\n  - x'
     assert str(report).endswith(end)
 
 

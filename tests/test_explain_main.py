@@ -173,11 +173,11 @@ def test_table(capsys, model):
         ),
         (
             ['explain', 'no_module_of_test.inner:f'],
-            "no module named 'no_module_of_test'\n  looked in: the current folder and sys.path",
+            "no module named 'no_module_of_test'\n  searched: the current folder and sys.path",
         ),
         (
             ['explain', 'MODEL:layr'],
-            "module 'MODEL' has no 'layr'\n  names: "
+            "module 'MODEL' has no 'layr'\n  it has: "
             'Config, init, layer, plain, rules, shapes, weights',
         ),
         (
@@ -198,7 +198,7 @@ def test_table(capsys, model):
         ),
         (
             ['explain', 'MODEL:Config.size'],
-            'int is not a function\n  expected: a function, or the result of its lower(...)',
+            'int is not a function\n  expected: a function, or a lowered function: f.lower(...)',
         ),
         (
             ['explain', 'MODEL:plain', '--args', 'f32[2]', '--mesh', 'a=2', 'a=2'],
@@ -253,6 +253,13 @@ def test_bad_input(capsys, model, arguments, text):
 def test_what_a_module_lacks_itself_is_pythons_error(model):
     with pytest.raises(ModuleNotFoundError, match='no_such_module_of_test'):
         main(['explain', 'broken_on_command:f'])
+
+
+def test_save(capsys, model, tmp_path):
+    file = tmp_path / 'report.html'
+    text = printed(capsys, 'explain', f'{model}:plain', '--args', 'f32[2]', '--save', str(file))
+    assert text.startswith('plain on ')
+    assert file.read_text('utf-8').startswith('<!DOCTYPE html>')
 
 
 @pytest.mark.parametrize('command', ['explain', 'table'])

@@ -103,7 +103,7 @@ def test_refs_stay_on_their_devices(refs):
         '<lambda> takes a jax.Ref, so mesh= cannot be given\n'
         '  arguments: float32[16]\n'
         "  mesh=:     'd0': 2, 'd1': 2 (Auto)\n"
-        '  instead:   take an array, and call jax.new_ref in the function'
+        '  instead:   pass an array, and call jax.new_ref inside the function'
     )
 
 
@@ -129,7 +129,7 @@ def test_partial_sums_are_told(mesh):
     b = jax.device_put(np.ones((16, 32), np.float32), P('y', None))
     report = explain(partial, a, b)
     (row,) = report.results
-    assert row.placement == 'a b -> a@x b (with partial sums over y)'
+    assert row.placement == 'a b -> a@x b +@y'
     assert (row.bytes, row.sharded) == (4 * 4 * 32, True)
     assert report.collectives == ()
 
@@ -138,7 +138,5 @@ def test_partial_sums_may_be_arguments(mesh):
     out = NamedSharding(mesh, P(None, None, unreduced={'y'}))
     x = jax.ShapeDtypeStruct((8, 32), np.float32, sharding=out)
     report = explain(jax.jit(lambda x: x + x), x, replicated_above=0)
-    assert [row.placement for row in (*report.arguments, *report.results)] == [
-        'a b -> a b (with partial sums over y)'
-    ] * 2
-    assert report.warnings == ()  # each device has another term: that is no copy
+    assert [row.placement for row in (*report.arguments, *report.results)] == ['a b -> a b +@y'] * 2
+    assert report.findings == ()  # each device has another term: that is no copy

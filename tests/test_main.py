@@ -3,12 +3,16 @@
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from jax.sharding import AbstractMesh
 
 from einshard import show
-from einshard.__main__ import main
+from einshard.__main__ import main, script
+
+ROOT = Path(__file__).parents[1]
 
 
 def run(*arguments, **environment):
@@ -69,6 +73,41 @@ def test_a_terminal_has_color():
     os.close(ours)
     assert process.returncode == 0
     assert b'\x1b[30;48;' in output
+
+
+def run_script(folder, *arguments):
+    """Runs what the command `einshard` runs; its folder, not the current one, is in sys.path."""
+    start = (
+        "import sys; sys.path.remove(''); sys.argv[0] = '/usr/bin/einshard'\n"
+        'from einshard.__main__ import script; sys.exit(script())'
+    )
+    return subprocess.run(
+        [sys.executable, '-c', start, *arguments],
+        cwd=folder,
+        env=os.environ | {'PYTHONPATH': str(ROOT)},
+        capture_output=True,
+        encoding='utf-8',
+        check=False,
+    )
+
+
+def test_the_command_of_the_package():
+    scripts = tomllib.loads((ROOT / 'pyproject.toml').read_text('utf-8'))['project']['scripts']
+    assert scripts == {'einshard': f'{script.__module__}:{script.__name__}'}
+
+
+def test_the_command_finds_modules_in_the_current_folder(tmp_path):
+    (tmp_path / 'model.py').write_text('def double(x): return x * 2')
+    done = run_script(tmp_path, 'explain', 'model:double', '--args', 'f32[8]')
+    assert done.stdout.startswith('double on '), done.stderr
+
+
+def test_the_command_is_named_as_it_was_called(tmp_path):
+    help_ = run_script(tmp_path, 'explain', '--help').stdout
+    assert help_.startswith('usage: einshard explain [-h]')
+    assert '\n  einshard explain model:layer --args' in help_
+    assert 'python -m' not in help_
+    assert run_script(tmp_path, 'explian').stderr.endswith('try: einshard explain\n')
 
 
 def test_shape_may_be_left_out(capsys):

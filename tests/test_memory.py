@@ -69,8 +69,8 @@ def test_a_program_that_does_not_fit():
     assert ('bf16[400000,200000]', 'a b -> a4 b') in [
         (row.array, row.placement) for row in report.intermediates
     ]
-    assert report.warnings[0].kind == 'does not fit'
-    assert report.warnings[0].text == (
+    assert report.findings[0].kind == 'does not fit'
+    assert report.findings[0].text == (
         'the program needs 67.1 GiB of memory, and a device has 15.8 GiB (it does not compile)'
     )
 
@@ -96,7 +96,7 @@ def test_a_jitted_program_that_does_not_fit():
     ]
     assert report.collectives.counts == {'all-gather': 1, 'all-reduce': 1}
     assert 2 <= report.memory.results - report.memory.aliased <= 4096  # the sum, padded
-    assert report.warnings[0].kind == 'does not fit'
+    assert report.findings[0].kind == 'does not fit'
 
 
 def test_a_program_that_does_not_fit_on_the_mesh_in_context():
@@ -105,7 +105,7 @@ def test_a_program_that_does_not_fit_on_the_mesh_in_context():
     with jax.set_mesh(mesh):
         report = explain(jax.jit(lambda x: x @ x.T, in_shardings=rows), bf16(400_000, 400_000))
     assert report.arguments[0].placement == 'a b -> a@d b'
-    assert report.warnings[0].kind == 'does not fit'
+    assert report.findings[0].kind == 'does not fit'
 
 
 def test_one_device_is_too_small():

@@ -103,7 +103,7 @@ def test_a_gradient_outside_of_jit_is_not_checked():
 
 def test_explain_reports_a_broken_promise():
     report = explain(promising('1 KiB'), X, W)
-    (warning,) = (one for one in report.warnings if one.kind == 'promise broken')
+    (warning,) = (one for one in report.findings if one.kind == 'promise broken')
     assert warning.text.startswith('memory= allows 1.0 KiB, but it needs ')
 
 

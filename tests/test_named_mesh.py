@@ -88,7 +88,7 @@ def test_in_use():
             '  sizes that fit: a=16, b=1, c=1\n'
             '  try:            device_mesh(a=16, b=1, c=1)',
         ),
-        ({'a': -1, 'b': -1}, 'only one size of a mesh may be -1, not a and b\n  got: a=-1, b=-1'),
+        ({'a': -1, 'b': -1}, 'only one mesh axis may have size -1\n  got: a=-1, b=-1'),
         ({'a': 0}, "the size of mesh axis 'a' must be a positive integer or -1, not 0"),
         ({'a': -2}, "the size of mesh axis 'a' must be a positive integer or -1, not -2"),
         ({'a': 2.0}, "the size of mesh axis 'a' must be a positive integer or -1, not 2.0"),
@@ -97,7 +97,7 @@ def test_in_use():
         ({'': 16}, "'' is not a valid name of a mesh axis"),
         (
             {'d0': 4, 'd1': 4},
-            "'d0' is a name of an axis of the canonical mesh; use another one",
+            "'d0' is an axis name of the canonical mesh; use another name",
         ),
         (
             {'data': 16, 'axis_types': AxisType.Manual},
@@ -206,17 +206,17 @@ def test_cores_and_chips(libtpu):
 @pytest.mark.parametrize(
     ('name', 'counts'),
     [
-        ('v5p-100', 'sizes in TensorCores: 8, 16, 32, 64, 128, 256, 384, ..., 12288'),
-        ('v5p-9', 'sizes in TensorCores: 8, 16, 32, 64, 128, 256, 384, ..., 12288'),
-        ('v2-4', 'sizes in TensorCores: 8, 32, 128, 256, 512'),
-        ('v6e-512', 'sizes in chips: 1, 4, 8, 16, 32, 64, 128, 256'),
-        ('v5litepod-0', 'sizes in chips: 1, 4, 8, 16, 32, 64, 128, 256'),
+        ('v5p-100', 'valid numbers of TensorCores: 8, 16, 32, 64, 128, 256, 384, ..., 12288'),
+        ('v5p-9', 'valid numbers of TensorCores: 8, 16, 32, 64, 128, 256, 384, ..., 12288'),
+        ('v2-4', 'valid numbers of TensorCores: 8, 32, 128, 256, 512'),
+        ('v6e-512', 'valid numbers of chips: 1, 4, 8, 16, 32, 64, 128, 256'),
+        ('v5litepod-0', 'valid numbers of chips: 1, 4, 8, 16, 32, 64, 128, 256'),
     ],
 )
 def test_sizes_that_the_cloud_does_not_have(name, counts):
     with pytest.raises(EinshardError) as caught:
         topology(name)
-    assert caught.value.sentence == f"'{name}' is not a slice of Google Cloud"
+    assert caught.value.sentence == f"'{name}' is not a Cloud accelerator type"
     assert counts in str(caught.value)
 
 

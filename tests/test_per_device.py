@@ -425,7 +425,7 @@ def test_partly_manual():
 
 
 def test_einshard_in_the_body():
-    with pytest.raises(EinshardError, match='each device has its own array'):
+    with pytest.raises(EinshardError, match='each device already has its own array'):
         LAYER(lambda x, w: einshard(x, 'b x -> b* x'))(X, W)
 
 
@@ -467,7 +467,7 @@ def test_fix_for_a_gathered_result():
         np.testing.assert_allclose(gradient, 2 * MATRIX * (MATRIX + 1))
 
 
-BY_SUM = "jax.lax.psum(z, 'a') for the sum, or shard it in out="
+BY_SUM = "jax.lax.psum(result, 'a') to sum it, or shard it in out="
 UNKNOWN = 'check_vma=False, if the result is in fact replicated'
 RING = [(i, (i + 1) % 4) for i in range(4)]
 LOOP = jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, y: gathered(y)[:2], x))
@@ -478,7 +478,7 @@ LOOP = jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, y: gathered(y)[:2], x
     [
         (gathered, MATRIX, f'{replicating_gather()[1]}, which returns a replicated value'),
         (lambda x: x * 2, MATRIX, BY_SUM),
-        (lambda x: x.sum(), MATRIX, "jax.lax.psum(z, 'a') for the sum"),
+        (lambda x: x.sum(), MATRIX, "jax.lax.psum(result, 'a') to sum it"),
         # weights that are gathered, and rows that differ
         (lambda x: x @ gathered(x), MATRIX, BY_SUM),
         # a ring: every device has the sum, which JAX does not see

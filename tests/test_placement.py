@@ -431,7 +431,7 @@ DIVISIBLE, RANK = 'is not divisible by 4', '2 axes, but the array has 1 dimensio
         (ON_12, (12, 12), 'a b -> a4 b3', {}, 'the counts 4 x 3 do not match the axes'),
         (EXPLICIT_8, (8, 16), 'a b -> a8 b', {'mesh': AUTO_8}, OTHER_MESH),
         (AUTO_8, (8, 16), 'a b -> a8 b', {'mesh': EXPLICIT_8}, OTHER_MESH),
-        (None, (8, 16), 'a b -> a8 b', {'mesh': ABSTRACT}, 'only if it is the mesh in context'),
+        (None, (8, 16), 'a b -> a8 b', {'mesh': ABSTRACT}, 'must be the mesh in context'),
         (AUTO_8, (8, 16), 'a8 b', {'memory_kind': 'pinned_host'}, "memory_kind='pinned_host'"),
     ],
 )
@@ -449,7 +449,7 @@ def test_inside_a_per_device_function(options):
         return einshard(x, '* a b', **options)
 
     mapped = jax.shard_map(f, mesh=user_mesh(), in_specs=P('data'), out_specs=P('data'))
-    assert 'per-device' in refusal(mapped, X).sentence
+    assert 'inside shard_map' in refusal(mapped, X).sentence
 
 
 # --- transformations --------------------------------------------------------------------------

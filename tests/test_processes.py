@@ -177,7 +177,8 @@ def different(*said, expression='batch d -> batch* d'):
             'the processes are about to build different arrays',
             *([f'    {expression}'] if expression else []),
             *(f'  {label + ":":<{width}} {text}' for label, text in said),
-            f'  {"expected:":<{width}} the same shapes, dtypes, paths and expressions',
+            f'  {"expected:":<{width}} '
+            'the same shapes, dtypes, paths and expressions in every process',
         ]
     )
 
@@ -224,11 +225,11 @@ def test_each_process_raises_its_own_error(run, n):
             f"axis 'batch' (size 7 in this process) is not divisible by its {each} local shards\n"
             '    batch d -> batch* d\n'
             '               ^^^^^^\n'
-            "  array:          float32[7,4], leaf 'x'\n"
-            f'  process:        {process}\n'
-            f'  global size:    {7 * n} in 8 shards\n'
-            f'  works with:     multiples of {each}\n'
-            '  not replicated: processes have different rows'
+            "  array:       float32[7,4], leaf 'x'\n"
+            f'  process:     {process}\n'
+            f'  global size: {7 * n} in 8 shards\n'
+            f'  works with:  multiples of {each}\n'
+            "  note:        indivisible='replicate' is ignored: processes have different rows"
         )
         assert texts['bad expression'] == (
             "'e' is not on the left side\n"
@@ -241,7 +242,7 @@ def test_each_process_raises_its_own_error(run, n):
             'the array is already global: its shards are on several processes\n'
             '    batch d -> batch* d\n'
             f"  array:   float32[{8 * n},4], leaf 'x'\n"
-            '  instead: einshard(x, ...) to reshard it'
+            '  instead: use einshard(x, ...) to reshard it'
         )
         assert texts['strings'] == (
             'JAX does not support dtype <U1\n    batch -> batch*\n  array: <U1[8]'
@@ -253,8 +254,8 @@ def test_each_process_raises_its_own_error(run, n):
             sizes = ', '.join(f"'d{i}': 2" for i in range(each.bit_length() - 1))
             assert texts['other mesh'] == (
                 f'process {process} has no device in the mesh\n'
-                f'  mesh:       {sizes} (Auto)\n'
-                '  devices of: process 0'
+                f'  mesh:           {sizes} (Auto)\n'
+                '  has devices of: process 0'
             )
 
 
@@ -267,7 +268,7 @@ def test_axes_split_unevenly_across_processes(run):
             '  array:     float32[8,4]\n'
             '  process 0: shards 0, 1\n'
             '  process 1: shards 1, 2\n'
-            '  instead:   jax.make_array_from_callback'
+            '  instead:   use jax.make_array_from_callback'
         )
         shards = '  process 0: shards 0, 1, 2, 3\n  process 1: shards 4, 5, 6\n'
         assert shards in texts['unlike numbers']

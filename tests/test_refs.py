@@ -22,7 +22,7 @@ from einshard import (
 )
 
 X = np.arange(16, dtype=np.float32)
-STAYS = "a jax.Ref cannot be resharded: it is 'on one device: "
+STAYS = "a jax.Ref cannot be resharded, and this one is sharded as 'on one device: "
 UNCONSTRAINED = 'a jax.Ref cannot be constrained: its sharding is fixed when it is created'
 
 
@@ -100,7 +100,7 @@ def made_inside(x):
 def test_a_traced_one_cannot_be_constrained(trace):
     error = refusal(trace, ref())
     assert error.sentence == UNCONSTRAINED
-    assert error.facts['instead'] == "einshard(ref[...], 'a*'), to constrain its value"
+    assert error.facts['instead'] == "constrain its value: einshard(ref[...], 'a*')"
 
 
 def test_what_is_read_of_a_traced_one_is_constrained():
@@ -145,7 +145,7 @@ def test_explicit_axes_are_in_its_type():
     with jax.set_mesh(mesh):
         step(x)
         assert einshard(x, 'a@d') is x
-        assert refusal(einshard, x, 'a@t').sentence.endswith("it is 'a -> a@d'")
+        assert refusal(einshard, x, 'a@t').sentence.endswith("sharded as 'a -> a@d'")
     np.testing.assert_array_equal(x[...], X + 1)
 
 

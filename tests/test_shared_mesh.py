@@ -99,7 +99,7 @@ def test_expression_for_all_devices(n, texts, complete, by_name):
 
 
 def test_replicas_have_names_that_no_array_axis_has():
-    assert shared(16, 'b x -> 2 b4 2 x', 'b4 y').axis_sizes == {
+    assert shared(16, 'b x -> 2 b4 2 x', 'b4 y').mesh_shape == {
         'replica0': 2,
         'b': 4,
         'replica1': 2,

@@ -242,7 +242,7 @@ def test_what_to_write_for_results_that_may_vary(steps, spec, out, scalar):
         assert 'psum' not in said
         return
     gather = next((made for text, made in REPLICATING.items() if text in said), lax.all_gather)
-    found = re.search(r'psum\(z, (.*?)\) for the sum', said)
+    found = re.search(r'psum\(result, (.*?)\) to sum it', said)
     axes = found and found[1]
     if axes:
         names = tuple(re.findall("'(.)'", axes))

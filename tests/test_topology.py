@@ -62,9 +62,9 @@ def test_several_slices():
 
 
 KNOWN = (
-    "  2 dimensions: v2, v3, v4 lite, v5e, v6e; for example 'v5e:4x4'\n"
-    "  3 dimensions: v4, v5p, tpu7x; for example 'v5p:2x2x2'\n"
-    "  Google Cloud: v2 to v6e; for example 'v5p-128', 'v5litepod-16'"
+    "  2 dimensions:            v2, v3, v4 lite, v5e, v6e; for example 'v5e:4x4'\n"
+    "  3 dimensions:            v4, v5p, tpu7x; for example 'v5p:2x2x2'\n"
+    "  Cloud accelerator types: v2 to v6e; for example 'v5p-128', 'v5litepod-16'"
 )
 
 
@@ -92,7 +92,7 @@ def test_slices_unknown_to_libtpu():
         topology('v5e:3x3')
     first, says, *known = str(caught.value).splitlines()
     assert first == "libtpu does not know the slice 'v5e:3x3'"
-    assert says.startswith('  libtpu says:  INVALID_ARGUMENT: ')
+    assert says.startswith('  libtpu says:             INVALID_ARGUMENT: ')
     assert '\n'.join(known) == KNOWN
 
 
@@ -102,15 +102,16 @@ def test_gpu_names(name):
         topology(name)
     assert str(caught.value) == (
         f"'{name}' is not a TPU slice: topology() knows only TPUs\n"
-        '  on these GPUs: leave out mesh=, or mesh=jax.devices()\n'
-        '  elsewhere:     simulate as many CPU devices: same layouts, mostly the same collectives'
+        '  on a GPU machine: leave out mesh=, or pass mesh=jax.devices()\n'
+        '  without GPUs:     '
+        'simulate as many CPU devices: same layouts, mostly the same collectives'
     )
 
 
 @pytest.mark.parametrize(
     ('arguments', 'text'),
     [
-        ((4,), "the name of a topology is a string, not 4\n  example: 'v5e:4x4'"),
+        ((4,), "the name of a topology must be a string, not 4\n  example: topology('v5e:4x4')"),
         (('v5e:2x2', 0), 'n_slices= must be a positive integer, not 0'),
         (('v5e:2x2', True), 'n_slices= must be a positive integer, not True'),
         (('v5e:2x2', 2.0), 'n_slices= must be a positive integer, not 2.0'),
@@ -248,7 +249,7 @@ def test_a_loop_that_gathers_the_same_in_each_turn():
     text = (
         f'w, {row.arrays}, is gathered in each of 12 iterations of a loop that does not change it'
     )
-    assert [caution.text for caution in report.warnings] == [text]
+    assert [caution.text for caution in report.findings] == [text]
 
 
 def test_the_same_program_runs_here_afterwards():

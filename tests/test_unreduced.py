@@ -42,39 +42,40 @@ def terms(mesh):
 
 
 def test_described(mesh, terms):
-    words = 'a b -> a@x b (with partial sums over y)'
+    words = 'a b -> a@x b +@y'
     assert describe(terms) == words
     assert describe({'t': terms}) == {'t': words}
-    assert describe(terms.sharding) == 'a b ... -> a@x b ... (with partial sums over y)'
+    assert describe(terms.sharding) == 'a b ... -> a@x b ... +@y'
     both = P('x', unreduced={'y'}), P(unreduced={'y', 'x'}), P(('x',), None, reduced={'y'})
     assert [describe(NamedSharding(mesh, spec)) for spec in both] == [
-        'a ... -> a@x ... (with partial sums over y)',
-        '... -> ... (with partial sums over x, y)',
-        'a b ... -> a@x b ... (with gradients unreduced over y)',
+        'a ... -> a@x ... +@y',
+        '... -> ... +@(x,y)',
+        'a b ... -> a@x b ... =@y',
     ]
     traced = []
     jax.jit(lambda x: traced.append(describe(x)))(terms)
     assert traced == [words]
 
 
-def test_the_description_is_not_a_spec(terms):
-    words = describe(terms)
-    assert refusal(einshard, SUM, words).expression == words
+def test_the_description_is_a_spec(mesh, terms):
+    assert make_sharding(describe(terms)).is_equivalent_to(terms.sharding, 2)
+    again = einshard(SUM, describe(terms))
+    assert again.sharding.is_equivalent_to(terms.sharding, 2)
+    np.testing.assert_array_equal(gather(again), SUM)
 
 
 def test_unreduced_axes_of_the_canonical_mesh_are_not_replicas():
     mesh = device_mesh(jax.devices()[:4], axis_types=AxisType.Explicit)
     assert describe(NamedSharding(mesh, P('d0'))) == 'a ... -> a2 2 ...'
-    text = describe(NamedSharding(mesh, P('d0', unreduced={'d1'})))
-    assert text == 'a ... -> a@d0 ... (with partial sums over d1)'
+    assert describe(NamedSharding(mesh, P('d0', unreduced={'d1'}))) == 'a ... -> a2 +2 ...'
 
 
 def test_drawn(mesh, terms):
     text = str(show(terms))
     assert 'mesh axes, slowest first: x (4 parts of a), y (2 terms of a sum)' in text
-    assert text.endswith('a b -> a@x b (with partial sums over y)')
+    assert text.endswith("in the notation: 'a b -> a@x b +@y'")
     assert str(show(terms.sharding, (8, 8))).count('0,1') == 1
-    assert '(with partial sums over y)' in str(show({'t': terms}))
+    assert "'a b -> a@x b +@y'" in str(show({'t': terms}))
 
 
 @pytest.mark.parametrize(
@@ -119,4 +120,4 @@ def test_gathered(terms):
 
 def test_an_argument_of_sharded(terms):
     error = refusal(sharded('a b -> a@x b')(lambda terms: terms), terms)
-    assert "as 'a b -> a@x b (with partial sums over y)'" in error.sentence
+    assert "as 'a b -> a@x b +@y'" in error.sentence

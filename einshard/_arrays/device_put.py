@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
-from .._sharding.mesh import partition_spec, spec_axes
+from .._sharding.mesh import are_equivalent, is_partial, partition_spec, spec_axes
+from .reshard import reshard
 
 
 def is_placed(x: Any, sharding: NamedSharding) -> bool:
@@ -21,17 +22,17 @@ def is_placed(x: Any, sharding: NamedSharding) -> bool:
     if not isinstance(x.sharding, NamedSharding) or x.sharding.mesh != sharding.mesh:
         return False
     # under explicit axes, JAX itself turns P('x') into P('x', None)
-    return not x.sharding.spec.reduced and x.sharding.is_equivalent_to(sharding, len(x.shape))
+    return are_equivalent(x.sharding, sharding, len(x.shape))
 
 
 def movable(x: Any, sharding: NamedSharding) -> Any:
-    """Returns the array, or an equal one, in a form that `device_put` can move to `sharding`."""
+    """Returns an equal array that `device_put` can move to `sharding`; usually `x` itself."""
     if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
         return x
     mesh = x.sharding.mesh
     if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
         return x
-    x = without_partial_axes(x, sharding) if is_partial(x) else x
+    x = without_partial_axes(x, sharding) if is_partial(x.sharding) else x
     if jax.__version_info__ >= (0, 10) or mesh.axis_names == sharding.mesh.axis_names:
         return x
     # JAX 0.8.1 fails: it looks for the mesh axes of the type of `x` in the mesh of `sharding`
@@ -47,43 +48,51 @@ def movable(x: Any, sharding: NamedSharding) -> Any:
 def without_partial_axes(x: Any, sharding: NamedSharding) -> Any:
     """Reshards an array so that it has no unreduced or reduced axes, which `device_put` rejects.
 
-    On the mesh of `sharding`, the array gets that sharding at once: the sum may be a
-    reduce-scatter.
+    If the array is on the mesh of `sharding`, it gets that sharding directly, so that the sum may
+    be a reduce-scatter.
     """
     mesh, entries = x.sharding.mesh, spec_axes(x.sharding.spec)
     if mesh == sharding.mesh:
         entries = spec_axes(sharding.spec)
+    return _resharded(x, NamedSharding(mesh, partition_spec(entries)))
+
+
+def _resharded(x: Any, sharding: NamedSharding) -> Any:
     # JAX 0.8.1 rejects arrays whose mesh is not the one in context
+    mesh: Any = sharding.mesh
     with nullcontext() if is_tracing() else jax.set_mesh(mesh):
-        return jax.sharding.reshard(x, NamedSharding(mesh, partition_spec(entries)))
+        return reshard(x, sharding)
 
 
-def is_partial(x: Any) -> bool:
-    """Whether an array has unreduced or reduced mesh axes in its type."""
-    sharding = x.sharding if isinstance(x, jax.Array) else None
-    if not isinstance(sharding, NamedSharding):
-        return False
-    return bool(sharding.spec.unreduced or sharding.spec.reduced)
+def _put_partial(x: Any, sharding: NamedSharding, donate: bool) -> Any:
+    """Places an array, then gives it unreduced or reduced axes, which `device_put` rejects."""
+    mesh = sharding.mesh
+    if not isinstance(x, jax.Array) or getattr(x.sharding, 'mesh', None) != mesh:
+        plain = partition_spec(spec_axes(sharding.spec))
+        x = put_array(x, NamedSharding(mesh, plain, memory_kind=sharding.memory_kind), donate)
+    return _resharded(x, sharding)
 
 
 def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False) -> list[Any]:
     """Places concrete leaves in one `jax.device_put`."""
     if len(leaves) == 1:  # device_put takes 8 us less than for a list of one
         return [put_array(leaves[0], shardings[0], donate)]
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 or any(map(is_partial, shardings)):
         return [put_array(x, s, donate) for x, s in zip(leaves, shardings, strict=True)]
     for sharding in shardings:
         _check_devices(sharding)
     leaves = [movable(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]
-    # with a single sharding, device_put does not flatten a tree of shardings: 0.7 us less per leaf
+    # for a single sharding, device_put flattens no pytree of shardings: 0.7 us less per leaf
     first = shardings[0]
-    same = all(sharding is first for sharding in shardings)
-    return device_put(leaves, first if same else shardings, donate)
+    are_equal = all(sharding is first for sharding in shardings)
+    return device_put(leaves, first if are_equal else shardings, donate)
 
 
 def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
     """Places one concrete array or scalar."""
     _check_devices(sharding)
+    if is_partial(sharding):
+        return _put_partial(x, sharding, donate)
     x = movable(x, sharding)
     if jax.process_count() > 1:
         return _put_global(x, sharding, donate)
@@ -91,6 +100,7 @@ def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
 
 
 def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
+    """Calls `jax.device_put`; raises an EinshardError for the devices of a topology."""
     try:
         return jax.device_put(x, sharding, donate=donate)
     except jax.errors.JaxRuntimeError as error:
@@ -101,15 +111,19 @@ def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
 
 
 def error_of_topology(error: Exception) -> EinshardError | None:
-    """The error to raise if JAX's is about the devices of a topology, which only compile."""
+    """Converts JAX's errors about arrays on the devices of a topology; None for other errors."""
     text = str(error)
-    # what JAX 0.8.1 says; other processes have non-addressable devices too
-    alone = jax.process_count() == 1 and 'non-addressable device' in text
-    if not alone and 'compile-only' not in text and "no attribute 'local_devices'" not in text:
+    # the text of JAX 0.8.1; with several processes, devices of other processes cause it too
+    is_old_text = jax.process_count() == 1 and 'non-addressable device' in text
+    if (
+        not is_old_text
+        and 'compile-only' not in text
+        and "no attribute 'local_devices'" not in text
+    ):
         return None
     return EinshardError(
         'the devices of a topology can neither hold arrays nor run programs',
-        facts={'instead': 'compile for them, with explain or .lower(...).compile()'},
+        facts={'instead': 'compile for them: explain(...), or .lower(...).compile()'},
     )
 
 
@@ -117,15 +131,15 @@ def _check_devices(sharding: NamedSharding) -> None:
     if isinstance(sharding.mesh, AbstractMesh):
         raise EinshardError(
             'an abstract mesh has no devices to put an array on',
-            facts={'expected': 'a mesh of devices, or a jax.ShapeDtypeStruct to annotate'},
+            facts={'instead': 'pass a Mesh with devices, or a jax.ShapeDtypeStruct as the array'},
         )
 
 
 def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
     """Places one leaf on the devices of several processes.
 
-    `device_put` would first gather process-local data from all processes, to check that it is
-    equal. Here each process slices its own shards instead.
+    `device_put` would first gather host data from all processes, to check that it is equal. Here
+    each process slices its own shards instead.
     """
     is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
     if is_global or sharding.is_fully_addressable:
@@ -136,7 +150,7 @@ def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
 
 
 def as_host(x: Any) -> np.ndarray[Any, Any]:
-    """Converts an array or number to NumPy, with the dtype that JAX would give it."""
+    """Converts an array or a number to NumPy, with the dtype that JAX uses for it."""
     # an int that is too large for JAX raises OverflowError here, as in device_put
     host = np.asarray(jax.numpy.asarray(x) if type(x) is int else x)
     return host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)

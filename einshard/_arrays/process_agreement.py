@@ -17,37 +17,40 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .._cache import cached
 from .._errors import EinshardError
 
-# An array that a process is about to build, as errors show it, and its expression.
+# An array that a process is about to build: its description for errors, and its expression.
 PlannedArray = tuple[str, str]
 
 MAX_COMPARED = 2**20  # arrays
 MAX_SHOWN_BYTES = 1024  # of each array in an error
 
 
-def check_agreement(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:
-    """Raises the same error in every process of `mesh` if their planned arrays differ."""
+def check_same_plan(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:
+    """Raises the same error in every process of `mesh` if their lists of planned arrays differ."""
     mine = ['\0'.join(array) for array in arrays]
 
     def differ(n: int) -> bool:
         """Whether the first n arrays differ between processes."""
         digest = hashlib.blake2b('\n'.join(mine[:n]).encode(), digest_size=16)
-        return len(set(_from_all(digest.digest(), mesh).values())) > 1
+        return len(set(_all_gather_bytes(digest.digest(), mesh).values())) > 1
 
     if not differ(MAX_COMPARED):
         return
     # all processes see the same digests, so their binary searches take the same steps
     first = bisect.bisect_left(range(MAX_COMPARED), True, key=differ) - 1
     text = mine[first] if first < len(mine) else 'no more arrays'
-    shown = _from_all(text.encode()[:MAX_SHOWN_BYTES].ljust(MAX_SHOWN_BYTES, b'\0'), mesh)
-    texts = {process: its.rstrip(b'\0').decode(errors='ignore') for process, its in shown.items()}
-    raise _difference({process: its.split('\0') for process, its in texts.items()})
+    shown = _all_gather_bytes(text.encode()[:MAX_SHOWN_BYTES].ljust(MAX_SHOWN_BYTES, b'\0'), mesh)
+    texts = {p: row.rstrip(b'\0').decode(errors='ignore') for p, row in shown.items()}
+    raise _difference({process: text.split('\0') for process, text in texts.items()})
 
 
-def check_same(arrays: Sequence[tuple[PlannedArray, Any]], mesh: Mesh) -> None:
-    """Raises in every process of `mesh` if the arrays differ between processes."""
+def check_same_contents(arrays: Sequence[tuple[PlannedArray, Any]], mesh: Mesh) -> None:
+    """Raises in every process of `mesh` if the processes have different values for an array.
+
+    Compares digests of the contents, as well as what `check_same_plan` compares.
+    """
     mine = [(f'{text}, contents {_digest(x)}', expression) for (text, expression), x in arrays]
     try:
-        check_agreement(mine, mesh)
+        check_same_plan(mine, mesh)
     except EinshardError as error:
         facts = {**error.facts, 'expected': 'the same full array in every process'}
         facts['for local rows'] = 'from_local(x, ...) joins the rows of all processes'
@@ -61,19 +64,19 @@ def _digest(x: Any) -> str:
     return hashlib.blake2b(data.data, digest_size=4).hexdigest()
 
 
-def _from_all(mine: bytes, mesh: Mesh) -> dict[int, bytes]:
-    """Exchanges bytes of equal length between all processes; returns them by process."""
+def _all_gather_bytes(mine: bytes, mesh: Mesh) -> dict[int, bytes]:
+    """Sends bytes to all processes, of the same length in each; returns them by process."""
     rows = _process_rows(mesh)
     row = np.frombuffer(mine, np.uint8)[None]
     one_each = NamedSharding(rows, PartitionSpec('row'))
-    spread = jax.make_array_from_callback((rows.shape['row'], len(mine)), one_each, lambda _: row)
+    sharded = jax.make_array_from_callback((rows.shape['row'], len(mine)), one_each, lambda _: row)
     # This takes 2.1 ms on 8 simulated devices in 2 processes. multihost_utils.process_allgather
     # takes 2.6 ms and waits for processes outside the mesh. One device per process would take
     # 0.4 ms, but the TPU compiler aborts with one device per host of a v5e:4x4.
-    everywhere = jax.device_put(spread, NamedSharding(rows, PartitionSpec()))
-    given = np.asarray(everywhere.addressable_data(0))
+    replicated = jax.device_put(sharded, NamedSharding(rows, PartitionSpec()))
+    received = np.asarray(replicated.addressable_data(0))
     processes = [devices[0].process_index for devices in rows.devices]
-    return {process: bytes(row) for process, row in zip(processes, given, strict=True)}
+    return {process: bytes(row) for process, row in zip(processes, received, strict=True)}
 
 
 @cached
@@ -85,18 +88,19 @@ def _process_rows(mesh: Mesh) -> Mesh:
     return Mesh(grid, ('row', 'column'), axis_types=(AxisType.Auto,) * 2)
 
 
-def _difference(built: Mapping[int, Sequence[str]]) -> EinshardError:
-    expressions = {expression for _, *rest in built.values() for expression in rest}
+def _difference(planned: Mapping[int, Sequence[str]]) -> EinshardError:
+    """Returns the error for planned arrays that differ, from (text, expression) by process."""
+    expressions = {expression for _, *rest in planned.values() for expression in rest}
     if len(expressions) == 1:
-        texts = {process: array for process, (array, *_) in built.items()}
+        texts = {process: array for process, (array, *_) in planned.items()}
     else:
-        texts = {p: ' as '.join([array, *map(repr, rest)]) for p, (array, *rest) in built.items()}
+        texts = {p: ' as '.join([array, *map(repr, rest)]) for p, (array, *rest) in planned.items()}
     return EinshardError(
         'the processes are about to build different arrays',
         expression=min(expressions) if len(expressions) == 1 else None,
         facts={
             **group_processes(texts),
-            'expected': 'the same shapes, dtypes, paths and expressions',
+            'expected': 'the same shapes, dtypes, paths and expressions in every process',
         },
     )
 

@@ -1,9 +1,9 @@
 """Finds the all-gathers of an HLO program, and the slices that devices keep. Imports no JAX.
 
-If the SPMD partitioner knows no better way to reshard, it all-gathers the full array, and every
-device keeps a slice: "involuntary full rematerialization". XLA reports this only on standard error.
-In the program, the only uses of the array are then slices, at offsets computed from the device
-number.
+If the SPMD partitioner finds no better way to reshard an array, it all-gathers the full array, and
+every device keeps a slice: "involuntary full rematerialization". XLA reports this only on standard
+error. In the program, such an array is used only by slices, whose offsets are computed from the
+device number.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from .module import ArrayType, Computation, Instruction, Module, Value
+
+# for each dimension of an array, the index of the block that each device has
+Blocks: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,11 @@ class AllGather:
         name: the name of its instruction.
         array: the result on each device.
         dimension: the dimension along which shards are concatenated.
-        origin: (computation, instruction) that makes the gathered array.
-        parameter: the number of the program parameter that is gathered, or None.
+        origin: (computation, instruction) that computes the operand, traced through copies.
+        parameter: the number of the program parameter that is the operand, or None.
         invariant: whether it gathers the same array in every iteration of a loop.
-        kept: for each dimension, the block that each device keeps; None if the array has other
-            uses.
+        kept: if all uses are slices of the same block: for each dimension, the index of the block
+            of each device. Otherwise None.
     """
 
     name: str
@@ -39,7 +42,7 @@ class AllGather:
     origin: tuple[str, str]
     parameter: int | None
     invariant: bool
-    kept: tuple[tuple[int, ...], ...] | None
+    kept: Blocks | None
 
 
 def find_all_gathers(module: Module, n_devices: int) -> list[AllGather]:
@@ -55,7 +58,7 @@ _PASSES_ON = frozenset({'bitcast', 'reshape', 'transpose', 'convert', *_COPIES})
 
 
 class _Unknown(Exception):
-    """The value is not simple arithmetic on the device number."""
+    """A value is not simple arithmetic on the device number."""
 
 
 class _Finder:
@@ -82,9 +85,9 @@ class _Finder:
             )
 
     def origin(self, here: Computation, name: str) -> tuple[Computation, Instruction, bool]:
-        """Finds the computation and instruction that made an array, through copies and calls.
+        """Finds the computation and instruction that compute an array, through copies and calls.
 
-        Also returns whether it is made outside the loop that gathers it.
+        Also returns whether they are outside the loop that gathers the array.
         """
         made = here[name]
         while self.passes_on(made):
@@ -97,7 +100,7 @@ class _Finder:
         return made_in, origin, invariant or made.opcode == 'get-tuple-element'
 
     def passes_on(self, made: Instruction) -> bool:
-        """Whether it only copies or reshapes its operand; on CPU, copies are fusions."""
+        """Whether an instruction only copies or reshapes its operand, as some fusions do on CPU."""
         if len(made.operands) != 1 or made.opcode in _PASSES_ON:
             return len(made.operands) == 1
         callee = self.module.called(made) if made.opcode == 'fusion' else None
@@ -109,7 +112,7 @@ class _Finder:
         return inner.opcode == 'parameter'
 
     def outside(self, here: Computation, made: Instruction) -> tuple[Computation, str] | None:
-        """Returns the caller's value of a fusion parameter or of a loop invariant."""
+        """Returns the value that the caller passes to a fusion parameter or a loop invariant."""
         if made.opcode == 'parameter' and not here.is_entry:
             for _, caller, call in self.module.call_sites(here):
                 if 'calls=' in call.attributes:
@@ -123,17 +126,16 @@ class _Finder:
                 return caller, start.operands[at]
         return None
 
-    def kept(self, value: Value, array: ArrayType) -> tuple[tuple[int, ...], ...] | None:
+    def kept(self, value: Value, array: ArrayType) -> Blocks | None:
+        """Finds the blocks that devices keep: `AllGather.kept`."""
         slices = list(self.slices(value, array))
         if not slices or None in slices or len(set(slices)) > 1:
             return None
         blocks = slices[0]
         return blocks if blocks and any(len(set(of_axis)) > 1 for of_axis in blocks) else None
 
-    def slices(
-        self, value: Value, array: ArrayType
-    ) -> Iterator[tuple[tuple[int, ...], ...] | None]:
-        """Yields, for each use of an array, the block that each device slices; else None."""
+    def slices(self, value: Value, array: ArrayType) -> Iterator[Blocks | None]:
+        """Yields the blocks that devices slice, for each use of an array; None for other uses."""
         here = value.here
         if value.name == here[''].name:
             yield None
@@ -219,9 +221,9 @@ ARITHMETIC: Mapping[str, Any] = {
 
 
 def _axes(made: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:
-    """Maps the axes of a transposed or copied array to those of the original; else None.
+    """Returns, for each axis of a transposed or copied array, the original axis; else None.
 
-    On GPU, a bitcast to another layout stands for a transpose.
+    On GPU, a bitcast to another layout is a transpose.
     """
     if made.opcode not in _PASSES_ON:
         return None

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 from jax.sharding import NamedSharding, Sharding
-from jax.stages import Compiled
 
 from .._functions.promise import program_text
 from .._hlo.all_gathers import AllGather, find_all_gathers
@@ -21,27 +16,19 @@ from .._hlo.collectives import Collective, find_collectives
 from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import read_memory
 from .._hlo.module import Module
-from .._notation.expression import ELLIPSIS, axis_letters
-from .._sharding.describe import Description, describe, describe_named
-from .._sharding.leaf_spec import AnySpec, as_leaf_spec
-from .._sharding.mesh import MeshLike, is_device_mesh, spec_axes
-from .._trees.paths import path_text
+from .._sharding.mesh import AnyMesh, MeshLike, is_device_mesh, spec_axes
+from .arrays import ProgramArray, array_row, find_arguments, find_results
 from .bounds import NO_BOUNDS, find_bounds
 from .carried import Carried, find_carried, find_weights, results_in_place
 from .collective_axes import ShardedBy, along, mesh_axes_of
-from .diagnosis import (
-    fully_rematerialized,
-    gathered_again,
-    idle_constraints,
-    promise_broken,
-    replicated,
-)
+from .findings.causes import with_causes
+from .findings.facts import Facts
+from .findings.find import find_findings, find_notes
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, lower
-from .memory import does_not_fit
 from .oversized import Oversized, compile_stages, given_mesh
 from .report import Report
-from .report_rows import ArrayRow, Caution, CollectiveRow, Collectives
+from .report_rows import ArrayRow, CollectiveRow, Collectives
 from .totals import product_rows
 
 
@@ -70,23 +57,23 @@ def explain(
         >>> [(row.path, row.array) for row in report.arguments[1:]]
         [('w', 'float32[32,8]')]
 
-    It compiles the function once; later calls reuse the compiled program.
+    `explain` compiles the function once; later calls of the function reuse the compiled program.
 
     Args:
         fn: a `sharded` or jitted function, any other function (it is jitted), or the result of its
             `lower(...)`, compiled or not.
         args, kwargs: arguments of the call: arrays, or `jax.ShapeDtypeStruct` in place of arrays.
-            None for a lowered program. Pass arguments by position if their names clash with those
-            below.
-        mesh: the mesh to compile for, if a `sharded` function has none; `topology` makes one of
-            devices you don't have. Then only shapes and dtypes of the arguments matter.
-        replicated_above: warn about replicated arguments and results of more than this many bytes.
+            Omit them for a lowered program. Pass arguments by position if their names clash with
+            those below.
+        mesh: the mesh to compile for, unless `fn` has its own; `topology` makes one of devices you
+            don't have. If `mesh=` is given, only the shapes and dtypes of the arguments matter.
+        replicated_above: note replicated arguments and results of more than this many bytes.
         intermediates: whether to list the placements of intermediate values; this compiles again.
         chip: the chip for the lower bounds on time: a `Chip`, or a name such as 'H100'. Default:
             the chip of the devices; there are no bounds for CPUs.
 
     Returns:
-        A `Report` for print, the prompt, rich and notebooks.
+        A `Report`, which renders in the REPL, notebooks, rich and print.
 
     Raises:
         EinshardError: the arguments do not fit the function; it does not compile; or the compiler
@@ -94,28 +81,29 @@ def explain(
     """
     given = None if chip is None else as_chip(chip)
     stages = lower(fn, args, kwargs, mesh)
-    compiled = compile_stages(stages, given_mesh(stages, (args, kwargs), mesh))
-    return _report(stages, compiled, given, replicated_above, intermediates)
+    of = given_mesh(stages, (args, kwargs), mesh)
+    return explain_stages(stages, of, given, replicated_above, intermediates)
 
 
-def _report(
+def explain_stages(
     stages: Stages,
-    compiled: Compiled | Oversized,
-    chip: Chip | None,
-    replicated_above: int,
-    intermediates: bool,
+    mesh: AnyMesh | None,
+    chip: Chip | None = None,
+    replicated_above: int = 2**20,
+    intermediates: bool = False,
 ) -> Report:
+    """Compiles a traced program for a mesh, if that is known, and reports on it."""
+    compiled = compile_stages(stages, mesh)
     module = Module(program_text(stages.name or 'the program', compiled))
     held, results_info = compiled_shardings(compiled)  # type: ignore[reportArgumentType]
-    arguments = _arguments(stages, compiled, held, module)
-    results = _results(stages, results_info)
+    arguments = find_arguments(stages, compiled, held, module)
+    results = find_results(stages, results_info)
     shardings = [array.sharding for array in (*arguments, *results)]
     meshes = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
     devices = _devices(shardings)
     sharded_by = _sharded_by([*arguments, *results])
-    in_rows, out_rows = ([_array_row(array) for array in part] for part in (arguments, results))
+    in_rows, out_rows = ([array_row(array) for array in part] for part in (arguments, results))
     used = [array for array in arguments if array.sharding is not None]
-    inputs = [(array.path, array.shape, array.names) for array in used]
     paths = [array.path for array in used]
     outputs = _output_paths(out_rows, paths, module)
     ids = [device.id for device in devices]
@@ -132,6 +120,26 @@ def _report(
     memory = read_memory(
         compiled, compiled.available if isinstance(compiled, Oversized) else capacity
     )
+    facts = Facts(
+        stages=stages,
+        compiled=compiled,
+        module=module,
+        memory=memory,
+        platform=devices[0].platform,
+        n_devices=len(devices),
+        slices=[getattr(device, 'slice_index', None) or 0 for device in devices],
+        meshes=meshes,
+        arguments=arguments,
+        results=results,
+        argument_rows=in_rows,
+        result_rows=out_rows,
+        collectives=collectives,
+        rows=rows,
+        all_gathers=all_gathers,
+        weights=weights,
+        products=products,
+        replicated_above=replicated_above,
+    )
     return Report(
         name=stages.name or module.name or 'the program',
         n_devices=len(devices),
@@ -139,21 +147,13 @@ def _report(
         mesh=_mesh_axes(meshes),
         arguments=tuple(in_rows),
         results=tuple(out_rows),
-        collectives=rows,
+        collectives=with_causes(facts),
         memory=memory,
         flops=sum(row.flops for row in products) or None,
         products=products,
         in_place=results_in_place(in_rows, out_rows, module),
-        warnings=tuple(
-            itertools.chain(
-                does_not_fit(compiled, memory, devices[0].platform),
-                promise_broken(stages.promise, collectives, memory),
-                replicated([*in_rows, *out_rows], len(devices), replicated_above),
-                fully_rematerialized(all_gathers, collectives, meshes, inputs),
-                gathered_again(all_gathers, collectives, inputs),
-                _of_constraints(stages, arguments),
-            )
-        ),
+        findings=find_findings(facts),
+        notes=find_notes(facts),
         intermediates=tuple(find_intermediates(stages.lower(), meshes)) if intermediates else None,
         temporaries=largest_temporaries(module),
         chip=chip.name if chip else None,
@@ -167,17 +167,6 @@ def _report(
         if chip
         else NO_BOUNDS,
     )
-
-
-@dataclass(frozen=True)
-class _Array:
-    """An argument or result; `names` has the axis names of its spec, if it has one."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: Sharding | None  # None: unused
-    names: tuple[str, ...] | None
 
 
 def _communication(
@@ -197,120 +186,6 @@ def _communication(
     return collectives, all_gathers
 
 
-def _of_constraints(stages: Stages, arguments: Sequence[_Array]) -> Iterator[Caution]:
-    if stages.traced is not None:
-        shardings = {i: array.sharding for i, array in enumerate(arguments)}
-        yield from idle_constraints(stages.traced.jaxpr, shardings)
-
-
-def _arguments(
-    stages: Stages,
-    compiled: Compiled | Oversized,
-    shardings: Sequence[Sharding | None],
-    module: Module,
-) -> list[_Array]:
-    leaves = jtu.tree_leaves_with_path(compiled.args_info)
-    specs = stages.argument_specs() or [None] * len(leaves)
-    labels = stages.labels or _labels([path for path, _ in leaves], shardings, module)
-    labels = _signature_labels(labels, len(compiled.args_info[0]), stages.parameters)
-    return [
-        _Array(
-            '/'.join(filter(None, (_label(path, labels), path_text(path[2:])))),
-            tuple(leaf.shape),
-            leaf.dtype,
-            sharding,
-            _names(spec, len(leaf.shape)),
-        )
-        for (path, leaf), sharding, spec in zip(leaves, shardings, specs, strict=True)
-    ]
-
-
-def _results(stages: Stages, results: Any) -> list[_Array]:
-    leaves = jtu.tree_leaves_with_path(results)
-    specs = stages.result_specs(results) or [None] * len(leaves)
-    return [
-        _Array(
-            '/'.join(filter(None, ('result', path_text(path)))),
-            tuple(leaf.shape),
-            leaf.dtype,
-            leaf.sharding,
-            _names(spec, len(leaf.shape)),
-        )
-        for (path, leaf), spec in zip(leaves, specs, strict=True)
-    ]
-
-
-def _label(path: Sequence[Any], labels: Mapping[Any, str]) -> str:
-    """Labels an argument by its parameter name, or as args[i]."""
-    by_keyword = path[0].idx == 1
-    if by_keyword:
-        return str(path[1].key)
-    return labels.get(path[1].idx, f'args[{path[1].idx}]')
-
-
-def _labels(
-    paths: Sequence[Sequence[Any]], shardings: Sequence[Sharding | None], module: Module
-) -> dict[int, str]:
-    """Finds parameter names by position, from the input names in the program.
-
-    Unused arguments have no name there.
-    """
-    parameters = module.entry.parameters()
-    names = {int(made.given): re.split(r'[\[.]', made.op_name)[0] for made in parameters}
-    used = [path for path, s in zip(paths, shardings, strict=True) if s is not None]
-    labels = {path[1].idx: names.get(i, '') for i, path in enumerate(used) if path[0].idx == 0}
-    known = [label for label in labels.values() if label]
-    # all values of *args have the name 'args'
-    return {i: label for i, label in labels.items() if label and known.count(label) == 1}
-
-
-def _signature_labels(
-    labels: Mapping[int, str], n_positions: int, parameters: Sequence[str]
-) -> Mapping[int, str]:
-    """Takes names from the signature if JAX has Arg_0, .., as it does with a `jax.Ref`."""
-    if not any(label.startswith('Arg_') for label in labels.values()):
-        return labels
-    known = parameters if len(parameters) == n_positions else ()  # not so with static ones
-    return dict(enumerate(known))
-
-
-def _names(spec: AnySpec | None, n_dims: int) -> tuple[str, ...] | None:
-    """Names the axes of an array; axes of '...' get unused letters."""
-    if spec is None:
-        return None
-    names = as_leaf_spec(spec).expression.names
-    if ELLIPSIS not in names:
-        return names
-    if len(names) == 1:
-        return None
-    at = names.index(ELLIPSIS)
-    free = (letter for letter in axis_letters() if letter not in names)
-    between = itertools.islice(free, n_dims - len(names) + 1)
-    return (*names[:at], *between, *names[at + 1 :])
-
-
-def _array_row(array: _Array) -> ArrayRow:
-    sharding, shape = array.sharding, array.shape
-    held = shape if sharding is None else sharding.shard_shape(shape)
-    is_term = isinstance(sharding, NamedSharding) and bool(sharding.spec.unreduced)
-    return ArrayRow(
-        path=array.path,
-        shape=shape,
-        dtype=str(array.dtype),
-        placement=_placement(array),
-        bytes=0 if sharding is None else math.prod(held) * array.dtype.itemsize,
-        sharded=is_term or held != shape,
-    )
-
-
-def _placement(array: _Array) -> str:
-    if array.sharding is None:
-        return Description('not used')
-    if isinstance(array.sharding, NamedSharding):
-        return describe_named(array.sharding, len(array.shape), array.names)
-    return describe(array.sharding)
-
-
 def _devices(shardings: Sequence[Sharding | None]) -> list[Any]:
     """Returns the devices that run the program; one if it has no inputs and outputs."""
     for sharding in shardings:
@@ -321,7 +196,7 @@ def _devices(shardings: Sequence[Sharding | None]) -> list[Any]:
     return jax.devices()[:1]
 
 
-def _sharded_by(arrays: Sequence[_Array]) -> dict[str, list[tuple[str, ...]]]:
+def _sharded_by(arrays: Sequence[ProgramArray]) -> dict[str, list[tuple[str, ...]]]:
     """Collects the mesh axes that shard each named axis."""
     sharded_by: dict[str, list[tuple[str, ...]]] = {}
     for array in arrays:

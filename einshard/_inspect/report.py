@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from warnings import warn
 
+from .._display import Display, plain
 from .._errors import plural
 from .._hlo.buffers import Temporary
-from .._page import Column, Page, Section, page_html, page_lines, page_text
+from .._page import Column, Page, Section
 from .._text import format_bytes, short_arrays, short_source
 from .bounds import NO_BOUNDS, Bounds, bounds_section
 from .diff import Compared, Diff, make_diff
 from .fold_layers import fold
 from .memory import temporaries_section
-from .report_rows import ArrayRow, Caution, CollectiveRow, Collectives, Memory, ProductRow
+from .report_rows import ArrayRow, CollectiveRow, Collectives, Finding, Memory, ProductRow
 from .totals import compute_line, network_lines
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
-    from rich.text import Text
-
-_WIDTH, _NARROW = 100, 80
-_MAX_ROWS = 40
+_MAX_ROWS = 40  # of a table in text
 _LARGE = 0.01  # part of all bytes sent; rows with more say what they carry
 
 
 @dataclass(frozen=True, repr=False)
-class Report:
+class Report(Display):
     """A report on a compiled function, made by `explain`. Text in print, HTML in notebooks.
+
+    Text shows the first rows of long tables, HTML all of them: `report.save('report.html')`.
 
     Attributes:
         name: the name of the function.
@@ -43,7 +41,7 @@ class Report:
         memory: bytes per device; None if the compiler does not report it.
         flops: flops of the matrix products and convolutions of a device in one run, including loop
             iterations; None if there are none. Kernels count if they declare their flops.
-        warnings: likely mistakes.
+        findings: likely mistakes and what to write instead, those of the most bytes first.
         intermediates: one row per intermediate value with a source line; None if not requested.
         temporaries: the largest intermediate arrays in the memory of a device.
         chip: the name of the chip that `bounds` are for; None if it is unknown, as for CPUs.
@@ -52,6 +50,7 @@ class Report:
         products: where the flops come from, by source line.
         in_place: (result, argument) for results that reuse the memory of a donated argument and
             have its sharding.
+        notes: what is often intended, such as large replicated arrays.
     """
 
     name: str
@@ -63,13 +62,14 @@ class Report:
     collectives: Collectives
     memory: Memory | None
     flops: float | None
-    warnings: tuple[Caution, ...]
+    findings: tuple[Finding, ...]
     intermediates: tuple[ArrayRow, ...] | None = None
     temporaries: tuple[Temporary, ...] = ()
     chip: str | None = None
     bounds: Bounds = NO_BOUNDS
     products: tuple[ProductRow, ...] = ()
     in_place: tuple[tuple[str, str], ...] = ()
+    notes: tuple[Finding, ...] = ()
 
     @property
     def network_bytes(self) -> int:
@@ -78,6 +78,12 @@ class Report:
         A loop with unknown trip count counts as one iteration. Custom calls are not included.
         """
         return sum(self.collectives.network_bytes.values())
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """Deprecated: use `findings` and `notes`."""
+        warn('.warnings is deprecated; use .findings', DeprecationWarning, stacklevel=2)
+        return (*self.findings, *self.notes)
 
     def diff(self, after: Report) -> Diff:
         """Compares this report with a later one: `before.diff(after)`."""
@@ -97,38 +103,15 @@ class Report:
         """Converts the report to dictionaries, lists, strings and numbers, for JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
-            **{name: _plain(value) for name, value in fields.items()},
+            **{name: plain(value) for name, value in fields.items()},
             'mesh': dict(self.mesh),
             'counts': dict(self.collectives.counts),
             'network_bytes': self.network_bytes,
+            'warnings': plain((*self.findings, *self.notes)),  # until 0.4
         }
 
-    def __str__(self) -> str:
-        columns = shutil.get_terminal_size((_WIDTH, 24)).columns
-        return page_text(_page(self), min(_WIDTH, max(_NARROW, columns)))
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        from rich.text import Text
-
-        for line in page_lines(_page(self), min(_WIDTH, options.max_width)):
-            yield Text.assemble(*line)
-
-    def _repr_html_(self) -> str:
-        return page_html(_page(self))
-
-
-def _plain(value: Any) -> Any:
-    """Converts dataclasses to dictionaries, and tuples to lists."""
-    if dataclasses.is_dataclass(value):
-        return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
+    def _page(self) -> Page:
+        return _page(self)
 
 
 # --- the page -----------------------------------------------------------------------------------
@@ -170,13 +153,18 @@ def _page(report: Report) -> Page:
     mesh = ', '.join(f'{name}={size}' for name, size in report.mesh)
     devices = plural(report.n_devices, 'device')
     title = f'{report.name} on {devices} ({report.device_kind}{"; " * bool(mesh)}{mesh})'
-    warnings = Counter(
-        f'{f"{short_source(caution.source)}: " if caution.source else ""}{caution.text}'
-        for caution in report.warnings
-    )
-    listed = tuple(f'{text} ({n} times)' if n > 1 else text for text, n in warnings.items())
     filled = tuple(section for section in sections if section.rows or section.words)
-    return Page(title, filled, listed)
+    return Page(title, filled, _listed(report.findings), _listed(report.notes))
+
+
+def _listed(findings: Sequence[Finding]) -> tuple[str, ...]:
+    counts = Counter(map(_finding_text, findings))
+    return tuple(f'{text} ({n} times)' if n > 1 else text for text, n in counts.items())
+
+
+def _finding_text(one: Finding) -> str:
+    line = f'{short_source(one.source)}: ' if one.source else ''
+    return f'{line}{one.text}{". " * bool(one.suggestion)}{one.suggestion}'
 
 
 def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:
@@ -186,7 +174,7 @@ def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:
         row = rows[numbers[0]]
         n = f'{len(numbers)} x ' if len(numbers) > 1 else ''
         shown.append((path, row.array, row.placement, f'{n}{format_bytes(row.bytes)}'))
-    return Section(title, _ARRAYS, *_first(shown))
+    return Section(title, _ARRAYS, tuple(shown), most=_MAX_ROWS)
 
 
 def _result_section(report: Report) -> Section:
@@ -217,14 +205,8 @@ def _intermediates(rows: Sequence[ArrayRow]) -> Section:
         for row in rows
     ]
     path = Column('name', elastic='start')
-    return Section('intermediates', (path, *_ARRAYS[1:], _SOURCE), *_first(shown))
-
-
-def _first(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Returns the first rows, and a note about the others."""
-    if len(rows) <= _MAX_ROWS:
-        return tuple(rows), ()
-    return tuple(rows[: _MAX_ROWS - 1]), (f'.. and {len(rows) - _MAX_ROWS + 1} more',)
+    columns = path, *_ARRAYS[1:], _SOURCE
+    return Section('intermediates', columns, tuple(shown), most=_MAX_ROWS)
 
 
 def _collective_section(report: Report) -> Section:
@@ -242,10 +224,8 @@ def _collective_section(report: Report) -> Section:
     empty = {i for i in (-1, -2) if not any(cells[i] for cells in shown)}
     columns = [c for i, c in enumerate(_COLLECTIVES) if i - len(_COLLECTIVES) not in empty]
     rows = [tuple(c for i, c in enumerate(r) if i - len(r) not in empty) for r in shown]
-    listed, words = _first(rows)
-    if words:
-        words = (f'{words[0]}: {format_bytes(sum(map(_sent, in_order[len(listed) :])))}',)
-    return Section('collectives', tuple(columns), listed, words)
+    rest = f': {format_bytes(sum(map(_sent, in_order[_MAX_ROWS - 1 :])))}'
+    return Section('collectives', tuple(columns), tuple(rows), most=_MAX_ROWS, rest=rest)
 
 
 def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:

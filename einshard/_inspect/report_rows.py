@@ -1,4 +1,4 @@
-"""The rows of a report: arrays, collectives, memory, warnings."""
+"""The rows of a report: arrays, collectives, memory, findings."""
 
 from __future__ import annotations
 
@@ -73,6 +73,8 @@ class CollectiveRow:
         called_at: if `source` is in a helper, such as a function with only one line in the program,
             the nearest calling line outside helpers; else None.
         in_branch: whether it is in a branch of a conditional; all branches count.
+        cause: 'requested' by a constraint or by a collective in a `shard_map`; 'inserted' by the
+            compiler; or 'unknown', because the name of a constraint may be lost.
     """
 
     kind: str
@@ -93,6 +95,7 @@ class CollectiveRow:
     widened: bool = False
     called_at: str | None = None
     in_branch: bool = False
+    cause: str = 'unknown'
 
     parties = old_name('parties', 'group_size')
     times = old_name('times', 'executions')
@@ -156,16 +159,19 @@ class ProductRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Caution:
-    """A likely mistake.
+class Finding:
+    """A likely mistake in a program, and what to write instead.
 
     Attributes:
-        kind: 'does not fit', 'promise broken', 'replicated', 'full rematerialization', 'gathered
-            again' or 'no effect'.
-        text: a sentence about it.
+        kind: such as 'unsharded batch' or 'gathered again'; docs/explain.md lists them all.
+        text: a sentence about it, with the arrays in the user's names.
         source: 'model.py:12', or None.
+        bytes: bytes per device that it concerns in one run: those sent, or those of the array.
+        suggestion: the change to make, as a sentence with the expression to write; or ''.
     """
 
     kind: str
     text: str
     source: str | None = None
+    bytes: int = 0
+    suggestion: str = ''

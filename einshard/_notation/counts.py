@@ -1,4 +1,4 @@
-"""Computes the count of each term, starred ones included, on some devices. Imports no JAX."""
+"""Computes the number of shards of each term, on a number of devices. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -12,16 +12,23 @@ from .expression import ELLIPSIS, Expression, Term
 
 @dataclass(frozen=True)
 class Devices:
-    """What errors say about devices: their number, those that named terms take, and hints."""
+    """The devices that an expression is laid out on, for errors.
+
+    Attributes:
+        total: the number of devices.
+        mesh_axis_terms: the terms with mesh axes, such as 'b@data'. They take devices first.
+        taken: the number of shards of those terms.
+        hints: facts to add to errors, by label.
+    """
 
     total: int
-    named: Sequence[Term]
+    mesh_axis_terms: Sequence[Term]
     taken: int
     hints: Mapping[str, str]
 
     def fact(self, counted: Sequence[Term] = ()) -> str:
         """Formats the number of devices: '8', or "8 (2 left after 'b@data')"."""
-        terms = [*self.named, *counted]
+        terms = [*self.mesh_axis_terms, *counted]
         if not terms:
             return str(self.total)
         left = self.total // self.taken // math.prod(term.factor for term in counted)
@@ -31,7 +38,10 @@ class Devices:
 def solve_counts(
     expression: Expression, terms: Sequence[Term], n: int, devices: Devices
 ) -> tuple[int, ...]:
-    """The count of each term. Each star becomes the same r: r ** stars = n / product of counts."""
+    """Returns the count of each term. All stars get the same count r.
+
+    r ** (number of stars) = n / (product of the written counts).
+    """
     stars = [term for term in terms if term.star]
     product = math.prod(term.factor for term in terms)
     if not stars and product != n:
@@ -57,7 +67,7 @@ def solve_counts(
 
 
 def _root(n: int, k: int) -> int | None:
-    """The integer r with r ** k == n, or None."""
+    """Returns the integer r with r ** k == n; None if there is none."""
     if k == 1:
         return n
     root = 1
@@ -80,7 +90,7 @@ def _wrong_product(
     fact = devices.fact()
     if product > n or n % product:
         verb = 'is' if n == 1 else 'are'
-        limit = f'only {n} {verb} left' if devices.named else f'there {verb} only {n}'
+        limit = f'only {n} {verb} left' if devices.mesh_axis_terms else f'there {verb} only {n}'
         needed = product * devices.taken
         return expression.error(
             f'the counts need {_product_text(counted)} devices, but {limit}'
@@ -127,19 +137,19 @@ def _not_a_multiple(
 
 
 def _indivisible(n: int, counted: Sequence[Term], devices: Devices) -> str:
-    which = 'remaining devices' if devices.named else 'devices'
+    which = 'remaining devices' if devices.mesh_axis_terms else 'devices'
     return f'the number of {which} ({n}) is not divisible by {_product_text(counted)}'
 
 
 def _product_text(counted: Sequence[Term]) -> str:
-    """4; 2 x 4 = 8"""
+    """Formats the product of the counts: '4', or '2 x 4 = 8' for two terms."""
     factors = [term.factor for term in counted]
     text = ' x '.join(map(str, factors))
     return f'{text} = {math.prod(factors)}' if len(factors) > 1 else text
 
 
 def _with_replica(expression: Expression) -> Suggestion:
-    """The expression with '*' in front of its right side."""
+    """Suggests the expression with '*' in front of its right side."""
     start = expression.right[0].span[0]
     return Suggestion(f'{expression.text[:start]}* {expression.text[start:]}')
 
@@ -147,34 +157,36 @@ def _with_replica(expression: Expression) -> Suggestion:
 def _counts_that_fit(
     expression: Expression, terms: Sequence[Term], n: int, devices: Devices
 ) -> Suggestion | None:
-    """If the counts exceed n, the expression with divisors of them that use n devices."""
+    """Suggests smaller counts if the counts exceed n; None if it finds none that use n devices."""
     counted = [term for term in terms if term.factor > 1]
     if math.prod(term.factor for term in counted) <= n or devices.total == 1:
         return None
-    others: list[tuple[Term, Term]] = []
+    replacements: list[tuple[Term, Term]] = []
     left = n
     for term in counted:
         count = math.gcd(term.factor, left)
         left //= count
-        others.append((term, replace(term, count=count)))
+        replacements.append((term, replace(term, count=count)))
     if left > 1 and not any(term.star for term in terms):
         if len(counted) > 1:
             return None
-        others = [(counted[0], replace(counted[0], count=n))]
-    return _with_terms(expression, others)
+        replacements = [(counted[0], replace(counted[0], count=n))]
+    return _with_terms(expression, replacements)
 
 
 def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -> Suggestion:
     taker = next((term for term in stars if term.name is not None), stars[0])
-    others = [(term, Term(term.name, n if term is taker else 1)) for term in stars]
-    return _with_terms(expression, others)
+    replacements = [
+        (term, replace(term, count=n if term is taker else 1, star=False)) for term in stars
+    ]
+    return _with_terms(expression, replacements)
 
 
-def _with_terms(expression: Expression, others: Sequence[tuple[Term, Term]]) -> Suggestion:
-    """The expression with other terms; counts of 1 are not written."""
+def _with_terms(expression: Expression, replacements: Sequence[tuple[Term, Term]]) -> Suggestion:
+    """Suggests the expression with some terms replaced; omits counts of 1."""
     text = expression.text
-    for term, other in reversed(others):
+    for term, replacement in reversed(replacements):
         start, end = term.span
-        written = str(replace(other, count=None) if other.count == 1 else other)
+        written = (replacement.name or '') if replacement.count == 1 else str(replacement)
         text = f'{text[:start]}{written}{text[end:] if written else text[end:].lstrip()}'
     return Suggestion(text.strip())

@@ -3,9 +3,10 @@
 expression  =  left '->' right            an array's axes, then their placement
             |  right                      short form: the axes once, in array order
 left        =  (name | '...')*
-right       =  (placed axis | replica | '...')*
+right       =  (placed axis | replica | partial | '...')*
 placed axis =  name [count] ['*']  |  name '@' axis  |  name '@(' axis {',' axis} ')'
 replica     =  count ['*']  |  '*'
+partial     =  ('+' | '=') (replica | '@' axis | '@(' axis {',' axis} ')'), each sign at most once
 name        =  letters and underscores of any script (NFC), case-sensitive; no digits
 """
 
@@ -18,22 +19,27 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .._cache import cached
 from .._errors import EinshardError, Span, Suggestion, quoted
 from .._suggestions import working_fix
-from .words import ELLIPSIS, not_a_term, read_digits, read_mesh_axes, read_name
+from .words import ELLIPSIS, SIGNS, not_a_term, read_digits, read_mesh_axes, read_name, read_sign
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A term of an expression: an axis, replicas (no name) or the ellipsis."""
+    """A term of an expression: an axis, replicas (no name) or the ellipsis.
+
+    Replicas with a sign are not plain copies of the value: with '+' they add up to it (JAX:
+    unreduced); with '=' each is equal to it, and their gradients add up (JAX: reduced).
+    """
 
     name: str | None = None
-    count: int | None = None  # None if not written; then it is 1
+    count: int | None = None  # None if not written, which means 1
     star: bool = False
     mesh_axes: tuple[str, ...] = ()
+    sign: str = ''
     span: Span = field(default=(0, 0), compare=False)
 
     @property
@@ -47,14 +53,15 @@ class Term:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the term takes devices, by count, star or mesh axes."""
+        """Whether the term takes devices, by its count, star or mesh axes."""
         return self.takes_devices or bool(self.mesh_axes)
 
     def __str__(self) -> str:
+        named = f'{self.sign}{self.name or ""}'
         if self.mesh_axes:
             axes = ','.join(self.mesh_axes)
-            return f'{self.name}@{axes}' if len(self.mesh_axes) == 1 else f'{self.name}@({axes})'
-        return f'{self.name or ""}{"" if self.count is None else self.count}{"*" * self.star}'
+            return f'{named}@{axes}' if len(self.mesh_axes) == 1 else f'{named}@({axes})'
+        return f'{named}{"" if self.count is None else self.count}{"*" * self.star}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,7 @@ class Expression:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes of the array in order, including '...'."""
+        """The names of the array axes in order, including '...'."""
         return tuple(term.name for term in self.left if term.name is not None)
 
     def error(
@@ -82,9 +89,19 @@ class Expression:
         fix: str | None = None,
         **facts: object,
     ) -> EinshardError:
-        """Returns an error about `terms` of this expression."""
+        """Returns an error with carets under `terms` of this expression."""
         spans = [term.span for term in terms]
         return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
+
+    def on_one_device(self) -> Expression:
+        """Returns the expression with every count 1, and without stars and replicas."""
+        terms = [
+            term if term.count is None and not term.star else replace(term, count=1, star=False)
+            for term in self.right
+            if term.name is not None
+        ]
+        first = [t for i, t in enumerate(terms) if t.mesh_axes or t not in terms[:i]]
+        return replace(self, right=tuple(first))
 
     def __str__(self) -> str:
         left, right = (' '.join(map(str, side)) for side in (self.left, self.right))
@@ -149,14 +166,15 @@ def _terms(text: str, start: int, end: int) -> tuple[Term, ...]:
 def _term(text: str, start: int, end: int) -> Term:
     if text[start:end] == ELLIPSIS:
         return Term(ELLIPSIS, span=(start, end))
-    name = read_name(text, start, end)
-    at = start + len(name)
+    sign = read_sign(text, start, end)
+    name = '' if sign else read_name(text, start, end)
+    at = start + len(sign) + len(name)
     count = read_digits(text, at, end)
     at += len(count)
     star = text[at:end].startswith('*')
     at += star
     mesh_axes = ()
-    if at < end and text[at] == '@' and name:
+    if at < end and text[at] == '@' and (name or sign):
         mesh_axes = read_mesh_axes(text, at, end, span=(start, end), counted=bool(count) or star)
         at = end
     if at < end:
@@ -173,17 +191,16 @@ def _term(text: str, start: int, end: int) -> Term:
             expression=text,
             spans=[(start, end)],
         )
-    return Term(name or None, int(count) if count else None, star, mesh_axes, (start, end))
+    return Term(name or None, int(count) if count else None, star, mesh_axes, sign, (start, end))
 
 
 def _check_short(expression: Expression) -> None:
     again = _repeated(expression.right)
     if again:
         raise expression.error(
-            f"axis '{again[0].name}' appears {len(again)} times, "
-            "but without '->' it must appear once",
+            f"axis '{again[0].name}' appears {len(again)} times; it can appear once",
             again,
-            repeated_axis="with '->', on the right side: 'i o -> i2 o4 i2'",
+            to_shard_an_axis_twice="repeat it after '->', as in 'i o -> i2 o4 i2'",
         )
 
 
@@ -195,7 +212,7 @@ def _check_left(expression: Expression) -> None:
                 f"'{written}' is not an axis name; the left side lists only the names of the axes",
                 [term],
                 names='letters and underscores, no digits',
-                placements='counts, stars and mesh axes, on the right side',
+                placements='counts, stars and mesh axes go on the right side',
             )
     _check_ellipsis(expression, expression.left, ' on the left side')
     again = _repeated(expression.left)
@@ -208,7 +225,7 @@ def _check_left(expression: Expression) -> None:
 
 
 def _check_sides(expression: Expression) -> None:
-    """Raises if the two sides do not have the same axes."""
+    """Raises if the sides do not have the same axes."""
     left, right = expression.left, expression.right
     if not right:
         end = len(expression.text)
@@ -253,6 +270,14 @@ def _only_on_right(expression: Expression, term: Term) -> EinshardError:
 def _check_right(expression: Expression) -> None:
     _check_ellipsis(expression, expression.right, '' if expression.short else ' on the right side')
     check_mesh_axes(expression)
+    for sign in SIGNS:
+        groups = [term for term in expression.right if term.sign == sign]
+        if len(groups) > 1:
+            raise expression.error(
+                f"'{sign}' appears {len(groups)} times; it can appear once, for all its devices",
+                groups,
+                example=f"'{sign}@(data,tp)'",
+            )
 
 
 def check_mesh_axes(expression: Expression) -> None:

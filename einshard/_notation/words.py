@@ -1,4 +1,4 @@
-"""Reads the words of an expression, and says what is wrong with one. Imports no JAX."""
+"""Reads the words of an expression, and explains what is wrong with a word. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import unicodedata
 from .._errors import EinshardError, Span, Suggestion
 
 ELLIPSIS = '...'
+SIGNS = '+='  # '+': replicas are terms of a sum; '=': the gradients of replicas are
 _MESH_AXIS = re.compile(r'[^\s(),@*]+')
 
 
 def read_name(text: str, start: int, end: int) -> str:
-    """The name at `start`; '' if there is none."""
+    """Returns the name at `start`; '' if there is none."""
     at = start
     while at < end and _in_name(text[at], first=at == start):
         at += 1
@@ -26,8 +27,23 @@ def _in_name(character: str, first: bool) -> bool:
     return not first and unicodedata.category(character) in ('Mn', 'Mc')
 
 
+def read_sign(text: str, start: int, end: int) -> str:
+    """Returns the sign at `start`; '' if there is none. Raises for a sign without devices."""
+    if text[start] not in SIGNS or text.startswith('=>', start):
+        return ''
+    sign = text[start]
+    if end == start + 1:
+        raise EinshardError(
+            f"'{sign}' alone is not a valid term; add a count, a star or mesh axes",
+            expression=text,
+            spans=[(start, end)],
+            facts={'by count': f"'{sign}2'  '{sign}*'", 'by name': f"'{sign}@tp'"},
+        )
+    return sign
+
+
 def read_digits(text: str, start: int, end: int) -> str:
-    """The count at `start`; '' if there is none."""
+    """Returns the count at `start`; '' if there is none."""
     at = start
     while at < end and text[at] in '0123456789':
         at += 1
@@ -35,7 +51,7 @@ def read_digits(text: str, start: int, end: int) -> str:
 
 
 def read_mesh_axes(text: str, at: int, end: int, span: Span, counted: bool) -> tuple[str, ...]:
-    """The mesh axes after the '@' at `at`."""
+    """Returns the mesh axes after the '@' at `at`; raises if a count comes before it."""
     if counted:
         raise EinshardError(
             f"'{text[slice(*span)]}' has both a count and mesh axes; use one or the other",
@@ -57,7 +73,7 @@ def read_mesh_axes(text: str, at: int, end: int, span: Span, counted: bool) -> t
             f"'{text[slice(*span)]}' has no valid mesh axes after '@'",
             expression=text,
             spans=[span],
-            facts={'one axis': "'b@data'", 'several': "'b@(data,fsdp)'"},
+            facts={'one mesh axis': "'b@data'", 'several': "'b@(data,fsdp)'"},
             fix=Suggestion(fix) if fix else None,
         )
     return axes
@@ -69,11 +85,12 @@ def is_mesh_axis(name: str) -> bool:
 
 
 def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
-    """The error for a word that is not a term because of its characters from `at` on."""
+    """Returns the error for a word that is not a term because of the characters from `at` on."""
     word, rest = text[start:end], text[at:end]
     character = rest[0]
     if character.isalpha() or character == '_':
-        return _two_terms(text, start, at, end)
+        after_sign = word[0] in SIGNS and at == start + 1
+        return (_signed_name if after_sign else _two_terms)(text, start, at, end)
     facts: dict[str, object] = {}
     fix = None
     span = (start, end)
@@ -101,14 +118,17 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
     elif character in '->':
         sentence = f"'{character}' alone is not part of the notation; the arrow is '->'"
         span = (at, at + 1)
-    elif character in '/:' and at > start and len(rest) > 1:
+    elif character in '/:=' and at > start and len(rest) > 1 and rest[1] != '@':
         span = (at, at + 1)
         is_count = re.fullmatch(r'[0-9]*\*?', rest[1:]) is not None
         instead = 'a count comes right after the name' if is_count else "mesh axes come after '@'"
         sentence = f"'{character}' is not part of the notation; {instead}"
         fix = Suggestion(f'{text[:at]}{"" if is_count else "@"}{text[at + 1 :]}')
+    elif character in SIGNS and at > start:
+        sentence = f"'{word}' is not a valid term: put a space before '{character}'"
+        fix = Suggestion(f'{text[:at]} {text[at:]}')
     elif character.isdigit():
-        sentence = f"'{character}' is not a valid digit; counts use 0 to 9"
+        sentence = f"'{character}' is not a valid digit; counts use the digits 0 to 9"
         span = (at, at + 1)
     else:
         span = (at, at + 1)
@@ -116,22 +136,35 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
         if not character.isprintable():
             written = f'unprintable character U+{ord(character):04X}'
         sentence = f'{written} is not part of the notation'
-        facts['valid terms'] = 'a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  ...'
+        facts['valid terms'] = 'a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  +@axis  =2  ...'
     return EinshardError(sentence, expression=text, spans=[span], facts=facts, fix=fix)
 
 
+def _signed_name(text: str, start: int, at: int, end: int) -> EinshardError:
+    """The error for a sign right before a name, as in +tp."""
+    sign, rest = text[start], text[at:end]
+    fix = Suggestion(f'{text[:start]}{sign}@{rest}{text[end:]}') if is_mesh_axis(rest) else None
+    return EinshardError(
+        f"'{text[start:end]}' is not a valid term: '{sign}' is for devices, not for array axes",
+        expression=text,
+        spans=[(start, end)],
+        facts={'by count': f"'{sign}2'  '{sign}*'", 'by name': f"'{sign}@tp'"},
+        fix=fix,
+    )
+
+
 def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
-    """The error for a name right after a count, a star or another term, as in a2b or 2a."""
+    """Returns the error for a name right after a count, a star or a term, as in 'a2b' or '2a'."""
     word, head, rest = text[start:end], text[start:at], text[at:end]
-    facts: dict[str, object] = {'two terms': f"'{head} {rest}'"}
+    facts: dict[str, object] = {'as two terms': f"'{head} {rest}'"}
     if read_name(text, start, end):
         digits = 'names have no digits, and ' if read_digits(text, at - 1, at) else ''
         sentence = f"'{word}' is not a valid term: {digits}spaces separate terms"
         if re.fullmatch(r'\w+', word):
-            facts['one axis'] = f"'{re.sub('[0-9]+', '_', word).strip('_')}'"
+            facts['as one name'] = f"'{re.sub('[0-9]+', '_', word).strip('_')}'"
     else:
         part = 'star' if head.endswith('*') else 'count'
         sentence = f"'{word}' is not a valid term: a {part} comes after the name"
         if read_name(text, at, end) == rest:
-            facts['one term'] = f"'{rest}{head}'"
+            facts['as one term'] = f"'{rest}{head}'"
     return EinshardError(sentence, expression=text, spans=[(start, end)], facts=facts)

@@ -17,64 +17,75 @@ from .spec_axes import MeshAxis, SpecAxes, grid_of, replicas
 
 @dataclass(frozen=True, slots=True)
 class JointMesh:
-    """A mesh with axes named after array axes, in device order. Replica axes have name None."""
+    """A mesh with axes named after array axes, in device order.
+
+    Axes with name None are not named after an array axis: only replicas lie along them.
+    """
 
     axes: tuple[MeshAxis, ...]
 
     @property
-    def axis_sizes(self) -> dict[str, int]:
-        """Size by name. Replica axes get names with digits, which array axes cannot have."""
+    def mesh_shape(self) -> dict[str, int]:
+        """The axis sizes by name. Unnamed axes become 'replica0', ..: array axes have no digits."""
         numbers = itertools.count()
         return {name or f'replica{next(numbers)}': count for name, count in self.axes}
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Size by name, without replica axes."""
+    def named_sizes(self) -> dict[str, int]:
+        """The axis sizes by name, without the unnamed axes."""
         return {name: count for name, count in self.axes if name is not None}
 
     def fits(self, axis_sizes: Sequence[int]) -> bool:
-        """Whether each axis is a group of consecutive axes of a mesh with these sizes."""
+        """Whether each axis is the product of consecutive axes of a mesh with these sizes."""
         grid = Layout(tuple(Split(count, i) for i, (_, count) in enumerate(self.axes)))
         return fit(grid, {str(i): size for i, size in enumerate(axis_sizes)}) is not None
 
     def complete(self, expression: Expression) -> str:
-        """Completes an expression to all devices: 'x y -> x2 y' becomes 'x y -> 4 x2 y'."""
-        holders = self._holders(expression)
-        terms = [(holders.get(name or '', ''), count) for name, count in self.axes if count > 1]
+        """Extends an expression to cover all devices: 'x y -> x2 y' becomes 'x y -> 4 x2 y'."""
+        array_axis_of = self._array_axes(expression)
+        terms = [
+            (array_axis_of.get(name or '', ''), count) for name, count in self.axes if count > 1
+        ]
         return _written(
             expression, {name for name, _ in terms}, [f'{n}{c}' for n, c in terms] or ['1']
         )
 
     def by_name(self, expression: Expression) -> str:
-        """Names the mesh axes in an expression: 'x y -> x2 y' becomes 'x y -> x@x y'."""
-        axes: dict[str, list[str]] = {}
-        for axis, name in self._holders(expression).items():
-            axes.setdefault(name, []).append(axis)
-        terms = [f'{name}@({",".join(its_axes)})' for name, its_axes in axes.items()]
-        return _written(expression, axes.keys(), terms or ['*'])
+        """Rewrites counts as mesh axes: 'x y -> x2 y' becomes 'x y -> x@(x) y'."""
+        mesh_axes: dict[str, list[str]] = {}
+        for mesh_axis, array_axis in self._array_axes(expression).items():
+            mesh_axes.setdefault(array_axis, []).append(mesh_axis)
+        terms = [f'{array_axis}@({",".join(axes)})' for array_axis, axes in mesh_axes.items()]
+        return _written(expression, mesh_axes.keys(), terms or ['*'])
 
-    def _holders(self, expression: Expression) -> dict[str, str]:
-        """Returns the array axis that each mesh axis shards, in device order."""
+    def _array_axes(self, expression: Expression) -> dict[str, str]:
+        """Returns, by mesh axis in device order, the array axis that it shards."""
         spec = SpecAxes('', expression)
-        holders = {axis: str(term.name) for axis, term in spec.uses.items()}
-        holders |= {name: name for name in spec.defines}
-        return {axis: holders[axis] for axis in self.sizes if axis in holders}
+        array_axis_of = {axis: str(term.name) for axis, term in spec.uses.items()}
+        array_axis_of |= {name: name for name in spec.defines}
+        return {axis: array_axis_of[axis] for axis in self.named_sizes if axis in array_axis_of}
 
 
-def _written(expression: Expression, placed: Collection[str], terms: Sequence[str]) -> str:
-    rest = [name for name in expression.names if name not in placed]
-    return ' '.join([*expression.names, '->', *terms, *rest])
+def _written(expression: Expression, sharded: Collection[str], terms: Sequence[str]) -> str:
+    """Writes an expression with these terms, followed by the axes that are not `sharded`."""
+    unsharded = [name for name in expression.names if name not in sharded]
+    return ' '.join([*expression.names, '->', *terms, *unsharded])
 
 
 @cached
 def joint_mesh(
     specs: tuple[SpecAxes, ...], n_devices: int, axis_sizes: tuple[int, ...] | None = None
 ) -> JointMesh:
-    """Finds the mesh whose axes are in the only order that agrees with all expressions.
+    """Finds the mesh that all expressions fit; raises if none or several do.
 
     A count in one expression applies to all of them. Stars are solved first in expressions that
     list replicas, because these use all devices; the other stars share the remaining devices.
-    `axis_sizes` are those of the user's mesh, if there is one: suggestions must fit it.
+
+    Args:
+        specs: the expressions of the arguments and the result.
+        n_devices: the number of devices.
+        axis_sizes: the axis sizes of the user's mesh, which suggestions must fit; None if there is
+            no such mesh.
     """
     joint = _Specs(specs, n_devices, axis_sizes)
     try:
@@ -102,7 +113,7 @@ class _Specs:
         counts = self.counts()
         left, rest = divmod(self.n_devices, math.prod(counts.values()))
         if rest:
-            raise self.too_many(counts)
+            raise self.counts_do_not_fit(counts)
         if left > 1 and not any(spec.spells_out_replicas for spec in self.specs):
             raise self.left_over(counts)
         orders = list(itertools.islice(_orders(self.specs, counts, self.n_devices), 2))
@@ -113,11 +124,11 @@ class _Specs:
         (order,) = orders
         for spec in self.specs:
             spec.check_order([name for name, _ in order])
-        of_one = [(name, count) for name, count in counts.items() if count == 1]
-        return JointMesh((*order, *of_one) or ((None, 1),))
+        size_one_axes = [(name, count) for name, count in counts.items() if count == 1]
+        return JointMesh((*order, *size_one_axes) or ((None, 1),))
 
     def try_fix(self, text: str, fix: str) -> None:
-        """Raises if the expressions, with `fix` in place of `text`, do not form a mesh."""
+        """Replaces the expression `text` by `fix`; raises if there is still no mesh."""
         i = [spec.expression.text for spec in self.specs].index(text)
         changed = replace(self.specs[i], expression=parse(fix))
         mesh = replace(self, specs=(*self.specs[:i], changed, *self.specs[i + 1 :])).mesh()
@@ -125,35 +136,36 @@ class _Specs:
             raise changed.expression.error('the counts do not match the axes of the mesh')
 
     def counts(self) -> dict[str, int]:
-        """Returns the size of every axis, in order of appearance."""
-        known: dict[str, tuple[int, SpecAxes]] = {}
+        """Returns the size of every mesh axis, in order of appearance."""
+        sources: dict[str, tuple[int, SpecAxes]] = {}  # a size, and the expression that set it
 
-        def learn(name: str, count: int, spec: SpecAxes) -> None:
-            first, other = known.setdefault(name, (count, spec))
-            if first != count:
-                raise other.expression.error(
-                    f"axis '{name}' has {first} shards in one expression and {count} in another",
-                    [other.defines[name]],
-                    **_texts([other, spec]),
+        def add(name: str, count: int, spec: SpecAxes) -> None:
+            first_count, first_spec = sources.setdefault(name, (count, spec))
+            if first_count != count:
+                raise first_spec.expression.error(
+                    f"axis '{name}' has {first_count} shards in one expression "
+                    f'and {count} in another',
+                    [first_spec.defines[name]],
+                    **_texts([first_spec, spec]),
                     devices=self.n_devices,
                 )
 
         for spec in self.specs:
             for name, term in spec.defines.items():
                 if not term.star:
-                    learn(name, term.factor, spec)
-        written = {name: count for name, (count, _) in known.items()}
+                    add(name, term.factor, spec)
+        written = {name: count for name, (count, _) in sources.items()}
         for spec in self.specs:
             if spec.spells_out_replicas and not spec.uses:
                 solved = dict(spec.grid(written, self.n_devices))
                 for name in spec.defines:
-                    learn(name, solved.get(name, 1), spec)
-        counts = {name: count for name, (count, _) in known.items()}
+                    add(name, solved.get(name, 1), spec)
+        counts = {name: count for name, (count, _) in sources.items()}
         counts |= self.solve_stars(counts)
         return {name: counts[name] for spec in self.specs for name in spec.defines}
 
     def solve_stars(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Returns the sizes of starred axes, which share the remaining devices."""
+        """Returns the sizes of starred axes that `counts` lacks; they share the other devices."""
         starred: dict[str, SpecAxes] = {}
         for spec in self.specs:
             for name, term in spec.defines.items():
@@ -170,7 +182,7 @@ class _Specs:
         if not starred:
             return {}
         if self.n_devices % math.prod(counts.values()):
-            raise self.too_many(counts)
+            raise self.counts_do_not_fit(counts)
         factors = {name: spec.defines[name].factor for name, spec in starred.items()}
         terms = [f'{name}{count}' for name, count in counts.items()]
         terms += [f'{name}{"" if factor == 1 else factor}*' for name, factor in factors.items()]
@@ -183,20 +195,20 @@ class _Specs:
             ) from None
         return {name: solved.get(name, 1) for name in starred}
 
-    def too_many(self, counts: Mapping[str, int]) -> EinshardError:
+    def counts_do_not_fit(self, counts: Mapping[str, int]) -> EinshardError:
         sharded = [(name, count) for name, count in counts.items() if count > 1]
         product, n_devices = math.prod(counts.values()), self.n_devices
-        times = ' x '.join(str(count) for _, count in sharded)
+        factors = ' x '.join(str(count) for _, count in sharded)
         facts = {**_texts(self.specs), 'devices': str(n_devices)}
         if len(sharded) > 1 and self.axis_sizes is None:
             (first, _), (second, _) = sharded[:2]
-            if works(self.over_the_same(first, second).mesh):
-                fact = f"'{second}@{first}' shards {second} over the devices of {first}"
-                facts['same devices'] = fact
+            if works(self.sharing_devices(first, second).mesh):
+                fact = f"'{second}@{first}', which shards {second} over the devices of {first}"
+                facts['to share devices'] = fact
         return EinshardError(
             f'{quoted(f"{name}{count}" for name, count in sharded)} '
             f'{"needs" if len(sharded) == 1 else "need"} '
-            f'{times if len(sharded) == 1 else f"{times} = {product}"} devices, '
+            f'{factors if len(sharded) == 1 else f"{factors} = {product}"} devices, '
             + (
                 f'but there {"is" if n_devices == 1 else "are"} only {n_devices}'
                 if product > n_devices
@@ -205,13 +217,13 @@ class _Specs:
             facts=facts,
         )
 
-    def over_the_same(self, first: str, second: str) -> _Specs:
-        """Returns the expressions with the second axis sharded over the devices of the first."""
+    def sharing_devices(self, first: str, second: str) -> _Specs:
+        """Replaces a count of axis `second` by `second@first`, in all expressions."""
         changed: list[SpecAxes] = []
         for spec in self.specs:
             term = spec.defines.get(second)
-            over = Term(second, mesh_axes=(first,))
-            right = tuple(over if one is term else one for one in spec.expression.right)
+            shared = Term(second, mesh_axes=(first,))
+            right = tuple(shared if t is term else t for t in spec.expression.right)
             changed.append(replace(spec, expression=replace(spec.expression, right=right)))
         return replace(self, specs=tuple(changed))
 
@@ -240,9 +252,9 @@ class _Specs:
         self, orders: Sequence[tuple[MeshAxis, ...]], counts: Mapping[str, int]
     ) -> EinshardError:
         first = next(pair for pair in zip(*orders, strict=False) if pair[0] != pair[1])
-        one, other = (f"'{name or ''}{count}'" for name, count in first)
+        option, alternative = (f"'{name or ''}{count}'" for name, count in first)
         facts = {**_texts(self.specs), 'devices': str(self.n_devices)}
-        # counts cannot order an axis that shares the devices of another
+        # `complete` writes counts, which would turn 'y@x' into a new mesh axis y
         by_count = [spec for spec in self.specs if not spec.uses]
         for longest in sorted(by_count, key=lambda spec: len(spec.defines), reverse=True)[:1]:
             fixes: list[str] = []
@@ -255,23 +267,24 @@ class _Specs:
             if fixes:
                 facts['try'] = f'{" or ".join(fixes)}, for {longest.of}'
         return EinshardError(
-            f'ambiguous device order: either {one} or {other} could come first', facts=facts
+            f'ambiguous device order: either {option} or {alternative} could come first',
+            facts=facts,
         )
 
     def no_order(self, counts: Mapping[str, int]) -> EinshardError:
-        apart: Sequence[SpecAxes] = self.specs
+        conflicting: Sequence[SpecAxes] = self.specs
         for pair in itertools.combinations(self.specs, 2):
             names = {name for spec in pair for name in (*spec.defines, *spec.uses)}
-            theirs = {name: count for name, count in counts.items() if name in names}
-            if next(_orders(pair, theirs, self.n_devices), None) is None:
-                apart = pair
+            pair_counts = {name: count for name, count in counts.items() if name in names}
+            if next(_orders(pair, pair_counts, self.n_devices), None) is None:
+                conflicting = pair
                 break
-        whose = 'two expressions' if len(apart) == 2 else 'the expressions'
+        subject = 'two expressions' if len(conflicting) == 2 else 'the expressions'
         sizes = mesh_text({name: count for name, count in counts.items() if count > 1})
-        return apart[0].expression.error(
-            f'{whose} disagree on the device order',
-            [term for term in apart[0].expression.right if term.is_sharded],
-            **_texts(apart),
+        return conflicting[0].expression.error(
+            f'{subject} disagree on the device order',
+            [term for term in conflicting[0].expression.right if term.is_sharded],
+            **_texts(conflicting),
             devices=f'{self.n_devices} ({sizes})',
         )
 
@@ -281,37 +294,37 @@ def _orders(
 ) -> Iterator[tuple[MeshAxis, ...]]:
     """Yields the orders of the mesh axes larger than 1 that agree with every expression.
 
-    Each expression is read from left to right. An axis that it defines can only be the next one in
-    its own order. Axes of other expressions are skipped or, if the expression lists replicas, count
-    towards those. Sizes matter for that, so a topological sort (`graphlib`) of the axes is not
-    enough.
+    The search appends one mesh axis at a time, and every expression must accept it. An expression
+    takes its own axes in the order in which it lists them. It skips axes of other expressions; but
+    if it lists replicas, such an axis uses up a part of the replica count that comes next in it.
+    Because of these counts, a topological sort (`graphlib`) of the axes is not enough.
     """
 
     def extend(
         order: tuple[MeshAxis, ...], grids: Sequence[tuple[MeshAxis, ...]]
     ) -> Iterator[tuple[MeshAxis, ...]]:
         candidates = [axis for axis in sharded if axis not in order]
-        left = n_devices // math.prod(counts.values())
-        left //= math.prod(count for name, count in order if name is None)
-        if not candidates and left == 1:
+        n_left = n_devices // math.prod(counts.values())
+        n_left //= math.prod(count for name, count in order if name is None)
+        if not candidates and n_left == 1:
             yield order
-        if left > 1 and (not order or order[-1][0] is not None):
-            both = zip(specs, grids, strict=True)
-            rooms = (replicas(grid) for spec, grid in both if spec.spells_out_replicas)
-            room = math.gcd(left, *rooms)
-            candidates += [(None, room)] if room > 1 else []
+        if n_left > 1 and (not order or order[-1][0] is not None):
+            listing = zip(specs, grids, strict=True)
+            replica_counts = (replicas(grid) for spec, grid in listing if spec.spells_out_replicas)
+            common = math.gcd(n_left, *replica_counts)
+            candidates += [(None, common)] if common > 1 else []
         for axis in candidates:
-            read = [spec.read(grid, axis) for spec, grid in zip(specs, grids, strict=True)]
-            below = [grid for grid in read if grid is not None]
-            if len(below) == len(read):
-                yield from extend((*order, axis), below)
+            rests = [spec.read(grid, axis) for spec, grid in zip(specs, grids, strict=True)]
+            accepted = [grid for grid in rests if grid is not None]
+            if len(accepted) == len(rests):
+                yield from extend((*order, axis), accepted)
 
     sharded: list[MeshAxis] = [(name, count) for name, count in counts.items() if count > 1]
     yield from extend((), [spec.grid(counts, n_devices) for spec in specs])
 
 
 def _texts(specs: Sequence[SpecAxes]) -> dict[str, str]:
-    """Returns the distinct expressions, as facts."""
+    """Returns the distinct expressions as facts, labeled by parameter."""
     first = {spec.expression: spec for spec in reversed(specs)}
     shown = [spec for spec in specs if first[spec.expression] is spec]
     return {spec.of: f"'{spec.expression.text}'" for spec in shown}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .._errors import plural
@@ -12,7 +12,7 @@ from .blocks import Blocks
 
 
 def meaning(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> str:
-    """Describes the shards in a sentence, with the mesh axes of each array axis if in `entries`."""
+    """Describes the shards in a sentence; `entries` are the mesh axes of each array axis, or []."""
     n_shards, replicas = blocks.n_blocks, blocks.replicas
     sharded = [axis for axis, count in enumerate(blocks.parts) if count > 1]
     array = '' if blocks.sizes is None else f', {dtype}{shape_text(blocks.sizes)}'
@@ -40,26 +40,31 @@ def device_order(
     named: bool,
     names: Sequence[str],
     entries: Sequence[tuple[Any, ...]],
-    unreduced: Collection[Any] = (),
+    signs: Mapping[Any, str],
 ) -> list[str]:
     """Lists the dimensions of the device grid, slowest first; empty if it has fewer than two."""
-    owner = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}
-    dimensions: list[tuple[str | None, Any, int]] = []
+    array_axis = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}
+    dimensions: list[tuple[str, Any, int]] = []
     for axis, size in mesh.items():
-        holder = owner.get(axis)
-        if size > 1 and dimensions and dimensions[-1][0] == holder and not named:
-            dimensions[-1] = (holder, axis, dimensions[-1][2] * size)
+        what = (
+            f'parts of {array_axis[axis]}' if axis in array_axis else _REPLICAS[signs.get(axis, '')]
+        )
+        if size > 1 and dimensions and dimensions[-1][0] == what and not named:
+            dimensions[-1] = (what, axis, dimensions[-1][2] * size)
         elif size > 1:
-            dimensions.append((holder, axis, size))
-    if not unreduced and (len(dimensions) < 2 or not owner):
+            dimensions.append((what, axis, size))
+    if not signs and (len(dimensions) < 2 or not array_axis):
         return []
-    texts: list[str] = []
-    for holder, axis, size in dimensions:
-        what = f'{size} replicas' if holder is None else f'{size} parts of {holder}'
-        what = f'{size} terms of a sum' if axis in unreduced else what
-        texts.append(f'{axis} ({what})' if named else what)
+    texts = [f'{axis} ({n} {what})' if named else f'{n} {what}' for what, axis, n in dimensions]
     thing = 'mesh axes' if named else 'devices'
     return [f'{thing}, slowest first: {(", " if named else " x ").join(texts)}']
+
+
+_REPLICAS = {
+    '': 'replicas',
+    '+': 'terms of a sum',
+    '=': 'replicas whose gradients are terms of a sum',
+}
 
 
 def _group(mesh_axes: Sequence[Any]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from .._errors import EinshardError
@@ -15,6 +16,7 @@ from .caption import device_order, meaning
 from .picture import Picture
 
 _MAX_DEVICES = 1_000_000
+_NO_SIGNS: Mapping[Any, str] = MappingProxyType({})
 _MAX_DIMS = 63  # numpy allows 64 dimensions, JAX fewer
 
 
@@ -26,7 +28,7 @@ def draw(
     *,
     dtype: str = '',
     named: bool = True,
-    unreduced: Collection[Any] = (),
+    signs: Mapping[Any, str] = _NO_SIGNS,
 ) -> Picture:
     """Draws an array.
 
@@ -34,15 +36,15 @@ def draw(
         mesh: mesh axes and their sizes, slowest first.
         entries: for each array axis, the mesh axes that shard it, major to minor.
         names: the names of the array axes.
-        sizes: their sizes, if known.
-        dtype: the dtype, if known.
-        named: whether mesh axes have names that the user gave.
-        unreduced: mesh axes along which devices hold partial sums.
+        sizes: the sizes of the array axes; None if unknown.
+        dtype: the dtype; '' if unknown.
+        named: whether the user named the mesh axes.
+        signs: by mesh axis, the sign of its replicas: '+' for terms of a sum.
     """
     check_drawable(math.prod(mesh.values()), len(names))
     blocks = blocks_on_mesh(mesh, entries, names, sizes)
     words = [meaning(blocks, dtype, entries if named else [])]
-    return Picture(blocks, (*words, *device_order(mesh, named, names, entries, unreduced)))
+    return Picture(blocks, (*words, *device_order(mesh, named, names, entries, signs)))
 
 
 def draw_expression(
@@ -53,7 +55,7 @@ def draw_expression(
     Args:
         expression: an expression with counts only.
         shape: the shape of the array; if None, '...' stands for no axes.
-        n_devices: the number of devices; by default, as many as the counts use.
+        n_devices: the number of devices. Default: the number that the counts use.
     """
     n_devices = _device_count(expression, n_devices)
     ndim = rank_drawn(expression, shape)
@@ -61,9 +63,10 @@ def draw_expression(
     if shape is not None:
         check_divisible(expression, layout, shape, n_devices)
     mesh = {f'd{i}': split.count for i, split in enumerate(layout.splits)}
+    signs = {f'd{i}': split.sign for i, split in enumerate(layout.splits) if split.sign}
     entries = spec_entries(layout, [(axis,) for axis in mesh])
     entries += ((),) * (ndim - len(entries))
-    return draw(mesh, entries, axis_names(expression, ndim), shape, named=False)
+    return draw(mesh, entries, axis_names(expression, ndim), shape, named=False, signs=signs)
 
 
 def rank_drawn(expression: Expression, shape: Sequence[int] | None) -> int:
@@ -73,7 +76,7 @@ def rank_drawn(expression: Expression, shape: Sequence[int] | None) -> int:
 
 
 def axis_names(expression: Expression, ndim: int) -> tuple[str, ...]:
-    """Returns the name of each axis, '...' for unnamed ones."""
+    """Returns the name of each axis; '...' for unnamed axes."""
     positions = axis_positions(expression, ndim)
     names = {position: name for name, position in positions.items()}
     return tuple(names.get(i, ELLIPSIS) for i in range(ndim))
@@ -86,7 +89,8 @@ def _device_count(expression: Expression, given: Any) -> int:
         raise expression.error(
             f"'{by_name[0]}' names mesh axes, but there is no mesh",
             by_name,
-            expected='devices=, a Mesh or AbstractMesh (command line: --mesh data=4 tp=2)',
+            expected='devices=mesh, a Mesh or AbstractMesh',
+            command_line='--mesh data=4 tp=2',
         )
     if given is None:
         stars = [term for term in expression.right if term.star]
@@ -94,7 +98,8 @@ def _device_count(expression: Expression, given: Any) -> int:
             raise expression.error(
                 'a star needs the number of devices',
                 stars,
-                expected='devices=, a number, a mesh or devices (command line: --devices)',
+                example='devices=8; also a mesh or a list of devices',
+                command_line='--devices 8',
             )
         n_devices = math.prod(term.factor for term in expression.right)
     else:

@@ -19,8 +19,8 @@ class Ruled(NamedTuple):
     """An expression with axis rules applied.
 
     Attributes:
-        missing: the mesh axes in it that the mesh lacks.
-        indivisible: its axes that may be replicated if their size is not divisible.
+        missing: the mesh axes that it names but the mesh lacks.
+        indivisible: the array axes to replicate if their size is not divisible.
     """
 
     expression: Expression
@@ -34,9 +34,10 @@ def apply_axis_rules(
     axis_sizes: Mapping[str, int],
     on_missing: Fallback = 'error',
 ) -> Ruled:
-    """Applies axis rules to an expression, on a mesh with these axes.
+    """Applies axis rules to an expression, on a mesh with the axes `axis_sizes`.
 
-    Missing axes are removed if `on_missing` or the `missing=` of their rule is 'replicate'.
+    Mesh axes that the mesh lacks are removed if `on_missing` or the `missing=` of their rule is
+    'replicate'.
     """
     if on_missing == 'replicate':
         rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
@@ -56,7 +57,7 @@ def _placed(
     ruled: Sequence[tuple[Term, AxisRule | None]],
     axis_sizes: Mapping[str, int],
 ) -> Expression:
-    """Makes `ruled` the terms of an expression; unused devices hold replicas."""
+    """Returns the short form with the terms of `ruled`; unused devices hold replicas."""
     terms = [
         _on_mesh(term, axis_sizes) if rule and rule.ignores_missing else term
         for term, rule in ruled
@@ -70,8 +71,8 @@ def _placed(
         check_mesh_axes(placed)
     except EinshardError as error:
         raise error.about(
-            written=f"'{expression.text}', with axis_rules",
-            instead="a name without a rule, for an axis that is not sharded; or taken='next'",
+            before_axis_rules=f"'{expression.text}'",
+            instead="leave one of the axes unsharded: name it without a rule; or use taken='next'",
         ) from None
     return placed
 
@@ -79,7 +80,7 @@ def _placed(
 def _ruled_terms(
     expression: Expression, rules: AxisRules, axis_sizes: Mapping[str, int]
 ) -> list[tuple[Term, AxisRule | None]]:
-    """Applies rules to the terms; returns them, each with its rule."""
+    """Returns the terms of an expression with rules applied, each with its rule or None."""
     ruled: list[tuple[Term, AxisRule | None]] = [(term, None) for term in expression.right]
     if not (expression.short and rules):
         return ruled
@@ -90,13 +91,13 @@ def _ruled_terms(
         if i is None or ruled[i][1] is not None:
             continue
         term = replace(_term(rule.placement), name=rule.name, span=expression.right[i].span)
-        taken = used.intersection(term.mesh_axes)
+        used_here = used.intersection(term.mesh_axes)
         size_if_missing = 1 if rule.ignores_missing else None
-        in_use = any(axis_sizes.get(axis, size_if_missing) != 1 for axis in taken)
-        if rule.skips_taken and in_use:
+        conflicts = any(axis_sizes.get(axis, size_if_missing) != 1 for axis in used_here)
+        if rule.skips_taken and conflicts:
             continue
-        # a mesh axis of size 1 shards nothing, so it may be named for several axes
-        axes = tuple(a for a in term.mesh_axes if a not in taken or axis_sizes.get(a) != 1)
+        # a mesh axis of size 1 shards nothing, so rules for several array axes may name it
+        axes = tuple(a for a in term.mesh_axes if a not in used_here or axis_sizes.get(a) != 1)
         used.update(axes)
         ruled[i] = replace(term, mesh_axes=axes), rule
     names = {rule.name for rule in rules}
@@ -107,7 +108,7 @@ def _ruled_terms(
 
 
 def _check_spelling(expression: Expression, term: Term, ruled: Collection[str]) -> None:
-    """Raises if a name without a rule looks like a misspelling of one that has a rule."""
+    """Raises if a name without a rule looks like a misspelled name with a rule."""
     name, (start, end) = str(term.name), term.span
     for other in ruled:
         if other not in expression.names and _is_misspelled(name, other):
@@ -115,15 +116,15 @@ def _check_spelling(expression: Expression, term: Term, ruled: Collection[str]) 
                 f"axis '{name}' has no rule, but '{other}' has one",
                 [term],
                 fix=Suggestion(f'{expression.text[:start]}{other}{expression.text[end:]}'),
-                not_sharded=f"axis_rules({name}='')",
+                to_leave_it_unsharded=f"axis_rules({name}='')",
             )
 
 
 def _is_misspelled(name: str, other: str) -> bool:
     """Whether one letter is missing, added or different, or two neighbors are swapped.
 
-    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Names of up to 3 letters and
-    words of one letter, as in 'w_q' and 'w_k', are too often different on purpose.
+    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Ignores names of up to 3
+    letters, and words of one letter as in 'w_q' and 'w_k': they often differ on purpose.
     """
     different = {*name.split('_')} ^ {*other.split('_')}
     if min(len(name), len(other)) < 4 or any(len(word) == 1 for word in different):
@@ -154,5 +155,6 @@ def _on_mesh(term: Term, mesh_axes: Container[str]) -> Term:
 
 @cached
 def _term(placement: str) -> Term:
+    """Parses the placement of a rule, such as '@data'; the name of the term is arbitrary."""
     (term,) = parse(f'x{placement}').right
     return term

@@ -37,8 +37,8 @@ class AxisTable(Mapping[str, str]):
 
 
 #: Axis rules for training, on a mesh with any of the axes data, fsdp, tensor, sequence and expert.
-#: `embed` is the model axis of parameters. In activations, `batch` uses fsdp, so there give the
-#: model axis a name without a rule, such as d.
+#: `embed` is the model axis of parameters. Activations shard `batch` over fsdp, so name their model
+#: axis without a rule, such as d.
 TRAINING_AXES: Mapping[str, str] = AxisTable(
     'TRAINING_AXES',
     {
@@ -61,11 +61,11 @@ DECODING_AXES: Mapping[str, str] = AxisTable(
         'batch': '@(data,fsdp)',  # requests are independent
         'sequence': '',  # one token cannot be sharded, and each step reads the whole cache
         'heads': '@tensor',  # each device computes its own heads ...
-        'kv_heads': '@tensor',  # ... and stores their part of the KV cache
+        'kv_heads': '@tensor',  # ... and stores the KV cache of these heads
         'head_dim': '',  # if sharded, each attention score would need an all-reduce
         'embed': '',  # over fsdp, each token would all-gather all parameters
         'mlp': '@tensor',  # decoding is bound by reading weights: each device reads its shard
-        'vocab': '@tensor',  # likewise, and no device holds all logits
+        'vocab': '@tensor',  # as for mlp; and no device holds all logits
         'expert': '@expert',  # weights stay in place; the few tokens are sent to them
     },
 )

@@ -23,7 +23,7 @@ R = TypeVar('R')
 Fallback: TypeAlias = Literal['error', 'replicate']
 # What to do with a rule whose mesh axes already shard another axis of the array.
 Taken: TypeAlias = Literal['error', 'next']
-# A placement: the text after a name, or a PartitionSpec with one entry.
+# A placement: the text after a name; or a PartitionSpec or NamedSharding with one entry.
 Placed: TypeAlias = str | PartitionSpec | NamedSharding
 # A mesh axis, several, or None, as in the logical axis rules of Flax; or a placement.
 LogicalRule: TypeAlias = tuple[str, Placed | Sequence[str] | None]
@@ -46,7 +46,7 @@ class axis_rules:
     Rules apply to expressions without an arrow. A name without its own placement takes the
     placement of its rule; a name without a rule is not sharded; unused devices hold replicas.
     So the same model code works on any mesh. Nested rules are merged, and the inner rule of an axis
-    wins. One object can be entered many times, also by several threads.
+    wins. The object is reusable and reentrant, also across threads.
 
     Logical axis rules, as Flax and MaxText have them, are a list of pairs. With `taken='next'` a
     name may be listed several times, and the first rule whose mesh axes are free applies:
@@ -61,9 +61,9 @@ class axis_rules:
 
     Do not `await` or `yield` inside the rules. Asyncio tasks share a thread, and JAX's cache keys
     use thread-local state, so einshard raises an error if another task in the thread has entered
-    different rules. In a thread with a copied context, `einshard` and `sharded` use that context's
-    rules; under plain `jax.jit` einshard raises an error, so enter the rules in the function that
-    the thread runs.
+    different rules. In a thread that runs in a copied `contextvars` context, `einshard` and
+    `sharded` use the rules of that context; under plain `jax.jit` einshard raises an error, so
+    enter the rules in the function that the thread runs.
 
     Args:
         placements: a mapping from axis names to placements, such as `TRAINING_AXES`. A placement
@@ -100,21 +100,21 @@ class axis_rules:
         for option, value in (('missing', missing), ('indivisible', indivisible)):
             check_option(option, value, **_for_an_axis_named(option))
         check_option('taken', taken, ('error', 'next'), **_for_an_axis_named('taken'))
-        how = missing == 'replicate', indivisible == 'replicate', taken == 'next'
+        options = missing == 'replicate', indivisible == 'replicate', taken == 'next'
         self.rules: list[AxisRule] = []
-        known: dict[str, str] = {}
+        placement_of: dict[str, str] = {}
         for name, value in [*_pairs(placements), *more.items()]:
-            rule = AxisRule(*_read_rule(name, _as_text(name, value)), *how)
-            if rule.name in known and taken == 'error':
+            rule = AxisRule(*_read_rule(name, _as_text(name, value)), *options)
+            if rule.name in placement_of and taken == 'error':
                 raise EinshardError(
                     f"axis_rules has two rules for axis '{rule.name}'",
                     facts={
-                        'rules': f"'{known[rule.name]}' and '{rule.placement}'",
-                        'instead': "taken='next', if one is a fallback; or nested axis_rules, "
+                        'rules': f"'{placement_of[rule.name]}' and '{rule.placement}'",
+                        'instead': "pass taken='next' if one is a fallback; or nest axis_rules, "
                         'where the inner rule wins',
                     },
                 )
-            known[rule.name] = rule.placement
+            placement_of[rule.name] = rule.placement
             self.rules.append(rule)
 
     def __enter__(self) -> axis_rules:
@@ -135,9 +135,8 @@ class axis_rules:
         if kind:
             name = getattr(function, '__name__', repr(function))
             raise EinshardError(
-                f'axis_rules cannot decorate {name}: it is {kind}, and rules cannot span an '
-                'await or a yield',
-                facts={'instead': 'decorate a plain function that it calls'},
+                f'axis_rules cannot decorate {name}, {kind}: rules cannot span an await or a yield',
+                facts={'instead': f'decorate a plain function that {name} calls'},
             )
 
         @functools.wraps(function)
@@ -156,7 +155,8 @@ def check_option(
 ) -> None:
     """Raises if the value of an option, such as `missing=`, is not one of its choices."""
     if not isinstance(value, str) or value not in choices:
-        expected = ' or '.join(map(repr, choices))
+        *others, last = map(repr, choices)
+        expected = f'{", ".join(others)} or {last}'
         raise EinshardError(f'{option}= must be {expected}, not {value!r}', facts=facts)
 
 
@@ -190,16 +190,16 @@ def _as_text(name: object, placement: Placed) -> str:
     entries = spec_axes(spec)
     if len(entries) > 1 or FREE in entries or spec.unreduced or spec.reduced:
         raise EinshardError(
-            f'axis_rules has {name}={partition_text(spec)}, but a rule places one axis',
+            f'axis_rules has {name}={partition_text(spec)}, but a rule is for one array axis',
             facts={'expected': "one entry, such as P('data') or P(('data', 'fsdp'))"},
         )
     return str(Term('', mesh_axes=tuple(map(str, entries[0] if entries else ()))))
 
 
 def _read_rule(name: object, placement: object) -> tuple[str, str]:
-    """Reads the NFC name and the placement of a rule; raises if one of them is invalid."""
-    known = unicodedata.normalize('NFC', str(name))
-    if not (isinstance(name, str) and known != ELLIPSIS and _right_side(known) == [Term(known)]):
+    """Returns the NFC-normalized name and the placement of a rule; raises if one is invalid."""
+    axis = unicodedata.normalize('NFC', str(name))
+    if not (isinstance(name, str) and axis != ELLIPSIS and _short_form(axis) == [Term(axis)]):
         raise EinshardError(
             f'axis_rules has a rule for {name!r}, which is not a valid axis name',
             facts={'expected': 'letters and underscores, as in expressions'},
@@ -211,17 +211,17 @@ def _read_rule(name: object, placement: object) -> tuple[str, str]:
             facts={'expected': "'@data'  '@(data,fsdp)'  '4'  '*'  '2*'  '' (not sharded)"},
             fix=None if instead is placement else repr(instead),
         )
-    return known, placement
+    return axis, placement
 
 
 def _is_placement(text: str) -> bool:
-    return [term.name for term in _right_side(f'x{text}')] == ['x']
+    return [term.name for term in _short_form(f'x{text}')] == ['x']
 
 
-def _right_side(short: str) -> list[Term]:
+def _short_form(text: str) -> list[Term]:
     """Parses an expression without an arrow; returns its terms, or [] if it is invalid."""
     try:
-        expression = parse(short)
+        expression = parse(text)
     except EinshardError:
         return []
     return list(expression.right) if expression.short else []

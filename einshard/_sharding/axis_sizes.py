@@ -16,17 +16,17 @@ _CANONICAL = re.compile(r'd\d+')
 
 
 def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str, int]:
-    """Replaces -1 by the remaining size; raises if the sizes do not use all devices.
+    """Replaces a size of -1 by the remaining devices; raises if the sizes do not use all devices.
 
-    `call` is the call without its sizes, for suggestions: "device_mesh(".
+    `call` starts the call that errors suggest: 'device_mesh('.
     """
     for name, size in sizes.items():
         _check(name, size)
-    sizes = {name: int(size) for name, size in sizes.items()}  # from numpy integers
+    sizes = {name: int(size) for name, size in sizes.items()}  # they may be numpy integers
     unknown = [name for name, size in sizes.items() if size == -1]
     if len(unknown) > 1:
         raise EinshardError(
-            f'only one size of a mesh may be -1, not {" and ".join(unknown)}',
+            'only one mesh axis may have size -1',
             facts={'got': _text(sizes)},
         )
     known = {name: size for name, size in sizes.items() if size != -1}
@@ -44,7 +44,7 @@ def _check(name: str, size: object) -> None:
     if not is_mesh_axis(name):
         raise EinshardError(f'{name!r} is not a valid name of a mesh axis')
     if _CANONICAL.fullmatch(name):
-        raise EinshardError(f'{name!r} is a name of an axis of the canonical mesh; use another one')
+        raise EinshardError(f'{name!r} is an axis name of the canonical mesh; use another name')
 
 
 def _wrong_sizes(
@@ -65,19 +65,20 @@ def _wrong_sizes(
 
 
 def _fitting(sizes: Mapping[str, int], n_devices: int) -> Iterator[dict[str, int]]:
-    """Yields sizes that use all devices and differ from these in at most two axes, or in all."""
-    asked = {name: max(size, 1) for name, size in sizes.items()}
-    found: list[dict[str, int]] = []
-    for first, second in itertools.combinations_with_replacement(asked, 2):
-        rest = math.prod(size for name, size in asked.items() if name not in (first, second))
+    """Yields sizes that use all devices; at most two differ from `sizes`, or all but one are 1."""
+    requested = {name: max(size, 1) for name, size in sizes.items()}
+    candidates: list[dict[str, int]] = []
+    for first, second in itertools.combinations_with_replacement(requested, 2):
+        rest = math.prod(size for name, size in requested.items() if name not in (first, second))
         left, remainder = divmod(n_devices, rest)
         if remainder:
             continue
         for size in _divisors(left) if first != second else (left,):
-            found.append({**asked, first: size, second: left // size if first != second else size})
-    first, *others = asked
-    found.append({first: n_devices, **dict.fromkeys(others, 1)})
-    yield from {tuple(one.items()): one for one in found}.values()
+            second_size = left // size if first != second else size
+            candidates.append({**requested, first: size, second: second_size})
+    first, *others = requested
+    candidates.append({first: n_devices, **dict.fromkeys(others, 1)})
+    yield from {tuple(sizes.items()): sizes for sizes in candidates}.values()
 
 
 def _divisors(n: int) -> list[int]:
@@ -86,6 +87,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _distance(sizes: Mapping[str, int], other: Mapping[str, int]) -> float:
+    """Sums up by which factors the sizes differ, on a logarithmic scale."""
     return sum(abs(math.log(other[name] / size)) for name, size in sizes.items() if size != -1)
 
 

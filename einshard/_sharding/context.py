@@ -1,9 +1,10 @@
 """Context: the mesh and the axis rules in effect where einshard is called.
 
 JAX caches traces of functions passed to `scan`, `cond`, `checkpoint` or a nested `jit` by the
-function's identity. Whatever expressions in such a function look up must be part of JAX's cache
-key; `jax.make_user_context` adds it. JAX's value is per thread, a ContextVar is per task. The two
-differ if a task holds axis rules across an `await`, and in a thread with a copied context.
+function's identity. The mesh and the rules that expressions in such a function use must therefore
+be in JAX's cache key; `jax.make_user_context` adds a value to it. JAX keeps this value per thread,
+while our ContextVar is per asyncio task. The two differ if a task holds axis rules across an
+`await`, and in a thread that runs in a copied `contextvars` context.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh, get_me
 
 from .._cache import cached
 from .._errors import EinshardError
-from .mesh import AnyMesh, MeshLike, check_mesh, device_mesh, is_refactored, mesh_fact
+from .mesh import (
+    AnyMesh,
+    MeshLike,
+    check_mesh,
+    device_mesh,
+    is_refactored,
+    mesh_fact,
+    of_size_one,
+)
 
 
 class AxisRule(NamedTuple):
@@ -33,9 +42,9 @@ class AxisRule(NamedTuple):
 
     name: str
     placement: str
-    ignores_missing: bool = False  # mesh axes that the mesh lacks
-    replicates_indivisible: bool = False
-    skips_taken: bool = False  # if its mesh axes are taken, it is skipped; else that is an error
+    ignores_missing: bool = False  # ignore mesh axes that the mesh lacks, instead of an error
+    replicates_indivisible: bool = False  # replicate axes that are not divisible
+    skips_taken: bool = False  # skip the rule if its mesh axes are in use, instead of an error
 
 
 AxisRules: TypeAlias = tuple[AxisRule, ...]
@@ -50,8 +59,9 @@ class Context:
     """
 
     mesh: AnyMesh | None = None  # None: the canonical mesh of all devices
-    mesh_is_ambient: bool = False  # whether JAX has this mesh in context, which fixes its axes
+    mesh_is_ambient: bool = False  # the mesh is in JAX's context, so its axis sizes are fixed
     axis_rules: AxisRules = ()
+    on_one_device: bool = False  # whether counts, stars and all mesh axes are 1: for check_same
 
     @property
     def lowering_mesh(self) -> AnyMesh:
@@ -63,16 +73,23 @@ class Context:
         """Whether axis rules may replicate axes, depending on their sizes."""
         return any(rule.replicates_indivisible for rule in self.axis_rules)
 
-    def key(self) -> tuple[AnyMesh | None, AxisRules] | None:
-        """Returns the part that is in JAX's cache keys: a small value, compared by equality."""
-        return (self.mesh, self.axis_rules) if self.mesh or self.axis_rules else None
+    def key(self) -> _Key | None:
+        """Returns the value for JAX's cache keys, which compare it by equality; None if empty."""
+        key = self.mesh, self.axis_rules, self.on_one_device
+        return key if self.mesh or self.axis_rules else None
+
+
+_Key: TypeAlias = tuple[AnyMesh | None, AxisRules, bool]
 
 
 @cached
 def make_context(
-    mesh: AnyMesh | None, mesh_is_ambient: bool = False, axis_rules: AxisRules = ()
+    mesh: AnyMesh | None,
+    mesh_is_ambient: bool = False,
+    axis_rules: AxisRules = (),
+    on_one_device: bool = False,
 ) -> Context:
-    return Context(mesh, mesh_is_ambient, axis_rules)
+    return Context(mesh, mesh_is_ambient, axis_rules, on_one_device)
 
 
 _NO_CONTEXT = Context()
@@ -81,9 +98,9 @@ _NO_CONTEXT = Context()
 def current_context(mesh: MeshLike | None = None) -> Context:
     """Returns the context of a call: the given or ambient mesh, and the axis rules.
 
-    The ambient mesh is that of an enclosing per-device function, else that of the enclosing
-    `sharded`, else that of `jax.set_mesh`. Call this once per pytree, not per leaf: finding the
-    mesh in context takes 1 us, and hashing a sequence of devices takes more.
+    The ambient mesh is the one of an enclosing per-device function; if there is none, of an
+    enclosing `sharded` function; if there is none, of `jax.set_mesh`. Call this once per pytree,
+    not per leaf: finding the mesh in context takes 1 us, and hashing a sequence of devices more.
     """
     enclosing = _enclosing()
     ambient = get_abstract_mesh()
@@ -91,34 +108,40 @@ def current_context(mesh: MeshLike | None = None) -> Context:
         if ambient.empty:
             return enclosing
         if AxisType.Manual in ambient.axis_types:
-            found: AnyMesh | None = ambient
+            mesh_in_context: AnyMesh | None = ambient
         else:
-            found = enclosing.mesh or ambient_mesh()
-        return make_context(found, True, enclosing.axis_rules)
+            mesh_in_context = enclosing.mesh or ambient_mesh()
+        rules, on_one_device = enclosing.axis_rules, enclosing.on_one_device
+        return make_context(mesh_in_context, True, rules, on_one_device)
     check_mesh(mesh)
     given = mesh if isinstance(mesh, Mesh | AbstractMesh) else device_mesh(mesh)
+    if enclosing.on_one_device:
+        given = of_size_one(given, enclosing.lowering_mesh)
     if AxisType.Manual in ambient.axis_types and given != ambient:
         raise EinshardError(
-            'a per-device function cannot use another mesh: each device has its own array',
-            facts={'mesh in context': mesh_fact(ambient), 'mesh given': mesh_fact(given)},
+            'inside shard_map, mesh= must match the mesh in context',
+            facts={'mesh=': mesh_fact(given), 'mesh in context': mesh_fact(ambient)},
         )
-    return make_context(given, False, enclosing.axis_rules)
+    return make_context(given, False, enclosing.axis_rules, enclosing.on_one_device)
 
 
 def context_on(mesh: AnyMesh, context: Context) -> Context:
-    """Returns the context for the mesh of a NamedSharding, found in a context."""
-    known = context.mesh
-    if known is not None:
-        if mesh in (known, getattr(known, 'abstract_mesh', None)):
+    """Returns a context with the mesh of a NamedSharding; raises if it conflicts with `context`."""
+    expected_mesh = context.mesh
+    if context.on_one_device:
+        mesh = of_size_one(mesh, context.lowering_mesh)
+    elif expected_mesh is not None:
+        if mesh in (expected_mesh, getattr(expected_mesh, 'abstract_mesh', None)):
             return context
-        may_differ = context.mesh_is_ambient and AxisType.Manual not in known.axis_types
-        if not (may_differ or is_refactored(mesh, known)):
-            its, expected = mesh_fact(mesh), mesh_fact(known)
-            where = 'other devices' if its == expected else 'another mesh'
+        may_differ = context.mesh_is_ambient and AxisType.Manual not in expected_mesh.axis_types
+        if not (may_differ or is_refactored(mesh, expected_mesh)):
+            actual, expected = mesh_fact(mesh), mesh_fact(expected_mesh)
+            where = 'other devices' if actual == expected else 'another mesh'
             raise EinshardError(
-                f'the NamedSharding is on {where}', facts={'its mesh': its, 'expected': expected}
+                f'the NamedSharding is on {where}',
+                facts={'mesh of the NamedSharding': actual, 'expected': expected},
             )
-    return make_context(mesh, False, context.axis_rules)
+    return make_context(mesh, False, context.axis_rules, context.on_one_device)
 
 
 def ambient_mesh() -> AnyMesh | None:
@@ -128,7 +151,7 @@ def ambient_mesh() -> AnyMesh | None:
         return None
     try:
         concrete = get_mesh()
-    except ValueError:  # as in is_tracing
+    except ValueError:  # while tracing: see is_tracing
         return abstract
     if concrete.empty:
         return abstract
@@ -136,9 +159,9 @@ def ambient_mesh() -> AnyMesh | None:
 
 
 def is_mesh_in_context(mesh: AnyMesh) -> bool:
-    """Whether `mesh`, found by `current_context`, comes from `jax.set_mesh`.
+    """Whether the mesh of `current_context` comes from `jax.set_mesh`.
 
-    While tracing, JAX does not expose the devices of the mesh in context.
+    While tracing, JAX exposes only the abstract mesh in context, without its devices.
     """
     ambient = get_abstract_mesh()
     if isinstance(mesh, AbstractMesh):
@@ -148,7 +171,7 @@ def is_mesh_in_context(mesh: AnyMesh) -> bool:
 
 @cached
 def _retyped(concrete: Mesh, abstract: AbstractMesh) -> AnyMesh:
-    """Gives a mesh the axis types in context, which `jax.sharding.auto_axes` may have changed."""
+    """Returns the mesh with the axis types in context, e.g. inside `jax.sharding.auto_axes`."""
     if concrete.axis_names != abstract.axis_names or concrete.axis_sizes != abstract.axis_sizes:
         return abstract
     return Mesh(concrete.devices, concrete.axis_names, axis_types=abstract.axis_types)
@@ -162,8 +185,8 @@ class Scope:
     """Sets the context in a `with` block, both in our ContextVar and in JAX's cache keys.
 
     Interleaved tasks and generators may exit scopes in a different order than they entered them. A
-    scope then hands the state that it would restore to the next scope, so that an exited scope is
-    never restored.
+    scope that exits early passes the state that it would restore to the next scope, so that no
+    exited scope is ever restored.
     """
 
     __slots__ = ('_cache_keys', '_outer', 'context', 'key', 'owner')
@@ -184,9 +207,9 @@ class Scope:
         self.leave()
 
     def leave(self) -> bool:
-        """Exits the scope; returns whether it was the latest one, and entered by this task."""
-        mine = entered.get() is self
-        if mine:
+        """Exits the scope; returns whether this task entered it, as the latest of the thread."""
+        is_current = entered.get() is self
+        if is_current:
             entered.set(self._outer)
         scopes = _thread.scopes
         i = scopes.index(self)
@@ -199,7 +222,7 @@ class Scope:
             later[0]._cache_keys = self._cache_keys
         else:
             self._cache_keys.__exit__(None, None, None)
-        return mine and not later
+        return is_current and not later
 
 
 # the innermost scope of this task; usually None
@@ -215,16 +238,22 @@ _thread = _Thread()
 
 
 def mesh_scope(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
-    """Makes `mesh` the ambient mesh, as in `sharded` and while functions in specs are called."""
+    """Makes `mesh` the ambient mesh: in `sharded` functions, and while spec functions run."""
     if mesh is None:
         return nullcontext()
-    return Scope(make_context(mesh, False, _enclosing().axis_rules))
+    context = _enclosing()
+    return Scope(make_context(mesh, False, context.axis_rules, context.on_one_device))
+
+
+def one_device_scope(mesh: Mesh) -> AbstractContextManager[Any]:
+    """Replaces every mesh by one of the same axes with size 1, and every count by 1."""
+    return Scope(make_context(mesh, False, _enclosing().axis_rules, True))
 
 
 def _enclosing() -> Context:
-    """Returns the innermost context; raises if JAX would cache a trace under another one.
+    """Returns the innermost context; raises if JAX's cache keys have a different one.
 
-    Eager code needs no check, as JAX caches no trace of it.
+    The check is needed only while tracing, because JAX caches no trace of eager code.
     """
     scope = entered.get()
     # checked first because it saves 0.1 us: most threads have no scopes
@@ -233,8 +262,8 @@ def _enclosing() -> Context:
     return _NO_CONTEXT if scope is None else scope.context
 
 
-def same_in_thread() -> AbstractContextManager[Any]:
-    """Copies the context of this task into JAX's cache keys of this thread."""
+def copy_into_thread() -> AbstractContextManager[Any]:
+    """Copies the context of this task into this thread's part of JAX's cache keys."""
     scope = entered.get()
     return Scope(_NO_CONTEXT if scope is None else scope.context)
 
@@ -246,7 +275,7 @@ def in_step() -> bool:
 
 
 def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
-    """Adds axis rules to the current ones; raises if another task kept rules across an await."""
+    """Adds axis rules to the current rules; raises if another task kept rules across an await."""
     if _thread.scopes and not in_step():
         raise _out_of_step()
     scope = entered.get()
@@ -255,7 +284,8 @@ def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
     merged = [*rules, *(rule for rule in outer.axis_rules if rule.name not in names)]
     # only rules that skip taken mesh axes depend on their order
     merged.sort(key=lambda rule: (True,) if rule.skips_taken else (False, rule))
-    Scope(make_context(outer.mesh, False, tuple(merged)), owner).__enter__()
+    context = make_context(outer.mesh, False, tuple(merged), outer.on_one_device)
+    Scope(context, owner).__enter__()
 
 
 def leave_rules(owner: object) -> bool:
@@ -279,25 +309,25 @@ def is_tracing() -> bool:
 
 
 def is_staging() -> bool:
-    """Whether operations are staged into a program, as in `jax.jit`, instead of running now.
+    """Whether operations are staged into a program, as in `jax.jit`, instead of run eagerly.
 
-    Under `jax.grad` or `jax.vmap` alone they run now. The check adds an unused equation to the
+    Under `jax.grad` or `jax.vmap` alone they run eagerly. The check adds an unused equation to the
     jaxpr, which JAX drops when lowering, so use it only before a warning or after an error.
     """
     return isinstance(jax.lax.neg(np.float32(0)), Tracer)
 
 
 def depth_of_user() -> int:
-    """Returns the `stacklevel` for a warning: that of the first frame outside einshard and JAX."""
+    """Returns the `stacklevel` for a warning at the first frame outside einshard and JAX."""
     frame = inspect.currentframe()
     frame = frame and frame.f_back
     depth = 1
-    while frame is not None and frame.f_code.co_filename.startswith(_FOLDERS):
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         depth, frame = depth + 1, frame.f_back
     return depth
 
 
-_FOLDERS = tuple(
+NOT_THE_USERS = tuple(
     f'{folder}{os.sep}' for folder in (Path(__file__).parents[1], Path(jax.__file__).parent)
 )
 
@@ -307,15 +337,15 @@ def _out_of_step() -> EinshardError:
     ours = _rules_text(None if scope is None else scope.key)
     if _thread.scopes:
         return EinshardError(
-            'axis_rules cannot span an await: another task in this thread has entered others',
+            'axis_rules cannot span an await: another task in this thread has entered other rules',
             facts={
                 'rules in this task': ours,
-                'rules in the other': theirs,
+                'rules in the other task': theirs,
                 'instead': 'enter axis_rules in a function that does not await',
             },
         )
     return EinshardError(
-        'this thread has axis_rules from a copied context, but JAX traces in it without them',
+        "this thread runs in a copied contextvars context, whose axis_rules JAX's cache keys lack",
         facts={
             'rules': ours,
             'instead': 'enter axis_rules in the function that the thread runs',
@@ -323,6 +353,6 @@ def _out_of_step() -> EinshardError:
     )
 
 
-def _rules_text(key: tuple[AnyMesh | None, AxisRules] | None) -> str:
+def _rules_text(key: _Key | None) -> str:
     rules = key[1] if key else ()
     return ', '.join(f'{name}={placement!r}' for name, placement, *_ in rules) or 'none'

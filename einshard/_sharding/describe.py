@@ -17,8 +17,17 @@ from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters
 from .._notation.layout import Layout, Split, merged, with_unsharded
 from .._notation.words import is_mesh_axis
 from .._notation.write import write
-from .leaf_spec import in_memory
-from .mesh import device_mesh, has_names, is_device_mesh, sizes_of, spec_axes
+from .leaf_spec import in_memory, signed_terms
+from .mesh import (
+    adds_terms,
+    device_mesh,
+    has_names,
+    is_device_mesh,
+    is_partial,
+    partial_axes,
+    sizes_of,
+    spec_axes,
+)
 from .resolve import lower
 
 
@@ -63,8 +72,8 @@ def describe(x: Any) -> Any:
         text = _describe_leaf(x)
         if text is None:
             raise EinshardError(
-                f'{type(x).__name__} has no sharding',
-                facts={'expected': 'an array, a ShapeDtypeStruct, a sharding, or a tree of those'},
+                f'describe needs an array or a sharding, not {type(x).__name__}',
+                facts={'expected': 'an array, ShapeDtypeStruct or sharding, or a pytree of these'},
             )
         return text
     return jtu.tree_map(_describe_leaf, x)
@@ -73,7 +82,7 @@ def describe(x: Any) -> Any:
 class Description(str):
     """A description of a sharding that has no expression. It is not a valid spec.
 
-    `portable` is the same without device names, which differ between machines.
+    `portable` is the description without device names, which differ between machines.
     """
 
     portable: str
@@ -105,13 +114,13 @@ def _describe_leaf(x: Any) -> str | None:
 def describe_named(
     sharding: NamedSharding, ndim: int | None = None, names: Sequence[str] | None = None
 ) -> str:
-    """Describes a NamedSharding, with these axis names or a, b, c, ..."""
+    """Describes a NamedSharding, with the axis names `names`, or a, b, c, ..."""
     expression = find_expression(sharding, ndim, names)
     if expression is not None:
         return in_memory(expression.text, sharding.memory_kind)
     axes, rest = _axes(sharding, ndim, names)
     named = write(map(Term, (*axes, *rest)), (*_by_name(sharding, axes), *map(Term, rest)))
-    return Description(f'{named.text}{_rest(sharding)}')
+    return Description(f'{named.text}{_inexpressible(sharding)}')
 
 
 def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
@@ -152,29 +161,31 @@ def find_expression(
     """Returns the expression that lowers to exactly this sharding, or None if there is none."""
     spec, mesh = sharding.spec, sharding.mesh
     entries = _entries(sharding)
-    if spec.unreduced or spec.reduced or None in entries or not has_names(mesh):
+    if not adds_terms(spec) or None in entries or not has_names(mesh):
         return None
     axes, rest = _axes(sharding, ndim, names)
-    by_name = any(entries) and _are_writable(sharding)
+    by_name = (any(entries) or is_partial(sharding)) and _are_writable(sharding)
     if _is_by_count(sharding) and not (by_name and not is_device_mesh(mesh)):
-        right = _by_count(sharding, axes)
+        right = (*_by_count(sharding, axes), *map(Term, rest))
     elif by_name:
-        right = _by_name(sharding, axes)
+        signed = signed_terms(spec, mesh.axis_names)
+        right = (*_by_name(sharding, axes), *map(Term, rest), *signed)
     else:
         return None
-    return write(map(Term, (*axes, *rest)), (*right, *map(Term, rest)))
+    return write(map(Term, (*axes, *rest)), right)
 
 
 def _axes(
     sharding: NamedSharding, ndim: int | None, names: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the names of the axes, and ['...'] if the rank is unknown."""
+    """Returns the names of the array axes; and ['...'] if the rank is unknown or 0, else []."""
     n_named = len(_entries(sharding)) if ndim is None else ndim
     axes = list(itertools.islice(axis_letters(), n_named)) if names is None else names
     return axes, [ELLIPSIS] if ndim is None or not axes else []
 
 
 def _by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
+    """Returns the right side of an expression with mesh axes, such as 'a@data'."""
     entries = [*_entries(sharding), *[()] * len(axes)]
     pairs = zip(axes, entries, strict=False)
     return [Term(axis, mesh_axes=tuple(map(str, entry or ()))) for axis, entry in pairs]
@@ -183,20 +194,26 @@ def _by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
 def _are_writable(sharding: NamedSharding) -> bool:
     """Whether an expression can name all mesh axes of a sharding."""
     sizes = sizes_of(sharding.mesh)
-    used = [str(axis) for entry in _entries(sharding) for axis in entry or ()]
+    spec = sharding.spec
+    entries = [*_entries(sharding), spec.unreduced, spec.reduced]
+    used = [str(axis) for entry in entries for axis in entry or ()]
     return all(axis in sizes and is_mesh_axis(axis) for axis in used)
 
 
 def _by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
-    """Returns the right side of an expression with counts."""
-    terms = [Term(None if s.axis is None else axes[s.axis], s.count) for s in _grid(sharding)]
+    """Returns the right side of an expression with counts, such as 'a8'."""
+    terms = [
+        Term(None if s.axis is None else axes[s.axis], s.count, sign=s.sign)
+        for s in _grid(sharding)
+    ]
     return with_unsharded(terms, axes)
 
 
 def _is_by_count(sharding: NamedSharding) -> bool:
     """Whether counts in the order of the mesh axes lower to exactly this sharding."""
     mesh, entries = sharding.mesh, _entries(sharding)
-    if AxisType.Manual in mesh.axis_types:
+    signs = [split.sign for split in _grid(sharding) if split.sign]
+    if AxisType.Manual in mesh.axis_types or len(signs) > len(set(signs)):
         return False
     while entries and not entries[-1]:
         entries.pop()
@@ -205,24 +222,38 @@ def _is_by_count(sharding: NamedSharding) -> bool:
         meshes.insert(0, device_mesh(mesh, axis_types=mesh.axis_types[0]))
     for candidate in meshes:
         made = lower(Layout(tuple(_grid(sharding))), candidate)
-        # devices need no comparison: the meshes have the same ones, or are abstract
+        # devices need no comparison: both meshes have the same devices, or are abstract
         if made is not None and _entries(made) == entries:
-            its = made.mesh
-            if (its.axis_names, its.axis_sizes) == (mesh.axis_names, mesh.axis_sizes):
+            axes = made.mesh.axis_names, made.mesh.axis_sizes
+            same = partial_axes(made) == partial_axes(sharding)
+            if same and axes == (mesh.axis_names, mesh.axis_sizes):
                 return True
     return False
 
 
 def _grid(sharding: NamedSharding) -> list[Split]:
     """Returns the device grid; adjacent mesh axes that shard the same array axis are merged."""
-    owner = {axis: i for i, entry in enumerate(_entries(sharding)) for axis in entry or ()}
+    array_axis = {axis: i for i, entry in enumerate(_entries(sharding)) for axis in entry or ()}
     mesh = sharding.mesh
     sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
-    return merged([Split(size, owner.get(axis)) for axis, size in sizes if size > 1])
+    signs = signs_of(sharding)
+    return merged(
+        [
+            Split(size, array_axis.get(axis), sign=signs.get(axis, ''))
+            for axis, size in sizes
+            if size > 1
+        ]
+    )
 
 
-def _rest(sharding: NamedSharding) -> str:
-    """Describes the parts of a sharding that the notation cannot express."""
+def signs_of(sharding: NamedSharding) -> dict[Any, str]:
+    """Returns the sign of each mesh axis along which devices hold partial sums, or gradients do."""
+    unreduced, reduced = partial_axes(sharding)
+    return dict.fromkeys(unreduced, '+') | dict.fromkeys(reduced, '=')
+
+
+def _inexpressible(sharding: NamedSharding) -> str:
+    """Describes the parts of a sharding that an expression cannot express: ' (in pinned_host)'."""
     notes: list[str] = []
     if None in _entries(sharding):
         notes.append('with unconstrained axes')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -19,9 +20,10 @@ from .._notation.expression import (
     check_mesh_axes,
     parse,
 )
+from .._notation.words import SIGNS
 from .._notation.write import write
 from .axis_rules import Fallback
-from .mesh import FREE, AnyMesh, partition_text, spec_axes
+from .mesh import FREE, AnyMesh, adds_terms, partition_text, spec_axes
 
 REPLICATED = '... -> * ...'
 
@@ -34,9 +36,9 @@ class LeafSpec:
     memory_kind: str | None = None
     on_missing: Fallback = 'error'  # 'replicate': ignore mesh axes that the mesh lacks
     on_indivisible: Fallback = 'error'  # 'replicate': replicate axes that are not divisible
-    rule: str | None = None  # the rule that it comes from, for errors
-    mesh: AnyMesh | None = None  # that of a NamedSharding
-    partition: PartitionSpec | None = None  # what it was written as, if not as an expression
+    rule: str | None = None  # the rule that gave this spec, for errors
+    mesh: AnyMesh | None = None  # the mesh, if it was a NamedSharding
+    partition: PartitionSpec | None = None  # the PartitionSpec, if it was not an expression
 
     @property
     def unconstrained(self) -> tuple[int, ...]:
@@ -48,7 +50,7 @@ class LeafSpec:
         return in_memory(self.expression.text, self.memory_kind)
 
 
-AnySpec: TypeAlias = str | LeafSpec  # of one leaf: as written, or parsed
+AnySpec: TypeAlias = str | LeafSpec  # the spec of one leaf: an expression, or parsed
 JAX_SPECS = (NamedSharding, PartitionSpec)
 LEAF_SPECS = (str, LeafSpec, *JAX_SPECS)
 
@@ -56,14 +58,14 @@ _IN_MEMORY = re.compile(r'(.*\S)\s+\(in (\w+)\)\s*', re.DOTALL)
 
 
 def in_memory(expression: str, memory_kind: str | None) -> str:
-    """Adds a memory kind to an expression, as `describe` does: 'a -> a8 (in host)'."""
+    """Adds a memory kind to an expression, as `describe` does: 'a -> a8 (in pinned_host)'."""
     return expression if memory_kind in (None, 'device') else f'{expression} (in {memory_kind})'
 
 
 def split_memory(text: str) -> tuple[str, str | None]:
-    """Splits off the memory kind that `in_memory` adds; None if there is none."""
-    found = _IN_MEMORY.fullmatch(text)
-    return (found[1], found[2]) if found else (text, None)
+    """Splits 'a -> a8 (in pinned_host)' into the expression and the memory kind, or None."""
+    match = _IN_MEMORY.fullmatch(text)
+    return (match[1], match[2]) if match else (text, None)
 
 
 def as_leaf_spec(spec: AnySpec | NamedSharding | PartitionSpec) -> LeafSpec:
@@ -92,8 +94,8 @@ def _of_sharding(sharding: NamedSharding) -> LeafSpec:
 
 @cached
 def _of_partition(spec: PartitionSpec) -> LeafSpec:
-    if spec.unreduced or spec.reduced:
-        raise EinshardError(f'{partition_text(spec)} has unreduced or reduced axes')
+    if not adds_terms(spec):
+        raise EinshardError(f'{partition_text(spec)} is not a sum, so it has no expression')
     try:
         return LeafSpec(_expression_of(spec, None), partition=spec)
     except EinshardError as error:
@@ -102,7 +104,7 @@ def _of_partition(spec: PartitionSpec) -> LeafSpec:
 
 @cached
 def of_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
-    """Rewrites the expression of a spec for rank `ndim`, if the spec is a PartitionSpec."""
+    """If the spec is a PartitionSpec, rewrites its expression for arrays of rank `ndim`."""
     partition = spec.partition
     return spec if partition is None else replace(spec, expression=_expression_of(partition, ndim))
 
@@ -110,13 +112,14 @@ def of_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
 def _expression_of(spec: PartitionSpec, ndim: int | None) -> Expression:
     """Converts a PartitionSpec to an expression; with '...' if the rank is not known."""
     entries = [() if entry == FREE else entry for entry in spec_axes(spec)]
+    signed = signed_terms(spec, sorted(spec.unreduced | spec.reduced, key=str))
     if ndim is not None and len(entries) > ndim:
         noun = 'entry' if len(entries) == 1 else 'entries'
         raise EinshardError(
             f'{partition_text(spec)} has {len(entries)} {noun}, '
             f'but the array has {plural(ndim, "dimension")}'
         )
-    if not any(entries):
+    if not (any(entries) or signed):
         return parse(REPLICATED)
     n = len(entries) if ndim is None else ndim
     entries += [()] * (n - len(entries))
@@ -125,9 +128,18 @@ def _expression_of(spec: PartitionSpec, ndim: int | None) -> Expression:
         Term(name, mesh_axes=tuple(map(str, e))) for name, e in zip(names, entries, strict=True)
     ]
     rest = [Term(ELLIPSIS)] if ndim is None else []
-    expression = write([*(Term(axis.name) for axis in axes), *rest], [*axes, *rest])
+    expression = write([*(Term(axis.name) for axis in axes), *rest], [*axes, *rest, *signed])
     check_mesh_axes(expression)
     return expression
+
+
+def signed_terms(spec: PartitionSpec, order: Collection[Any]) -> list[Term]:
+    """Returns the terms for the unreduced and reduced mesh axes, in this order of mesh axes."""
+    groups = [
+        (sign, tuple(str(axis) for axis in order if axis in axes))
+        for sign, axes in zip(SIGNS, (spec.unreduced, spec.reduced), strict=True)
+    ]
+    return [Term(mesh_axes=axes, sign=sign) for sign, axes in groups if axes]
 
 
 @cached
@@ -138,17 +150,17 @@ def lenient(
     on_indivisible: Fallback = 'error',
     rule: str | None = None,
 ) -> LeafSpec:
-    """Sets the options given as 'replicate'; 'error' keeps the spec's own.
+    """Returns a spec with these options. 'error' keeps an option of the spec as it is.
 
-    Sets `rule` unless the spec has one.
+    Sets `rule` unless the spec has one: in rules within rules, the inner rule counts.
     """
-    known = as_leaf_spec(spec)
+    leaf_spec = as_leaf_spec(spec)
     if on_missing == 'error':
-        on_missing = known.on_missing
+        on_missing = leaf_spec.on_missing
     if on_indivisible == 'error':
-        on_indivisible = known.on_indivisible
-    rule = known.rule or rule  # of rules within rules, the inner one
-    return replace(known, on_missing=on_missing, on_indivisible=on_indivisible, rule=rule)
+        on_indivisible = leaf_spec.on_indivisible
+    rule = leaf_spec.rule or rule
+    return replace(leaf_spec, on_missing=on_missing, on_indivisible=on_indivisible, rule=rule)
 
 
 def parsed(spec: Any) -> Any:
@@ -163,7 +175,7 @@ def check_constrained(spec: LeafSpec) -> None:
 
 
 def rewritten(spec: AnySpec, expression: str) -> AnySpec:
-    """Replaces the expression of a spec."""
+    """Returns the spec with another expression, and the same memory kind."""
     if isinstance(spec, str):
         return in_memory(expression, split_memory(spec)[1])
     return replace(as_leaf_spec(spec), expression=parse(expression), partition=None)

@@ -1,8 +1,8 @@
-"""Detects `with mesh:`, the old way to enter a mesh, which einshard does not use.
+"""Detects `with mesh:`, the deprecated way to enter a mesh, which einshard ignores.
 
-JAX deprecates it, and `jax.sharding.get_mesh` does not return it. Only operations use it: without
-any mesh, a constraint to a bare PartitionSpec raises RuntimeError. The test takes 10 us in a trace
-and 200 us elsewhere, so it runs only in traces and for errors.
+`jax.sharding.get_mesh` does not return the mesh of `with mesh:`. So the test constrains a value to
+a bare PartitionSpec, which raises RuntimeError without a mesh. The test takes 10 us in a trace and
+200 us elsewhere, so it runs only in traces and for errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def warn_if_ignored(function: str, mesh: object) -> None:
 
 
 def noted(error: EinshardError, mesh: object) -> EinshardError:
-    """Adds a note to an error about mesh axes if there is no mesh but that of `with mesh:`."""
+    """Adds a note to an error about mesh axes if the only mesh is that of `with mesh:`."""
     if mesh is not None or '@' not in (error.expression or ''):
         return error
     found: list[bool] = []

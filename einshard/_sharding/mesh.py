@@ -10,12 +10,12 @@ the mesh shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._cache import cached
 from .._errors import EinshardError
@@ -51,28 +51,28 @@ def device_mesh(
         (('data', 'tensor'), True)
 
     Devices are sorted in hardware order: on TPU by slice, chip coordinates and core; elsewhere by
-    process and id. Named axes divide this order row by row: the first axis crosses the slower
-    network, and slices if there are several; devices along the last axis are neighbors.
-    `jax.make_mesh` may reorder TPUs for the mesh shape, and takes the first devices if the sizes
-    need fewer than all.
+    process and id. Named axes divide this order in row-major order: devices along the last axis are
+    neighbors, and the first axis crosses slices, if there are several. `jax.make_mesh` may reorder
+    TPUs for the mesh shape, and takes the first devices if the sizes need fewer than all.
 
-    Without axes, this is the canonical mesh, which expressions are lowered onto unless you use a
-    mesh of your own. Its axes are the prime factors of the number of devices, `d0`, `d1`, ...; at
-    each level of the network larger factors come first.
+    Without axes, `device_mesh` returns the canonical mesh, which expressions are lowered onto
+    unless you use a mesh of your own. Its axes `d0`, `d1`, ... are the prime factors of the number
+    of devices. Slices, torus dimensions and hosts have their own factors, larger ones first.
 
     Args:
-        devices: the devices, in any order; or a mesh, to take its devices. Default: all devices of
-            the default backend.
+        devices: the devices, in any order; or a mesh, whose devices are used. Default: all devices
+            of the default backend.
         axis_types: the type of every axis. Default: `AxisType.Auto`. To use `AxisType.Explicit`,
             enter the mesh with `jax.set_mesh`.
-        axes: the mesh axes with their sizes. One size may be -1: the remaining devices.
+        axes: the mesh axes and their sizes. One size may be -1, for the remaining devices.
 
     Returns:
-        A `jax.sharding.Mesh`; the same object each time. For an `AbstractMesh`, an `AbstractMesh`.
+        A `jax.sharding.Mesh`; equal calls return the same object. If `devices` is an
+        `AbstractMesh`, an `AbstractMesh`.
 
     Raises:
-        EinshardError: no devices, a device twice, or sizes that do not use all devices. The error
-            lists sizes that do.
+        EinshardError: there are no devices, a device is listed twice, or the sizes do not use all
+            devices. The error lists sizes that do.
     """
     call = 'device_mesh(' if devices is None else 'device_mesh(devices, '
     mesh = _canonical_mesh(devices, axis_types)
@@ -80,7 +80,7 @@ def device_mesh(
 
 
 def named_mesh(mesh: AnyMesh, axes: Mapping[str, int], call: str) -> AnyMesh:
-    """Gives the canonical mesh named axes. `call` is shown in errors."""
+    """Returns the canonical mesh with named axes. `call` starts the call that errors suggest."""
     sizes = solve_sizes(axes, mesh.size, call)
     return _named_mesh(mesh, tuple(sizes), tuple(sizes.values()))
 
@@ -138,7 +138,7 @@ def _device_mesh(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
 
 @cached
 def refactored_mesh(mesh: AnyMesh, sizes: tuple[int, ...]) -> AnyMesh:
-    """Gives the canonical mesh other axis sizes; devices and their order stay the same."""
+    """Returns the canonical mesh with other axis sizes, and the same devices in the same order."""
     axis_type = mesh.axis_types[0]
     if isinstance(mesh, AbstractMesh):
         return _abstract_mesh(mesh.size, axis_type, sizes)
@@ -165,9 +165,9 @@ def axis_names(sizes: Sequence[int]) -> tuple[str, ...]:
 def position(device: Device) -> tuple[int, ...]:
     """Returns the position of a device in the hardware, slowest network first.
 
-    TPUs are sorted by coordinates, not by host: a host may have a 2 x 2 block of chips, and a term
-    over such blocks would not be a ring of the torus. Only some devices have `slice_index` and
-    `core_on_chip`.
+    TPUs are sorted by coordinates, not by host: a host may have a 2 x 2 block of chips, and devices
+    in the order of such blocks are not a ring of the torus. Only some devices have `slice_index`
+    and `core_on_chip`.
     """
     pod_slice = getattr(device, 'slice_index', None) or 0
     coordinates = getattr(device, 'coords', None)
@@ -177,26 +177,27 @@ def position(device: Device) -> tuple[int, ...]:
 
 
 def axis_sizes_of(positions: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Computes mesh axis sizes for devices at these positions: prime factors, level by level.
+    """Computes the axis sizes of the canonical mesh, for devices at these positions.
 
-    Levels are slices, torus dimensions, hosts and so on. A level that does not divide the devices
+    Element i of a position is the index at level i of the hardware, such as slice, torus dimension
+    or host. Each level adds the prime factors of its size. A level that does not divide the devices
     evenly is skipped.
     """
     sizes: list[int] = []
-    groups = 1
+    n_groups = 1
     for depth in range(1, len(positions[0]) + 1):
-        members: dict[tuple[int, ...], int] = {}
+        group_sizes: dict[tuple[int, ...], int] = {}
         for place in positions:
-            members[place[:depth]] = members.get(place[:depth], 0) + 1
-        even = len(set(members.values())) == 1
-        if even and len(members) % groups == 0:
-            sizes += prime_factors(len(members) // groups)
-            groups = len(members)
+            group_sizes[place[:depth]] = group_sizes.get(place[:depth], 0) + 1
+        is_even = len(set(group_sizes.values())) == 1
+        if is_even and len(group_sizes) % n_groups == 0:
+            sizes += prime_factors(len(group_sizes) // n_groups)
+            n_groups = len(group_sizes)
     return tuple(sizes) or (1,)
 
 
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:
-    """Returns the sizes of the axes that expressions may use: all but Manual ones."""
+    """Returns the sizes of the mesh axes, without Manual axes, which expressions cannot use."""
     names = [str(name) for name in mesh.axis_names]
     if not has_names(mesh):
         raise EinshardError(
@@ -225,32 +226,60 @@ _MAX_DEVICES = 2**31 - 1  # above this, JAX raises the C++ exception std::bad_ca
 
 
 def entry_axes(entry: Any) -> tuple[Any, ...]:
-    """Makes a tuple of a PartitionSpec entry: () for None, ('x',) for 'x', ('y', 'z') as it is."""
+    """Converts a PartitionSpec entry to a tuple: None to (), 'x' to ('x',), tuples as they are."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def spec_axes(spec: PartitionSpec) -> list[tuple[Any, ...]]:
-    """Returns the mesh axes of each entry of a PartitionSpec; not the unreduced and reduced."""
+    """Returns the mesh axes of each entry of a PartitionSpec; omits unreduced and reduced axes."""
     # Newer JAX refuses to iterate over a spec with unreduced axes. JAX 0.8.1 has no `partitions`;
     # iterating over its specs skips those axes.
     entries = spec.partitions if hasattr(spec, 'partitions') else tuple(spec)
     return [entry_axes(entry) for entry in entries]
 
 
-def partition_spec(entries: Iterable[tuple[Any, ...]]) -> PartitionSpec:
-    """Makes the PartitionSpec with these mesh axes for each array axis."""
-    # one form for equal specs: 'x', not ('x',)
-    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
+def partition_spec(
+    entries: Iterable[tuple[Any, ...]],
+    unreduced: Collection[Any] = (),
+    reduced: Collection[Any] = (),
+) -> PartitionSpec:
+    """Builds a PartitionSpec from the mesh axes of each array axis."""
+    # 'x' instead of ('x',), so that equal specs are written in one way
+    partitions = (axes[0] if len(axes) == 1 else axes or None for axes in entries)
+    return PartitionSpec(*partitions, unreduced=frozenset(unreduced), reduced=frozenset(reduced))
 
 
-FREE = (PartitionSpec.UNCONSTRAINED,)  # an entry, as `spec_axes` returns it
+def partial_axes(sharding: Sharding) -> tuple[frozenset[Any], frozenset[Any]]:
+    """Returns the unreduced and the reduced mesh axes of a sharding."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    return spec.unreduced, spec.reduced
+
+
+def is_partial(sharding: Sharding) -> bool:
+    """Whether a sharding has unreduced or reduced mesh axes."""
+    return any(partial_axes(sharding))
+
+
+def are_equivalent(sharding: Sharding, other: Sharding, ndim: int) -> bool:
+    """Whether two shardings are equivalent; JAX itself ignores reduced mesh axes."""
+    same = partial_axes(sharding) == partial_axes(other)
+    return same and sharding.is_equivalent_to(other, ndim)
+
+
+def adds_terms(spec: PartitionSpec) -> bool:
+    """Whether unreduced mesh axes of a spec are sums. Newer JAX has max and min too."""
+    kind = getattr(spec, 'unreduced_kind', None)
+    return kind is None or kind.name == 'sum'
+
+
+FREE = (PartitionSpec.UNCONSTRAINED,)  # what `spec_axes` returns for an unconstrained axis
 
 
 def partition_text(spec: PartitionSpec) -> str:
     """Formats a PartitionSpec as P('data', None). Its repr differs between versions of JAX."""
     texts = [_entry_text(entry) for entry in spec_axes(spec)]
-    both = {'unreduced': spec.unreduced, 'reduced': spec.reduced}
-    texts += [f'{kind}={set(axes)}' for kind, axes in both.items() if axes]
+    keywords = {'unreduced': spec.unreduced, 'reduced': spec.reduced}
+    texts += [f'{keyword}={set(axes)}' for keyword, axes in keywords.items() if axes]
     return f'P({", ".join(texts)})'
 
 
@@ -261,7 +290,7 @@ def _entry_text(entry: tuple[Any, ...]) -> str:
 
 
 def is_device_mesh(mesh: AnyMesh) -> bool:
-    """Whether a mesh is the canonical mesh of its devices, or a refactored one."""
+    """Whether a mesh is the canonical mesh of its devices, possibly with other axis sizes."""
     types = set(mesh.axis_types)
     if mesh.axis_names != axis_names(mesh.axis_sizes) or len(types) != 1:
         return False
@@ -271,10 +300,19 @@ def is_device_mesh(mesh: AnyMesh) -> bool:
 
 
 def is_refactored(mesh: AnyMesh, other: AnyMesh) -> bool:
-    """Whether both meshes are the canonical mesh of the same devices, also with other factors."""
+    """Whether both are the canonical mesh of the same devices, possibly with other axis sizes."""
     if mesh.size != other.size or not (is_device_mesh(mesh) and is_device_mesh(other)):
         return False
     return refactored_mesh(other, mesh.axis_sizes) == mesh
+
+
+@cached
+def of_size_one(mesh: AnyMesh, other: AnyMesh) -> AnyMesh:
+    """Returns a mesh with the axes of `mesh`, all of size 1, on the one device of `other`."""
+    shape, types = (1,) * len(mesh.axis_names), mesh.axis_types
+    if isinstance(other, AbstractMesh) or isinstance(mesh, AbstractMesh):
+        return AbstractMesh(shape, mesh.axis_names, axis_types=types)
+    return Mesh(other.devices.reshape(shape), mesh.axis_names, axis_types=types)
 
 
 def memory_kind_of(sharding: Sharding) -> str | None:
@@ -301,11 +339,11 @@ def check_mesh(mesh: Any, option: str = 'mesh=') -> None:
             f'{option} is an array with {ndim} dimensions, whose axes have no names',
             facts={'try': f'jax.sharding.Mesh(devices, {tuple(_NAMES[:ndim])})'},
         )
-    made = _make_mesh_call(mesh)
-    several = isinstance(mesh, Iterable) and not isinstance(mesh, str | Mapping) and ndim == 1
-    if made or not several:
+    make_mesh = _make_mesh_call(mesh)
+    is_sequence = isinstance(mesh, Iterable) and not isinstance(mesh, str | Mapping) and ndim == 1
+    if make_mesh or not is_sequence:
         facts = {'expected': 'a Mesh, an AbstractMesh or a sequence of devices'}
-        facts |= {'try': made} if made else {}
+        facts |= {'try': make_mesh} if make_mesh else {}
         raise EinshardError(f'{option} must be a mesh, not {mesh!r}', facts=facts)
 
 
@@ -313,7 +351,7 @@ _NAMES = 'xyzuvw'
 
 
 def _make_mesh_call(sizes: Any) -> str | None:
-    """Writes the `jax.make_mesh` call for sizes such as (4, 2) or {'data': 4}; else None."""
+    """Writes a `jax.make_mesh` call if `sizes` are mesh sizes: (4, 2) or {'data': 4}; else None."""
     if isinstance(sizes, Mapping):
         names, numbers = tuple(sizes), tuple(sizes.values())
     elif isinstance(sizes, tuple):

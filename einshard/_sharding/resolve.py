@@ -12,10 +12,11 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._cache import cached
-from .._errors import EinshardError, Suggestion
+from .._errors import EinshardError, Suggestion, quoted
 from .._notation.expression import Expression
 from .._notation.hints import mesh_axes_hint, spacing_hint
-from .._notation.layout import Layout, lay_out, mesh_entries, refactor
+from .._notation.layout import Layout, fit, lay_out, refactor, signed_axes, spec_entries
+from .._notation.words import SIGNS
 from .._suggestions import working_fix
 from .apply_axis_rules import apply_axis_rules
 from .axis_rules import Fallback
@@ -55,10 +56,11 @@ class Placement:
     expression: Expression
     layout: Layout
     sharding: NamedSharding
-    missing_axes: tuple[str, ...] = ()  # named mesh axes that the mesh lacks, if that is allowed
-    lacks_placement: bool = False  # a short form without placements and rules, so replicated
-    is_unconstrained: bool = False  # along some axes, which only traced values can be
-    warning: str | None = None  # for whoever wrote the expression
+    missing_axes: tuple[str, ...] = ()  # mesh axes that were ignored because the mesh lacks them
+    lacks_placement: bool = False  # replicated only because no axis has a placement or a rule
+    is_unconstrained: bool = False  # some axes are P.UNCONSTRAINED; for traced values only
+    warning: str | None = None  # about a likely typo in the expression
+    without_rule: tuple[str, ...] = ()  # names without an axis rule, if no axis is sharded
 
 
 def make_sharding(
@@ -78,14 +80,14 @@ def make_sharding(
         >>> sharding.shard_shape((8 * n, 4))
         (8, 4)
 
-    Equal placements give equal shardings with equal hashes, however they are written, so `jax.jit`
-    traces once for all of them. A repeated expression costs one cache lookup.
+    Different expressions for the same placement give equal shardings with equal hashes, so
+    `jax.jit` traces once for all of them. A repeated expression costs one cache lookup.
 
     Args:
         expression: the placement, in einshard's notation.
-        ndim: the rank of the array. Needed only if a sharded axis comes after '...' on the left;
-            checked if given.
-        mesh: a mesh, or a sequence of devices. Default: the mesh of `jax.set_mesh`, else all
+        ndim: the rank of the array. Required only if a sharded axis comes after '...' on the left
+            side. If given, the expression must have this rank.
+        mesh: a mesh, or a sequence of devices. Default: the mesh of `jax.set_mesh`, or else all
             devices. An `AbstractMesh` gives a sharding without devices.
         memory_kind: the memory on each device, as in `NamedSharding`: 'device', 'pinned_host', ...
         n_dims: the old name of `ndim`; deprecated.
@@ -114,10 +116,12 @@ def resolve(
     option: str | None = None,
     traced: bool = False,
 ) -> Placement:
-    """Finds the placement for arrays of a shape or rank. `shape` is None if neither is known.
+    """Finds the placement of arrays; errors suggest a fix that was tested, if there is one.
 
-    Errors get a fix that was tested, if there is one. `option` is the argument with which users
-    ignore mesh axes that the mesh lacks. P.UNCONSTRAINED is an error unless `traced`.
+    Args:
+        shape: the shape or the rank; None if both are unknown.
+        option: how the caller's users ignore mesh axes that the mesh lacks: "missing='replicate'".
+        traced: whether the arrays are traced values, which allow P.UNCONSTRAINED.
     """
     try:
         if missing == 'replicate' or indivisible == 'replicate':
@@ -136,7 +140,7 @@ def resolve(
         if isinstance(spec, LeafSpec) and spec.rule is not None:
             error = error.about(rule=spec.rule)
         raise noted(error, context.mesh).with_fix(fix) from None
-    if placement.warning:  # each time: Python shows it once per line of the user
+    if placement.warning:  # Python shows a warning only once per line of user code
         warnings.warn(placement.warning, stacklevel=depth_of_user())
     return placement
 
@@ -145,7 +149,7 @@ def resolve(
 def find_placement(
     spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
 ) -> Placement:
-    """Resolves a spec in one cache lookup, without fixes in errors and without warnings."""
+    """Does what `resolve` does, in one cache lookup, without suggestions and warnings."""
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
     if spec.partition is not None and shape is not None:
@@ -166,10 +170,12 @@ def find_placement(
     expression, missing, may_replicate = apply_axis_rules(
         spec.expression, context.axis_rules, named_sizes, spec.on_missing
     )
+    if context.on_one_device:
+        expression = expression.on_one_device()
     if mesh.axis_types and not axis_sizes:
         raise expression.error(
-            'cannot shard an array here: in a per-device function each device has its own array, '
-            'and no mesh axis is left',
+            'an array cannot be sharded inside shard_map with all mesh axes Manual: each device '
+            'already has its own array',
             mesh=mesh_fact(mesh),
         )
     layout = lay_out(
@@ -184,8 +190,9 @@ def find_placement(
     known = None if memory_kind is None else memory_kinds(mesh)
     if known is not None and memory_kind not in known:
         raise expression.error(
-            f'the devices have no memory kind {memory_kind!r}', devices_have=', '.join(known)
+            f'the devices have no memory kind {memory_kind!r}', memory_kinds=', '.join(known)
         )
+    _check_explicit(expression, mesh)
     sharding = lower(layout, mesh, context.mesh_is_ambient, memory_kind)
     if sharding is None:
         counts = ' x '.join(str(split.count) for split in layout.splits if not split.mesh_axes)
@@ -193,7 +200,7 @@ def find_placement(
             f'the counts {counts} do not match the axes of the mesh',
             [term for term in expression.right if term.takes_devices and not term.mesh_axes],
             mesh=mesh_fact(mesh),
-            expected='each count the product of consecutive mesh axes, in mesh order',
+            expected='counts that are products of consecutive mesh axis sizes, in mesh order',
         )
     if spec.unconstrained:
         sharding = _leave_free(sharding, spec)
@@ -212,7 +219,20 @@ def find_placement(
         lacks_placement and warning is None,
         bool(spec.unconstrained),
         warning,
+        _names_without_rule(spec.expression, expression, context),
     )
+
+
+def _names_without_rule(
+    written: Expression, ruled: Expression, context: Context
+) -> tuple[str, ...]:
+    """Lists the names of a short form that have no axis rule, if it shards no axis."""
+    is_bare = written.short and not any(term.is_sharded for term in written.right)
+    is_sharded = any(term.name and term.is_sharded for term in ruled.right)
+    if not (context.axis_rules and is_bare) or is_sharded:
+        return ()
+    known = {rule.name for rule in context.axis_rules}
+    return tuple(name for name in written.names if name not in known)
 
 
 def _likely_typo(
@@ -236,13 +256,26 @@ def _likely_typo(
 
 
 def _is_ruled(expression: Expression, context: Context) -> bool:
-    """Whether axis rules say how some axis of the expression is sharded."""
+    """Whether an axis rule shards an axis of the expression."""
     ruled = {rule.name for rule in context.axis_rules if rule.placement}
     return expression.short and not ruled.isdisjoint(expression.names)
 
 
+def _check_explicit(expression: Expression, mesh: AnyMesh) -> None:
+    """Raises for partial sums on a mesh with other axes, where JAX has none or fails."""
+    signed = [term for term in expression.right if term.sign]
+    if signed and set(mesh.axis_types) != {AxisType.Explicit}:
+        raise expression.error(
+            f'{quoted(map(str, signed))} {"needs" if len(signed) == 1 else "need"} a mesh whose '
+            'axes are all Explicit',
+            signed,
+            mesh=mesh_fact(mesh),
+            expected='a mesh with axis_types=(AxisType.Explicit, ...), as mesh=mesh or in jax.set_mesh(mesh)',
+        )
+
+
 def _leave_free(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
-    """Replaces some entries of a sharding by P.UNCONSTRAINED."""
+    """Replaces the entries of the unconstrained axes of `spec` by P.UNCONSTRAINED."""
     mesh = sharding.mesh
     if AxisType.Explicit in mesh.axis_types:
         raise EinshardError(
@@ -256,12 +289,12 @@ def _leave_free(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
 
 
 def _hints(mesh: AnyMesh) -> dict[str, str]:
-    """Returns facts for errors about device counts on a machine with only one CPU device."""
+    """On a machine with only one CPU device, returns a fact that tells how to simulate more."""
     alone = mesh.size == 1 and isinstance(mesh, Mesh) and jax.device_count() == 1
     if not alone or jax.default_backend() != 'cpu':
         return {}
     simulated = 'XLA_FLAGS=--xla_force_host_platform_device_count=8'
-    return {'to_simulate_8': f'{simulated}, set before JAX starts'}
+    return {'to_simulate_8': f'set {simulated} before JAX starts'}
 
 
 @cached
@@ -270,21 +303,25 @@ def lower(
 ) -> NamedSharding | None:
     """Lowers a layout to a sharding; None if its counts do not match the axes of the mesh.
 
-    The canonical mesh may be refactored, unless it is ambient: JAX then rejects arrays on other
-    factors as arrays on other devices. Cached, so arrays of many shapes share one object:
-    device_put is faster with one sharding than with many equal ones.
+    If the counts do not fit the axis sizes of the canonical mesh, it gets other axis sizes; but not
+    if it is ambient, because JAX rejects arrays on a mesh that differs from the ambient one.
+    The cache makes arrays of many shapes share one sharding object, which is faster in device_put.
     """
-    entries = mesh_entries(layout, sizes_of(mesh))
-    if entries is None:
+    fitted = fit(layout, sizes_of(mesh))
+    if fitted is None:
         by_name = any(split.mesh_axes for split in layout.splits)
         other_factors = is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
         if mesh_is_ambient or by_name or not other_factors:
             return None
         mesh = refactored_mesh(mesh, refactor(layout))
-        entries = mesh_entries(layout, sizes_of(mesh))
-        assert entries is not None, 'a refactored mesh fits its layout'
+        fitted = fit(layout, sizes_of(mesh))
+        assert fitted is not None, 'a refactored mesh fits its layout'
     names = {str(name): name for name in mesh.axis_names}
-    spec = partition_spec(tuple(names[axis] for axis in axes) for axes in entries)
+    entries = [tuple(names[axis] for axis in axes) for axes in spec_entries(layout, fitted)]
+    unreduced, reduced = (
+        [names[axis] for axis in signed_axes(layout, fitted, sign)] for sign in SIGNS
+    )
+    spec = partition_spec(entries, unreduced, reduced)
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
@@ -298,8 +335,8 @@ def _working_fix(
 ) -> str | None:
     """Returns the fix of the error, or an option that ignores missing mesh axes, if it works."""
 
-    def attempt(one: AnySpec, where: Context = context) -> Placement:
-        return find_placement(one, shape, where, memory_kind)
+    def attempt(candidate: AnySpec, context: Context = context) -> Placement:
+        return find_placement(candidate, shape, context, memory_kind)
 
     fix = working_fix(error, lambda text: attempt(rewritten(spec, text)))
     if fix is not None:
@@ -311,7 +348,7 @@ def _working_fix(
             (_leave_free(sharding, spec) if spec.unconstrained else sharding).spec
         )
     mesh, rules = context.mesh, context.axis_rules
-    # more likely, mesh= was forgotten, or the mesh axis is misspelled
+    # if there is no mesh, mesh= was probably forgotten; a fix of the error is a better suggestion
     if mesh is None or error.fix is not None:
         return None
     lenient_rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
@@ -336,14 +373,14 @@ def check_types(expression: object, shape: object, memory_kind: object) -> None:
     if not isinstance(expression, str | LeafSpec):
         raise EinshardError(
             'an expression must be a string, not '
-            f'{reprlib.repr(expression)} of type {type(expression).__name__}'
+            f'{reprlib.repr(expression)} ({type(expression).__name__})'
         )
     ndim = len(shape) if isinstance(shape, tuple) else shape
     if ndim is not None and (
         not isinstance(ndim, int) or isinstance(ndim, bool) or not 0 <= ndim < _MAX_DIMS
     ):
         raise EinshardError(
-            f'ndim= must be the rank of an array, not {ndim!r}',
+            f'ndim= must be a number of dimensions, not {ndim!r}',
             expression=str(expression),
         )
     if memory_kind is not None and not isinstance(memory_kind, str):

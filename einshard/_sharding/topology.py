@@ -41,24 +41,25 @@ def topology(
 
     Args:
         name: TPU generation and chips along each dimension, such as 'v5e:4x4' or 'v5p:2x2x2'; or
-            a Google Cloud name, such as 'v5litepod-16' (16 chips, v5e:4x4) or 'v5p-128' (128
-            TensorCores, 64 chips, v5p:4x4x4), for the default shape there. A chip of v2, v3, v4 or
+            a Cloud accelerator type with its default shape, such as 'v5litepod-16' (16 chips,
+            v5e:4x4) or 'v5p-128' (128 TensorCores, 64 chips, v5p:4x4x4). A chip of v2, v3, v4 or
             tpu7x may have two devices.
         n_slices: number of slices, connected by the data center network. Slices are the slowest
             mesh axes.
-        axis_types: as in `device_mesh`.
-        axes: as in `device_mesh`; without them, the canonical mesh.
+        axis_types: the type of every mesh axis, as in `device_mesh`.
+        axes: the mesh axes and their sizes, as in `device_mesh`. Default: the canonical mesh.
 
     Returns:
-        The mesh of those devices; the same object on each call.
+        The mesh of the slice; equal calls return the same object.
 
     Raises:
         EinshardError: libtpu is not installed or does not know the slice, or the sizes do not use
-            all devices. The error lists sizes that do.
+            all devices. The error lists valid sizes.
     """
     if not isinstance(name, str):
         raise EinshardError(
-            f'the name of a topology is a string, not {name!r}', facts={'example': "'v5e:4x4'"}
+            f'the name of a topology must be a string, not {name!r}',
+            facts={'example': "topology('v5e:4x4')"},
         )
     if not isinstance(n_slices, int) or isinstance(n_slices, bool) or n_slices < 1:
         raise EinshardError(f'n_slices= must be a positive integer, not {n_slices!r}')

@@ -1,4 +1,4 @@
-"""Names of TPU slices: by generation and shape, or those of Google Cloud. Imports no JAX."""
+"""Names of TPU slices: generation and shape, or Cloud accelerator types. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAME = re.compile(
     r'(?P<generation>[\w ]+?)[:=](?P<sizes>\d+(?:x\d+)*)(?P<twist>_(?:un)?twisted)?', re.ASCII
 )
 
-# Accelerator types of Google Cloud, with devices counted in TensorCores or in chips.
+# Cloud accelerator types, such as 'v5p-128': a number of TensorCores or of chips.
 _CLOUD_NAME = re.compile(r'(?P<generation>v2|v3|v4|v5p|v5litepod|v5e|v6e)-(?P<count>[0-9]{1,6})')
 _CORES_PER_CHIP = {'v2': 2, 'v3': 2, 'v4': 2, 'v5p': 2, 'v5litepod': 1, 'v5e': 1, 'v6e': 1}
 _CLOUD_CHIPS = {
@@ -39,9 +39,9 @@ _GPU = re.compile(r'(?i)\b(a100|h100|h200|gh200|b100|b200|gb200|v100|l4|mi\d+|gp
 
 
 def topology_name(name: str) -> str:
-    """Returns the name that libtpu knows: 'v5p:4x4x4' for 'v5p-128'; raises if it is invalid.
+    """Converts a name to the form of libtpu: 'v5p-128' to 'v5p:4x4x4'; raises if it is invalid.
 
-    The shape is the default of Google Cloud, the one closest to a cube
+    An accelerator type gets its default shape, the one closest to a cube
     (https://cloud.google.com/tpu/docs/types-topologies).
     """
     try:
@@ -51,7 +51,7 @@ def topology_name(name: str) -> str:
 
 
 def _respelled(name: str) -> str | None:
-    """The name without spaces and capitals, and with ':' before the shape, if that is valid."""
+    """Returns the name in lower case, without spaces and with ':' before the shape, if valid."""
     compact = re.sub(r'\s*([-:/x])\s*', r'\1', name.strip().lower())
     text = re.sub(r'[-/](?=\d+x)', ':', compact)
     try:
@@ -75,8 +75,8 @@ def _known_name(name: str) -> str:
         shown = ', '.join(counts if len(counts) < 12 else [*counts[:7], '...', counts[-1]])
         unit = 'TensorCores' if cores == 2 else 'chips'
         raise EinshardError(
-            f"'{name}' is not a slice of Google Cloud",
-            facts={f'sizes in {unit}': shown, 'by shape': f"'{_example(generation)}'"},
+            f"'{name}' is not a Cloud accelerator type",
+            facts={f'valid numbers of {unit}': shown, 'or by shape': f"'{_example(generation)}'"},
         )
     return f'{generation}:{"x".join(map(str, _default_shape(chips, _GENERATIONS[generation])))}'
 
@@ -103,8 +103,8 @@ def _check_shape(name: str) -> None:
         raise EinshardError(
             f"'{name}' is not a TPU slice: topology() knows only TPUs",
             facts={
-                'on these GPUs': 'leave out mesh=, or mesh=jax.devices()',
-                'elsewhere': 'simulate as many CPU devices: same layouts, '
+                'on a GPU machine': 'leave out mesh=, or pass mesh=jax.devices()',
+                'without GPUs': 'simulate as many CPU devices: same layouts, '
                 'mostly the same collectives',
             },
         )
@@ -134,5 +134,5 @@ def known_names() -> dict[str, str]:
     return {
         '2 dimensions': f"{', '.join(two)}; for example 'v5e:4x4'",
         '3 dimensions': f"{', '.join(three)}; for example 'v5p:2x2x2'",
-        'Google Cloud': "v2 to v6e; for example 'v5p-128', 'v5litepod-16'",
+        'Cloud accelerator types': "v2 to v6e; for example 'v5p-128', 'v5litepod-16'",
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from .._arrays.constrain import constrain, only
+from .._arrays.constrain import constrain, restrict_to_type
 from .._arrays.place import einshard
-from .._errors import EinshardError, Suggestion
-from .._notation.expression import Expression
+from .._errors import EinshardError, Suggestion, quoted
+from .._notation.expression import Expression, Term
 from .._notation.layout import axis_positions
 from .._sharding.context import current_context, is_tracing
 from .._sharding.mesh import MeshLike, device_mesh, spec_axes
@@ -42,22 +42,22 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         (True, (4, 3))
 
     Both operands shard x over all devices, and the result shards y, so the sum over x becomes a
-    reduce-scatter. Operands and result are expressions without '->'. Those with a placement are
-    placed or constrained, as by `einshard`; the others are left to the compiler.
+    reduce-scatter. Operands and result are expressions without '->'. Arrays with a placement are
+    placed or constrained, as `einshard` does; the compiler decides the sharding of the others.
 
     Args:
         expression: operands separated by commas, '->', and the result. An axis appears at most once
             per operand; '...' stands for the same axes in all of them.
         arrays: one array or traced value per operand.
-        mesh: as for `make_sharding`.
+        mesh: a mesh, or a sequence of devices, as for `make_sharding`.
         options: options of `jnp.einsum`: `precision`, `preferred_element_type`, `optimize`.
 
     Returns:
         The result, with one axis per name on the right side.
 
     Raises:
-        EinshardError: the expression is invalid; sizes of the arrays disagree; a placement does
-            not fit its array or the mesh.
+        EinshardError: the expression is invalid; two arrays have different sizes of an axis; or a
+            placement does not fit its array or the mesh.
     """
     shapes = [np.shape(array) for array in arrays]
     try:
@@ -73,11 +73,12 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         operand = contraction.result
         if is_placed(operand):
             placement = resolve(operand_text(operand), shape, current_context(mesh))
+            _check_terms(contraction, operands, placement)
         else:
             _check_types(contraction, operands)
     except EinshardError as error:
         raise _with_working_fix(error, contraction, operand, arrays, mesh, options) from None
-    # outside jit, one jitted program lets XLA compute the sum directly in the result's sharding
+    # outside jit: in one jitted program, XLA can compute the sum directly in the result's sharding
     contract = _contract if is_tracing() else _jitted
     if isinstance(options.get('optimize'), list | tuple):
         options['optimize'] = _path(options['optimize'])
@@ -92,7 +93,7 @@ def _with_working_fix(
     mesh: MeshLike | None,
     options: Mapping[str, Any],
 ) -> EinshardError:
-    """Turns an error about one operand into one about the einsum, with a fix if one works."""
+    """Converts an error about an operand to one about the einsum; keeps a fix only if it works."""
     text = contraction.text
     if error.expression != text:
         start, end = operand.right[0].span[0], operand.right[-1].span[1]
@@ -125,14 +126,14 @@ def _path(given: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
         raise EinshardError(
             f'optimize= must be a contraction path, not {given!r}',
             facts={
-                'expected': "'greedy', 'optimal' or the operands of each step, [(0, 1), (0, 1)]"
+                'expected': "'greedy', 'optimal', or the operands of each step: [(0, 1), (0, 1)]"
             },
         )
     return tuple(steps)
 
 
 def _from_numpy_subscripts(expression: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
-    """Rewrites numpy subscripts with one axis per letter, if the arrays fit."""
+    """Rewrites NumPy subscripts with one axis per letter; None if the arrays do not fit."""
     fix = from_numpy_subscripts(expression)
     try:
         if fix is not None:
@@ -153,7 +154,7 @@ def _contract(
     mesh = placement.sharding.mesh
     explicit = AxisType.Explicit in mesh.axis_types
     # under explicit axes, a sum over a sharded axis needs out_sharding
-    out = only(placement.sharding, AxisType.Explicit) if explicit else None
+    out = restrict_to_type(placement.sharding, AxisType.Explicit) if explicit else None
     return constrain(
         jnp.einsum(subscripts, *operands, out_sharding=out, **dict(options)), placement
     )
@@ -164,24 +165,51 @@ _jitted = jax.jit(_contract, static_argnums=(0, 1, 2))
 
 def _check_types(contraction: Contraction, operands: Sequence[Any]) -> None:
     """Raises if an axis sharded over explicit mesh axes is contracted into an unplaced result."""
-    reduced = contraction.reduced
     before, _, result = contraction.text.rpartition('->')
+    for i, name, _ in _contracted(contraction, operands):
+        raise contraction.error(
+            f"contracted axis '{name}' is sharded over explicit mesh axes; give the result "
+            'a placement',
+            [term.span for term in contraction.operands[i].right if term.name == name],
+            operand=f'{i}, {jax.typeof(operands[i])}',
+            fix=Suggestion(f'{before}-> * {result.strip()}'.strip()),
+        )
+
+
+def _check_terms(contraction: Contraction, operands: Sequence[Any], placement: Placement) -> None:
+    """Raises if the result is a partial sum over other mesh axes than the contracted axes."""
+    signed = [term for term in contraction.result.right if term.sign == '+']
+    if not signed:
+        return
+    spans = [term.span for term in signed]
+    if len(operands) > 2:
+        # JAX would choose the sharding of each product, as with Auto axes
+        raise contraction.error('a partial sum needs an einsum of one or two operands', spans)
+    mesh = placement.sharding.mesh
+    found = {axis for _, _, axes in _contracted(contraction, operands) for axis in axes}
+    axes = tuple(axis for axis in mesh.axis_names if axis in found)
+    if {*axes} == {*placement.sharding.spec.unreduced}:
+        return
+    (start, end), text = spans[0], contraction.text
+    meant = Term(sign='+', mesh_axes=tuple(map(str, axes)))
+    raise contraction.error(
+        f"the result is a partial sum, '{signed[0]}', but the contracted axes are "
+        + (f'sharded over {quoted(map(str, axes))}' if axes else 'not sharded'),
+        spans,
+        fix=Suggestion(f'{text[:start]}{meant}{text[end:]}') if axes else None,
+    )
+
+
+def _contracted(
+    contraction: Contraction, operands: Sequence[Any]
+) -> Iterator[tuple[int, str, set[Any]]]:
+    """Yields each sharded contracted axis: the operand, its name, and its explicit mesh axes."""
     for i, (operand, array) in enumerate(zip(contraction.operands, operands, strict=True)):
         sharding = jax.typeof(array).sharding
-        explicit = {
-            name
-            for name, kind in zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
-            if kind == AxisType.Explicit
-        }
+        types = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+        explicit = {name for name, kind in types if kind == AxisType.Explicit}
         entries = spec_axes(sharding.spec)
-        positions = axis_positions(operand, len(array.shape))
-        for name, at in positions.items():
-            axes = entries[at] if at < len(entries) else ()
-            if name in reduced and explicit.intersection(axes):
-                raise contraction.error(
-                    f"contracted axis '{name}' is sharded over explicit mesh axes; give the result "
-                    'a placement',
-                    [term.span for term in operand.right if term.name == name],
-                    operand=f'{i}, {jax.typeof(array)}',
-                    fix=Suggestion(f'{before}-> * {result.strip()}'.strip()),
-                )
+        for name, at in axis_positions(operand, len(array.shape)).items():
+            axes = explicit.intersection(entries[at] if at < len(entries) else ())
+            if name in contraction.reduced and axes:
+                yield i, name, axes

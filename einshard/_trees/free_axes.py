@@ -29,7 +29,7 @@ from .._sharding.resolve import resolve
 
 Shape: TypeAlias = tuple[int, ...]
 MeshAxes: TypeAlias = Literal[True] | tuple[str, ...]  # True: all mesh axes
-# For each axis of a state array: the axis of its parameter, or None for an added axis.
+# For each axis of a state array: the matching axis of its parameter; None for an added axis.
 AxisMap: TypeAlias = tuple[int | None, ...]
 Entry: TypeAlias = tuple[Any, ...]  # the mesh axes that shard an array axis
 
@@ -46,16 +46,18 @@ def state_specs(
     context: Context,
     all_or_none: bool = False,
 ) -> tuple[LeafSpec, ...]:
-    """Returns the distinct specs that the axis maps give a state array; usually one.
+    """Returns the specs that a state array can have: one per axis map, without duplicates.
 
     Args:
         spec: the spec of the parameter.
-        axis_maps: for each axis of the array, the axis of the parameter.
-        also_over: mesh axes to shard the array over too, if they do not shard the parameter.
-        all_or_none: whether to shard one array axis over all of these mesh axes, or no array axis.
+        axis_maps: the possible maps from axes of the state array to axes of its parameter; more
+            than one only if several axes have the same size.
+        also_over: shard the state array over these mesh axes too, unless they shard the parameter.
+        all_or_none: shard one array axis over all mesh axes of `also_over`; if no array axis is
+            divisible, over none.
     """
-    known = as_leaf_spec(spec)
-    placement = resolve(known, param_shape, context)
+    param_spec = as_leaf_spec(spec)
+    placement = resolve(param_spec, param_shape, context)
     mesh, memory_kind = placement.sharding.mesh, placement.sharding.memory_kind
     entries = spec_axes(placement.sharding.spec)
     entries += [()] * (len(param_shape) - len(entries))
@@ -63,24 +65,26 @@ def state_specs(
     free = [axis for axis in free if also_over is True or str(axis) in also_over]
     positions = axis_positions(placement.expression, len(param_shape))
     names = {axis: name for name, axis in positions.items()}
-    found: dict[NamedSharding, LeafSpec] = {}
+    specs: dict[NamedSharding, LeafSpec] = {}
     for axis_map in axis_maps:
-        of_param = [() if axis is None else entries[axis] for axis in axis_map]
-        of_state = _shard_over(free, of_param, shape, mesh, all_or_none)
-        sharding = NamedSharding(mesh, partition_spec(of_state), memory_kind=memory_kind)
+        param_entries = [() if axis is None else entries[axis] for axis in axis_map]
+        state_entries = _shard_over(free, param_entries, shape, mesh, all_or_none)
+        sharding = NamedSharding(mesh, partition_spec(state_entries), memory_kind=memory_kind)
         letters = (letter for letter in axis_letters() if letter not in names.values())
-        own_names = [names[axis] if axis in names else next(letters) for axis in axis_map]
+        state_names = [names[axis] if axis in names else next(letters) for axis in axis_map]
         expression = _REPLICATED
-        if any(of_state):
-            expression = find_expression(sharding, len(shape), own_names)
+        if any(state_entries):
+            expression = find_expression(sharding, len(shape), state_names)
         if expression is None:
             raise EinshardError(
                 'the mesh has axis names that cannot be written in an expression',
                 facts={'mesh': mesh_fact(mesh)},
             )
-        own = LeafSpec(expression, memory_kind, rule=known.rule, mesh=known.mesh)
-        found.setdefault(sharding, own)
-    return tuple(found.values())
+        specs.setdefault(
+            sharding,
+            LeafSpec(expression, memory_kind, rule=param_spec.rule, mesh=param_spec.mesh),
+        )
+    return tuple(specs.values())
 
 
 def _shard_over(
@@ -90,33 +94,37 @@ def _shard_over(
     mesh: AnyMesh,
     all_or_none: bool,
 ) -> list[Entry]:
-    """Shards an array over free mesh axes too: the largest array axis, over as many as divide it.
+    """Adds free mesh axes to the entries of an array, which list the mesh axes of each array axis.
 
-    Free mesh axes become minor to those that shard an array axis already, so that a device keeps a
-    part of its shard. On the canonical mesh the order of mesh axes is fixed. There, array axes
-    without a minor mesh axis come first, then the one sharded over the next minor axis. For a
-    parameter float32[256,1024] as 'd f -> * d f2' on 16 devices, moments 'f8 d f2' made XLA
-    all-reduce unsharded gradients and gather activations; 'd8 f2' only gathered new parameters.
+    Each step picks the array axis whose shard size the most free mesh axes divide; of several, the
+    one with the largest shards. Its new mesh axes become minor to the ones it has: each device then
+    keeps a part of the shard that it had, and no data moves between devices.
+
+    On the canonical mesh, an entry must list mesh axes in mesh order. A free mesh axis that comes
+    before one in the entry is then major to it, and data moves. So there, array axes without such a
+    mesh axis are picked first. This matters for float32[256,1024] as 'd f -> * d f2' on 16 devices:
+    with moments 'f8 d f2', XLA all-reduced unsharded gradients and gathered activations; with
+    'd8 f2', it gathered only the new parameters.
     """
     sizes = sizes_of(mesh)
     free = [axis for axis in free if sizes.get(str(axis), 1) > 1]
     in_order = is_device_mesh(mesh)
-    place = {axis: i if in_order else 0 for i, axis in enumerate(mesh.axis_names)}
+    position = {axis: i if in_order else 0 for i, axis in enumerate(mesh.axis_names)}
     sharded = list(entries)
     while free:
         choices: list[tuple[int, int, int, int]] = []
         for i, (size, axes) in enumerate(zip(shape, sharded, strict=True)):
-            on_device = size // _n_shards(axes, sizes)
-            minor = (place[axis] for axis in axes if place[axis] > place[free[0]])
+            shard_size = size // _n_shards(axes, sizes)
+            minor = (position[axis] for axis in axes if position[axis] > position[free[0]])
             next_minor = min(minor, default=-1)
             for n in range(len(free) if all_or_none else 1, len(free) + 1):
-                if on_device and on_device % _n_shards(free[:n], sizes) == 0:
-                    choices.append((next_minor, -n, -on_device, i))
+                if shard_size and shard_size % _n_shards(free[:n], sizes) == 0:
+                    choices.append((next_minor, -n, -shard_size, i))
         n = len(free) if all_or_none else 1
         if choices:
             _, minus_n, _, i = min(choices)
             n = -minus_n
-            sharded[i] = tuple(sorted((*sharded[i], *free[:n]), key=lambda axis: place[axis]))
+            sharded[i] = tuple(sorted((*sharded[i], *free[:n]), key=lambda axis: position[axis]))
         free = free[n:]
     return sharded
 
@@ -129,12 +137,13 @@ class Option(NamedTuple):
     """An argument that names mesh axes, as errors show it."""
 
     name: str
+    values: str  # 'NAME VALUES, not 3'
     call: str  # with {} for its value
     for_all: str  # the call for all mesh axes
 
 
-ZERO = Option('zero=', 'zero={}', 'zero=True')
-LARGEST = Option('shard_largest', 'shard_largest({})', 'shard_largest without mesh axes')
+ZERO = Option('zero=', 'must be True or names of mesh axes', 'zero={}', 'zero=True')
+LARGEST = Option('shard_largest', 'takes names of mesh axes', 'shard_largest({})', 'shard_largest')
 
 
 def read_mesh_axes(given: object, option: Option) -> MeshAxes:
@@ -145,8 +154,8 @@ def read_mesh_axes(given: object, option: Option) -> MeshAxes:
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         examples = [option.call.format(axes) for axes in ("'data'", "('data', 'fsdp')")]
         raise EinshardError(
-            f'{option.name} takes names of mesh axes, not {given!r}',
-            facts={'example': ', '.join([option.for_all, *examples])},
+            f'{option.name} {option.values}, not {given!r}',
+            facts={'example': ', '.join([f'{option.for_all} (all mesh axes)', *examples])},
         )
     return tuple(names)
 
@@ -159,7 +168,10 @@ def check_mesh_axes(axes: MeshAxes, context: Context, option: Option) -> None:
     if mesh is None:
         raise EinshardError(
             f'{option.name} names {quoted(axes)}, but there is no mesh',
-            facts={'expected': f"mesh= or 'with jax.set_mesh(mesh):'; or {option.for_all}"},
+            facts={
+                'expected': "mesh=mesh or 'with jax.set_mesh(mesh):'",
+                'for all mesh axes': option.for_all,
+            },
         )
     sizes = sizes_of(mesh)
     for name in axes:

@@ -19,7 +19,7 @@ from .._text import array_text, first_of
 from .free_axes import ZERO, AxisMap, MeshAxes, Shape, check_mesh_axes, read_mesh_axes, state_specs
 from .paths import leaf_paths, leaf_text
 from .rules import Rules
-from .specs import Spec, check_specs, leaf_specs
+from .specs import Order, Spec, check_specs, leaf_specs
 from .table import Table, make_table
 
 
@@ -41,19 +41,20 @@ def for_optimizer(
         {'w': 'a b -> a8 b2'}
 
     The path of a moment contains the path of its parameter: '0/mu/mlp/kernel' and 'mlp/kernel/mu'
-    belong to 'mlp/kernel' (the longest match wins, then the last). Its spec depends on its shape:
+    belong to 'mlp/kernel'. If it contains several, the longest wins, then the last. The spec of a
+    moment depends on its shape:
 
     * Same shape as the parameter: the spec of the parameter.
-    * Fewer axes, as in Adafactor: that spec without the missing axes. If several axes have the same
-      size, `v_row` and `v_col` in the path have their meaning in optax.
+    * Fewer axes, as in Adafactor: that spec without the missing axes. If the sizes do not tell
+      which axes are missing, the keys `v_row` and `v_col` of optax in the path do.
     * More axes in front, as in L-BFGS: the added axes are not sharded.
 
     Arrays with one element, such as counters, are replicated. Use the spec wherever `Rules` are
-    accepted; it has a `table` too.
+    accepted; it also has a `table` method.
 
     With `zero=`, moments are also sharded over the mesh axes that replicate the parameter (ZeRO,
-    stage 1): over the largest divisible array axis. Free mesh axes become minor to those already
-    sharding the axis, so that a step gathers only the new parameters.
+    stage 1), along the largest divisible array axis. These mesh axes become minor to the ones that
+    already shard the array axis, so that a step gathers only the new parameters.
 
     If parameters and moments are in one pytree, apply `zero=` to the moments only, with rules:
     `Rules([('opt_state/', for_optimizer(params, rules, zero=True))], default=rules)`.
@@ -63,17 +64,23 @@ def for_optimizer(
             shapes and dtypes are kept.
         spec: the spec of the parameters: an expression, `Rules`, a function, or a pytree of these.
         zero: True to shard moments over all free mesh axes, or the names of the mesh axes to use.
-        default: the spec of arrays without a parameter. If omitted, they are an error.
+        default: the spec of arrays that match no parameter. If omitted, such an array is an error.
 
     Returns:
         A function `(path, leaf) -> spec`.
 
     Raises:
         EinshardError: `spec` or `default` is not a spec, or `spec` is not a prefix of `params`.
-            When applied: an array has no parameter, or is ambiguous; a spec does not fit its
-            parameter; or the mesh lacks an axis in `zero=`.
+            When applied: an array matches no parameter, or its axes match those of its parameter in
+            several ways; a spec does not fit its parameter; or the mesh lacks an axis in `zero=`.
     """
     return StateSpec(params, spec, zero, default)
+
+
+_ORDER = Order(
+    'for_optimizer takes the model parameters first, then their spec',
+    'for_optimizer(params, spec)',
+)
 
 
 class StateSpec:
@@ -86,16 +93,16 @@ class StateSpec:
         self._spec = spec
         self._zero: MeshAxes = read_mesh_axes(zero, ZERO)
         self._default = None if default is ... else Rules([], default=default)
+        check_specs(spec, _ORDER)
         try:
-            check_specs(spec, order='the parameters first: for_optimizer(params, spec)')
             # functions in specs are called later: their results may depend on the mesh in use
             leaf_specs(self._params, self._leaves, jtu.tree_map(lambda _: None, spec))
         except EinshardError as error:
-            raise error.about(value='parameters of for_optimizer') from None
+            raise error.about(value='model parameters, in for_optimizer') from None
         arrays = [i for i, leaf in enumerate(self._leaves) if _shape_of(leaf) is not None]
         self._by_path = {self._paths[i]: i for i in arrays}
         self._parameters: dict[tuple[str, Shape], tuple[int, tuple[AxisMap, ...]] | None] = {}
-        self._known: tuple[Context, Sequence[AnySpec | None]] | None = None
+        self._latest: tuple[Context, Sequence[AnySpec | None]] | None = None
 
     def __repr__(self) -> str:
         zero = f', zero={self._zero!r}' if self._zero else ''
@@ -103,7 +110,7 @@ class StateSpec:
 
     def __getstate__(self) -> dict[str, Any]:
         # without the caches: they contain devices, which cannot be pickled or copied
-        return {**self.__dict__, '_parameters': {}, '_known': None}
+        return {**self.__dict__, '_parameters': {}, '_latest': None}
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
         """Returns the spec of one leaf."""
@@ -117,17 +124,17 @@ class StateSpec:
         """Shows how each leaf of a state is sharded, with totals, as `Rules.table` does."""
         context = current_context(mesh)
         with mesh_scope(context.mesh):
-            found = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
-        return make_table(tree, found, [], context)
+            reasons_and_specs = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
+        return make_table(tree, reasons_and_specs, [], context)
 
     def find_all(
         self, paths: Sequence[str], leaves: Sequence[Any]
     ) -> list[tuple[str, AnySpec | None]]:
-        """Finds, for each leaf, its parameter, or why it has none, and its spec."""
+        """Returns, for each leaf, its parameter or the reason that it has none, and its spec."""
         context = current_context(None)
         check_mesh_axes(self._zero, context, ZERO)
         specs = self._specs(context)
-        found: list[tuple[str, AnySpec | None]] = []
+        result: list[tuple[str, AnySpec | None]] = []
         unmatched: list[str] = []
         for path, leaf in zip(paths, leaves, strict=True):
             shape = _shape_of(leaf)
@@ -135,32 +142,32 @@ class StateSpec:
             if parameter:
                 i, axis_maps = parameter
                 spec = self._spec_of(path, leaf, i, axis_maps, specs[i], context)
-                found.append((f'as {self._paths[i]}', spec))
+                result.append((f'as {self._paths[i]}', spec))
             elif shape is None:
-                found.append(('not an array', None))
+                result.append(('not an array', None))
             elif math.prod(shape) == 1:
-                found.append(('scalar', REPLICATED))
+                result.append(('scalar', REPLICATED))
             elif self._default:
-                found.append(('default', self._default(path, leaf)))
+                result.append(('default', self._default(path, leaf)))
             else:
                 unmatched.append(self._unmatched_text(path, leaf))
         if unmatched:
             raise self._no_parameter(unmatched)
-        return found
+        return result
 
     def _specs(self, context: Context) -> Sequence[AnySpec | None]:
         """Returns the specs of the parameters, cached for the latest context."""
-        known = self._known
-        if known is None or known[0] is not context:
+        latest = self._latest
+        if latest is None or latest[0] is not context:
             try:
-                known = context, leaf_specs(self._params, self._leaves, self._spec)
+                latest = context, leaf_specs(self._params, self._leaves, self._spec)
             except EinshardError as error:
-                raise error.about(value='parameters of for_optimizer') from None
-            self._known = known
-        return known[1]
+                raise error.about(value='model parameters, in for_optimizer') from None
+            self._latest = latest
+        return latest[1]
 
     def _find_parameter(self, path: str, shape: Shape) -> tuple[int, tuple[AxisMap, ...]] | None:
-        """Finds the parameter of a state array: its index, and the possible maps of their axes."""
+        """Finds the parameter of a state array: its index, and how the axes may correspond."""
         key = path, shape
         if key not in self._parameters:
             self._parameters[key] = next(self._find_parameters(path, shape), None)
@@ -169,10 +176,10 @@ class StateSpec:
     def _find_parameters(
         self, path: str, shape: Shape
     ) -> Iterator[tuple[int, tuple[AxisMap, ...]]]:
-        for inside, others in _parts(path):
-            i = self._by_path.get(inside)
+        for param_path, other_keys in _parts(path):
+            i = self._by_path.get(param_path)
             if i is not None:
-                axis_maps = _axis_maps(self._leaves[i].shape, shape, others)
+                axis_maps = _axis_maps(self._leaves[i].shape, shape, other_keys)
                 if axis_maps:
                     yield i, axis_maps
 
@@ -191,38 +198,40 @@ class StateSpec:
             return spec
         shape = tuple(leaf.shape)
         try:
-            found = state_specs(spec, parameter.shape, shape, axis_maps, self._zero, context)
+            candidates = state_specs(spec, parameter.shape, shape, axis_maps, self._zero, context)
         except EinshardError as error:
             raise error.about(array=leaf_text(self._paths[i], parameter, 'parameter')) from None
-        if len(found) == 1:
-            return found[0]
+        if len(candidates) == 1:
+            return candidates[0]
         raise EinshardError(
             'ambiguous: several parameter axes have this size',
             facts={
                 'array': leaf_text(path, leaf),
                 'parameter': leaf_text(self._paths[i], parameter, 'parameter'),
-                'could be': ' or '.join(f"'{text}'" for text in found),
-                'instead': 'a function (path, leaf) -> spec that decides for this leaf',
+                'could be': ' or '.join(f"'{text}'" for text in candidates),
+                'instead': 'pass a function (path, leaf) -> spec that decides for this leaf',
             },
         )
 
     def _unmatched_text(self, path: str, leaf: Any) -> str:
-        known = (inside for inside, _ in _parts(path) if inside in self._by_path)
-        near = next((self._by_path[inside] for inside in known), None)
+        by_path = (self._by_path[part] for part, _ in _parts(path) if part in self._by_path)
+        i = next(by_path, None)
         text = f"'{path}' {array_text(leaf)}"
-        if near is None:
+        if i is None:
             return text
-        return f'{text} (its parameter is {array_text(self._leaves[near])})'
+        return f'{text} (its parameter is {array_text(self._leaves[i])})'
 
     def _no_parameter(self, unmatched: Sequence[str]) -> EinshardError:
-        some = [f"'{path}' {array_text(self._leaves[i])}" for path, i in self._by_path.items()]
+        parameters = [
+            f"'{path}' {array_text(self._leaves[i])}" for path, i in self._by_path.items()
+        ]
         return EinshardError(
             f'{plural(len(unmatched), "array")} {"matches" if len(unmatched) == 1 else "match"} '
             'no parameter by path and shape',
             facts={
                 'arrays': first_of(unmatched, 8),
-                'parameters': first_of(some, 3) or 'none',
-                'expected': "default=, a spec for such arrays: default='... -> * ...'",
+                'parameters': first_of(parameters, 3) or 'none',
+                'try': "default='... -> * ...', the spec for arrays that match no parameter",
             },
         )
 
@@ -232,15 +241,16 @@ def _without_values(leaf: Any) -> Any:
 
 
 def _shape_of(leaf: Any) -> Shape | None:
-    """Returns the shape of an array or a struct; None for others, such as Python numbers."""
+    """Returns the shape of an array or ShapeDtypeStruct; None for other leaves."""
     # a Mesh has a shape but no dtype
     return tuple(leaf.shape) if hasattr(leaf, 'dtype') else None
 
 
 def _parts(path: str) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yields the parts of a path that may be the path of its parameter, each with the other keys.
+    """Yields (part, other keys) for each part of a state path that may be a parameter's path.
 
-    Longer parts come first, then later ones: 'a/b/c' -> 'a/b/c', 'b/c', 'a/b', 'c', 'b', 'a', ''.
+    Long parts come first; of equally long parts, the last: 'a/b/c' yields the parts 'a/b/c', 'b/c',
+    'a/b', 'c', 'b', 'a' and ''.
     """
     keys = path.split('/')
     for n in range(len(keys), 0, -1):
@@ -252,21 +262,21 @@ def _parts(path: str) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _axis_maps(param_shape: Shape, shape: Shape, keys: Sequence[str]) -> tuple[AxisMap, ...]:
-    """Finds the maps from axes of a state array to axes of its parameter that fit the shapes.
+    """Finds all maps from axes of a state array to axes of its parameter that fit the shapes.
 
-    `keys` are the keys in the path of the state array that are not in the parameter's path.
+    `keys` are those of the state array's path that are not in the parameter's path.
     """
     n_new = len(shape) - len(param_shape)
     if n_new > 0:
-        same = shape[n_new:] == param_shape
-        return ((None,) * n_new + tuple(range(len(param_shape))),) if same else ()
+        fits = shape[n_new:] == param_shape
+        return ((None,) * n_new + tuple(range(len(param_shape))),) if fits else ()
     if math.prod(shape) == 1 and shape != param_shape:
         return ()
-    kept = itertools.combinations(range(len(param_shape)), len(shape))
-    fitting = tuple(axes for axes in kept if tuple(param_shape[axis] for axis in axes) == shape)
+    choices = itertools.combinations(range(len(param_shape)), len(shape))
+    fitting = tuple(axes for axes in choices if tuple(param_shape[axis] for axis in axes) == shape)
     if len(fitting) > 1 and ('v_row' in keys or 'v_col' in keys):
         # optax: v_row lacks the largest axis and v_col the second largest, in argsort order
-        lacks = int(np.argsort(param_shape)[-1 if 'v_row' in keys else -2])
-        axis_map = tuple(axis for axis in range(len(param_shape)) if axis != lacks)
+        missing = int(np.argsort(param_shape)[-1 if 'v_row' in keys else -2])
+        axis_map = tuple(axis for axis in range(len(param_shape)) if axis != missing)
         return (axis_map,) if axis_map in fitting else fitting
     return fitting

@@ -15,15 +15,16 @@ def leaf_paths(tree: Any, treedef: Any = None) -> Sequence[str]:
     """Returns the path of every leaf, cached by tree structure."""
     treedef = jtu.tree_structure(tree) if treedef is None else treedef
     try:
-        known = _paths.get(treedef)
+        cached_paths = _paths.get(treedef)
     except TypeError:  # a node with unhashable static data
         return [path_text(path) for path, _ in jtu.tree_leaves_with_path(tree)]
-    if known is None:
+    if cached_paths is None:
         if len(_paths) >= 256:
             _paths.clear()
         # 10 us per leaf, against 0.03 us from the cache
-        known = _paths[treedef] = [path_text(path) for path, _ in jtu.tree_leaves_with_path(tree)]
-    return known
+        cached_paths = [path_text(path) for path, _ in jtu.tree_leaves_with_path(tree)]
+        _paths[treedef] = cached_paths
+    return cached_paths
 
 
 _paths: dict[Any, Sequence[str]] = register({})
@@ -34,6 +35,6 @@ def path_text(path: Sequence[Any]) -> str:
     return jtu.keystr(tuple(path), simple=True, separator='/')
 
 
-def leaf_text(path: str, leaf: Any, what: str = 'leaf') -> str:
+def leaf_text(path: str, leaf: Any, noun: str = 'leaf') -> str:
     """Formats an array and its path: "float32[6,8], leaf 'layers/0/w'"."""
-    return f"{array_text(leaf)}, {what} '{path}'" if path else array_text(leaf)
+    return f"{array_text(leaf)}, {noun} '{path}'" if path else array_text(leaf)

@@ -44,10 +44,11 @@ def shard_largest(
         (3, 2)
 
     Arrays without a divisible axis are replicated. Of axes of equal size, the first is sharded.
-    Use it alone, or as `default=` of `Rules`, for fully sharded data parallelism (FSDP).
+    Use `shard_largest` as a spec, or as `default=` of `Rules`, for fully sharded data parallelism
+    (FSDP).
 
-    Called with mesh axes or options, it returns such a spec. With `spec=` it adds to the sharding
-    of another spec, as for FSDP on top of tensor parallelism:
+    Call it with mesh axes or options to get a spec with these. `spec=` adds to the sharding of
+    another spec, for example FSDP on top of tensor parallelism:
 
         >>> types = (jax.sharding.AxisType.Auto,) * 2
         >>> mesh = jax.sharding.AbstractMesh((4, 2), ('fsdp', 'tensor'), axis_types=types)
@@ -57,8 +58,7 @@ def shard_largest(
         'a b -> a b@(tensor,fsdp)'
 
     Args:
-        axes: the mesh axes to shard over; axes that already shard the array are skipped. Default:
-            all.
+        axes: the mesh axes to shard over, except those that already shard the array. Default: all.
         spec: the spec to add to: an expression, `Rules` or a function. Default: replicated.
         min_bytes: smaller arrays keep the sharding of `spec`.
 
@@ -89,37 +89,39 @@ class LargestAxis:
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
         """Returns the spec of one leaf."""
         check_mesh_axes(self.axes, current_context(), LARGEST)
-        return self._add(call_spec(self.spec, path, leaf), leaf)
+        return self._shard_largest(call_spec(self.spec, path, leaf), leaf)
 
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
         """Returns the specs of the leaves of a tree."""
         check_mesh_axes(self.axes, current_context(), LARGEST)
-        both = list(zip(paths, leaves, strict=True))
+        pairs = list(zip(paths, leaves, strict=True))
         if hasattr(self.spec, 'for_leaves'):  # Rules
-            specs = self.spec.for_leaves(paths, leaves)
+            base_specs = self.spec.for_leaves(paths, leaves)
         else:
-            specs = [call_spec(self.spec, path, leaf) for path, leaf in both]
-        found: list[AnySpec | None] = []
+            base_specs = [call_spec(self.spec, path, leaf) for path, leaf in pairs]
+        specs: list[AnySpec | None] = []
         errors: list[EinshardError] = []
-        for spec, (path, leaf) in zip(specs, both, strict=True):
+        for spec, (path, leaf) in zip(base_specs, pairs, strict=True):
             try:
-                found.append(self._add(spec, leaf))
+                specs.append(self._shard_largest(spec, leaf))
             except EinshardError as error:
                 errors.append(error.about(array=leaf_text(path, leaf)))
         if errors:
             raise for_arrays(errors) from None
-        return found
+        return specs
 
-    def _add(self, spec: AnySpec | None, leaf: Any) -> AnySpec | None:
+    def _shard_largest(self, spec: AnySpec | None, leaf: Any) -> AnySpec | None:
+        """Shards the largest axis too; returns the spec as it is for small or scalar arrays."""
         shape: tuple[int, ...] = tuple(leaf.shape) if hasattr(leaf, 'dtype') else ()
         if spec is None or not shape or math.prod(shape) * leaf.dtype.itemsize < self.min_bytes:
             return spec
         context = current_context()
-        same = tuple(range(len(shape)))
-        return state_specs(spec, shape, shape, (same,), self.axes, context, True)[0]
+        identity = tuple(range(len(shape)))
+        return state_specs(spec, shape, shape, (identity,), self.axes, context, True)[0]
 
 
 def _over_all_devices(shape: Sequence[int]) -> str:
+    """Returns the expression that shards the largest divisible axis over all devices."""
     n_devices = math.prod(sizes_of(current_context().lowering_mesh).values())
     axes = [axis for axis, size in enumerate(shape) if size % n_devices == 0 and size]
     if not axes or n_devices == 1:

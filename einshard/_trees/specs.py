@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.tree_util as jtu
@@ -22,7 +22,7 @@ from .._text import array_text, name_of
 from .paths import leaf_paths, leaf_text, path_text
 
 # An expression, a PartitionSpec, a NamedSharding, None, a function (path, leaf) -> spec, or a
-# pytree prefix of these, which Python cannot type.
+# pytree prefix of these. Python's types cannot express a pytree prefix.
 Spec: TypeAlias = Any
 
 
@@ -40,31 +40,33 @@ def leaf_specs(
     """
     if spec is None or isinstance(spec, LEAF_SPECS):
         return [parsed(spec)] * len(leaves)
-    check_specs(spec)
+    check_specs(spec, _EINSHARD)
     prefix, prefix_def = jtu.tree_flatten(spec, is_leaf=is_none)
-    alone = len(prefix) == 1 and prefix[0] is spec
-    subtrees = [tree] if alone else _subtrees(prefix_def, spec, tree)
-    if all(one is None or isinstance(one, LEAF_SPECS) for one in prefix):
+    is_single = len(prefix) == 1 and prefix[0] is spec
+    subtrees = [tree] if is_single else _subtrees(prefix_def, spec, tree)
+    if all(prefix_leaf is None or isinstance(prefix_leaf, LEAF_SPECS) for prefix_leaf in prefix):
         counts = [len(jtu.tree_leaves(subtree)) for subtree in subtrees]
         return [
-            one
-            for one, count in zip(map(parsed, prefix), counts, strict=True)
+            prefix_leaf
+            for prefix_leaf, count in zip(map(parsed, prefix), counts, strict=True)
             for _ in range(count)
         ]
     specs: list[AnySpec | None] = []
     paths = leaf_paths(tree, treedef)
-    for one, subtree in zip(prefix, subtrees, strict=True):
-        below = leaves if alone else jtu.tree_leaves(subtree)
-        its_paths = paths[len(specs) : len(specs) + len(below)]
+    for prefix_leaf, subtree in zip(prefix, subtrees, strict=True):
+        subtree_leaves = leaves if is_single else jtu.tree_leaves(subtree)
+        subtree_paths = paths[len(specs) : len(specs) + len(subtree_leaves)]
         with mesh_scope(mesh):
-            if hasattr(one, 'for_tree'):  # annotations: specs by type
-                found = zip(one.for_tree(subtree), its_paths, below, strict=True)
-                specs += [call_spec(spec, path, leaf) for spec, path, leaf in found]
-            elif hasattr(one, 'for_leaves'):  # Rules: one error for all leaves
-                specs += one.for_leaves(its_paths, below)
+            if hasattr(prefix_leaf, 'for_tree'):  # annotations: specs by type
+                by_type = zip(
+                    prefix_leaf.for_tree(subtree), subtree_paths, subtree_leaves, strict=True
+                )
+                specs += [call_spec(spec, path, leaf) for spec, path, leaf in by_type]
+            elif hasattr(prefix_leaf, 'for_leaves'):  # Rules: one error for all leaves
+                specs += prefix_leaf.for_leaves(subtree_paths, subtree_leaves)
             else:
-                both = zip(its_paths, below, strict=True)
-                specs += [call_spec(one, path, leaf) for path, leaf in both]
+                pairs = zip(subtree_paths, subtree_leaves, strict=True)
+                specs += [call_spec(prefix_leaf, path, leaf) for path, leaf in pairs]
     return specs
 
 
@@ -78,23 +80,41 @@ def is_function(spec: Spec) -> bool:
     return callable(spec) and not isinstance(spec, Mesh)
 
 
-def check_specs(spec: Spec, order: str = 'the array first: einshard(x, spec)') -> None:
-    """Raises if a leaf is not a spec, or is an invalid expression.
+class Order(NamedTuple):
+    """The order of the arguments of a function, for errors about swapped arguments."""
 
-    `order` is what to write if it is an array, as when the arguments are swapped.
+    sentence: str
+    call: str
+
+
+_EINSHARD = Order('einshard takes the array first, then its spec', 'einshard(x, spec)')
+_LEAF_SPEC = 'an expression, a PartitionSpec, a NamedSharding'
+_FUNCTION = 'a function (path, leaf) -> spec'
+_SPECS = f'{_LEAF_SPEC}, None, {_FUNCTION}, or a pytree of these'
+
+
+def check_specs(spec: Spec, order: Order | None = None, expected: str = _SPECS) -> None:
+    """Raises if a leaf of `spec` is an invalid expression or not a spec.
+
+    Args:
+        order: the order of the caller's arguments, shown if all leaves are arrays: the user has
+            probably swapped the arguments.
+        expected: the kinds of specs that the error lists.
     """
-    for path, one in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
-        if isinstance(one, LEAF_SPECS):
+    leaves = jtu.tree_leaves_with_path(spec, is_leaf=is_none)
+    for path, leaf in leaves:
+        if isinstance(leaf, LEAF_SPECS):
             try:
-                as_leaf_spec(one)
+                as_leaf_spec(leaf)
             except EinshardError as error:
-                raise (error.about(spec_at=f"'{path_text(path)}'") if path else error) from None
-        elif not (one is None or is_function(one)):
-            raise _not_a_spec(path, one, order)
+                raise (error.about(path_in_spec=repr(path_text(path))) if path else error) from None
+        elif not (leaf is None or is_function(leaf)):
+            swapped = order if all(_is_array(leaf) for _, leaf in leaves) else None
+            raise _not_a_spec(path, leaf, swapped, expected)
 
 
 def check_spec_functions(specs: Sequence[Spec]) -> None:
-    """Raises if a function cannot be called as a spec, as in `sharded(spec, function)`."""
+    """Raises if a function does not take (path, leaf), as in `sharded(spec, function)`."""
     for spec in specs:
         if is_function(spec) and not _takes_path_and_leaf(spec):
             raise EinshardError(
@@ -106,7 +126,7 @@ def check_spec_functions(specs: Sequence[Spec]) -> None:
 def _takes_path_and_leaf(function: Callable[..., Any]) -> bool:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # unknown, as of some functions in C
+    except (TypeError, ValueError):  # some C functions have no signature
         return True
     try:
         signature.bind('path', None)
@@ -116,23 +136,25 @@ def _takes_path_and_leaf(function: Callable[..., Any]) -> bool:
 
 
 def read_specs(spec: Spec) -> Spec:
-    """Parses the expressions in a pytree of specs; raises like `check_specs`."""
+    """Parses the expressions in a pytree of specs; raises if a leaf is not a valid spec."""
     check_specs(spec)
     return jtu.tree_map(
-        lambda one: as_leaf_spec(one) if isinstance(one, LEAF_SPECS) else one, spec, is_leaf=is_none
+        lambda leaf: as_leaf_spec(leaf) if isinstance(leaf, LEAF_SPECS) else leaf,
+        spec,
+        is_leaf=is_none,
     )
 
 
 def needs_leaves(spec: Spec) -> bool:
     """Whether the shardings depend on the ranks, paths or shapes of the leaves."""
     return any(
-        needs_rank(one.expression) if isinstance(one, LeafSpec) else one is not None
-        for one in jtu.tree_leaves(spec, is_leaf=is_none)
+        needs_rank(leaf.expression) if isinstance(leaf, LeafSpec) else leaf is not None
+        for leaf in jtu.tree_leaves(spec, is_leaf=is_none)
     )
 
 
 def call_spec(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
-    """Returns the spec that a function gives a leaf; or the spec itself if it is not a function."""
+    """Calls a spec function for a leaf and returns the result; returns other specs as they are."""
     while spec is not None and not isinstance(spec, LEAF_SPECS):
         if not is_function(spec):
             raise EinshardError(
@@ -143,42 +165,48 @@ def call_spec(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
     return parsed(spec)
 
 
-_LEAF_SPEC = 'an expression, a PartitionSpec, a NamedSharding'
-
-
 def mesh_of(spec: Spec) -> AnyMesh | None:
     """Returns the mesh of the NamedShardings in a pytree of specs, if it has devices."""
     leaves = jtu.tree_leaves(spec, is_leaf=is_none)
-    meshes = {one.mesh for one in leaves if isinstance(one, LeafSpec | NamedSharding) and one.mesh}
+    meshes = {
+        leaf.mesh for leaf in leaves if isinstance(leaf, LeafSpec | NamedSharding) and leaf.mesh
+    }
     if len(meshes) > 1:
         raise EinshardError(
-            'the specs are on different meshes',
+            'the NamedShardings in the specs are on different meshes',
             facts={'meshes': '; '.join(sorted(map(mesh_fact, meshes)))},
         )
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def _not_a_spec(path: Sequence[Any], spec: Any, order: str) -> EinshardError:
+def _is_array(x: Any) -> bool:
+    return hasattr(x, 'shape') and hasattr(x, 'dtype')
+
+
+def _not_a_spec(
+    path: Sequence[Any], spec: Any, swapped: Order | None, expected: str
+) -> EinshardError:
     where = f" at '{path_text(path)}'" if path else ''
-    function = 'a function (path, leaf) -> spec'
-    facts = {'expected': f'{_LEAF_SPEC}, None, {function}, or a pytree of these'}
     text = repr(spec)
+    facts = {'expected': expected}
     if isinstance(spec, Mesh | AbstractMesh | jax.Device):
         facts['instead'] = "pass it as mesh=: einshard(x, 'b d -> b* d', mesh=mesh)"
-    elif hasattr(spec, 'shape') and hasattr(spec, 'dtype'):
+    elif _is_array(spec):
         text = array_text(spec)
-        facts['instead'] = f'pass {order}'
+        if swapped is not None:
+            facts = {'got': f'{text}{where}, instead of a spec', 'try': swapped.call}
+            return EinshardError(swapped.sentence, facts=facts)
     return EinshardError(f'{text}{where} is not a spec', facts=facts)
 
 
 def check_registered_pytree(leaf: Any) -> None:
-    """Raises if a leaf contains arrays that JAX cannot see, which would be left unplaced.
+    """Raises if a leaf is an unregistered object that contains arrays, which JAX would not place.
 
-    Functions, strings and other leaves without arrays are allowed: models have them.
+    Functions, strings and other leaves without arrays are allowed, because models contain them.
     """
     kind = type(leaf)
     if hasattr(kind, '__array__'):
-        instead = 'numpy.asarray(x)'
+        instead = 'convert it: numpy.asarray(x)'
     elif isinstance(leaf, FunctionType) or not _has_arrays(leaf):
         return
     elif is_dataclass(leaf):
@@ -234,7 +262,7 @@ def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | N
 
 
 def _difference(spec: Any, tree: Any, keys: Sequence[str], tree_keys: Sequence[str]) -> str:
-    """Says how two nodes differ: "no spec for 'b'", 'tuple instead of list'."""
+    """Describes how two nodes differ: "no spec for 'b'", 'tuple instead of list'."""
     if jtu.all_leaves([tree]):
         return f'{type(spec).__name__} instead of a leaf'
     if type(spec) is not type(tree):

@@ -12,7 +12,8 @@ import jax
 import jax.tree_util as jtu
 
 from .._errors import EinshardError, for_arrays, plural, quoted
-from .._page import Column, Page, Section, page_html, page_text
+from .._page import Column, Page, Section, page_text
+from .._page_html import page_html
 from .._sharding.context import Context
 from .._sharding.leaf_spec import AnySpec, in_memory
 from .._sharding.resolve import Placement, resolve
@@ -25,7 +26,7 @@ _COLUMNS = (*map(Column, _HEADS), Column('per device', right=True))
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One leaf: the rule that matched, its spec, and its shard."""
+    """One leaf of the table: the rule that matched its path, its spec, and its shard."""
 
     path: str
     shape: tuple[int, ...]
@@ -55,8 +56,9 @@ class Table:
         rows: one row per array, in the order of the leaves.
         n_devices: the number of devices of the mesh.
         unused: patterns that match no path.
-        shadowed: pairs (pattern, earlier pattern): the earlier one always matches first.
-        unneeded: patterns that never apply because one of several earlier rules matches first.
+        shadowed: (pattern, earlier pattern) pairs; every path that the pattern matches gets the
+            rule of the earlier pattern.
+        unneeded: patterns whose paths all get the rules of several earlier patterns.
     """
 
     rows: tuple[Row, ...]
@@ -84,12 +86,12 @@ class Table:
 
     @property
     def copies(self) -> float:
-        """Average number of copies of each byte.
+        """The average number of copies of each byte.
 
-        1 if every array is fully sharded, `n_devices` if all are replicated.
+        1 if all arrays are sharded over all devices, `n_devices` if all are replicated.
         """
-        on_devices = self.bytes_per_device * self.n_devices
-        return on_devices / self.total_bytes if self.total_bytes else 1.0
+        all_devices = self.bytes_per_device * self.n_devices
+        return all_devices / self.total_bytes if self.total_bytes else 1.0
 
     def largest_replicated(self, n: int = 5) -> list[Row]:
         """Returns the n largest replicated arrays."""
@@ -142,15 +144,18 @@ class Table:
 
 def make_table(
     tree: Any,
-    found: Sequence[tuple[int | str | None, AnySpec | None]],
+    specs: Sequence[tuple[int | str | None, AnySpec | None]],
     patterns: Sequence[re.Pattern[str]],
     context: Context,
 ) -> Table:
-    """Builds the table of a pytree, from the rule and the spec of each leaf."""
+    """Builds the table of a pytree.
+
+    `specs` has a pair for each leaf: the index of its rule, or 'scalar', 'default' etc.; its spec.
+    """
     paths = leaf_paths(tree)
     rows: list[Row] = []
     errors: list[EinshardError] = []
-    for path, leaf, (rule, spec) in zip(paths, jtu.tree_leaves(tree), found, strict=True):
+    for path, leaf, (rule, spec) in zip(paths, jtu.tree_leaves(tree), specs, strict=True):
         aval = None if rule == 'not an array' else _aval(leaf, path, spec)
         if aval is None:
             continue
@@ -170,22 +175,22 @@ def make_table(
     shadowed: list[tuple[str, str]] = []
     unneeded: list[str] = []
     for i, pattern in enumerate(patterns):
-        pairs = zip(paths, found, strict=True)
-        matched = [rule for path, (rule, _) in pairs if pattern.search(path)]
-        taken = [rule for rule in matched if isinstance(rule, int)]
-        if not matched:
+        pairs = zip(paths, specs, strict=True)
+        rules_of_matches = [rule for path, (rule, _) in pairs if pattern.search(path)]
+        applied = [rule for rule in rules_of_matches if isinstance(rule, int)]
+        if not rules_of_matches:
             unused.append(pattern.pattern)
-        elif len(set(taken)) > 1 and i not in taken:
+        elif len(set(applied)) > 1 and i not in applied:
             unneeded.append(pattern.pattern)
-        elif taken and i not in taken:
-            shadowed.append((pattern.pattern, patterns[taken[0]].pattern))
+        elif applied and i not in applied:
+            shadowed.append((pattern.pattern, patterns[applied[0]].pattern))
     return Table(
         tuple(rows), context.lowering_mesh.size, tuple(unused), tuple(shadowed), tuple(unneeded)
     )
 
 
 def _aval(leaf: Any, path: str, spec: AnySpec | None) -> Any:
-    """Returns a leaf's shape and dtype in JAX; None if JAX lacks the dtype and there is no spec."""
+    """Returns the JAX type of a leaf; None if its dtype is unsupported and it has no spec."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     try:

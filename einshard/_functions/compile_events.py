@@ -1,0 +1,109 @@
+"""Calls a function with every program that this process compiles, before the program runs.
+
+`jax.monitoring` reports each compilation, but without the program. So this module looks for the
+program among the loaded programs of the backends, which are listed newest first. An error raised
+here stops the call that compiles. The names of the events and the order of the list are not
+documented; tests/test_compile_events.py fails if they change.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax
+
+LOWERED = '/jax/core/compile/jaxpr_to_mlir_module_duration'
+COMPILED = '/jax/core/compile/backend_compile_duration'
+_PING = '/einshard/are_you_there'
+
+# Called with the name of a function, and the texts of the programs that were compiled for it.
+Watcher: TypeAlias = Callable[[str, Sequence[str]], None]
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.watchers: list[Watcher] = []
+        self.newest: dict[str, Any] = {}  # by backend, the newest program at the last event
+        self.heard = False
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+
+
+def watch(watcher: Watcher) -> None:
+    """Adds a watcher to this thread. Only the latest one is called."""
+    with _lock:
+        if not is_listening():
+            jax.monitoring.register_event_duration_secs_listener(_on_event)
+    _thread.watchers.append(watcher)
+
+
+def unwatch(watcher: Watcher) -> None:
+    """Removes a watcher of this thread."""
+    _thread.watchers.reverse()
+    _thread.watchers.remove(watcher)  # the latest, if there are several
+    _thread.watchers.reverse()
+    if not _thread.watchers:
+        _thread.newest = {}  # it keeps programs alive
+
+
+def is_listening() -> bool:
+    """Whether JAX still sends events here; `jax.monitoring.clear_event_listeners` stops it."""
+    _thread.heard = False
+    jax.monitoring.record_event_duration_secs(_PING, 0.0)
+    return _thread.heard
+
+
+def _on_event(event: str, duration_secs: float, **given: Any) -> None:
+    if event == _PING:
+        _thread.heard = True
+    if not _thread.watchers or event not in (LOWERED, COMPILED):
+        return
+    before, _thread.newest = _thread.newest, {}
+    name = str(given.get('fun_name', 'the program'))
+    texts: list[str] = []
+    for platform, programs in _loaded():
+        if programs:
+            _thread.newest[platform] = programs[0]
+        if event == COMPILED:
+            texts += map(_text, _new(programs, name, before.get(platform)))
+    failed = sys.exc_info()[0] is not None
+    if event == COMPILED and not (failed and not texts):
+        _thread.watchers[-1](re.sub(r'^\w+\((.*)\)$', r'\1', name), texts)
+
+
+def _loaded() -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yields the loaded programs of each backend, the newest first."""
+    # imported here because it would add to the import time
+    from jax.extend.backend import backends
+
+    for platform, backend in backends().items():
+        yield platform, backend.live_executables()
+
+
+def _new(programs: Sequence[Any], name: str, newest_before: Any) -> Iterator[Any]:
+    """Yields the programs with this name that were compiled since the last event of this thread.
+
+    Other threads may compile meanwhile; their programs with the same name are included.
+    """
+    for program in programs:
+        if program is newest_before:
+            return
+        if any(_letters(module.name) == _letters(name) for module in program.hlo_modules()):
+            yield program
+            if newest_before is None:  # no event before: older programs may have the same name
+                return
+
+
+def _letters(name: str) -> str:
+    """Keeps ASCII letters and digits: the program of 'jit(<lambda>)' is called 'jit__lambda'."""
+    return re.sub('[^A-Za-z0-9]', '', name)
+
+
+def _text(program: Any) -> str:
+    return '\n'.join(module.to_string() for module in program.hlo_modules())

@@ -1,0 +1,124 @@
+"""expect_collectives: limits the collectives of every program that a block compiles."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+
+from .._errors import EinshardError
+from .._sharding.axis_rules import check_option
+from .._sharding.context import depth_of_user, is_tracing
+from .compile_events import is_listening, unwatch, watch
+from .promise import Promise, find_unexpected, read_promise
+
+# Part of JAX's cache keys, so that a program that was compiled under another promise is compiled
+# again, and checked. Created once, at import: creation makes JAX retrace everything.
+_in_cache_keys: Any = jax.make_user_context(default_value=None)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        # promises that are entered and not yet exited, each with what restores JAX's cache keys
+        self.entered: list[tuple[expect_collectives, Any]] = []
+
+
+_thread = _Thread()
+
+
+class expect_collectives:
+    """Checks the collectives of every program that JAX compiles in a `with` block.
+
+        >>> import jax
+        >>> import numpy as np
+        >>> from einshard import einshard, expect_collectives
+        >>> x = einshard(np.ones((jax.device_count(), 64), np.float32), 'b d -> b* d')
+        >>> with expect_collectives('all-reduce'):  # any number of all-reduces, and nothing else
+        ...     y = jax.jit(lambda x: x.sum())(x)
+
+    It covers `sharded` functions, plain `jax.jit`, and operations outside of jit. A program is
+    checked after it is compiled and before it runs. Functions that were called before the block are
+    compiled again, once for each promise; later blocks with the same promise reuse the programs. A
+    collective in a loop counts once. In nested blocks, only the inner promise applies.
+
+    The promise is for this thread only. It does not cover programs that were compiled ahead of time
+    before the block. A program for devices that you don't have is not checked, which gives a
+    warning. Do not `await` or `yield` inside the block.
+
+    Args:
+        allowed: `()` for none; a kind such as 'all-reduce'; a collection of kinds; or the limit of
+            each kind in each program, such as `{'all-reduce': 2}`.
+        on_unexpected: what to do if a program has other collectives: 'error', or 'warn' and run it.
+
+    Raises:
+        UnexpectedCollectives: in the block, at the call that compiles the program.
+        EinshardError: a kind is unknown; blocks are not exited in reverse order; or JAX stopped
+            reporting compilations, so that the block was not checked.
+    """
+
+    def __init__(self, allowed: Promise, *, on_unexpected: Literal['error', 'warn'] = 'error'):
+        self._allowed = read_promise(allowed, 'allowed=')
+        check_option('on_unexpected', on_unexpected, ('error', 'warn'))
+        self._warns = on_unexpected == 'warn'
+
+    def __enter__(self) -> expect_collectives:
+        if is_tracing():
+            raise EinshardError(
+                'expect_collectives cannot be entered in a traced function',
+                facts={'instead': 'enter it around the call of the jitted function'},
+            )
+        watch(self._check)
+        cache_keys = _in_cache_keys((tuple(sorted(self._allowed.items())), self._warns))
+        cache_keys.__enter__()
+        _thread.entered.append((self, cache_keys))
+        return self
+
+    def __exit__(self, raised: object, *_: object) -> None:
+        in_order = self._leave()
+        if raised is not None:
+            return
+        if not in_order:
+            raise EinshardError(
+                'expect_collectives must be exited in reverse order, by the task and thread that '
+                'entered it',
+                facts={'instead': 'enter it in a function that does not await or yield'},
+            )
+        if not is_listening():
+            raise EinshardError(
+                'the collectives of this block were not checked: '
+                'jax.monitoring.clear_event_listeners was called in it'
+            )
+
+    def _leave(self) -> bool:
+        """Exits the block; returns whether it was the innermost block of this thread."""
+        promises = [promise for promise, _ in _thread.entered]
+        if self not in promises:
+            return False
+        unwatch(self._check)
+        i = len(promises) - 1 - promises[::-1].index(self)
+        _, cache_keys = _thread.entered.pop(i)
+        if i == len(_thread.entered):
+            cache_keys.__exit__(None, None, None)
+            return True
+        # the next block restores what this one would have restored
+        _thread.entered[i] = _thread.entered[i][0], cache_keys
+        return False
+
+    def _check(self, name: str, texts: Sequence[str]) -> None:
+        if not texts:
+            self._warn(
+                f'the collectives of {name} were not checked: its program is not on the devices '
+                'of this process'
+            )
+        for text in texts:
+            error = find_unexpected(name, text, self._allowed)
+            if error is not None and not self._warns:
+                raise error
+            if error is not None:
+                self._warn(str(error))
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(message, stacklevel=depth_of_user())

@@ -1,0 +1,42 @@
+"""Spells out the elements of tuples in dumps of newer XLA versions. Imports no JAX."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+_ELEMENT = re.compile(r'%([^\s,()#]+)#(\d+)')
+_DEFINITION = re.compile(r'\n  (?:ROOT )?%([^\s=]+) = \((.*?)\) [a-z][^\n]*')
+_PART = re.compile(r'(?:/\*index=\d+\*/)?([^\s,{}]+(?:\{[^}]*\})?)')
+
+
+def spell_out_elements(text: str) -> str:
+    """Adds a get-tuple-element instruction for each element of a tuple, such as %all-reduce#1.
+
+    XLA omits these instructions in the programs that it dumps with JAX 0.12.
+
+    >>> from einshard._hlo.elements import spell_out_elements
+    >>> text = '''
+    ...   %pair = (f32[8]{0}, s32[]) parameter(0)
+    ...   ROOT %x = f32[8]{0} negate(%pair#0)
+    ... '''
+    >>> print(spell_out_elements(text).strip())
+    %pair = (f32[8]{0}, s32[]) parameter(0)
+      %pair#0 = f32[8]{0} get-tuple-element(%pair), index=0
+      ROOT %x = f32[8]{0} negate(%pair#0)
+    """
+    elements: dict[str, set[int]] = defaultdict(set)
+    for name, number in _ELEMENT.findall(text):
+        elements[name].add(int(number))
+    if not elements:
+        return text
+
+    def with_elements(found: re.Match[str]) -> str:
+        name, types = found[1], _PART.findall(found[2])
+        return found[0] + ''.join(
+            f'\n  %{name}#{i} = {types[i]} get-tuple-element(%{name}), index={i}'
+            for i in sorted(elements.get(name, ()))
+            if i < len(types)
+        )
+
+    return _DEFINITION.sub(with_elements, text)

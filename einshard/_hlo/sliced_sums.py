@@ -1,0 +1,128 @@
+"""Finds all-reduces whose result each device only slices. Imports no JAX.
+
+A reduce-scatter would send half as much. XLA replaces an all-reduce and a slice by a
+reduce-scatter, but not if other operations are in between, and never on CPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from .module import Computation, Module, Place, Value
+
+_ELEMENTWISE = frozenset(
+    (
+        *('abs', 'add', 'ceil', 'cosine', 'divide', 'exponential', 'floor', 'log', 'logistic'),
+        *('maximum', 'minimum', 'multiply', 'negate', 'power', 'rsqrt', 'select', 'sine', 'sqrt'),
+        *('subtract', 'tanh'),
+    )
+)
+_COPIES = frozenset(('copy', 'convert', 'bitcast', 'opt-barrier', 'optimization-barrier'))
+_MAX_USES = 200
+_MAX_STEPS = 30  # from the offset of a slice back to the device number
+
+
+class SlicedSum(NamedTuple):
+    """The slices of an all-reduce.
+
+    Attributes:
+        parts: (dimension, number of slices) for the dimensions that are sliced.
+        is_direct: whether the sum itself is sliced, without an operation in between.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+    is_direct: bool
+
+
+def find_sliced_sum(module: Module, place: Place) -> SlicedSum | None:
+    """Finds the slices of an all-reduce; None if the sum has other uses."""
+    made = place.made
+    if len(made.operands) != 1 or made.type.startswith('('):
+        return None
+    shape = made.results[0].shape
+    value = Value(place.here, made.name)
+    uses = list(_Finder(module, shape).uses(value, (), range(len(shape)), True))
+    known = [use for use in uses if use is not None]
+    if not known or len(known) < len(uses) or len({use.parts for use in known}) > 1:
+        return None
+    return SlicedSum(known[0].parts, all(use.is_direct for use in known))
+
+
+class _Finder:
+    def __init__(self, module: Module, shape: Sequence[int]):
+        self.module = module
+        self.shape = shape
+        self.left = _MAX_USES
+
+    def uses(
+        self, value: Value, outside: tuple[Value, ...], axes: Sequence[int], is_direct: bool
+    ) -> Iterator[SlicedSum | None]:
+        """Yields the slices that finally use a value; None for each other use.
+
+        Args:
+            value: the sum, or a value computed from it.
+            outside: the fusions that contain the value.
+            axes: for each dimension of the value, the dimension of the sum.
+            is_direct: whether the value is the sum itself, up to copies.
+        """
+        here, shape = value.here, value.made.results[0].shape
+        self.left -= 1
+        if self.left < 0:
+            yield None
+            return
+        if value.name == here[''].name:
+            if outside:
+                yield from self.uses(outside[-1], outside[:-1], axes, is_direct)
+            else:
+                yield None
+        for user in here.users(value.name):
+            made = value.beside(user.name)
+            callee = self.module.called(user) if user.opcode == 'fusion' else None
+            is_one = not user.type.startswith('(')
+            same = is_one and user.results[0].shape == shape
+            if user.opcode == 'dynamic-slice' and user.operands[0] == value.name:
+                yield self.slice_of(made, axes, is_direct)
+            elif callee is not None and is_one:
+                for i, operand in enumerate(user.operands):
+                    if operand == value.name:
+                        inside = made.inside(callee, callee.parameter(i))
+                        yield from self.uses(inside, (*outside, made), axes, is_direct)
+            elif same and user.opcode in _COPIES | _ELEMENTWISE:
+                yield from self.uses(made, outside, axes, is_direct and user.opcode in _COPIES)
+            elif is_one and user.opcode == 'reduce' and user.operands[0] == value.name:
+                gone = re.search(r'dimensions=\{([\d,]*)\}', user.attributes)
+                reduced = {int(i) for i in gone[1].split(',')} if gone and gone[1] else set[int]()
+                left = [axis for i, axis in enumerate(axes) if i not in reduced]
+                yield from self.uses(made, outside, left, False)
+            else:
+                yield None
+
+    def slice_of(self, value: Value, axes: Sequence[int], is_direct: bool) -> SlicedSum | None:
+        made = value.made
+        parts = {
+            axis: self.shape[axis] // size
+            for axis, size in zip(axes, made.results[0].shape, strict=True)
+            if 0 < size < self.shape[axis]
+        }
+        sliced = [i for i, axis in enumerate(axes) if axis in parts]
+        if not parts or not all(
+            self.is_of_device(value.beside(made.operands[1 + i]), _MAX_STEPS) for i in sliced
+        ):
+            return None
+        return SlicedSum(tuple(sorted(parts.items())), is_direct)
+
+    def is_of_device(self, value: Value, left: int) -> bool:
+        """Whether an offset is computed from the device number, not from values in a loop."""
+        made = value.made
+        if made.opcode in ('partition-id', 'replica-id'):
+            return True
+        if not left:
+            return False
+        if made.opcode == 'parameter':
+            return bool(value.given) and self.is_of_device(value.given[int(made.given)], left - 1)
+        called: Computation | None = self.module.called(made) if made.opcode == 'fusion' else None
+        if called is not None:
+            return self.is_of_device(value.inside(called), left - 1)
+        return any(self.is_of_device(value.beside(name), left - 1) for name in made.operands)

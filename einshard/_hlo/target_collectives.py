@@ -1,0 +1,187 @@
+"""Finds the collectives that a TPU would run, in a program compiled for CPU. Imports no JAX.
+
+The CPU backend has no reduce-scatter: it all-reduces, and each device slices the result. It also
+combines all-reduces that are sliced with others, all-reduces each term of a sum, all-reduces along
+one mesh axis after another, and all-gathers an array once per use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple
+
+from .collectives import MARKS, Collective
+from .groups import Groups, connected
+from .module import ArrayType, Computation, Instruction, Module, Place
+
+_MOVES = ('bitcast', 'convert', 'copy', 'reshape', 'transpose')
+_CHANNEL = re.compile(r'channel_id=\d+')
+
+
+def target_collectives(module: Module, collectives: Sequence[Collective]) -> list[Collective]:
+    """Returns the collectives with reduce-scatters, and without repeated all-gathers.
+
+        >>> from einshard._hlo.collectives import find_collectives
+        >>> from einshard._hlo.module import Module
+        >>> from einshard._hlo.target_collectives import target_collectives
+        >>> text = '''HloModule jit_f, num_partitions=4
+        ...
+        ... ENTRY %main (g: f32[8]) -> f32[2] {
+        ...   %g = f32[8]{0} parameter(0)
+        ...   %i = u32[] partition-id()
+        ...   %sum = f32[8]{0} all-reduce(%g), replica_groups=[1,4]<=[4], to_apply=%add
+        ...   ROOT %mine = f32[2]{0} dynamic-slice(%sum, %i), dynamic_slice_sizes={2}
+        ... }
+        ... '''
+        >>> module = Module(text)
+        >>> [one.kind for one in target_collectives(module, find_collectives(module))]
+        ['reduce-scatter']
+
+    Args:
+        module: a program compiled for CPU.
+        collectives: the collectives of the program.
+    """
+    places = {place.made.name: place for place in module.find(*MARKS)} if collectives else {}
+    seen: set[tuple[str, ...]] = set()
+    found: list[Collective] = []
+    for one in collectives:
+        made = places[one.name].made
+        key = places[one.name].here.name, made.given, _CHANNEL.sub('', made.attributes)
+        if not (one.kind == 'all-gather' and key in seen):
+            found.append(one)
+        seen.add(key)
+    return list(_Reductions(module, places, found).merged(found))
+
+
+class _Use(NamedTuple):
+    """An instruction that uses a sum, as operand number `operand`."""
+
+    user: Instruction
+    operand: int
+    terms: frozenset[_Key]  # the all-reduces that are added before this use
+
+
+@dataclass
+class _Reduction:
+    """One array of an all-reduce."""
+
+    array: ArrayType
+    groups: Groups
+    kind: str = 'all-reduce'  # '' if another reduction includes this one
+
+
+_Key = tuple[str, int]  # the name of an all-reduce, and the index of the array in it
+
+
+class _Reductions:
+    """The all-reduces of a program, array by array."""
+
+    def __init__(
+        self, module: Module, places: Mapping[str, Place], collectives: Sequence[Collective]
+    ):
+        self._module = module
+        self._places = places
+        self._known: dict[_Key, _Reduction] = {
+            (one.name, i): _Reduction(array, one.groups)
+            for one in collectives
+            if one.kind == 'all-reduce' and len(places[one.name].made.operands) == len(one.operands)
+            for i, array in enumerate(one.operands)
+        }
+        for key, one in self._known.items():
+            self._read(key, one)
+
+    def merged(self, collectives: Sequence[Collective]) -> Iterator[Collective]:
+        """Yields the collectives, with all-reduces split by kind and groups."""
+        for one in collectives:
+            parts: dict[tuple[str, Groups], list[ArrayType]] = {}
+            for i in range(len(one.operands)):
+                each = self._known.get((one.name, i))
+                if each is not None:
+                    parts.setdefault((each.kind, each.groups), []).append(each.array)
+            for (kind, groups), arrays in parts.items():
+                if kind:
+                    yield replace(one, kind=kind, groups=groups, operands=tuple(arrays))
+            if not parts:
+                yield one
+
+    def _read(self, key: _Key, one: _Reduction) -> None:
+        place = self._places[key[0]]
+        uses = list(self._uses_of(place, key))
+        terms = {use.terms for use in uses}
+        if len(terms) == 1 and min(next(iter(terms))) != key:
+            one.kind = ''
+            return
+        users = [use.user for use in uses]
+        if len(uses) == 1 and (uses[0].user.name, uses[0].operand) in self._known:
+            after = self._known[uses[0].user.name, uses[0].operand]
+            joined = _joined(one.groups, after.groups)
+            if joined:
+                one.kind, after.groups = '', joined
+        elif users and all(user.opcode == 'dynamic-slice' for user in users):
+            n = len(one.groups[0]) if one.groups else 1
+            sizes = {n * prod(user.results[0].shape) for user in users}
+            if sizes == {prod(one.array.shape)}:
+                one.kind = 'reduce-scatter'
+
+    def _uses_of(self, place: Place, key: _Key) -> Iterator[_Use]:
+        made, here = place.made, place.here
+        if not made.type.startswith('('):
+            yield from self._uses(here, made.name, frozenset([key]))
+        for user in here.users(made.name) if made.type.startswith('(') else ():
+            if user.element == key[1]:
+                yield from self._uses(here, user.name, frozenset([key]))
+
+    def _uses(self, here: Computation, name: str, terms: frozenset[_Key]) -> Iterator[_Use]:
+        """Yields the uses of a value after moves and sums of all-reduces, also inside fusions."""
+        for user in here.users(name):
+            called = self._module.called(user) if user.opcode in ('fusion', 'call') else None
+            added = self._terms(here, user.name) if user.opcode == 'add' else None
+            if added and len({self._known[key].groups for key in added}) == 1:
+                yield from self._uses(here, user.name, added)
+            elif user.opcode in _MOVES:
+                yield from self._uses(here, user.name, terms)
+            else:
+                for i, operand in enumerate(user.operands):
+                    if operand == name and called is not None:
+                        yield from self._uses(called, called.parameter(i), terms)
+                    elif operand == name:
+                        yield _Use(user, i, terms)
+        root = here['']
+        if name == root.name:
+            outside = _callers(self._module, here)
+            for site in outside:
+                yield from self._uses(site.here, site.made.name, terms)
+            if not outside:
+                yield _Use(root, -1, terms)
+
+    def _terms(self, here: Computation, name: str) -> frozenset[_Key] | None:
+        """Returns the all-reduces whose sum is the value; None for other values."""
+        made = here[name]
+        if made.opcode in _MOVES:
+            return self._terms(here, made.operands[0])
+        if made.opcode == 'add':
+            parts = [self._terms(here, operand) for operand in made.operands]
+            return frozenset[_Key]().union(*filter(None, parts)) if all(parts) else None
+        if made.opcode == 'parameter':
+            sites = _callers(self._module, here)
+            if len(sites) == 1:
+                return self._terms(sites[0].here, sites[0].made.operands[int(made.given)])
+        is_element = made.opcode == 'get-tuple-element'
+        key = (made.operands[0], made.element) if is_element else (name, 0)
+        return frozenset([key]) if key in self._known else None
+
+
+def _callers(module: Module, here: Computation) -> list[Place]:
+    sites = [] if here.is_entry else module.call_sites(here)
+    return [site for site in sites if site.made.opcode in ('fusion', 'call')]
+
+
+def _joined(first: Groups, second: Groups) -> Groups | None:
+    """Returns the groups of an all-reduce of all-reduces; None if the groups do not combine."""
+    pairs = [(group[0], other) for group in (*first, *second) for other in group]
+    joined = connected(pairs)
+    size = len(first[0]) * len(second[0]) if first and second else 0
+    return joined if all(len(group) == size for group in joined) else None

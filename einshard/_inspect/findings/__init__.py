@@ -1,0 +1,1 @@
+"""Diagnoses: likely mistakes in a program, and what to write instead."""

@@ -1,0 +1,257 @@
+"""Finds activations that are sent although their weights, or nothing, should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from ..._errors import plural
+from ..._hlo.collectives import Collective
+from ..._text import first_of, format_bytes, short_source
+from ..fold_layers import fold
+from ..report_rows import CollectiveRow, Finding
+from .expressions import expression_of
+from .facts import Facts, sent_bytes
+from .values import Axis, Product, Value
+
+
+class Sent(NamedTuple):
+    """A collective in the line of a product of data and a weight.
+
+    Attributes:
+        product: the product.
+        weight: the operand that is a part of a weight.
+        data: the other operand.
+        along: the mesh axes that the collective runs along.
+    """
+
+    one: Collective
+    row: CollectiveRow
+    product: Product
+    weight: Value
+    data: Value
+    along: frozenset[str]
+
+
+def sent_at_products(facts: Facts) -> Iterator[Sent]:
+    """Yields the collectives of activations and weights in lines of products with weights."""
+    if facts.trace is None or facts.is_explicit:
+        return
+    by_line: dict[str, list[Product]] = {}
+    for product in facts.trace.products:
+        if not (product.in_shard_map or product.is_lookup):
+            by_line.setdefault(product.line, []).append(product)
+    for one, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
+        if not along or row.role == 'gradients':
+            continue
+        for product in by_line.get(one.source or '', ()):
+            sides = weight_and_data(product)
+            if sides is not None:
+                yield Sent(one, row, product, *sides, along)
+
+
+def weight_and_data(product: Product) -> tuple[Value, Value] | None:
+    """Tells the weight of a product from the other operand; None if neither is a weight."""
+    for weight, data in ((product.right, product.left), (product.left, product.right)):
+        if weight.argument is not None and not weight.is_data:
+            return weight, data
+    return None
+
+
+# --- batch --------------------------------------------------------------------------------------
+
+
+def missing_constraint(facts: Facts) -> Iterator[Finding]:
+    """Reports activations that are sent along the mesh axes of the batch, instead of weights.
+
+    As in fully sharded data parallelism without a constraint of the activations: the compiler
+    shards them like the weights, along other axes than the batch.
+    """
+    flagged: dict[frozenset[str], list[Sent]] = {}
+    for sent in sent_at_products(facts):
+        if sent.row.role == 'activations' and _is_instead_of_weight(facts, sent):
+            flagged.setdefault(sent.along, []).append(sent)
+    for along, several in flagged.items():
+        collectives = {sent.one.name: sent for sent in several}.values()
+        n_bytes = sum(sent_bytes(sent.one) for sent in collectives)
+        line, axes, what = _first_conflict(facts, along, several)
+        if not facts.mesh or not any(along & set(axis.mesh) for axis in axes):
+            continue
+        largest = max(collectives, key=lambda sent: sent_bytes(sent.one))
+        paths = paths_of(facts, [sent.weight for sent in several])
+        yield Finding(
+            'missing constraint',
+            f'activations are reduced or gathered along {largest.row.along}, over which the batch '
+            f'is sharded, instead of gathering the weights {paths}: {format_bytes(n_bytes)} in '
+            f'{lines_of(collectives)}',
+            line,
+            n_bytes,
+            f"constrain {what} in {short_source(line)}: einshard(.., '"
+            f"{expression_of(axes, facts.mesh)}')",
+        )
+
+
+def _is_instead_of_weight(facts: Facts, sent: Sent) -> bool:
+    batch = sent.data.axes[0] if sent.data.axes else Axis()
+    is_of_data = facts.is_data(batch.by)
+    if not is_of_data or not sent.along <= set(batch.mesh):
+        return False
+    at = (sent.product.right, sent.product.left).index(sent.weight)
+    joined = {pair[1 - at] for pair in sent.product.batch}
+    sharded = [
+        axis
+        for i, axis in enumerate(sent.weight.axes)
+        if i not in joined and sent.along & set(axis.mesh)
+    ]
+    return bool(sharded) and (sent.one.network_bytes or 0) > _bytes_to_gather(facts, sent)
+
+
+def _bytes_to_gather(facts: Facts, sent: Sent) -> int:
+    """Bytes that a device would send to gather the weight."""
+    assert sent.weight.argument is not None
+    assert facts.mesh is not None
+    array = facts.arguments[sent.weight.argument]
+    parts = prod(facts.mesh.shape[name] for name in sent.weight.mesh - sent.along)
+    sizes = (array.shape[axis.dim] for axis in sent.weight.axes if axis.dim >= 0)
+    return prod(sizes) * array.dtype.itemsize // parts
+
+
+def _first_conflict(
+    facts: Facts, along: frozenset[str], several: Sequence[Sent]
+) -> tuple[str, Sequence[Axis], str]:
+    """Finds where the batch and a weight first meet: a line, the axes of a value, and what it is.
+
+    In a lookup, the compiler may shard the result like the table.
+    """
+    assert facts.trace is not None
+    for product in facts.trace.products:
+        if product.is_lookup and along & product.right.mesh:
+            return product.line, product.result.axes, 'the result of the lookup'
+    first = several[0]
+    return first.product.line, first.data.axes, 'the operand of the product'
+
+
+# --- contracted axes ----------------------------------------------------------------------------
+
+
+def contracted_axes(facts: Facts) -> Iterator[Finding]:
+    """Reports contracted axes that are sharded on the side of the data only.
+
+    If the sharding comes from the table of a lookup, as of an embedding sharded over d, that is
+    where to change it, once. Otherwise it is the weight that should be sharded alike.
+    """
+    if facts.trace is None:
+        return
+    inherited: dict[tuple[int, frozenset[str]], list[Sent]] = {}
+    unlike: dict[tuple[str, str, str], list[Sent]] = {}
+    changed: set[int] = set()  # weights that findings want to change
+    order = {id(product): i for i, product in enumerate(facts.trace.products)}
+    for sent in sorted(sent_at_products(facts), key=lambda sent: order[id(sent.product)]):
+        for axis, of_weight in _mismatched(facts, sent):
+            if isinstance(axis.by, int) and axis.by in facts.tables:
+                inherited.setdefault((axis.by, sent.along), []).append(sent)
+            elif sent.row.kind != 'all-reduce' and axis.by not in changed:
+                placement = _sharded_alike(facts, sent, axis, of_weight)
+                if placement is not None and sent.weight.argument is not None:
+                    unlike.setdefault((sent.product.line, axis.name, placement), []).append(sent)
+                    changed.add(sent.weight.argument)
+    for (table, along), several in inherited.items():
+        yield from _inherited(facts, table, along, several)
+    for (line, name, placement), several in unlike.items():
+        collectives = {sent.one.name: sent for sent in several}.values()
+        n_bytes = sum(sent_bytes(sent.one) for sent in collectives)
+        paths = paths_of(facts, [sent.weight for sent in several])
+        what = f"axis '{name}'" if name else 'the contracted axis'
+        kinds = ', '.join(dict.fromkeys(sent.row.kind for sent in collectives))
+        yield Finding(
+            'contracted axis',
+            f'{what} is summed over, and sharded along {several[0].row.along} in the activations '
+            f'but not in {paths}: {kinds} of {format_bytes(n_bytes)}',
+            line,
+            n_bytes,
+            f"shard {paths} with '{placement}'",
+        )
+
+
+def _mismatched(facts: Facts, sent: Sent) -> Iterator[tuple[Axis, Axis]]:
+    """Yields contracted axes (of data, of weight) with a sharding that only the data have."""
+    at = (sent.product.right, sent.product.left).index(sent.weight)
+    if sent.product.is_backward:
+        return
+    for pair in sent.product.contracted:
+        axis, other = sent.data.axes[pair[at]], sent.weight.axes[pair[1 - at]]
+        is_batch = facts.is_data(axis.by) and pair[at] == 0
+        if not is_batch and sent.along & set(axis.mesh) and not sent.along & set(other.mesh):
+            yield axis, other
+
+
+def _sharded_alike(facts: Facts, sent: Sent, axis: Axis, of_weight: Axis) -> str | None:
+    """The expression that shards the contracted axis of a weight like that of the data."""
+    assert sent.weight.argument is not None
+    assert facts.mesh is not None
+    array = facts.arguments[sent.weight.argument]
+    size = prod(facts.mesh.shape[name] for name in axis.mesh)
+    if of_weight.dim < 0 or of_weight.mesh or array.shape[of_weight.dim] % size:
+        return None
+    axes = [
+        replace(
+            one,
+            mesh=axis.mesh
+            if one.dim == of_weight.dim
+            else tuple(name for name in one.mesh if name not in axis.mesh),
+        )
+        for one in facts.argument_axes(sent.weight.argument)
+    ]
+    return expression_of(axes, facts.mesh)
+
+
+def _inherited(
+    facts: Facts, table: int, along: frozenset[str], several: Sequence[Sent]
+) -> Iterator[Finding]:
+    assert facts.trace is not None
+    assert facts.mesh is not None
+    collectives = {sent.one.name: sent for sent in several}.values()
+    n_bytes = sum(sent_bytes(sent.one) for sent in collectives)
+    # a reduce-scatter and an all-gather send as much as the all-reduce without that sharding
+    scattered = sum(
+        sent_bytes(one)
+        for one, row, axes in zip(facts.collectives, facts.rows, facts.along, strict=True)
+        if one.kind == 'reduce-scatter' and row.role == 'activations' and axes == along
+    )
+    if scattered > n_bytes / 2:
+        return
+    for product in facts.trace.products:
+        if product.is_lookup and product.left.argument == table:
+            axes = [
+                replace(axis, mesh=tuple(n for n in axis.mesh if n not in along))
+                if axis.by == table
+                else axis
+                for axis in product.result.axes
+            ]
+            array = facts.arguments[table]
+            lines = lines_of(collectives)
+            yield Finding(
+                'inherited sharding',
+                f'activations inherit the sharding of {array.path} along '
+                f'{several[0].row.along}, and are sent along it in {lines}: '
+                f'{format_bytes(n_bytes)}',
+                product.line,
+                n_bytes,
+                f'constrain the result of the lookup in {short_source(product.line)}: '
+                f"einshard(.., '{expression_of(axes, facts.mesh)}')",
+            )
+            return
+
+
+def paths_of(facts: Facts, values: Sequence[Value]) -> str:
+    """The paths of weights, folded: 'params/layers/{gate,up}'."""
+    numbers = dict.fromkeys(value.argument for value in values if value.argument is not None)
+    paths = [facts.arguments[i].path for i in numbers]
+    return first_of([path for path, _ in fold(paths, [None] * len(paths), few=1)], 3)
+
+
+def lines_of(several: Iterable[Sent]) -> str:
+    lines = list(dict.fromkeys(short_source(sent.one.source) for sent in several))
+    return lines[0] if len(lines) == 1 else f'{plural(len(lines), "line")}, {first_of(lines, 3)}'

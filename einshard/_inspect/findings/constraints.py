@@ -1,0 +1,134 @@
+"""Finds constraints without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from jax.sharding import AxisType, NamedSharding
+
+from ..._arrays.constrain import without_rule_at
+from ..._sharding.describe import describe_named
+from ..._sharding.mesh import AnyMesh, is_device_mesh
+from ..._text import first_of
+from ..report_rows import Finding
+from .expressions import expression_of
+from .facts import Facts, sent_bytes
+from .lines import line_of
+from .trace import inner_jaxprs
+
+_UNUSED = 'the result of this constraint is not used; write x = einshard(x, ...)'
+_PUT = (
+    'jax.device_put has no effect in a jitted function; use einshard or '
+    'jax.lax.with_sharding_constraint'
+)
+
+
+def idle_constraints(facts: Facts) -> Iterator[Finding]:
+    """Reports constraints without effect, one per source line.
+
+    Reports constraints whose result is unused, and `jax.device_put` over Auto mesh axes.
+    """
+    return (finding for finding, is_repeated in _idle(facts) if not is_repeated)
+
+
+def repeated_constraints(facts: Facts) -> Iterator[Finding]:
+    """Notes constraints that repeat the sharding of an argument or of another constraint.
+
+    Constraints that match the compiler's own choice are not detected.
+    """
+    return (finding for finding, is_repeated in _idle(facts) if is_repeated)
+
+
+def _idle(facts: Facts) -> Iterator[tuple[Finding, bool]]:
+    """Yields findings, and whether the constraint repeats a known sharding."""
+    if facts.stages.traced is None:
+        return
+    jaxpr = facts.stages.traced.jaxpr.jaxpr
+    # by line: the reason, or None if one on that line has an effect
+    idle: dict[str, str | None] = {}
+    known = {
+        variable: array.sharding
+        for variable, array in zip(jaxpr.invars, facts.arguments, strict=False)
+        if array.sharding is not None
+    }
+    for line, why in _walk(jaxpr, known):
+        idle[line] = why and idle.get(line, why) and why
+    for line, why in idle.items():
+        if why is not None:
+            yield Finding('no effect', why, line or None), why not in (_UNUSED, _PUT)
+
+
+def _walk(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str | None]]:
+    """Yields (source line, reason) of every constraint; the reason is None if it has an effect."""
+    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
+    read |= {id(v) for v in jaxpr.outvars}
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == 'sharding_constraint':
+            sharding, made = eqn.params['sharding'], eqn.outvars[0]
+            before = known.get(eqn.invars[0])
+            why = None
+            if id(made) not in read:
+                why = _UNUSED
+            elif before is not None and before.is_equivalent_to(sharding, made.aval.ndim):
+                text = sharding
+                if isinstance(sharding, NamedSharding):
+                    text = describe_named(sharding, made.aval.ndim)
+                why = f"the value already is '{text}', so this constraint has no effect"
+            known[made] = sharding
+            yield line_of(eqn), why
+        elif name == 'device_put':
+            targets = [s for s in eqn.params['devices'] if isinstance(s, NamedSharding)]
+            if targets and all(map(_only_places, targets)):
+                yield line_of(eqn), _PUT
+        for inner in inner_jaxprs(eqn.params.values()):
+            yield from _walk(inner, {})
+
+
+def _only_places(sharding: NamedSharding) -> bool:
+    """Whether it sets only a sharding over Auto axes, not a memory kind."""
+    return sharding.memory_kind in (None, 'device') and set(sharding.mesh.axis_types) == {
+        AxisType.Auto
+    }
+
+
+# --- names without a rule -----------------------------------------------------------------------
+
+
+def names_without_rule(facts: Facts) -> Iterator[Finding]:
+    """Reports constraints that replicate a sharded value because axis rules lack its names."""
+    for constraint in facts.trace.constraints if facts.trace else ():
+        names = without_rule_at.get(constraint.line, ())
+        mesh = facts.mesh
+        sharded = [
+            (after.name, before.mesh)
+            for before, after in zip(constraint.before.axes, constraint.after.axes, strict=True)
+            if before.mesh and after.name in names
+        ]
+        if not sharded or constraint.is_backward or mesh is None:
+            continue
+        axes = [
+            replace(before, name=after.name)
+            for before, after in zip(constraint.before.axes, constraint.after.axes, strict=True)
+        ]
+        sent = [
+            sent_bytes(one) for one in facts.collectives if (one.source or '') == constraint.line
+        ]
+        rules = ', '.join(f"{name}='{_placement(entry, mesh)}'" for name, entry in sharded)
+        yield Finding(
+            'names without a rule',
+            f'no axis rule has {first_of([repr(name) for name, _ in sharded], 3)}, so this '
+            f"constraint replicates a value that is sharded: '{expression_of(axes, mesh)}'",
+            constraint.line or None,
+            sum(sent),
+            f'write axis_rules(.., {rules})',
+        )
+
+
+def _placement(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
+    if is_device_mesh(mesh):
+        return str(prod(mesh.shape[name] for name in mesh_axes))
+    return f'@{mesh_axes[0]}' if len(mesh_axes) == 1 else f'@({",".join(mesh_axes)})'

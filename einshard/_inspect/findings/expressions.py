@@ -1,0 +1,33 @@
+"""Expressions for suggestions, in the user's axis names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..._notation.expression import axis_letters
+from ..._sharding.describe import describe_named
+from ..._sharding.mesh import AnyMesh
+from .values import Axis
+
+
+def expression_of(axes: Sequence[Axis], mesh: AnyMesh) -> str:
+    """The expression for a sharding; axes without a name get unused letters.
+
+    Of axes with the same name, such as two positions of a sequence, only the first keeps it.
+    """
+    spec = PartitionSpec(*(axis.mesh or None for axis in axes))
+    return describe_named(NamedSharding(mesh, spec), len(axes), names_of(axes))
+
+
+def names_of(axes: Sequence[Axis]) -> list[str]:
+    """The names of axes, with unused letters for those without a name."""
+    known = [axis.name for axis in axes]
+    if not any(known):
+        known = [''] * len(axes)
+    free = (letter for letter in axis_letters() if letter not in known)
+    names: list[str] = []
+    for name in known:
+        names.append(name if name and name not in names else next(free))
+    return names

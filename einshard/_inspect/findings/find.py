@@ -1,0 +1,48 @@
+"""Runs all diagnoses of a program."""
+
+from __future__ import annotations
+
+import itertools
+
+from ..report_rows import Finding
+from .activations import contracted_axes, missing_constraint
+from .arguments import less_sharded_results, unsharded_states
+from .constraints import idle_constraints, names_without_rule, repeated_constraints
+from .facts import Facts
+from .gathers import fully_rematerialized, gathered_again, weights_gathered_again
+from .large_arrays import replicated
+from .limits import does_not_fit, not_checked, promise_broken
+from .reductions import sliced_sums, summed_in_loop
+from .replicated_compute import replicated_compute
+from .slow_network import slow_network
+
+_URGENT = ('does not fit', 'promise broken')  # the program does not run
+_DIAGNOSES = (
+    does_not_fit,
+    promise_broken,
+    missing_constraint,
+    contracted_axes,
+    replicated_compute,
+    sliced_sums,
+    summed_in_loop,
+    unsharded_states,
+    less_sharded_results,
+    fully_rematerialized,
+    gathered_again,
+    names_without_rule,
+    slow_network,
+    idle_constraints,
+)
+_NOTES = (not_checked, replicated, weights_gathered_again, repeated_constraints)
+
+
+def find_findings(facts: Facts) -> tuple[Finding, ...]:
+    """Finds likely mistakes, those that concern the most bytes first."""
+    found = itertools.chain.from_iterable(diagnose(facts) for diagnose in _DIAGNOSES)
+    return tuple(sorted(found, key=lambda one: (one.kind not in _URGENT, -one.bytes)))
+
+
+def find_notes(facts: Facts) -> tuple[Finding, ...]:
+    """Finds what is worth knowing but often intended."""
+    found = itertools.chain.from_iterable(note(facts) for note in _NOTES)
+    return tuple(sorted(found, key=lambda one: -one.bytes))

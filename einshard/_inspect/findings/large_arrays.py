@@ -1,0 +1,24 @@
+"""Notes large arrays that all devices hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..._text import format_bytes
+from ..fold_layers import fold
+from ..report_rows import Finding
+from .facts import Facts
+
+
+def replicated(facts: Facts) -> Iterator[Finding]:
+    """Notes large replicated arguments and results, as in data parallelism."""
+    rows = [
+        row
+        for row in (*facts.argument_rows, *facts.result_rows)
+        if facts.n_devices > 1 and not row.sharded and row.bytes > facts.replicated_above
+    ]
+    for path, numbers in fold([row.path for row in rows], [row.array for row in rows]):
+        row = rows[numbers[0]]
+        what = f'{path}, {row.array}, is' if len(numbers) == 1 else f'{path}, {row.array}, are'
+        text = f'{what} replicated on {facts.n_devices} devices: {format_bytes(row.bytes)} on each'
+        yield Finding('replicated', text, bytes=row.bytes * len(numbers))

@@ -1,0 +1,56 @@
+"""Finds programs that break a promise, do not fit into a device, or cannot be checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..._functions.promise import allowed_text, counts_text, more_than
+from ..._text import format_bytes
+from ..oversized import Oversized
+from ..report_rows import Finding
+from .facts import Facts
+
+
+def does_not_fit(facts: Facts) -> Iterator[Finding]:
+    """Reports a program that needs more memory than a device has."""
+    memory = facts.memory
+    if memory is None or memory.capacity is None:
+        return
+    is_refused = isinstance(facts.compiled, Oversized)
+    if is_refused or memory.total > memory.capacity:
+        # the CPU backend computes bf16 in f32, and plans memory differently
+        as_compiled = ', as compiled for a CPU' if facts.platform == 'cpu' else ''
+        text = (
+            f'the program needs {format_bytes(memory.total)} of memory{as_compiled}, '
+            f'and a device has {format_bytes(memory.capacity)}'
+            f'{" (it does not compile)" * is_refused}'
+        )
+        yield Finding('does not fit', text, bytes=memory.total)
+
+
+def promise_broken(facts: Facts) -> Iterator[Finding]:
+    """Reports a program that `collectives=` or `memory=` does not allow, so that calls raise."""
+    limits, memory = facts.stages.promise, facts.memory
+    if limits is None:
+        return
+    if limits.collectives is not None and (
+        too_many := more_than(limits.collectives, facts.collectives)
+    ):
+        allowed, found = allowed_text(limits.collectives), counts_text(too_many)
+        text = f'collectives= allows {allowed}, but it has {found}'
+        sent = sum((one.network_bytes or 0) * (one.executions or 1) for one in too_many)
+        yield Finding('promise broken', text, too_many[0].source, sent)
+    if limits.memory is not None and memory is not None and memory.total > limits.memory:
+        needs = format_bytes(memory.total)
+        text = f'memory= allows {format_bytes(limits.memory)}, but it needs {needs}'
+        yield Finding('promise broken', text, bytes=memory.total)
+
+
+def not_checked(facts: Facts) -> Iterator[Finding]:
+    """Notes that a lowered or compiled program lacks the traced function."""
+    if facts.stages.traced is None and facts.n_devices > 1:
+        text = (
+            'replicated compute, constraints and the shardings of activations were not checked: '
+            'for that, pass the function instead of the lowered or compiled program'
+        )
+        yield Finding('not checked', text)

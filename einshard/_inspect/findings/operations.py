@@ -1,0 +1,177 @@
+"""How JAX's operations pass on the axes of their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from .values import Axis, Product, Value, merged, reshaped, unique, without_dim
+
+
+def elementwise(v: Any, values: Sequence[Value]) -> Value:
+    """The result of an elementwise operation; of another one, only whether it depends on data."""
+    ndim = getattr(v.aval, 'ndim', 0)
+    return merged(values, ndim)
+
+
+def _transpose(eqn: Any, values: Sequence[Value]) -> Value:
+    (value,) = values
+    return value.with_axes(value.axes[i] for i in eqn.params['permutation'])
+
+
+def _reshape(eqn: Any, values: Sequence[Value]) -> Value:
+    value, before = values[0], eqn.invars[0].aval.shape
+    return value.with_axes(reshaped(value.axes, before, eqn.outvars[0].aval.shape))
+
+
+def _broadcast(eqn: Any, values: Sequence[Value]) -> Value:
+    value, before = values[0], eqn.invars[0].aval.shape
+    shape = eqn.outvars[0].aval.shape
+    axes = [Axis()] * len(shape)
+    for i, at in enumerate(eqn.params['broadcast_dimensions']):
+        if before[i] == shape[at]:
+            axes[at] = value.axes[i]
+    return value.with_axes(axes)
+
+
+def _without(eqn: Any, values: Sequence[Value], dropped: Sequence[int]) -> Value:
+    value = values[0]
+    ndim = len(value.axes)
+    gone = {i % ndim for i in dropped} if ndim else set[int]()
+    return value.with_axes(axis for i, axis in enumerate(value.axes) if i not in gone)
+
+
+def _squeeze(eqn: Any, values: Sequence[Value]) -> Value:
+    return _without(eqn, values, eqn.params['dimensions'])
+
+
+def _reduce(eqn: Any, values: Sequence[Value]) -> Value:
+    made = _without(eqn, values, eqn.params['axes'])
+    return Value(tuple(map(without_dim, made.axes)), None, made.is_data)
+
+
+def _part(eqn: Any, values: Sequence[Value]) -> Value:
+    """A slice, or an array with an updated slice; axes of another size lose their sharding."""
+    value, before = values[0], eqn.invars[0].aval.shape
+    after = eqn.outvars[0].aval.shape
+    axes = (
+        axis if n == m else replace(axis, mesh=(), by=None)
+        for axis, n, m in zip(value.axes, before, after, strict=True)
+    )
+    return value.with_axes(axes)
+
+
+def _joined(eqn: Any, values: Sequence[Value]) -> Value:
+    made = merged(values, eqn.outvars[0].aval.ndim)
+    return replace(made, argument=None)
+
+
+PRODUCTS = ('dot_general', 'conv_general_dilated')
+_REDUCTIONS = ('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or')
+RULES: Mapping[str, Callable[[Any, Sequence[Value]], Value]] = {
+    'transpose': _transpose,
+    'reshape': _reshape,
+    'broadcast_in_dim': _broadcast,
+    'squeeze': _squeeze,
+    'concatenate': _joined,
+    **dict.fromkeys((*_REDUCTIONS, 'argmax', 'argmin'), _reduce),
+    **dict.fromkeys(('slice', 'dynamic_slice', 'pad', 'dynamic_update_slice'), _part),
+}
+
+
+# --- products -----------------------------------------------------------------------------------
+
+
+def flops_of(eqn: Any) -> int:
+    """The flops of a product of unsharded operands."""
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    if name == 'dot_general':
+        (contracted, _), _ = eqn.params['dimension_numbers']
+        left = eqn.invars[0].aval
+        each = 8 if left.dtype.kind == 'c' else 2
+        return each * prod(shape) * prod(left.shape[i] for i in contracted)
+    if name == 'conv_general_dilated':
+        kernel, (out, *_) = eqn.invars[1].aval.shape, eqn.params['dimension_numbers'].rhs_spec
+        return 2 * prod(shape) * prod(kernel) // kernel[out]
+    return 0
+
+
+def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
+    """The product or lookup of an equation, without its line; None for another gather."""
+    if eqn.primitive.name == 'gather':
+        return _lookup(eqn, values)
+    if eqn.primitive.name == 'conv_general_dilated':
+        return _convolution(eqn, values)
+    left, right = values[:2]
+    contracted, batch = eqn.params['dimension_numbers']
+    joined = [_either(left.axes[i], right.axes[j]) for i, j in zip(*batch, strict=True)]
+    free = [
+        list(_others(value.axes, (*summed, *kept)))
+        for value, summed, kept in zip((left, right), contracted, batch, strict=True)
+    ]
+    return Product(
+        '',
+        None,
+        False,
+        left,
+        right,
+        _result(left, right, joined, free),
+        tuple(zip(*contracted, strict=True)),
+        tuple(zip(*batch, strict=True)),
+    )
+
+
+def _result(left: Value, right: Value, joined: list[Axis], free: list[list[Axis]]) -> Value:
+    # where both are sharded over a mesh axis, the data stays and the weight is gathered
+    taken = {name for axis in joined for name in axis.mesh}
+    of_data, other = (0, 1) if left.is_data or not right.is_data else (1, 0)
+    for side in (of_data, other):
+        free[side] = [
+            replace(axis, mesh=tuple(n for n in axis.mesh if n not in taken)) for axis in free[side]
+        ]
+        taken |= {name for axis in free[side] for name in axis.mesh}
+    return Value(unique((*joined, *free[0], *free[1])), None, left.is_data or right.is_data)
+
+
+def _either(axis: Axis, other: Axis) -> Axis:
+    sharded = axis if axis.mesh else other
+    return replace(sharded, name=axis.name or other.name)
+
+
+def _others(axes: Sequence[Axis], gone: Sequence[int]) -> Iterator[Axis]:
+    return (axis for i, axis in enumerate(axes) if i not in gone)
+
+
+def _lookup(eqn: Any, values: Sequence[Value]) -> Product | None:
+    """A gather of rows: each index gives a slice that has the other axes of the table."""
+    table, indices = values[:2]
+    numbers, sizes = eqn.params['dimension_numbers'], eqn.params['slice_sizes']
+    shape = eqn.invars[0].aval.shape
+    kept = [i for i in range(len(shape)) if i not in numbers.collapsed_slice_dims]
+    is_rows = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
+    if not is_rows or any(sizes[i] != shape[i] for i in kept):
+        return None
+    rows, looked_up = iter([table.axes[i] for i in kept]), iter(indices.axes[:-1])
+    offsets = numbers.offset_dims
+    axes = [next(rows if i in offsets else looked_up) for i in range(eqn.outvars[0].aval.ndim)]
+    # where both are sharded over a mesh axis, the indices stay
+    taken = indices.mesh
+    axes = [
+        replace(axis, mesh=tuple(n for n in axis.mesh if n not in taken)) if i in offsets else axis
+        for i, axis in enumerate(axes)
+    ]
+    result = Value(unique(axes), None, table.is_data or indices.is_data)
+    return Product('', None, False, table, indices, result, is_lookup=True)
+
+
+def _convolution(eqn: Any, values: Sequence[Value]) -> Product:
+    image, kernel = values[:2]
+    numbers = eqn.params['dimension_numbers']
+    axes = [Axis()] * eqn.outvars[0].aval.ndim
+    axes[numbers.out_spec[0]] = image.axes[numbers.lhs_spec[0]]
+    axes[numbers.out_spec[1]] = kernel.axes[numbers.rhs_spec[0]]
+    result = Value(unique(axes), None, image.is_data or kernel.is_data)
+    contracted = ((numbers.lhs_spec[1], numbers.rhs_spec[1]),)
+    return Product('', None, False, image, kernel, result, contracted, is_convolution=True)

@@ -1,0 +1,134 @@
+"""Finds sums that send more than they have to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+from jax.sharding import AxisType, NamedSharding
+
+from ..._hlo.loops import trip_count
+from ..._hlo.sliced_sums import SlicedSum, find_sliced_sum
+from ..._notation.expression import Term
+from ..._text import format_bytes, short_source
+from ..fold_layers import fold
+from ..report_rows import CollectiveRow, Finding
+from .expressions import expression_of
+from .facts import Facts, sent_bytes
+from .trace import Loop, mesh_entries
+
+
+def sliced_sums(facts: Facts) -> Iterator[Finding]:
+    """Reports all-reduces of which each device keeps a slice, after other operations."""
+    for one, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
+        place = facts.places.get(one.name)
+        if one.kind != 'all-reduce' or place is None or row.is_backward or one.bytes < _SMALL:
+            continue
+        found = find_sliced_sum(facts.module, place)
+        # the CPU backend has no reduce-scatter
+        if found is None or (found.is_direct and facts.platform == 'cpu'):
+            continue
+        suggestion = _constraint(facts, one.source or '', along, found)
+        if not suggestion:  # not the sum of a product
+            continue
+        yield Finding(
+            'sliced all-reduce',
+            f'{one.shape_text} is all-reduced along {row.along or "all devices"}, and each device '
+            f'keeps a slice of the sum: {format_bytes(sent_bytes(one))}, of which a reduce-scatter '
+            'sends half',
+            one.source,
+            sent_bytes(one),
+            suggestion,
+        )
+
+
+_SMALL = 1024  # bytes; smaller sums are not worth a change
+
+
+def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum) -> str:
+    """The constraint of the product in a line that gives each device its slice at once."""
+    products = facts.trace.products if facts.trace else ()
+    results = {one.result for one in products if one.line == line and not one.is_backward}
+    if len(results) != 1 or len(found.parts) != 1 or facts.mesh is None:
+        return ''
+    (result,), ((dim, parts),) = results, found.parts
+    mesh = tuple(str(name) for name in facts.mesh.axis_names if name in along)
+    if dim >= len(result.axes) or parts != prod(facts.mesh.shape[name] for name in mesh):
+        return ''
+    axes = [
+        replace(axis, mesh=(*axis.mesh, *mesh)) if i == dim else axis
+        for i, axis in enumerate(result.axes)
+    ]
+    placement = expression_of(axes, facts.mesh)
+    return f"constrain the result of the product in {short_source(line)}: '{placement}'"
+
+
+# --- loops --------------------------------------------------------------------------------------
+
+
+def summed_in_loop(facts: Facts) -> Iterator[Finding]:
+    """Reports all-reduces of gradients in a loop that only adds them up.
+
+    Not if the weights are sharded over the same mesh axes: the full sum would take their memory.
+    """
+    loops = {
+        loop.line: loop
+        for loop in (facts.trace.loops if facts.trace else ())
+        if loop.length > 1 and any(value.axes for value in loop.sums)
+    }
+    found: dict[tuple[str, str], list[tuple[CollectiveRow, int]]] = {}
+    for one, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
+        loop = _loop_around(facts, one.name, loops) if one.kind == 'all-reduce' else None
+        if loop and along and row.role == 'gradients' and not _is_sharded(facts, row, along):
+            found.setdefault((loop.line, row.along), []).append((row, sent_bytes(one)))
+    for (line, along), rows in found.items():
+        n_bytes, n = sum(sent for _, sent in rows), loops[line].length
+        paths = list(dict.fromkeys(path for row, _ in rows for path in row.of))
+        folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
+        yield Finding(
+            'summed in a loop',
+            f'the gradients that become {folded} are all-reduced along {along} in each of '
+            f'{n} iterations, and only added up: {format_bytes(n_bytes)} instead of '
+            f'{format_bytes(n_bytes // n)}',
+            line,
+            n_bytes,
+            _one_sum(facts, line, along),
+        )
+
+
+def _one_sum(facts: Facts, line: str, along: str) -> str:
+    """How to add up the gradients of all devices once, after the loop of a line."""
+    mesh, source = facts.mesh, short_source(line)
+    axes = tuple(axis for axis in mesh.axis_names if axis in along.split(',')) if mesh else ()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
+    if axes and {types[axis] for axis in axes} == {AxisType.Explicit}:
+        weights, total = (Term(mesh_axes=axes, sign=sign) for sign in '=+')
+        return (
+            f"in {source}, give the weights the sign '{weights}' and the sum '{total}', and "
+            'reshard the sum after the loop'
+        )
+    return (
+        f'run the loop of {source} in a function of per_device, make its weights varying '
+        "(jax.lax.pcast(.., to='varying')), and reduce the gradients once after it"
+    )
+
+
+def _loop_around(facts: Facts, name: str, loops: dict[str, Loop]) -> Loop | None:
+    """The accumulation loop that a collective is in."""
+    place = facts.places.get(name) if loops else None
+    for site in (place and facts.module.path(place.here)) or ():
+        loop = loops.get(facts.module.source(site.made) or '')
+        if loop and site.made.opcode == 'while' and trip_count(facts.module, site) == loop.length:
+            return loop
+    return None
+
+
+def _is_sharded(facts: Facts, row: CollectiveRow, along: frozenset[str]) -> bool:
+    """Whether results that a collective becomes are sharded along the same mesh axes."""
+    for array in facts.results:
+        if array.path in row.of and isinstance(array.sharding, NamedSharding):
+            entries = mesh_entries(array.sharding, len(array.shape))
+            if any(along & set(entry or ()) for entry in entries):
+                return True
+    return False

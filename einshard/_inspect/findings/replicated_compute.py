@@ -1,0 +1,170 @@
+"""Finds products that several devices repeat."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from ..._text import first_of, flops_text, short_source
+from ..fold_layers import fold
+from ..report_rows import Finding
+from .activations import missing_constraint, weight_and_data
+from .expressions import expression_of
+from .facts import Facts
+from .values import Axis, Product, Value
+
+_REPEATED = 1.5  # flops of all devices, relative to those of the traced function
+_LARGE = 0.05  # part of all flops; less is not reported, such as the router of experts
+
+
+class _Line(NamedTuple):
+    line: str
+    wasted: int  # flops of a device
+    products: Sequence[Product]  # of the forward pass, the largest first
+
+
+def replicated_compute(facts: Facts) -> Iterator[Finding]:
+    """Reports lines whose products take more flops on all devices than before partitioning.
+
+    Rematerialization is in both. Lines with loops of unknown trip count are left out.
+    """
+    if facts.trace is None or facts.mesh is None:
+        return
+    total = sum(row.flops for row in facts.products)
+    groups: dict[tuple[int, tuple[str, ...]], list[_Line]] = {}
+    for times, line in _repeated_lines(facts):
+        largest = line.products[0]
+        used = largest.left.mesh | largest.right.mesh
+        free = tuple(
+            str(name)
+            for name in facts.mesh.axis_names
+            if name not in used and facts.mesh.shape[name] > 1
+        )
+        groups.setdefault((times, free), []).append(line)
+    for (times, free), lines in groups.items():
+        wasted = sum(line.wasted for line in lines)
+        if wasted < _LARGE * total or (not free and any(missing_constraint(facts))):
+            continue
+        texts = first_of([short_source(line.line) for line in lines], 4)
+        yield Finding(
+            'replicated compute',
+            f'{times} devices repeat the products in {texts}: {flops_text(wasted)} more on each '
+            f'device in one run than if they shared them',
+            max(lines, key=lambda line: line.wasted).line,
+            0,
+            _suggestion(facts, free, lines),
+        )
+
+
+def _repeated_lines(facts: Facts) -> Iterator[tuple[int, _Line]]:
+    """Yields lines of repeated products, in program order, and how often they are repeated."""
+    assert facts.trace is not None
+    by_line: dict[str, list[Product]] = {}
+    for product in facts.trace.products:
+        if not product.is_lookup:
+            by_line.setdefault(product.line, []).append(product)
+    compiled: Counter[str] = Counter()
+    unknown = {''}
+    for row in facts.products:
+        compiled[row.source or ''] += row.flops
+        if row.at_least or row.in_branch:
+            unknown.add(row.source or '')
+    for line, products in by_line.items():
+        flops = [one.flops for one in products if one.flops is not None]
+        # TPUs pad small convolutions
+        is_padded = facts.platform == 'tpu' and any(one.is_convolution for one in products)
+        if line in unknown or len(flops) < len(products) or is_padded:
+            continue
+        times = compiled[line] * facts.n_devices / max(sum(flops), 1)
+        wasted = compiled[line] - sum(flops) / facts.n_devices
+        if times >= _REPEATED:
+            forward = [one for one in products if not one.is_backward] or products
+            forward.sort(key=lambda one: -(one.flops or 0))
+            yield round(times), _Line(line, int(wasted), forward)
+
+
+def _suggestion(facts: Facts, free: tuple[str, ...], lines: Sequence[_Line]) -> str:
+    """The constraint, or the weights to shard, that let the devices share the products."""
+    assert facts.mesh is not None
+    if not free:
+        # what the products read is sharded over all mesh axes, but the compiler replicates it
+        product, line = lines[0].products[0], lines[0].line
+        placement = expression_of(product.result.axes, facts.mesh)
+        return f"constrain the result of the product in {short_source(line)}: '{placement}'"
+    if not any(set(free) & value.mesh for value in facts.values):
+        return _shard_batch(facts, free)
+    chosen: dict[str, None] = {}  # names of axes to shard
+    placements: dict[str, str] = {}
+    for line in lines:
+        for product in line.products:
+            sides = weight_and_data(product)
+            if sides is None or sides[0].argument is None:
+                continue
+            axis = _axis_to_shard(facts, product, sides[0], free, chosen)
+            if axis is None:
+                continue
+            chosen[axis.name] = None
+            axes = [
+                replace(one, mesh=free) if one.dim == axis.dim else one
+                for one in facts.argument_axes(sides[0].argument)
+            ]
+            path = facts.arguments[sides[0].argument].path
+            placements.setdefault(path, expression_of(axes, facts.mesh))
+    return _placements_text(placements)
+
+
+def _shard_batch(facts: Facts, free: tuple[str, ...]) -> str:
+    """Shards the batch over mesh axes that shard nothing."""
+    assert facts.mesh is not None
+    for array, value in zip(facts.arguments, facts.values, strict=True):
+        batch = value.axes[0] if value.is_data and value.axes else Axis()
+        mesh = (*batch.mesh, *free)
+        parts = prod(facts.mesh.shape[name] for name in mesh)
+        if batch.mesh and array.shape[0] % parts == 0:
+            axes = (replace(batch, mesh=mesh), *value.axes[1:])
+            return f"shard {array.path} with '{expression_of(axes, facts.mesh)}'"
+    return ''
+
+
+def _axis_to_shard(
+    facts: Facts,
+    product: Product,
+    weight: Value,
+    free: tuple[str, ...],
+    chosen: Mapping[str, None],
+) -> Axis | None:
+    """The axis of a weight to shard: a contracted one that an earlier weight makes, or its own."""
+    assert facts.mesh is not None
+    assert weight.argument is not None
+    side = 0 if product.left is weight else 1
+    parts = prod(facts.mesh.shape[name] for name in free)
+    shape = facts.arguments[weight.argument].shape
+    fits = [
+        axis.dim >= 0 and not axis.mesh and shape[axis.dim] % parts == 0 for axis in weight.axes
+    ]
+    contracted = [pair[side] for pair in product.contracted]
+    joined = [pair[side] for pair in product.batch]
+    for i in contracted:
+        if fits[i] and weight.axes[i].name in chosen:
+            return weight.axes[i]
+    # the own axes of a weight that reads what an earlier one makes would have to be gathered
+    if chosen and not all(axis.name for axis in weight.axes):
+        return None
+    for i, axis in enumerate(weight.axes):
+        if fits[i] and i not in contracted and i not in joined:
+            return axis
+    return None
+
+
+def _placements_text(placements: Mapping[str, str]) -> str:
+    by_placement: dict[str, list[str]] = {}
+    for path, placement in placements.items():
+        by_placement.setdefault(placement, []).append(path)
+    texts: list[str] = []
+    for text, paths in by_placement.items():
+        folded = [path for path, _ in fold(paths, [None] * len(paths), few=1)]
+        texts.append(f"{first_of(folded, 3)} with '{text}'")
+    return f'shard {", ".join(texts)}' if texts else ''

@@ -1,0 +1,286 @@
+"""Follows the shardings of arguments and constraints through a traced function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, NamedTuple
+
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ..._arrays.constrain import names_at
+from ..._notation.expression import ELLIPSIS
+from ..._sharding.mesh import AnyMesh, spec_axes
+from .lines import line_of
+from .operations import PRODUCTS, RULES, elementwise, flops_of, product_of
+from .values import Axis, Product, Value, merged, unique
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A sharding constraint: its line, the value before and after."""
+
+    line: str
+    before: Value
+    after: Value
+    is_backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A scan: the line, the trip count, and which elements of the carry are only added to."""
+
+    line: str
+    length: int
+    sums: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a traced function does, in program order."""
+
+    products: list[Product] = field(default_factory=list)
+    constraints: list[Constraint] = field(default_factory=list)
+    loops: list[Loop] = field(default_factory=list)
+
+
+class _Where(NamedTuple):
+    """How often a jaxpr runs (None: unknown), in which pass, and on how many devices apart."""
+
+    runs: int | None = 1
+    is_backward: bool = False
+    n_manual: int = 0
+    call: Any = None  # the equation that calls the jaxpr
+
+
+def read_trace(jaxpr: Any, arguments: Sequence[Value], mesh: AnyMesh) -> Trace:
+    """Reads the products, constraints and loops of a jaxpr.
+
+    Args:
+        jaxpr: of the traced function.
+        arguments: its arguments.
+        mesh: the mesh of the arguments.
+    """
+    reader = _Reader(Trace(), mesh)
+    reader.read(jaxpr, arguments, _Where())
+    return reader.trace
+
+
+class _Reader:
+    def __init__(self, trace: Trace, mesh: AnyMesh):
+        self.trace = trace
+        self.mesh_axes = dict(mesh.shape)
+
+    def read(self, jaxpr: Any, arguments: Sequence[Value], where: _Where) -> list[Value]:
+        """Reads a jaxpr; returns its results."""
+        known: dict[int, Value] = dict(
+            zip(map(id, jaxpr.invars), arguments, strict=False),
+        )
+
+        def value_of(v: Any) -> Value:
+            found = known.get(id(v))
+            return _blank(v) if found is None else found
+
+        for eqn in jaxpr.eqns:
+            made = self.apply(eqn, list(map(value_of, eqn.invars)), where)
+            for v, value in zip(eqn.outvars, made, strict=False):
+                known[id(v)] = _typed(v, value)
+        return [value_of(v) for v in jaxpr.outvars]
+
+    def apply(self, eqn: Any, values: list[Value], where: _Where) -> Sequence[Value]:
+        """Returns the results of an equation."""
+        name = eqn.primitive.name
+        if not where.is_backward and 'transpose(' in str(eqn.source_info.name_stack):
+            where = where._replace(is_backward=True)
+        if name == 'scan':
+            return self.scan(eqn, values, where)
+        if name == 'while':
+            return self.loop(eqn, values, where)
+        if name == 'cond':
+            return self.branches(eqn, values, where)
+        if name == 'shard_map':
+            mesh, manual = eqn.params['mesh'], eqn.params.get('manual_axes')
+            axes = manual if manual is not None else mesh.axis_names
+            n = prod(mesh.shape[axis] for axis in axes)
+            inner = [_blank(v) for v in eqn.params['jaxpr'].invars]
+            self.read(eqn.params['jaxpr'], inner, where._replace(n_manual=max(n, 1)))
+            return [_blank(v, values) for v in eqn.outvars]
+        if name in ('sharding_constraint', 'reshard', 'mesh_cast') and values:
+            return [self.constrain(eqn, values[0], where)]
+        if name in (*PRODUCTS, 'gather'):
+            return [self.product(eqn, values, where)]
+        if (inner := _only_jaxpr(eqn)) is not None:
+            return self.read(
+                inner, values[len(values) - len(inner.invars) :], where._replace(call=eqn)
+            )
+        if name in RULES:
+            return [RULES[name](eqn, values)]
+        return [_passed_on(v, values) for v in eqn.outvars]
+
+    def product(self, eqn: Any, values: list[Value], where: _Where) -> Value:
+        product = product_of(eqn, values)
+        if product is None:
+            return _passed_on(eqn.outvars[0], values)
+        flops = flops_of(eqn) * max(where.n_manual, 1)
+        self.trace.products.append(
+            replace(
+                product,
+                line=line_of(eqn) or (line_of(where.call) if where.call else ''),
+                flops=None if where.runs is None else flops * where.runs,
+                is_backward=where.is_backward,
+                in_shard_map=where.n_manual > 0,
+            )
+        )
+        return product.result
+
+    def constrain(self, eqn: Any, before: Value, where: _Where) -> Value:
+        sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
+        if not isinstance(sharding, NamedSharding):
+            return before
+        if dict(sharding.mesh.shape) != self.mesh_axes:
+            return _blank(eqn.outvars[0], [before])
+        line = line_of(eqn)
+        names = names_at.get(line, ())
+        if len(names) != len(before.axes) or ELLIPSIS in names:
+            names = ('',) * len(before.axes)
+        entries = mesh_entries(sharding, len(before.axes))
+        axes = [
+            replace(axis, name=name or axis.name)
+            if entry is None
+            else Axis(name or axis.name, entry, line)
+            for axis, name, entry in zip(before.axes, names, entries, strict=True)
+        ]
+        after = Value(unique(axes), None, before.is_data)
+        self.trace.constraints.append(Constraint(line, before, after, where.is_backward))
+        return after
+
+    def scan(self, eqn: Any, values: list[Value], where: _Where) -> Sequence[Value]:
+        params, n, inner = eqn.params, eqn.params['num_consts'], eqn.params['jaxpr'].jaxpr
+        n_carry, length = params['num_carry'], params['length']
+        where = where._replace(runs=None if where.runs is None else where.runs * length)
+        slices = [value.with_axes(value.axes[1:]) for value in values[n + n_carry :]]
+        carry = values[n : n + n_carry]
+        results = self.read(inner, [*values[:n], *carry, *slices], where)
+        sums = _sums(inner, n, n_carry)
+        self.trace.loops.append(
+            Loop(line_of(eqn), length, tuple(results[i] for i in range(n_carry) if i in sums))
+        )
+        after = [
+            merged([value, made], len(value.axes))
+            for value, made in zip(carry, results, strict=False)
+        ]
+        stacked = [Value((Axis(), *made.axes), None, made.is_data) for made in results[n_carry:]]
+        return [*after, *stacked]
+
+    def loop(self, eqn: Any, values: list[Value], where: _Where) -> Sequence[Value]:
+        params = eqn.params
+        n_cond, n_body = params['cond_nconsts'], params['body_nconsts']
+        carry = values[n_cond + n_body :]
+        inside = [*values[n_cond : n_cond + n_body], *carry]
+        results = self.read(params['body_jaxpr'].jaxpr, inside, where._replace(runs=None))
+        return [
+            merged([value, made], len(value.axes))
+            for value, made in zip(carry, results, strict=True)
+        ]
+
+    def branches(self, eqn: Any, values: list[Value], where: _Where) -> Sequence[Value]:
+        results = [self.read(branch.jaxpr, values[1:], where) for branch in eqn.params['branches']]
+        return [merged(several, len(several[0].axes)) for several in zip(*results, strict=True)]
+
+
+def mesh_entries(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...] | None]:
+    """The mesh axes that shard each axis, without those of size 1; None if unconstrained."""
+    entries: list[tuple[str, ...] | None] = []
+    for entry in [*spec_axes(sharding.spec), *[()] * ndim][:ndim]:
+        if entry and entry[0] is PartitionSpec.UNCONSTRAINED:
+            entries.append(None)
+        else:
+            entries.append(tuple(str(axis) for axis in entry if sharding.mesh.shape[axis] > 1))
+    return entries
+
+
+def argument_values(
+    arrays: Sequence[Any], is_data: Mapping[int, bool], mesh: AnyMesh
+) -> list[Value]:
+    """The arguments of a program, as values."""
+    values: list[Value] = []
+    for i, array in enumerate(arrays):
+        ndim = len(array.shape)
+        sharding, names = array.sharding, array.names or ('',) * ndim
+        entries: list[tuple[str, ...] | None] = [()] * ndim
+        if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+            entries = mesh_entries(sharding, ndim)
+        axes = (
+            Axis(name, entry or (), i if entry else None, dim)
+            for dim, (name, entry) in enumerate(zip(names, entries, strict=True))
+        )
+        values.append(Value(tuple(axes), i, is_data.get(i, False)))
+    return values
+
+
+def _blank(v: Any, values: Sequence[Value] = ()) -> Value:
+    ndim = getattr(v.aval, 'ndim', 0)
+    return Value((Axis(),) * ndim, None, any(value.is_data for value in values))
+
+
+def _passed_on(v: Any, values: Sequence[Value]) -> Value:
+    """The result of an operation without a rule: elementwise, or unknown."""
+    return elementwise(v, values)
+
+
+def _typed(v: Any, value: Value) -> Value:
+    """Takes the sharding of a value's type along explicit mesh axes."""
+    sharding = getattr(v.aval, 'sharding', None)
+    types = getattr(getattr(sharding, 'mesh', None), 'axis_types', ())
+    if AxisType.Explicit not in types or len(value.axes) != v.aval.ndim:
+        return value
+    entries = mesh_entries(sharding, v.aval.ndim)  # type: ignore[reportArgumentType]
+    axes = (
+        axis if entry is None or entry == axis.mesh else replace(axis, mesh=entry)
+        for axis, entry in zip(value.axes, entries, strict=True)
+    )
+    return value.with_axes(axes)
+
+
+def _only_jaxpr(eqn: Any) -> Any:
+    """The jaxpr that an equation calls with its last operands, as jit and checkpoint do."""
+    if eqn.primitive.name == 'pallas_call':
+        return None
+    for parameter in eqn.params.values():
+        inner = getattr(parameter, 'jaxpr', parameter)
+        if hasattr(inner, 'eqns') and hasattr(inner, 'invars'):
+            same = len(inner.outvars) == len(eqn.outvars)
+            return inner if same and len(inner.invars) <= len(eqn.invars) else None
+    return None
+
+
+def inner_jaxprs(parameters: Any) -> Iterator[Any]:
+    """Yields the jaxprs among the parameters of an equation."""
+    for parameter in parameters:
+        if isinstance(parameter, list | tuple):
+            yield from inner_jaxprs(parameter)
+        elif hasattr(parameter, 'eqns'):
+            yield parameter
+        elif hasattr(parameter, 'jaxpr') and hasattr(parameter.jaxpr, 'eqns'):
+            yield parameter.jaxpr
+
+
+def _sums(jaxpr: Any, n_consts: int, n_carry: int) -> set[int]:
+    """The elements of a loop's carry that the body only adds something to."""
+    inputs = {id(v): i for i, v in enumerate(jaxpr.invars[n_consts : n_consts + n_carry])}
+    made_by = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    uses: dict[int, int] = {}
+    for eqn in jaxpr.eqns:
+        for v in eqn.invars:
+            uses[id(v)] = uses.get(id(v), 0) + 1
+    sums: set[int] = set()
+    for i, v in enumerate(jaxpr.outvars[:n_carry]):
+        eqn = made_by.get(id(v))
+        while eqn is not None and eqn.primitive.name == 'sharding_constraint':
+            eqn = made_by.get(id(eqn.invars[0]))
+        if eqn is not None and eqn.primitive.name in ('add', 'add_any'):
+            added = [id(operand) for operand in eqn.invars]
+            if any(inputs.get(one) == i and uses[one] == 1 for one in added):
+                sums.add(i)
+    return sums

@@ -1,0 +1,1 @@
+"""Finds the sharding of a model: `plan`."""

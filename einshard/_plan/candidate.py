@@ -1,0 +1,49 @@
+"""Candidate: one way to shard a model, as a mesh shape and the mesh axes of each axis name."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from .._notation.expression import Term
+from .._sharding.axis_rules import axis_rules
+from .._sharding.context import mesh_scope
+from .._sharding.mesh import device_mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A mesh shape, and the mesh axes that shard each axis name.
+
+    Attributes:
+        mesh: the mesh axes with their sizes, slowest first: (('x', 64), ('y', 4)).
+        axes: the mesh axes of every axis name of the model, in the order of `Model.names`:
+            (('batch', ('x',)), ('embed', ('x', 'y')), ('layers', ())).
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    axes: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @property
+    def placements(self) -> dict[str, str]:
+        """The placements as `axis_rules` takes them: {'batch': '@x', 'layers': ''}."""
+        return {name: str(Term('', mesh_axes=axes)) if axes else '' for name, axes in self.axes}
+
+    def mesh_of(self, devices: Mesh) -> Mesh:
+        """Returns the mesh of this shape, of the devices of a mesh."""
+        return device_mesh(devices, **dict(self.mesh))
+
+    @contextmanager
+    def scope(self, devices: Mesh) -> Generator[Mesh, None, None]:
+        """Enters the mesh and the axis rules, to trace the model with this sharding."""
+        mesh = self.mesh_of(devices)
+        with mesh_scope(mesh), axis_rules(self.placements):
+            yield mesh
+
+    def __str__(self) -> str:
+        mesh = ', '.join(f'{name}={size}' for name, size in self.mesh)
+        rules = ', '.join(f'{name}{text}' for name, text in self.placements.items() if text)
+        return f'{mesh}: {rules or "everything replicated"}'

@@ -1,0 +1,192 @@
+"""Exports the program of a candidate, and compiles it in a process that simulates devices."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO, NamedTuple
+
+import jax
+import jax.export
+import jax.tree_util as jtu
+
+from .._errors import EinshardError
+from .._hlo.memory import Memory, read_memory
+from .._inspect.lowered import Stages
+from .._inspect.oversized import read_sizes
+
+_PREFIX = 'jit(call)/call_exported/'  # of the operations' names
+
+
+class Compiled(NamedTuple):
+    """The optimized program, with the names of operations as in the user's function."""
+
+    text: str
+    memory: Memory | None
+
+
+class Worker:
+    """A process that compiles exported programs for simulated CPU devices, one after another.
+
+    It starts with the first program, and ends with `close`, or when this process ends or dies.
+    """
+
+    def __init__(self, n_devices: int):
+        self.n_devices = n_devices
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = Path()
+        self._end: Any = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process that runs now, or None."""
+        return None if self._process is None else self._process.pid
+
+    def submit(self, request: dict[str, Any]) -> None:
+        """Sends a program; returns at once."""
+        if self._process is None:
+            self._start()
+        with contextlib.suppress(BrokenPipeError):  # it has ended; `result` says why
+            stream = self._pipes[0]
+            pickle.dump(request, stream)
+            stream.flush()
+
+    def result(self) -> Compiled | str:
+        """Waits for the next compiled program, or for the error of its compiler."""
+        try:
+            answer = pickle.load(self._pipes[1])
+        except (EOFError, pickle.UnpicklingError):
+            said = self._last_lines()
+            self.close()
+            raise EinshardError(
+                f'the process that compiles for {self.n_devices} simulated devices has ended',
+                facts={'it says': said or 'nothing; it may have run out of memory'},
+            ) from None
+        except BaseException:  # such as Ctrl-C: the rest of the answer would be read as the next
+            self.close()
+            raise
+        if isinstance(answer, str):
+            return answer
+        text = answer['text'].replace(_PREFIX, '')
+        sizes = SimpleNamespace(memory_analysis=lambda: read_sizes(answer['buffers']))
+        return Compiled(text, read_memory(sizes))
+
+    def close(self) -> None:
+        """Ends the process; the next program starts another one."""
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
+
+    def _start(self) -> None:
+        folder = tempfile.TemporaryDirectory(prefix='einshard-plan-')
+        self._log = Path(folder.name) / 'log'
+        with self._log.open('wb') as log:
+            self._process = subprocess.Popen(
+                [sys.executable, '-P', str(Path(__file__).with_name('worker.py'))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**_environment(self.n_devices), 'TMPDIR': folder.name},
+            )
+        # also runs when the interpreter exits
+        self._end = weakref.finalize(self, _end, self._process, folder)
+
+    @property
+    def _pipes(self) -> tuple[BinaryIO, BinaryIO]:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return process.stdin, process.stdout  # type: ignore[reportReturnType]
+
+    def _last_lines(self) -> str:
+        lines = self._log.read_text(encoding='utf-8', errors='replace').strip().splitlines()
+        return '\n'.join(lines[-5:])
+
+
+def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # a pipe with a request that nobody reads
+            stream.close()  # type: ignore[reportOptionalMemberAccess]
+    process.wait()
+    folder.cleanup()
+
+
+# the CPU backend computes bf16 in f32, with twice the bytes
+_IN_BF16 = '--xla_disable_hlo_passes=float-normalization-bf16,all-reduce-promotion'
+
+
+def _environment(n_devices: int) -> dict[str, str]:
+    """The environment of this process, without its settings of JAX and XLA."""
+    theirs = ('JAX_', 'XLA_', 'TF_', 'PYTHONWARNINGS')
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+    shardy = getattr(jax.config, 'jax_use_shardy_partitioner', True)
+    return {
+        **kept,
+        'PYTHONPATH': os.pathsep.join(filter(None, sys.path)),
+        'XLA_FLAGS': f'--xla_force_host_platform_device_count={n_devices} {_IN_BF16}',
+        'JAX_PLATFORMS': 'cpu',
+        'JAX_ENABLE_X64': str(int(jax.config.jax_enable_x64)),  # type: ignore[reportAttributeAccessIssue]
+        'JAX_USE_SHARDY_PARTITIONER': str(int(shardy)),
+        'JAX_ENABLE_COMPILATION_CACHE': '0',
+        'CUDA_VISIBLE_DEVICES': '',
+    }
+
+
+# --- export -------------------------------------------------------------------------------------
+
+
+class _Wrapped:
+    """Gives `jax.export` a function that is traced already."""
+
+    def __init__(self, traced: Any):
+        self._traced = traced
+
+    def __call__(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def trace(self, *_: Any) -> Any:
+        return self._traced
+
+    def lower(self, *_: Any) -> Any:
+        return self._traced.lower()
+
+
+def check_flatbuffers() -> None:
+    """Raises if JAX cannot serialize exported programs."""
+    if importlib.util.find_spec('flatbuffers') is None:
+        raise EinshardError(
+            'plan() needs flatbuffers, with which JAX serializes programs; it is not installed',
+            facts={'install': "pip install 'einshard[plan]'"},
+        )
+
+
+def export(stages: Stages, axes: Sequence[tuple[str, int]]) -> tuple[dict[str, Any], Sequence[int]]:
+    """Lowers a traced program for CPU; returns a request, and the arguments that it uses."""
+    traced = stages.traced
+    exported = jax.export.export(_Wrapped(traced), platforms=['cpu'])()  # type: ignore[reportArgumentType]
+    # pytrees of other libraries cannot be serialized, so the program takes and returns leaves
+    n_in, n_out = len(exported.in_avals), len(exported.out_avals)
+    flat = dataclasses.replace(
+        exported,
+        in_tree=jtu.tree_structure((tuple(range(n_in)), {})),
+        out_tree=jtu.tree_structure(tuple(range(n_out))),
+    )
+    leaves = jtu.tree_leaves(traced.args_info)  # type: ignore[reportOptionalMemberAccess]
+    request = {
+        'program': bytes(flat.serialize()),
+        'axes': tuple(axes),
+        'donated': tuple(i for i, leaf in enumerate(leaves) if leaf.donated),
+    }
+    return request, exported.module_kept_var_idx

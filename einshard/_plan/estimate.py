@@ -1,0 +1,189 @@
+"""Estimates what a candidate costs, from the products of the model, without compiling it.
+
+Compute: the flops of every product, over the devices that share them. Network: for every product
+the cheapest way to bring its operands together and to add up its result. HBM: arguments are read
+and results are written once. Memory: arguments, results, and the arrays that live at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from .._hlo.collectives import ring_bytes
+from .._hlo.hardware import Chip, as_chip
+from .._inspect.bounds import NO_BOUNDS, Bound, Bounds
+from .._sharding.mesh import device_mesh
+from .candidate import Candidate
+from .judgement import Judgement
+from .live import Stored
+from .mesh_network import MeshNetwork
+from .model import Model
+from .names import Names
+from .product_cost import Axes, Sent, Way, cheapest_way, mesh_axes, shards
+from .products import Product, Side
+
+# ways are chosen by time; without a chip, by the rates of this one, which is in the middle
+_TYPICAL = 'TPU v5e'
+
+
+class Totals(NamedTuple):
+    """The costs of a candidate, as a search needs them: seconds and bytes per device."""
+
+    compute: float
+    hbm: float
+    network: float
+    sent: float
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.hbm + self.network
+
+
+class _Cost(NamedTuple):
+    """The cost of all executions of a product."""
+
+    compute: float
+    network: float
+    sent: float
+    way: Way
+
+
+class Estimator:
+    """Estimates the candidates of one model on some devices.
+
+    Args:
+        devices: a mesh of them, or a list in hardware order.
+        chip: of the devices; None if it is unknown, for judgements without bounds.
+    """
+
+    def __init__(self, model: Model, devices: Mesh | Sequence[Any], chip: Chip | None):
+        self.model = model
+        in_order = device_mesh(devices).devices.flat if isinstance(devices, Mesh) else devices
+        self.devices = list(in_order)
+        self.chip_is_known = chip is not None
+        self.chip = as_chip(_TYPICAL) if chip is None else chip
+        self.share = self.chip.share(self.devices[0])
+        self.network = MeshNetwork(self.devices, self.chip)
+        named = [(one, _names_of([*one.operands, one.out])) for one in model.products]
+        self.products = [(one, names) for one, names in named if one.flops or names]
+        self.stored = _StoredArrays(model)
+        self._known: list[dict[Any, _Cost]] = [{} for _ in self.products]
+
+    def totals(self, axes: Axes) -> Totals:
+        """The costs of a device, with these mesh axes for every name."""
+        compute = network = sent = gathered = 0.0
+        for one in self._costs(axes):
+            compute += one[0]
+            network += one[1]
+            sent += one[2]
+            gathered = max(gathered, one[3].gathered)
+        read_and_written, memory = self.stored.bytes(axes)
+        hbm = read_and_written / (self.chip.memory_bandwidth * self.share)
+        return Totals(compute, hbm, network, sent, memory + gathered)
+
+    def judge(self, candidate: Candidate) -> Judgement:
+        """Estimates one candidate in detail."""
+        axes = self.axes(candidate)
+        totals = self.totals(axes)
+        sent: Counter[str] = Counter()
+        sent_by: Counter[tuple[str, str]] = Counter()
+        seconds: Counter[str] = Counter()
+        by_axis = {axes[name][0]: name for name, _ in candidate.mesh}
+        for (product, _), cost in zip(self.products, self._costs(axes), strict=True):
+            for one in cost.way.sent:
+                along = ','.join(name for axis, name in by_axis.items() if axis in one.axes)
+                n_bytes = product.executions * _sent(one)
+                sent[along] += round(n_bytes)
+                sent_by[one.kind, one.role] += round(n_bytes)
+                rate = self.network.seconds_per_byte(one.kind, one.axes)
+                seconds[along] += product.executions * one.bytes * rate  # type: ignore[reportArgumentType]
+        bounds = [Bound('compute', '', totals.compute), Bound('HBM', '', totals.hbm)]
+        bounds += [Bound('network', along, its) for along, its in seconds.items()]
+        known = Bounds(bound for bound in bounds if bound.seconds)
+        return Judgement(
+            candidate,
+            'estimate',
+            known if self.chip_is_known else NO_BOUNDS,
+            round(totals.memory),
+            dict(sent),
+            dict(sent_by),
+        )
+
+    def axes(self, candidate: Candidate) -> Axes:
+        """The mesh axes of every name of a candidate, and of every mesh axis."""
+        sizes = [size for _, size in candidate.mesh]
+        of = {name: axis for (name, _), axis in zip(candidate.mesh, mesh_axes(sizes), strict=True)}
+        by_name = {name: tuple(of[axis] for axis in its) for name, its in candidate.axes}
+        return {name: (axis,) for name, axis in of.items()} | by_name
+
+    def _costs(self, axes: Axes) -> list[_Cost]:
+        costs: list[_Cost] = []
+        of = axes.__getitem__
+        for (product, names), known in zip(self.products, self._known, strict=True):
+            key = tuple(map(of, names))
+            cost = known.get(key)
+            if cost is None:
+                cost = known[key] = self._cost(product, axes)
+            costs.append(cost)
+        return costs
+
+    def _cost(self, product: Product, axes: Axes) -> _Cost:
+        flop_seconds = product.flops / (self.chip.rate(product.dtype) * self.share)
+        way = cheapest_way(product, axes, flop_seconds, self.network.seconds_per_byte)
+        n, compute = product.executions, flop_seconds / way.parts
+        return _Cost(n * compute, n * (way.seconds - compute), n * sum(map(_sent, way.sent)), way)
+
+
+def _sent(one: Sent) -> float:
+    group = math.prod(axis.size for axis in one.axes)
+    return ring_bytes(one.kind, round(one.bytes), group)
+
+
+def _names_of(sides: Sequence[Side]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for side in sides for one in side.names for name in one))
+
+
+class _StoredArrays:
+    """The bytes of the arrays in memory. Arrays with the same names have the same shards."""
+
+    def __init__(self, model: Model):
+        arguments = [(one.names, one.bytes) for one in model.arrays]
+        kept = [(one.names, one.bytes) for one in model.arrays if one.donated]
+        peaks = [[(names, n * size) for (names, size), n in peak] for peak in model.peaks] or [[]]
+        rows = [
+            [*arguments, *kept, *model.results],
+            *([*arguments, *model.results, *peak] for peak in peaks),
+        ]
+        totals = [_merged(row) for row in rows]
+        kinds = list(dict.fromkeys(names for row in totals for names in row))
+        self.kinds = [(tuple(name for one in names for name in one), names) for names in kinds]
+        self.sizes = np.array([[row[names] for names in kinds] for row in totals], float)
+        self._known: list[dict[Any, float]] = [{} for _ in self.kinds]
+
+    def bytes(self, axes: Axes) -> tuple[float, float]:
+        """The bytes per device that are read and written once, and those in memory at the peak."""
+        parts: list[float] = []
+        of = axes.__getitem__
+        for (flat, names), known in zip(self.kinds, self._known, strict=True):
+            key = tuple(map(of, flat))
+            part = known.get(key)
+            if part is None:
+                part = known[key] = 1 / math.prod(axis.size for axis in shards(names, axes))
+            parts.append(part)
+        once, *peaks = self.sizes.dot(parts)
+        return float(once), float(max(peaks))
+
+
+def _merged(stored: Iterable[Stored]) -> Counter[tuple[Names, ...]]:
+    """Adds up the bytes of arrays with the same names."""
+    total: Counter[tuple[Names, ...]] = Counter()
+    for names, n_bytes in stored:
+        total[tuple(one for one in names if one)] += n_bytes
+    return total

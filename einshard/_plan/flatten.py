@@ -1,0 +1,279 @@
+"""Flattens a jaxpr, with the bodies of its loops and nested functions, to a list of operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._sharding.context import NOT_THE_USERS
+from .._sharding.mesh import FREE, spec_axes
+from .links import Relation, Shape, relate
+
+
+@dataclass(slots=True)
+class Value:
+    """An array of the program. The body of a loop has one for all iterations.
+
+    Attributes:
+        spec: the mesh axes of each axis that a sharding constraint gives; None without one.
+    """
+
+    shape: Shape
+    dtype: Any
+    spec: tuple[tuple[str, ...], ...] | None = None
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * getattr(self.dtype, 'itemsize', 4)
+
+
+@dataclass(slots=True)
+class Op:
+    """An operation of the program.
+
+    Attributes:
+        primitive: its name in JAX; 'scan_input', 'scan_output' and 'carry' connect a loop with its
+            body.
+        ins, outs: values, by number; None for a scalar.
+        executions: how often it runs: the product of the lengths of the loops around it.
+        scope: the innermost body of a loop around it, by number; 0 for the outermost.
+        body: the loop that a 'scan_input' or 'scan_output' belongs to.
+        source: 'model.py:12', or ''.
+    """
+
+    primitive: str
+    ins: tuple[int | None, ...]
+    outs: tuple[int | None, ...]
+    relation: Relation
+    executions: int = 1
+    scope: int = 0
+    body: int = 0
+    source: str = ''
+
+
+@dataclass(slots=True)
+class Program:
+    """A program without control flow.
+
+    Attributes:
+        values: all arrays; operations refer to them by number.
+        ops: in order.
+        parents: of every scope, by number, the one around it.
+        arguments, results: values, by number; None for what is not an array.
+    """
+
+    values: list[Value] = field(default_factory=list[Value])
+    parents: list[int] = field(default_factory=lambda: [0])
+    ops: list[Op] = field(default_factory=list[Op])
+    arguments: list[int | None] = field(default_factory=list[int | None])
+    results: list[int | None] = field(default_factory=list[int | None])
+
+
+def flatten(closed: Any) -> Program:
+    """Flattens a ClosedJaxpr; leaves out operations whose results are not used."""
+    reader = _Reader()
+    jaxpr = closed.jaxpr
+    program = reader.program
+    program.arguments = [reader.new(var.aval) for var in jaxpr.invars]
+    constants = [reader.new(var.aval) for var in jaxpr.constvars]
+    program.results = reader.read(jaxpr, [*constants, *program.arguments])
+    program.ops = _used(program)
+    return program
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.program = Program()
+        self.executions = 1
+        self.scope = 0
+        self.n_scopes = 0
+
+    def new(self, aval: Any) -> int | None:
+        """Adds a value; None for a scalar, or for what has no shape."""
+        shape = getattr(aval, 'shape', ())
+        if not shape:
+            return None
+        self.program.values.append(Value(tuple(map(int, shape)), aval.dtype))
+        return len(self.program.values) - 1
+
+    def read(self, jaxpr: Any, arguments: Sequence[int | None]) -> list[int | None]:
+        """Adds the operations of a jaxpr whose arguments are these values; returns the results."""
+        env: dict[Any, int | None] = dict(
+            zip((*jaxpr.constvars, *jaxpr.invars), arguments, strict=True)
+        )
+
+        def value_of(atom: Any) -> int | None:
+            if hasattr(atom, 'val'):  # a literal
+                return self.new(atom.aval)
+            return env[atom]
+
+        for eqn in jaxpr.eqns:
+            ins = [value_of(atom) for atom in eqn.invars]
+            outs = self.equation(eqn, ins)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [value_of(atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
+        name, params = eqn.primitive.name, eqn.params
+        if name == 'scan':
+            return self.scan(eqn, ins)
+        if name == 'while':
+            return self.while_loop(eqn, ins)
+        if name == 'cond':
+            return self.cond(eqn, ins)
+        body = next(_bodies(params), None)
+        if body is not None and len(body.jaxpr.invars) == len(ins) and name != 'pallas_call':
+            constants = [self.new(var.aval) for var in body.jaxpr.constvars]
+            found = self.read(body.jaxpr, [*constants, *ins])
+            if len(found) == len(eqn.outvars):
+                return found
+        outs = [self.new(var.aval) for var in eqn.outvars]
+        if name == 'sharding_constraint':
+            self.constrain(outs[0], params['sharding'])
+        self.add(name, params, ins, outs, eqn)
+        return outs
+
+    def constrain(self, value: int | None, sharding: Any) -> None:
+        spec = getattr(sharding, 'spec', None)
+        if value is not None and spec is not None:
+            self.program.values[value].spec = entries_of(spec, self.shape(value))
+
+    def add(
+        self,
+        name: str,
+        params: Mapping[str, Any],
+        ins: Sequence[int | None],
+        outs: Sequence[int | None],
+        eqn: Any = None,
+    ) -> None:
+        shapes = [[self.shape(value) for value in values] for values in (ins, outs)]
+        op = Op(name, tuple(ins), tuple(outs), relate(name, params, *shapes))
+        op.executions, op.scope = self.executions, self.scope
+        op.source = _source(eqn) if op.relation.einsum and op.relation.einsum.flops else ''
+        self.program.ops.append(op)
+
+    def connect(
+        self, name: str, old: int | None, new: int | None, shift: tuple[int, int], body: int = 0
+    ) -> None:
+        """Adds an operation between a value in a loop and one outside, with this shift of axes."""
+        if old is None or new is None:
+            return
+        n = min(len(self.shape(old)) - shift[0], len(self.shape(new)) - shift[1])
+        links = tuple((0, d + shift[0], 0, d + shift[1]) for d in range(n))
+        unsharded = ((0, 0),) if name == 'scan_input' else ()
+        op = Op(name, (old,), (new,), Relation(links, unsharded=unsharded))
+        op.executions, op.scope, op.body = self.executions, self.scope, body
+        self.program.ops.append(op)
+
+    def shape(self, value: int | None) -> Shape:
+        return () if value is None else self.program.values[value].shape
+
+    def scan(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
+        params, body = eqn.params, eqn.params['jaxpr'].jaxpr
+        n_consts, n_carry = params['num_consts'], params['num_carry']
+        n_before = n_consts + n_carry
+        outs = [self.new(var.aval) for var in eqn.outvars]
+        number = self.n_scopes + 1
+        inner = [self.new(var.aval) for var in body.invars]
+        inner[:n_consts] = ins[:n_consts]
+        for old, new in zip(ins[n_consts:n_before], inner[n_consts:n_before], strict=True):
+            self.connect('carry', old, new, (0, 0))
+        for old, new in zip(ins[n_before:], inner[n_before:], strict=True):
+            self.connect('scan_input', old, new, (1, 0), number)
+        constants = [self.new(var.aval) for var in body.constvars]
+        found = self.body(body, [*constants, *inner], params['length'])
+        for i, (old, new) in enumerate(zip(found, outs, strict=True)):
+            if i < n_carry:
+                self.connect('carry', old, inner[n_consts + i], (0, 0))
+                self.connect('carry', old, new, (0, 0))
+            else:
+                self.connect('scan_output', old, new, (0, 1), number)
+        # what is stacked has the same first axis as what is scanned over
+        scanned = next((value for value in ins[n_before:] if value is not None), None)
+        for new in outs[n_carry:]:
+            if scanned is not None and new is not None:
+                link = Relation(((0, 0, 0, 0),))
+                self.program.ops.append(Op('scan_axis', (scanned,), (new,), link))
+        return outs
+
+    def while_loop(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
+        params = eqn.params
+        n_cond, n_body = params['cond_nconsts'], params['body_nconsts']
+        body = params['body_jaxpr'].jaxpr
+        consts, carry = ins[n_cond : n_cond + n_body], ins[n_cond + n_body :]
+        inner = [self.new(var.aval) for var in body.invars[n_body:]]
+        outs = [self.new(var.aval) for var in eqn.outvars]
+        for old, new in zip(carry, inner, strict=True):
+            self.connect('carry', old, new, (0, 0))
+        constants = [self.new(var.aval) for var in body.constvars]
+        found = self.body(body, [*constants, *consts, *inner], 1)
+        for old, again, new in zip(found, inner, outs, strict=True):
+            self.connect('carry', old, again, (0, 0))
+            self.connect('carry', old, new, (0, 0))
+        return outs
+
+    def cond(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
+        outs = [self.new(var.aval) for var in eqn.outvars]
+        for branch in eqn.params['branches']:
+            constants = [self.new(var.aval) for var in branch.jaxpr.constvars]
+            found = self.read(branch.jaxpr, [*constants, *ins[1:]])
+            for old, new in zip(found, outs, strict=True):
+                self.connect('carry', old, new, (0, 0))
+        return outs
+
+    def body(self, jaxpr: Any, arguments: Sequence[int | None], length: int) -> list[int | None]:
+        outside = self.executions, self.scope
+        self.n_scopes += 1
+        self.program.parents.append(self.scope)
+        self.executions, self.scope = self.executions * length, self.n_scopes
+        found = self.read(jaxpr, arguments)
+        self.executions, self.scope = outside
+        return found
+
+
+def _bodies(params: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields the jaxprs in the parameters of an equation, closed or not, with `.jaxpr`."""
+    for value in params.values():
+        if hasattr(value, 'jaxpr') and hasattr(value.jaxpr, 'eqns'):
+            yield value
+        elif hasattr(value, 'eqns') and hasattr(value, 'invars'):
+            yield _Closed(value)
+
+
+@dataclass(frozen=True)
+class _Closed:
+    jaxpr: Any
+
+
+def entries_of(spec: Any, shape: Shape) -> tuple[tuple[str, ...], ...]:
+    """Returns the mesh axes of every array axis of a PartitionSpec."""
+    entries = [() if entry == FREE else entry for entry in spec_axes(spec)]
+    entries += [()] * (len(shape) - len(entries))
+    return tuple(tuple(map(str, entry)) for entry in entries)
+
+
+def _source(eqn: Any) -> str:
+    """Returns the line of the user, as 'model.py:12'; '' if it is unknown."""
+    traceback = getattr(getattr(eqn, 'source_info', None), 'traceback', None)
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(NOT_THE_USERS):
+            return f'{frame.file_name}:{frame.line_num}'
+    return ''
+
+
+def _used(program: Program) -> list[Op]:
+    """Leaves out operations whose results are not used. A loop's carry may be used by its body."""
+    used: set[int | None] = {value for value in program.results if value is not None}
+    kept: set[int] = set()
+    n_before = -1
+    while len(kept) > n_before:
+        n_before = len(kept)
+        for i in range(len(program.ops) - 1, -1, -1):
+            op = program.ops[i]
+            if i not in kept and any(value in used for value in op.outs):
+                kept.add(i)
+                if op.primitive != 'scan_axis':
+                    used.update(value for value in op.ins if value is not None)
+    return [op for i, op in enumerate(program.ops) if i in kept]

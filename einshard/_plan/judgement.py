@@ -1,0 +1,56 @@
+"""Judgement: what one candidate costs, according to one judge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from .._inspect.bounds import NO_BOUNDS, Bounds
+from .candidate import Candidate
+
+Objective: TypeAlias = Literal['bound', 'bytes', 'memory']
+# An estimate without compiling; XLA's partitioner for simulated devices; the target's compiler.
+Judge: TypeAlias = Literal['estimate', 'partitioner', 'compiler']
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a candidate costs.
+
+    Attributes:
+        candidate: the sharding.
+        judge: who says so.
+        bounds: lower bounds on the time of one run; empty if the chip is unknown.
+        memory: bytes per device; None if unknown.
+        sent: bytes that a device sends in one run, by mesh axes: {'x': 10, 'x,y': 20}.
+        sent_by: the same bytes, by kind of collective and what it carries:
+            {('all-gather', 'weights'): 10}.
+        counts: the number of collectives by kind, as `collectives=` takes them.
+        error: why it does not compile, or ''.
+    """
+
+    candidate: Candidate
+    judge: Judge
+    bounds: Bounds = NO_BOUNDS
+    memory: int | None = None
+    sent: Mapping[str, int] = field(default_factory=dict)
+    sent_by: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    error: str = ''
+
+    @property
+    def network_bytes(self) -> int:
+        return sum(self.sent.values())
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """The bound with full overlap (the largest one) and without overlap (the sum)."""
+        each = [bound.seconds for bound in self.bounds]
+        return max(each, default=0.0), sum(each)
+
+    def cost(self, objective: Objective) -> tuple[float, float, float]:
+        """What plans are ranked by, smaller first: the objective, then memory, then bytes."""
+        memory, sent = float(self.memory or 0), float(self.network_bytes)
+        first = {'bound': self.seconds[1], 'bytes': sent, 'memory': memory}[objective]
+        return (float('inf') if self.error else first, memory, sent)

@@ -1,0 +1,329 @@
+"""Which array axes of an operation are the same axis: for each JAX primitive, by its parameters.
+
+A dimension of a result is linked to the dimensions of operands that have the same index in it, so
+that one sharding serves both. Products and reductions also have an index for every dimension, as
+the letters of an einsum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Shape: TypeAlias = tuple[int, ...]
+Shapes: TypeAlias = Sequence[Shape]
+# (operand, its dimension, result, its dimension)
+Link: TypeAlias = tuple[int, int, int, int]
+Indices: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Einsum:
+    """The indices of a product, a reduction or a lookup, as the letters of an einsum.
+
+    Attributes:
+        operands: the operands of the operation that it multiplies; one for a reduction.
+        indices: the indices of each of them.
+        out: the indices of the result.
+        flops: the flops of one execution.
+    """
+
+    operands: tuple[int, ...]
+    indices: tuple[Indices, ...]
+    out: Indices
+    flops: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """How the dimensions of an operation are related.
+
+    Attributes:
+        links: the dimensions that are the same.
+        einsum: the indices, if the operation adds over some of them; else None.
+        unsharded: (operand, dimension) that a device needs in full.
+    """
+
+    links: tuple[Link, ...] = ()
+    einsum: Einsum | None = None
+    unsharded: tuple[tuple[int, int], ...] = ()
+
+
+def relate(primitive: str, params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    """Relates the dimensions of the operands and the results of an operation."""
+    rule = _RULES.get(primitive)
+    if rule is None and primitive.startswith(_REDUCTIONS) and 'axes' in params:
+        rule = _reduce
+    if rule is None:
+        rule = _scatter if primitive.startswith('scatter') else _elementwise
+    return rule(params, ins, outs)
+
+
+# every reduction of `jax.lax` that removes axes
+_REDUCTIONS = ('reduce_', 'argmax', 'argmin')
+
+
+def _elementwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    """Links equal shapes: the rule for all primitives that have no other."""
+    return Relation(
+        tuple(
+            (i, dim, o, dim)
+            for (i, shape), (o, out) in itertools.product(enumerate(ins), enumerate(outs))
+            if shape == out
+            for dim in range(len(shape))
+        )
+    )
+
+
+def _each(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    """Every operand has its own result."""
+    return Relation(tuple((i, d, i, d) for i, shape in enumerate(ins) for d in range(len(shape))))
+
+
+def _dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = params['dimension_numbers']
+    new = itertools.count()
+    lhs = {d: next(new) for d in (*lhs_batch, *lhs_sum)}
+    rhs = dict(zip((*rhs_batch, *rhs_sum), lhs.values(), strict=True))
+    for dims, shape in zip((lhs, rhs), ins, strict=False):
+        dims.update({d: next(new) for d in range(len(shape)) if d not in dims})
+    free = [lhs[d] for d in range(len(ins[0])) if d not in (*lhs_batch, *lhs_sum)]
+    free += [rhs[d] for d in range(len(ins[1])) if d not in (*rhs_batch, *rhs_sum)]
+    return _einsum(ins, (lhs, rhs), (*(lhs[d] for d in lhs_batch), *free), flops=2)
+
+
+def _ragged_dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    """Each group of rows is multiplied by its own matrix; or the result has a matrix per group."""
+    numbers = params['ragged_dot_dimension_numbers']
+    plain = _dot({'dimension_numbers': numbers.dot_dimension_numbers}, ins, ()).einsum
+    assert plain is not None, 'a product has indices'
+    groups = {plain.indices[1][d] for d in numbers.rhs_group_dimensions}
+    flops = plain.flops // math.prod(ins[1][d] for d in numbers.rhs_group_dimensions)
+    out = tuple(index for index in plain.out if index not in groups)
+    if not groups:  # the sums are over the rows of each group
+        out = (-1, *out)
+    einsum = Einsum((0, 1), plain.indices, out[-len(outs[0]) :], flops)
+    return Relation(_links_of(einsum), einsum)
+
+
+def _einsum(ins: Shapes, dims: Sequence[Mapping[int, int]], out: Indices, flops: int) -> Relation:
+    indices = tuple(tuple(of[d] for d in range(len(ins[i]))) for i, of in enumerate(dims))
+    sizes = {
+        index: size
+        for its, shape in zip(indices, ins, strict=False)
+        for index, size in zip(its, shape, strict=True)
+    }
+    for size in sizes.values():
+        flops *= size
+    einsum = Einsum(tuple(range(len(dims))), indices, out, flops)
+    return Relation(_links_of(einsum), einsum)
+
+
+def _links_of(einsum: Einsum) -> tuple[Link, ...]:
+    return tuple(
+        (i, dim, 0, einsum.out.index(index))
+        for i, its in zip(einsum.operands, einsum.indices, strict=True)
+        for dim, index in enumerate(its)
+        if index in einsum.out
+    )
+
+
+def _conv(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    """A convolution adds over the input features, and over positions if the window covers them."""
+    numbers, rhs, out = params['dimension_numbers'], ins[1], outs[0]
+    groups = params['feature_group_count'] * params['batch_group_count']
+    new = itertools.count(3)
+    of_lhs, of_rhs, of_out = {}, {}, {}
+    batch, features, products = 0, 1, 2
+    of_lhs[numbers.lhs_spec[0]] = of_out[numbers.out_spec[0]] = batch
+    of_lhs[numbers.lhs_spec[1]] = features
+    of_rhs[numbers.rhs_spec[0]] = of_out[numbers.out_spec[1]] = products
+    of_rhs[numbers.rhs_spec[1]] = features if groups == 1 else next(new)
+    flops = 2 * rhs[numbers.rhs_spec[1]]
+    for size in out:
+        flops *= size
+    spatial = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    for of_image, of_window, of_result in spatial:
+        at = of_lhs[of_image] = next(new)
+        flops *= rhs[of_window]
+        # in a gradient by the kernel, the window is as large as the image
+        slides = rhs[of_window] <= out[of_result]
+        of_rhs[of_window] = next(new) if slides else at
+        of_out[of_result] = at if slides else next(new)
+    indices = [tuple(of[d] for d in range(len(of))) for of in (of_lhs, of_rhs, of_out)]
+    einsum = Einsum((0, 1), (indices[0], indices[1]), indices[2], flops)
+    return Relation(_links_of(einsum), einsum)
+
+
+def _reduce(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    indices = tuple(range(len(ins[0])))
+    out = tuple(i for i in indices if i not in params['axes'])
+    einsum = Einsum((0,), (indices,), out)
+    return Relation(_links_of(einsum), einsum)
+
+
+def _broadcast(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    dims = params['broadcast_dimensions']
+    pairs = [(d, to) for d, to in enumerate(dims) if ins[0][d] == outs[0][to]]
+    return Relation(tuple((0, d, 0, to) for d, to in pairs))
+
+
+def _transpose(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    return Relation(tuple((0, d, 0, to) for to, d in enumerate(params['permutation'])))
+
+
+def _squeeze(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    dropped = {d % len(ins[0]) for d in params['dimensions']}
+    kept = [d for d in range(len(ins[0])) if d not in dropped]
+    return Relation(tuple((0, d, 0, to) for to, d in enumerate(kept)))
+
+
+def _reshape(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    """Of merged or split axes, the major one keeps the sharding."""
+    return Relation(tuple((0, a, 0, b) for a, b in major_axes(ins[0], outs[0])))
+
+
+def major_axes(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
+    """Yields the axes of a reshaped array that are split, merged or kept, by their major axes."""
+    i = j = 0
+    while i < len(old) and j < len(new):
+        if old[i] == 1 or new[j] == 1:
+            if old[i] == new[j]:
+                yield i, j
+            i, j = i + (old[i] == 1), j + (new[j] == 1)
+            continue
+        yield i, j
+        before, after = old[i], new[j]
+        i, j = i + 1, j + 1
+        while before != after:
+            if before < after and i < len(old):
+                before, i = before * old[i], i + 1
+            elif after < before and j < len(new):
+                after, j = after * new[j], j + 1
+            else:  # of size 0
+                return
+
+
+def _same_sizes(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    """Axes of which a part is taken or added are not sharded."""
+    links: list[Link] = []
+    unsharded: list[tuple[int, int]] = []
+    for (i, shape), (o, out) in itertools.product(enumerate(ins), enumerate(outs)):
+        if len(shape) == len(out) and shape:
+            for dim, (size, new) in enumerate(zip(shape, out, strict=True)):
+                if size == new:
+                    links.append((i, dim, o, dim))
+                else:
+                    unsharded.append((i, dim))
+    return Relation(tuple(links), unsharded=tuple(dict.fromkeys(unsharded)))
+
+
+def _update(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    links = [(0, d, 0, d) for d in range(len(ins[0]))]
+    links += [(1, d, 0, d) for d, size in enumerate(ins[1]) if size == ins[0][d]]
+    return Relation(tuple(links))
+
+
+def _window(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    """Pooling: neighbors along a sharded axis exchange the edges of their shards, which is free."""
+    same = (i for i, shape in enumerate(ins) if len(shape) == len(outs[0]))
+    return Relation(tuple((i, d, 0, d) for i in same for d in range(len(outs[0]))))
+
+
+def _along(parameter: str) -> Callable[..., Relation]:
+    """A rule for operations along one axis, such as a sort."""
+
+    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+        axis = params.get(parameter, -1) % max(len(ins[0]), 1)
+        links = [
+            (i, d, o, d)
+            for i, o in itertools.product(range(len(ins)), range(len(outs)))
+            if len(ins[i]) == len(outs[o])
+            for d in range(len(ins[i]))
+            if d != axis
+        ]
+        return Relation(tuple(links), unsharded=tuple((i, axis) for i in range(len(ins))))
+
+    return rule
+
+
+def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    """A lookup of one position along some axes is a product with a one-hot array."""
+    numbers, sizes = params['dimension_numbers'], params['slice_sizes']
+    table, positions = ins[:2]
+    new = itertools.count(len(positions))
+    of_table = [next(new) for _ in table]
+    batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    for d, at in batching:
+        of_table[d] = at
+    dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = (d for d in range(len(table)) if d not in dropped)
+    # a part of an axis has another index
+    windows = (of_table[d] if sizes[d] == table[d] else next(new) for d in kept)
+    rest = iter(range(len(positions) - 1))
+    out = [next(windows if d in numbers.offset_dims else rest) for d in range(len(outs[0]))]
+    einsum = Einsum((1, 0), (tuple(range(len(positions))), tuple(of_table)), tuple(out))
+    return Relation(_links_of(einsum), einsum)
+
+
+def _scatter(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    """Adding updates at positions is a product with a one-hot array, summed over the positions."""
+    numbers = params['dimension_numbers']
+    array, positions, updates = ins[:3]
+    new = itertools.count(len(positions))
+    out = [next(new) for _ in array]
+    batching = zip(
+        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
+    )
+    for d, at in batching:
+        out[d] = at
+    dropped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept = iter([d for d in range(len(array)) if d not in dropped])
+    rest = iter(range(len(positions) - 1))
+    of_updates: list[int] = []
+    for d, size in enumerate(updates):
+        if d in numbers.update_window_dims:
+            at = next(kept)
+            of_updates.append(out[at] if size == array[at] else next(new))
+        else:
+            of_updates.append(next(rest))
+    indices = tuple(range(len(positions))), tuple(of_updates)
+    einsum = Einsum((1, 2), indices, tuple(out))
+    links = ((0, d, 0, d) for d in range(len(array)))
+    return Relation((*links, *_links_of(einsum)), einsum)
+
+
+_RULES: dict[str, Callable[..., Relation]] = {
+    'dot_general': _dot,
+    'ragged_dot_general': _ragged_dot,
+    'conv_general_dilated': _conv,
+    'broadcast_in_dim': _broadcast,
+    'transpose': _transpose,
+    'squeeze': _squeeze,
+    'reshape': _reshape,
+    'gather': _gather,
+    'slice': _same_sizes,
+    'dynamic_slice': _same_sizes,
+    'split': _same_sizes,
+    'concatenate': _same_sizes,
+    'pad': _same_sizes,
+    'dynamic_update_slice': _update,
+    'reduce_precision': _elementwise,
+    'reduce_window': _window,
+    'reduce_window_sum': _window,
+    'reduce_window_max': _window,
+    'reduce_window_min': _window,
+    'select_and_scatter_add': _window,
+    'select_and_gather_add': _window,
+    'sort': _along('dimension'),
+    'top_k': _along('axis'),
+    'cumsum': _along('axis'),
+    'cumprod': _along('axis'),
+    'cummax': _along('axis'),
+    'cummin': _along('axis'),
+    'cumlogsumexp': _along('axis'),
+    'optimization_barrier': _each,
+}

@@ -1,0 +1,197 @@
+"""Model: what a function computes, by the names of its axes. `find_model` finds it by tracing."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import jax.tree_util as jtu
+
+from .._inspect.lowered import Stages
+from .._trees.paths import path_text
+from .flatten import Program, flatten
+from .live import Peak, Stored, find_peaks
+from .metadata import metadata_names
+from .names import AxisNames, Names, name_axes
+from .products import Product, find_products
+from .tracing import first_trace, names_in, no_names, trace_with_names
+
+Role: TypeAlias = Literal['state', 'batch']
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An argument of the function.
+
+    Attributes:
+        path: of its leaf, as 'params/mlp/up'.
+        names: the names of each axis; `()` for one that is not sharded.
+        role: 'state' for weights and all that a step returns again; 'batch' for data.
+        donated: whether a result can take its memory.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    names: tuple[Names, ...]
+    role: Role
+    donated: bool
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a function computes, by the names of its axes.
+
+    Attributes:
+        name: of the function.
+        names: the names, in order of appearance, with their sizes (the largest, if several).
+        divisors: the number that the shards of each name must divide.
+        together: the axis names of every array with a spec or a constraint.
+        arrays: the arguments.
+        results: the results that take new memory.
+        products: what may communicate.
+        peaks: the arrays that are in memory at the same time, in addition to the arguments.
+    """
+
+    name: str
+    names: Mapping[str, int]
+    divisors: Mapping[str, int]
+    together: tuple[tuple[str, ...], ...]
+    arrays: tuple[Array, ...]
+    results: tuple[Stored, ...]
+    products: tuple[Product, ...]
+    peaks: tuple[Peak, ...]
+
+
+def find_model(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_axes: Sequence[str] = ()
+) -> Model:
+    """Traces a function, and finds the names of all its arrays.
+
+    Args:
+        fn, args, kwargs: the call. Arguments may be shapes.
+        mesh_axes: the mesh axes that the function's expressions may name.
+
+    Raises:
+        EinshardError: the function has no axis names, or cannot be traced.
+    """
+    expressions = first_trace(fn, args, kwargs, mesh_axes)
+    metadata = metadata_names((tuple(args), dict(kwargs)))
+    names = [name for axes in metadata for one in axes or () for name in one or ()]
+    names += [name for one in expressions for name in names_in(one)]
+    names = [name for name in dict.fromkeys(names) if name not in mesh_axes]
+    if not names:
+        raise no_names(fn, args, kwargs)
+    stages, given, made = trace_with_names(fn, args, kwargs, names, mesh_axes)
+    assert stages.traced is not None, 'a function was traced'
+    given = _or_known(given, metadata)
+    made = _or_known(made, metadata_names(stages.traced.out_info))
+    program = flatten(stages.traced.jaxpr)
+    axes = [tuple(one or () for one in names) for names in name_axes(program, given, made)]
+    arguments = [() if value is None else axes[value] for value in program.arguments]
+    sizes, divisors, together = _sizes(program, axes, names)
+    results = jtu.tree_leaves(stages.traced.out_info)
+    arrays = _arrays(_leaves(stages), arguments, results)
+    both = zip(program.arguments, arrays, strict=True)
+    states = [value for value, one in both if value is not None and one.role == 'state']
+    return Model(
+        stages.name,
+        sizes,
+        divisors,
+        together,
+        arrays,
+        _new_results(program, axes, arrays, results),
+        find_products(program, axes, states),
+        find_peaks(program, axes),
+    )
+
+
+def _or_known(
+    specified: list[AxisNames | None], known: list[AxisNames | None]
+) -> list[AxisNames | None]:
+    """Returns the names in the specs of leaves, or else those in their metadata."""
+    if len(specified) != len(known):  # the arguments have static ones
+        return specified
+    both = zip(specified, known, strict=True)
+    return [other if names is None else names for names, other in both]
+
+
+def _leaves(stages: Stages) -> list[tuple[str, Any]]:
+    """Returns the path and the shape of every argument leaf."""
+    assert stages.traced is not None, 'a function was traced'
+    labels = stages.labels or dict(enumerate(stages.parameters))
+    found: list[tuple[str, Any]] = []
+    for (_, first, *rest), info in jtu.tree_leaves_with_path(stages.traced.args_info):
+        index = getattr(first, 'idx', None)
+        name = path_text([first]) if index is None else labels.get(index, str(index))
+        found.append(('/'.join(filter(None, [name, path_text(rest)])), info))
+    return found
+
+
+def _sizes(
+    program: Program, axes: Sequence[tuple[Names, ...]], names: Sequence[str]
+) -> tuple[dict[str, int], dict[str, int], tuple[tuple[str, ...], ...]]:
+    """Returns the sizes of the names, their divisors, and the names that an array has together."""
+    sizes, divisors = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    together: dict[tuple[str, ...], None] = {}
+    fixed = [value for value in program.arguments if value is not None]
+    fixed += [i for i, value in enumerate(program.values) if value.spec is not None]
+    for i in fixed:
+        of_array = tuple(name for one in axes[i] for name in one)
+        together[of_array] = None
+        for one, size in zip(axes[i], program.values[i].shape, strict=True):
+            for name in one:
+                if name in sizes:
+                    sizes[name] = max(sizes[name], size)
+                    divisors[name] = math.gcd(divisors[name], size)
+    return sizes, divisors, tuple(together)
+
+
+def _arrays(
+    leaves: Sequence[tuple[str, Any]],
+    axes: Sequence[tuple[Names, ...]],
+    results: Sequence[Any],
+) -> tuple[Array, ...]:
+    returned = Counter((tuple(one.shape), str(one.dtype)) for one in results)
+    per_argument = Counter(path.partition('/')[0] for path, _ in leaves)
+    # a function that returns one array may not be a step that updates its argument
+    updates = any(info.donated for _, info in leaves) or len(results) < 2
+    found: list[Array] = []
+    for (path, info), names in zip(leaves, axes, strict=True):
+        shape, dtype = tuple(map(int, info.shape)), str(info.dtype)
+        is_tree = per_argument[path.partition('/')[0]] > 1
+        is_state = info.donated or is_tree or (not updates and returned[shape, dtype] > 0)
+        found.append(
+            Array(
+                path,
+                shape,
+                dtype,
+                names,
+                'state' if is_state else 'batch',
+                info.donated,
+                math.prod(shape) * info.dtype.itemsize,
+            )
+        )
+    return tuple(found)
+
+
+def _new_results(
+    program: Program,
+    axes: Sequence[tuple[Names, ...]],
+    arrays: Sequence[Array],
+    results: Sequence[Any],
+) -> tuple[Stored, ...]:
+    """Returns the results that take no memory of a donated argument."""
+    free = Counter((one.shape, one.dtype) for one in arrays if one.donated)
+    found: list[Stored] = []
+    for value, info in zip(program.results, results, strict=True):
+        key = tuple(map(int, info.shape)), str(info.dtype)
+        if free[key]:
+            free[key] -= 1
+        elif value is not None:
+            found.append((axes[value], program.values[value].bytes))
+    return tuple(found)

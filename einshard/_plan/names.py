@@ -1,0 +1,89 @@
+"""Propagates axis names through a flattened program.
+
+An axis has the names that its sharding comes from: `('embed',)`, or `()` for an axis that is not
+sharded, or None if nothing says. Names come from arguments and constraints. They go forward through
+all operations; and backward from constraints and results to the product that makes the value, which
+can add its partial sums right into that sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from .flatten import Op, Program
+
+Names: TypeAlias = tuple[str, ...]
+AxisNames: TypeAlias = tuple[Names | None, ...]
+
+_CONSTRAINT = 'sharding_constraint'
+
+
+def name_axes(
+    program: Program,
+    arguments: Sequence[AxisNames | None],
+    results: Sequence[AxisNames | None],
+) -> list[AxisNames]:
+    """Returns the names of the axes of every value."""
+    demanded = _Table(program)
+    for value, names in zip(program.results, results, strict=True):
+        demanded.set(value, names)
+    # twice: what a loop carries is known after the first time
+    for _ in range(2):
+        for op in reversed(program.ops):
+            _demand(op, demanded)
+    found = _Table(program)
+    for value, names in zip(program.arguments, arguments, strict=True):
+        found.set(value, names)
+        if value is not None:
+            found.set(value, demanded.names[value])
+    for _ in range(2):
+        for op in program.ops:
+            _name(op, found, demanded)
+    return [tuple(names) for names in found.names]
+
+
+class _Table:
+    """The names of the axes of every value, each set once."""
+
+    def __init__(self, program: Program):
+        self.specs = [value.spec for value in program.values]
+        self.names: list[list[Names | None]] = [[None] * len(v.shape) for v in program.values]
+
+    def set(self, value: int | None, names: Sequence[Names | None] | None) -> None:
+        for axis, one in enumerate(names or ()):
+            if value is not None and self.names[value][axis] is None:
+                self.names[value][axis] = one
+
+
+def _demand(op: Op, demanded: _Table) -> None:
+    """Sets the names that the consumers of the operands ask for."""
+    if op.primitive == _CONSTRAINT:
+        demanded.set(op.ins[0], (op.outs[0] is not None and demanded.specs[op.outs[0]]) or ())
+    elif op.relation.einsum is None and op.primitive != 'scan_axis':
+        for i, axis, o, of_out in op.relation.links:
+            old, new = op.ins[i], op.outs[o]
+            if old is not None and new is not None and demanded.names[old][axis] is None:
+                demanded.names[old][axis] = demanded.names[new][of_out]
+
+
+def _name(op: Op, found: _Table, demanded: _Table) -> None:
+    """Sets the names of the results."""
+    chooses = op.relation.einsum is not None
+    for out in op.outs:
+        if out is not None and op.primitive == _CONSTRAINT:
+            found.set(out, found.specs[out])
+        elif out is not None and chooses:
+            found.set(out, demanded.names[out])
+    for i, axis, o, of_out in op.relation.links:
+        old, new = op.ins[i], op.outs[o]
+        if old is not None and new is not None and found.names[new][of_out] is None:
+            found.names[new][of_out] = found.names[old][axis]
+    if op.primitive not in _CONNECTIONS:
+        for out in op.outs:
+            if out is not None:
+                found.set(out, demanded.names[out])
+
+
+# the names of what a loop carries or stacks may come from another operation
+_CONNECTIONS = ('carry', 'scan_input', 'scan_output', 'scan_axis')

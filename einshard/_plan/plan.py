@@ -1,0 +1,187 @@
+"""plan: finds the sharding of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+from jax.sharding import AbstractMesh, Mesh
+
+from .._errors import EinshardError
+from .._functions.bound_method import BoundMethod
+from .._functions.sharded import ShardedFunction
+from .._hlo.hardware import Chip, as_chip, find_chip
+from .._hlo.memory import parse_bytes
+from .._progress import progress
+from .._sharding.axis_rules import Placed, check_option
+from .._sharding.context import current_context
+from .._sharding.mesh import MeshLike, is_device_mesh, mesh_fact
+from .._text import name_of
+from .candidates import find_candidates
+from .estimate import Estimator
+from .judge import Function, Partitioner
+from .judgement import Objective
+from .make_plan import is_simulated, make_plan
+from .model import Model, find_model
+from .result import Plan
+from .search import Budget, Search
+from .space import Space, read_pins
+from .tables import read_table
+
+# A sharding of the user: the sizes of the mesh axes, and a placement by axis name.
+Given = tuple[Mapping[str, int], Mapping[str, Placed]]
+
+
+def plan(
+    fn: Any,
+    *args: Any,
+    mesh: MeshLike | None = None,
+    chip: Chip | str | None = None,
+    memory: str | int | None = None,
+    objective: Objective = 'bound',
+    pin: Mapping[str, str] | None = None,
+    candidates: Iterable[Given] = (),
+    compilations: int = 40,
+    seconds: float | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Finds how to shard a model: the mesh shape, and the mesh axes of each axis name.
+
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from einshard import device_mesh, plan, sharded
+        >>> @sharded('batch embed', 'embed mlp')
+        ... def up(x, w):
+        ...     return jax.nn.relu(x @ w)
+        >>> x = jax.ShapeDtypeStruct((1024, 64), jnp.bfloat16)
+        >>> w = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)
+        >>> found = plan(up, x, w, mesh=device_mesh(), chip='v5e')  # doctest: +SKIP
+        >>> found.rules  # doctest: +SKIP
+        {'batch': '@x', 'embed': '', 'mlp': ''}
+
+    The function names its axes in expressions without placements: in the specs of `sharded`, in
+    `Rules`, and in `einshard(x, 'batch seq act')` inside. `plan` finds these names by tracing, and
+    compares mesh shapes with up to three axes (x, y, z) and all ways to shard the names over them.
+    An estimate orders the candidates. XLA's partitioner compiles the most promising ones, for
+    simulated CPU devices in another process; the compiler of the target compiles the best of them.
+    Nothing runs, and arguments can be shapes: `jax.ShapeDtypeStruct`.
+
+    The cost of a candidate is a sum of lower bounds: compute, HBM, and the network along each
+    mesh axis. It is not a prediction of the step time.
+
+    Args:
+        fn: a `sharded` or jitted function, or any other function that names its axes.
+        args, kwargs: arguments of the call, as in `explain`.
+        mesh: the devices, such as `topology('v5e:16x16')`. A mesh with named axes fixes the mesh
+            shape, so that only the names are planned.
+        chip: the chip for the lower bounds, as in `explain`. Default: that of the devices.
+        memory: bytes per device that a plan may use, such as '14 GB'. Default: those of the chip.
+        objective: what to minimize: 'bound', the sum of the lower bounds; 'bytes' that a device
+            sends; or 'memory'. Ties go to memory, then bytes.
+        pin: placements that are fixed, by name: {'embed': '@x', 'layers': ''}.
+        candidates: shardings of your own to judge alongside, as pairs of mesh sizes and
+            placements: `({'data': 16, 'tensor': 16}, {'batch': '@data', 'mlp': '@tensor'})`.
+        compilations: how many candidates the partitioner compiles; fewer if there are fewer.
+        seconds: stop after this time. The result then depends on the speed of the machine.
+
+    Returns:
+        A `Plan`. If no candidate fits into memory, the one that is closest, with a warning.
+
+    Raises:
+        EinshardError: the model has no axis names or nothing to shard; there is one device; the
+            chip is unknown and the objective is 'bound'; a pin or candidate does not fit the
+            sizes; or no candidate compiles.
+    """
+    check_option('objective', objective, get_args(Objective))
+    _check_has_no_mesh(fn)
+    devices = _devices(mesh)
+    chip = as_chip(chip) if chip is not None else find_chip(devices.devices.flat[0].device_kind)
+    if objective == 'bound' and chip is None:
+        raise EinshardError(
+            "objective='bound' needs a chip, and these devices are not of a known one",
+            facts={
+                'devices': devices.devices.flat[0].device_kind,
+                'instead': "chip='TPU v5e', mesh=topology('v5e:4x4'), or objective='bytes'",
+            },
+        )
+    limit = parse_bytes(memory, 'memory=') if memory is not None else None
+    if limit is None and chip is not None:
+        limit = int(chip.memory * chip.share(devices.devices.flat[0]))
+    _check_budget(compilations, seconds)
+    fixed = None if is_device_mesh(devices) else tuple(devices.shape.items())
+    model = find_model(fn, args, kwargs, [axis for axis, _ in fixed or ()])
+    space = Space(model, devices.size, _n_slices(devices), fixed, read_pins(pin or {}))
+    given = [read_table(i, one, model, devices.size) for i, one in enumerate(candidates)]
+    estimator = Estimator(model, devices, chip)
+    found = find_candidates(space, estimator, memory=limit, objective=objective)
+    if not any(axes for one, _ in found.found for _, axes in one.axes):
+        raise _nothing_to_shard(model, devices)
+    function = Function(fn, args, kwargs, devices, chip)
+    with Partitioner(function) as partitioner:
+        search = Search(
+            estimates=[estimator.judge(candidate) for candidate, _ in found.found],
+            extra=given,
+            by_partitioner=partitioner.judge,
+            by_compiler=None if is_simulated(devices) else function.compile_all,
+            objective=objective,
+            limit=limit,
+            budget=Budget(compilations, seconds),
+        )
+        with progress(search.line):
+            search.run()
+    return make_plan(search, found, model, function)
+
+
+def _devices(mesh: MeshLike | None) -> Mesh:
+    target = current_context(mesh).lowering_mesh
+    if isinstance(target, AbstractMesh):
+        raise EinshardError(
+            'an abstract mesh has no devices to plan for',
+            facts={
+                'mesh': mesh_fact(target),
+                'instead': "a mesh of devices, or of a TPU slice you don't have: "
+                "topology('v5e:4x4')",
+            },
+        )
+    if target.size == 1:
+        raise EinshardError(
+            'there is nothing to plan for one device',
+            facts={
+                'mesh': mesh_fact(target),
+                'instead': "mesh=topology('v5e:4x4'), or simulated devices: "
+                "XLA_FLAGS='--xla_force_host_platform_device_count=8'",
+            },
+        )
+    return target
+
+
+def _check_has_no_mesh(fn: Any) -> None:
+    function = fn.func if isinstance(fn, BoundMethod) else fn
+    if isinstance(function, ShardedFunction) and function.has_mesh:
+        raise EinshardError(
+            f'{name_of(fn)} has its own mesh, so plan cannot try others',
+            facts={'instead': 'leave out mesh= of sharded, and enter the mesh with jax.set_mesh'},
+        )
+
+
+def _nothing_to_shard(model: Model, devices: Mesh) -> EinshardError:
+    sizes = ', '.join(f'{name} {size}' for name, size in model.divisors.items())
+    return EinshardError(
+        f'{model.name} has no axis that can be sharded over {devices.size} devices',
+        facts={
+            'sizes': sizes,
+            'mesh': mesh_fact(devices),
+            'expected': 'an axis whose size is divisible by the size of a mesh axis',
+        },
+    )
+
+
+def _n_slices(devices: Mesh) -> int:
+    return len({getattr(device, 'slice_index', None) for device in devices.devices.flat})
+
+
+def _check_budget(compilations: object, seconds: object) -> None:
+    if not isinstance(compilations, int) or compilations < 1:
+        raise EinshardError(f'compilations= must be a positive integer, not {compilations!r}')
+    if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+        raise EinshardError(f'seconds= must be a positive number, not {seconds!r}')

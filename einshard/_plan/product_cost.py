@@ -1,0 +1,173 @@
+"""The cheapest way to compute one product whose arrays are sharded over mesh axes.
+
+Every mesh axis shards one index of the product, or none. What an operand has along it in another
+form is gathered or exchanged first. Along an axis that shards a contracted index, devices have
+partial sums, which are added afterwards. This is what `parallelism` lists for an einsum; here it
+takes a few microseconds, because a search asks for many thousands.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from .names import Names
+from .products import Product, Side
+
+
+class MeshAxis(NamedTuple):
+    """A mesh axis: the distance between its devices in hardware order, and their number."""
+
+    stride: int
+    size: int
+
+
+# the mesh axes of every name
+Axes: TypeAlias = Mapping[str, tuple[MeshAxis, ...]]
+# the time of a collective along mesh axes, for each byte of its array
+Rate: TypeAlias = Callable[[str, Sequence[MeshAxis]], float]
+
+
+class Sent(NamedTuple):
+    """A collective: its kind, what it carries, the mesh axes, and the bytes of its array."""
+
+    kind: str
+    role: str
+    axes: tuple[MeshAxis, ...]
+    bytes: float
+
+
+class Way(NamedTuple):
+    """A way to compute a product: per execution, and for one device.
+
+    Attributes:
+        parts: the number of devices that share the flops.
+        gathered: the bytes of the operands that collectives make.
+    """
+
+    seconds: float
+    parts: int
+    sent: tuple[Sent, ...]
+    gathered: float
+
+
+def mesh_axes(sizes: Sequence[int]) -> tuple[MeshAxis, ...]:
+    """Returns the axes of a mesh of these sizes."""
+    found: list[MeshAxis] = []
+    stride = 1
+    for size in reversed(sizes):
+        found.append(MeshAxis(stride, size))
+        stride *= size
+    return tuple(reversed(found))
+
+
+def shards(names: Sequence[Names], axes: Axes) -> dict[MeshAxis, int]:
+    """Returns the array axis that each mesh axis shards. A mesh axis shards one, the first."""
+    found: dict[MeshAxis, int] = {}
+    for at, several in enumerate(names):
+        for name in several:
+            for axis in axes[name]:
+                found.setdefault(axis, at)
+    return found
+
+
+def cheapest_way(product: Product, axes: Axes, flop_seconds: float, rate: Rate) -> Way:
+    """Returns the way that takes the least time: flops and network, one after the other."""
+    sides = [_Sharded(side, axes) for side in (*product.operands, product.out)]
+    used = sorted({axis for side in sides for axis in side.holds})
+    *operands, out = sides
+    best: Way | None = None
+    for chosen in itertools.product(*(_choices(axis, sides, product) for axis in used)):
+        plan = {axis: at for axis, at in zip(used, chosen, strict=True) if at is not None}
+        sent: list[Sent] = []
+        gathered = 0.0
+        for operand in operands:
+            gathered += operand.bring(plan, sent)
+        out.sum_up(plan, sent)
+        parts = _size(plan)
+        seconds = flop_seconds / parts
+        for one in sent:
+            seconds += one.bytes * rate(one.kind, one.axes)
+        if best is None or seconds < best.seconds:
+            best = Way(seconds, parts, tuple(sent), gathered)
+    assert best is not None, 'itertools.product of no lists has one element'
+    return best
+
+
+def _choices(axis: MeshAxis, sides: Sequence[_Sharded], product: Product) -> list[int | None]:
+    """The indices that a mesh axis may shard: the one that it shards in two arrays, as in XLA.
+
+    Otherwise those that it shards in one; and None, if all its devices may compute the same. XLA
+    would rather add partial sums than gather an operand along a contracted index.
+    """
+    held = [side.holds[axis] for side in sides if axis in side.holds]
+    for index in held:
+        if held.count(index) > 1:
+            return [index]
+    if len(held) == 1 and product.flops and held[0] not in product.out.indices:
+        return [*held]
+    return [*dict.fromkeys(held), *([None] if product.kind == 'product' else [])]
+
+
+def _size(axes: Iterable[MeshAxis]) -> int:
+    size = 1
+    for axis in axes:
+        size *= axis.size
+    return size
+
+
+class _Sharded:
+    """An operand or the result with its sharding: the index that each mesh axis shards."""
+
+    def __init__(self, side: Side, axes: Axes):
+        self.bytes = side.bytes
+        self.share = side.share
+        self.role = side.role
+        self.indices = side.indices
+        self.holds = {
+            axis: side.indices[at] for axis, at in shards(side.names, axes).items() if axis.size > 1
+        }
+
+    def send(self, sent: list[Sent], kind: str, axes: list[MeshAxis], n_bytes: float) -> None:
+        sent.append(Sent(kind, self.role, tuple(axes), n_bytes * self.share))
+
+    def bring(self, plan: Mapping[MeshAxis, int], sent: list[Sent]) -> float:
+        """Adds the collectives that bring an operand to a plan; returns the bytes that they make.
+
+        Slices are free, and come first.
+        """
+        new = {axis: index for axis, index in plan.items() if index in self.indices}
+        gathered = [axis for axis in self.holds if axis not in new]
+        exchanged = [axis for axis, index in self.holds.items() if new.get(axis, index) != index]
+        if not gathered and not exchanged:
+            return 0.0
+        local = self.bytes / _size(new)
+        if exchanged:
+            self.send(sent, 'all-to-all', exchanged, local / _size(gathered))
+        if gathered:
+            self.send(sent, 'all-gather', gathered, local)
+        return local
+
+    def sum_up(self, plan: Mapping[MeshAxis, int], sent: list[Sent]) -> None:
+        """Adds the collectives that add the partial sums of a plan, and reshard the result."""
+        made = {axis: index for axis, index in plan.items() if index in self.indices}
+        holds = self.holds
+        if made == holds and len(made) == len(plan):
+            return
+        partial = [axis for axis in plan if axis not in made]
+        sliced = [axis for axis in holds if axis not in plan]
+        local = self.bytes / (_size(made) * _size(sliced))
+        scattered = [axis for axis in partial if axis in holds]
+        added = [axis for axis in partial if axis not in holds]
+        if scattered:
+            self.send(sent, 'reduce-scatter', scattered, local)
+            local /= _size(scattered)
+        if added:
+            self.send(sent, 'all-reduce', added, local)
+        exchanged = [axis for axis, index in made.items() if holds.get(axis, index) != index]
+        gathered = [axis for axis in made if axis not in holds]
+        if exchanged:
+            self.send(sent, 'all-to-all', exchanged, local)
+        if gathered:
+            self.send(sent, 'all-gather', gathered, local * _size(gathered))

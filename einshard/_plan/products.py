@@ -1,0 +1,195 @@
+"""Finds the operations of a program that may communicate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from .flatten import Op, Program
+from .links import Einsum
+from .live import Roots
+from .names import Names
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """An operand or the result of a product.
+
+    Attributes:
+        indices: the index of every axis, as the letters of an einsum.
+        names: the names of every axis; `()` for one that is not sharded.
+        share: 1 / the number of products that use this operand, or that are added up to this
+            result: they share one collective.
+        role: what a collective on it carries: 'weights', 'gradients' or 'activations'.
+    """
+
+    indices: tuple[int, ...]
+    names: tuple[Names, ...]
+    bytes: int
+    share: float = 1.0
+    role: str = 'activations'
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """An operation that may communicate: a product, a reduction, a lookup or a constraint.
+
+    Attributes:
+        kind: 'product', 'reduction' or 'reshard'.
+        operands, out: the arrays.
+        flops: of one execution.
+        dtype: of the operands, as in HLO.
+        executions: how often it runs in one run of the function; equal products are counted here.
+        source: the line of one of them.
+    """
+
+    kind: str
+    operands: tuple[Side, ...]
+    out: Side
+    flops: int
+    dtype: str
+    executions: int
+    source: str = ''
+
+    @property
+    def contracted(self) -> tuple[int, ...]:
+        """The indices that it adds over."""
+        indices = dict.fromkeys(index for side in self.operands for index in side.indices)
+        return tuple(index for index in indices if index not in self.out.indices)
+
+
+def find_products(
+    program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]
+) -> tuple[Product, ...]:
+    """Returns the operations that may communicate or compute much; equal ones are merged.
+
+    `states` are the arguments, by value, that are weights or other state.
+    """
+    shares = _Shares(program, names, states)
+    counts: Counter[Product] = Counter()
+    sources: dict[Product, str] = {}
+    for op in program.ops:
+        for product in _products(op, program, names, shares):
+            counts[product] += op.executions
+            sources.setdefault(product, op.source)
+    return tuple(replace(one, executions=n, source=sources[one]) for one, n in counts.items())
+
+
+def _products(
+    op: Op, program: Program, names: Sequence[tuple[Names, ...]], shares: _Shares
+) -> Iterator[Product]:
+    out = op.outs[0] if op.outs else None
+    einsum = op.relation.einsum
+    for operand, axis in op.relation.unsharded:
+        value = op.ins[operand]
+        if value is not None and names[value][axis]:
+            kept = tuple(() if i == axis else one for i, one in enumerate(names[value]))
+            yield _reshard(value, names[value], kept, program, shares)
+    if op.primitive == 'sharding_constraint':
+        old = op.ins[0]
+        if old is not None and out is not None and names[old] != names[out]:
+            yield _reshard(old, names[old], names[out], program, shares)
+    if einsum is None or out is None:
+        return
+    operands = [op.ins[i] for i in einsum.operands]
+    if any(value is None for value in operands):
+        return
+    values = [value for value in operands if value is not None]
+    is_product = len(values) > 1
+    sides = tuple(
+        Side(
+            its,
+            names[value],
+            program.values[value].bytes,
+            shares.of_operand(op, value) if is_product else 1.0,
+            shares.role(value),
+        )
+        for value, its in zip(values, einsum.indices, strict=True)
+    )
+    result = Side(
+        einsum.out,
+        names[out],
+        program.values[out].bytes,
+        shares.of_result(out) if is_product else 1.0,
+        shares.role_of_result(out),
+    )
+    if einsum.flops or _is_sharded_sum(sides, einsum):
+        dtype = _hlo_dtype(program.values[values[0]].dtype)
+        kind = 'product' if is_product else 'reduction'
+        yield Product(kind, sides, result, einsum.flops, dtype, 1)
+
+
+def _is_sharded_sum(sides: Sequence[Side], einsum: Einsum) -> bool:
+    """Whether a lookup or a reduction adds over an axis that may be sharded."""
+    return any(
+        names and (len(sides) > 1 or index not in einsum.out)
+        for side in sides
+        for index, names in zip(side.indices, side.names, strict=True)
+    )
+
+
+def _reshard(
+    value: int, old: tuple[Names, ...], new: tuple[Names, ...], program: Program, shares: _Shares
+) -> Product:
+    indices, size, role = tuple(range(len(old))), program.values[value].bytes, shares.role(value)
+    before, after = (Side(indices, names, size, 1.0, role) for names in (old, new))
+    return Product('reshard', (before,), after, 0, '', 1)
+
+
+def _hlo_dtype(dtype: object) -> str:
+    """Names a dtype as HLO does: 'bf16' for bfloat16."""
+    kinds = {'bfloat': 'bf', 'float': 'f', 'uint': 'u', 'int': 's', 'complex': 'c'}
+    name = str(dtype)
+    for kind, short in kinds.items():
+        if name.startswith(kind):
+            return short + name.removeprefix(kind).replace('_', '')
+    return name
+
+
+# a part of a weight is a weight
+_PARTS = ('scan_input', 'slice', 'dynamic_slice')
+# a gradient may pass these before it is added to others
+_SUMS = ('add_any', 'convert_element_type', 'transpose')
+
+
+class _Shares:
+    """Finds the products that share a collective, and what collectives carry."""
+
+    def __init__(self, program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]):
+        self.names = names
+        self.roots = Roots(program)
+        self.users: Counter[tuple[int, int]] = Counter()
+        self.terms: Counter[int] = Counter()
+        self.sum_of = list(range(len(program.values)))
+        for op in reversed(program.ops):
+            if op.primitive in _SUMS and op.outs[0] is not None:
+                for value in op.ins:
+                    if value is not None:
+                        self.sum_of[value] = self.sum_of[op.outs[0]]
+        for op in program.ops:
+            einsum = op.relation.einsum
+            if einsum is not None and len(einsum.operands) > 1 and op.outs[0] is not None:
+                operands = [op.ins[i] for i in einsum.operands]
+                used = {self.roots(value) for value in operands if value is not None}
+                self.users.update((op.scope, root) for root in used)
+                self.terms[self.sum_of[op.outs[0]]] += 1
+        self.weights = {self.roots(value) for value in states}
+        for op in program.ops:
+            old = op.ins[0] if op.primitive in _PARTS else None
+            if old is not None and self.roots(old) in self.weights:
+                self.weights.update(self.roots(v) for v in op.outs if v is not None)
+        self.weight_names = {names[value] for value in states if any(names[value])}
+        self.weight_names |= {one[1:] for one in self.weight_names if any(one[1:])}
+
+    def of_operand(self, op: Op, value: int) -> float:
+        return 1 / max(self.users[op.scope, self.roots(value)], 1)
+
+    def of_result(self, value: int) -> float:
+        return 1 / max(self.terms[self.sum_of[value]], 1)
+
+    def role(self, value: int) -> str:
+        return 'weights' if self.roots(value) in self.weights else 'activations'
+
+    def role_of_result(self, value: int) -> str:
+        return 'gradients' if self.names[value] in self.weight_names else 'activations'

@@ -1,0 +1,294 @@
+"""Plan: the result of `plan`, to print, to use and to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.sharding import Mesh
+
+from .._display import Display
+from .._errors import EinshardError, plural, quoted
+from .._inspect.diff import Diff
+from .._inspect.report import Report
+from .._page import Column, Page, Section
+from .._text import format_bytes, format_seconds
+from .candidate import Candidate
+from .judgement import Judgement, Objective
+from .reasons import reason
+from .scatter import scatter_svg
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(Display):
+    """The sharding that `plan` found, with the plans that it was compared with.
+
+    Prints as code to paste, with a table of the best plans. `axis_rules(plan.rules)` applies it.
+
+    Attributes:
+        name: the name of the function.
+        devices: the devices that were planned for.
+        chip: the name of the chip for the bounds; None if it is unknown.
+        objective: what was minimized.
+        limit: the memory of a device in bytes; None if unknown.
+        sizes: the axis names of the model, with their sizes.
+        choices: the compiled plans, best first, each a `Judgement`.
+        code: the specs of the function with the placements of the best plan, as source text.
+        n_candidates: how many candidates were estimated.
+        pruned: why others were not: {'indivisible': 120}.
+        stopped: why the search ended early, or ''.
+        notes: what to know about the result, such as plans that cannot be told apart.
+        warnings: why the result may not be usable.
+    """
+
+    name: str
+    devices: Mesh
+    chip: str | None
+    objective: Objective
+    limit: int | None
+    sizes: Mapping[str, int]
+    choices: tuple[Judgement, ...]
+    code: tuple[str, ...]
+    n_candidates: int
+    pruned: Mapping[str, int]
+    stopped: str
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    _explain: Callable[[Candidate], Report] = field()
+
+    @property
+    def best(self) -> Judgement:
+        return self.choices[0]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the best plan."""
+        return self.best.candidate.mesh_of(self.devices)
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """The placement of each axis name in the best plan, for `axis_rules`."""
+        return self.best.candidate.placements
+
+    @property
+    def fits(self) -> bool:
+        """Whether the best plan fits into the memory of a device."""
+        return not (self.limit and self.best.memory and self.best.memory > self.limit)
+
+    def explain(self, i: int = 0) -> Report:
+        """Returns the full report of plan `i`, as `explain` does; this may compile it again."""
+        return self._explain(self._choice(i).candidate)
+
+    def why(self, name: str) -> Why:
+        """Compares the best plan with those that shard only this axis differently."""
+        if name not in self.sizes:
+            raise EinshardError(
+                f"the model has no axis named '{name}'",
+                facts={'axis names': quoted(list(self.sizes))},
+            )
+        best = self.best.candidate
+        others = [one for one in self.choices[1:] if _differs_only_in(name, one.candidate, best)]
+        rows = [(one.candidate.placements[name], one) for one in [self.best, *others]]
+        return Why(name, tuple(rows), self.limit)
+
+    def diff(self, other: Plan | int) -> Diff:
+        """Compares the best plan with that of another `Plan`, or with plan `i` of this one."""
+        theirs = other.best if isinstance(other, Plan) else self._choice(other)
+        ours = self.best
+        shown = [dict(one.candidate.mesh) for one in (ours, theirs)]
+        meshes = [', '.join(f'{axis}={n}' for axis, n in mesh.items()) for mesh in shown]
+        before, after = ours.candidate.placements, theirs.candidate.placements
+        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        arrays = [(name, before.get(name), after.get(name)) for name in names]
+        if meshes[0] != meshes[1]:
+            arrays.insert(0, ('mesh', meshes[0], meshes[1]))
+        kinds = {**ours.counts, **theirs.counts}
+        counts = [(kind, ours.counts.get(kind, 0), theirs.counts.get(kind, 0)) for kind in kinds]
+        numbers = [
+            ('sent in one run', ours.network_bytes, theirs.network_bytes),
+            ('memory', ours.memory or 0, theirs.memory or 0),
+        ]
+        changed = tuple((kind, a, b) for kind, a, b in counts if a != b)
+        return Diff(
+            tuple(arrays),
+            changed,
+            tuple((what, a, b) for what, a, b in numbers if a != b),
+            tuple((0, '') for _ in changed),
+        )
+
+    def plot(self) -> str:
+        """Draws memory against bytes sent, a point per compiled plan, as SVG text."""
+        return scatter_svg(self.choices, self.limit)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Converts the plan to dictionaries, lists, strings and numbers, for JSON."""
+        return {
+            'name': self.name,
+            'n_devices': self.devices.size,
+            'mesh': dict(self.best.candidate.mesh),
+            'rules': self.rules,
+            'objective': self.objective,
+            'memory_limit': self.limit,
+            'fits': self.fits,
+            'choices': [_plain(one) for one in self.choices],
+            'n_candidates': self.n_candidates,
+            'pruned': dict(self.pruned),
+            'stopped': self.stopped,
+            'notes': list(self.notes),
+            'warnings': list(self.warnings),
+        }
+
+    def _repr_html_(self) -> str:
+        return f'{super()._repr_html_()}{self.plot()}'
+
+    def _choice(self, i: int) -> Judgement:
+        if not 0 <= i < len(self.choices):
+            raise EinshardError(
+                f'there is no plan {i}', facts={'plans': f'0 to {len(self.choices) - 1}'}
+            )
+        return self.choices[i]
+
+    def _code(self) -> list[str]:
+        mesh = ', '.join(f'{axis}={size}' for axis, size in self.best.candidate.mesh)
+        rules = ', '.join(f'{name}={text!r}' for name, text in self.rules.items() if text)
+        lines = [
+            f'mesh = device_mesh(mesh, {mesh})',
+            f'with jax.set_mesh(mesh), axis_rules({rules}):',
+            f'    {self.name}(...)',
+        ]
+        if self.code:
+            lines += ['', '# or, without axis_rules:', *self.code]
+        if self.best.judge == 'compiler':
+            lines += ['', '# a promise for sharded():', f'collectives={dict(self.best.counts)!r}']
+        return lines
+
+    def _page(self) -> Page:
+        kind = self.devices.devices.flat[0].device_kind
+        devices = plural(self.devices.size, 'device')
+        rows = [self._row(i, one) for i, one in enumerate(self.choices[:_SHOWN])]
+        compiled = [one.judge for one in self.choices]
+        pruned = ', '.join(f'{n} {why}' for why, n in self.pruned.items())
+        words = [
+            f'{plural(self.n_candidates, "candidate")} estimated; {len(compiled)} compiled, '
+            f'{compiled.count("compiler")} of them for the target'
+            f'{f" ({self.stopped})" if self.stopped else ""}',
+            *([f'not considered: {pruned}'] if pruned else []),
+        ]
+        chip = f' ({self.chip})' if self.chip else ''
+        sections = (
+            Section(_OBJECTIVES[self.objective], code=tuple(self._code())),
+            Section(f'plans{chip}', _COLUMNS, tuple(rows), tuple(words)),
+        )
+        title = f'plan for {self.name} on {devices} ({kind})'
+        return Page(title, sections, self.warnings, self.notes)
+
+    def _row(self, i: int, one: Judgement) -> tuple[str, ...]:
+        least, most = one.seconds
+        largest = one.bounds.largest
+        sent = ', '.join(f'{axes} {format_bytes(n)}' for axes, n in one.sent.items())
+        mesh = ' '.join(f'{axis}={size}' for axis, size in one.candidate.mesh)
+        placed = one.candidate.placements
+        return (
+            str(i),
+            mesh,
+            f'{format_seconds(least)} .. {format_seconds(most)}' if one.bounds else '',
+            '?' if one.memory is None else format_bytes(one.memory),
+            format_bytes(one.network_bytes),
+            '' if largest is None else f'{largest.resource} {largest.along}'.strip(),
+            one.judge,
+            ' '.join(f'{name}{text}' for name, text in placed.items() if text) or 'replicated',
+            sent,
+            reason(one, self.best, self.limit) if i else '',
+        )
+
+
+_OBJECTIVES: dict[Objective, str] = {
+    'bound': 'smallest sum of lower bounds',
+    'bytes': 'fewest bytes sent',
+    'memory': 'least memory',
+}
+_COLUMNS = (
+    Column('plan', right=True),
+    Column('mesh'),
+    Column('bound', right=True),
+    Column('memory', right=True),
+    Column('sent', right=True),
+    Column('dominated by'),
+    Column('judge'),
+    Column('axes', below=True),
+    Column('sent along', below=True),
+    Column('loses:', below=True),
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Why(Display):
+    """How plans compare that shard one axis differently, made by `Plan.why`.
+
+    Attributes:
+        name: the axis.
+        rows: (placement, judgement), the chosen one first.
+        limit: the memory of a device in bytes; None if unknown.
+    """
+
+    name: str
+    rows: tuple[tuple[str, Judgement], ...]
+    limit: int | None
+
+    def _page(self) -> Page:
+        (chosen, best), *others = self.rows
+        lines = [f'{self.name}{chosen}: {_cost_text(best)}']
+        lines += [
+            f'{self.name}{text}: {_cost_text(one)}: {reason(one, best, self.limit)}'
+            for text, one in others
+        ]
+        if not others:
+            lines.append('no other placement of this axis alone was compiled')
+        return Page('', (Section('', words=tuple(lines)),))
+
+
+def _cost_text(one: Judgement) -> str:
+    bound = f'bound {format_seconds(one.seconds[1])}, ' if one.bounds else ''
+    memory = '' if one.memory is None else f', memory {format_bytes(one.memory)}'
+    return f'{bound}sent {format_bytes(one.network_bytes)}{memory}'
+
+
+def _differs_only_in(name: str, one: Candidate, other: Candidate) -> bool:
+    changed = [a for (a, x), (_, y) in zip(one.axes, other.axes, strict=True) if x != y]
+    return one.mesh == other.mesh and changed == [name]
+
+
+def _plain(one: Judgement) -> dict[str, Any]:
+    least, most = one.seconds
+    return {
+        'mesh': dict(one.candidate.mesh),
+        'rules': one.candidate.placements,
+        'judge': one.judge,
+        'bounds': [
+            {'resource': b.resource, 'along': b.along, 'seconds': b.seconds} for b in one.bounds
+        ],
+        'seconds': [least, most],
+        'memory': one.memory,
+        'sent': dict(one.sent),
+        'collectives': dict(one.counts),
+        'error': one.error,
+    }
+
+
+def indistinguishable(choices: Sequence[Judgement]) -> int:
+    """How many of the first plans have bounds that overlap with those of the best one.
+
+    The bound of a plan is an interval: with full overlap of its resources, and with none.
+    """
+    if not choices or not choices[0].bounds:
+        return 1
+    most = choices[0].seconds[1]
+    n = 0
+    for one in choices:
+        if one.error or one.seconds[0] > most:
+            break
+        n += 1
+    return n

@@ -1,0 +1,70 @@
+"""Draws plans as points: memory against bytes sent."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+
+from .._text import format_bytes
+from .judgement import Judgement
+
+_WIDTH, _HEIGHT, _MARGIN = 480, 280, 56
+
+
+def scatter_svg(judgements: Sequence[Judgement], limit: int | None) -> str:
+    """Draws a point per plan, and the memory limit as a line. Bytes sent are on a log scale.
+
+    The best plan is filled. Each point has its sharding as a tooltip.
+    """
+    points = [one for one in judgements if one.memory is not None and not one.error]
+    if not points:
+        return ''
+    sent = [math.log2(max(1, one.network_bytes)) for one in points]
+    low, high = min(sent), max(sent)
+    top = max(one.memory or 0 for one in points) * 1.08
+    if limit and top > limit / 4:  # else the points would be too close to each other
+        top = max(top, limit * 1.08)
+    x_of = [_MARGIN + (x - low) / ((high - low) or 1) * (_WIDTH - 2 * _MARGIN) for x in sent]
+    y_of = [_y(one.memory or 0, top) for one in points]
+    parts = [_axes(2**low, 2**high, top)]
+    if limit and limit < top:
+        y = _y(limit, top)
+        parts.append(
+            f'<line x1="{_MARGIN}" x2="{_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" '
+            'stroke="currentColor" stroke-dasharray="4 3"/>'
+            f'<text x="{_WIDTH - 8}" y="{y - 4:.1f}" text-anchor="end">'
+            f'memory of a device: {format_bytes(limit)}</text>'
+        )
+    for i, (one, x, y) in enumerate(zip(points, x_of, y_of, strict=True)):
+        fill = 'currentColor' if one is judgements[0] else 'none'
+        title = html.escape(
+            f'plan {i}: {one.candidate}; memory {format_bytes(one.memory or 0)}, '
+            f'sent {format_bytes(one.network_bytes)}'
+        )
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}" stroke="currentColor">'
+            f'<title>{title}</title></circle>'
+        )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'style="max-width: {_WIDTH}px; width: 100%" font-size="11" fill="currentColor" '
+        f'font-family="system-ui, sans-serif">{"".join(parts)}</svg>'
+    )
+
+
+def _y(memory: float, top: float) -> float:
+    return _HEIGHT - _MARGIN / 2 - memory / top * (_HEIGHT - _MARGIN)
+
+
+def _axes(low: float, high: float, top: float) -> str:
+    bottom = _HEIGHT - _MARGIN / 2
+    return (
+        f'<path d="M{_MARGIN - 12} {_MARGIN / 2}V{bottom}H{_WIDTH - 8}" fill="none" '
+        'stroke="currentColor" opacity="0.5"/>'
+        f'<text x="4" y="16">memory per device</text>'
+        f'<text x="{_MARGIN - 16}" y="{bottom}" text-anchor="end">0</text>'
+        f'<text x="{_MARGIN}" y="{_HEIGHT - 10}">{format_bytes(int(low))}</text>'
+        f'<text x="{_WIDTH - 8}" y="{_HEIGHT - 10}" text-anchor="end">'
+        f'{format_bytes(int(high))} sent by a device (log scale)</text>'
+    )

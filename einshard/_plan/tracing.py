@@ -1,0 +1,161 @@
+"""Traces a function so that its program has the axis names of the user.
+
+The first trace finds the names. The second is on a mesh of one device with an axis for every name,
+so each sharding constraint in the program has the names of its axes as mesh axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from .._arrays.constrain import constraints_of_trace
+from .._errors import EinshardError
+from .._functions.sharded import ShardedFunction, sharded
+from .._inspect.lowered import Stages, lower
+from .._notation.expression import ELLIPSIS, Expression, Term
+from .._sharding.axis_rules import axis_rules
+from .._sharding.context import current_context, mesh_scope
+from .._sharding.leaf_spec import REPLICATED, AnySpec, as_leaf_spec
+from .._sharding.resolve import find_placement
+from .._text import name_of
+from .._trees.paths import path_text
+from .._trees.rules import Rules
+from .flatten import entries_of
+from .names import AxisNames
+
+_count = itertools.count()
+
+
+def first_trace(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_axes: Sequence[str]
+) -> list[Expression]:
+    """Traces a function; returns the expressions of its specs and constraints."""
+    found: list[Expression] = []
+    token = constraints_of_trace.set(found)
+    try:
+        with _scope((), mesh_axes):
+            stages = _trace(fn, args, kwargs)
+            specs = stages.argument_specs() or []
+    finally:
+        constraints_of_trace.reset(token)
+    return [as_leaf_spec(spec).expression for spec in specs if spec] + found
+
+
+def trace_with_names(
+    fn: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    names: Sequence[str],
+    mesh_axes: Sequence[str],
+) -> tuple[Stages, list[AxisNames | None], list[AxisNames | None]]:
+    """Traces a function; returns the names of the axes of every argument and result leaf."""
+    with _scope(names, mesh_axes):
+        stages = _trace(fn, args, kwargs)
+        traced = stages.traced
+        assert traced is not None, 'a function was traced'
+        given = stages.argument_specs()
+        arguments = jtu.tree_leaves(traced.args_info)
+        results = jtu.tree_leaves(traced.out_info)
+        made = stages.result_specs(traced.out_info)
+        return (
+            stages,
+            _names_of(given or [None] * len(arguments), arguments),
+            _names_of(made or [None] * len(results), results),
+        )
+
+
+def _names_of(specs: Sequence[AnySpec | None], leaves: Sequence[Any]) -> list[AxisNames | None]:
+    context = current_context()
+    found: list[AxisNames | None] = []
+    for spec, leaf in zip(specs, leaves, strict=True):
+        if spec is None:
+            found.append(None)
+            continue
+        placement = find_placement(spec, tuple(leaf.shape), context, None)
+        found.append(entries_of(placement.sharding.spec, tuple(leaf.shape)))
+    return found
+
+
+def _trace(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Stages:
+    args, kwargs = jtu.tree_map(_struct, (tuple(args), dict(kwargs)))
+    if isinstance(fn, ShardedFunction) or not hasattr(fn, 'trace'):
+        # it raises an error for a function that has its own mesh
+        return lower(fn, args, kwargs, current_context().lowering_mesh)
+    return lower(fn, args, kwargs, None)
+
+
+def _struct(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
+
+
+@contextmanager
+def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
+    """Enters a mesh with an axis of size 1 for each name, and rules that shard each name over it.
+
+    One more rule, with a new name every time, makes JAX trace again: it caches traces by the rules.
+    """
+    axes = (*names, *(axis for axis in mesh_axes if axis not in names)) or ('x',)
+    device = np.array(jax.devices()[:1], dtype=object).reshape((1,) * len(axes))
+    mesh = Mesh(device, axes, axis_types=(AxisType.Auto,) * len(axes))
+    number = ''.join(chr(ord('a') + int(digit)) for digit in str(next(_count)))
+    rules = {name: f'@{name}' for name in names}
+    with mesh_scope(mesh), axis_rules({**rules, f'einshard_plan_trace_{number}': ''}):
+        yield
+
+
+def names_in(expression: Expression) -> list[str]:
+    """Returns the names that axis rules apply to: those without a placement, in short forms.
+
+    Axes named `_` are left alone.
+    """
+    terms = expression.right if expression.short else ()
+    names = [str(term.name) for term in terms if term == Term(term.name)]
+    return [name for name in names if name not in ('None', ELLIPSIS) and name.strip('_')]
+
+
+def no_names(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> EinshardError:
+    """Returns an error that shows how to add axis names to a function."""
+    error = EinshardError(
+        f'{name_of(fn) or "the function"} has no axis names, so there is nothing to plan',
+        facts={
+            'expected': "axis names in specs or in the function: x = einshard(x, 'batch embed')",
+        },
+    )
+    if isinstance(fn, ShardedFunction) or hasattr(fn, 'trace') or kwargs:
+        return error
+    specs = [_example(arg, number) for number, arg in enumerate(args)]
+    try:
+        first_trace(sharded(*specs)(fn), args, kwargs, ())
+    except EinshardError:
+        return error
+    return error.with_fix(f'sharded({", ".join(map(_spec_text, specs))})({name_of(fn)})')
+
+
+_EXAMPLES = ('batch length embed height width', 'rows columns depth height width')
+
+
+def _example(arg: Any, number: int) -> Any:
+    """Returns a spec for an argument, with an axis name for each axis of its largest array."""
+    leaves = [(path_text(path), leaf) for path, leaf in jtu.tree_leaves_with_path(arg)]
+    path, leaf = max(leaves, key=lambda one: math.prod(np.shape(one[1])), default=('', 0))
+    names = ' '.join(_EXAMPLES[number > 0 or len(leaves) > 1].split()[: np.ndim(leaf)])
+    if len(leaves) < 2:
+        return names or None
+    return Rules([(f'{path.rpartition("/")[2]}$', names)], default=REPLICATED)
+
+
+def _spec_text(spec: Any) -> str:
+    if isinstance(spec, Rules):
+        return f'Rules({list(spec.rules)!r}, default={REPLICATED!r})'
+    return repr(spec)

@@ -1,0 +1,111 @@
+"""Compiles exported programs for simulated CPU devices; runs as a process of its own.
+
+A process fixes its number of CPU devices when the backend starts, so the user's process cannot
+simulate as many as a candidate needs. This one reads pickled `Request`s from standard input and
+writes an answer to each, in order: `Compiled`, or the error as text. It imports JAX, not einshard.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# `Request` and `Compiled` are dicts, because this file is not importable where they are read
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the user's process, which stops it
+    answers = os.fdopen(os.dup(1), 'wb')
+    os.dup2(2, 1)  # whatever is printed must not get between the answers
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sys.stdin.buffer, requests), daemon=True).start()
+    while True:
+        pickle.dump(_answer(requests.get()), answers)
+        answers.flush()
+
+
+def _read(stream: BinaryIO, requests: queue.SimpleQueue[Any]) -> None:
+    """Queues requests, so that the user's process never waits to send one."""
+    while True:
+        try:
+            requests.put(pickle.load(stream))
+        except Exception:  # the end: the user's process has closed the pipe, or it has died
+            os._exit(0)
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any] | str:
+    import jax
+
+    try:
+        return _compile(**request)
+    except Exception as error:  # any program may fail in its own way
+        return f'{type(error).__name__}: {error}'
+    finally:
+        jax.clear_caches()
+
+
+def _compile(
+    program: bytes, axes: tuple[tuple[str, int], ...], donated: tuple[int, ...]
+) -> dict[str, Any]:
+    import jax
+    import jax.export
+    import jax.numpy as jnp
+    import numpy as np
+
+    exported = jax.export.deserialize(bytearray(program))
+    sizes = [size for _, size in axes]
+    if exported.nr_devices == 1:
+        sizes = [1] * len(sizes)
+    devices = np.array(jax.devices()[: exported.nr_devices]).reshape(sizes)
+    mesh = jax.sharding.Mesh(devices, [name for name, _ in axes])
+    kept = exported.module_kept_var_idx
+    avals, shardings = exported.in_avals, exported.in_shardings_jax(mesh)
+
+    def call(*values: Any) -> Any:
+        given = dict(zip(kept, values, strict=True))
+        unused = (i for i in range(len(avals)) if i not in given)
+        given.update((i, jnp.zeros(avals[i].shape, avals[i].dtype)) for i in unused)
+        return exported.call(*(given[i] for i in range(len(avals))))
+
+    # an exported program does not say what is donated; without it the step needs 10 % more memory
+    jitted = jax.jit(
+        call,
+        in_shardings=tuple(shardings[i] for i in kept),
+        out_shardings=tuple(exported.out_shardings_jax(mesh)),
+        donate_argnums=tuple(at for at, i in enumerate(kept) if i in donated),
+    )
+    args = [jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype) for i in kept]
+    with jax.set_mesh(mesh):  # for arguments and results without a sharding
+        lowered = jitted.lower(*args)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {
+            'xla_backend_optimization_level': '0',
+            'xla_llvm_disable_expensive_passes': True,
+            'xla_dump_to': folder,
+            'xla_dump_hlo_as_text': True,
+        }
+        try:
+            lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError:
+            if not _written(folder, BUFFERS):
+                raise
+        return {'text': _written(folder, OPTIMIZED), 'buffers': _written(folder, BUFFERS)}
+
+
+OPTIMIZED, BUFFERS = '.cpu_after_optimizations.txt', '-buffer-assignment.txt'
+
+
+def _written(folder: str, ending: str) -> str:
+    written = sorted(Path(folder).glob(f'*{ending}'))
+    return written[-1].read_text(encoding='utf-8') if written else ''
+
+
+if __name__ == '__main__':
+    main()

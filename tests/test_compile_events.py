@@ -1,0 +1,145 @@
+"""What compile_events reads of JAX beyond its documented API; see its module docstring."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.backend import backends
+
+from einshard._functions import compile_events
+
+X = np.ones(8, np.float32)
+
+
+def fresh(name='step'):
+    def f(x):
+        return x * 2 + 1
+
+    f.__name__ = f.__qualname__ = name
+    return jax.jit(f)
+
+
+@pytest.fixture
+def seen():
+    """What a watcher gets, as (name of the function, first lines of its programs)."""
+    calls = []
+
+    def watcher(name, texts):
+        calls.append((name, [text.partition(',')[0] for text in texts]))
+
+    compile_events.watch(watcher)
+    yield calls
+    compile_events.unwatch(watcher)
+
+
+def test_jax_reports_each_compilation_by_these_events():
+    events = []
+
+    def listen(event, duration, **given):
+        events.append((event, given.get('fun_name')))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    f = fresh()
+    f(X)
+    f(X)
+    jax.monitoring.unregister_event_duration_listener(listen)
+    ours = [pair for pair in events if pair[0] in (compile_events.LOWERED, compile_events.COMPILED)]
+    assert ours == [
+        (compile_events.LOWERED, 'jit(step)'),
+        (compile_events.COMPILED, 'jit(step)'),
+    ]
+
+
+def test_a_backend_lists_its_newest_program_first():
+    def names():
+        return [m.name for p in backends()['cpu'].live_executables() for m in p.hlo_modules()]
+
+    f, g = fresh('older'), fresh('newer')
+    f(X)
+    assert names()[0] == 'jit_older'
+    g(X)
+    assert names()[:2] == ['jit_newer', 'jit_older']
+    same = zip(*(backends()['cpu'].live_executables() for _ in range(2)), strict=True)
+    assert all(one is other for one, other in same)
+
+
+def test_the_program_is_that_of_the_compiled_function():
+    texts = []
+
+    def watcher(name, found):
+        texts.extend(found)
+
+    compile_events.watch(watcher)
+    compiled = fresh().lower(X).compile()
+    compile_events.unwatch(watcher)
+    (text,) = texts
+    assert text.strip() == compiled.as_text().strip()
+
+
+def test_an_error_in_a_watcher_stops_the_call_each_time():
+    class Stop(Exception):
+        pass
+
+    def watcher(name, texts):
+        raise Stop
+
+    ran, f = [], jax.jit(lambda x: jax.debug.callback(ran.append, x))
+    compile_events.watch(watcher)
+    for _ in range(3):
+        with pytest.raises(Stop):
+            f(X)
+    compile_events.unwatch(watcher)
+    assert not ran
+    f(X)
+    jax.effects_barrier()
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize('name', ['step', '<lambda>', 'a_b_', 'größe', 'step.<locals>.f'])
+def test_a_program_is_found_by_the_name_of_its_function(seen, name):
+    f = fresh(name)
+    f(X)
+    f(X)
+    assert [given for given, _ in seen] == [name]
+    ((_, (first,)),) = seen
+    assert re.match(r'HloModule jit_', first)
+
+
+def test_a_program_that_was_lowered_before(seen):
+    older, lowered = fresh(), fresh().lower(X)
+    older(X)
+    seen.clear()
+    compile_events._thread.newest = {}  # as in a thread that lowered nothing
+    lowered.compile()
+    assert seen == [('step', ['HloModule jit_step'])]
+
+
+def test_programs_for_devices_elsewhere_have_no_text(seen):
+    pytest.importorskip('libtpu')
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc('v5e:2x2', 'tpu').devices
+    sharding = jax.sharding.SingleDeviceSharding(devices[0])
+    fresh().lower(jax.ShapeDtypeStruct((8,), np.float32, sharding=sharding)).compile()
+    assert seen == [('step', [])]
+
+
+def test_a_program_that_does_not_compile_is_not_reported(seen):
+    f = fresh()
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        f.lower(X).compile(compiler_options={'xla_no_such_option': True})
+    assert seen == []
+
+
+def test_programs_are_not_kept_alive():
+    def watcher(name, texts):
+        pass
+
+    compile_events.watch(watcher)
+    compile_events.watch(watcher)
+    fresh()(X)
+    compile_events.unwatch(watcher)
+    assert compile_events._thread.newest
+    compile_events.unwatch(watcher)
+    assert not compile_events._thread.newest

@@ -1,0 +1,305 @@
+"""expect_collectives: which programs it checks, when, and what it says."""
+
+import threading
+import warnings
+
+import counting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from einshard import (
+    EinshardError,
+    UnexpectedCollectives,
+    einshard,
+    expect_collectives,
+    explain,
+    sharded,
+)
+
+EIGHT = jax.devices()[:8]
+MESH = Mesh(np.array(EIGHT).reshape(4, 2), ('data', 'tp'))
+X = np.ones((8, 64), np.float32)
+ON_MESH = NamedSharding(MESH, P('data', 'tp'))
+
+
+def total(x):
+    return x.sum()
+
+
+def double(x):
+    return x * 2
+
+
+@pytest.fixture
+def x():
+    return jax.device_put(X, ON_MESH)
+
+
+def test_allowed_collectives_pass(x):
+    with expect_collectives('all-reduce'):
+        assert jax.jit(total)(x) == X.sum()
+    with expect_collectives({'all-reduce': 2}):  # one for each mesh axis
+        assert jax.jit(total)(x) == X.sum()
+    with expect_collectives(()):
+        np.testing.assert_array_equal(jax.jit(double)(x), X * 2)
+
+
+def test_all_functions_of_the_block_are_checked(x):
+    step = sharded('b d -> b@data d@tp', mesh=MESH)(total)
+    calls = {
+        'sharded': lambda: step(x),
+        'jit': lambda: jax.jit(total)(x),
+        'no jit': lambda: x.sum(),
+        'ahead of time': lambda: jax.jit(total).lower(x).compile()(x),
+        'grad': lambda: jax.grad(lambda w: (x @ w).sum())(jnp.ones((64, 2))),
+    }
+    for call in calls.values():
+        with pytest.raises(UnexpectedCollectives), expect_collectives(()):
+            call()
+        with expect_collectives('all-reduce'):
+            call()
+
+
+def test_an_error_comes_before_the_program_runs_and_again_at_each_call(x):
+    ran = []
+
+    @jax.jit
+    def f(x):
+        jax.debug.callback(ran.append, x.sum())
+        return x
+
+    with expect_collectives(()):
+        for _ in range(2):
+            with pytest.raises(UnexpectedCollectives, match='f has unexpected collectives'):
+                f(x)
+    jax.effects_barrier()
+    assert not ran
+
+
+def test_a_function_that_was_called_before_the_block(x):
+    f = jax.jit(total)
+    f(x)
+    with pytest.raises(UnexpectedCollectives), expect_collectives(()):
+        f(x)
+    f(x)
+
+
+def test_equal_blocks_share_programs(x):
+    traces = []
+
+    @jax.jit
+    def f(x):
+        traces.append(1)
+        return x.sum()
+
+    for _ in range(3):
+        with expect_collectives(['all-reduce', 'all-gather']):
+            f(x)
+        with expect_collectives(('all-gather', 'all-reduce')):
+            f(x)
+    assert len(traces) == 1
+
+
+def test_warnings(x):
+    f = jax.jit(total)
+    with expect_collectives((), on_unexpected='warn'):
+        with pytest.warns(UserWarning, match='total has unexpected collectives') as caught:
+            f(x)
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            assert f(x) == X.sum()  # once for each program
+
+
+def test_the_inner_block_applies(x):
+    f = jax.jit(total)
+    with expect_collectives(()):
+        with expect_collectives('all-reduce'):
+            f(x)
+        with pytest.raises(UnexpectedCollectives):
+            f(x)
+
+
+def test_each_thread_has_its_own_promise(x):
+    f, found = jax.jit(total), {}
+    entered = threading.Barrier(3)
+
+    def run(name, allowed):
+        entered.wait()
+        try:
+            if allowed is None:
+                found[name] = float(f(x))
+            else:
+                with expect_collectives(allowed):
+                    entered.wait()
+                    found[name] = float(f(x))
+        except UnexpectedCollectives as error:
+            found[name] = type(error)
+        if allowed is None:
+            entered.wait()
+
+    promises = {'allowed': 'all-reduce', 'not allowed': (), 'no promise': None}
+    threads = [threading.Thread(target=run, args=item) for item in promises.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {
+        'allowed': X.sum(),
+        'not allowed': UnexpectedCollectives,
+        'no promise': X.sum(),
+    }
+
+
+def test_one_object_in_several_threads_and_again(x):
+    promise, found = expect_collectives('all-reduce'), []
+
+    def run():
+        with promise, promise:
+            found.append(float(jax.jit(total)(x)))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    run()
+    for thread in threads:
+        thread.join()
+    assert found == [X.sum()] * 3
+
+
+def test_promises_of_functions_still_hold(x):
+    f = sharded('b d -> b@data d@tp', mesh=MESH, collectives=())(total)
+    with expect_collectives('all-reduce'), pytest.raises(UnexpectedCollectives):
+        f(x)
+    g = sharded('b d -> b@data d@tp', mesh=MESH, collectives='all-reduce')(total)
+    g(x)
+    with expect_collectives(()), pytest.raises(UnexpectedCollectives):
+        g(x)
+    assert g(x) == X.sum()
+
+
+def test_explain_in_a_block(x):
+    with expect_collectives(()), pytest.raises(UnexpectedCollectives):
+        explain(jax.jit(total), x)
+    with expect_collectives('all-reduce'):
+        assert explain(jax.jit(total), x).collectives.counts == {'all-reduce': 2}
+
+
+def train_step(mesh, rank=3):
+    """A scan over layers with remat, and Adam; the batch is sharded over all devices."""
+    tx = optax.adam(1e-2)
+    axes = tuple(mesh.axis_names)
+
+    def loss(w, x):
+        layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None))
+        h, _ = jax.lax.scan(layer, x, w)
+        return (h**2).mean()
+
+    @jax.jit
+    def step(w, state, x):
+        value, grads = jax.value_and_grad(loss)(w, x)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(w, updates), state, value
+
+    put = jax.device_put
+    everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axes))
+    w = put(np.full((rank, 8, 8), 0.1, np.float32), everywhere)
+    state = jax.tree.map(lambda a: put(a, everywhere), tx.init(w))
+    return step, (w, state, put(np.ones((16, 8), np.float32), rows))
+
+
+@pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize('sizes', [{'data': 8}, {'data': 4, 'tp': 2}])
+def test_a_train_step(types, sizes):
+    mesh = jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(types,) * len(sizes), devices=EIGHT
+    )
+    step, arguments = train_step(mesh)
+    with jax.set_mesh(mesh), expect_collectives('all-reduce'):
+        first = step(*arguments)
+        step(*first[:2], arguments[2])
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(UnexpectedCollectives, match='step has unexpected'),
+        expect_collectives(['all-gather', 'reduce-scatter']),
+    ):
+        step(*arguments)
+
+
+def test_a_train_step_on_the_canonical_mesh():
+    @sharded('n d e -> * n d e', 'b d -> b* d')
+    def step(w, x):
+        def loss(w):
+            h, _ = jax.lax.scan(lambda h, w: (einshard(h @ w, 'b d -> b* d'), None), x, w)
+            return (h**2).mean()
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    w, x = np.ones((2, 8, 8), np.float32), np.ones((16, 8), np.float32)
+    with expect_collectives('all-reduce'):
+        w = step(w, x)
+    with pytest.raises(UnexpectedCollectives), expect_collectives(()):
+        step(w, x)
+
+
+def test_a_program_from_the_persistent_cache(x, tmp_path):
+    from jax.experimental.compilation_cache import compilation_cache
+
+    names = 'compilation_cache_dir', 'persistent_cache_min_compile_time_secs'
+    before = [getattr(jax.config, f'jax_{name}') for name in names]
+    try:
+        for name, value in zip(names, [str(tmp_path), 0.0], strict=True):
+            jax.config.update(f'jax_{name}', value)
+        compilation_cache.reset_cache()
+        jax.jit(total)(x)
+        jax.clear_caches()
+        with pytest.raises(UnexpectedCollectives), expect_collectives(()):
+            jax.jit(total)(x)
+    finally:
+        for name, value in zip(names, before, strict=True):
+            jax.config.update(f'jax_{name}', value)
+        compilation_cache.reset_cache()
+
+
+def test_blocks_that_are_not_checked_are_errors(x):
+    with (
+        pytest.raises(EinshardError, match='the collectives of this block were not checked'),
+        expect_collectives(()),
+    ):
+        jax.monitoring.clear_event_listeners()
+    counting.listen()  # other tests count
+    with pytest.raises(UnexpectedCollectives), expect_collectives(()):  # registered again
+        jax.jit(total)(x)
+
+
+def test_exits_out_of_order(x):
+    f = jax.jit(total)
+    f(x)
+    outer, inner = expect_collectives(()), expect_collectives({'all-reduce': 0})
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(EinshardError, match='in reverse order'):
+        outer.__exit__(None, None, None)
+    with pytest.raises(UnexpectedCollectives):
+        f(x)
+    inner.__exit__(None, None, None)
+    f(x)
+    with pytest.raises(EinshardError, match='in reverse order'):
+        inner.__exit__(None, None, None)
+    with pytest.raises(UnexpectedCollectives), expect_collectives(()):  # no key is left behind
+        f(x)
+
+
+def test_a_block_in_a_traced_function():
+    @jax.jit
+    def f(x):
+        with expect_collectives(()):
+            return x
+
+    with pytest.raises(EinshardError, match='entered in a traced function'):
+        f(X)

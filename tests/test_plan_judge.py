@@ -1,0 +1,264 @@
+"""The judges of plan: programs compiled in a process with simulated devices, and for the target."""
+
+import os
+import pickle
+import signal
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from einshard import EinshardError, Rules, device_mesh, einshard, sharded
+from einshard._hlo.collectives import find_collectives
+from einshard._hlo.hardware import as_chip
+from einshard._hlo.module import Module
+from einshard._hlo.target_collectives import target_collectives
+from einshard._plan.candidate import Candidate
+from einshard._plan.compile import Worker
+from einshard._plan.judge import Function, Partitioner, compile_on_target
+
+BATCH, EMBED, MLP = 64, 32, 128
+WEIGHTS = 2 * 2 * EMBED * MLP  # bytes of both
+RULES = Rules([('up', 'embed mlp'), ('down', 'mlp embed')])
+
+
+def train(params, x):
+    def loss(params):
+        h = jax.nn.relu(einshard(x @ params['up'], 'batch mlp'))
+        y = einshard(h @ params['down'], 'batch act')
+        return jnp.sum((y - x) ** 2)
+
+    return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+
+def struct(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+PARAMS = {'up': struct(EMBED, MLP), 'down': struct(MLP, EMBED)}
+STEP = sharded(RULES, 'batch act', out=RULES, donate_argnums=0)(train)
+
+
+def function(fn=STEP, *args):
+    args = args or (PARAMS, struct(BATCH, EMBED))
+    devices = device_mesh(jax.devices()[:8])
+    return Function(fn, args, {}, devices, as_chip('TPU v5e'))
+
+
+def candidate(x=4, y=2, **axes):
+    named = {'batch': '', 'embed': '', 'mlp': '', 'act': '', **axes}
+    return Candidate((('x', x), ('y', y)), tuple((name, tuple(on)) for name, on in named.items()))
+
+
+@pytest.fixture(scope='module')
+def worker():
+    worker = Worker(8)
+    yield worker
+    worker.close()
+
+
+def judge(worker, candidates, *call):
+    return list(Partitioner(function(*call), worker).judge(candidates))
+
+
+# what a device sends for groups of 4 or of 2, by the formulas for rings
+KNOWN = {
+    'data parallel': (
+        candidate(batch='x'),
+        {('all-reduce', 'gradients'): 2 * 3 * WEIGHTS // 4},
+    ),
+    'fully sharded': (
+        candidate(batch='x', embed='x'),
+        {
+            ('all-gather', 'weights'): 3 * WEIGHTS // 4,
+            ('reduce-scatter', 'gradients'): 3 * WEIGHTS // 4,
+        },
+    ),
+    'tensor parallel': (
+        candidate(mlp='x'),
+        {('all-reduce', 'activations'): 2 * 3 * 2 * BATCH * EMBED // 4},
+    ),
+    'both': (
+        candidate(batch='x', embed='x', mlp='y'),
+        {
+            ('all-gather', 'weights'): 3 * WEIGHTS // 8,
+            ('reduce-scatter', 'gradients'): 3 * WEIGHTS // 8,
+            ('all-reduce', 'activations'): 2 * BATCH // 4 * EMBED,
+        },
+    ),
+}
+
+
+def test_the_bytes_of_known_shardings(worker):
+    judged = judge(worker, [one for one, _ in KNOWN.values()])
+    assert [one.error for one in judged] == [''] * len(KNOWN)
+    assert [dict(one.sent_by) for one in judged] == [sent for _, sent in KNOWN.values()]
+    assert [set(one.sent) for one in judged] == [{'x'}, {'x'}, {'x'}, {'x', 'y'}]
+    assert [one.bounds.largest.resource for one in judged] == ['network'] * len(KNOWN)
+
+
+def test_a_candidate_that_cannot_be_traced_does_not_disturb_the_others(worker):
+    wrong, right = candidate(batch='x', act='x'), candidate(batch='x')
+    first, second = judge(worker, [wrong, right])
+    assert first.error == "mesh axis 'x' is used 2 times; each mesh axis can be used once"
+    assert (first.candidate, second.candidate, second.error) == (wrong, right, '')
+
+
+def test_results_take_the_memory_of_donated_arguments(worker):
+    def halve(params):
+        return jax.tree.map(lambda w: w / 2, params)
+
+    one = candidate(mlp='x')
+    [in_place] = judge(worker, [one], sharded(RULES, out=RULES, donate_argnums=0)(halve), PARAMS)
+    [with_copy] = judge(worker, [one], sharded(RULES, out=RULES)(halve), PARAMS)
+    assert (with_copy.memory - in_place.memory) == WEIGHTS // 4
+
+
+class State:
+    """A pytree that JAX cannot serialize."""
+
+    def __init__(self, *leaves):
+        self.leaves = leaves
+
+
+jax.tree_util.register_pytree_node(
+    State, lambda s: (s.leaves, None), lambda _, leaves: State(*leaves)
+)
+
+
+def test_any_pytree_and_unused_arguments(worker):
+    @jax.jit
+    def product(state, x):
+        w, _ = state.leaves
+        y = einshard(einshard(x, 'batch act') @ einshard(w, 'act mlp'), 'batch mlp')
+        return State(y)
+
+    state = State(struct(EMBED, MLP), struct(1000, 1000))
+    [one] = judge(worker, [candidate(act='x')], product, state, struct(BATCH, EMBED))
+    assert one.error == ''
+    assert one.sent_by == {('all-reduce', 'activations'): 2 * 3 * 2 * BATCH * MLP // 4}
+    assert one.memory < 1000 * 1000
+
+
+def test_what_cannot_be_lowered_for_cpu_is_judged_by_the_target(worker):
+    def product(x, w):
+        y = einshard(einshard(x, 'batch act') @ einshard(w, 'act mlp'), 'batch mlp')
+        jax.debug.callback(print, y[0, 0])
+        return y
+
+    args = struct(BATCH, EMBED), struct(EMBED, MLP)
+    [one] = judge(worker, [candidate(batch='x')], product, *args)
+    assert (one.judge, one.error) == ('compiler', '')
+
+
+def test_the_target_has_its_own_judgement():
+    one = candidate(batch='x', embed='x')
+    judged = compile_on_target(function(), one)
+    assert (judged.candidate, judged.judge, judged.error) == (one, 'compiler', '')
+    assert judged.sent_by['all-gather', 'weights'] > 0
+
+
+def test_a_process_that_ends_is_an_error(worker):
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(EinshardError, match='compiles for 8 simulated devices has ended'):
+        judge(worker, [candidate(batch='x')])
+    assert worker.pid is None
+
+
+def test_the_next_program_starts_a_process_and_an_interrupt_ends_it(worker, monkeypatch):
+    started = []
+
+    def interrupt(_):
+        started.append(worker.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pickle, 'load', interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        judge(worker, [candidate(batch='x')])
+    with pytest.raises(ProcessLookupError):
+        os.kill(*started, 0)
+
+
+def test_flatbuffers_are_missing(monkeypatch):
+    monkeypatch.setattr('importlib.util.find_spec', lambda _: None)
+    with pytest.raises(EinshardError, match="pip install 'einshard\\[plan\\]'"):
+        Partitioner(function())
+
+
+# --- collectives of the target --------------------------------------------------------------------
+
+PROGRAM = """HloModule jit_f, num_partitions=4
+
+%fused (p0: f32[8], p1: f32[8], i: u32[]) -> f32[2] {
+  %p0 = f32[8]{0} parameter(0)
+  %p1 = f32[8]{0} parameter(1)
+  %i = u32[] parameter(2)
+  %added = f32[8]{0} add(%p0, %p1)
+  ROOT %slice = f32[2]{0} dynamic-slice(%added, %i), dynamic_slice_sizes={2}
+}
+
+ENTRY %main (a: f32[8], b: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %b = f32[8]{0} parameter(1)
+  %i = u32[] partition-id()
+LINES
+}
+"""
+OF_4, OF_2, ACROSS = (
+    'replica_groups=[1,4]<=[4]',
+    'replica_groups=[2,2]<=[4]',
+    'replica_groups=[2,2]<=[2,2]T(1,0)',
+)
+SLICED = 'f32[2]{{0}} dynamic-slice(%{}, %i), dynamic_slice_sizes={{2}}'
+FORMS = {
+    'one of two arrays is sliced': (
+        [
+            f'%r = (f32[8]{{0}}, f32[8]{{0}}) all-reduce(%a, %b), {OF_4}, to_apply=%add',
+            '%first = f32[8]{0} get-tuple-element(%r), index=0',
+            '%second = f32[8]{0} get-tuple-element(%r), index=1',
+            f'%mine = {SLICED.format("second")}',
+            'ROOT %out = (f32[8]{0}, f32[2]{0}) tuple(%first, %mine)',
+        ],
+        [('all-reduce', 4, 'f32[8]'), ('reduce-scatter', 4, 'f32[8]')],
+    ),
+    'a slice smaller than a part': (
+        [
+            f'%r = f32[8]{{0}} all-reduce(%a), {OF_2}, to_apply=%add',
+            f'ROOT %mine = {SLICED.format("r")}',
+        ],
+        [('all-reduce', 2, 'f32[8]')],
+    ),
+    'terms that are added and sliced': (
+        [
+            f'%r = (f32[8]{{0}}, f32[8]{{0}}) all-reduce(%a, %b), {OF_4}, to_apply=%add',
+            '%first = f32[8]{0} get-tuple-element(%r), index=0',
+            '%second = f32[8]{0} get-tuple-element(%r), index=1',
+            'ROOT %f = f32[2]{0} fusion(%first, %second, %i), kind=kLoop, calls=%fused',
+        ],
+        [('reduce-scatter', 4, 'f32[8]')],
+    ),
+    'one after another': (
+        [
+            f'%r = f32[8]{{0}} all-reduce(%a), {OF_2}, to_apply=%add',
+            '%c = f32[8]{0} copy(%r)',
+            f'ROOT %s = f32[8]{{0}} all-reduce(%c), {ACROSS}, to_apply=%add',
+        ],
+        [('all-reduce', 4, 'f32[8]')],
+    ),
+    'gathered twice': (
+        [
+            f'%g = f32[32]{{0}} all-gather(%a), channel_id=1, {OF_4}, dimensions={{0}}',
+            f'%h = f32[32]{{0}} all-gather(%a), channel_id=2, {OF_4}, dimensions={{0}}',
+            'ROOT %out = (f32[32]{0}, f32[32]{0}) tuple(%g, %h)',
+        ],
+        [('all-gather', 4, 'f32[32]')],
+    ),
+}
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_the_collectives_that_a_tpu_would_run(form):
+    lines, expected = FORMS[form]
+    module = Module(PROGRAM.replace('LINES', '\n'.join(f'  {line}' for line in lines)))
+    found = target_collectives(module, find_collectives(module))
+    assert [(one.kind, one.group_size, one.shape_text) for one in found] == expected

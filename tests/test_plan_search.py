@@ -1,0 +1,162 @@
+"""The search of plan, over candidates whose costs are known."""
+
+import itertools
+
+import pytest
+
+from einshard._inspect.bounds import Bound, Bounds
+from einshard._plan.candidate import Candidate
+from einshard._plan.judgement import Judgement
+from einshard._plan.reasons import reason
+from einshard._plan.search import Budget, Search, is_move
+
+NAMES = ('batch', 'embed', 'mlp')
+
+
+def candidates():
+    """All ways to shard three names over two meshes."""
+    choices = ((), ('x',), ('y',), ('x', 'y'))
+    for sizes in ((8, 2), (4, 4)):
+        for axes in itertools.product(choices, repeat=3):
+            yield Candidate(
+                tuple(zip('xy', sizes, strict=True)), tuple(zip(NAMES, axes, strict=True))
+            )
+
+
+ALL = list(candidates())
+
+
+def judged(candidate, judge, seconds, memory=1, **more):
+    bounds = Bounds([Bound('network', 'x', seconds)])
+    return Judgement(candidate, judge, bounds, memory=memory, **more)
+
+
+def rough(candidate):
+    """An estimate: the rank of the true cost, with an error that depends on the candidate."""
+    return TRUE[candidate] * (1 + 0.5 * (ALL.index(candidate) * 7 % 5))
+
+
+# distinct costs without a pattern that the search could use
+TRUE = {one: 1 + (37 * i) % 128 for i, one in enumerate(ALL)}
+
+
+def run(compilations=40, judge='partitioner', memory=lambda _: 1, **more):
+    calls = []
+
+    def compile_all(kind, them):
+        for one in them:
+            calls.append((kind, one))
+            yield judged(one, kind, TRUE[one], memory(one))
+
+    estimates = sorted(
+        (judged(one, 'estimate', rough(one)) for one in ALL), key=lambda one: one.cost('bound')
+    )
+    search = Search(
+        **{
+            'estimates': estimates,
+            'extra': [],
+            'by_partitioner': lambda them: compile_all('partitioner', them),
+            'by_compiler': lambda them: compile_all('compiler', them),
+            'objective': 'bound',
+            'limit': 10,
+            'budget': Budget(compilations),
+            **more,
+        }
+    )
+    search.run()
+    return search, calls
+
+
+BEST = min(ALL, key=TRUE.__getitem__)
+
+
+def test_finds_the_best_within_the_budget():
+    search, calls = run()
+    kinds = [kind for kind, _ in calls]
+    assert search.ranking()[0].candidate == BEST
+    assert kinds.count('partitioner') == 40
+    assert kinds.count('compiler') <= 5
+    assert len(set(calls)) == len(calls)  # nothing is compiled twice
+    assert run()[1] == calls  # deterministic
+
+
+def test_compiles_all_of_a_small_space_once():
+    search, calls = run(compilations=1000, by_compiler=None)
+    assert sorted(map(str, search.judged)) == sorted(map(str, ALL))
+    assert len(calls) == len(ALL)
+    assert [one.candidate for one in search.ranking()] == sorted(ALL, key=TRUE.__getitem__)
+
+
+def test_a_plan_that_does_not_fit_loses():
+    search, _ = run(memory=lambda one: 11 if one == BEST else 1)
+    assert search.fits(search.ranking()[0])
+    assert search.ranking()[0].candidate != BEST
+
+
+def test_without_a_plan_that_fits_the_closest_comes_first():
+    search, _ = run(compilations=1000, by_compiler=None, memory=lambda one: 10 + TRUE[one])
+    best = search.ranking()[0]
+    assert (best.candidate, search.fits(best)) == (BEST, False)
+
+
+def test_the_user_s_candidates_are_compiled():
+    worst = max(ALL, key=TRUE.__getitem__)
+    _, calls = run(extra=[worst])
+    assert {('partitioner', worst), ('compiler', worst)} <= set(calls)
+
+
+def test_the_compiler_has_the_last_word():
+    # the partitioner takes the second-best for the best
+    def partitioner(them):
+        for one in them:
+            yield judged(one, 'partitioner', 1000 if one == BEST else TRUE[one])
+
+    second = sorted(ALL, key=TRUE.__getitem__)[1]
+    search, _ = run(by_partitioner=partitioner)
+    assert search.ranking()[0].candidate == second
+    search, _ = run(by_partitioner=None)
+    assert {one.judge for one in search.judged.values()} == {'compiler'}
+
+
+def test_keeps_what_it_has_when_it_is_interrupted():
+    def interrupted(them):
+        yield judged(them[0], 'partitioner', 1)
+        raise KeyboardInterrupt
+
+    search, _ = run(by_partitioner=interrupted)
+    assert (search.stopped, len(search.judged)) == ('interrupted', 1)
+    with pytest.raises(KeyboardInterrupt):
+        run(by_partitioner=lambda them: (_ for _ in ()).throw(KeyboardInterrupt))
+
+
+def test_stops_after_a_time():
+    search, calls = run(budget=Budget(40, seconds=1e-9), by_compiler=None)
+    assert (search.stopped, calls) == ('stopped after 1e-09 s', [])
+
+
+def test_moves():
+    one = Candidate((('x', 8), ('y', 2)), (('batch', ('x',)), ('mlp', ('y',))))
+    assert is_move(one, Candidate(one.mesh, (('batch', ('x', 'y')), ('mlp', ('y',)))))
+    assert is_move(one, Candidate((('x', 4), ('y', 4)), one.axes))
+    assert not is_move(one, Candidate(one.mesh, (('batch', ()), ('mlp', ()))))
+    assert not is_move(one, one)
+
+
+def test_reasons():
+    better = Judgement(BEST, 'compiler', Bounds([Bound('network', 'x', 1.0)]), memory=2**30)
+    gathers = Judgement(
+        BEST,
+        'compiler',
+        Bounds([Bound('network', 'x', 3.0)]),
+        memory=24 * 2**30,
+        sent={'x': 2**41},
+        sent_by={('all-gather', 'weights'): 2**41},
+    )
+    computes = Judgement(
+        BEST, 'compiler', Bounds([Bound('compute', '', 2.0), Bound('network', 'x', 1.5)])
+    )
+    assert [reason(one, better, 16 * 2**30) for one in (gathers, computes, better)] == [
+        'gathers 2.0 TiB of weights per run (instead of 0 B); needs 24.0 GiB of 16.0 GiB',
+        'computes for 2 s (instead of 0 ns)',
+        'equal by this objective',
+    ]
