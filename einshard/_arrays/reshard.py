@@ -12,8 +12,8 @@ from .._errors import EinshardError
 from .._sharding.mesh import is_partial, partition_spec, partition_text, spec_axes
 from .._text import array_text
 
-# JAX 0.8.1 makes every term of a partial sum the full value, so that the sum is too large. JAX 0.10.2
-# adds zeros, but XLA crashes for complex numbers.
+# JAX 0.8.1 makes every term of a partial sum the full value, so that the sum is too large. JAX
+# 0.10.2 adds zeros, but XLA crashes for complex numbers.
 _COPIES_TERMS = jax.__version_info__ < (0, 10)
 
 

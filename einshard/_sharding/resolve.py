@@ -270,7 +270,8 @@ def _check_explicit(expression: Expression, mesh: AnyMesh) -> None:
             'axes are all Explicit',
             signed,
             mesh=mesh_fact(mesh),
-            expected='a mesh with axis_types=(AxisType.Explicit, ...), as mesh=mesh or in jax.set_mesh(mesh)',
+            expected='a mesh with axis_types=(AxisType.Explicit, ...), as mesh=mesh or in '
+            'jax.set_mesh(mesh)',
         )
 
 
