@@ -21,6 +21,8 @@ from .space import Plan, Role, Sizes, Space
 
 # a space of at most this many plans is listed in full: 0.1 ms each
 FULL = 20_000
+# the plans that the search starts from, for each mesh shape
+STARTS = 2000
 # the plans that each step of the search goes on with
 BEAM = 12
 
@@ -140,7 +142,8 @@ class _Search:
             if name in self.space.pinned:
                 continue
             fewer = (*roles[:axis], roles[axis] - {name}, *roles[axis + 1 :])
-            if fewer[axis] and self.key((sizes, fewer)) <= self.key((sizes, roles)):
+            may_be_unused = fewer[axis] or self.space.mesh is not None
+            if may_be_unused and self.key((sizes, fewer)) <= self.key((sizes, roles)):
                 roles = fewer
         return self.merged((sizes, roles))
 
@@ -156,15 +159,12 @@ class _Search:
 
     # --- the steps ----------------------------------------------------------------------------
 
-    def shapes(self, n_axes: int) -> list[Sizes]:
-        return self.space.shapes(n_axes)
-
     def size(self) -> int:
         """The number of plans."""
         return sum(
             math.prod(len(self.space.roles(sizes, axis)) for axis in range(len(sizes)))
             for n_axes in self.axis_counts
-            for sizes in self.shapes(n_axes)
+            for sizes in self.space.shapes(n_axes)
         )
 
     @property
@@ -173,7 +173,7 @@ class _Search:
 
     def everything(self) -> Iterator[Plan]:
         for n_axes in self.axis_counts:
-            for sizes in self.shapes(n_axes):
+            for sizes in self.space.shapes(n_axes):
                 roles = [self.space.roles(sizes, axis) for axis in range(n_axes)]
                 yield from ((sizes, chosen) for chosen in itertools.product(*roles))
 
@@ -181,7 +181,7 @@ class _Search:
         """Tries all roles of one mesh axis with the best roles of the others."""
         counts = self.axis_counts if self.space.mesh else self.axis_counts[:2]
         for n_axes in counts:
-            for sizes in self.shapes(n_axes):
+            for sizes in self.space.shapes(n_axes):
                 found = self.best(self.starts(sizes), BEAM)
                 for axis in (*range(n_axes)[::-1], *range(n_axes)):
                     changed = [
@@ -195,20 +195,16 @@ class _Search:
     def starts(self, sizes: Sizes) -> list[Plan]:
         """Plans in which all mesh axes have one role, and those in which one axis has another."""
         alone: list[list[Role]] = []
+        most = int(STARTS ** (1 / len(sizes)))
         for axis, size in enumerate(sizes):
             plans = [((size,), (role,)) for role in self.space.roles(sizes, axis)]
-            keys = [(plan, self.totals_alone(plan)) for plan in plans]
+            keys = [(plan, self.estimator.totals(self.space.axes(plan))) for plan in plans]
             by_time = sorted(keys, key=lambda one: one[1].seconds)[:4]
             by_memory = sorted(keys, key=lambda one: (one[1].memory, one[1].seconds))[:4]
             by_bytes = sorted(keys, key=lambda one: (one[1].compute, one[1].sent))[:4]
-            alone.append(
-                list(dict.fromkeys(plan[1][0] for plan, _ in (*by_time, *by_memory, *by_bytes)))
-            )
+            best = itertools.chain(*zip(by_time, by_memory, by_bytes, strict=True))
+            alone.append([*dict.fromkeys(plan[1][0] for plan, _ in best)][:most])
         return [(sizes, roles) for roles in itertools.product(*alone)]
-
-    def totals_alone(self, plan: Plan) -> Totals:
-        """The costs with one mesh axis of some of the devices; not a plan of the space."""
-        return self.estimator.totals(self.space.axes(plan))
 
     def split(self) -> None:
         """Splits a mesh axis in two, of which one gets another role."""

@@ -52,12 +52,6 @@ class Product:
     executions: int
     source: str = ''
 
-    @property
-    def contracted(self) -> tuple[int, ...]:
-        """The indices that it adds over."""
-        indices = dict.fromkeys(index for side in self.operands for index in side.indices)
-        return tuple(index for index in indices if index not in self.out.indices)
-
 
 def find_products(
     program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]
