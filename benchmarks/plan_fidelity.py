@@ -49,7 +49,7 @@ def attention(p, x):
     scores = jnp.einsum('bqhe,bkhe->bhqk', q, k) * HEAD**-0.5
     weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(v.dtype)
     y = einshard(jnp.einsum('bhqk,bkhe->bqhe', weights, v), 'batch attn_seq heads head')
-    return einshard(jnp.einsum('bshe,hed->bsd', y, p['o']), 'batch seq act')
+    return einshard(jnp.einsum('bshe,hed->bsd', y, p['out']), 'batch seq act')
 
 
 def block(p, x):
@@ -84,7 +84,7 @@ RULES = Rules(
         ('up', '... embed mlp'),
         ('down', '... mlp embed'),
         ('[qkv]', '... embed heads head'),
-        ('o', '... heads head embed'),
+        ('out', '... heads head embed'),
         ('router', 'embed expert'),
         ('w1', 'expert embed mlp'),
         ('w2', 'expert mlp embed'),
@@ -105,7 +105,7 @@ SIZES = {
 }
 WEIGHTS = {
     'mlp': {'up': 'embed mlp', 'down': 'mlp embed'},
-    'attention': {**dict.fromkeys('qkv', 'embed heads head'), 'o': 'heads head embed'},
+    'attention': {**dict.fromkeys('qkv', 'embed heads head'), 'out': 'heads head embed'},
     'moe': {'router': 'embed expert', 'w1': 'expert embed mlp', 'w2': 'expert mlp embed'},
 }
 WEIGHTS['block'] = WEIGHTS['layers'] = {**WEIGHTS['attention'], **WEIGHTS['mlp']}

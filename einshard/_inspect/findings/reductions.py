@@ -57,6 +57,9 @@ def _constraint(facts: Facts, line: str, kept: NamedSharding | None) -> str:
         replace(axis, mesh=(*axis.mesh, *(name for name in entry or () if name not in axis.mesh)))
         for axis, entry in zip(result.axes, entries, strict=True)
     ]
+    used = [name for axis in axes for name in axis.mesh]
+    if len(set(used)) < len(used):  # the compiler shards another axis by it than the trace
+        return ''
     placement = expression_of(axes, facts.mesh)
     return f"constrain the result of the product in {short_source(line)}: '{placement}'"
 
