@@ -65,7 +65,7 @@ def layers(p, x):
 def moe(p, x):
     s = x.shape[1]
     capacity = 2 * s // EXPERTS
-    gates = jax.nn.softmax(jnp.einsum('bsd,de->bse', x, p['router']).astype(jnp.float32))
+    gates = jax.nn.softmax(jnp.einsum('bsd,de->bse', x, p['gates']).astype(jnp.float32))
     chosen = jax.nn.one_hot(jnp.argmax(gates, -1), EXPERTS)
     place = jnp.cumsum(chosen, 1) * chosen - 1
     slots = jax.nn.one_hot(place.astype(jnp.int32), capacity, dtype=x.dtype)
@@ -85,7 +85,7 @@ RULES = Rules(
         ('down', '... mlp embed'),
         ('[qkv]', '... embed heads head'),
         ('out', '... heads head embed'),
-        ('router', 'embed expert'),
+        ('gates', 'embed expert'),
         ('w1', 'expert embed mlp'),
         ('w2', 'expert mlp embed'),
     ]
@@ -106,7 +106,7 @@ SIZES = {
 WEIGHTS = {
     'mlp': {'up': 'embed mlp', 'down': 'mlp embed'},
     'attention': {**dict.fromkeys('qkv', 'embed heads head'), 'out': 'heads head embed'},
-    'moe': {'router': 'embed expert', 'w1': 'expert embed mlp', 'w2': 'expert mlp embed'},
+    'moe': {'gates': 'embed expert', 'w1': 'expert embed mlp', 'w2': 'expert mlp embed'},
 }
 WEIGHTS['block'] = WEIGHTS['layers'] = {**WEIGHTS['attention'], **WEIGHTS['mlp']}
 ACTIVATIONS = {
