@@ -9,9 +9,10 @@ Functions: `sharded`, `Sharded`, `per_device`, `einsum`.
 Models: `Rules`, `shard_largest`, `for_optimizer`, `axis_rules`, `TRAINING_AXES`, `DECODING_AXES`.
 Inspect placements: `describe`, `show`, `device_mesh`.
 Inspect programs: `explain`, `topology`, `Chip`, `assert_collectives`, `expect_collectives`.
+Check results: `check_same`.
 Without compiling: `parallelism`.
 Find shardings: `plan`.
-Errors: `EinshardError`, `UnexpectedCollectives`, `MemoryExceeded`.
+Errors: `EinshardError`, `UnexpectedCollectives`, `MemoryExceeded`, `DifferentResults`.
 Caches: `clear_caches`.
 """
 
@@ -29,6 +30,8 @@ from ._functions.promise import UnexpectedCollectives as UnexpectedCollectives
 from ._functions.sharded import sharded as sharded
 from ._hlo.hardware import Chip as Chip
 from ._inspect.assert_collectives import assert_collectives as assert_collectives
+from ._inspect.check_same import DifferentResults as DifferentResults
+from ._inspect.check_same import check_same as check_same
 from ._inspect.explain import explain as explain
 from ._inspect.show import show as show
 from ._per_device.per_device import per_device as per_device

@@ -125,11 +125,16 @@ def _explain(arguments: Sequence[str]) -> str:
         'Compiles a function and lists its placements, collectives and memory.',
         _EXPLAIN_EXAMPLES,
     )
+    parser.add_argument(
+        '--save', metavar='FILE', help="also write the report to a file: '.html' for a web page"
+    )
     options = parser.parse_args(arguments)
     mesh = mesh_of(options.devices, options.mesh, options.topology)
     function = load(options.function)
     args, kwargs = read_arguments(options.args)
     report = explain(function, *args, mesh=mesh, chip=options.chip, **kwargs)
+    if options.save is not None:
+        report.save(options.save)
     return json.dumps(report.to_dict(), indent=2) if options.json else str(report)
 
 

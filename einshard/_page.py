@@ -1,15 +1,14 @@
-"""Renders pages of tables and notes as text or HTML, for reports and tables of rules."""
+"""Pages of tables and notes, for reports and tables of rules; rendered as text."""
 
 from __future__ import annotations
 
-import html
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ._errors import shown
-from ._text import MONO, display_width
+from ._text import display_width
 
 Segment: TypeAlias = tuple[str, str]  # text and its rich style
 
@@ -27,13 +26,32 @@ class Column:
 
 @dataclass(frozen=True)
 class Section:
-    """A table with notes below it. In text, a section with a title is indented."""
+    """A table with notes below it. In text, a section with a title is indented.
+
+    Attributes:
+        ruled: whether to draw a line between headings and rows.
+        most: how many rows text shows, the note about the others included; None for all. HTML
+            shows all rows.
+        rest: what to say of those that text leaves out, such as ': 3 MiB'.
+        code: lines of source code above the table; they are not wrapped.
+    """
 
     title: str
     columns: tuple[Column, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
     words: tuple[str, ...] = ()
-    ruled: bool = False  # draw a line between headings and rows
+    ruled: bool = False
+    most: int | None = None
+    rest: str = ''
+    code: tuple[str, ...] = ()
+
+    def shortened(self) -> Section:
+        """Leaves out the rows that text does not show."""
+        if self.most is None or len(self.rows) <= self.most:
+            return self
+        rows = self.rows[: self.most - 1]
+        more = f'.. and {len(self.rows) - len(rows)} more{self.rest}'
+        return replace(self, rows=rows, words=(more, *self.words), most=None)
 
 
 @dataclass(frozen=True)
@@ -50,6 +68,7 @@ class Page:
                 section,
                 rows=tuple(tuple(map(shown, row)) for row in section.rows),
                 words=tuple(map(shown, section.words)),
+                code=tuple(map(shown, section.code)),
             )
             for section in self.sections
         )
@@ -74,7 +93,7 @@ def page_lines(page: Page, width: int | None) -> Iterator[list[Segment]]:
     for i, section in enumerate(page.sections):
         if i or page.title:
             yield [('', '')]
-        yield from _section_lines(section, width)
+        yield from _section_lines(section.shortened(), width)
     for title, texts, color in (
         ('findings', page.findings, 'yellow'),
         ('notes', page.notes, ''),
@@ -91,6 +110,7 @@ def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment
     indent = '  ' * bool(section.title)
     if section.title:
         yield [(section.title, 'bold')]
+    yield from ([(f'{indent}{line}'.rstrip(), '')] for line in section.code)
     if section.columns:
         room = None if width is None else width - len(indent)
         n, widths = _beside(section, room)
@@ -160,62 +180,3 @@ def _shortened(cell: str, column: Column, width: int) -> str:
         return cell
     head = (width - 2) // 2 if column.elastic == 'middle' else 0
     return f'{cell[:head]}..{cell[len(cell) - (width - 2 - head) :]}'
-
-
-# --- HTML for notebooks: inline styles, text in the page's color ---------------------------------
-
-_FRAME = 'font: 13px/1.45 system-ui, sans-serif; text-align: left; max-width: 70em'
-_TITLE = 'font-size: 15px; font-weight: 600; margin: 2px 0 8px'
-_SECTION = 'font-weight: 600; margin: 12px 0 2px'
-# Notebooks style all tables. These styles override that, so that text has the page's color, which
-# is readable on light and dark backgrounds.
-_TABLE = 'border-collapse: collapse; border: none; margin: 0; font-size: 12px; color: inherit'
-_HEAD = 'border: none; padding: 2px 14px 2px 0; font-weight: normal; opacity: 0.65'
-_CELL = 'border: none; border-top: 1px solid rgba(128,128,128,0.3); padding: 2px 14px 2px 0'
-_WORDS = 'list-style: none; margin: 4px 0; padding: 0'
-_WARNING = 'border-left: 3px solid #d9a400; background: rgba(217,164,0,0.12); padding: 3px 10px'
-# tables of large models have hundreds of rows: they scroll, so that totals stay visible
-_SCROLL = 'overflow: auto; max-height: 32em'
-
-
-def page_html(page: Page) -> str:
-    """Renders a page as self-contained HTML."""
-    page = page.printable()
-    parts = [_titled(page.title, _TITLE), *map(_section, page.sections)]
-    for title, texts, style in (
-        ('findings', page.findings, f'{_WARNING}; margin: 3px 0'),
-        ('notes', page.notes, 'margin: 3px 0'),
-    ):
-        if texts:
-            parts.append(_titled(title, _SECTION))
-        parts += [_titled(text, style) for text in texts]
-    return f'<div style="{_FRAME}">{"".join(parts)}</div>'
-
-
-def _titled(text: str, style: str) -> str:
-    return f'<div style="{style}">{html.escape(text)}</div>' if text else ''
-
-
-def _section(section: Section) -> str:
-    parts = [_titled(section.title, _SECTION)]
-    if section.columns:
-        heads = [column.head for column in section.columns]
-        rows = _row('th', _HEAD, heads, section.columns)
-        rows += ''.join(_row('td', _CELL, row, section.columns) for row in section.rows)
-        parts.append(f'<div style="{_SCROLL}"><table style="{_TABLE}">{rows}</table></div>')
-    if section.words:
-        words = ''.join(f'<li>{html.escape(words)}</li>' for words in section.words)
-        parts.append(f'<ul style="{_WORDS}">{words}</ul>')
-    return ''.join(parts)
-
-
-def _row(tag: str, style: str, cells: Sequence[str], along: Sequence[Column]) -> str:
-    made: list[str] = []
-    for cell, column in zip(cells, along, strict=True):
-        align = 'right' if column.right else 'left'
-        family = f'; {MONO}' if tag == 'td' else ''
-        made.append(
-            f'<{tag} style="{style}; text-align: {align}; white-space: nowrap{family}">'
-            f'{html.escape(cell)}</{tag}>'
-        )
-    return f'<tr style="background: transparent">{"".join(made)}</tr>'

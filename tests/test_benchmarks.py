@@ -6,12 +6,12 @@ No test asserts a time.
 import argparse
 import dataclasses
 import importlib.util
-import itertools
 import os
 import re
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -64,15 +64,21 @@ command.main(sys.argv[1:])
 """
 
 
-def run(*arguments, program=('-m', 'benchmarks')):
-    return subprocess.run(
-        [sys.executable, *program, *arguments],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def start(*arguments, program=('-m', 'benchmarks')):
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
+    command = [sys.executable, *program, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **pipes)
+
+
+def finish(*processes):
+    """What processes print that succeed."""
+    try:
+        printed = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert {process.returncode for process in processes} == {0}, printed
+    return printed
 
 
 def read(path):
@@ -83,9 +89,8 @@ def read(path):
 def tiny_run(tmp_path_factory):
     """The report and the terminal output of all benchmarks at a tiny size."""
     file = tmp_path_factory.mktemp('tiny') / 'all.json'
-    finished = run('all', '--tiny', '--json', str(file), program=('-c', FOR_TPU_TOO))
-    assert finished.returncode == 0, finished.stderr
-    return read(file), finished.stdout
+    (printed,) = finish(start('all', '--tiny', '--json', str(file), program=('-c', FOR_TPU_TOO)))
+    return read(file), printed
 
 
 def rows_of(report, benchmark):
@@ -154,38 +159,35 @@ def test_bandwidth_is_bytes_per_time(tiny_run):
 
 def test_list_needs_no_jax():
     program = "import sys, benchmarks.__main__ as m; m.main([]); assert 'jax' not in sys.modules"
-    finished = subprocess.run(
-        [sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert finished.returncode == 0, finished.stderr
-    listed = [line.split()[0] for line in finished.stdout.splitlines()[2:]]
-    assert listed == list(__main__.MODULES)
+    (printed,) = finish(start(program=('-c', program)))
+    assert [line.split()[0] for line in printed.splitlines()[2:]] == list(__main__.MODULES)
 
 
-@pytest.mark.parametrize('flags', ['', '--xla_cpu_enable_fast_math=false'])
-def test_devices_are_simulated(monkeypatch, flags):
+COUNT = '--xla_force_host_platform_device_count='
+
+
+@pytest.mark.parametrize(
+    ('flags', 'in_jax', 'expected'),
+    [
+        ('', '', f'{COUNT}4'),
+        ('--xla_other=1', '', f'--xla_other=1 {COUNT}4'),
+        # the user's count is kept
+        (f'{COUNT}3', '', f'{COUNT}3'),
+        ('', '5', ''),
+    ],
+)
+def test_devices_are_simulated(monkeypatch, flags, in_jax, expected):
     monkeypatch.setenv('XLA_FLAGS', flags)
-    monkeypatch.delenv('JAX_NUM_CPU_DEVICES', raising=False)
+    monkeypatch.setenv('JAX_NUM_CPU_DEVICES', in_jax)
+    if not in_jax:
+        monkeypatch.delenv('JAX_NUM_CPU_DEVICES')
     __main__.simulate_devices(4)
-    expected = f'{flags} --xla_force_host_platform_device_count=4'.strip()
     assert os.environ['XLA_FLAGS'] == expected
-
-
-def test_the_users_device_count_is_kept(monkeypatch):
-    own = '--xla_force_host_platform_device_count=3'
-    monkeypatch.setenv('XLA_FLAGS', own)
-    __main__.simulate_devices(8)
-    assert os.environ['XLA_FLAGS'] == own
-    monkeypatch.setenv('XLA_FLAGS', '')
-    monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '5')
-    __main__.simulate_devices(8)
-    assert os.environ['XLA_FLAGS'] == ''
 
 
 def test_one_device(tmp_path):
     file = tmp_path / 'one.json'
-    finished = run('collectives', '--tiny', '--devices', '1', '--json', str(file))
-    assert finished.returncode == 0, finished.stderr
+    finish(start('collectives', '--tiny', '--devices', '1', '--json', str(file)))
     report = read(file)
     assert (report.rows, report.left_out) == ([], ['collectives: there is one device'])
 
@@ -194,27 +196,17 @@ def test_several_processes(tmp_path):
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
         address = f'127.0.0.1:{listener.getsockname()[1]}'
-    command = [sys.executable, '-m', 'benchmarks', 'collectives', '--tiny', '--devices', '4']
-    command += ['--coordinator', address, '--processes', '2']
-    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
-    processes = [
-        subprocess.Popen(
-            [*command, '--process', str(i), '--json', str(tmp_path / f'{i}.json')],
-            cwd=ROOT,
-            env=ENVIRONMENT,
-            **pipes,
+    options = ['--tiny', '--devices', '4', '--coordinator', address, '--processes', '2']
+    files = [tmp_path / '0.json', tmp_path / '1.json']
+    printed = finish(
+        *(
+            start('collectives', *options, '--process', str(i), '--json', str(file))
+            for i, file in enumerate(files)
         )
-        for i in range(2)
-    ]
-    try:
-        printed = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], printed
+    )
     assert ['all-gather of' in text for text in printed] == [True, False]
-    assert not (tmp_path / '1.json').exists()
-    report = read(tmp_path / '0.json')
+    assert [file.exists() for file in files] == [True, False]
+    report = read(files[0])
     assert report.environment['process_count'] == 2
     assert len(report.rows) == 15
 
@@ -249,51 +241,49 @@ class Clock:
 
     def __init__(self):
         self.now = 0.0
-        self.calls = []
+        self.calls = ''
 
-    def call(self, name, *durations):
-        durations = itertools.cycle(durations)
-
+    def call(self, name, duration):
         def called():
-            self.calls.append(name)
-            self.now += next(durations)
+            self.calls += name
+            self.now += duration
 
         return called
 
-    def interleave(self, a, b, **options):
-        """Of two calls that take this long."""
-        calls = self.call('a', a), self.call('b', b)
-        return _measure.interleave(*calls, clock=lambda: self.now, **options)
+    def read(self):
+        return self.now
 
 
-def test_interleaved_rounds_alternate():
+ROUNDS = _measure.MIN_ROUNDS
+SHORT = 2**-20, 2**-7
+asked = []
+# durations, options; rounds and calls
+INTERLEAVED = {
+    # 20 rounds of 5 seconds, after a warm-up and an estimate each
+    'alternating': ((3.0, 2.0), {'seconds': 100.0}, 20, 'aabb' + 'abba' * 10),
+    # 525 of them take half a millisecond
+    'in blocks': (SHORT, {'seconds': 0.05}, ROUNDS, {'a': 4 + ROUNDS * 525, 'b': 4 + ROUNDS}),
+    # without a warm-up
+    'given': ((3.0, 2.0), {'seconds': 100.0, 'rounds': 3}, 3, 'abbaab'),
+    'of processes that agree': (
+        (3.0, 2.0),
+        {'seconds': 100.0, 'agree': lambda n: asked.append(n) or 2},
+        2,
+        'aabb' + 'aabbbbaa',
+    ),
+}
+
+
+@pytest.mark.parametrize('case', INTERLEAVED)
+def test_interleaved_rounds(case):
+    durations, options, rounds, calls = INTERLEAVED[case]
     clock = Clock()
-    times = clock.interleave(3.0, 2.0, seconds=100.0)
-    assert times == ([3.0] * 20, [2.0] * 20)  # of 5 seconds each
-    assert ''.join(clock.calls) == 'aabb' + 'abba' * 10  # after a warm-up and an estimate each
-
-
-def test_short_calls_are_timed_in_blocks():
-    clock = Clock()
-    a_times, b_times = clock.interleave(2**-20, 2**-7, seconds=0.05)
-    rounds = _measure.MIN_ROUNDS
-    assert (a_times, b_times) == ([2**-20] * rounds, [2**-7] * rounds)
-    assert clock.calls.count('b') == 4 + rounds
-    assert clock.calls.count('a') == 4 + rounds * 525  # 525 of them take half a millisecond
-
-
-def test_given_rounds():
-    clock = Clock()
-    assert clock.interleave(3.0, 2.0, seconds=100.0, rounds=3) == ([3.0] * 3, [2.0] * 3)
-    assert ''.join(clock.calls) == 'abbaab'  # without a warm-up
-
-
-def test_processes_agree_on_rounds():
-    clock, asked = Clock(), []
-    times = clock.interleave(3.0, 2.0, seconds=100.0, agree=lambda n: asked.append(n) or 2)
-    assert asked == [1, 1, 20]
-    assert times == ([3.0] * 2, [2.0] * 2)
-    assert ''.join(clock.calls[4:]) == 'aabbbbaa'
+    a, b = (clock.call(name, one) for name, one in zip('ab', durations, strict=True))
+    times = _measure.interleave(a, b, clock=clock.read, **options)
+    assert times == tuple([one] * rounds for one in durations)
+    assert (Counter(clock.calls) if isinstance(calls, dict) else clock.calls) == calls
+    assert asked == ([1, 1, 20] if 'agree' in options else [])
+    asked.clear()
 
 
 def test_ratios_are_taken_round_by_round():
@@ -307,15 +297,14 @@ def test_spread_is_half_the_interquartile_range():
     assert _measure.relative_spread([2.0]) is None
 
 
-def test_no_ratio_to_zero():
-    bench = _measure.Bench('b')
-    assert bench.record('x', 'bytes', [5], 'y', [0]).ratio is None
-    assert bench.record('x', 'bytes', [5], 'y', [10]).ratio == 0.5
+@pytest.mark.parametrize(('other', 'ratio'), [(0, None), (10, 0.5)])
+def test_no_ratio_to_zero(other, ratio):
+    assert _measure.Bench('b').record('x', 'bytes', [5], 'y', [other]).ratio == ratio
 
 
 def test_times_are_of_one_call():
     clock = Clock()
-    bench = _measure.Bench('loops', tiny=True, clock=lambda: clock.now)
+    bench = _measure.Bench('loops', tiny=True, clock=clock.read)
     row = bench.compare('x', clock.call('a', 3.0), 'y', clock.call('b', 2.0), n_calls=10)
     assert (row.figure, row.other, row.ratio) == (0.3, 0.2, 1.5)
 
@@ -441,10 +430,16 @@ def test_groups_are_those_of_the_hand_written_mesh():
     assert [np.diff(ids, axis=0).max() for ids in far] == [8]
 
 
-def test_other_collectives_are_named():
-    assert collectives.instead({'all-gather': 1}, 'all-gather') == ''
-    assert collectives.instead({'all-reduce': 1}, 'reduce-scatter') == ' (as 1 all-reduce)'
-    assert collectives.instead({}, 'all-reduce') == ' (as none)'
+@pytest.mark.parametrize(
+    ('made', 'kind', 'text'),
+    [
+        ({'all-gather': 1}, 'all-gather', ''),
+        ({'all-reduce': 1}, 'reduce-scatter', ' (as 1 all-reduce)'),
+        ({}, 'all-reduce', ' (as none)'),
+    ],
+)
+def test_other_collectives_are_named(made, kind, text):
+    assert collectives.instead(made, kind) == text
 
 
 def test_utilization(monkeypatch):

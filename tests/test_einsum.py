@@ -200,5 +200,5 @@ def test_a_path_of_contractions():
         einsum('a b, b c, c d -> a d', *arrays, optimize=['greedy'])
     assert str(caught.value) == (
         "optimize= must be a contraction path, not ['greedy']\n"
-        "  expected: 'greedy', 'optimal' or the operands of each step, [(0, 1), (0, 1)]"
+        "  expected: 'greedy', 'optimal', or the operands of each step: [(0, 1), (0, 1)]"
     )

@@ -22,7 +22,8 @@ from einshard import (
 )
 from einshard._functions.error_notes import is_sharding_type_error
 
-MESH = mesh_of(types=AxisType.Explicit, data=4, tensor=2)
+EXPLICIT = AxisType.Explicit
+MESH = mesh_of(types=EXPLICIT, data=4, tensor=2)
 X, W_IN, W_OUT = (np.ones(shape, np.float32) for shape in ((32, 64), (64, 128), (128, 16)))
 SPECS = 'batch x -> batch@data x', 'x y -> x y@tensor', 'y z -> y@tensor z'
 
@@ -33,10 +34,10 @@ def mlp(x, w_in, w_out):
     return hidden @ w_out
 
 
-def raised(function, *args, mesh=MESH, **kwargs):
+def raised(function, *args, mesh=MESH):
     """What a call raises on a mesh."""
     with pytest.raises(Exception) as caught, jax.set_mesh(mesh):  # noqa: PT011
-        function(*args, **kwargs)
+        function(*args)
     return caught.value
 
 
@@ -104,62 +105,37 @@ def test_the_ways_out_work():
         np.testing.assert_array_equal(result, np.full((32, 16), 64.0 * 128))
 
 
-def test_on_the_canonical_mesh_it_names_that_with_auto_axes():
-    @sharded('a b -> a8 b2')
+def test_auto_axes_of_the_canonical_mesh_and_of_operands():
+    @sharded
     def add(x):
         return x + x.T
 
-    note = note_of(add, X[:, :32], mesh=device_mesh(axis_types=AxisType.Explicit))
+    note = note_of(sharded('a b -> a8 b2')(add), X[:, :32], mesh=device_mesh(axis_types=EXPLICIT))
     assert facts_of(note)['or Auto axes'] == 'device_mesh()'
-
-
-def test_without_a_mesh_in_context_it_names_that_of_the_operands():
+    # without a mesh in context it is that of the operands
     x = jax.device_put(X[:, :32], jax.NamedSharding(MESH, jax.P('data')))
     with pytest.raises(Exception, match='add operation') as caught:
-        sharded(lambda x: x + x.T)(x)
+        add(x)
     (note,) = notes_of(caught.value)
     assert facts_of(note)['or Auto axes'].startswith("jax.make_mesh((4, 2), ('data', 'tensor')")
     assert facts_of(note)['operand 0'].endswith("parameter 'x': axis 0 is sharded over 'data'")
 
 
+IN_X = "float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'"
+IN_Y = "float32[8@tensor,8@data], parameter 'y': axis 'a' is sharded over 'tensor'"
+EINSHARD = 'einshard(operand, expression)'
 # operation, the operands of the note, the start of its advice
 OPERATIONS = {
-    'indexing': (
-        lambda x, y: x[jnp.zeros(4, int)],
-        ["float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'"],
-        'table.at[index].get(out_sharding=',
-    ),
+    'indexing': (lambda x, y: x[jnp.zeros(4, int)], [IN_X], 'table.at[index].get(out_sharding='),
     'update': (
         lambda x, y: x.at[jnp.zeros(4, int)].set(1.0),
-        ["float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'"],
+        [IN_X],
         'table.at[index].set(values, out_sharding=',
     ),
-    'reshaping': (
-        lambda x, y: x.reshape(2, 32),
-        ["float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'"],
-        'out_sharding=make_sharding(expression)',
-    ),
-    'addition': (
-        lambda x, y: x + y,
-        [
-            "float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'",
-            "float32[8@tensor,8@data], parameter 'y': axis 'a' is sharded over 'tensor'",
-        ],
-        'einshard(operand, expression)',
-    ),
-    'concatenation': (
-        lambda x, y: jnp.concatenate([x, y]),
-        [
-            "float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'",
-            "float32[8@tensor,8@data], parameter 'y': axis 'a' is sharded over 'tensor'",
-        ],
-        'einshard(operand, expression)',
-    ),
-    'slicing': (
-        lambda x, y: x[:3],
-        ["float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'"],
-        'einshard(operand, expression)',
-    ),
+    'reshaping': (lambda x, y: x.reshape(2, 32), [IN_X], 'out_sharding=make_sharding(expression)'),
+    'addition': (lambda x, y: x + y, [IN_X, IN_Y], EINSHARD),
+    'concatenation': (lambda x, y: jnp.concatenate([x, y]), [IN_X, IN_Y], EINSHARD),
+    'slicing': (lambda x, y: x[:3], [IN_X], EINSHARD),
 }
 
 
@@ -169,12 +145,12 @@ def test_notes_of_other_operations(operation):
     decorated = sharded('a b -> a@data b@tensor', 'a b -> a@tensor b@data')(function)
     facts = facts_of(note_of(decorated, np.ones((8, 8), 'f4'), np.ones((8, 8), 'f4')))
     shown = [fact for label, fact in facts.items() if label.startswith('operand')]
-    for fact, start in zip(shown, operands, strict=False):
+    for fact, start in zip(shown[: len(operands)], operands, strict=True):
         assert fact.startswith(start)
     assert facts['try'].startswith(advice)
 
 
-def test_a_leaf_of_a_parameter_and_an_argument_without_a_spec():
+def test_operands_from_a_leaf_and_without_a_spec_and_of_a_per_device_function():
     @sharded(Rules([('w', 'x y -> x@tensor y')], default='... -> * ...'))
     def layer(params, x):
         return x @ params['up']['w']
@@ -187,33 +163,39 @@ def test_a_leaf_of_a_parameter_and_an_argument_without_a_spec():
         "float32[64@tensor,128], parameter 'params/up/w': axis 'x' is sharded over 'tensor'"
     )
 
+    @per_device('b x -> b@data x', 'x y -> x y', out='b y -> b@data y', axis_names='data')
+    def product(x, w):
+        return einshard(x, 'b x -> b x@tensor') @ einshard(w, 'x y -> x@tensor y')
 
-def test_the_innermost_function_adds_the_only_note():
-    @sharded
-    def outer(x, w_in, w_out):
-        return mlp(x, w_in, w_out) * 2
-
-    assert ' in mlp, ' in note_of(outer, X, W_IN, W_OUT)
+    facts = facts_of(note_of(product, X, W_IN))
+    assert facts['operand 0'] == "float32[8,64@tensor]{V:data}: axis 1 is sharded over 'tensor'"
 
 
-@pytest.mark.parametrize('method', ['lower', 'trace', 'eval_shape', 'out_shardings'])
-def test_methods_have_the_note_too(method):
-    decorated = sharded(*SPECS, out=lambda path, leaf: '... -> * ...')(mlp.__wrapped__)
-    facts = facts_of(note_of(getattr(decorated, method), X, W_IN, W_OUT))
-    assert facts['line'] == line_of('return hidden @ w_out')
+def loss(x, w_in, w_out):
+    return mlp(x, w_in, w_out).sum()
+
+
+def with_out():
+    return sharded(*SPECS, out=lambda path, leaf: '... -> * ...')(mlp.__wrapped__)
 
 
 @pytest.mark.parametrize(
-    'transformed',
-    [jax.jit, jax.grad, lambda f: jax.jit(jax.vmap(f, in_axes=(None, None, None), axis_size=2))],
-    ids=['jit', 'grad', 'vmap'],
+    'call',
+    {
+        'lower': with_out().lower,
+        'trace': with_out().trace,
+        'eval_shape': with_out().eval_shape,
+        'out_shardings': with_out().out_shardings,
+        'jit': jax.jit(loss),
+        'grad': jax.grad(loss),
+        'vmap': jax.jit(jax.vmap(loss, in_axes=(None, None, None), axis_size=2)),
+        'another sharded': sharded(lambda *args: mlp(*args) * 2),
+    }.values(),
 )
-def test_inside_transformations(transformed):
-    def loss(x, w_in, w_out):
-        return mlp(x, w_in, w_out).sum()
-
-    facts = facts_of(note_of(transformed(loss), X, W_IN, W_OUT))
-    assert facts['line'] == line_of('return hidden @ w_out')
+def test_the_innermost_function_adds_the_only_note(call):
+    note = note_of(call, X, W_IN, W_OUT)
+    assert ' in mlp, ' in note
+    assert facts_of(note)['line'] == line_of('return hidden @ w_out')
 
 
 def test_in_a_scan_the_line_is_that_of_the_body():
@@ -238,67 +220,82 @@ def test_notes_survive_the_filtering_of_tracebacks(mode):
         jax.config.update('jax_traceback_filtering', usual)
 
 
-def test_exceptions_of_the_user_stay_as_they_are():
-    class ShardingTypeError(Exception):
-        """The user's own."""
-
-    for error in (ShardingTypeError('x'), ValueError('got 32 and 64'), TypeError('32 and 64')):
-
-        @sharded('x y -> x@data y', 'x y -> x y@tensor')
-        def fails(x, w, error=error):
-            raise error
-
-        assert raised(fails, X, W_IN) is error
-        assert not notes_of(error)
-    assert not notes_of(raised(mlp, X[:31], W_IN, W_OUT))  # an EinshardError
+class ShardingTypeError(Exception):
+    """The user's own."""
 
 
-def test_per_device_functions_have_notes_too():
-    @per_device('b x -> b@data x', 'x y -> x y', out='b y -> b@data y', axis_names='data')
-    def product(x, w):
-        return einshard(x, 'b x -> b x@tensor') @ einshard(w, 'x y -> x@tensor y')
+@pytest.mark.parametrize(
+    'error', [ShardingTypeError('x'), ValueError('got 32 and 64'), TypeError('32 and 64')]
+)
+def test_exceptions_of_the_user_stay_as_they_are(error):
+    @sharded('x y -> x@data y', 'x y -> x y@tensor')
+    def fails(x, w):
+        raise error
 
-    facts = facts_of(note_of(product, X, W_IN))
-    assert facts['operand 0'] == "float32[8,64@tensor]{V:data}: axis 1 is sharded over 'tensor'"
+    assert raised(fails, X, W_IN) is error
+    assert not notes_of(error)
+
+
+# ---------------------------------------------------------------------- sizes that do not match
+
+
+def layer(x, w):
+    return x @ w
+
+
+def add(x, w):
+    return x + w
+
+
+def tower(x, params):
+    return x @ params['up'] @ params['down']
 
 
 W_SHORT = W_IN[:62]
-# a function with specs, and the hint in the note
+BX_XY = 'b x -> b* x', 'x y -> * x y'
+X_DIFFERS = "axis 'x' is 64 in parameter 'x' and 62 in 'w'"
+# a function with specs, its second argument, and the hint in the note
 SIZES = {
-    'matmul': (
-        sharded('b x -> b* x', 'x y -> * x y')(lambda x, w: x @ w),
-        "axis 'x' is 64 in parameter 'x' and 62 in 'w'",
-    ),
+    'matmul': (sharded(*BX_XY)(layer), W_SHORT, X_DIFFERS),
     'einsum of jnp': (
-        sharded('b x -> b* x', 'x y -> * x y')(lambda x, w: jnp.einsum('bx,xy->by', x, w)),
-        "axis 'x' is 64 in parameter 'x' and 62 in 'w'",
+        sharded(*BX_XY)(lambda x, w: jnp.einsum('bx,xy->by', x, w)),
+        W_SHORT,
+        X_DIFFERS,
     ),
     'a leaf': (
         sharded('b x -> b* x', {'w': 'x y -> * x y'})(lambda x, w: x @ w['w']),
+        {'w': W_SHORT},
         "axis 'x' is 64 in parameter 'x' and 62 in 'w/w'",
     ),
-    'an ellipsis': (
-        sharded('... x -> * ... x', 'x ... -> * x ...')(lambda x, w: x @ w),
-        "axis 'x' is 64 in parameter 'x' and 62 in 'w'",
-    ),
+    'an ellipsis': (sharded('... x -> * ... x', 'x ... -> * x ...')(layer), W_SHORT, X_DIFFERS),
     'two names': (
-        sharded('y x -> y* x', 'x y -> * x y')(lambda x, w: x + w),
+        sharded('y x -> y* x', 'x y -> * x y')(add),
+        W_SHORT,
         "axis 'y' is 32 in parameter 'x' and 128 in 'w'; "
         "axis 'x' is 64 in parameter 'x' and 62 in 'w'",
     ),
     'the same expression': (
-        sharded('x y -> * x y', 'x y -> * x y')(lambda x, w: x + w),
+        sharded('x y -> * x y', 'x y -> * x y')(add),
+        W_SHORT,
         "axis 'x' is 32 in parameter 'x' and 62 in 'w'; "
         "axis 'y' is 64 in parameter 'x' and 128 in 'w'",
     ),
-    'other names': (sharded('a b -> a* b', 'c d -> * c d')(lambda x, w: x @ w), None),
+    'other names': (sharded('a b -> a* b', 'c d -> * c d')(layer), W_SHORT, None),
     'sizes that the error does not name': (
-        sharded('b x -> b* x', 'y b -> * y b')(lambda x, w: x @ w),
+        sharded('b x -> b* x', 'y b -> * y b')(layer),
+        W_SHORT,
         None,
     ),
-    'no specs': (sharded(lambda x, w: x @ w), None),
+    'no specs': (sharded(layer), W_SHORT, None),
     'PartitionSpecs': (
-        sharded(jax.P(None, 'tensor'), jax.P(None, 'data'), mesh=MESH)(lambda x, w: x + w),
+        sharded(jax.P(None, 'tensor'), jax.P(None, 'data'), mesh=MESH)(layer),
+        W_SHORT,
+        None,
+    ),
+    # x is 64 in 'up' and 62 in 'down', as two layers may have it
+    'leaves that share an expression': (
+        sharded('b x -> b* x', Rules([('', 'x y -> * x y')]))(tower),
+        {'up': W_IN, 'down': W_SHORT},
         None,
     ),
 }
@@ -306,29 +303,14 @@ SIZES = {
 
 @pytest.mark.parametrize('case', SIZES)
 def test_shape_errors_show_the_named_sizes_that_differ(case):
-    function, hint = SIZES[case]
-    value = {'w': W_SHORT} if case == 'a leaf' else W_SHORT
+    function, value, hint = SIZES[case]
     with pytest.raises((TypeError, ValueError)) as caught:
         function(X, value)
     assert type(caught.value) in (TypeError, ValueError)
-    expected = [] if hint is None else [f'einshard: in the specs of <lambda>, {hint}']
-    assert notes_of(caught.value) == expected
+    expected = f'einshard: in the specs of {function.__name__}, {hint}'
+    assert notes_of(caught.value) == ([expected] if hint else [])
 
 
-def test_leaves_that_share_an_expression_are_not_compared():
-    @sharded('b x -> b* x', Rules([('', 'x y -> * x y')]))
-    def layer(x, params):
-        return x @ params['up'] @ params['down']
-
-    # x is 64 in 'up' and 62 in 'down', as two layers may have it
-    with pytest.raises(TypeError) as caught:
-        layer(X, {'up': W_IN, 'down': W_SHORT})
-    assert not notes_of(caught.value)
-
-
-def test_sizes_that_fit_raise_nothing():
-    @sharded('b x -> b* x', 'x y -> * x y')
-    def layer(x, w):
-        return x @ w[:64]
-
-    assert layer(X, np.ones((65, 8), np.float32)).shape == (32, 8)
+def test_sizes_that_differ_may_fit():
+    f = sharded(*BX_XY)(lambda x, w: x @ w[:64])
+    assert f(X, np.ones((65, 8), np.float32)).shape == (32, 8)

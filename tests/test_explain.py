@@ -422,7 +422,7 @@ def test_what_is_gathered_several_times():
     (note,) = report.notes  # weights are gathered again in the backward pass
     kind, text, line = note.kind, note.text, short(note.source)
     assert kind == 'gathered again'
-    assert text.startswith(f'w, f32[64,64], is gathered {n} times')
+    assert text == f'w is gathered {n} times'
     assert line in (
         line_of(rematerialized, 'tanh'),
         line_of(rematerialized, 'jax.grad'),

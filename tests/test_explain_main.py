@@ -255,6 +255,13 @@ def test_what_a_module_lacks_itself_is_pythons_error(model):
         main(['explain', 'broken_on_command:f'])
 
 
+def test_save(capsys, model, tmp_path):
+    file = tmp_path / 'report.html'
+    text = printed(capsys, 'explain', f'{model}:plain', '--args', 'f32[2]', '--save', str(file))
+    assert text.startswith('plain on ')
+    assert file.read_text('utf-8').startswith('<!DOCTYPE html>')
+
+
 @pytest.mark.parametrize('command', ['explain', 'table'])
 def test_help(capsys, command):
     with pytest.raises(SystemExit) as ended:

@@ -146,7 +146,7 @@ def test_loops_of_unknown_length(shaped):
     arguments = shaped(D, D), shaped(B, D, spec=P('data')), shaped(dtype='int32')
     report = explain(jax.jit(f), *arguments, chip='TPU v5e')
     assert report.flops == 2 * (B // 4) * D * D
-    assert 'one run (TPU v5e; loops of unknown length run once)' in str(report)
+    assert 'one run (TPU v5e; loops of unknown length count once)' in str(report)
 
 
 def test_difference_of_a_loop_of_unknown_length(shaped):

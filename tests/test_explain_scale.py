@@ -324,7 +324,8 @@ def test_collectives_that_the_cpu_backend_widens(report):
     weights = [row for row in report.collectives if row.role == 'weights']
     assert weights
     assert all(row.widened and 'f32' not in row.arrays for row in weights)
-    assert '\n  (f32): the compiler runs it in f32; bytes are those in bf16\n' in str(report)
+    note = '\n  (f32): the compiler runs these collectives in f32; bytes are for bf16\n'
+    assert note in str(report)
 
 
 def test_what_the_user_widens_is_not_marked():

@@ -29,8 +29,6 @@ def test_default_of_make_mesh():
     assert set(mesh.axis_types) == {AUTO if JAX < (0, 9) else EXPLICIT}
 
 
-# the table of docs/explicit_sharding.md: what fails, and what to write instead
-
 IDS = np.array([3, 1, 7])
 
 
@@ -38,11 +36,13 @@ def scan(body, x, layers):
     return jax.lax.scan(lambda x, w: (body(x, w), None), x, layers)[0]
 
 
+def total(x, start):
+    return scan(lambda total, row: total + row, start, x)
+
+
+# the table of docs/explicit_sharding.md: what fails, and what to write instead
 OPERATIONS = {
-    'product': (
-        lambda x, y: x @ y,
-        lambda x, y: einsum('a b, b c -> a@data c', x, y),
-    ),
+    'product': (lambda x, y: x @ y, lambda x, y: einsum('a b, b c -> a@data c', x, y)),
     'product, by out_sharding': (
         lambda x, y: x @ y,
         lambda x, y: jnp.matmul(x, y, out_sharding=make_sharding('a@data c')),
@@ -59,32 +59,21 @@ OPERATIONS = {
         lambda x, y: x.reshape(2, 32),
         lambda x, y: x.reshape(2, 32, out_sharding=make_sharding('a b@tensor')),
     ),
-    'addition': (
-        lambda x, y: x + y,
-        lambda x, y: x + einshard(y, 'a@data b@tensor'),
-    ),
+    'addition': (lambda x, y: x + y, lambda x, y: x + einshard(y, 'a@data b@tensor')),
     'where': (
         lambda x, y: jnp.where(x > 3, x, jnp.ones(x.shape)),
         lambda x, y: jnp.where(x > 3, x, einshard(jnp.ones(x.shape), 'a@data b@tensor')),
     ),
-    'slice': (
-        lambda x, y: x[:3],
-        lambda x, y: einshard(x, 'a b@tensor')[:3],
-    ),
+    'slice': (lambda x, y: x[:3], lambda x, y: einshard(x, 'a b@tensor')[:3]),
     'scan over a sharded axis': (
-        lambda x, y: scan(lambda total, row: total + row, jnp.zeros(8), x),
-        lambda x, y: scan(
-            lambda total, row: total + row,
-            einshard(jnp.zeros(8), 'b@tensor'),
-            einshard(x, 'a b@tensor'),
-        ),
+        lambda x, y: total(x, jnp.zeros(8)),
+        lambda x, y: total(einshard(x, 'a b@tensor'), einshard(jnp.zeros(8), 'b@tensor')),
     ),
     'carry of a scan': (
         lambda x, y: scan(lambda x, w: x @ w, x, jnp.ones((2, 8, 8))),
         lambda x, y: scan(lambda x, w: einshard(x @ w, 'a@data b@tensor'), x, jnp.ones((2, 8, 8))),
     ),
 }
-
 if JAX < (0, 9):
     del OPERATIONS['where']  # where() takes operands with different shardings
 
@@ -97,11 +86,10 @@ def test_operations_that_need_a_sharding(operation):
         with pytest.raises(Exception) as caught:  # noqa: PT011
             specs(fails)(X, X.T)
         result = specs(works)(X, X.T)
-    error = caught.value
     if 'scan' in operation:
-        assert type(error) in (TypeError, ValueError)
+        assert type(caught.value) in (TypeError, ValueError)
     else:
-        assert is_sharding_type_error(error)
+        assert is_sharding_type_error(caught.value)
     np.testing.assert_allclose(result, fails(jnp.asarray(X), jnp.asarray(X.T)), rtol=1e-6)
 
 
@@ -170,16 +158,14 @@ RULES = Rules(
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 16), dtype=np.int32)
 
 
-@pytest.fixture
-def nnx():
-    return pytest.importorskip('flax.nnx')
+def nnx_loss(explicit):
+    """The loss of a model of NNX and its state, with out_sharding= in its layers or not."""
+    nnx = pytest.importorskip('flax.nnx')
+    if explicit and 'out_sharding' not in inspect.signature(nnx.Embed.__call__).parameters:
+        pytest.skip('this version of Flax has no out_sharding=')
 
-
-@pytest.fixture
-def nnx_model(nnx):
     class Model(nnx.Module):
-        def __init__(self, rngs, **to_layers):
-            self.to_layers = to_layers
+        def __init__(self, rngs):
             self.embed = nnx.Embed(64, 32, rngs=rngs)
             self.up = nnx.Linear(32, 128, rngs=rngs)
             self.down = nnx.Linear(128, 32, rngs=rngs)
@@ -188,67 +174,50 @@ def nnx_model(nnx):
             x = self.embed(tokens, **to_layers)
             return self.embed.attend(x + self.down(jax.nn.gelu(self.up(x)), **to_layers))
 
-    return Model
-
-
-def nnx_loss(nnx, model, options):
-    """The loss of the state of a model, with out_sharding= in its layers or not."""
-    graph, state = nnx.split(model)
+    graph, state = nnx.split(Model(nnx.Rngs(0)))
 
     def loss(state, tokens):
-        given = {'out_sharding': make_sharding('b@data s d')} if options else {}
+        given = {'out_sharding': make_sharding('b@data s d')} if explicit else {}
         return jax.nn.logsumexp(nnx.merge(graph, state)(tokens, **given)).mean()
 
     return loss, state
 
 
-def test_nnx_fails_with_a_note_that_names_the_line_and_the_parameter(nnx, nnx_model):
-    loss, state = nnx_loss(nnx, nnx_model(nnx.Rngs(0)), options=False)
-    with jax.set_mesh(MESH), pytest.raises(Exception, match='out_sharding') as caught:
-        sharded(RULES, 'b s -> b@data s')(loss)(state, TOKENS)
-    note = caught.value.__notes__[0]
-    assert 'x = self.embed(tokens, **to_layers)' in note
-    assert "parameter 'state/embed/embedding/value': axis 'v' is sharded over 'tensor'" in note
-
-
-def test_nnx_layers_take_out_sharding(nnx, nnx_model):
-    if 'out_sharding' not in inspect.signature(nnx.Embed.__call__).parameters:
-        pytest.skip('this version of Flax has no out_sharding=')
-    loss, state = nnx_loss(nnx, nnx_model(nnx.Rngs(0)), options=True)
-    alone, _ = nnx_loss(nnx, nnx_model(nnx.Rngs(0)), options=False)
-    step = sharded(RULES, 'b s -> b@data s', out=(None, RULES))(jax.value_and_grad(loss))
-    expected, gradients = jax.jit(jax.value_and_grad(alone))(state, TOKENS)
-    with jax.set_mesh(MESH):
-        found, sharded_gradients = step(state, TOKENS)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    check_equal(sharded_gradients, gradients, rtol=1e-4, atol=1e-6)
-
-
-def test_linen():
+def linen_loss(explicit):
     nn = pytest.importorskip('flax.linen')
 
     class Model(nn.Module):
-        explicit: bool
-
         @nn.compact
         def __call__(self, tokens):
             embed = nn.Embed(64, 32, name='embed')
-            rows = make_sharding('b@data s d') if self.explicit else None
+            rows = make_sharding('b@data s d') if explicit else None
             x = embed.embedding.at[tokens].get(out_sharding=rows)
             product = functools.partial(jax.lax.dot_general, out_sharding=rows)
             hidden = jax.nn.gelu(nn.Dense(128, name='up')(x))
             x += nn.Dense(32, name='down', dot_general=product)(hidden)
             return jax.nn.logsumexp(embed.attend(x)).mean()
 
-    params = Model(False).init(jax.random.key(0), TOKENS)
-    step = sharded(RULES, 'b s -> b@data s', out=(None, RULES))(
-        jax.value_and_grad(Model(True).apply)
-    )
-    expected, gradients = jax.jit(jax.value_and_grad(Model(False).apply))(params, TOKENS)
+    return Model().apply, None if explicit else Model().init(jax.random.key(0), TOKENS)
+
+
+@pytest.mark.parametrize('make', [nnx_loss, linen_loss])
+def test_layers_of_flax_take_out_sharding(make):
+    (loss, _), (alone, state) = make(explicit=True), make(explicit=False)
+    expected, gradients = jax.jit(jax.value_and_grad(alone))(state, TOKENS)
+    step = sharded(RULES, 'b s -> b@data s', out=(None, RULES))(jax.value_and_grad(loss))
     with jax.set_mesh(MESH):
-        found, sharded_gradients = step(params, TOKENS)
+        found, sharded_gradients = step(state, TOKENS)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     check_equal(sharded_gradients, gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_nnx_without_it_fails_with_a_note_that_names_the_line_and_the_parameter():
+    loss, state = nnx_loss(explicit=False)
+    with jax.set_mesh(MESH), pytest.raises(Exception, match='out_sharding') as caught:
+        sharded(RULES, 'b s -> b@data s')(loss)(state, TOKENS)
+    note = caught.value.__notes__[0]
+    assert 'x = self.embed(tokens, **to_layers)' in note
+    assert "parameter 'state/embed/embedding/value': axis 'v' is sharded over 'tensor'" in note
 
 
 # per-device functions without specs
@@ -263,26 +232,22 @@ def test_linen():
         (P(None, ('tensor', 'data')), 'a b@(tensor,data)'),
     ],
 )
-@pytest.mark.parametrize('jitted', [False, True])
+@pytest.mark.parametrize('transformed', [lambda f: f, jax.jit])
 @pytest.mark.parametrize('context', [False, True])
-def test_specs_are_inferred_as_by_shard_map(spec, expression, jitted, context):
+def test_specs_are_inferred_as_by_shard_map(spec, expression, transformed, context):
     x = jax.device_put(X, jax.NamedSharding(MESH, spec))
-    shapes = []
+    shapes = set()
 
     def double(x):
-        shapes.append(x.shape)
+        shapes.add(x.shape)
         return x * 2
 
-    mapped = jax.shard_map(double, mesh=MESH, out_specs=spec)
-    mesh = None if context else MESH
-    ours = per_device(out=expression, mesh=mesh)(double)
-    if jitted:
-        ours = jax.jit(ours)
+    expected = jax.shard_map(double, mesh=MESH, out_specs=spec)(x)
+    ours = transformed(per_device(out=expression, mesh=None if context else MESH)(double))
     with jax.set_mesh(MESH) if context else contextlib.nullcontext():
         y = ours(x)
-    expected = mapped(x)
     assert y.sharding.is_equivalent_to(expected.sharding, 2)
-    assert set(shapes) == {x.addressable_shards[0].data.shape}
+    assert shapes == {x.addressable_shards[0].data.shape}
     np.testing.assert_array_equal(y, X * 2)
 
 
@@ -291,22 +256,15 @@ def test_inferred_and_given_specs_mix():
     def product(x, w):
         return jax.lax.psum(x['x'] @ w, 'tensor')
 
-    with jax.set_mesh(MESH):
-        y = product({'x': einshard(X, 'b x -> b@data x@tensor')}, X)
-    np.testing.assert_array_equal(y, X @ X)
-
-
-def test_inferred_specs_along_manual_axes():
-    shapes = []
-
     @per_device(out='a b -> a@data b', axis_names='data')
     def double(x):
-        shapes.append(x.shape)
+        assert x.shape == (2, 8)  # global along 'tensor'
         return x * 2
 
     with jax.set_mesh(MESH):
-        np.testing.assert_array_equal(double(einshard(X, 'a b -> a@data b@tensor')), X * 2)
-    assert set(shapes) == {(2, 8)}  # global along 'tensor'
+        x = einshard(X, 'b x -> b@data x@tensor')
+        np.testing.assert_array_equal(product({'x': x}, X), X @ X)
+        np.testing.assert_array_equal(double(x), X * 2)
 
 
 def test_inferred_specs_of_partial_sums():
@@ -337,12 +295,14 @@ def test_auto_axes_need_specs(types):
 # nested per-device functions
 
 
-def nested(body, spec, **options):
+def psum(axes):
+    return lambda x: jax.lax.psum(x, axes)
+
+
+def nested(inner, between=lambda x: x, out='a b -> a@data b', **options):
     """A function over 'data' that calls one over the axes that are left."""
-    inner = per_device(spec, out='a b -> a b')(body)
-    return per_device('a b -> a@data b', out='a b -> a@data b', axis_names='data', **options)(
-        lambda x: inner(x) + 0
-    )
+    options = {'axis_names': 'data', **options}
+    return per_device('a b -> a@data b', out=out, **options)(lambda x: inner(between(x)) + 0)
 
 
 @pytest.mark.parametrize('types', [AUTO, EXPLICIT])
@@ -353,9 +313,8 @@ def nested(body, spec, **options):
 )
 def test_nested_functions(types, given, spec, transformed):
     mesh = mesh_of(types=types, data=4, tensor=2)
-    function = nested(
-        lambda x: jax.lax.psum(x * x, 'tensor'), spec, **({'mesh': mesh} if given else {})
-    )
+    inner = per_device(spec, out='a b -> a b')(lambda x: jax.lax.psum(x * x, 'tensor'))
+    function = nested(inner, **({'mesh': mesh} if given else {}))
 
     def plain(x):
         return (x * x).reshape(8, 2, 4).sum(1)
@@ -365,30 +324,18 @@ def test_nested_functions(types, given, spec, transformed):
     np.testing.assert_allclose(y, transformed(plain)(X), rtol=1e-6)
 
 
+@pytest.mark.parametrize('types', [AUTO, EXPLICIT])
+def test_collectives_and_constraints_of_nested_functions(types):
+    over_both = per_device('a b@tensor', out='a b -> a b')(psum(('data', 'tensor')))
+    double = per_device('a b@tensor', out='a b@tensor')(lambda x: x * 2)
+    constrained = nested(double, between=lambda x: einshard(x + 1, 'a b -> a b@tensor'))
+    with jax.set_mesh(mesh_of(types=types, data=4, tensor=2)):
+        total = nested(over_both, out='a b -> a b')(X)
+        np.testing.assert_array_equal(total, X.reshape(4, 2, 2, 4).sum((0, 2)))
+        np.testing.assert_array_equal(constrained(X), (X + 1) * 2)
+
+
 def test_nested_functions_on_the_canonical_mesh():
-    inner = per_device('a b -> a b@b', out='a b -> a b')(lambda x: jax.lax.psum(x, 'b'))
+    inner = per_device('a b -> a b@b', out='a b -> a b')(psum('b'))
     outer = per_device('a b -> a8 b2', out='a b -> a8 2 b', axis_names='a')(lambda x: inner(x))
     np.testing.assert_array_equal(outer(X), X.reshape(8, 2, 4).sum(1))
-
-
-def test_collectives_over_axes_of_the_outer_function():
-    inner = per_device('a b -> a b@tensor', out='a b -> a b')(
-        lambda x: jax.lax.psum(x, ('data', 'tensor'))
-    )
-    outer = per_device('a b -> a@data b', out='a b -> a b', axis_names='data')(lambda x: inner(x))
-    with jax.set_mesh(MESH):
-        y = outer(X)
-    np.testing.assert_array_equal(y, X.reshape(4, 2, 2, 4).sum((0, 2)))
-
-
-@pytest.mark.parametrize('types', [AUTO, EXPLICIT])
-def test_constraints_between_nested_functions(types):
-    inner = per_device('a b -> a b@tensor', out='a b -> a b@tensor')(lambda x: x * 2)
-
-    @per_device('a b -> a@data b', out='a b -> a@data b', axis_names='data')
-    def outer(x):
-        return inner(einshard(x + 1, 'a b -> a b@tensor'))
-
-    with jax.set_mesh(mesh_of(types=types, data=4, tensor=2)):
-        y = outer(X)
-    np.testing.assert_array_equal(y, (X + 1) * 2)

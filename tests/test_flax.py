@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from counting import counted
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -31,11 +32,7 @@ RULES = Rules(
 ROWS = 'batch d -> batch8 d 2'
 CUT = {
     'up/kernel': P(None, 'tp'),
-    'up/bias': P('tp'),
-    'norm/bias': P('tp'),
-    'norm/scale': P('tp'),
-    'norm/mean': P('tp'),
-    'norm/var': P('tp'),
+    **dict.fromkeys(('up/bias', 'norm/bias', 'norm/scale', 'norm/mean', 'norm/var'), P('tp')),
     'down/kernel': P('tp'),
 }
 CUT_NNX = {f'{path}/value': spec for path, spec in CUT.items()}  # each array is in a Variable
@@ -128,51 +125,52 @@ def test_no_device_holds_an_unsharded_kernel():
     assert figures.output_size_in_bytes + figures.temp_size_in_bytes < 4 * 1024 * 1024
 
 
-def test_training_by_sharded_keeps_shardings(unsharded):
+def trained_by_sharded():
+    """The state after each of four steps, with the loss."""
     graphdef, state = sharded(out=(None, RULES))(lambda: nnx.split(make()))()
-    traces = []
 
-    @sharded(RULES, ROWS, out=(RULES, None), donate_argnames='state')
+    @counted
     def step(state, x):
-        traces.append(1)
         model, optimizer = nnx.merge(graphdef, state)
         loss = learn(model, optimizer, x)
         return nnx.state((model, optimizer)), loss
 
-    losses = []
+    f = sharded(RULES, ROWS, out=(RULES, None), donate_argnames='state')(step)
     for _ in range(4):
-        state, loss = step(state, X)
-        losses.append(float(loss))
-        check_placed(state, CUT_NNX)
-    assert len(traces) == 1
-    _, expected, expected_state = unsharded
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    check_equal(state, expected_state, **CLOSE)
-    # dropout and batch norm ran
-    assert int(state[0]['drop']['rngs']['count'][...]) == 4
-    assert float(jnp.abs(state[0]['norm']['mean'][...]).sum()) > 0
+        state, loss = f(state, X)
+        yield state, float(loss)
+    assert step.runs == 1
 
 
-def test_training_by_nnx_jit_keeps_shardings(unsharded):
+def trained_by_nnx_jit():
     model, optimizer = nnx.jit(placed_by_constraint)()
-    traces = []
 
-    @nnx.jit
+    @counted
     def step(model, optimizer, x):
-        traces.append(1)
         loss = learn(model, optimizer, einshard(x, ROWS))
         for module in (model, optimizer):
             nnx.update(module, einshard(nnx.state(module), RULES))
         return loss
 
-    losses = []
+    f = nnx.jit(step)
     for _ in range(4):
-        losses.append(float(step(model, optimizer, X)))
-        check_placed(nnx.state((model, optimizer)), CUT_NNX)
-    assert len(traces) == 1
+        loss = f(model, optimizer, X)
+        yield nnx.state((model, optimizer)), float(loss)
+    assert step.runs == 1
+
+
+@pytest.mark.parametrize('trained', [trained_by_sharded, trained_by_nnx_jit])
+def test_training_keeps_shardings(trained, unsharded):
     _, expected, expected_state = unsharded
+    losses = []
+    for state, loss in trained():
+        check_placed(state, CUT_NNX)
+        losses.append(loss)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    check_equal(nnx.state((model, optimizer)), expected_state, **CLOSE)
+    check_equal(state, expected_state, **CLOSE)
+    # dropout and batch norm ran
+    assert int(state[0]['drop']['rngs']['count'][...]) == 4
+    assert float(jnp.abs(state[0]['norm']['mean'][...]).sum()) > 0
 
 
 class Block(nnx.Module):
@@ -220,11 +218,8 @@ def test_stacks_and_lists_of_modules():
     check_placed(nnx.state(model), cut)
     assert nnx.state(model)['stacked']['drop']['rngs']['key'].shape == (4,)
     expected = X
-    for kernel in (
-        *model.stacked.linear.kernel[...],
-        *(b.linear.kernel[...] for b in model.listed),
-    ):
-        expected = np.tanh(expected @ kernel)
+    for kernel in (*model.stacked.linear.kernel[...], *(b.linear.kernel for b in model.listed)):
+        expected = np.tanh(expected @ np.asarray(kernel))
     y = nnx.jit(lambda model, x: model(x))(model, X)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-6)
 
@@ -277,48 +272,52 @@ def short_form(spec):
 NAMED_CUT = {'up/kernel': P(None, 'tp'), 'down/kernel': P('tp')}
 
 
+def short_forms(names):
+    return jax.tree.map(short_form, names, is_leaf=lambda leaf: isinstance(leaf, P))
+
+
+class NamedNNX(nnx.Module):
+    def __init__(self, rngs):
+        def named(*names):
+            return {'kernel_init': nnx.with_partitioning(nnx.initializers.lecun_normal(), names)}
+
+        self.up = nnx.Linear(8, 16, **named('embed', 'mlp'), rngs=rngs)
+        self.down = nnx.Linear(16, 8, **named('mlp', None), rngs=rngs)
+
+
 def test_names_of_axes_of_nnx():
-    class Named(nnx.Module):
-        def __init__(self, rngs):
-            init = nnx.initializers.lecun_normal()
-            names = {'kernel_init': nnx.with_partitioning(init, ('embed', 'mlp'))}
-            self.up = nnx.Linear(8, 16, **names, rngs=rngs)
-            names = {'kernel_init': nnx.with_partitioning(init, ('mlp', None))}
-            self.down = nnx.Linear(16, 8, **names, rngs=rngs)
+    def init():
+        return nnx.state(NamedNNX(nnx.Rngs(0)))
 
     with nnx.use_eager_sharding(False):  # else Flax reads the names as mesh axes
-        names = nnx.get_partition_spec(nnx.eval_shape(lambda: nnx.state(Named(nnx.Rngs(0)))))
-        specs = jax.tree.map(short_form, names, is_leaf=lambda leaf: isinstance(leaf, P))
+        specs = short_forms(nnx.get_partition_spec(nnx.eval_shape(init)))
         with axis_rules(mlp='2'):
-            state = sharded(out=specs)(lambda: nnx.state(Named(nnx.Rngs(0))))()
-        check_placed(state, {f'{path}/value': spec for path, spec in NAMED_CUT.items()})
+            state = sharded(out=specs)(init)()
         with axis_rules(mlp='@tp'):
-            again = einshard(nnx.state(Named(nnx.Rngs(0))), specs, mesh=MESH)
-        check_placed(again, {f'{path}/value': spec for path, spec in NAMED_CUT.items()})
-        check_equal(again, state, rtol=1e-6)
+            again = einshard(init(), specs, mesh=MESH)
+    for placed in (state, again):
+        check_placed(placed, {f'{path}/value': spec for path, spec in NAMED_CUT.items()})
+    check_equal(again, state, rtol=1e-6)
 
 
 class Named(nn.Module):
-    """Of Linen, with boxes of both kinds around the kernels."""
+    """Of Linen, with boxes around the kernels."""
 
     @nn.compact
     def __call__(self, x):
-        init = nn.initializers.lecun_normal()
-        up = nn.with_logical_partitioning(init, ('embed', 'mlp'))
-        down = nn.with_logical_partitioning(init, ('mlp', None))
-        hidden = nn.relu(nn.Dense(16, kernel_init=up, name='up')(x))
-        return nn.Dense(8, kernel_init=down, name='down')(einshard(hidden, 'batch mlp'))
+        def dense(n, name, *names):
+            init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+            return nn.Dense(n, kernel_init=init, name=name)
+
+        hidden = nn.relu(dense(16, 'up', 'embed', 'mlp')(x))
+        return dense(8, 'down', 'mlp', None)(einshard(hidden, 'batch mlp'))
 
 
 def test_names_of_axes_of_linen():
     model = Named()
     with axis_rules(batch='@data', mlp='@tp'), jax.set_mesh(MESH):
         boxed = jax.jit(model.init)(jax.random.key(0), X)
-        specs = jax.tree.map(
-            short_form,
-            nn.get_partition_spec(boxed),
-            is_leaf=lambda leaf: isinstance(leaf, P),
-        )
+        specs = short_forms(nn.get_partition_spec(boxed))
         assert specs['params']['down'] == {'kernel': 'mlp b', 'bias': '...'}
         variables = einshard(nn.unbox(boxed), specs)
         check_placed(variables, NAMED_CUT)
@@ -411,20 +410,15 @@ def test_a_train_state_keeps_its_shardings():
     model, unsharded = LinenMLP(), LinenMLP(hidden=None)
     state, expected = sharded(out=RULES)(linen_state(model))(), jax.jit(linen_state(unsharded))()
     check_placed(state, CUT)
-    traces = []
-
-    @sharded(RULES, ROWS, out=(RULES, None), donate_argnames='state')
-    def step(state, x):
-        traces.append(1)
-        return linen_step(state, x)
-
+    body = counted(linen_step)
+    step = sharded(RULES, ROWS, out=(RULES, None), donate_argnames='state')(body)
     unsharded_step = jax.jit(linen_step)
     for _ in range(4):
         state, loss = step(state, X)
         expected, expected_loss = unsharded_step(expected, X)
         check_placed(state, CUT)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    assert len(traces) == 1
+    assert body.runs == 1
     assert int(state.step) == 4
     check_equal((state.params, state.batch_stats), (expected.params, expected.batch_stats), **CLOSE)
 

@@ -83,7 +83,7 @@ def test_missing_mesh_axes():
 
 
 def test_the_table_of_logical_axes():
-    page = (DOCS / 'functions.md').read_text(encoding='utf-8')
+    page = (DOCS / 'whole_models.md').read_text(encoding='utf-8')
     listed = {}
     for names, training, decoding in re.findall(
         r'^\| (`[^|]*`) \| ([^|]*)\| ([^|]*)\|', page, re.MULTILINE

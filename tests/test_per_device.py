@@ -12,7 +12,7 @@ import pytest
 from counting import counting
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from placed import mesh_of
+from placed import mesh_of, on
 from refusal import refusal
 from test_hlo import assert_same_program, compiled, floats
 
@@ -43,9 +43,8 @@ LAYER = per_device('b x -> b4 x2', 'x y -> x2 y', out='b y -> b4 y', mesh=EIGHT)
 def by_hand(function, mesh):
     """What LAYER makes of a function, written with jit and shard_map."""
     specs, out = (P('b', 'x'), P('x', None)), P('b', None)
-    split = functools.partial(NamedSharding, mesh)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out)
-    return jax.jit(mapped, in_shardings=tuple(map(split, specs)), out_shardings=split(out))
+    return jax.jit(mapped, in_shardings=on(mesh, specs), out_shardings=on(mesh, out))
 
 
 # ----------------------------------------------------------------- beside shard_map, and numpy
@@ -106,37 +105,27 @@ def test_program_is_that_of_shard_map_by_hand():
     assert_same_program(compiled(LAYER(product), *arguments), compiled(hand, *arguments))
 
 
-def test_program_of_an_mlp_and_its_gradient_is_that_of_shard_map_by_hand():
-    def mlp(w_in, w_out, x):
-        x = jax.lax.all_gather(x, 'model', axis=1, tiled=True)
-        return jax.lax.psum_scatter(
-            jax.nn.relu(x @ w_in) @ w_out, 'model', scatter_dimension=1, tiled=True
-        )
+def test_program_of_a_gradient_is_that_of_shard_map_by_hand():
+    def mlp(weights, x):
+        x = jax.lax.all_gather(x, 'm', axis=1, tiled=True)
+        hidden = jax.nn.relu(x @ weights[0])
+        return jax.lax.psum_scatter(hidden @ weights[1], 'm', scatter_dimension=1, tiled=True)
 
     def loss(f):
-        return jax.grad(lambda weights, x: (f(*weights, x) ** 2).sum())
+        return jax.grad(lambda weights, x: (f(weights, x) ** 2).sum())
 
-    mesh = mesh_of(data=4, model=2)
-    specs = P(None, 'model'), P('model'), P('data', 'model')
-    f = jax.shard_map(mlp, mesh=mesh, in_specs=specs, out_specs=P('data', 'model'))
-    shardings = [NamedSharding(mesh, spec) for spec in specs]
-    weights, batch = (floats(32, 64), floats(64, 32)), floats(16, 32)
-    by_hand = jax.jit(
-        loss(f),
-        in_shardings=(tuple(shardings[:2]), shardings[2]),
-        out_shardings=tuple(shardings[:2]),
+    mesh = mesh_of(b=4, m=2)
+    specs = (P(None, 'm'), P('m')), P('b', 'm')
+    hand = jax.jit(
+        loss(jax.shard_map(mlp, mesh=mesh, in_specs=specs, out_specs=specs[1])),
+        in_shardings=on(mesh, specs),
+        out_shardings=on(mesh, specs[0]),
     )
-
-    ours = per_device(
-        'd f -> d f@model',
-        'f d -> f@model d',
-        'data model -> data4 model2',
-        out='data model -> data4 model2',
-        mesh=EIGHT,
-    )(mlp)
+    ours = per_device(('d f@m', 'f@m d'), 'b m -> b4 m2', out='b m -> b4 m2', mesh=EIGHT)(mlp)
     places = 'd f -> 4 d f2', 'f d -> 4 f2 d'
     step = sharded(places, 'b d -> b4 d2', out=places, mesh=EIGHT)(loss(ours))
-    assert_same_program(compiled(step, weights, batch), compiled(by_hand, weights, batch))
+    arguments = (floats(32, 64), floats(64, 32)), floats(16, 32)
+    assert_same_program(compiled(step, *arguments), compiled(hand, *arguments))
 
 
 def test_program_for_a_tpu_slice():
@@ -237,34 +226,57 @@ def test_as_many_programs_as_by_hand_and_a_trace_for_each():
     assert len(runs) == 3
 
 
-def test_trees_prefixes_and_specs_by_name():
-    specs = {'w': 'x y -> x2 y', 'rest': '...'}
-
-    @per_device('b x -> b4 x2', weights=specs, out=('b y -> b4 y', {'mean': '...'}), mesh=EIGHT)
-    def f(x, weights):
-        a, b = weights['rest']
-        y = jax.lax.psum(x @ weights['w'], 'x') * a + b
-        return y, {'mean': jax.lax.pmean(y.mean(), 'b')}
-
-    for y, rest in (
-        f(X, {'w': W, 'rest': (2.0, np.ones(48, np.float32))}),
-        f(weights={'w': W, 'rest': (2.0, np.ones(48, np.float32))}, x=X),
-    ):
-        close(y, 2 * (X @ W) + 1)
-        close(rest['mean'], np.mean(2 * (X @ W) + 1))
+def affine(x, weights):
+    a, b = weights['rest']
+    y = product(x, weights['w']) * a + b
+    return y, {'mean': jax.lax.pmean(y.mean(), 'b')}
 
 
-def test_axes_after_an_ellipsis():
-    @per_device('... x -> ... x4', out=('... x -> ... x@x', '... x -> ... x'), mesh=EIGHT[:4])
-    def f(x):
-        return jnp.stack([x, x]), jax.lax.psum(x, 'x')
+WEIGHTS = {'w': 'x y -> x2 y', 'rest': '...'}
+IN_ROWS = per_device('... x -> ... x4', out=('... x -> ... x@x', '... x -> ... x'), mesh=EIGHT[:4])
+ADDED = MATRIX.reshape(8, 4, 2).sum(1)
+CALLS = {
+    'no arguments': (
+        per_device(out='a -> a8', mesh=EIGHT), lambda: jax.lax.axis_index('a')[None], (),
+        np.arange(8),
+    ),
+    'scalars': (
+        per_device('a*', '...', out='...', mesh=EIGHT),
+        lambda a, s: jax.lax.psum(a.sum(), 'a') + s, (np.arange(16.0), 2.0), 122,
+    ),
+    'keys': (
+        per_device('k -> k8', out='k -> k8', mesh=EIGHT),
+        lambda own: jax.random.uniform(own[0], (1,)), (KEYS,),
+        np.array([jax.random.uniform(key) for key in KEYS]),
+    ),
+    'trees, prefixes and specs by name': (
+        per_device('b4 x2', weights=WEIGHTS, out=('b4 y', {'mean': '...'}), mesh=EIGHT), affine,
+        (X, {'w': W, 'rest': (2.0, np.ones(48))}),
+        (2 * (X @ W) + 1, {'mean': np.mean(2 * (X @ W) + 1)}),
+    ),
+    'axes after an ellipsis': (
+        IN_ROWS, lambda x: (jnp.stack([x, x]), jax.lax.psum(x, 'x')), (MATRIX,),
+        (np.stack([MATRIX, MATRIX]), ADDED),
+    ),
+    'another rank': (
+        IN_ROWS, lambda x: (jnp.stack([x, x]), jax.lax.psum(x, 'x')), (MATRIX[0],),
+        (np.stack([MATRIX[0], MATRIX[0]]), ADDED[0]),
+    ),
+    'unchecked replication': (
+        per_device('a b -> a8 b', out='b -> b', mesh=EIGHT, check_vma=False),
+        lambda x: x[0] * 0, (MATRIX,), np.zeros(8),
+    ),
+    'axis_names= from an iterator': (
+        per_device('i@p j', out='i@p j', mesh=mesh_of(p=4, q=2), axis_names=iter(['p'])),
+        lambda x: x + x.shape[0], (MATRIX,), MATRIX + 2,
+    ),
+}  # fmt: skip
 
-    doubled, added = f(MATRIX)
-    np.testing.assert_array_equal(doubled, np.stack([MATRIX, MATRIX]))
-    assert doubled.sharding == make_sharding('a b c -> a b c4', mesh=EIGHT[:4])
-    np.testing.assert_array_equal(added, MATRIX.reshape(8, 4, 2).sum(1))
-    row, _ = f(MATRIX[0])
-    assert row.shape == (2, 8)
+
+@pytest.mark.parametrize('name', CALLS)
+def test_calls(name):
+    decorate, function, args, expected = CALLS[name]
+    jax.tree.map(close, decorate(function)(*args), expected)
 
 
 def test_static_and_donated_arguments_and_methods():
@@ -287,22 +299,6 @@ def test_static_and_donated_arguments_and_methods():
             return x @ self.w
 
     close(Model(jnp.asarray(W))(X), X @ W)
-
-
-@pytest.mark.parametrize(
-    ('specs', 'out', 'function', 'args', 'expected'),
-    [
-        ([], 'a -> a8', lambda: jax.lax.axis_index('a')[None], (), np.arange(8)),
-        (['a*', '...'], '...', lambda a, s: jax.lax.psum(a.sum(), 'a') + s,
-         (np.arange(16.0), 2.0), 122),
-        (['k -> k8'], 'k -> k8', lambda own: jax.random.uniform(own[0], (1,)),
-         (KEYS,), [jax.random.uniform(key) for key in KEYS]),
-    ],
-    ids=['no arguments', 'scalars', 'keys'],
-)  # fmt: skip
-def test_arguments_of_other_kinds(specs, out, function, args, expected):
-    f = per_device(*specs, out=out, mesh=EIGHT)(function)
-    np.testing.assert_array_equal(f(*args), expected)
 
 
 def test_decoration_asks_for_no_devices(monkeypatch):
@@ -379,7 +375,7 @@ def test_ahead_of_time():
 # ------------------------------------------------------------------------------ meshes of the user
 
 
-@pytest.mark.parametrize('explicit', [False, True])
+@pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize('context', [False, True])
 @pytest.mark.parametrize(
     'specs',
@@ -391,28 +387,24 @@ def test_ahead_of_time():
     ],
     ids=str,
 )
-def test_collectives_use_the_axes_of_the_mesh(specs, context, explicit):
-    mesh = mesh_of(types=AxisType.Explicit if explicit else AxisType.Auto, data=4, tp=2)
-    *specs, out = specs
-    f = per_device(*specs, out=out, mesh=None if context else mesh)(
-        lambda x, w: jax.lax.psum(x @ w, 'tp')
-    )
+def test_collectives_use_the_axes_of_the_mesh(specs, context, types):
+    mesh = mesh_of(types=types, data=4, tp=2)
+    decorate = per_device(*specs[:2], out=specs[2], mesh=None if context else mesh)
     # explicit axes are good for nothing outside of their mesh
-    with jax.set_mesh(mesh) if context or explicit else contextlib.nullcontext():
-        y = f(X, W)
+    inside = context or types == AxisType.Explicit
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+        y = decorate(lambda x, w: jax.lax.psum(x @ w, 'tp'))(X, W)
     close(y, X @ W)
     assert y.sharding == NamedSharding(mesh, P('data'))
 
 
-def test_canonical_mesh_in_context():
-    for types in (AxisType.Auto, AxisType.Explicit):
-        f = per_device('b x -> b4 x2', 'x y -> x2 y', out='b y -> b4 y')(
-            lambda x, w: jax.lax.psum(x @ w, 'd2')
-        )
-        with jax.set_mesh(device_mesh(EIGHT, axis_types=types)):
-            y = f(X, W)
-            assert y.sharding == make_sharding('b y -> b4 2 y')
-        close(y, X @ W)
+@pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
+def test_canonical_mesh_in_context(types):
+    f = per_device('b4 x2', 'x2 y', out='b4 y')(lambda x, w: jax.lax.psum(x @ w, 'd2'))
+    with jax.set_mesh(device_mesh(EIGHT, axis_types=types)):
+        y = f(X, W)
+        assert y.sharding == make_sharding('b y -> b4 2 y')
+    close(y, X @ W)
 
 
 def test_partly_manual():
@@ -427,11 +419,6 @@ def test_partly_manual():
     close(y, X @ W)
     assert set(shapes) == {((48, 24), (24, 48))}
     assert y.sharding == make_sharding('b y -> b4 2 y', mesh=EIGHT)
-
-
-def test_unchecked_replication():
-    f = per_device('a b -> a8 b', out='b -> b', mesh=EIGHT, check_vma=False)
-    np.testing.assert_array_equal(f(lambda x: x[0] * 0)(MATRIX), np.zeros(8))
 
 
 # ------------------------------------------------------------------------------------------- errors
@@ -549,19 +536,9 @@ def test_pytree_results_with_an_axis_of_size_1():
     np.testing.assert_array_equal(found['t'], AT_ONE.T)
     np.testing.assert_array_equal(found['sum'], AT_ONE.sum(1, keepdims=True))
     assert found['t'].sharding == make_sharding('j8 i', mesh=EIGHT)
+    assert 'all-gather' not in f.lower(AT_ONE).compile().as_text()  # axes of size 1 cost none
     with pytest.raises(EinshardError, match="replicated over 'j'"):
         per_device('i1 j8', out='i j -> * i j', mesh=EIGHT)(lambda x: x)(AT_ONE)
-
-
-def test_axes_of_size_1_cost_no_collectives():
-    f = per_device('i1 j8', out='j i -> j8 i', mesh=EIGHT)(lambda x: x.T)
-    assert 'all-' not in f.lower(AT_ONE).compile().as_text()
-
-
-def test_axis_names_takes_any_iterable_of_names():
-    mesh = mesh_of(p=4, q=2)
-    f = per_device('i@p j', out='i@p j', mesh=mesh, axis_names=(name for name in ['p']))
-    np.testing.assert_array_equal(f(lambda x: x + x.shape[0])(AT_ONE.T), AT_ONE.T + 2)
 
 
 def test_manual_is_the_old_name_of_axis_names():

@@ -451,7 +451,7 @@ DIVISIBLE, RANK = 'is not divisible by 4', '2 axes, but the array has 1 dimensio
         (ON_12, (12, 12), 'a b -> a4 b3', {}, 'the counts 4 x 3 do not match the axes'),
         (EXPLICIT_8, (8, 16), 'a b -> a8 b', {'mesh': AUTO_8}, OTHER_MESH),
         (AUTO_8, (8, 16), 'a b -> a8 b', {'mesh': EXPLICIT_8}, OTHER_MESH),
-        (None, (8, 16), 'a b -> a8 b', {'mesh': ABSTRACT}, 'only if it is the mesh in context'),
+        (None, (8, 16), 'a b -> a8 b', {'mesh': ABSTRACT}, 'must be the mesh in context'),
         (AUTO_8, (8, 16), 'a8 b', {'memory_kind': 'pinned_host'}, "memory_kind='pinned_host'"),
     ],
 )

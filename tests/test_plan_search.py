@@ -60,7 +60,6 @@ def run(compilations=40, judge='partitioner', memory=lambda _: 1, **more):
             'objective': 'bound',
             'limit': 10,
             'budget': Budget(compilations),
-            'progress': lambda _: None,
             **more,
         }
     )

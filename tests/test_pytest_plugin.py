@@ -71,7 +71,7 @@ def report():
 
 @pytest.fixture
 def session(tmp_path, monkeypatch):
-    """Runs pytest in this process with only this plugin; returns its status and output."""
+    """Runs pytest in this process with only this plugin; returns whether tests pass, and output."""
     monkeypatch.delenv('PYTEST_ADDOPTS', raising=False)
     monkeypatch.setattr(sys, 'dont_write_bytecode', True)  # files change within a second
     path = tmp_path / 'tests' / 'test_model.py'
@@ -87,7 +87,8 @@ def session(tmp_path, monkeypatch):
         ours = [name for name, m in sys.modules.items() if getattr(m, '__file__', '') == str(path)]
         for name in ours:
             del sys.modules[name]
-        return status, printed.getvalue()
+        assert status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), printed.getvalue()
+        return status == pytest.ExitCode.OK, printed.getvalue()
 
     return run
 
@@ -106,38 +107,24 @@ def failures(printed):
 def test_the_example_of_the_page(session, tmp_path):
     section = PAGE.partition('## Golden files')[2]
     module, golden, difference = re.findall(r'^```\w*\n(.*?)^```$', section, re.M | re.S)
-
-    status, printed = session(module)
-    assert status == pytest.ExitCode.TESTS_FAILED
-    assert (
-        'no golden file tests/golden/test_model/test_mlp.txt for mlp\n'
-        '  to write it: pytest --einshard-update\n'
-    ) in failures(printed)
-    assert goldens_of(tmp_path) == {}
-
-    status, printed = session(module, '--einshard-update')
-    assert status == pytest.ExitCode.OK
-    assert 'einshard: golden files' in printed
-    assert '\nwrote tests/golden/test_model/test_mlp.txt\n' in printed
-    assert goldens_of(tmp_path) == {'test_mlp.txt': golden}
-
-    status, printed = session(module)
-    assert status == pytest.ExitCode.OK
-    assert 'golden' not in printed
-
     changed = module.replace("'y z -> y* z'", "'y z -> y z*'")
-    status, printed = session(changed)
-    assert status == pytest.ExitCode.TESTS_FAILED
-    assert difference in failures(printed)
-    assert goldens_of(tmp_path) == {'test_mlp.txt': golden}
-
-    status, printed = session(changed, '--einshard-update')
-    assert status == pytest.ExitCode.OK
-    assert '\nrewrote tests/golden/test_model/test_mlp.txt\n' in printed
-    assert 'all-gather' in goldens_of(tmp_path)['test_mlp.txt']
-    status, printed = session(changed, '--einshard-update')
-    assert status == pytest.ExitCode.OK
-    assert 'golden' not in printed
+    file = 'tests/golden/test_model/test_mlp.txt'
+    unknown = f'no golden file {file} for mlp\n  to write it: pytest --einshard-update\n'
+    # test file, options; whether it passes, what it says, and a collective in the golden file
+    sessions = [
+        (module, [], False, unknown, None),
+        (module, ['--einshard-update'], True, f'\nwrote {file}\n', golden),
+        (module, [], True, None, golden),
+        (changed, [], False, difference, golden),
+        (changed, ['--einshard-update'], True, f'\nrewrote {file}\n', 'all-gather'),
+        (changed, ['--einshard-update'], True, None, 'all-gather'),
+    ]
+    for source, options, passes, said, content in sessions:
+        passed, printed = session(source, *options)
+        assert passed == passes
+        assert said in failures(printed) if said else 'golden' not in printed
+        files = goldens_of(tmp_path)
+        assert content in files['test_mlp.txt'] if content else files == {}
 
 
 MANY = f"""{MODULE}
@@ -159,8 +146,8 @@ def test_step(einshard_golden):
 
 
 def test_each_report_has_a_file_of_its_own(session, tmp_path):
-    status, printed = session(MANY, '--einshard-update')
-    assert status == pytest.ExitCode.OK
+    passed, printed = session(MANY, '--einshard-update')
+    assert passed
     files = goldens_of(tmp_path)
     assert sorted(files) == [
         'TestLayers.TestFirst.test_step+2.txt',
@@ -179,8 +166,8 @@ def test_each_report_has_a_file_of_its_own(session, tmp_path):
     assert sorted(written) == sorted(files)
     # plugins may run a failing test again: its numbers start again
     path = str(tmp_path / 'tests' / 'test_model.py')
-    status, printed = session(MANY, '--keep-duplicates', path)
-    assert status == pytest.ExitCode.OK
+    passed, printed = session(MANY, '--keep-duplicates', path)
+    assert passed
     assert '12 passed' in printed
 
 
@@ -188,13 +175,12 @@ def test_a_session_can_end_at_the_first_difference(session, tmp_path):
     session(MANY, '--einshard-update')
     files = goldens_of(tmp_path)
     changed = MANY.replace("'y z -> y* z'", "'y z -> y z*'")
-    status, printed = session(changed, '-x')
-    assert status == pytest.ExitCode.TESTS_FAILED
+    passed, printed = session(changed, '-x')
+    assert not passed
     assert '1 failed' in printed
     assert 'passed' not in printed
     # only the tests that run are written
-    status, printed = session(changed, '--einshard-update', '-k', 'TestLayers')
-    assert status == pytest.ExitCode.OK
+    assert session(changed, '--einshard-update', '-k', 'TestLayers')[0]
     after = goldens_of(tmp_path)
     assert {name for name in files if after[name] != files[name]} == {
         name for name in files if name.startswith('TestLayers')
@@ -209,8 +195,8 @@ def test_it_keeps_to_it(assert_collectives):
 def test_it_does_not(assert_collectives):
     assert_collectives(product, *arguments, allowed=())
 """
-    status, printed = session(source)
-    assert status == pytest.ExitCode.TESTS_FAILED
+    passed, printed = session(source)
+    assert not passed
     assert '1 failed, 1 passed' in printed
     assert 'product has unexpected collectives: 1 all-reduce' in printed
 
@@ -254,34 +240,36 @@ def test_executions_are_counted(report, executions, shown):
     assert text == PRODUCT.replace('1 x all-reduce', f'{shown} x all-reduce')
 
 
-def test_executions_in_a_loop():
-    @sharded('l x y -> l x y*', '... -> * ...', mesh=jax.devices()[:8])
-    def layers(w, h):
-        return jax.lax.scan(lambda h, w: (jax.numpy.tanh(h + w.sum() * h), None), h, w)[0]
-
-    text = golden_text(explain(layers, np.ones((5, 4, 8)), np.float32(0)))
-    assert text.endswith('collectives\n  5 x all-reduce f32[], 1 group of 8 along y\n')
+def layers(w, h):
+    return jax.lax.scan(lambda h, w: (jax.numpy.tanh(h + w.sum() * h), None), h, w)[0]
 
 
-def test_named_meshes_are_shown():
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((4, 2), ('data', 'tp'), devices=jax.devices()[:8], axis_types=auto)
+EIGHT = jax.devices()[:8]
+NAMED = einshard.device_mesh(EIGHT, data=4, tp=2)
+# a function, its arguments, and lines of its text
+TEXTS = {
+    'a loop': (
+        sharded('l x y -> l x y*', '... -> * ...', mesh=EIGHT)(layers),
+        (np.ones((5, 4, 8)), np.float32(0)),
+        ['collectives', '  5 x all-reduce f32[], 1 group of 8 along y'],
+    ),
+    'a named mesh': (
+        sharded('b x@tp', 'x@tp y@data', mesh=NAMED)(jax.numpy.matmul),
+        (np.ones((8, 8)), np.ones((8, 8))),
+        ['matmul on 8 devices: data=4, tp=2', '  1 x all-reduce f32[8,2], 4 groups of 2 along tp'],
+    ),
+    'one device': (
+        lambda: np.float32(0),
+        (),
+        ['<lambda> on 1 device', '  result: float32[]  on one device', '  none'],
+    ),
+}
 
-    @sharded('b x@tp', 'x@tp y@data', mesh=mesh)
-    def product(x, w):
-        return x @ w
 
-    text = golden_text(explain(product, np.ones((8, 8)), np.ones((8, 8))))
-    assert text.startswith('product on 8 devices: data=4, tp=2\n')
-    assert text.endswith('  1 x all-reduce f32[8,2], 4 groups of 2 along tp\n')
-
-
-def test_one_device_has_no_name():
-    text = golden_text(explain(lambda: np.float32(0)))
-    assert (
-        text == '<lambda> on 1 device\n\narguments\n  none\n'
-        'results\n  result: float32[]  on one device\ncollectives\n  none\n'
-    )
+@pytest.mark.parametrize('case', TEXTS)
+def test_texts_of_other_programs(case):
+    function, args, lines = TEXTS[case]
+    assert set(lines) <= set(golden_text(explain(function, *args)).splitlines())
 
 
 @pytest.mark.parametrize(
@@ -301,28 +289,27 @@ def test_file_names(name, file):
     assert len(file_name(name * 99)) < 150
 
 
+NO_NAME = "name= must be a non-empty string, not {}\n  example: name='forward'"
+TWICE = "test_step uses the golden file name 'forward' twice\n  file: test_step+forward.txt"
+NOT_A_REPORT = (
+    'einshard_golden takes a Report, not str\n  example: einshard_golden(explain(step, x))'
+)
+
+
 @pytest.mark.parametrize(
-    ('name', 'message'),
+    ('args', 'message'),
     [
-        (
-            'forward',
-            "test_step uses the golden file name 'forward' twice\n  file: test_step+forward.txt",
-        ),
-        ('', "name= must be a non-empty string, not ''\n  example: name='forward'"),
-        (3, "name= must be a non-empty string, not 3\n  example: name='forward'"),
+        (('forward',), TWICE),
+        (('',), NO_NAME.format("''")),
+        ((3,), NO_NAME.format(3)),
+        (None, NOT_A_REPORT),
     ],
 )
-def test_names_of_reports(report, tmp_path, name, message):
+def test_refusals(report, tmp_path, args, message):
     goldens = Goldens(tmp_path, 'test_step', tmp_path, update=True)
     assert goldens.differs(report, 'forward') is None
-    assert str(refusal(goldens.differs, report, name)) == message
-
-
-def test_not_a_report(report, tmp_path):
-    goldens = Goldens(tmp_path, 'test_step', tmp_path, update=True)
-    assert str(refusal(goldens.differs, str(report))) == (
-        'einshard_golden takes a Report, not str\n  example: einshard_golden(explain(step, x))'
-    )
+    error = refusal(goldens.differs, str(report) if args is None else report, *(args or ()))
+    assert str(error) == message
 
 
 CONFTEST = """
@@ -383,11 +370,9 @@ def test_that_asks(einshard_golden, assert_collectives):
 def test_a_wheel_has_the_plugin_beside_the_package():
     project = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))
     wheel = project['tool']['hatch']['build']['targets']['wheel']
-    source = 'einshard/_pytest_plugin.py'
-    assert Path(_pytest_plugin.__file__) == ROOT / source or not (ROOT / 'einshard').exists()
     module = project['project']['entry-points']['pytest11']['einshard']
-    assert wheel['force-include'] == {source: f'{module}.py'}
-    assert wheel['exclude'] == [f'/{source}']
+    assert wheel['force-include'] == {'einshard/_pytest_plugin.py': f'{module}.py'}
+    assert wheel['exclude'] == ['/einshard/_pytest_plugin.py']
 
 
 def test_the_installed_plugin_imports_no_jax():

@@ -1,8 +1,8 @@
 """Rules.table: its rows, totals, notes, text and HTML."""
 
-import html.parser
 import math
 import re
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of, struct
 from refusal import refusal
 
-from einshard import EinshardError, Rules, axis_rules, device_mesh, einshard, shard_largest
+from einshard import Rules, axis_rules, device_mesh, einshard, shard_largest
 
 REPLICATED = '... -> * ...'
 TREE = {
@@ -40,38 +40,27 @@ RULES = Rules(
 
 
 def test_rows():
-    table = RULES.table(TREE)
-    assert [row.path for row in table.rows] == ['embed', 'mlp/bias', 'mlp/kernel', 'norm', 'step']
-    embed, bias, kernel, norm, step = table.rows
-    assert (embed.shape, embed.dtype, embed.rule) == ((50, 16), 'float32', 'embed')
-    assert embed.expression == 'v d -> v* d2'
-    assert embed.replicated_axes == (0,)
-    assert embed.shard_shape == (50, 8)
-    assert (embed.bytes, embed.total_bytes, embed.sharded) == (50 * 8 * 4, 50 * 16 * 4, True)
-    assert (kernel.rule, kernel.expression) == ('kernel$', 'i o -> * i o2')
-    assert (kernel.shard_shape, kernel.bytes, kernel.replicated_axes) == ((16, 32), 2048, ())
-    assert (bias.dtype, bias.bytes, bias.sharded) == ('float16', 128, False)
-    assert (norm.rule, norm.expression, norm.shard_shape) == ('small', REPLICATED, (16,))
-    assert (step.rule, step.dtype, step.shape, step.bytes) == ('scalar', 'int32', (), 4)
-
-
-def test_leaves_without_a_spec():
-    (row,) = Rules([('w', None)]).table({'w': struct(8, 4), 'f': len}).rows
-    assert (row.rule, row.expression, row.shard_shape) == ('w', None, (8, 4))
-    assert (row.bytes, row.sharded) == (128, False)
-    (row,) = Rules([], default=None).table({'w': struct(8, 4)}).rows
-    assert (row.rule, row.expression) == ('default', None)
+    # the text has the rest
+    rows = RULES.table(TREE).rows
+    assert [(row.dtype, row.total_bytes, row.sharded, row.replicated_axes) for row in rows] == [
+        ('float32', 50 * 16 * 4, True, (0,)),
+        ('float16', 64 * 2, False, ()),
+        ('float32', 16 * 64 * 4, True, ()),
+        ('float32', 16 * 4, False, ()),
+        ('int32', 4, False, ()),
+    ]
+    for rules in (Rules([('w', None)]), Rules([], default=None)):
+        (row,) = rules.table({'w': struct(8, 4), 'f': len}).rows
+        assert (row.expression, row.shard_shape, row.bytes) == (None, (8, 4), 128)
 
 
 def test_totals():
     table = RULES.table(TREE)
-    whole = 50 * 16 * 4 + 16 * 64 * 4 + 64 * 2 + 16 * 4 + 4
+    in_full = 50 * 16 * 4 + 16 * 64 * 4 + 64 * 2 + 16 * 4 + 4
     held = 50 * 8 * 4 + 16 * 32 * 4 + 64 * 2 + 16 * 4 + 4
-    assert table.n_devices == 16
-    assert table.total_bytes == whole
-    assert table.bytes_per_device == held
-    assert table.sharded_share == (50 * 16 * 4 + 16 * 64 * 4) / whole
-    assert table.copies == held * 16 / whole
+    assert (table.n_devices, table.total_bytes, table.bytes_per_device) == (16, in_full, held)
+    assert table.sharded_share == (50 * 16 * 4 + 16 * 64 * 4) / in_full
+    assert table.copies == held * 16 / in_full
     assert [row.path for row in table.largest_replicated()] == ['mlp/bias', 'norm', 'step']
     assert [row.path for row in table.largest_replicated(1)] == ['mlp/bias']
 
@@ -135,34 +124,27 @@ def test_the_mesh_is_that_of_einshard():
     abstract = AbstractMesh((8, 4), ('fsdp', 'tp'), axis_types=(AxisType.Auto,) * 2)
     assert rules.table(tree, mesh=abstract).rows[0].shard_shape == (1, 1)
     assert rules.table(tree, mesh=abstract).n_devices == 32
-    # errors are those of einshard
-    twelve = device_mesh(jax.devices()[:12])
-    counts = Rules([('w', 'a b -> a4 b3')])
-    for call in (counts.table, lambda tree: einshard(tree, counts)):
-        with jax.set_mesh(twelve), pytest.raises(EinshardError, match='do not match the axes'):
-            call({'w': struct(4, 3)})
-    for call in (rules.table, lambda tree: einshard(tree, rules)):
-        with pytest.raises(EinshardError, match='but there is no mesh'):
-            call(tree)
-    with pytest.raises(EinshardError, match='must be a mesh'):
-        rules.table(tree, mesh='x')
 
 
-def test_errors_are_those_of_einshard():
-    error = refusal(Rules([('x', REPLICATED)]).table, {'w': struct(4)})
-    assert error.sentence == '1 path matches no rule'
-    error = refusal(Rules([('k', 'a*')]).table, {'mlp': {'kernel': struct(4)}})
-    assert error.sentence == refusal(einshard, struct(4), 'a*').sentence
-    assert error.facts['array'] == "float32[4], leaf 'mlp/kernel'"
-    assert error.facts['rule'] == "'k'"
+@pytest.mark.parametrize(
+    ('rules', 'tree'),
+    [
+        (Rules([('w', 'a b -> a4 b3')]), {'w': struct(4, 3)}),
+        (Rules([('w', P('fsdp'))]), {'w': struct(8, 4)}),
+        (Rules([('x', REPLICATED)]), {'w': struct(4)}),
+        (Rules([('k', 'a*')]), {'mlp': {'kernel': struct(4)}}),
+        (Rules([], default=REPLICATED), {'names': np.array(['a', 'b']), 'w': struct(16)}),
+    ],
+)
+def test_errors_are_those_of_einshard(rules, tree):
+    with jax.set_mesh(device_mesh(jax.devices()[:12])):
+        ours, theirs = refusal(rules.table, tree), refusal(einshard, tree, rules)
+    assert (ours.sentence, ours.facts) == (theirs.sentence, theirs.facts)
 
 
-def test_unsupported_dtypes():
+def test_arrays_without_a_spec_may_have_any_dtype():
     tree = {'names': np.array(['a', 'b']), 'w': struct(16)}
-    error = refusal(Rules([], default=REPLICATED).table, tree)
-    assert error.sentence == 'JAX does not support dtype <U1'
-    (row,) = Rules([], default=None).table(tree).rows
-    assert row.path == 'w'
+    assert [row.path for row in Rules([], default=None).table(tree).rows] == ['w']
 
 
 def test_keys_have_bytes():
@@ -267,45 +249,21 @@ def test_the_text():
     assert str(table) == repr(table) == TEXT.strip('\n')
 
 
-class Page(html.parser.HTMLParser):
-    """The elements of a page, that they nest, and the text of each cell and item."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.rows, self.items = [], [], []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.open.append(tag)
-        if tag == 'tr':
-            self.rows.append([])
-        elif tag in ('td', 'th'):
-            self.rows[-1].append('')
-        elif tag == 'li':
-            self.items.append('')
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open[-1] in ('td', 'th'):
-            self.rows[-1][-1] += data
-        elif self.open[-1] == 'li':
-            self.items[-1] += data
+def page(text):
+    """The cells of each row of a page, and its items; its elements must nest."""
+    root = ElementTree.fromstring(f'<div>{text}</div>')
+    rows = [[''.join(cell.itertext()) for cell in row] for row in root.iter('tr')]
+    return rows, [''.join(item.itertext()) for item in root.iter('li')]
 
 
 def test_html():
-    html_text = RULES.table(TREE)._repr_html_()
-    page = Page(html_text)
-    assert 'monospace' in html_text
+    text = RULES.table(TREE)._repr_html_()
+    assert 'monospace' in text
     table, notes = TEXT.strip().split('\n\n')
     head, dashes, *lines = table.splitlines()
     columns = [found.span() for found in re.finditer('-+', dashes)]
-    for row, line in zip(page.rows, [head, *lines], strict=True):
-        assert row == [line[start:end].strip() for start, end in columns]
-    assert page.items == notes.splitlines()
+    cells = [[line[start:end].strip() for start, end in columns] for line in [head, *lines]]
+    assert page(text) == (cells, notes.splitlines())
 
 
 def test_the_html_is_escaped():
@@ -316,11 +274,23 @@ def test_the_html_is_escaped():
     text = rules.table(tree)._repr_html_()
     assert '<script>' not in text
     assert '<i>' not in text
-    page = Page(text)
-    path, _, rule, *_ = page.rows[1]
-    assert (path, rule) == ('<script>alert(1)</script>&amp;', '^<script>.*&')
-    assert "never matches: '<i>'" in page.items
-    assert any(item.startswith('not divisible') and '<script>' in item for item in page.items)
+    rows, items = page(text)
+    assert rows[1][0] == '<script>alert(1)</script>&amp;'
+    assert rows[1][2] == '^<script>.*&'
+    assert "never matches: '<i>'" in items
+
+
+def test_a_terminal_obeys_nothing_in_paths_and_patterns():
+    tree = {'\x1b[31mw\r\n': np.ones((3, 4)), 'b\x07': np.ones(16)}
+    rules = Rules([('\x1b', 'a* b'), ('b', 'a*'), ('\x1b\x1b', None)], indivisible='replicate')
+    table = rules.table(tree)
+    lines = str(table).splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert lines[2].startswith('\ufffd[31mw  ')
+    assert lines[3].startswith('b\ufffd ')
+    assert "never matches: '\ufffd\ufffd'" in lines
+    assert '\x1b' not in table._repr_html_()
+    assert {row.path for row in table.rows} == set(tree)
 
 
 # ------------------------------------------------------------------------------------ real models
@@ -331,8 +301,7 @@ def test_llama_70b_without_devices():
     mesh = AbstractMesh((2, 32, 8), ('data', 'fsdp', 'tensor'), axis_types=(AxisType.Auto,) * 3)
     rules = Rules(
         [
-            ('embed_tokens', P('tensor', 'fsdp')),
-            ('(o|down)_proj', P('tensor', 'fsdp')),
+            ('embed_tokens|(o|down)_proj', P('tensor', 'fsdp')),
             ('norm/', P()),
             ('.*', P('fsdp', 'tensor')),
         ]
@@ -350,25 +319,5 @@ def test_llama_70b_without_devices():
     assert table.bytes_per_device == sum(jax.tree.leaves(held))
     assert table.total_bytes == 2 * 70_553_706_496
     assert table.n_devices == 512
-    assert len(table.rows) == 80 * 9 + 3
     assert (table.unused, table.shadowed) == ((), ())
-    norms = 161 * 8192 * 2
-    assert table.bytes_per_device == (table.total_bytes - norms) // 256 + norms
-    assert {row.path.split('/')[-2] for row in table.largest_replicated(1000)} == {
-        'input_layernorm',
-        'post_attention_layernorm',
-        'norm',
-    }
-
-
-def test_a_terminal_obeys_nothing_in_paths_and_patterns():
-    tree = {'\x1b[31mw\r\n': np.ones((3, 4)), 'b\x07': np.ones(16)}
-    rules = Rules([('\x1b', 'a* b'), ('b', 'a*'), ('\x1b\x1b', None)], indivisible='replicate')
-    table = rules.table(tree)
-    lines = str(table).splitlines()
-    assert all(line.isprintable() for line in lines)
-    assert lines[2].startswith('\ufffd[31mw  ')
-    assert lines[3].startswith('b\ufffd ')
-    assert "never matches: '\ufffd\ufffd'" in lines
-    assert '\x1b' not in table._repr_html_()
-    assert {row.path for row in table.rows} == set(tree)
+    assert len(table.largest_replicated(1000)) == 161  # the norms

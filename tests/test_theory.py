@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
+from refusal import refusal
 
-from einshard import EinshardError, make_sharding, parallelism
+from einshard import make_sharding, parallelism
 from einshard._hlo.collectives import read_collectives
 from einshard._theory.communication import Blocks, Space, resharding
 from einshard._theory.contraction import read_contraction
@@ -162,73 +163,91 @@ def test_an_operand_moved_to_match_the_result():
     assert ['all-to-all'] in [[one.kind for one in c.collectives] for c in turned.choices]
 
 
-def test_devices_that_mesh_axes_leave():
-    theory = parallelism('b@p x, x y -> b y', p=2, devices=16)
-    assert math.prod(theory.devices.values()) == 16
-    assert theory.operands == ('b x -> 8 b2 x', 'x y -> 16 x y')
-    stars = parallelism('b@p x*, x* y -> b y', p=2, devices=16)
-    assert stars.operands == ('b x -> x8 b2', 'x y -> x16 y')
-    assert parallelism('b@p x, x y -> b y', p=2, devices=2).devices == {'p': 2}
-    # in a chain, counts may be those of another step
-    chain = parallelism(['b@p x, x y -> b y', 'b y, y z -> b z'], p=2, z=4)
-    assert [math.prod(step.devices.values()) for step in chain] == [8, 8]
+# ------------------------------------------------------------------- without the compiler
+
+LAYER = 'b x, x y -> b y'
 
 
-def test_kinds():
-    def kind(**counts):
-        return parallelism('b x, x y -> b y', **counts).kind
-
-    assert kind(b=8) == kind(y=8) == kind(b=2, y=4) == 'data parallelism'
-    assert kind(x=8) == 'tensor parallelism'
-    assert kind(b=2, x=4) == 'hybrid'
-    assert kind() == kind(devices=4) == kind(x=1) == 'replicated'
-    assert parallelism('b8 x, x y8 -> b y').kind == 'resharding'
-
-
-def test_placements_are_in_the_order_of_the_keywords():
-    assert parallelism('b x, x y -> b y', b=2, x=4).operands == ('b x -> b2 x4', 'x y -> 2 x4 y')
-    assert parallelism('b x, x y -> b y', x=4, b=2).operands == ('b x -> x4 b2', 'x y -> x4 y 2')
-
-
-def test_devices_that_the_counts_leave_are_replicas():
-    theory = parallelism('b x, x y -> b y', x=4, devices=8)
-    assert theory.operands == ('b x -> 2 b x4', 'x y -> 2 x4 y')
-    assert [(c.group_size, c.groups) for c in theory.collectives] == [(4, 2)]
+# einsum, counts, the kind, and the placements of the operands
+PLACEMENTS = [
+    (LAYER, {}, 'replicated', '1 b x', '1 x y'),
+    (LAYER, {'devices': 4}, 'replicated', '4 b x', '4 x y'),
+    (LAYER, {'x': 1}, 'replicated', '1 b x', '1 x y'),
+    (LAYER, {'b': 8}, 'data parallelism', 'b8 x', '8 x y'),
+    (LAYER, {'y': 8}, 'data parallelism', '8 b x', 'x y8'),
+    (LAYER, {'b': 2, 'y': 4}, 'data parallelism', 'b2 4 x', '2 x y4'),
+    (LAYER, {'x': 8}, 'tensor parallelism', 'b x8', 'x8 y'),
+    # in the order of the keywords
+    (LAYER, {'b': 2, 'x': 4}, 'hybrid', 'b2 x4', '2 x4 y'),
+    (LAYER, {'x': 4, 'b': 2}, 'hybrid', 'x4 b2', 'x4 y 2'),
+    # devices that the counts or mesh axes leave hold replicas, or are taken by stars
+    (LAYER, {'x': 4, 'devices': 8}, 'tensor parallelism', '2 b x4', '2 x4 y'),
+    ('b@p x, x y -> b y', {'p': 2, 'devices': 16}, 'data parallelism', '8 b2 x', '16 x y'),
+    ('b@p x*, x* y -> b y', {'p': 2, 'devices': 16}, 'resharding', 'x8 b2', 'x16 y'),
+]
 
 
-def test_a_result_where_the_einsum_asks_for_it():
-    def kinds(einsum):
-        choice, *_ = parallelism(einsum).choices
-        return choice.result, [one.kind for one in choice.collectives]
-
-    assert kinds('b x8, x8 y -> 8 b y') == ('b y -> 8 b y', ['all-reduce'])
-    assert kinds('b x8, x8 y -> b8 y') == ('b y -> b8 y', ['reduce-scatter'])
-    assert kinds('b8 x, 8 x y -> 8 b y') == ('b y -> 8 b y', ['all-gather'])
-    assert kinds('b8 x, 8 x y -> b y8') == ('b y -> b y8', ['all-to-all'])
-    assert kinds('8 b x, 8 x y -> b y8') == ('b y -> b y8', [])
-    assert kinds('b2 x4, 2 x4 y -> b y2 4') == (
-        'b y -> b y2 4',
-        ['all-reduce', 'all-to-all'],
-    )
+@pytest.mark.parametrize(('einsum', 'counts', 'kind', 'b_x', 'x_y'), PLACEMENTS)
+def test_kinds_and_placements(einsum, counts, kind, b_x, x_y):
+    theory = parallelism(einsum, **counts)
+    n = counts.get('devices', math.prod(counts.values()))
+    assert theory.kind == kind
+    assert math.prod(theory.devices.values()) == n
+    devices = jax.devices()[:n]
+    for ours, expected in zip(theory.operands, (f'b x -> {b_x}', f'x y -> {x_y}'), strict=True):
+        assert make_sharding(ours, mesh=devices) == make_sharding(expected, mesh=devices)
 
 
-def test_mesh_axes_by_name():
+# einsum with placements, the result's, and what the first choice does for it
+RESULTS = [
+    ('b x8, x8 y -> 8 b y', 'b y -> 8 b y', ['all-reduce']),
+    ('b x8, x8 y -> b8 y', 'b y -> b8 y', ['reduce-scatter']),
+    ('b8 x, 8 x y -> 8 b y', 'b y -> 8 b y', ['all-gather']),
+    ('b8 x, 8 x y -> b y8', 'b y -> b y8', ['all-to-all']),
+    ('8 b x, 8 x y -> b y8', 'b y -> b y8', []),
+    ('b2 x4, 2 x4 y -> b y2 4', 'b y -> b y2 4', ['all-reduce', 'all-to-all']),
+]
+
+
+@pytest.mark.parametrize(('einsum', 'result', 'kinds'), RESULTS)
+def test_a_result_where_the_einsum_asks_for_it(einsum, result, kinds):
+    choice, *_ = parallelism(einsum).choices
+    assert (choice.result, [one.kind for one in choice.collectives]) == (result, kinds)
+
+
+def test_groups_of_collectives():
     theory = parallelism('b@data x@tp, x@tp y -> b@data y', data=2, tp=4)
     assert theory.kind == 'hybrid'
     (only,) = theory.collectives
     assert (only.kind, only.over, only.group_size, only.groups) == ('all-reduce', ('tp',), 4, 2)
     with pytest.warns(DeprecationWarning, match='group_size'):
         assert only.parties == 4
-    turned = parallelism('b@(tp,data) x, x y -> b@(tp,data) y', data=2, tp=4)
-    assert turned.operands[0] == 'b x -> b@(tp,data) x'
-    assert turned.collectives == ()
+    (only,) = parallelism(LAYER, x=4, devices=8).collectives
+    assert (only.group_size, only.groups) == (4, 2)
+    assert parallelism('b@data x, x y -> b@data y', data=8).collectives == ()
+
+
+def test_devices_of_named_axes_and_of_chains():
+    assert parallelism('b@p x, x y -> b y', p=2, devices=2).devices == {'p': 2}
+    # in a chain, counts may be those of another step
+    chain = parallelism(['b@p x, x y -> b y', 'b y, y z -> b z'], p=2, z=4)
+    assert [math.prod(step.devices.values()) for step in chain] == [8, 8]
 
 
 def test_bytes_without_sizes():
-    theory = parallelism('b x, x y -> b y', x=8)
+    theory = parallelism(LAYER, x=8)
     assert theory.choices[0].bytes is None
     assert theory.collectives[0].block == 'b y'
     assert theory.choices[0].block == '[b x/8] [x/8 y]'
+
+
+# ---------------------------------------------------------------------------------------- chains
+
+
+def struct(sharding, ndim, devices):
+    return jax.ShapeDtypeStruct(
+        (SIZE,) * ndim, jnp.float32, sharding=make_sharding(sharding, mesh=devices)
+    )
 
 
 def test_a_chain_is_what_the_compiler_makes_of_an_mlp(devices8):
@@ -236,13 +255,8 @@ def test_a_chain_is_what_the_compiler_makes_of_an_mlp(devices8):
     sizes = dict.fromkeys('bxyz', SIZE)
     for counts in assignments('bxyz', 8):
         theory = parallelism(steps, sizes=sizes, **counts)
-        placements = [theory[0].operands[0], theory[0].operands[1], theory[1].operands[1]]
-        shapes = [
-            jax.ShapeDtypeStruct(
-                (SIZE, SIZE), jnp.float32, sharding=make_sharding(one, mesh=devices8)
-            )
-            for one in placements
-        ]
+        placements = *theory[0].operands, theory[1].operands[1]
+        shapes = [struct(one, 2, devices8) for one in placements]
         program = jax.jit(lambda x, v, w: jax.nn.relu(x @ v) @ w).lower(*shapes).compile()
         made = sorted((c.kind, c.bytes) for c in collectives(program))
         wanted = sorted((c.kind, c.bytes) for c in theory.collectives)
@@ -266,10 +280,7 @@ def test_a_chain_is_what_the_compiler_makes_of_attention(devices8):
         return jnp.einsum('bshk,hkd->bsd', jnp.einsum('bhst,bthk->bshk', scores, v), o)
 
     weights = [theory[0].operands[1]] * 3 + [theory[4].operands[1]]
-    shapes = [
-        jax.ShapeDtypeStruct((SIZE,) * 3, jnp.float32, sharding=make_sharding(one, mesh=devices8))
-        for one in [theory[0].operands[0], *weights]
-    ]
+    shapes = [struct(one, 3, devices8) for one in [theory[0].operands[0], *weights]]
     program = jax.jit(attention).lower(*shapes).compile()
     assert total(collectives(program)) == total(theory.collectives)
     assert make_sharding(theory[4].result, mesh=devices8).is_equivalent_to(
@@ -304,53 +315,41 @@ b x, x y -> b y   on 4 devices
      result 'b y -> b2 y 2'
      all-gather of operand 1 over d1: [x y], 256 bytes, among 2 groups of 2 devices"""
     )
-    assert (
-        f'\n{parallelism(["a, a ->", "a, b -> a b"], a=4)}'
-        == """
-a, a ->   on 4 devices
-  free: none; reduced: a
-  only reduced axes are sharded: each device computes a partial sum
-  operand 0: 'a -> a4'
-  operand 1: 'a -> a4'
-  each device multiplies [a/4] [a/4]
-  result '-> 4'
-  all-reduce of the result over a: [], among 4 devices
-
-a, b -> a b   on 4 devices
-  free: a, b; reduced: none
-  only free axes are sharded: each device computes its part of the result
-  operand 0: 'a -> a4'
-  operand 1: 'b -> 4 b'
-  each device multiplies [a/4] [b]
-  result 'a b -> a4 b'
-  no communication
-
-1 collective in all"""
-    )
+    # a chain has a sum of its steps
+    first, second, end = str(parallelism(['a, a ->', 'a, b -> a b'], a=4)).split('\n\n')
+    assert 'only reduced axes are sharded: each device computes a partial sum' in first
+    assert 'only free axes are sharded: each device computes its part of the result' in second
+    assert end == '1 collective in all'
 
 
-def test_moves():
+A, B, AB, BA = {'a': ('d0',)}, {'b': ('d0',)}, {'a': ('d0', 'd1')}, {'a': ('d1', 'd0')}
+
+
+@pytest.mark.parametrize(
+    ('old', 'new', 'expected'),
+    [
+        (A, A, []),
+        ({}, A, []),
+        (A, AB, []),
+        (A, {}, [('all-gather', ('d0',), 'a b')]),
+        (AB, A, [('all-gather', ('d1',), 'a/2 b')]),
+        (A, B, [('all-to-all', ('d0',), 'a/2 b')]),
+        (AB, BA, [('collective-permute', ('d0', 'd1'), 'a/8 b')]),
+        # an array is sharded further before it moves
+        (A, {'b': ('d1',)}, [('all-gather', ('d0',), 'a b/4')]),
+        (A, {'b': ('d0', 'd1')}, [('all-to-all', ('d0',), 'a/2 b/4')]),
+        ({'a': ('d1',)}, AB, [('collective-permute', ('d1', 'd0'), 'a/8 b')]),
+    ],
+)
+def test_resharding(old, new, expected):
     space = Space(('a', 'b'), {'d0': 2, 'd1': 4})
 
     def blocks(over):
         holders = {axis: name for name, axes in over.items() for axis in axes}
-        layout = space.sharded(space.replicated, holders)
-        return Blocks('the array', space.names, layout, space)
+        return Blocks('', space.names, space.sharded(space.replicated, holders), space)
 
-    def kinds(old, new):
-        found = resharding(blocks(old), blocks(new))
-        return [(one.kind, one.over, one.block) for one in found]
-
-    a, b, ab, ba = {'a': ('d0',)}, {'b': ('d0',)}, {'a': ('d0', 'd1')}, {'a': ('d1', 'd0')}
-    assert kinds(a, a) == kinds({}, a) == kinds(a, ab) == []
-    assert kinds(a, {}) == [('all-gather', ('d0',), 'a b')]
-    assert kinds(ab, a) == [('all-gather', ('d1',), 'a/2 b')]
-    assert kinds(a, b) == [('all-to-all', ('d0',), 'a/2 b')]
-    assert kinds(ab, ba) == [('collective-permute', ('d0', 'd1'), 'a/8 b')]
-    # what is to be cut is cut first
-    assert kinds(a, {'b': ('d1',)}) == [('all-gather', ('d0',), 'a b/4')]
-    assert kinds(a, {'b': ('d0', 'd1')}) == [('all-to-all', ('d0',), 'a/2 b/4')]
-    assert kinds({'a': ('d1',)}, ab) == [('collective-permute', ('d1', 'd0'), 'a/8 b')]
+    found = resharding(blocks(old), blocks(new))
+    assert [(one.kind, one.over, one.block) for one in found] == expected
 
 
 @pytest.mark.parametrize(
@@ -380,15 +379,9 @@ def test_the_compiler_too_cuts_before_it_moves(before, after, n_bytes, devices8)
     [{'x': 0}, {'x': True}, {'x': '2'}, {'devices': -8}, {'devices': 2.0}, {'item_bytes': 0}],
 )
 def test_counts_are_positive_integers(options):
-    with pytest.raises(EinshardError, match='must be a positive integer'):
-        parallelism('b x, x y -> b y', **options)
+    assert 'must be a positive integer' in refusal(parallelism, LAYER, **options).sentence
 
 
-def test_letters_that_are_not_apart():
-    with pytest.raises(EinshardError) as caught:
-        parallelism('bx,xy->by', b=2)
-    assert caught.value.fix == "'b x, x y -> b y'"
-    assert parallelism('b x, x y -> b y', b=2).kind == 'data parallelism'
-    with pytest.raises(EinshardError) as caught:
-        parallelism('bx,xy->by', z=2)
-    assert caught.value.fix is None
+@pytest.mark.parametrize(('axis', 'fix'), [('b', "'b x, x y -> b y'"), ('z', None)])
+def test_letters_without_spaces(axis, fix):
+    assert refusal(parallelism, 'bx,xy->by', **{axis: 2}).fix == fix

@@ -26,19 +26,21 @@ from .._sharding.mesh import (
 from .._sharding.resolve import Placement
 from .reshard import reshard
 
-# The axis names of the value that a line constrains, by file and line, for `explain`: a compiled
-# program has lines, but no names. Empty for a line that constrains values with different names.
+# The axis names of the value that a line constrains, by 'file:line'; () if a line constrains values
+# with different names. `explain` needs this, as a compiled program has lines but no axis names.
 names_at: dict[str, tuple[str, ...]] = register({})
 # The expressions of all constraints of a trace, for `plan`; None outside of it.
 constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
     'constraints_of_trace', default=None
 )
+# The names without an axis rule, for lines whose constraint replicates a value for want of one.
+without_rule_at: dict[str, tuple[str, ...]] = register({})
 
 
 def constrain(x: Any, placement: Placement) -> Any:
     """Constrains a traced value: reshard for explicit mesh axes, a constraint for the others."""
     _check_context(placement)
-    _note_names(placement.expression)
+    _note_names(placement.expression, placement.without_rule)
     if isinstance(x, jax.Ref):
         return _checked_ref(x, placement)
     try:
@@ -48,8 +50,8 @@ def constrain(x: Any, placement: Placement) -> Any:
         raise _cannot_constrain(placement, error) from error
 
 
-def _note_names(expression: Expression) -> None:
-    """Records the axis names for the user's line, and for the line that calls its function."""
+def _note_names(expression: Expression, without_rule: tuple[str, ...]) -> None:
+    """Records the axis names for the user's line, and for the line that calls that function."""
     found = constraints_of_trace.get()
     if found is not None:
         found.append(expression)
@@ -58,6 +60,7 @@ def _note_names(expression: Expression) -> None:
         line = f'{frame.f_code.co_filename}:{frame.f_lineno}'
         if names_at.setdefault(line, expression.names) != expression.names:
             names_at[line] = ()
+        without_rule_at[line] = without_rule
 
 
 def place_constant(x: Any, placement: Placement) -> Any:
@@ -90,7 +93,7 @@ def warn_replicated(placement: Placement) -> None:
 
 
 def _checked_ref(ref: Any, placement: Placement) -> Any:
-    """Returns a traced `jax.Ref` if its type has this sharding; else raises.
+    """Returns a traced `jax.Ref` if its type has this sharding; otherwise raises.
 
     JAX cannot constrain a Ref.
     """
@@ -106,17 +109,17 @@ def _checked_ref(ref: Any, placement: Placement) -> Any:
 def _constrain(x: Any, sharding: NamedSharding) -> Any:
     types = set(sharding.mesh.axis_types)
     if AxisType.Explicit in types:
-        x = reshard(x, only(sharding, AxisType.Explicit))
+        x = reshard(x, restrict_to_type(sharding, AxisType.Explicit))
     if AxisType.Auto in types:
-        x = jax.lax.with_sharding_constraint(x, only(sharding, AxisType.Auto))
+        x = jax.lax.with_sharding_constraint(x, restrict_to_type(sharding, AxisType.Auto))
     return x
 
 
 _constrain_in_jit = jax.jit(_constrain, static_argnums=1)
 
 
-def only(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
-    """Returns the sharding without the mesh axes of other types."""
+def restrict_to_type(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
+    """Returns the sharding without mesh axes that are not of type `kind`."""
     mesh = sharding.mesh
     if set(mesh.axis_types) == {kind}:
         return sharding
@@ -135,16 +138,18 @@ def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
 
 def has_type(x: Any, sharding: NamedSharding) -> bool:
     """Whether a traced value's type has this sharding along the explicit mesh axes."""
-    typed_as: Any = jax.typeof(x).sharding
-    if partial_axes(typed_as) != partial_axes(sharding):
+    actual: Any = jax.typeof(x).sharding
+    if partial_axes(actual) != partial_axes(sharding):
         return False
-    wanted, typed = spec_axes(only(sharding, AxisType.Explicit).spec), spec_axes(typed_as.spec)
-    ndim = max(len(wanted), len(typed))
-    return wanted + [()] * (ndim - len(wanted)) == typed + [()] * (ndim - len(typed))
+    explicit = restrict_to_type(sharding, AxisType.Explicit)
+    entries, actual_entries = spec_axes(explicit.spec), spec_axes(actual.spec)
+    ndim = max(len(entries), len(actual_entries))
+    padded = entries + [()] * (ndim - len(entries))
+    return padded == actual_entries + [()] * (ndim - len(actual_entries))
 
 
 def sharding_refused(x: Any, for_jit: Any) -> Sharding | None:
-    """Returns a value's sharding if jit with these `in_shardings` rejects it, else None.
+    """Returns the sharding of a value if jit with these `in_shardings` rejects it; else None.
 
     Under jax.grad or jax.vmap outside jit, the value is a tracer that does not expose its sharding,
     so this calls jit to find out.
@@ -154,9 +159,9 @@ def sharding_refused(x: Any, for_jit: Any) -> Sharding | None:
     try:
         jax.jit(_same, in_shardings=for_jit)(x)
     except ValueError:
-        found: list[Sharding] = []
-        jax.debug.inspect_array_sharding(x, callback=found.append)
-        return found[0]
+        shardings: list[Sharding] = []
+        jax.debug.inspect_array_sharding(x, callback=shardings.append)
+        return shardings[0]
     return None
 
 
@@ -164,7 +169,8 @@ def reshard_traced(x: Any, sharding: NamedSharding, replicated: Any) -> Any:
     """Reshards a value that jit rejects under jax.grad or jax.vmap outside jit.
 
     `device_put` would shard the wrong axes under jax.vmap, so this uses a constraint. A constraint
-    cannot move a value to other devices, so `device_put` first replicates it there if necessary.
+    cannot move a value to other devices, so `device_put` first replicates the value over those
+    devices if necessary.
     """
     try:
         return _constrain_in_jit(x, sharding)
@@ -194,9 +200,9 @@ def _check_context(placement: Placement) -> None:
             mesh=mesh_fact(mesh),
             instead="use 'with jax.set_mesh(mesh):', or pass a Mesh with devices",
         )
-    explicit = AxisType.Explicit in (*mesh.axis_types, *context.axis_types)
-    other = not context.empty and context != (mesh if is_abstract else mesh.abstract_mesh)
-    if other and (is_abstract or explicit):
+    has_explicit = AxisType.Explicit in (*mesh.axis_types, *context.axis_types)
+    differs = not context.empty and context != (mesh if is_abstract else mesh.abstract_mesh)
+    if differs and (is_abstract or has_explicit):
         raise error(
             'mesh= differs from the mesh in context',
             mesh=mesh_fact(mesh),

@@ -26,7 +26,7 @@ def is_placed(x: Any, sharding: NamedSharding) -> bool:
 
 
 def movable(x: Any, sharding: NamedSharding) -> Any:
-    """Returns the array, or an equal one, in a form that `device_put` can move to `sharding`."""
+    """Returns an equal array that `device_put` can move to `sharding`; usually `x` itself."""
     if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
         return x
     mesh = x.sharding.mesh
@@ -48,8 +48,8 @@ def movable(x: Any, sharding: NamedSharding) -> Any:
 def without_partial_axes(x: Any, sharding: NamedSharding) -> Any:
     """Reshards an array so that it has no unreduced or reduced axes, which `device_put` rejects.
 
-    On the mesh of `sharding`, the array gets that sharding at once: the sum may be a
-    reduce-scatter.
+    If the array is on the mesh of `sharding`, it gets that sharding directly, so that the sum may
+    be a reduce-scatter.
     """
     mesh, entries = x.sharding.mesh, spec_axes(x.sharding.spec)
     if mesh == sharding.mesh:
@@ -82,10 +82,10 @@ def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False)
     for sharding in shardings:
         _check_devices(sharding)
     leaves = [movable(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]
-    # with a single sharding, device_put does not flatten a tree of shardings: 0.7 us less per leaf
+    # for a single sharding, device_put flattens no pytree of shardings: 0.7 us less per leaf
     first = shardings[0]
-    same = all(sharding is first for sharding in shardings)
-    return device_put(leaves, first if same else shardings, donate)
+    are_equal = all(sharding is first for sharding in shardings)
+    return device_put(leaves, first if are_equal else shardings, donate)
 
 
 def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
@@ -100,6 +100,7 @@ def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
 
 
 def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
+    """Calls `jax.device_put`; raises an EinshardError for the devices of a topology."""
     try:
         return jax.device_put(x, sharding, donate=donate)
     except jax.errors.JaxRuntimeError as error:
@@ -110,11 +111,15 @@ def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
 
 
 def error_of_topology(error: Exception) -> EinshardError | None:
-    """The error to raise if JAX's is about the devices of a topology, which only compile."""
+    """Converts JAX's errors about arrays on the devices of a topology; None for other errors."""
     text = str(error)
-    # what JAX 0.8.1 says; other processes have non-addressable devices too
-    alone = jax.process_count() == 1 and 'non-addressable device' in text
-    if not alone and 'compile-only' not in text and "no attribute 'local_devices'" not in text:
+    # the text of JAX 0.8.1; with several processes, devices of other processes cause it too
+    is_old_text = jax.process_count() == 1 and 'non-addressable device' in text
+    if (
+        not is_old_text
+        and 'compile-only' not in text
+        and "no attribute 'local_devices'" not in text
+    ):
         return None
     return EinshardError(
         'the devices of a topology can neither hold arrays nor run programs',
@@ -133,8 +138,8 @@ def _check_devices(sharding: NamedSharding) -> None:
 def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
     """Places one leaf on the devices of several processes.
 
-    `device_put` would first gather process-local data from all processes, to check that it is
-    equal. Here each process slices its own shards instead.
+    `device_put` would first gather host data from all processes, to check that it is equal. Here
+    each process slices its own shards instead.
     """
     is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
     if is_global or sharding.is_fully_addressable:
@@ -145,7 +150,7 @@ def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
 
 
 def as_host(x: Any) -> np.ndarray[Any, Any]:
-    """Converts an array or number to NumPy, with the dtype that JAX would give it."""
+    """Converts an array or a number to NumPy, with the dtype that JAX uses for it."""
     # an int that is too large for JAX raises OverflowError here, as in device_put
     host = np.asarray(jax.numpy.asarray(x) if type(x) is int else x)
     return host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)

@@ -34,37 +34,39 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
         >>> import jax
         >>> import numpy as np
         >>> from einshard import from_local
-        >>> rows = np.ones((2 * jax.local_device_count(), 4))  # of this process
+        >>> rows = np.ones((2 * jax.local_device_count(), 4))  # the rows of this process
         >>> batch = from_local(rows, 'batch d -> batch* d')
         >>> batch.shape == (2 * jax.device_count(), 4)
         True
 
-    `einshard` takes the full array in every process. `from_local` takes only the rows that this
-    process's devices will store. On 4 hosts with 2 devices each, 32 rows per process make a batch
-    of 128 for 'batch d -> batch* d', with 16 rows per device. An axis keeps its size if it is
-    replicated, or sharded only within a process. Processes with replicas of the same rows must
-    pass the same values; this is not checked.
+    `einshard` takes the full array in every process; `from_local` takes only the rows that the
+    devices of this process will store. For 'batch d -> batch* d' on 4 hosts with 2 devices each, 32
+    rows per process make a batch of 128, with 16 rows per device. An axis that is replicated, or
+    sharded only within each process, keeps its local size. Processes with replicas of the same rows
+    must pass the same values, which is not checked.
 
     All processes of the mesh must call `from_local`. They first compare shapes, dtypes, paths and
-    expressions, because a program would hang if these differed. With two processes on one machine,
-    the check takes 3 ms (building an array takes 0.2 ms); it waits for pending computations.
+    expressions, because programs hang if these differ. The check waits for pending computations.
+    With two processes on one machine it takes 3 ms; building an array takes 0.2 ms.
 
     Args:
-        batch: a pytree of local arrays of shape (local rows, ...). A `jax.ShapeDtypeStruct` gets
-            the global shape and the sharding. Leaves that are not arrays are returned as they are.
-        spec: as for `einshard`. Callables and `Rules` see the local arrays.
-        mesh: as for `make_sharding`.
-        check: whether processes compare what they build. Use False if all processes always have
-            equally many rows, as with a data loader that drops the last incomplete batch.
+        batch: a pytree of local arrays of shape (local rows, ...). A `jax.ShapeDtypeStruct` is
+            returned with the global shape and the sharding. Leaves that are not arrays are returned
+            as they are.
+        spec: the spec of the global arrays, as for `einshard`. Spec functions and `Rules` get the
+            local arrays.
+        mesh: a mesh, or a sequence of devices, as for `make_sharding`.
+        check: whether processes compare their arrays. Use False if all processes always have the
+            same number of rows, as with a data loader that drops the last incomplete batch.
 
     Returns:
-        The pytree of global arrays, of shape (all rows, ...). In one process, the same as
+        A pytree of global arrays of shape (all rows, ...). In one process, the result of
         `einshard`.
 
     Raises:
         EinshardError: an expression is invalid or does not fit, as for `einshard`; the number of
-            local rows is not divisible; the processes disagree (every process raises); an array
-            is global already, or traced.
+            local rows is not divisible; the arrays of the processes do not match, which raises in
+            every process; or an array is already global, or traced.
     """
     leaves, treedef = jtu.tree_flatten(batch)
     if is_tracing() or any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -80,8 +82,8 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
         return einshard(batch, spec, mesh=mesh)
     plan = _make_plan(batch, leaves, spec, context)
     if check:
-        # on every call, not only for new shapes: a process with a known shape would skip the check,
-        # and one with a new shape would wait for it forever
+        # on every call, not only for new shapes: otherwise a process with a new shape would wait
+        # forever for a process whose shape is not new
         try:
             check_same_plan(plan.planned, device_mesh)
         except EinshardError as error:
@@ -124,20 +126,22 @@ class _LocalArray(NamedTuple):
 
 @dataclass(slots=True)
 class _Plan:
+    """The global arrays to build, their texts for the comparison, and the first error."""
+
     arrays: dict[int, _LocalArray] = field(default_factory=dict[int, _LocalArray])  # by leaf index
     planned: list[PlannedArray] = field(default_factory=list[PlannedArray])
     error: Exception | None = None
 
 
 def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) -> _Plan:
-    """Plans what to build. Errors are stored, not raised: the other processes wait for this one."""
+    """Plans the global arrays. Errors are stored, because the other processes wait for this one."""
     plan = _Plan()
     try:
         specs = leaf_specs(batch, leaves, spec, context.mesh)
     except Exception as error:  # callables in specs may raise anything
         return _Plan(planned=[(_sentence(error), '')], error=error)
-    for i, (path, leaf, one) in enumerate(zip(leaf_paths(batch), leaves, specs, strict=True)):
-        if one is None or not isinstance(leaf, _ARRAYS):
+    for i, (path, leaf, leaf_spec) in enumerate(zip(leaf_paths(batch), leaves, specs, strict=True)):
+        if leaf_spec is None or not isinstance(leaf, _ARRAYS):
             continue
         array, sentence = leaf, ''
         try:
@@ -147,13 +151,13 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
                     facts={'instead': 'pass an array x: jax.new_ref(from_local(x, ...))'},
                 )
             array = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else as_host(leaf)
-            plan.arrays[i] = _local_array(array, one, context)
+            plan.arrays[i] = _local_array(array, leaf_spec, context)
         except Exception as error:
             sentence = f': {_sentence(error)}'
             if isinstance(error, EinshardError):
                 error = error.about(array=leaf_text(path, array))
             plan.error = plan.error or error
-        plan.planned.append((leaf_text(path, array) + sentence, str(one)))
+        plan.planned.append((leaf_text(path, array) + sentence, str(leaf_spec)))
     return plan
 
 
@@ -190,16 +194,17 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
     sizes = list(array.shape)
     shards = _shards_by_process(placement.sharding, placement.layout, array.ndim)
     for axis, by_process in shards.items():
-        mine, different = by_process[jax.process_index()], set(by_process.values())
-        if len(different) == 1:
+        local_shards, shard_sets = by_process[jax.process_index()], set(by_process.values())
+        if len(shard_sets) == 1:
             continue  # every process has the full axis
-        # each process must have equally many shards, and no two processes the same one
-        even = all(len(parts) == len(mine) for parts in different)
-        if not even or len(different) * len(mine) != placement.layout.parts[axis]:
+        # the sets must have the same size and must not overlap
+        n_local = len(local_shards)
+        is_even = all(len(shard_set) == n_local for shard_set in shard_sets)
+        if not is_even or len(shard_sets) * n_local != placement.layout.parts[axis]:
             raise _unevenly_sharded(placement, axis, array, by_process)
-        if sizes[axis] % len(mine):
-            raise _indivisible(placement, axis, array, len(mine), spec)
-        sizes[axis] *= len(different)
+        if sizes[axis] % n_local:
+            raise _indivisible(placement, axis, array, n_local, spec)
+        sizes[axis] *= len(shard_sets)
     shape = tuple(sizes)
     return _LocalArray(array, shape, resolve(spec, shape, context).sharding)
 
@@ -208,7 +213,7 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
 def _shards_by_process(
     sharding: NamedSharding, layout: Layout, ndim: int
 ) -> dict[int, dict[int, frozenset[int]]]:
-    """Returns the indices of the shards that each process has, for each sharded axis."""
+    """Returns, by sharded axis and by process, the indices of the shards of the process."""
     counts = layout.parts
     # with one element per shard, the start of a slice is the index of the shard
     indices = sharding.devices_indices_map(tuple(counts.get(axis, 1) for axis in range(ndim)))
@@ -216,24 +221,24 @@ def _shards_by_process(
     for device, index in indices.items():
         process = device.process_index
         for axis in counts:
-            others = shards[axis].get(process, frozenset[int]())
-            shards[axis][process] = others | {index[axis].start}
+            so_far = shards[axis].get(process, frozenset[int]())
+            shards[axis][process] = so_far | {index[axis].start}
     return shards
 
 
 def _indivisible(
-    placement: Placement, axis: int, array: Any, n_here: int, spec: AnySpec
+    placement: Placement, axis: int, array: Any, n_local: int, spec: AnySpec
 ) -> EinshardError:
     size, n_parts = array.shape[axis], placement.layout.parts[axis]
     name, terms = terms_of_axis(placement.expression, axis, array.ndim)
     replicates = as_leaf_spec(spec).on_indivisible == 'replicate'
     return placement.expression.error(
         f"axis '{name}' (size {size} in this process) is not divisible by its "
-        f'{n_here} local shards',
+        f'{n_local} local shards',
         terms,
         process=jax.process_index(),
-        global_size=f'{size * n_parts // n_here} in {n_parts} shards',
-        works_with=f'multiples of {n_here}',
+        global_size=f'{size * n_parts // n_local} in {n_parts} shards',
+        works_with=f'multiples of {n_local}',
         **{'note': "indivisible='replicate' is ignored: processes have different rows"}
         if replicates
         else {},

@@ -26,9 +26,9 @@ def gather(tree: T) -> T:
         >>> gather({'x': x})['x'].shape
         (4, 6)
 
-    In one process this is `jax.device_get`. With several processes, all of them must call it:
-    arrays with shards in other processes are replicated first, by one program for the entire
-    pytree. Each device needs memory for all of these arrays.
+    In one process this is `jax.device_get`. With several processes, all of them must call `gather`:
+    one program first replicates all arrays that have shards in other processes, so each device
+    needs memory for the full arrays.
 
     Args:
         tree: a pytree. Leaves that are not JAX arrays are returned as they are. A `jax.Ref` is
@@ -62,7 +62,7 @@ def gather(tree: T) -> T:
 
 
 def _plain_array(leaf: Any) -> Any:
-    """Reads a Ref, takes the data of PRNG keys, and sums an unreduced array."""
+    """Converts a Ref, PRNG keys or an unreduced array to an ordinary array."""
     if isinstance(leaf, jax.Ref):
         leaf = leaf[...]
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .._cache import cached
 from .._errors import EinshardError
 
-# An array that a process is about to build: its text for errors, and its expression.
+# An array that a process is about to build: its description for errors, and its expression.
 PlannedArray = tuple[str, str]
 
 MAX_COMPARED = 2**20  # arrays
@@ -25,7 +25,7 @@ MAX_SHOWN_BYTES = 1024  # of each array in an error
 
 
 def check_same_plan(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:
-    """Raises the same error in every process of `mesh` if their planned arrays differ."""
+    """Raises the same error in every process of `mesh` if their lists of planned arrays differ."""
     mine = ['\0'.join(array) for array in arrays]
 
     def differ(n: int) -> bool:
@@ -69,11 +69,11 @@ def _all_gather_bytes(mine: bytes, mesh: Mesh) -> dict[int, bytes]:
     rows = _process_rows(mesh)
     row = np.frombuffer(mine, np.uint8)[None]
     one_each = NamedSharding(rows, PartitionSpec('row'))
-    spread = jax.make_array_from_callback((rows.shape['row'], len(mine)), one_each, lambda _: row)
+    sharded = jax.make_array_from_callback((rows.shape['row'], len(mine)), one_each, lambda _: row)
     # This takes 2.1 ms on 8 simulated devices in 2 processes. multihost_utils.process_allgather
     # takes 2.6 ms and waits for processes outside the mesh. One device per process would take
     # 0.4 ms, but the TPU compiler aborts with one device per host of a v5e:4x4.
-    replicated = jax.device_put(spread, NamedSharding(rows, PartitionSpec()))
+    replicated = jax.device_put(sharded, NamedSharding(rows, PartitionSpec()))
     received = np.asarray(replicated.addressable_data(0))
     processes = [devices[0].process_index for devices in rows.devices]
     return {process: bytes(row) for process, row in zip(processes, received, strict=True)}

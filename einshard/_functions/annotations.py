@@ -45,18 +45,20 @@ else:
             >>> y.addressable_shards[0].data.shape == (3, jax.device_count())
             True
 
-        Type checkers see the array type. `@sharded` without specs reads the annotations of
-        parameters and result, also in tuples, lists, dicts, NamedTuples, TypedDicts, dataclasses
-        and Equinox modules. Under beartype, with or without `jaxtyping.jaxtyped`, an array that is
-        sharded differently raises EinshardError. The sharding of a traced array is checked only
-        along explicit mesh axes, where it is part of the array's type.
+        Type checkers see only the array type. `@sharded` without specs reads the annotations of the
+        parameters and the result, including those inside tuples, lists, dicts, NamedTuples,
+        TypedDicts, dataclasses and Equinox modules. Under beartype, with or without
+        `jaxtyping.jaxtyped`, an array that is sharded differently raises EinshardError. Shardings
+        of traced arrays are checked only if all mesh axes are explicit, as they are then part of
+        the array's type.
 
         The array type may be a jaxtyping type, `jax.Array`, or a pytree type; all leaves of a
         pytree have the same spec. The axis names of an expression must match the dimensions of a
         jaxtyping type; '...' matches any number of dimensions.
 
         Raises:
-            EinshardError: the expression is invalid, or its names differ from the dimensions.
+            EinshardError: the expression is invalid, or its axis names differ from the dimensions
+                of the jaxtyping type.
         """
 
         def __class_getitem__(cls, item: Any) -> Any:
@@ -97,8 +99,8 @@ def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spe
             facts={'try': f"define '{error.name}' in the module before decorating the function"},
         ) from None
     if isinstance(function, functools.partial):
-        left = (*inspect.signature(function).parameters, 'return')
-        hints = {name: hint for name, hint in hints.items() if name in left}
+        unbound = (*inspect.signature(function).parameters, 'return')
+        hints = {name: hint for name, hint in hints.items() if name in unbound}
     for name, hint in [*hints.items()]:
         if typing.get_origin(hint) is typing.Unpack:  # **kwargs: Unpack[TypedDict]
             hints |= _fields(_unwrapped(*typing.get_args(hints.pop(name))))
@@ -144,6 +146,7 @@ _QUALIFIERS = {
 
 
 def _placed(hint: Any) -> Placed | None:
+    """Returns the metadata of a `Sharded[...]` type; None for other types."""
     for item in getattr(hint, '__metadata__', ()):
         placed = _specs_of_validators.get(id(item), item)
         if isinstance(placed, Placed):
@@ -161,7 +164,7 @@ class _ByPath:
         return self._follow(path.split('/') if path else ())
 
     def for_tree(self, tree: Any) -> list[Spec]:
-        """Returns the specs of all leaves, found by keys, because a dict key may contain '/'."""
+        """Returns the specs of all leaves. It uses key paths, as a dict key may contain '/'."""
         paths = [path for path, _ in jtu.tree_leaves_with_path(tree)]
         return [self._follow([path_text([key]) for key in path]) for path in paths]
 
@@ -174,7 +177,7 @@ class _ByPath:
 
 
 def _members(hint: Any) -> list[Any]:
-    """Returns the members of a union, flattened; for any other type, that type."""
+    """Returns the members of a union, including nested unions; [hint] for other types."""
     hint = _unwrapped(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [inner for member in typing.get_args(hint) for inner in _members(member)]
@@ -182,7 +185,7 @@ def _members(hint: Any) -> list[Any]:
 
 
 def _step(hint: Any, key: str) -> list[Any]:
-    """Returns the types of the element at a key of a container type; several for a union."""
+    """Returns the type of the element at a key of a container; several types for a union."""
     hint = _unwrapped(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if _placed(hint) is not None:
@@ -210,6 +213,7 @@ def _fields(cls: Any) -> dict[str, Any]:
 
 
 def _mentions_sharded(hint: Any, within: tuple[Any, ...]) -> bool:
+    """Whether a type contains `Sharded`. `within` are the types that contain this one."""
     hint = _unwrapped(hint)
     if _placed(hint) is not None:
         return True
@@ -257,8 +261,9 @@ def _match(names: list[str], dims: list[str | None]) -> bool:
     return dims[0] in (None, names[0]) and _match(names[1:], dims[1:])
 
 
-# Beartype applies its validators only if there is no other metadata, and they have no attribute for
-# the spec. So this maps the ids of validators, which are never deleted, to their specs.
+# Specs by the id of their beartype validator. Beartype ignores validators next to other metadata,
+# so the spec cannot be metadata too, and a validator has no attribute for it. Validators are cached
+# forever, so their ids stay valid.
 _specs_of_validators: dict[int, Placed] = {}
 
 
@@ -274,7 +279,7 @@ def _validator(spec: str) -> Any:
 
 def _checker(spec: str) -> Callable[[Any], bool]:
     def is_placed(x: Any) -> bool:
-        """Raises if an array is not sharded as the type says; returns True otherwise."""
+        """Raises if an array is not sharded as the type says; otherwise returns True."""
         if not isinstance(x, jax.Array):
             return True
         sharding = _known_sharding(x)
@@ -288,10 +293,10 @@ def _checker(spec: str) -> Callable[[Any], bool]:
         except EinshardError as error:
             raise _misplaced(error.about(array=array_text(x))) from None
         if mesh is not None:
-            is_so = has_type(x, placement.sharding)
+            matches = has_type(x, placement.sharding)
         else:
-            is_so = are_equivalent(sharding, placement.sharding, x.ndim)
-        if is_so:
+            matches = are_equivalent(sharding, placement.sharding, x.ndim)
+        if matches:
             return True
         text = describe_in(placement.expression, sharding, x.ndim)
         raise _misplaced(
@@ -309,8 +314,8 @@ def _checker(spec: str) -> Callable[[Any], bool]:
 def _misplaced_class() -> type[EinshardError]:
     from jaxtyping import AnnotationError
 
-    # jaxtyping reraises its AnnotationError, and replaces any other error by one without the
-    # sharding of the array
+    # jaxtyping reraises errors of its class AnnotationError. It replaces others by an error that
+    # does not show the sharding of the array.
     name, bases = EinshardError.__name__, (EinshardError, AnnotationError)
     return type(name, bases, {'__module__': 'einshard', '__doc__': EinshardError.__doc__})
 

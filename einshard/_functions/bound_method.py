@@ -6,7 +6,7 @@ import functools
 import types
 from typing import Any
 
-# the methods that take the arguments of a call
+# the methods of a sharded function that take the arguments of a call
 CALLED = ('lower', 'trace', 'eval_shape', 'in_shardings', 'out_shardings')
 
 

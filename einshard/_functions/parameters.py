@@ -1,6 +1,6 @@
 """Matches specs with a function's parameters, and flattens calls.
 
-`jax.jit` with `in_shardings` takes positional arguments only, so a call is flattened to a list of
+`jax.jit` with `in_shardings` accepts no keyword arguments, so a call is flattened to a list of
 values and a `CallSignature`.
 """
 
@@ -32,12 +32,12 @@ JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {'fun'}
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """How a call passes its values: `n_positional` by position, the others by keyword."""
+    """How a call passes its values: the first `n_positional` by position, the rest by keyword."""
 
     n_positional: int
     keywords: tuple[str, ...]
 
-    def spread(self, values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def split(self, values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Splits the values into positional and keyword arguments."""
         n = self.n_positional
         return values[:n], dict(zip(self.keywords, values[n:], strict=True))
@@ -48,11 +48,11 @@ class Parameters:
 
     Attributes:
         names: the names of the positional parameters, including `self`.
-        instance: 1 if the first parameter is the `self` or `cls` of a method, else 0.
+        instance: 1 if the first parameter is the `self` or `cls` of a method, otherwise 0.
         by_keyword: the names of the keyword-only parameters.
         rest: the name of `*args`, or None.
         rest_keywords: the name of `**kwargs`, or None.
-        options: other keywords to suggest for a misspelled keyword.
+        options: more keywords that errors may suggest for a misspelled keyword.
     """
 
     def __init__(self, function: Callable[..., Any], options: Iterable[str] = ()):
@@ -84,7 +84,7 @@ class Parameters:
         others = set(keywords)
         for name in self.names[:n_args]:
             if name in others and name not in self.positional_only:
-                # Python's message, raised before a spec is checked against either value
+                # Python's error comes before any error about the specs of these values
                 raise TypeError(f"{self.qualname}() got multiple values for argument '{name}'")
         moved: list[str] = []
         for name in self.names[n_args:]:
@@ -108,7 +108,7 @@ class Parameters:
         return (*named, *rest, *given)
 
     def assign(self, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Combines specs by position and by name; returns them by label."""
+        """Combines specs by position and by name; returns them by parameter label."""
         names = self.names[self.instance :]
         if len(specs) > len(names) and self.rest is None:
             raise EinshardError(
@@ -130,7 +130,7 @@ class Parameters:
         return assigned
 
     def spec_for(self, label: str, specs: Mapping[str, Any]) -> Any:
-        """Returns the spec of a value. All values of `*args` or `**kwargs` may share one."""
+        """Returns the spec of a value. The spec of `*args` or `**kwargs` is for all its values."""
         if label in specs:
             return specs[label]
         if self.rest is not None and label.startswith(f'{self.rest}['):
@@ -153,7 +153,7 @@ class Parameters:
         )
 
     def labels(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
-        """Returns the labels of parameters, from argnums and argnames options."""
+        """Returns the labels of the parameters in `*_argnums` and `*_argnames` options."""
         labels: set[str] = set(listed(names, str, option, 'names of parameters', "('x',)"))
         known = (*self.names, *self.by_keyword)
         for name in labels:
@@ -220,21 +220,25 @@ class Declaration:
 
     @property
     def has_defaults(self) -> bool:
-        """Whether parameters with specs have arrays as defaults, which calls then pass."""
+        """Whether parameters with specs have arrays as defaults; calls pass these as arguments."""
         return bool(self._defaults)
 
     def arguments(self, call: CallSignature) -> tuple[ValueSpec, ...]:
         """Returns the spec of each value of a call."""
-        known = self._arguments.get(call)
-        if known is None:
-            by = self.parameters
-            names = by.value_names(call)
-            known = tuple(
-                ValueSpec(by.function, n, by.spec_for(n, self.specs), self.indivisible)
-                for n in names
+        value_specs = self._arguments.get(call)
+        if value_specs is None:
+            parameters = self.parameters
+            value_specs = tuple(
+                ValueSpec(
+                    parameters.function,
+                    name,
+                    parameters.spec_for(name, self.specs),
+                    self.indivisible,
+                )
+                for name in parameters.value_names(call)
             )
-            self._arguments[call] = known
-        return known
+            self._arguments[call] = value_specs
+        return value_specs
 
     def _read(self, name: str, spec: Spec) -> Spec:
         if name in self.static and spec is not None:
@@ -307,8 +311,8 @@ def _is_method(function: Any) -> bool:
     return len(parts) > 1 and parts[-2] != '<locals>'
 
 
-def listed(values: Any, single: type, option: str, what: str, example: str) -> list[Any]:
-    """Lists the value or values of an option; raises if one is not of type `single`."""
+def listed(values: Any, single: type, option: str, expected: str, example: str) -> list[Any]:
+    """Returns an option's value or values as a list; raises if one is not of type `single`."""
     if values is None:
         return []
     items: list[Any] = [values]
@@ -317,19 +321,19 @@ def listed(values: Any, single: type, option: str, what: str, example: str) -> l
             items = [*values]
     if not all(isinstance(item, single) for item in items):
         raise EinshardError(
-            f'{option}= must be {what}, not {values!r}',
+            f'{option}= must be {expected}, not {values!r}',
             facts={'example': f'{option}={example}'},
         )
     return items
 
 
 def positional_signature(names: Sequence[str]) -> inspect.Signature:
-    """Makes a signature of positional parameters from names, which become valid and unique."""
-    known: list[str] = []
+    """Returns a signature of positional parameters. Labels such as 'args[0]' become valid names."""
+    valid_names: list[str] = []
     for name in names:
         name = re.sub(r'\W', '_', name.removesuffix(']'))
-        while name in known or keyword.iskeyword(name):
+        while name in valid_names or keyword.iskeyword(name):
             name += '_'
-        known.append(name)
-    only = inspect.Parameter.POSITIONAL_ONLY
-    return inspect.Signature([inspect.Parameter(name, only) for name in known])
+        valid_names.append(name)
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    return inspect.Signature([inspect.Parameter(name, kind) for name in valid_names])

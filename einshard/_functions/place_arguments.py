@@ -28,15 +28,15 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
     """Reshards the arguments that jit would reject; returns `values` itself if there are none.
 
     Raises for arrays that are sharded differently, unless `reshard=True`. If `running`, all
-    processes run the program, and process-local arrays that differ between them are errors too.
+    processes run the program, and host arrays that differ between processes are errors too.
     """
     context = traced.setup.context()
-    both = [*zip(traced.arguments, values, strict=True)]
+    pairs = [*zip(traced.arguments, values, strict=True)]
     # check all before resharding any
-    leaves = [argument.place(value, context) for argument, value in both]
+    leaves = [argument.place(value, context) for argument, value in pairs]
     placed = list(values)
-    spread: list[tuple[PlannedArray, Any]] = []
-    for i, (argument, value) in enumerate(both):
+    to_compare: list[tuple[PlannedArray, Any]] = []
+    for i, (argument, value) in enumerate(pairs):
         if i in traced.static:
             continue
         if argument.spec is None:
@@ -48,14 +48,14 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
                 leaf if placement is None else _place(traced, argument, path, leaf, placement)
             )
             if placement and moved[-1] is not leaf and _must_agree(leaf, placement.sharding):
-                intention = argument.leaf_text(path, leaf), placement.expression.text
-                spread.append((intention, leaf))
+                planned = argument.leaf_text(path, leaf), placement.expression.text
+                to_compare.append((planned, leaf))
         if any(new is not old for new, (_, old, _) in zip(moved, leaves[i], strict=True)):
             placed[i] = jtu.tree_unflatten(jtu.tree_structure(value), moved)
-    if spread and running and isinstance(traced.mesh, Mesh) and not is_tracing():
-        check_same_contents(spread, traced.mesh)
-    same = all(new is old for new, old in zip(placed, values, strict=True))
-    return values if same else placed
+    if to_compare and running and isinstance(traced.mesh, Mesh) and not is_tracing():
+        check_same_contents(to_compare, traced.mesh)
+    is_unchanged = all(new is old for new, old in zip(placed, values, strict=True))
+    return values if is_unchanged else placed
 
 
 def _place(
@@ -83,9 +83,9 @@ def _place(
 
 
 def _refused(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Sharding | None:
-    """Returns an argument's sharding if jit would reject it, else None.
+    """Returns the sharding of an argument if jit would reject it; otherwise None.
 
-    Jit places host data itself.
+    Host data has none: jit places it.
     """
     if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
         return sharding_refused(leaf, traced.for_jit(sharding))
@@ -106,7 +106,7 @@ def _moved(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def _is_hidden(traced: TracedFunction, sharding: NamedSharding) -> bool:
-    """Whether the devices of the mesh in context are unknown, as in a transformation."""
+    """Whether JAX hides the devices of the mesh in context, as inside a transformation."""
     return traced.mesh_is_ambient and isinstance(sharding.mesh, AbstractMesh)
 
 
@@ -119,10 +119,10 @@ def _placed_differently(
     else:
         # under jax.vmap the sharding includes the batch axis, which the leaf lacks
         batched = isinstance(current, NamedSharding) and len(current.spec) > leaf.ndim
-        shown = (
+        text_now = (
             describe(current) if batched else describe_in(placement.expression, current, leaf.ndim)
         )
-        sentence = f"the argument is already sharded differently, as '{shown}'"
+        sentence = f"the argument is already sharded differently, as '{text_now}'"
     return placement.expression.error(
         sentence,
         [term for term in placement.expression.right if term.is_sharded],
@@ -132,17 +132,20 @@ def _placed_differently(
 
 
 def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> None:
-    """Raises if an argument without a spec is not on the devices of the mesh in their order."""
-    placed = any(traced.in_shardings) or bool(jtu.tree_leaves(traced.out_shardings))
-    if isinstance(traced.mesh, AbstractMesh) or not placed:
+    """Raises if an argument without a spec is committed to other devices than the mesh's.
+
+    The same devices in another order are an error too.
+    """
+    has_shardings = any(traced.in_shardings) or bool(jtu.tree_leaves(traced.out_shardings))
+    if isinstance(traced.mesh, AbstractMesh) or not has_shardings:
         return
-    row = tuple(traced.mesh.devices.flat)
+    devices = tuple(traced.mesh.devices.flat)
     for path, leaf in jtu.tree_leaves_with_path(value):
         if not _is_committed(leaf):
             continue
-        if leaf.sharding.device_set != set(row):
+        if leaf.sharding.device_set != set(devices):
             where = f'{len(leaf.sharding.device_set)} of the {traced.mesh.size} devices'
-        elif _device_order(leaf.sharding) not in (None, row):
+        elif _device_order(leaf.sharding) not in (None, devices):
             where = 'the devices of the mesh in another order'
         else:
             continue
@@ -158,7 +161,7 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
 
 
 def _device_order(sharding: Sharding) -> tuple[Any, ...] | None:
-    """Returns the devices in the order that jit compares, or None if no public API exposes it."""
+    """Returns the devices in mesh order; None if no public API exposes their order."""
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
 
@@ -179,7 +182,7 @@ def _is_host_data(leaf: Any, sharding: NamedSharding) -> bool:
 
 
 def _must_agree(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether an argument is process-local data that will be sharded across processes."""
+    """Whether an argument is host data of each process that will be sharded across processes."""
     if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return False
     is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable

@@ -29,10 +29,9 @@ from .value_spec import ValueSpec
 
 
 class OtherShardings(ValueError):
-    """Stops the trace of a program that is jitted with other shardings than its arguments need.
+    """Stops the trace of a program whose arguments need other shardings than it is jitted with.
 
-    JAX has no other way to stop a trace. Callers handle it like jit's ValueErrors about shardings:
-    they look up the right program.
+    Callers handle it like jit's ValueErrors about shardings: they look up the right program.
     """
 
 
@@ -41,10 +40,10 @@ class Setup:
     """How a decorated function is jitted.
 
     Attributes:
-        mesh: `mesh=`; None for the mesh in context at each call.
+        mesh: the argument `mesh=`; None for the mesh in context at each call.
         reshard: whether to reshard arguments that are sharded differently.
         options: `jax.jit` options, except those that name parameters.
-        budget: the limits of its programs, or None.
+        budget: the limits on collectives and memory, or None.
     """
 
     function: Callable[..., Any]
@@ -56,39 +55,38 @@ class Setup:
     budget: Budget | None
 
     def context(self) -> Context:
-        """Returns the context of a call. Inside a trace, a mesh in context has no known devices."""
+        """Returns the context of a call. Inside a trace, the mesh in context has no devices."""
         try:
             return current_context(self.mesh)
         except EinshardError as error:
             raise error.about(function=self.name) from None
 
     def mesh_key(self, context: Context) -> tuple[AnyMesh, bool]:
-        """The mesh as a cache key. Jit itself handles meshes with the same abstract mesh."""
+        """Returns the mesh, abstract if it is ambient, and whether it is ambient."""
         mesh = context.lowering_mesh
-        ambient = self.is_ambient(mesh)
-        return (abstract_mesh(mesh) if ambient else mesh), ambient
+        is_ambient = self.is_ambient(mesh)
+        return (abstract_mesh(mesh) if is_ambient else mesh), is_ambient
 
     def is_ambient(self, mesh: AnyMesh) -> bool:
-        """Whether the mesh comes from `jax.set_mesh`, and so resolves PartitionSpecs in jit."""
+        """Whether the mesh comes from `jax.set_mesh`, so that jit resolves PartitionSpecs on it."""
         if isinstance(mesh, AbstractMesh) and not is_tracing():
             return False  # jax.sharding.use_abstract_mesh: there are no devices
         return self.mesh is None and is_mesh_in_context(mesh)
 
 
-ANY: Any = object()
+ANY: Any = object()  # out_shardings that are not known yet
 
 
 class TracedFunction:
     """The function that JAX traces: it checks specs, enters the mesh, calls the user's function.
 
-    JAX traces again for new shapes, dtypes or pytrees. Ranks and sizes are checked only then, so
-    calls without tracing pay nothing.
+    Ranks and sizes are checked only in a trace; JAX traces again for new shapes or pytrees.
 
     Attributes:
         arguments, result: the specs of the arguments and of the result.
         static: the positions of static arguments.
         in_shardings: the sharding, or pytree of shardings, of each argument; None without a spec.
-        out_shardings: those of the result; `ANY` until the shapes of the result are known.
+        out_shardings: the same for the result; `ANY` until the shapes of the result are known.
         wrapper: the function for `jax.jit`.
     """
 
@@ -105,10 +103,10 @@ class TracedFunction:
         try:
             self.in_shardings = self.argument_shardings(values)
         except EinshardError:
-            self.check(values)  # its errors name the leaf
+            self.check(values)  # raises an error that names the leaf
             raise
         self.out_shardings: Any = ANY
-        self.wrapper = self.named(self._checking())
+        self.wrapper = self.named(self._make_wrapper())
         self._shapes = jax.jit(self.wrapper, static_argnums=tuple(self.static)).eval_shape
 
     @property
@@ -122,17 +120,17 @@ class TracedFunction:
 
     def argument_shardings(self, values: Sequence[Any]) -> list[Any]:
         """Returns the shardings of each argument on the current mesh."""
-        return self._each(ValueSpec.shardings, values)
+        return self._map(ValueSpec.shardings, values)
 
     def constrained(self, values: Sequence[Any]) -> list[Any]:
         """Constrains the arguments to their specs."""
-        return self._each(ValueSpec.constrain, values)
+        return self._map(ValueSpec.constrain, values)
 
     def check(self, values: Sequence[Any]) -> None:
         """Raises an error for the first argument whose rank or sizes do not fit its spec."""
-        self._each(ValueSpec.place, values)
+        self._map(ValueSpec.place, values)
 
-    def _each(
+    def _map(
         self, step: Callable[[ValueSpec, Any, Context], Any], values: Sequence[Any]
     ) -> list[Any]:
         context = self.setup.context()
@@ -140,23 +138,23 @@ class TracedFunction:
 
     def result_shardings(self, values: Sequence[Any]) -> Any:
         """Returns the shardings of the result on the current mesh."""
-        # only this needs the shapes of the result before the call; jit reuses the trace
+        # the only place that needs the result's shapes before the call; jit reuses this trace
         context = self.setup.context()
         result = self._shapes(*values) if self.result.needs_leaves(context) else None
         return self.result.shardings(result, context)
 
     def matches_arguments(self, values: Sequence[Any]) -> bool:
-        """Whether the specs give these arguments the shardings that it is jitted with."""
+        """Whether these arguments need the shardings that the function is jitted with."""
         context = self.setup.context()
-        given = zip(self.arguments, values, self.in_shardings, strict=True)
+        rows = zip(self.arguments, values, self.in_shardings, strict=True)
         return all(
             _same_shardings(argument.shardings(value, context), shardings)
-            for argument, value, shardings in given
+            for argument, value, shardings in rows
             if argument.needs_leaves(context)
         )
 
     def matches_result(self, values: Sequence[Any]) -> bool:
-        """Whether the result for these arguments has the shardings that it is jitted with."""
+        """Whether the result needs the shardings that the function is jitted with."""
         if self.result.needs_leaves(self.setup.context()):
             try:
                 self._shapes(*values)
@@ -167,8 +165,8 @@ class TracedFunction:
     def for_jit(self, shardings: Any) -> Any:
         """Converts shardings for jit: those on the mesh in context become PartitionSpecs.
 
-        Jit resolves these on the mesh in context at each call, even in a trace, where its devices
-        are unknown. So one program serves all meshes that differ only in their devices.
+        Jit resolves these on the mesh in context at each call, so that one program serves all
+        meshes that differ only in their devices.
         """
         if not self.mesh_is_ambient:
             return shardings
@@ -180,13 +178,13 @@ class TracedFunction:
         )
 
     def named(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        """Gives a wrapper of positional values the names that jit shows in programs and errors."""
+        """Sets the names of a wrapper, which jit shows in programs and errors."""
         wrapper.__name__ = wrapper.__qualname__ = self.setup.name
         wrapper.__wrapped__ = self.setup.function  # type: ignore[attr-defined]
         wrapper.__signature__ = positional_signature(self.names)  # type: ignore[attr-defined]
         return wrapper
 
-    def _checking(self) -> Callable[..., Any]:
+    def _make_wrapper(self) -> Callable[..., Any]:
         def wrapper(*values: Any) -> Any:
             context = self.setup.context()
             mesh = context.lowering_mesh
@@ -200,7 +198,7 @@ class TracedFunction:
                 # in_shardings place the arguments but do not change their types
                 values = tuple(self.constrained(values))
             with ErrorNotes(self.setup.name, self.arguments, values, context), mesh_scope(mesh):
-                args, kwargs = self.call.spread(values)
+                args, kwargs = self.call.split(values)
                 result = self.setup.function(*args, **kwargs)
             self._check_result(result, context)
             explicit = AxisType.Explicit in self.mesh.axis_types
@@ -214,8 +212,8 @@ class TracedFunction:
         if not self.result.needs_leaves(context):
             self.result.place(result, context)
         elif self.out_shardings is not ANY:
-            found = self.result.shardings(result, context)
-            if not _same_shardings(found, self.out_shardings):
+            needed = self.result.shardings(result, context)
+            if not _same_shardings(needed, self.out_shardings):
                 raise OtherShardings
 
 
@@ -225,17 +223,16 @@ class Program:
 
     Attributes:
         options: options of jit, without shardings.
-        jitted: the function to run and lower.
-        nested: the version called inside other programs and transformations. It constrains the
-            result, because explicit axes ignore out_shardings there, and because the backward pass
-            would turn out_shardings into in_shardings, which reject arrays that are sharded
-            differently.
-        called: what a call runs: `jitted`, or `checked.call`.
-        checked: checks the limits; None without a budget.
+        jitted: the jitted function, to run and to lower.
+        nested: the version for calls inside other programs and transformations. It constrains the
+            result: explicit axes would ignore out_shardings there, and the backward pass would turn
+            them into in_shardings, which reject arrays that are sharded differently.
+        called: the function that a call runs: `jitted`, or `checked.call`.
+        checked: the function that checks limits; None without a budget.
         unplaced: with a budget, the positions of arguments without a spec.
-        unplaced_shardings: their shardings. JAX would recompile for other shardings without
-            retracing, so with a budget each program serves one set.
-        args_checked: whether `place_arguments` has seen the arguments of a call.
+        unplaced_shardings: the shardings of those arguments, the only ones that the program is for:
+            JAX would recompile for others without a new trace, and so without a check of limits.
+        args_checked: whether `place_arguments` has run for a call.
     """
 
     traced: TracedFunction
@@ -255,13 +252,13 @@ class Program:
         return isinstance(traced.mesh, AbstractMesh) and not traced.mesh_is_ambient
 
     def run(self, *values: Any) -> Any:
-        """Calls it; inside another trace, calls the nested function."""
+        """Runs the program; inside another trace, calls the nested function."""
         if self.checked is None and is_tracing():
             return self.nested(*values)
         return self.called(*values)
 
     def is_for(self, values: Sequence[Any]) -> bool:
-        """Whether it is jitted with the shardings that a call with these values needs."""
+        """Whether a call with these values needs the shardings of this program."""
         return (
             self.traced.matches_arguments(values)
             and shardings_of(values, self.unplaced) == self.unplaced_shardings
@@ -287,21 +284,22 @@ class Program:
     def trace_as_called(
         self, n_args: int, given: Collection[str], order: Sequence[str], values: Sequence[Any]
     ) -> jax.stages.Traced:
-        """Traces a call as written, with the keywords `given`.
+        """Traces a call with the keyword arguments `given`.
 
-        `jax.jit` with in_shardings rejects keywords, so the shardings are part of the arguments.
+        `jax.jit` with in_shardings rejects these, so ShapeDtypeStructs have the shardings instead.
         """
         traced, names = self.traced, dict(enumerate(order, n_args))
         context = traced.setup.context()
-        typed = [
-            value if i in traced.static else argument.typed(value, context)
+        structs = [
+            value if i in traced.static else argument.as_structs(value, context)
             for i, (argument, value) in enumerate(zip(traced.arguments, values, strict=True))
         ]
 
         def as_called(*args: Any, **kwargs: Any) -> Any:
-            left = [i for i, name in names.items() if name not in given]  # defaults
-            constants = {names[i]: traced.arguments[i].constrain(values[i], context) for i in left}
-            return traced.wrapper(*args, *map({**constants, **kwargs}.__getitem__, order))
+            omitted = {i: name for i, name in names.items() if name not in given}
+            specs = traced.arguments
+            defaults = {name: specs[i].constrain(values[i], context) for i, name in omitted.items()}
+            return traced.wrapper(*args, *map({**defaults, **kwargs}.__getitem__, order))
 
         as_called.__name__ = as_called.__qualname__ = traced.setup.name
         as_called.__wrapped__ = traced.setup.function  # type: ignore[attr-defined]
@@ -315,8 +313,8 @@ class Program:
         }
         if traced.out_shardings is not None:
             options['out_shardings'] = traced.for_jit(traced.out_shardings)
-        by_keyword = {name: typed[i] for i, name in names.items() if name in given}
-        return jax.jit(as_called, **options).trace(*typed[:n_args], **by_keyword)
+        by_keyword = {name: structs[i] for i, name in names.items() if name in given}
+        return jax.jit(as_called, **options).trace(*structs[:n_args], **by_keyword)
 
 
 def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Program:
@@ -347,16 +345,17 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
         checked = CheckedJit(budget, traced.wrapper, with_shardings, nested)
         called = checked.call
         unplaced = [i for i in range(len(values)) if _is_unplaced(traced, i)]
-    held = shardings_of(values, unplaced)
-    return Program(traced, options, jitted, nested, called, checked, unplaced, held)
+    unplaced_shardings = shardings_of(values, unplaced)
+    return Program(traced, options, jitted, nested, called, checked, unplaced, unplaced_shardings)
 
 
 def _nested(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
+    """Returns the version of a program for calls inside other traces: `Program.nested`."""
     # jit caches the inner trace, so the function is traced once, nested or not
     unplaced: dict[str, Any] = {**options, 'in_shardings': None}
     inside = jax.jit(traced.wrapper, **dict[str, Any](unplaced, inline=True))
     if traced.mesh_is_ambient:
-        # JAX would keep the devices with the trace, and reuse it on other devices
+        # shardings would tie the trace to these devices, but JAX reuses it on other devices
         options = unplaced
 
     def nested(*values: Any) -> Any:
@@ -373,15 +372,15 @@ def _is_unplaced(traced: TracedFunction, i: int) -> bool:
     return i not in traced.static and any(map(is_none, shardings))
 
 
-def shardings_of(values: Sequence[Any], which: Sequence[int]) -> tuple[Any, ...]:
-    """Returns the shardings of all leaves of some arguments; None for host data.
+def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, ...]:
+    """Returns the shardings of all leaves of the values at these positions; None for host data.
 
     Returns () while tracing.
     """
-    if not which or is_tracing():
+    if not positions or is_tracing():
         return ()
-    # `committed` is not read: it would double the time, and jit rejects what matters
-    leaves = [leaf for i in which for leaf in jtu.tree_leaves(values[i])]
+    # not `committed`, which would double the time: jit rejects the arrays for which it matters
+    leaves = [leaf for i in positions for leaf in jtu.tree_leaves(values[i])]
     return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
 
 
@@ -390,17 +389,17 @@ def _has_terms(shardings: Any) -> bool:
     return any(map(is_partial, jtu.tree_leaves(shardings)))
 
 
-def _same_shardings(some: Any, others: Any) -> bool:
-    """Whether pytrees of shardings are equal, up to the devices of their meshes."""
-    leaves, treedef = jtu.tree_flatten(some, is_leaf=is_none)
-    other_leaves, other_treedef = jtu.tree_flatten(others, is_leaf=is_none)
-    return treedef == other_treedef and all(
-        one is other is None or (one and other and _unbound(one) == _unbound(other))
-        for one, other in zip(leaves, other_leaves, strict=True)
+def _same_shardings(a: Any, b: Any) -> bool:
+    """Whether pytrees of shardings are equal, except for the devices of their meshes."""
+    a_leaves, a_treedef = jtu.tree_flatten(a, is_leaf=is_none)
+    b_leaves, b_treedef = jtu.tree_flatten(b, is_leaf=is_none)
+    return a_treedef == b_treedef and all(
+        x is y is None or (x and y and _without_devices(x) == _without_devices(y))
+        for x, y in zip(a_leaves, b_leaves, strict=True)
     )
 
 
-def _unbound(sharding: NamedSharding) -> Any:
+def _without_devices(sharding: NamedSharding) -> Any:
     return abstract_mesh(sharding.mesh), sharding.spec
 
 

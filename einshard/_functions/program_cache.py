@@ -15,15 +15,16 @@ from .._sharding.mesh import AnyMesh
 from .parameters import CallSignature, Declaration
 from .program import Program, Setup, make_program, shardings_of
 
-# the mesh with whether it comes from `jax.set_mesh`, as `mesh_key` returns them
-_Key: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules]
+# call signature; mesh and whether it is ambient, from `mesh_key`; axis rules; on one device
+_Key: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules, bool]
 
 
 class ProgramCache:
-    """Programs by call signature, mesh and axis rules, then by what specs depend on.
+    """Programs by call signature, mesh and axis rules, then by shapes on which shardings depend.
 
     Attributes:
-        need_full_lookup: whether one call signature may have several programs.
+        need_full_lookup: whether a call signature may have several programs, so that the first one
+            may be wrong.
     """
 
     def __init__(self, setup: Setup):
@@ -35,24 +36,25 @@ class ProgramCache:
     def find(self, call: CallSignature, values: Sequence[Any], wrong: Any = None) -> Program:
         """Finds the program for a call, and makes it if there is none.
 
-        Without the full lookup, this is the first program of the call signature. `wrong` is the
-        `called` of a program that turned out to be wrong; passing it enables the full lookup.
+        Without the full lookup, returns the first program of the call signature. If that was wrong,
+        pass its `called` as `wrong`, which enables the full lookup.
         """
         context = self._setup.context()
-        outer_key = call, self._setup.mesh_key(context), context.axis_rules
+        mesh_key = self._setup.mesh_key(context)
+        outer_key = call, mesh_key, context.axis_rules, context.on_one_device
         programs = self._programs.setdefault(outer_key, {})
-        known = list(programs.values())
+        candidates = list(programs.values())
         self.need_full_lookup |= wrong is not None
-        if known and not self.need_full_lookup:
-            return known[0]
-        unplaced = sorted({i for program in known for i in program.unplaced})
+        if candidates and not self.need_full_lookup:
+            return candidates[0]
+        unplaced = sorted({i for program in candidates for i in program.unplaced})
         leaves_key = _leaves_key(self._setup.declaration, call, values, context)
         inner_key = leaves_key, shardings_of(values, unplaced)
         program = programs.get(inner_key)
         if program is None or program.called is wrong:
-            # Only one thread at a time makes a program, which may trace. Within a trace, taking the
-            # lock could deadlock: another thread may have it while tracing a function that calls
-            # this one.
+            # Only one thread at a time makes a program, which may trace. No lock within a trace: it
+            # could deadlock with a thread that has the lock and traces a function that calls this
+            # one.
             with nullcontext() if is_tracing() else self._lock:
                 for program in list(programs.values()):
                     if program.called is not wrong and program.is_for(values):
@@ -61,8 +63,8 @@ class ProgramCache:
                     program = make_program(self._setup, call, values)
                 programs[inner_key] = program
         # the fast path cannot distinguish meshes, axis rules, or shardings under a budget
-        several = len({key[1:] for key in self._programs}) > 1
-        self.need_full_lookup |= several or bool(program.unplaced)
+        has_several_contexts = len({key[1:] for key in self._programs}) > 1
+        self.need_full_lookup |= has_several_contexts or bool(program.unplaced)
         return program
 
     def clear(self) -> None:
@@ -77,14 +79,17 @@ class ProgramCache:
 def _leaves_key(
     declaration: Declaration, call: CallSignature, values: Sequence[Any], context: Context
 ) -> Any:
-    """Returns the structure, shapes and dtypes of arguments whose specs depend on their leaves."""
+    """Returns the structure, shapes and dtypes of arguments on which shardings depend.
+
+    If the shardings of the result depend on its leaves, these are all arguments.
+    """
     arguments = declaration.arguments(call)
-    all_of_them = declaration.result.needs_leaves(context)
+    uses_all = declaration.result.needs_leaves(context)
     key: list[Any] = []
     for argument, value in zip(arguments, values, strict=True):
-        if all_of_them and argument.name in declaration.static:
+        if uses_all and argument.name in declaration.static:
             key.append(value)
-        elif all_of_them or argument.needs_leaves(context):
+        elif uses_all or argument.needs_leaves(context):
             leaves, treedef = jtu.tree_flatten(value)
             key.append((treedef, tuple(map(_shape_and_dtype, leaves))))
     return tuple(key)

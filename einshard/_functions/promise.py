@@ -22,9 +22,9 @@ from .._hlo.module import Module
 from .._sharding.context import depth_of_user, is_staging, is_tracing
 from .._text import format_bytes, short_arrays, short_source
 
-# One kind of collective, several kinds, or the limit of each kind.
+# The collectives that a program may have: one kind, several kinds, or the limit of each kind.
 Promise: TypeAlias = str | Collection[str] | Mapping[str, int]
-# The limit of each kind; 0 for other kinds.
+# The limit of each kind; 0 for kinds that are missing.
 Allowed: TypeAlias = Mapping[str, float]
 
 
@@ -53,7 +53,7 @@ class Limits:
 
 
 def read_limits(collectives: Promise | None, memory: str | int | None) -> Limits | None:
-    """Returns the limits that `collectives=` and `memory=` set; None without both."""
+    """Returns the limits that `collectives=` and `memory=` set; None if neither is given."""
     if collectives is None and memory is None:
         return None
     allowed = None if collectives is None else read_promise(collectives)
@@ -110,7 +110,7 @@ def find_unexpected(name: str, text: str, allowed: Allowed) -> UnexpectedCollect
 
 
 def check_memory(name: str, compiled: Any, limit: int) -> None:
-    """Raises if a compiled program needs more memory on each device."""
+    """Raises if a compiled program needs more than `limit` bytes of memory on each device."""
     memory = read_memory(compiled)
     if memory is None:
         raise EinshardError(f'cannot read the memory of {name}: the backend does not report it')
@@ -133,13 +133,13 @@ def check_memory(name: str, compiled: Any, limit: int) -> None:
 
 
 def more_than(allowed: Allowed, found: Sequence[Collective]) -> list[Collective]:
-    """Returns the collectives of each kind that exceeds its limit."""
+    """Returns all collectives of the kinds that exceed their limits."""
     counts = Counter(one.kind for one in found)
     return [one for one in found if counts[one.kind] > allowed.get(one.kind, 0)]
 
 
 def counts_text(found: Sequence[Collective]) -> str:
-    """Counts collectives by kind, such as '2 all-reduces, 1 all-gather'."""
+    """Formats the number of collectives by kind: '2 all-reduces, 1 all-gather'."""
     return ', '.join(plural(n, kind) for kind, n in Counter(one.kind for one in found).items())
 
 
@@ -165,7 +165,7 @@ def allowed_text(allowed: Allowed) -> str:
 
 
 def _rows(found: Sequence[Collective]) -> dict[str, str]:
-    """Makes a fact of each collective; identical ones share a fact."""
+    """Formats each collective as a fact; identical collectives share one."""
     alike = Counter((one.kind, _row(one)) for one in found)
     kinds = Counter(kind for kind, _ in alike)
     seen: Counter[str] = Counter()
@@ -189,7 +189,7 @@ def _row(one: Collective) -> str:
 
 
 class Budget:
-    """The limits of a function. Warns once where they cannot be checked."""
+    """The limits of a function on collectives and memory."""
 
     def __init__(self, name: str, limits: Limits):
         self.name = name
@@ -197,7 +197,7 @@ class Budget:
         self._warned = False
 
     def on_one_device(self) -> Budget | None:
-        """Returns the budget of a program on one device, which has no collectives; or None."""
+        """Returns the budget for one device, where there are no collectives to check; or None."""
         return None if self.limits.memory is None else self
 
     def check(self, compiled: Any) -> None:
@@ -208,9 +208,9 @@ class Budget:
             check_memory(self.name, compiled, limits.memory)
 
     def warn_unchecked(self) -> None:
-        """Warns once if the next program runs unchecked, because a transformation compiles it.
+        """Warns, only once, if the limits are not checked because a transformation compiles.
 
-        Inside `jax.jit` the function is part of another program, which has its own limits.
+        No warning inside `jax.jit`: the function is part of another program, with its own limits.
         """
         if self._warned or is_staging():
             return
@@ -228,10 +228,10 @@ class CheckedJit:
     """A jitted function that checks the limits of its programs.
 
     Its first program is checked before it runs, later ones before the result is returned. JAX does
-    not report compilation, but each compilation follows a trace. So the function records each
-    trace, and the call that caused it gets the compiled program from JAX's cache. An error inside
-    the trace would come sooner, but then later calls with those arguments would take jit's slow
-    path (80 to 250 us).
+    not report compilations, but each compilation follows a trace. So the function records its
+    traces, and a call that caused a trace gets the compiled program from JAX's cache to check it.
+    Checking inside the trace would be earlier, but makes later calls with those arguments take
+    jit's slow path (80 to 250 us).
 
     A thread may run a program that another thread has traced but not checked. So a call checks its
     program if any trace is unchecked when it returns, or if the jitted function was replaced.
@@ -266,7 +266,7 @@ class CheckedJit:
             result = jitted(*values)
         except BaseException:
             if unchecked:
-                self._begin()  # JAX keeps a trace that was not checked
+                self._begin()  # JAX keeps the trace, but its program was not checked
             raise
         if unchecked or self._state is not state:
             self._check(values)

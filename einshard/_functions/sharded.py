@@ -30,8 +30,8 @@ P = ParamSpec('P')
 Q = ParamSpec('Q')
 R = TypeVar('R')
 
-# Picks what to call with the arguments: `Program.run`, its `jitted.lower`, ...
-_Act: TypeAlias = Callable[[Program], Callable[..., Any]]
+# Returns the method of a program to call with the arguments: its `run`, its `jitted.lower`, ...
+_GetMethod: TypeAlias = Callable[[Program], Callable[..., Any]]
 
 
 class ShardedFunction(Generic[P, R]):
@@ -51,19 +51,19 @@ class ShardedFunction(Generic[P, R]):
         functools.update_wrapper(self, setup.function)
         self._setup = setup
         self._programs = ProgramCache(setup)
-        # Key: the number of arguments; with keywords, a tuple of it and the keywords as written.
-        # Value: the jitted function, the order in which it takes the keywords, and whether a trace
-        # needs another function even if no argument is traced.
+        # Key: the number of arguments; with keywords, a tuple of that number and the keywords as
+        # written. Value: the jitted function, the order in which it takes the keywords, and whether
+        # a trace needs another function even if no argument is a tracer.
         self._fast: dict[Any, tuple[Any, tuple[str, ...], bool]] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # This adds 0.5 us to `jax.jit`, which takes 4.3 us on one device. To stay that fast it does
         # not check that the program fits the arguments: if it does not, jit or the trace raises.
         try:
-            how = self._fast.get((len(args), *kwargs) if kwargs else len(args))
-            if how is None or entered_scope() is not None:
+            entry = self._fast.get((len(args), *kwargs) if kwargs else len(args))
+            if entry is None or entered_scope() is not None:
                 return self._call(args, kwargs, _run)
-            jitted, order, traced_differs = how
+            jitted, order, traced_differs = entry
             if traced_differs and is_tracing():
                 return self._call(args, kwargs, _run)
             values = (*args, *map(kwargs.__getitem__, order)) if kwargs else args
@@ -120,7 +120,7 @@ class ShardedFunction(Generic[P, R]):
         return self._call(args, kwargs, lambda program: program.jitted.eval_shape)
 
     def in_shardings(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
-        """Returns the sharding of each argument, by parameter name; None if it has no spec."""
+        """Returns the sharding of each argument, by parameter name; None without a spec."""
         traced, values = self._exact_program(args, kwargs)
         return dict(zip(traced.names, traced.argument_shardings(values), strict=True))
 
@@ -128,6 +128,11 @@ class ShardedFunction(Generic[P, R]):
         """Returns the sharding, or pytree of shardings, of the result; None without `out=`."""
         traced, values = self._exact_program(args, kwargs)
         return traced.result_shardings(values)
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether it was given `mesh=`, so that a mesh in context is not used."""
+        return self._setup.mesh is not None
 
     @property
     def promised(self) -> Limits | None:
@@ -142,22 +147,22 @@ class ShardedFunction(Generic[P, R]):
     def _trace_as_called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.stages.Traced:
         _, order, _ = self._setup.declaration.flatten_call(args, kwargs)
 
-        def act(program: Program) -> Callable[..., Any]:
+        def get_method(program: Program) -> Callable[..., Any]:
             def trace(*values: Any) -> jax.stages.Traced:
                 placed = place_arguments(program.traced, values, running=False)
                 return program.trace_as_called(len(args), kwargs, order, placed)
 
             return trace
 
-        return self._call(args, kwargs, act)
+        return self._call(args, kwargs, get_method)
 
-    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], act: _Act) -> Any:
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], get_method: _GetMethod) -> Any:
         if entered_scope() and not (in_step() or is_tracing()):
             with copy_into_thread():
-                return self._call(args, kwargs, act)
+                return self._call(args, kwargs, get_method)
         call, order, values = self._setup.declaration.flatten_call(args, kwargs)
         program = self._programs.find(call, values)
-        if act is _run and program.is_abstract and not is_tracing():
+        if get_method is _run and program.is_abstract and not is_tracing():
             raise EinshardError(
                 f'{self._setup.name} cannot run on an abstract mesh, which has no devices',
                 facts={
@@ -165,32 +170,37 @@ class ShardedFunction(Generic[P, R]):
                     'try': f'{self._setup.name}.eval_shape(...) or {self._setup.name}.trace(...)',
                 },
             )
-        if act is _run and program.must_be_placed():
+        if get_method is _run and program.must_be_placed():
             values = place_arguments(program.traced, values, not is_tracing())
         elif not (program.args_checked or is_tracing()):
             # jit accepts an array on the same devices in another order, then fails at the next call
-            values = place_arguments(program.traced, values, act is _run)
+            values = place_arguments(program.traced, values, get_method is _run)
             program.args_checked = True
         try:
-            result = act(program)(*values)
+            result = get_method(program)(*values)
         except (ValueError, RuntimeError) as error:
-            return self._retry(error, program.called, call, values, act)
+            return self._retry(error, program.called, call, values, get_method)
         except AttributeError as error:
             ours = error_of_topology(error)
             if ours is None:
                 raise
             raise ours.about(function=self._setup.name) from None
         as_written = len(values) == len(args) + len(kwargs)
-        several = self._programs.need_full_lookup
-        slow = several or entered_scope() or is_tracing() or program.must_be_placed()
-        if act is _run and as_written and not slow:
+        is_ambiguous = self._programs.need_full_lookup
+        slow = is_ambiguous or entered_scope() or is_tracing() or program.must_be_placed()
+        if get_method is _run and as_written and not slow:
             key = (len(args), *kwargs) if kwargs else len(args)
             self._fast[key] = program.called, order, program.traced.constrains_result
             _concrete_types.update(type(x) for x in values if isinstance(x, jax.Array))
         return result
 
     def _retry(
-        self, error: Exception, failed: Any, call: CallSignature, values: Sequence[Any], act: _Act
+        self,
+        error: Exception,
+        failed: Any,
+        call: CallSignature,
+        values: Sequence[Any],
+        get_method: _GetMethod,
     ) -> Any:
         """Retries a failed call with the right program or resharded arguments, or raises."""
         if isinstance(error, UnexpectedCollectives | MemoryExceeded):
@@ -199,25 +209,25 @@ class ShardedFunction(Generic[P, R]):
             raise error
         program = self._programs.find(call, values)
         # jit compares shardings and meshes before it traces, so `failed` may be the wrong program
-        other = isinstance(error, OtherShardings) or program.called is not failed
-        if other or not program.traced.matches_arguments(values):
+        is_wrong = isinstance(error, OtherShardings) or program.called is not failed
+        if is_wrong or not program.traced.matches_arguments(values):
             self._fast = {}
             program = self._programs.find(call, values, failed)
             try:
-                return act(program)(*values)
+                return get_method(program)(*values)
             except EinshardError:
                 raise
             except (ValueError, RuntimeError) as second:
                 error = second
-        placed = place_arguments(program.traced, values, act is _run)
+        placed = place_arguments(program.traced, values, get_method is _run)
         if placed is values:
             raise error
-        return act(program)(*placed)
+        return get_method(program)(*placed)
 
     def _exact_program(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[TracedFunction, Sequence[Any]]:
-        """Checks arguments, and finds their program. No call follows that would check them."""
+        """Returns the function and the values of a call. Checks the arguments, as no call does."""
         call, _, values = self._setup.declaration.flatten_call(args, kwargs)
         program = self._programs.find(call, values)
         program.traced.check(values)
@@ -271,32 +281,33 @@ def sharded(
         >>> y.addressable_shards[0].data.shape
         (3, 16)
 
-    The i-th spec is for the i-th positional parameter, without the `self` of a method, and
-    `name=spec` for the parameter with that name. Parameters without a spec, and the result without
-    `out=`, are left to the compiler. Bare `@sharded` reads `Sharded[...]` annotations.
+    The i-th spec is for the i-th positional parameter (not counting the `self` of a method), and
+    `name=spec` is for the parameter with that name. The compiler decides the sharding of parameters
+    without a spec, and of the result without `out=`. `@sharded` without specs reads the
+    `Sharded[...]` annotations of the function.
 
     Host data, and arrays that are on one device or replicated, are placed as their spec says. An
     array that is sharded differently is an error unless `reshard=True`.
 
-    Specs are resolved at the first call. Inside a traced function, a call is a nested jit and
-    `out=` a constraint. Inside the decorated function, `einshard` uses the same mesh.
+    Specs are resolved at the first call. Inside a traced function, a call is a nested jit, and
+    `out=` is a constraint. Inside the decorated function, `einshard` uses the same mesh.
 
     Args:
         in_specs: specs by position: expressions, `PartitionSpec`s, `NamedSharding`s, None,
-            `Rules`, functions `(path, leaf) -> spec`, or pytree prefixes of those.
-            `sharded(f)` decorates the function f.
+            `Rules`, functions `(path, leaf) -> spec`, or pytree prefixes of these. A single
+            argument that is a function is not a spec: `sharded(f)` decorates `f`.
         out: the spec of the result.
         mesh: a mesh or devices. Default: the mesh in context at each call, or else all devices.
         reshard: whether to reshard arguments that are sharded differently.
         indivisible: what to do if the size of an axis is not divisible by its number of shards:
             'error', or 'replicate' to replicate that axis only, for these shapes.
-        collectives: the collectives that the compiled program may have: `()` for none,
-            'all-reduce', several kinds, or at most so many of each, as in `{'all-reduce': 1}`. A
+        collectives: the collectives that the compiled program may have: `()` for none, one kind
+            such as 'all-reduce', several kinds, or the limit of each kind: `{'all-reduce': 1}`. A
             collective in a loop counts once. The first program is checked before it runs, later
-            ones before their result is returned; programs of `jax.grad` and `jax.vmap` outside
-            `jax.jit` cannot be checked, which gives a warning.
-        memory: the total memory that the compiled program may need on each device: '15 GB',
-            '14.5 GiB' or a number of bytes. Checked like `collectives`.
+            ones before their result is returned. Programs of `jax.grad` and `jax.vmap` outside
+            `jax.jit` cannot be checked; there, a call warns.
+        memory: the memory that the compiled program may need on each device: '15 GB', '14.5 GiB' or
+            a number of bytes. Checked like `collectives`.
         named_specs_and_jit_options: specs by parameter name, and options of `jax.jit`:
             `static_argnames`, `donate_argnums`, `compiler_options`, ...
 
@@ -308,21 +319,21 @@ def sharded(
         EinshardError: at decoration, for an invalid spec, a spec for an unknown or static
             parameter, or an unknown option; at a call, for arrays that do not fit their spec.
         UnexpectedCollectives: at a call, if the program has collectives that are not allowed.
-        MemoryExceeded: at a call, if the program needs more memory.
+        MemoryExceeded: at a call, if the program needs more than `memory`.
     """
     check_option('indivisible', indivisible)
     named = named_specs_and_jit_options
     limits = collectives, memory
-    given = in_specs, out, mesh, reshard, indivisible, limits, named
-    default = out is None and mesh is None and limits == (None, None) and indivisible == 'error'
-    if default and not (named or reshard) and len(in_specs) == 1 and _is_function(in_specs[0]):
-        return _decorate(in_specs[0], (), *given[1:])
+    options = out, mesh, reshard, indivisible, limits, named
+    no_options = out is None and mesh is None and limits == (None, None) and indivisible == 'error'
+    if no_options and not (named or reshard) and len(in_specs) == 1 and _is_function(in_specs[0]):
+        return _decorate(in_specs[0], (), *options)
     check_spec_functions(in_specs)
 
     def decorate(*functions: Any, **unexpected: Any) -> Any:
         if len(functions) != 1 or unexpected or not _is_function(functions[0]):
             raise called_too_early('sharded', [*functions, *unexpected.values()], in_specs)
-        return _decorate(functions[0], *given)
+        return _decorate(functions[0], in_specs, *options)
 
     return decorate
 
@@ -356,8 +367,8 @@ def _decorate(
     named: Mapping[str, Any],
 ) -> Any:
     if isinstance(function, staticmethod | classmethod):
-        given = in_specs, out, mesh, reshard, indivisible, limits, named
-        return type(function)(_decorate(function.__func__, *given))
+        options = out, mesh, reshard, indivisible, limits, named
+        return type(function)(_decorate(function.__func__, in_specs, *options))
     kind = deferred_kind(function)
     if kind:
         raise EinshardError(

@@ -64,47 +64,51 @@ class ValueSpec:
         errors: list[EinshardError] = []
         for (path, leaf), spec in zip(jtu.tree_leaves_with_path(value), specs, strict=True):
             try:
-                found = None
+                placement = None
                 if spec is not None:
                     shape = np.shape(leaf)
-                    found = resolve(spec, shape, context, indivisible=self.indivisible)
+                    placement = resolve(spec, shape, context, indivisible=self.indivisible)
             except EinshardError as error:
                 text = self.leaf_text(path, leaf)
                 argument = None if path else self.name
                 errors.append(_not_an_array(leaf, text, argument) or error.about(array=text))
                 continue
-            placed.append((path, leaf, found))
+            placed.append((path, leaf, placement))
         if errors:
             raise for_arrays(errors) from None
         return placed
 
     def shardings(self, value: Any, context: Context) -> Any:
-        """Returns the shardings for `jax.jit`: per leaf if the spec needs leaves, else a prefix."""
+        """Returns shardings for `jax.jit`: a pytree prefix, or one per leaf if `needs_leaves`."""
         if self.spec is None:
             return None
         if not self.needs_leaves(context):
             return jtu.tree_map(partial(self._sharding, context), self.spec, is_leaf=is_none)
-        found = [placement and placement.sharding for _, _, placement in self.place(value, context)]
-        return jtu.tree_unflatten(jtu.tree_structure(value), found)
+        placed = self.place(value, context)
+        shardings = [placement and placement.sharding for _, _, placement in placed]
+        return jtu.tree_unflatten(jtu.tree_structure(value), shardings)
 
     def constrain(self, value: Any, context: Context) -> Any:
         """Constrains every leaf to its spec."""
-        return self._each(_constrained, value, context)
+        return self._map_leaves(_constrained, value, context)
 
-    def typed(self, value: Any, context: Context) -> Any:
+    def as_structs(self, value: Any, context: Context) -> Any:
         """Replaces each leaf with a spec by a ShapeDtypeStruct with its sharding."""
-        return self._each(_typed, value, context)
+        return self._map_leaves(_as_struct, value, context)
 
     def leaf_text(self, path: Sequence[Any], leaf: Any) -> str:
         """Formats a leaf for errors: "float32[6,8], parameter 'params/w' of step"."""
         text = path_text(path)
         if self.name is None:
-            which = f" '{text}'" if path else ''
-            return f'{array_text(leaf)}, result{which} of {self.function}'
-        which = f'/{text}' if path else ''
-        return f"{array_text(leaf)}, parameter '{self.name}{which}' of {self.function}"
+            suffix = f" '{text}'" if path else ''
+            return f'{array_text(leaf)}, result{suffix} of {self.function}'
+        suffix = f'/{text}' if path else ''
+        return f"{array_text(leaf)}, parameter '{self.name}{suffix}' of {self.function}"
 
-    def _each(self, change: Callable[[Any, Placement], Any], value: Any, context: Context) -> Any:
+    def _map_leaves(
+        self, change: Callable[[Any, Placement], Any], value: Any, context: Context
+    ) -> Any:
+        """Applies `change` to every leaf with a spec."""
         if self.spec is None:
             return value
         leaves = [
@@ -152,7 +156,7 @@ def _constrained(leaf: Any, placement: Placement) -> Any:
     return (constrain if isinstance(leaf, Tracer) else place_constant)(leaf, placement)
 
 
-def _typed(leaf: Any, placement: Placement) -> jax.ShapeDtypeStruct:
+def _as_struct(leaf: Any, placement: Placement) -> jax.ShapeDtypeStruct:
     aval: Any = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=placement.sharding, weak_type=aval.weak_type

@@ -1,9 +1,9 @@
 """Finds the all-gathers of an HLO program, and the slices that devices keep. Imports no JAX.
 
-If the SPMD partitioner knows no better way to reshard, it all-gathers the full array, and every
-device keeps a slice: "involuntary full rematerialization". XLA reports this only on standard error.
-In the program, the only uses of the array are then slices, at offsets computed from the device
-number.
+If the SPMD partitioner finds no better way to reshard an array, it all-gathers the full array, and
+every device keeps a slice: "involuntary full rematerialization". XLA reports this only on standard
+error. In the program, such an array is used only by slices, whose offsets are computed from the
+device number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 
 from .module import ArrayType, Computation, Instruction, Module, Value
 
-Blocks: TypeAlias = tuple[tuple[int, ...], ...]  # for each dimension, the block of each device
+# for each dimension of an array, the index of the block that each device has
+Blocks: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,11 @@ class AllGather:
         name: the name of its instruction.
         array: the result on each device.
         dimension: the dimension along which shards are concatenated.
-        origin: (computation, instruction) that makes the gathered array.
-        parameter: the number of the program parameter that is gathered, or None.
+        origin: (computation, instruction) that computes the operand, traced through copies.
+        parameter: the number of the program parameter that is the operand, or None.
         invariant: whether it gathers the same array in every iteration of a loop.
-        kept: for each dimension, the block that each device keeps; None if the array has other
-            uses.
+        kept: if all uses are slices of the same block: for each dimension, the index of the block
+            of each device. Otherwise None.
     """
 
     name: str
@@ -46,7 +47,7 @@ class AllGather:
 
 def find_all_gathers(module: Module, n_devices: int) -> list[AllGather]:
     """Finds the all-gathers of a program that have a single operand."""
-    return list(SliceFinder(module, n_devices).find())
+    return list(_Finder(module, n_devices).find())
 
 
 _DIMENSION = re.compile(r'dimensions=\{(\d+)\}')
@@ -57,12 +58,10 @@ _PASSES_ON = frozenset({'bitcast', 'reshape', 'transpose', 'convert', *_COPIES})
 
 
 class _Unknown(Exception):
-    """The value is not simple arithmetic on the device number."""
+    """A value is not simple arithmetic on the device number."""
 
 
-class SliceFinder:
-    """Finds all-gathers, and the blocks that devices slice of an array."""
-
+class _Finder:
     def __init__(self, module: Module, n_devices: int):
         self.module = module
         self.n_devices = n_devices
@@ -86,9 +85,9 @@ class SliceFinder:
             )
 
     def origin(self, here: Computation, name: str) -> tuple[Computation, Instruction, bool]:
-        """Finds the computation and instruction that made an array, through copies and calls.
+        """Finds the computation and instruction that compute an array, through copies and calls.
 
-        Also returns whether it is made outside the loop that gathers it.
+        Also returns whether they are outside the loop that gathers the array.
         """
         made = here[name]
         while self.passes_on(made):
@@ -101,7 +100,7 @@ class SliceFinder:
         return made_in, origin, invariant or made.opcode == 'get-tuple-element'
 
     def passes_on(self, made: Instruction) -> bool:
-        """Whether it only copies or reshapes its operand; on CPU, copies are fusions."""
+        """Whether an instruction only copies or reshapes its operand, as some fusions do on CPU."""
         if len(made.operands) != 1 or made.opcode in _PASSES_ON:
             return len(made.operands) == 1
         callee = self.module.called(made) if made.opcode == 'fusion' else None
@@ -113,7 +112,7 @@ class SliceFinder:
         return inner.opcode == 'parameter'
 
     def outside(self, here: Computation, made: Instruction) -> tuple[Computation, str] | None:
-        """Returns the caller's value of a fusion parameter or of a loop invariant."""
+        """Returns the value that the caller passes to a fusion parameter or a loop invariant."""
         if made.opcode == 'parameter' and not here.is_entry:
             for _, caller, call in self.module.call_sites(here):
                 if 'calls=' in call.attributes:
@@ -128,6 +127,7 @@ class SliceFinder:
         return None
 
     def kept(self, value: Value, array: ArrayType) -> Blocks | None:
+        """Finds the blocks that devices keep: `AllGather.kept`."""
         slices = list(self.slices(value, array))
         if not slices or None in slices or len(set(slices)) > 1:
             return None
@@ -135,7 +135,7 @@ class SliceFinder:
         return blocks if blocks and any(len(set(of_axis)) > 1 for of_axis in blocks) else None
 
     def slices(self, value: Value, array: ArrayType) -> Iterator[Blocks | None]:
-        """Yields, for each use of an array, the block that each device slices; else None."""
+        """Yields the blocks that devices slice, for each use of an array; None for other uses."""
         here = value.here
         if value.name == here[''].name:
             yield None
@@ -155,8 +155,7 @@ class SliceFinder:
             else:
                 yield None
 
-    def blocks(self, value: Value, user: Instruction) -> Blocks | None:
-        """Returns the block that each device takes with a dynamic-slice of a value, if known."""
+    def blocks(self, value: Value, user: Instruction) -> tuple[tuple[int, ...], ...] | None:
         sizes = _SIZES.search(user.attributes)
         if sizes is None:
             return None
@@ -222,9 +221,9 @@ ARITHMETIC: Mapping[str, Any] = {
 
 
 def _axes(made: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:
-    """Maps the axes of a transposed or copied array to those of the original; else None.
+    """Returns, for each axis of a transposed or copied array, the original axis; else None.
 
-    On GPU, a bitcast to another layout stands for a transpose.
+    On GPU, a bitcast to another layout is a transpose.
     """
     if made.opcode not in _PASSES_ON:
         return None

@@ -1,4 +1,4 @@
-"""Finds large arrays of an HLO program: temporaries, arguments, results. Imports no JAX."""
+"""Finds the largest temporary arrays of an HLO program. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ class Temporary:
     """An array that a program computes and needs for a while.
 
     Attributes:
-        array: as the compiler writes it, for one device: 'bf16[8,128]'.
+        array: the dtype and shape on one device: 'bf16[8,128]'.
         bytes: bytes per device, without padding.
-        source: 'model.py:12', or None.
-        op_name: the JAX operation that it comes from, or that of the compiler, such as 'copy'.
+        source: the source line, such as 'model.py:12', or None.
+        op_name: the JAX operation that computes it; or an HLO opcode, such as 'copy', if the
+            compiler added it.
     """
 
     array: str
@@ -49,9 +50,9 @@ _MOVED_MEMORY = re.compile(r'\{[^}]*S\([1-9]')  # VMEM on TPU, host memory
 
 
 def largest_temporaries(module: Module, n: int = 5) -> tuple[Temporary, ...]:
-    """Finds the largest temporaries; those of the same line and shape are listed once.
+    """Finds the largest temporaries; arrays of the same line and shape are listed once.
 
-    The compiler may give several of them the same memory, one after another.
+    Several of them may use the same memory, one after another.
     """
     found: dict[tuple[str, str | None], Temporary] = {}
     for array, made in sorted(_arrays(module), key=lambda pair: -pair[0].bytes):
@@ -79,7 +80,7 @@ def _arrays(module: Module) -> Iterator[tuple[ArrayType, Instruction]]:
 
 
 def _running(module: Module) -> Iterator[Computation]:
-    """Yields the entry, and the computations that loops, conditionals and calls run."""
+    """Yields the entry computation, and those that loops, conditionals and calls run."""
     seen, left = {module.entry.name}, [module.entry]
     while left:
         here = left.pop()
@@ -93,7 +94,7 @@ def _running(module: Module) -> Iterator[Computation]:
 
 
 def _unmoved(here: Computation, name: str) -> Instruction:
-    """Returns the instruction that a value comes from, behind copies, converts and bitcasts."""
+    """Returns the instruction that computes a value, before copies, converts and bitcasts."""
     made = here[name]
     while made.opcode in ('bitcast', 'convert', 'copy'):
         made = here[made.operands[0]]

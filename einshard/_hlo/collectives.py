@@ -2,8 +2,8 @@
 
 XLA writes a collective in many forms: as one instruction; as a pair of -start and -done; inside a
 fusion, a call or an async-start; as a send and a recv; as a loop of products and permutes; and on
-TPU as a chain of fusions that all contain it and compute something else, even in loops. This module
-reads each as one `Collective`.
+TPU as a chain of fusions, possibly inside loops, that each contain the collective next to other
+work. This module reads each form as one `Collective`.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class Collective:
         operands: the inputs of each device; for a ragged all-to-all, only the data.
         results: the outputs of each device.
         groups: the devices that communicate with each other, as positions in the device list of the
-            program; for a permute, connected devices. Empty if the HLO text does not list them: for
+            program; for a permute, the connected devices. Empty if the HLO text has no groups: for
             custom calls, and for JAX 0.8 to 0.10 with a newer libtpu.
         pairs: (source, target) of a permute.
-        executions: how often it runs in one run of the program: the product of loop trip counts;
-            all branches of a conditional count. None if a trip count is unknown.
+        executions: how often it runs in one run of the program: the product of loop trip counts,
+            as if all branches of conditionals ran. None if a trip count is unknown.
         is_async: whether it overlaps with computation.
-        source: 'model.py:12', with the path that JAX reports, or None.
-            The line of its first user if the compiler inserted it.
+        source: the source line, such as 'model.py:12', with the path that JAX reports, or None. For
+            a collective that the compiler inserted, the line of the first user of its result.
         op_name: the JAX operation it comes from, such as 'jit(step)/jvp()/dot_general'.
         n_devices: the number of devices of the program.
-        widened: whether the compiled program runs it in f32 although the arrays are bf16, as on
-            CPU. Arrays and bytes here are those in bf16.
-        called_at: if `source` is in a helper, such as a function with only one line in the program,
-            the nearest calling line outside helpers; else None.
+        widened: whether the compiled program runs it in f32 although the user's arrays are bf16, as
+            on CPU. `operands`, `results` and bytes are in bf16.
+        called_at: if `source` is in a helper function, the nearest calling line outside helpers;
+            otherwise None. A function with only one line in the program is a helper.
         sent: bytes that a device sends in one execution, if known from the form of the collective;
             None if `network_bytes` follows from the arrays.
         in_branch: whether it is in a branch of a conditional, which may not be taken.
@@ -80,11 +80,12 @@ class Collective:
 
     @property
     def arrays(self) -> tuple[ArrayType, ...]:
-        """The larger side: results of an all-gather, operands of all others."""
+        """The results of an all-gather; the operands of other collectives."""
         return self.results if self.kind == 'all-gather' else self.operands
 
     @property
     def shape_text(self) -> str:
+        """The dtypes and shapes of `arrays`, such as 'f32[8,8]'."""
         return ', '.join(map(str, self.arrays))
 
     @property
@@ -94,7 +95,7 @@ class Collective:
 
     @property
     def n_groups(self) -> int:
-        """The number of groups; 0 if the text does not list them."""
+        """The number of groups; 0 if the text lists none."""
         return len(self.groups)
 
     @property
@@ -188,7 +189,7 @@ _PHASE = re.compile(r'custom_call_target="AsyncCollective(\w+)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
-_Found = tuple[tuple[int, ...], Place, Collective]  # with the offsets of the path to it
+_Found = tuple[tuple[int, ...], Place, Collective]  # first the offsets of its path, for sorting
 
 
 class _Finder:
@@ -247,7 +248,7 @@ class _Finder:
             yield places[0], self.read_transfer(places[0].made, places[-1].made)
 
     def read(self, place: Place) -> dict[str, Any] | None:
-        """Reads fields of `Collective`; None for a line with a mark only in a user-given name."""
+        """Reads fields of `Collective`; None if only a user-given name contains a mark."""
         made = place.made
         kind = made.opcode.removesuffix('-start')
         # from jax.lax.psend; GPU programs may also split a permute into send and recv
@@ -286,7 +287,7 @@ class _Finder:
         }
 
     def read_transfer(self, send: Instruction, receive: Instruction) -> dict[str, Any]:
-        """Reads a transfer between TPU slices: a send and a recv with one rendezvous."""
+        """Reads a transfer between TPU slices: a send and a recv with the same rendezvous."""
         meeting = _MEETING.search(send.attributes)
         assert meeting is not None
         _, target, transfer = meeting.groups()
@@ -303,15 +304,15 @@ class _Finder:
         }
 
     def phase(self, here: Computation) -> str:
-        """Returns 'Start' or 'Done' for a computation at an end of an async chain; else ''."""
+        """Returns 'Start' or 'Done' if a computation is an end of an async chain; else ''."""
         fusions = [site for site in self.module.call_sites(here) if site.made.opcode == 'fusion']
         return self.phases.get(here.name) or (self.phase(fusions[0].here) if fusions else '')
 
     def links(self, places: Sequence[Place], executions: Executions) -> set[int]:
-        """Returns the offsets of the later links of asynchronous chains; only the start counts.
+        """Returns the offsets of links of asynchronous chains after the first, to ignore them.
 
-        Links may be in inner loops. If no link is marked as the start, it is the one that runs
-        least often, and the first of these.
+        Links may be in inner loops. If no link is marked as the start, the start is the link that
+        runs least often; of several, the first.
         """
         chains: dict[tuple[int, str], list[Place]] = {}
         later: set[int] = set()
@@ -333,7 +334,7 @@ class _Finder:
         return any(site.made.opcode == 'fusion' for site in self.module.call_sites(here))
 
     def origin(self, path: Sequence[Place], place: Place) -> dict[str, Any]:
-        """Finds the source line and operation of an instruction, a fusion around it, or a user."""
+        """Finds the source line and the JAX operation: of the instruction, its fusion or a user."""
         described = place.made
         for _, _, made in reversed(path):
             if made.opcode not in ('while', 'conditional') and not described.op_name:
@@ -349,7 +350,7 @@ class _Finder:
         }
 
     def with_callers(self, path: Sequence[Place], place: Place, one: Collective) -> Collective:
-        """Adds information from the instructions that run its computation."""
+        """Updates a collective with what the instructions that run its computation tell."""
         if self.phase(place.here) == 'Start' or any(_is_async(site.made) for site in path):
             one = replace(one, is_async=True)
         for _, _, made in reversed(path):
@@ -383,12 +384,12 @@ def _merged(
 
 
 def _chain(made: Instruction) -> tuple[int, str]:
-    """Returns the channel id and the chain id, which all links of an asynchronous chain share."""
+    """Returns (channel id, chain id), which all links of an asynchronous chain share."""
     chain = _CHAIN.search(made.attributes)
     return number_of('channel_id', made.attributes), chain[1] if chain else ''
 
 
 def _is_async(made: Instruction) -> bool:
-    """Whether it overlaps with other work; on GPU, JAX 0.8 also writes synchronous -starts."""
+    """Whether an instruction overlaps with other work. JAX 0.8 has synchronous -starts on GPU."""
     waits = '"is_sync":true' in made.attributes + made.metadata
     return made.opcode.endswith('-start') and not waits

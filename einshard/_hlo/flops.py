@@ -1,7 +1,7 @@
 """The floating-point operations of an optimized HLO program. Imports no JAX.
 
-XLA's cost analysis counts a loop body once. This counts matrix products and convolutions as often
-as they run. It leaves out elementwise operations and reductions, which are few next to them.
+XLA's cost analysis counts a loop body once. This module counts matrix products and convolutions in
+every iteration. It ignores elementwise operations and reductions, which have few flops.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ class Product:
 
     Attributes:
         flops: floating-point operations of one execution, on each device.
-        executions: how often it runs in one run of the program; None if a trip count is unknown.
+        executions: how often it runs in one run of the program, as if all branches of conditionals
+            ran; None if a trip count is unknown.
         dtype: the dtype of its first operand, such as 'bf16'.
-        source: 'model.py:12', or None.
+        source: the source line, such as 'model.py:12', or None.
         op_name: the JAX operation it comes from.
-        in_branch: whether it is in a branch of a conditional. All branches count.
+        in_branch: whether it is in a branch of a conditional.
     """
 
     flops: int
@@ -77,7 +78,7 @@ def find_products(module: Module) -> Iterator[Product]:
 
 
 def _described(module: Module, place: Place) -> Instruction:
-    """Returns the instruction with its source line: itself, the fusion around it, or a user."""
+    """Returns the instruction that has the source line: itself, its fusion, or a user."""
     if module.source(place.made) is not None:
         return place.made
     around = [site for site in module.call_sites(place.here) if site.made.opcode == 'fusion']
@@ -102,13 +103,13 @@ def _flops(place: Place) -> int:
 def _of_dot(place: Place, contracted: str) -> int:
     left = place.here[place.made.operands[0]].results[0]
     sizes = [left.shape[int(axis)] for axis in re.findall(r'\d+', contracted)]
-    # a product and a sum of complex numbers are 4 products and 4 sums
+    # multiplying and adding complex numbers takes 4 real products and 4 real sums
     each = 8 if left.dtype in ('c64', 'c128') else 2
     return each * prod(place.made.results[0].shape) * prod(sizes)
 
 
 def _of_reduce(place: Place) -> int:
-    """On TPU, the product of a matrix and a vector is a multiply and a reduce."""
+    """Counts the flops of a matrix-vector product, which is a multiply and a reduce on TPU."""
     if not place.made.op_name.endswith('/dot_general'):
         return 0
     made = place.here[place.made.operands[0]]
@@ -117,8 +118,8 @@ def _of_reduce(place: Place) -> int:
     return 2 * prod(made.results[0].shape) if made.opcode == 'multiply' else 0
 
 
-_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')  # of cuBLAS
-_ESTIMATE = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')  # of a Pallas kernel
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')  # cuBLAS calls
+_ESTIMATE = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')  # Pallas kernels
 
 
 def _of_custom_call(place: Place) -> int:
@@ -137,7 +138,7 @@ _LABELS = re.compile(r'dim_labels=(\w+)_(\w+)->(\w+)')
 
 
 def _of_convolution(place: Place) -> int:
-    """Two per product that does not fall into the padding, as XLA counts.
+    """Counts 2 flops for each product with an input outside the padding, as XLA does.
 
     On TPU, every matrix product is a convolution; batch axes are spatial axes with padding.
     """
@@ -170,7 +171,7 @@ def _of_convolution(place: Place) -> int:
 def _sides(place: Place) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of input, kernel and output.
 
-    The gradient kernels of cuDNN have the labels of the forward convolution.
+    The gradient convolutions of cuDNN are labeled like the forward convolution.
     """
     operands = [place.here[name].results[0].shape for name in place.made.operands[:2]]
     result = place.made.results[0].shape
@@ -185,7 +186,7 @@ _FIELDS = (('stride', 1), ('pad', 0), ('lhs_dilate', 1), ('rhs_dilate', 1))
 
 
 def _field(fields: dict[str, str], name: str, axis: int, default: int) -> int:
-    """Reads the number for an axis in 'size=4x2 pad=3_3x0_0'; for padding, the low side."""
+    """Reads the number of an axis in a field such as 'pad=3_3x0_0'; for padding, the low side."""
     values = fields[name].split('x') if name in fields else []
     return int(values[axis].partition('_')[0]) if axis < len(values) else default
 

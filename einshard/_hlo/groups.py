@@ -13,7 +13,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @lru_cache(maxsize=256)
 def read_groups(text: str) -> Groups:
-    """Parses HLO device groups.
+    """Parses the device groups of a collective.
 
     >>> from einshard._hlo.groups import read_groups
     >>> read_groups('{{0,1},{2,3}}')
@@ -44,10 +44,14 @@ _MESH = re.compile(
 def _groups_of_mesh(
     mesh: str, dims: str | None, order: str | None, listed: str | None, axes: str
 ) -> Groups:
-    """Groups the devices along some axes of a mesh.
+    """Groups the devices of a mesh along some of its axes.
 
-    An axis 'b':(2)4 is the sub-axis of b with size 4 that follows one of size 2. `dims` and
-    `order`, or `listed`, give the devices of the mesh, if they are in the text.
+    Args:
+        mesh: the mesh axes, such as "'a'=2,'b'=8".
+        dims, order: the devices as a transposed iota, if the text has it: '[8,2]T(1,0)'.
+        listed: the devices as a list, if the text has it.
+        axes: the axes to group along, such as "'a','b':(2)4". The second one is a sub-axis of b, of
+            size 4, after a sub-axis of size 2.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     parts = [
@@ -55,7 +59,7 @@ def _groups_of_mesh(
         for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
     ]
     shape: list[int] = []  # of the mesh, with axes split into sub-axes
-    pieces: list[tuple[str, int]] = []  # for each dim: its axis, and the size before it
+    pieces: list[tuple[str, int]] = []  # for each dim: its axis, and the product of sizes before
     for name, size in sizes.items():
         ends = {end for other, before, n in parts if other == name for end in (before, before * n)}
         for before, end in pairwise(sorted(ends | {1, size})):
@@ -74,7 +78,7 @@ def _groups_of_mesh(
 
 
 def _iota(dims: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Lists 0, 1, 2, ... as an array of shape `dims` that is transposed to `order`."""
+    """Returns an iota 0, 1, 2, ... of shape `dims`, transposed to `order`, as a flat list."""
     strides = [prod(dims[dim + 1 :]) for dim in range(len(dims))]
     ranges = [range(0, dims[dim] * strides[dim], strides[dim]) for dim in order or range(len(dims))]
     return [sum(index) for index in product(*ranges)]
@@ -89,7 +93,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def connected(pairs: Iterable[tuple[int, int]]) -> Groups:
-    """Finds the connected components of pairs.
+    """Finds the connected components of (source, target) pairs.
 
     >>> from einshard._hlo.groups import connected
     >>> connected([(0, 1), (1, 0), (2, 3), (3, 4)])
@@ -107,12 +111,13 @@ def connected(pairs: Iterable[tuple[int, int]]) -> Groups:
 class Slices:
     """The positions of the devices of each TPU slice in the device list of a program.
 
-    A multi-slice program is compiled for one slice. Collectives within a slice name its partitions.
-    Transfers between slices name device ids: 300002 is device 2 of the third slice.
+    A multi-slice program is compiled for one slice. Its collectives within a slice list the
+    partition numbers of that slice. Its transfers between slices list device ids: 300002 is device
+    2 of the third slice.
 
     Args:
         n_partitions: the number of devices of one slice.
-        n_slices: the number of slices in the text; 1 if it mentions none.
+        n_slices: the number of slices that the text mentions; 1 if there are none.
         device_ids: the ids of the program's devices in order. Default: slice by slice.
     """
 
@@ -130,7 +135,7 @@ class Slices:
         self.n_devices = len(device_ids)
 
     def within(self, groups: Groups) -> Groups:
-        """Converts groups of partitions to positions, in every slice."""
+        """Converts groups of partition numbers to groups of positions, in every slice."""
         if len(self._slices) == 1:
             return groups
         return tuple(

@@ -1,6 +1,6 @@
-"""Published figures of TPUs and GPUs. Imports no JAX.
+"""Published peak rates of TPUs and GPUs. Imports no JAX.
 
-Sources, and where they differ:
+Sources, and their differences:
 - Google: the pages of each TPU at docs.cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x).
 - The book: jax-ml.github.io/scaling-book, chapters 2 (TPUs) and 12 (GPUs).
 - NVIDIA: data sheets of A100, H100, H200 and HGX B200, as listed at
@@ -59,14 +59,14 @@ class Chip:
     cores: int = 1
 
     def share(self, device: Any) -> float:
-        """Returns the part of a chip that a JAX device has: 1/2 if each TensorCore is a device."""
+        """Returns the fraction of a chip that a JAX device is: 1/2 for one of two TensorCores."""
         return getattr(device, 'num_cores', self.cores) / self.cores
 
     def rate(self, dtype: str) -> float:
-        """The highest rate of products of arrays of an HLO dtype."""
+        """Returns the highest flops per second for arrays of an HLO dtype."""
         if dtype == 'f32' and 'tf32' not in self.flops:
             dtype = 'bf16'  # on TPU, float32 operands are rounded by default
-        if dtype in ('c64', 'c128'):  # 3 real products are enough, where 4 are counted
+        if dtype in ('c64', 'c128'):  # 4 real products are counted, but 3 are enough
             return max(self.flops.values()) * 4 / 3
         kinds = {'f32': 'tf32', 'f16': 'bf16', 's8': 'int8', 'u8': 'int8'}
         kind = kinds.get(dtype) or re.sub(r'^f([48])e.*', r'fp\1', dtype)
@@ -75,13 +75,13 @@ class Chip:
 
 GIB = 2**30
 
-# `memory` is what the compiler of libtpu 0.0.52 offers to a program, in its RESOURCE_EXHAUSTED:
+# `memory` is what libtpu 0.0.52 lets a program use, according to its RESOURCE_EXHAUSTED errors:
 # 15.75 of 16 GiB on v5e, 31.24 of 32 on v6e, 2 x 15.25 of 32 on v4, 2 x 94.74 of 192 on TPU7x.
 # On v5p it is 95.73 GiB, where Google has 95 GiB and the book 96 GB.
 # DCN: Google has 50 Gbit/s per chip for v5p, 100 for v6e and TPU7x; for v5e, two NICs of 100 Gbit/s
 # for 8 chips. For v4 this is the book's 25 GB/s per host, of 4 chips.
-# Small slices do not wrap around: on v5e and v6e only dimensions of 16 are rings (also the longer
-# one of 8x16), on the others those of slices made of full 4x4x4 cubes (the book, chapter 2).
+# Small slices do not wrap around: on v5e and v6e only dimensions of size 16 are rings (also in
+# 8x16), on the others the dimensions of slices that consist of full 4x4x4 cubes (book, chapter 2).
 _cubes = functools.partial(Chip, torus=3, wraps_at=4, cores=2)
 _TPUS = (
     (
@@ -176,7 +176,7 @@ def find_chip(device_kind: str) -> Chip | None:
 
 
 def as_chip(given: Chip | str) -> Chip:
-    """Returns a chip: the given one, or the one in the table with this name."""
+    """Returns the chip itself, or the chip in the table with this name."""
     if isinstance(given, Chip):
         return given
     chips = {chip.name: chip for _, chip in (*_TPUS, *_GPUS)}

@@ -1,4 +1,4 @@
-"""The bytes that a program certainly moves between HBM and the chip. Imports no JAX."""
+"""A lower bound on the bytes that a program moves between HBM and the chip. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ _MOVED_MEMORY = re.compile(r'\{[^}]*S\([1-9]')  # VMEM on TPU, host memory
 
 
 def bytes_once(module: Module) -> int:
-    """Bytes per device of the arguments that are read and of the results that are written.
+    """Counts the bytes per device of arguments that are read and of results that are written.
 
-    Of an array that is only sliced, the slices count. Not counted, because it depends on data or on
-    the kernel: what is gathered, what a branch of a conditional or a kernel such as one of Pallas
-    reads, and results that are changed in place in a part. Loops of unknown length are taken to run
-    once.
+    If an array is only sliced, its slices count. What depends on data or on a kernel does not
+    count: reads by a gather, in a branch of a conditional or in a kernel such as a Pallas kernel,
+    and results of which a part is updated in place. Loops of unknown length count as one iteration.
     """
     entry = module.entry
     reads, total = _Reads(module), 0
@@ -39,7 +38,7 @@ def bytes_once(module: Module) -> int:
 
 
 def _is_written(module: Module, value: Value) -> bool:
-    """Whether all of a value is written; not so an argument, or what is updated in place."""
+    """Whether all of a value is written: it is not an argument, or one updated in place."""
     made = value.made
     while made.opcode in ('bitcast', 'convert', 'copy') and (value.given or made.opcode[0] == 'b'):
         value = value.beside(made.operands[0])
@@ -72,8 +71,8 @@ class _Region(NamedTuple):
     def is_full(self) -> bool:
         return self.elements == prod(self.shape)
 
-    def is_apart(self, other: _Region) -> bool:
-        """Whether no element is in both, for certain."""
+    def is_disjoint(self, other: _Region) -> bool:
+        """Whether the regions certainly have no common element."""
         ends = zip(self.box, other.box, strict=False)
         return self.shape == other.shape and any(a[1] <= b[0] or b[1] <= a[0] for a, b in ends)
 
@@ -83,33 +82,33 @@ def _all_of(array: ArrayType) -> _Region:
 
 
 def _covered(arrays: Iterable[ArrayType], regions: Iterable[_Region]) -> int:
-    """The bytes of an array that regions cover at least."""
-    apart: list[_Region] = []
+    """Returns a lower bound on the bytes of an array that the regions cover."""
+    disjoint: list[_Region] = []
     for region in sorted(set(regions), key=lambda region: -region.elements):
-        if all(region.is_apart(other) for other in apart):
-            apart.append(region)
+        if all(region.is_disjoint(other) for other in disjoint):
+            disjoint.append(region)
     [array] = arrays
-    n = min(sum(region.elements for region in apart), prod(array.shape))
+    n = min(sum(region.elements for region in disjoint), prod(array.shape))
     return array.bytes * n // max(prod(array.shape), 1)
 
 
 _SLICE = re.compile(r'\bslice=\{([^}]*)\}')
 _SIZES = re.compile(r'dynamic_slice_sizes=\{([\d,]*)\}')
-_LIBRARY = 'custom_call_target="__'  # of cuBLAS and cuDNN, which read all operands
+_LIBRARY = 'custom_call_target="__'  # calls of cuBLAS and cuDNN, which read all operands
 
 
 class _Reads:
-    """The regions of values that are read."""
+    """Finds the regions of values that a program reads."""
 
     def __init__(self, module: Module):
         self._module = module
         self._known: dict[tuple[str, str, int], list[_Region]] = {}
 
     def of(self, value: Value, element: int = -1, loop: Value | None = None) -> list[_Region]:
-        """The regions of a value, or of an element of a tuple, that are read."""
+        """Returns the regions of a value, or of an element of a tuple, that are read."""
         key = value.here.name, value.name, element
         if key not in self._known:
-            self._known[key] = []  # for a loop
+            self._known[key] = []  # ends the recursion in a loop
             regions = [
                 region
                 for user in value.here.users(value.name)
@@ -161,7 +160,7 @@ class _Reads:
                 return [_all_of(array) for array in value.made.results[:1]]
 
     def _through(self, value: Value, used: Value, loop: Value | None) -> list[_Region]:
-        """The regions that a fusion needs for those of a result that are needed."""
+        """Returns the regions of an operand that are read, from those of its result in a fusion."""
         array, needed = value.made.results[0], self.of(used, -1, loop)
         if any(region.is_full for region in needed):
             return [_all_of(array)]
@@ -169,7 +168,7 @@ class _Reads:
         return [_Region(array.shape, (), max(n))] if n else []
 
     def _dynamic(self, value: Value, used: Value, loop: Value | None) -> _Region:
-        """What a dynamic slice reads; in a loop over layers, all of them one after another."""
+        """Returns the region that a dynamic slice reads; in a loop, during all iterations."""
         array, sizes = value.made.results[0], _SIZES.search(used.made.attributes)
         size = [int(n) for n in sizes[1].split(',') if n] if sizes else []
         counter = find_counter(self._module, loop) if loop else None
@@ -183,22 +182,23 @@ class _Reads:
                 for start, whole, part in zip(starts, array.shape, size, strict=True)
                 if start.size > 1
             ]
-            n = _apart(*moving[0]) if len(moving) == 1 else 1
+            n = _count_disjoint(*moving[0]) if len(moving) == 1 else 1
         elements = n * prod(size)
         is_full = elements == prod(array.shape)
         return _all_of(array) if is_full else _Region(array.shape, (), elements)
 
 
-def _apart(starts: Iterable[int], size: int) -> int:
-    """The number of slices that do not overlap."""
-    found, end = 0, 0
+def _count_disjoint(starts: Iterable[int], size: int) -> int:
+    """Counts slices of this size that do not overlap."""
+    n, end = 0, 0
     for start in sorted(starts):
-        if not found or start >= end:
-            found, end = found + 1, start + size
-    return found
+        if not n or start >= end:
+            n, end = n + 1, start + size
+    return n
 
 
 def _sliced(made: Instruction, user: Instruction) -> _Region:
+    """Returns the region that a slice with constant limits reads."""
     found = _SLICE.search(user.attributes)
     limits = re.findall(r'\[(\d+):(\d+)(?::(\d+))?\]', found[1] if found else '')
     box = tuple((int(start), int(end)) for start, end, _ in limits)
@@ -208,7 +208,7 @@ def _sliced(made: Instruction, user: Instruction) -> _Region:
 
 
 def _unmoved(value: Value) -> str:
-    """The name of what a value comes from, without bitcasts and the like."""
+    """Returns the name of the value before bitcasts, converts and copies."""
     while value.made.opcode in ('bitcast', 'convert', 'copy'):
         value = value.beside(value.made.operands[0])
     return value.made.name

@@ -1,8 +1,8 @@
 """Counts the executions of the computations of an HLO program. Imports no JAX.
 
-On CPU and GPU, XLA writes the trip count next to a loop. On TPU it does not. There the trip count
-of JAX's scans and fori_loops follows from the loop itself: the start of the counter, the step in
-the body, and the limit in the condition.
+On CPU and GPU, XLA writes the trip count next to a loop. On TPU it does not. There, the trip count
+of JAX's scans and fori_loops is computed from the loop: the start of its counter, the step in its
+body, and the limit in its condition.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Executions:
         self._known: dict[str, int | None] = {}
 
     def of(self, computation: Computation) -> int | None:
-        """Counts executions; None if a trip count is unknown. All branches count as taken."""
+        """Counts executions, as if all branches ran; None if a trip count is unknown."""
         if computation.is_entry:
             return 1
         if computation.name not in self._known:
@@ -45,6 +45,7 @@ class Executions:
         return self._known[computation.name]
 
     def _runs(self, site: Place, name: str) -> int | None:
+        """Counts how often an instruction runs a computation, when it is executed once."""
         if site.made.opcode != 'while':
             return 1
         trips = trip_count(self._module, site)
@@ -54,7 +55,7 @@ class Executions:
 
 
 def trip_count(module: Module, loop: Place) -> int | None:
-    """The trip count of a loop; None if unknown."""
+    """Returns the trip count of a loop; None if it is unknown."""
     made = loop.made
     if known := _KNOWN.search(made.attributes + made.metadata):
         return int(known[1])
@@ -63,7 +64,7 @@ def trip_count(module: Module, loop: Place) -> int | None:
 
 
 def find_counter(module: Module, loop: Value) -> Counter | None:
-    """The counter of a loop; None if its trip count does not follow from one."""
+    """Finds the counter of a loop; None if the trip count cannot be computed from one."""
     made = loop.made
     names = dict(re.findall(r'\b(condition|body)=%?([^\s,]+)', made.attributes))
     condition, body = (Value(module.computation(names[what])) for what in ('condition', 'body'))
@@ -72,7 +73,7 @@ def find_counter(module: Module, loop: Value) -> Counter | None:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """The element of the state of a loop that counts its iterations."""
+    """The element of the loop state that counts iterations."""
 
     loop: _Loop
     element: int
@@ -81,7 +82,7 @@ class Counter:
     trips: int
 
     def values(self, value: Value) -> Any:
-        """The integers that a value in the body has, one for each iteration; None if unknown."""
+        """Returns the integer value in the body at each iteration; None if it is unknown."""
         value, element = self.loop.find_source(value)
         made = value.made
         if made.opcode == 'constant' and re.fullmatch(r'-?\d+', made.given):
@@ -98,7 +99,7 @@ class Counter:
         return ARITHMETIC[made.opcode](*known) if len(known) == len(operands) else None
 
 
-# an element of the loop state (or None) plus a constant
+# (index of an element of the loop state, constant) for their sum; (None, constant) for a constant
 _Sum = tuple[int | None, int]
 
 
@@ -132,7 +133,7 @@ class _Loop:
         return None if trips is None else Counter(self, counter, start[1], after[1], trips)
 
     def unless_changed(self, sum_: _Sum | None) -> _Sum | None:
-        """Replaces a loop-invariant element by its constant value, if it has one."""
+        """If the element of a sum is a loop-invariant constant, replaces it by its value."""
         if sum_ and sum_[0] is not None and self.sum(self.body, sum_[0]) == (sum_[0], 0):
             outside = self.sum(self.state, sum_[0])
             if outside and outside[0] is None:
@@ -140,7 +141,7 @@ class _Loop:
         return sum_
 
     def sum(self, value: Value, element: int | None = None) -> _Sum | None:
-        """Writes a value, or an element of a tuple, as a sum; None if it is not one."""
+        """Converts a value, or an element of a tuple, to a sum; None if it is not one."""
         value, element = self.find_source(value, element)
         made = value.made
         if made.opcode == 'constant':

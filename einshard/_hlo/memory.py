@@ -34,7 +34,7 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, str]:
-        """The parts of the total, as text, without those of 0 bytes."""
+        """The parts of the total that are not 0, as text: {'arguments': '1.2 GB'}."""
         names = ('arguments', 'results', 'temporaries', 'code')
         parts = {name: format_bytes(getattr(self, name)) for name in names if getattr(self, name)}
         if self.aliased:

@@ -2,6 +2,8 @@
 
 The text of a large program has tens of megabytes. The reader first finds only the headers of
 computations. It parses a line when a query needs it; most lines are never parsed.
+
+In this folder, `here` is a computation, and `made` is an instruction in it.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ _ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,<=]*)\]')
 
 
 def array_types(text: str) -> tuple[ArrayType, ...]:
-    """Parses the arrays of a type; those of a tuple in order.
+    """Parses an HLO type; returns its array, or all arrays of a tuple.
 
     >>> from einshard._hlo.module import array_types
     >>> [str(array) for array in array_types('(f32[8,128]{1,0:T(8,128)}, s32[])')]
@@ -77,7 +79,8 @@ _CALLEES = re.compile(
 class Instruction(NamedTuple):
     """One line of a computation.
 
-    `given` is the text in parentheses: operands, a constant, or the number of a parameter.
+    `given` is the text in parentheses after the opcode: the operands, the value of a constant, or
+    the number of a parameter.
     """
 
     name: str
@@ -97,13 +100,13 @@ class Instruction(NamedTuple):
 
     @property
     def callee(self) -> str:
-        """The computation that a fusion or call runs, or ''."""
+        """The name of the computation that a fusion or call runs, or ''."""
         found = _CALLEE.search(self.attributes)
         return found[1] if found else ''
 
     @property
     def callees(self) -> list[str]:
-        """All computations that the instruction runs."""
+        """The names of all computations that the instruction runs."""
         # backend_config may contain user-given names
         attributes = self.attributes.partition(', backend_config=')[0]
         listed = (several or one for several, one in _CALLEES.findall(attributes))
@@ -111,12 +114,12 @@ class Instruction(NamedTuple):
 
     @property
     def joins_slices(self) -> bool:
-        """Whether it joins slices of an array that were copied one by one, as happens on TPU."""
+        """Whether it joins slices of an array that were copied one by one; only on TPU."""
         return '"ConcatBitcast"' in self.attributes
 
     @property
     def body(self) -> str:
-        """The computation that a loop repeats, or ''."""
+        """The name of the computation that a loop repeats, or ''."""
         found = _BODY.search(self.attributes)
         return found[1] if found else ''
 
@@ -162,7 +165,7 @@ class Computation:
         self._parsed: dict[str, Instruction] = {}
 
     def __getitem__(self, name: str) -> Instruction:
-        """Returns the instruction with this name; for '', the root."""
+        """Returns the instruction with this name; the root for ''."""
         made = self._parsed.get(name)
         if made is None:
             start = self._lines[name]
@@ -214,10 +217,17 @@ class Computation:
 
 
 class Value(NamedTuple):
-    """The value of an instruction, with the parameters of its computation if known."""
+    """The value that an instruction computes.
+
+    Attributes:
+        here: the computation of the instruction.
+        name: the name of the instruction; '' for the root.
+        given: the values of the parameters of `here`, if a call site is known.
+        made: the instruction.
+    """
 
     here: Computation
-    name: str = ''  # '' is the root
+    name: str = ''
     given: tuple[Value, ...] = ()
 
     @property
@@ -225,7 +235,7 @@ class Value(NamedTuple):
         return self.here[self.name]
 
     def beside(self, name: str) -> Value:
-        """Another value in the same computation."""
+        """Returns another value in the same computation."""
         return self._replace(name=name)
 
     def inside(self, called: Computation, name: str = '') -> Value:
@@ -237,7 +247,7 @@ class Value(NamedTuple):
 
 
 class Place(NamedTuple):
-    """An instruction, its computation, and the offset of its line."""
+    """An instruction `made`, its computation `here`, and the offset of its line."""
 
     start: int
     here: Computation
@@ -291,7 +301,7 @@ class Module:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """Parameter number by output number, for outputs that reuse the memory of a parameter."""
+        """For outputs that reuse the memory of a parameter: {output number: parameter number}."""
         line = self.head.partition('\n')[0]
         return {int(o or 0): int(p) for o, p in re.findall(r'\{(\d*)\}: \((\d+), \{\}', line)}
 
@@ -320,7 +330,7 @@ class Module:
         return self._computation(self._numbers[name])
 
     def call_sites(self, computation: Computation) -> list[Place]:
-        """Finds the instructions that run a computation, without -update and -done."""
+        """Finds the instructions that run a computation, except -update and -done."""
         name = computation.name
         sites = self._call_sites.get(name)
         if sites is None:
@@ -342,13 +352,13 @@ class Module:
         return None
 
     def in_branch(self, computation: Computation) -> bool:
-        """Whether it runs in a branch of a conditional only, which may not be taken."""
+        """Whether a computation runs only in a branch of a conditional."""
         sites = self.path(computation) or ()
         return any(site.made.opcode == 'conditional' for site in sites)
 
     @functools.cached_property
     def _references(self) -> dict[str, list[int]]:
-        """The offsets of lines that refer to a computation."""
+        """The offsets of the lines that refer to each computation, by name."""
         lines: dict[str, list[int]] = {}
         for found in _REFERENCE.finditer(self.text, len(self.head)):
             for name in (found[1] or found[2]).replace('%', '').split(', '):

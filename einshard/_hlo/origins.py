@@ -12,7 +12,7 @@ _PARTS = frozenset(
         *('optimization-barrier', 'reshape', 'slice', 'slice-done', 'slice-start', 'transpose'),
     )
 )
-_DEEPEST = 200  # steps; a limit, because a loop may lead to a cycle
+_MAX_STEPS = 200  # because a loop may lead to a cycle
 
 
 class Origins:
@@ -27,14 +27,14 @@ class Origins:
         self._known: dict[tuple[str, str, int], int | None] = {}
 
     def of(self, place: Place) -> int | None:
-        """Returns the number of the parameter that an instruction sends a part of, or None."""
+        """Returns the number of the parameter that the first operand is a part of, or None."""
         operands = place.made.operands
-        return self._trace(Value(place.here, operands[0]), -1, _DEEPEST) if operands else None
+        return self._trace(Value(place.here, operands[0]), -1, _MAX_STEPS) if operands else None
 
     def _trace(self, value: Value, element: int, left: int) -> int | None:
         key = (value.here.name, value.name, element)
         if key not in self._known:
-            self._known[key] = None  # for a value that depends on itself
+            self._known[key] = None  # ends the recursion if a value depends on itself
             self._known[key] = self._step(value, element, left - 1) if left else None
         return self._known[key]
 
@@ -70,13 +70,13 @@ class Origins:
         return None
 
     def _keeps(self, loop: Instruction, element: int) -> bool:
-        """Whether a loop keeps an element of its state, or only sends it to another device."""
+        """Whether a loop does not change an element of its state, except for a permute."""
         body = self._module.computation(loop.body)
         root = body['']
         if element < 0 or root.opcode != 'tuple' or element >= len(root.operands):
             return False
         made = body[root.operands[element]]
-        for _ in range(_DEEPEST):
+        for _ in range(_MAX_STEPS):
             source = _source(made)
             if made.opcode == 'get-tuple-element':
                 state = body[made.operands[0]]
@@ -93,7 +93,7 @@ class Origins:
 
 
 def _source(made: Instruction) -> str | None:
-    """Returns the operand that an instruction slices, reshapes or converts; None for others."""
+    """Returns the operand if an instruction only slices, reshapes or converts it; else None."""
     is_part = made.opcode in _PARTS or made.joins_slices
     return made.operands[0] if is_part and made.operands else None
 
@@ -101,7 +101,7 @@ def _source(made: Instruction) -> str | None:
 def user_with_source(
     module: Module, here: Computation, name: str, far: int = 3
 ) -> Instruction | None:
-    """Finds a user of an array that has a source line, looking through copies without one."""
+    """Finds the first user of an array that has a source line, up to `far` instructions away."""
     for user in here.users(name):
         called = module.called(user)
         if module.source(user) is not None:

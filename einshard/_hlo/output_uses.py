@@ -64,7 +64,7 @@ class _Uses:
         self._known: dict[tuple[str, str], set[int]] = {}
 
     def outputs(self, here: Computation, names: Iterable[str]) -> set[int]:
-        """Finds the program outputs that values of a computation become."""
+        """Returns the indices of the program outputs computed from values of a computation."""
         found = self.reached_by(here, names)
         if here.is_entry or not found:
             return found
@@ -78,13 +78,14 @@ class _Uses:
         return outputs
 
     def reached_by(self, here: Computation, names: Iterable[str]) -> set[int]:
+        """Returns the elements of a computation's result that are computed from these values."""
         return set[int]().union(*(self.reached(here, name) for name in names))
 
     def reached(self, here: Computation, name: str) -> set[int]:
-        """Finds which elements of a computation's result an array becomes; 0 without a tuple."""
+        """Does the same for one value; 0 stands for a result that is not a tuple."""
         key = here.name, name
         if key not in self._known:
-            self._known[key] = set()  # for a value that depends on itself
+            self._known[key] = set()  # ends the recursion if a value depends on itself
             self._known[key] = set(self._reached(here, name))
         return self._known[key]
 
@@ -118,7 +119,7 @@ class _Uses:
                 yield from _elements(here, loop, self.reached_by(inside, start))
 
     def _made_of(self, here: Computation, user: Instruction, at: set[int]) -> list[str]:
-        """Lists what an instruction makes of some operands: itself, or parts of its tuple."""
+        """Lists the values that a user computes from operands `at`: itself, or its elements."""
         outputs = at
         if user.opcode in ('fusion', 'call'):
             callee = self._module.called(user)
@@ -133,5 +134,5 @@ class _Uses:
 
 
 def _elements(here: Computation, made: Instruction, at: Collection[int]) -> list[str]:
-    """Elements of a tuple."""
+    """Returns the names of the instructions that read elements `at` of a tuple."""
     return [user.name for user in here.users(made.name) if user.element in at]

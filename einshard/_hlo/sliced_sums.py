@@ -1,69 +1,70 @@
 """Finds all-reduces of which each device keeps a slice. Imports no JAX.
 
 A reduce-scatter would send half as much. XLA makes one of an all-reduce and a slice of it, but not
-if the sum is added to something first. The CPU backend makes none.
+if there are other operations in between. The CPU backend makes none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .all_gathers import Blocks, SliceFinder
 from .module import Computation, Module, Place, Value
 
 _ELEMENTWISE = frozenset(
     (
-        *('abs', 'add', 'ceil', 'convert', 'cosine', 'divide', 'exponential', 'floor', 'log'),
-        *('logistic', 'maximum', 'minimum', 'multiply', 'negate', 'power', 'rsqrt', 'select'),
-        *('sine', 'sqrt', 'subtract', 'tanh'),
+        *('abs', 'add', 'ceil', 'cosine', 'divide', 'exponential', 'floor', 'log', 'logistic'),
+        *('maximum', 'minimum', 'multiply', 'negate', 'power', 'rsqrt', 'select', 'sine', 'sqrt'),
+        *('subtract', 'tanh'),
     )
 )
 _COPIES = frozenset(('copy', 'convert', 'bitcast', 'opt-barrier', 'optimization-barrier'))
-_MOST_USES = 200
+_MAX_USES = 200
+_MAX_STEPS = 30  # from the offset of a slice back to the number of the device
 
 
 class SlicedSum(NamedTuple):
     """The slices of an all-reduce.
 
     Attributes:
-        blocks: for each dimension, the block that each device keeps.
+        parts: (dimension, number of slices) for the dimensions that are sliced.
         is_direct: whether the sum itself is sliced, without an operation in between.
     """
 
-    blocks: Blocks
+    parts: tuple[tuple[int, int], ...]
     is_direct: bool
 
 
-def find_sliced_sum(module: Module, place: Place, n_devices: int) -> SlicedSum | None:
+def find_sliced_sum(module: Module, place: Place) -> SlicedSum | None:
     """Finds the slices of an all-reduce; None if the sum has other uses."""
     made = place.made
     if len(made.operands) != 1 or made.type.startswith('('):
         return None
-    finder = _Finder(module, n_devices)
-    uses = list(finder.uses(Value(place.here, made.name), (), True))
-    if not uses or None in uses or len({use.blocks for use in uses if use}) > 1:
+    shape = made.results[0].shape
+    value = Value(place.here, made.name)
+    uses = list(_Finder(module, shape).uses(value, (), range(len(shape)), True))
+    known = [use for use in uses if use is not None]
+    if not known or len(known) < len(uses) or len({use.parts for use in known}) > 1:
         return None
-    blocks = uses[0].blocks if uses[0] else ()
-    if not any(len(set(of_axis)) > 1 for of_axis in blocks):
-        return None
-    return SlicedSum(blocks, all(use.is_direct for use in uses if use))
+    return SlicedSum(known[0].parts, all(use.is_direct for use in known))
 
 
 class _Finder:
-    def __init__(self, module: Module, n_devices: int):
+    def __init__(self, module: Module, shape: Sequence[int]):
         self.module = module
-        self.slices = SliceFinder(module, n_devices)
-        self.left = _MOST_USES
+        self.shape = shape
+        self.left = _MAX_USES
 
     def uses(
-        self, value: Value, outside: tuple[Value, ...], is_direct: bool
+        self, value: Value, outside: tuple[Value, ...], axes: Sequence[int], is_direct: bool
     ) -> Iterator[SlicedSum | None]:
         """Yields the slice at each end of the uses of a value; None for another use.
 
         Args:
-            value: the sum, or what elementwise operations make of it.
+            value: the sum, or what other operations make of it.
             outside: the fusions that it is in.
+            axes: the dimensions of the sum that its dimensions are.
             is_direct: whether it is the sum itself.
         """
         here, shape = value.here, value.made.results[0].shape
@@ -73,32 +74,55 @@ class _Finder:
             return
         if value.name == here[''].name:
             if outside:
-                yield from self.uses(outside[-1], outside[:-1], is_direct)
+                yield from self.uses(outside[-1], outside[:-1], axes, is_direct)
             else:
                 yield None
         for user in here.users(value.name):
             made = value.beside(user.name)
             callee = self.module.called(user) if user.opcode == 'fusion' else None
-            same = not user.type.startswith('(') and user.results[0].shape == shape
+            is_one = not user.type.startswith('(')
+            same = is_one and user.results[0].shape == shape
             if user.opcode == 'dynamic-slice' and user.operands[0] == value.name:
-                blocks = self.slices.blocks(value, user)
-                yield None if blocks is None else SlicedSum(blocks, is_direct)
-            elif callee is not None and not user.type.startswith('('):
-                yield from self.inside(value, made, callee, outside, is_direct)
+                yield self.slice_of(made, axes, is_direct)
+            elif callee is not None and is_one:
+                for i, operand in enumerate(user.operands):
+                    if operand == value.name:
+                        inside = made.inside(callee, callee.parameter(i))
+                        yield from self.uses(inside, (*outside, made), axes, is_direct)
             elif same and user.opcode in _COPIES | _ELEMENTWISE:
-                yield from self.uses(made, outside, is_direct and user.opcode in _COPIES)
+                yield from self.uses(made, outside, axes, is_direct and user.opcode in _COPIES)
+            elif is_one and user.opcode == 'reduce' and user.operands[0] == value.name:
+                gone = re.search(r'dimensions=\{([\d,]*)\}', user.attributes)
+                reduced = {int(i) for i in gone[1].split(',')} if gone and gone[1] else set[int]()
+                left = [axis for i, axis in enumerate(axes) if i not in reduced]
+                yield from self.uses(made, outside, left, False)
             else:
                 yield None
 
-    def inside(
-        self,
-        value: Value,
-        fusion: Value,
-        callee: Computation,
-        outside: tuple[Value, ...],
-        is_direct: bool,
-    ) -> Iterator[SlicedSum | None]:
-        for i, operand in enumerate(fusion.made.operands):
-            if operand == value.name:
-                parameter = fusion.inside(callee, callee.parameter(i))
-                yield from self.uses(parameter, (*outside, fusion), is_direct)
+    def slice_of(self, value: Value, axes: Sequence[int], is_direct: bool) -> SlicedSum | None:
+        made = value.made
+        parts = {
+            axis: self.shape[axis] // size
+            for axis, size in zip(axes, made.results[0].shape, strict=True)
+            if 0 < size < self.shape[axis]
+        }
+        sliced = [i for i, axis in enumerate(axes) if axis in parts]
+        if not parts or not all(
+            self.is_of_device(value.beside(made.operands[1 + i]), _MAX_STEPS) for i in sliced
+        ):
+            return None
+        return SlicedSum(tuple(sorted(parts.items())), is_direct)
+
+    def is_of_device(self, value: Value, left: int) -> bool:
+        """Whether an offset depends on the number of the device, and on nothing in a loop."""
+        made = value.made
+        if made.opcode in ('partition-id', 'replica-id'):
+            return True
+        if not left:
+            return False
+        if made.opcode == 'parameter':
+            return bool(value.given) and self.is_of_device(value.given[int(made.given)], left - 1)
+        called: Computation | None = self.module.called(made) if made.opcode == 'fusion' else None
+        if called is not None:
+            return self.is_of_device(value.inside(called), left - 1)
+        return any(self.is_of_device(value.beside(name), left - 1) for name in made.operands)

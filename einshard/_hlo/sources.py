@@ -10,9 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
-_HERE = str(Path(__file__).parent.parent)  # the package
+_HERE = str(Path(__file__).parent.parent)  # the folder of this package
 _OF_JAX = re.compile(r'[\\/](?:site|dist)-packages[\\/]jax(?:lib)?[\\/]|[\\/]jax[\\/]_src[\\/]')
-# for layers of Flax, users want the line of their model that calls the layer
+# libraries such as Flax: the line of the user's model that calls a layer is more useful
 _OF_LIBRARY = re.compile(
     r'[\\/](?:(?:site|dist)-packages|lib[\\/]python3\.\d+)[\\/]|^<frozen ', re.IGNORECASE
 )
@@ -47,9 +47,9 @@ class Sources:
             number: (number_of('file_location_id', row), number_of('parent_frame_id', row))
             for number, row in tables.get('StackFrames', {}).items()
         }
-        # XLA's parent ids are off by one (1 means none), so the first frame seems its own parent.
-        # Once XLA fixes that, it has parent 0.
-        self._beyond = 1 if self._frames.get(1, (0, 0))[1] == 1 else 0
+        # XLA's parent ids are off by one (1 means none), so the first frame seems to be its own
+        # parent. Once XLA fixes that, the first frame has parent 0.
+        self._parent_offset = 1 if self._frames.get(1, (0, 0))[1] == 1 else 0
 
     @property
     def has_lines(self) -> bool:
@@ -59,7 +59,8 @@ class Sources:
     def line(self, metadata: str) -> str | None:
         """Finds the source line of an instruction, such as 'model.py:12'.
 
-        It is the line of the innermost frame outside libraries, or else outside JAX.
+        This is the line of the innermost frame outside libraries. If all frames are in libraries,
+        the innermost frame outside JAX; if all are in JAX, the innermost frame.
         """
         if file := re.search(r'source_file="([^"]*)"', metadata):
             return f'{file[1]}:{number_of("source_line", metadata)}'
@@ -67,10 +68,10 @@ class Sources:
         return users_line(self._at(place) for _, place in stack)
 
     def caller(self, metadata: str) -> str | None:
-        """Returns the nearest calling line outside helpers; None if `line` is not in a helper.
+        """If `line` is in a helper, returns the nearest calling line outside helpers; else None.
 
-        A helper is a function with one line in the program, or that another function calls in
-        several lines. Lines that call the jitted function are ignored.
+        A helper is a function with only one line in the program, or a function that another one
+        calls in several lines. Lines that call the jitted function are ignored.
         """
         stack = [
             (frame, place)
@@ -87,12 +88,12 @@ class Sources:
         return None
 
     def _stack(self, frame: int) -> Iterator[tuple[int, int]]:
-        """Yields the frames that have a file, with their places, from the innermost one out."""
+        """Yields the frames that have a file, each with its location, from the innermost out."""
         while frame in self._frames:
             place, parent = self._frames[frame]
             if self._at(place)[0]:
                 yield frame, place
-            frame = parent - self._beyond
+            frame = parent - self._parent_offset
 
     def _at(self, place: int) -> tuple[str, int]:
         file_id, line = self._places.get(place, (0, 0))
@@ -100,8 +101,8 @@ class Sources:
 
     @functools.cached_property
     def _outermost(self) -> set[int]:
-        """The frames that all stacks share: those that call the jitted function, and itself."""
-        parents = {parent - self._beyond for _, parent in self._frames.values()}
+        """The frames that all stacks share: the jitted function, and the frames that call it."""
+        parents = {parent - self._parent_offset for _, parent in self._frames.values()}
         innermost = [frame for frame in self._frames if frame not in parents]
         stacks = [{frame for frame, _ in self._stack(frame)} for frame in innermost]
         return set[int].intersection(*stacks) if stacks else set()
@@ -113,7 +114,7 @@ class Sources:
 
     @functools.cached_property
     def _uses(self) -> dict[_Function, tuple[set[int], set[tuple[_Function, int]]]]:
-        """By function: its lines in the program, and the functions and lines that call it."""
+        """Returns, by function, its lines in the program, and the (function, line) that call it."""
         uses: dict[_Function, tuple[set[int], set[tuple[_Function, int]]]] = {}
         for frame in self._frames:
             stack = [place for _, place in self._stack(frame)]
@@ -150,7 +151,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
 def op_name(metadata: str) -> str:
-    """Reads the op_name, the JAX operation that an instruction comes from, unescaped; or ''."""
+    """Reads and unescapes the op_name: the JAX operation of an instruction; '' if none."""
     found = _OP_NAME.search(metadata)
     escaped = found[1].encode() if found else b''
     return re.sub(rb'\\([0-7]{3}|.)', _unescaped, escaped).decode(errors='replace')

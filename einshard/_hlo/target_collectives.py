@@ -26,6 +26,7 @@ def target_collectives(module: Module, collectives: Sequence[Collective]) -> lis
 
         >>> from einshard._hlo.collectives import find_collectives
         >>> from einshard._hlo.module import Module
+        >>> from einshard._hlo.target_collectives import target_collectives
         >>> text = '''HloModule jit_f, num_partitions=4
         ...
         ... ENTRY %main (g: f32[8]) -> f32[2] {

@@ -1,4 +1,4 @@
-"""Finds collectives that the CPU backend runs in f32 as it has none in bf16. Imports no JAX."""
+"""Finds collectives that XLA runs in f32, as the CPU backend has none in bf16. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PROMOTED = re.compile(r'to_apply=%?\S+_promoted\b')  # named so by XLA's all-re
 
 
 def widened_dtypes(module: Module, here: Computation, made: Instruction) -> tuple[str, ...]:
-    """Finds, for each operand of a collective, the dtype that XLA widened; '' if it did not.
+    """Returns the original dtype of each operand that XLA widened to f32; '' for the others.
 
     XLA converts the operand before the collective, and the result after it. Its converts have no
-    metadata; the user's converts do.
+    metadata; those of the user's program do.
     """
     if 'f32[' not in made.type:
         return ('',) * len(made.operands)
@@ -27,6 +27,7 @@ def widened_dtypes(module: Module, here: Computation, made: Instruction) -> tupl
 
 
 def _converted(module: Module, here: Computation, name: str) -> str:
+    """Returns the dtype before XLA's convert of a value; '' if there is no such convert."""
     while True:
         made = here[name]
         called = module.called(made) if made.opcode == 'fusion' else None

@@ -1,7 +1,7 @@
 """Collective einsums: products and permutes that replace a collective. Imports no JAX.
 
 XLA may split an all-gather or reduce-scatter and the product next to it into pieces, to send one
-piece while it multiplies another. The program then has permutes in a loop, or in an unrolled one.
+piece while it multiplies another. The program then has collective-permutes, in a loop or unrolled.
 Together they are one collective, with the pieces as its operands or results.
 """
 
@@ -28,8 +28,8 @@ def collective_einsums(
 ) -> Iterator[tuple[str, Computation, list[Place]]]:
     """Finds the permutes of each collective einsum.
 
-    Yields 'ag' for an all-gather or 'rs' for a reduce-scatter, the computation that it is in, and
-    its permutes.
+    Yields a form ('ag' for an all-gather, 'rs' for a reduce-scatter), the computation that contains
+    the einsum, and its permutes.
 
     Args:
         module: the compiled program.
@@ -84,7 +84,7 @@ def _is_last(place: Place, loop: Place) -> bool:
 
 
 def _origin(here: Computation, name: str) -> str:
-    """Returns the instruction that made a value, traced through copies."""
+    """Returns the instruction that computes a value, before copies."""
     while here[name].opcode in _MOVES:
         name = here[name].operands[0]
     return name
@@ -94,7 +94,7 @@ def _origin(here: Computation, name: str) -> str:
 
 
 def _unrolled(permutes: Sequence[Place]) -> Iterator[tuple[str, list[Place]]]:
-    """Groups the permutes of each product by form: those that pass on shards, or sums."""
+    """Yields the permutes of each product that pass on shards ('ag'), and partial sums ('rs')."""
     products: dict[tuple[str, str, tuple[int, ...]], list[Place]] = {}
     for place in permutes:
         made = place.made
@@ -110,9 +110,9 @@ def _unrolled(permutes: Sequence[Place]) -> Iterator[tuple[str, list[Place]]]:
 
 
 def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
-    """Groups permutes into chains, each with its form; a chain sends in one direction.
+    """Groups permutes into chains that send in one direction; yields each with its form.
 
-    Form 'ag': its permutes pass on a shard. Form 'rs': they pass on a partial sum.
+    In the form 'ag' permutes pass on a shard, in the form 'rs' a partial sum.
     """
     here = permutes[0].here
     by_name = {place.made.name: place for place in permutes}

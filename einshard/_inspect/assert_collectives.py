@@ -21,7 +21,7 @@ def assert_collectives(
         ... def product(x, w):
         ...     return x @ w
         >>> x, w = np.ones((jax.device_count(), 64)), np.ones((64, 8))
-        >>> assert_collectives(product, x, w, allowed=())  # rows are independent
+        >>> assert_collectives(product, x, w, allowed=())  # no collectives
         >>> assert_collectives(product, x, w, allowed={'all-reduce': 1})  # at most one
 
     Each collective of the optimized program counts once, even in a loop.
@@ -29,8 +29,8 @@ def assert_collectives(
     Args:
         fn: a `sharded` or jitted function, or any other function, which is jitted.
         args, kwargs: arguments of the call: arrays, or `jax.ShapeDtypeStruct` in place of arrays.
-        allowed: `()` for none; a kind such as 'all-reduce', or a collection of kinds; or the
-            maximum of each kind, such as `{'all-reduce': 2}`.
+        allowed: `()` for none; a kind such as 'all-reduce'; a collection of kinds; or the limit of
+            each kind, such as `{'all-reduce': 2}`.
         mesh: the mesh to compile for, as for `explain`.
 
     Raises:

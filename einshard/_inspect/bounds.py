@@ -23,10 +23,10 @@ class Bound:
     Attributes:
         resource: 'compute', 'HBM' or 'network'.
         along: for the network, the mesh axes, as in `along` of the collectives; '' if they are
-            unknown, and for other resources.
-        seconds: the device needs at least this long.
-        exposed: the part of `seconds` in collectives that cannot overlap with anything, because
-            they are not asynchronous; None if unknown, as for CPUs.
+            unknown. For other resources, ''.
+        seconds: the minimum time that a device needs.
+        exposed: the part of `seconds` in synchronous collectives, which cannot overlap with other
+            work; None if unknown, as for CPUs.
     """
 
     resource: str
@@ -53,7 +53,7 @@ class Bounds(tuple[Bound, ...]):
 
     @property
     def largest(self) -> Bound | None:
-        """The bound that dominates."""
+        """The largest bound; None if there are none."""
         return max(self, key=lambda bound: bound.seconds, default=None)
 
 
@@ -68,10 +68,14 @@ def find_bounds(
     collectives: Sequence[tuple[Collective, str]],
     is_cpu: bool = False,
 ) -> Bounds:
-    """The lower bounds of a program, from its products and its collectives with their mesh axes.
+    """Computes the lower bounds of a program.
 
-    Conditionals do not count. Loops of unknown length are taken to run once. `is_cpu` is for a
-    program that is compiled for CPUs in place of the devices.
+    Conditionals do not count. Loops of unknown length count as one iteration.
+
+    Args:
+        products: the matrix products.
+        collectives: the collectives, each with its mesh axes: `along`.
+        is_cpu: whether the program is compiled for CPUs in place of the devices.
     """
     share = chip.share(devices[0])
     network, is_cpu = Network(devices, chip), is_cpu or devices[0].platform == 'cpu'
@@ -79,28 +83,30 @@ def find_bounds(
     for one, axes in collectives:
         if not one.in_branch:
             along.setdefault(axes, []).append(one)
-    certain = [row for row in products if not row.in_branch]
+    unconditional = [row for row in products if not row.in_branch]
     # the CPU backend multiplies bf16 and fp8 in f32 or f16
     narrow = 'f8e4m3fn' if ' f8e' in module.text else 'bf16'
     dtypes = {'f32': narrow, 'f16': narrow} if is_cpu else {}
-    rates = [chip.rate(dtypes.get(row.dtype, row.dtype)) * share for row in certain]
+    rates = [chip.rate(dtypes.get(row.dtype, row.dtype)) * share for row in unconditional]
     found = [
         Bound(
-            'compute', '', sum(row.flops / rate for row, rate in zip(certain, rates, strict=True))
+            'compute',
+            '',
+            sum(row.flops / rate for row, rate in zip(unconditional, rates, strict=True)),
         ),
         Bound('HBM', '', bytes_once(module) / (chip.memory_bandwidth * share)),
     ]
-    for axes, several in along.items():
-        exposed = network.seconds_in_turn(*(one for one in several if not one.is_async))
-        seconds = max(network.seconds(*several), 0 if is_cpu else exposed)
+    for axes, group in along.items():
+        exposed = network.seconds_in_turn(*(one for one in group if not one.is_async))
+        seconds = max(network.seconds(*group), 0 if is_cpu else exposed)
         found.append(Bound('network', axes, seconds, None if is_cpu else exposed))
     return Bounds(bound for bound in found if bound.seconds)
 
 
 def bounds_section(chip: str, bounds: Bounds, unknown_loops: bool) -> Section:
-    """The bounds as a section of a report."""
+    """Formats the bounds as a section of a report."""
     largest = bounds.largest
     several = len(bounds) > 1
     words = [f'{bound}{" (the largest)" * (several and bound is largest)}' for bound in bounds]
-    once = '; loops of unknown length run once' * unknown_loops
+    once = '; loops of unknown length count once' * unknown_loops
     return Section(f'lower bounds on the time of one run ({chip}{once})', words=tuple(words))

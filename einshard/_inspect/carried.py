@@ -1,4 +1,4 @@
-"""Finds what collectives carry: weights, gradients or activations, of which arrays."""
+"""Finds what collectives carry: weights, gradients or activations, and their paths or axes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .._notation.expression import ELLIPSIS
 from .report_rows import ArrayRow
 
 ROLES = ('weights', 'gradients', 'activations')
-# these only move data; the others add it up
+# these only move data; the other collectives also sum
 _MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permute')
 
 
@@ -27,7 +27,8 @@ class Carried(NamedTuple):
     Attributes:
         role: one of ROLES.
         is_backward: whether it belongs to the backward pass.
-        of: the path of the argument that it sends, or the paths of the results that it becomes.
+        of: the path of the argument that it sends, or the paths of the results that are computed
+            from it.
         axes: the axis names of an activation, such as 'b s d', or ''.
     """
 
@@ -65,7 +66,7 @@ def find_carried(
         if sent is not None:
             of, role = (inputs[sent],), 'weights' if weights[sent] else 'activations'
         elif becomes and (backward or any(weights.get(module.aliases.get(i, -1)) for i in becomes)):
-            # the new weights may be gathered, as in ZeRO; other collectives before carry gradients
+            # all-gathers may gather the new weights, as in ZeRO; others carry gradients
             role = 'weights' if one.kind == 'all-gather' and not backward else 'gradients'
         axes = _axes(one) if role == 'activations' and sent is None else ''
         yield Carried(role, backward or role == 'gradients', of, axes)
@@ -74,11 +75,11 @@ def find_carried(
 def find_weights(
     module: Module, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]
 ) -> dict[int, bool]:
-    """Tells which parameters, given as (path, dtype), are weights or state of an optimizer.
+    """Finds the parameters that are weights or optimizer state; `inputs` are (path, dtype).
 
-    In a train step these are the arguments whose memory a result takes, or that have the path of a
-    result. In inference those are caches, and weights are the other arguments. If a train step
-    updates nothing, all arguments count. Only floating-point numbers do.
+    In a train step, these are the arguments that are donated to a result, or that have the path of
+    a result; if there are none, all arguments. In inference, such arguments are caches, and the
+    weights are all other arguments. Only floating-point arrays count.
     """
     floating = [bool(re.match(r'b?float', dtype)) for _, dtype in inputs]
     # a program without a backward pass may be the update of an optimizer, which has no products
@@ -95,9 +96,9 @@ def find_weights(
             if {path, path.partition('/')[2]} & ends
             and (is_training or given.get(i) == results[output : output + 1])
         }
-    some = any(floating[i] for i in updated if i < len(inputs))
+    updates_any = any(floating[i] for i in updated if i < len(inputs))
     return {
-        i: is_float and ((i in updated or not some) if is_training else i not in updated)
+        i: is_float and ((i in updated or not updates_any) if is_training else i not in updated)
         for i, is_float in enumerate(floating)
     }
 
@@ -105,7 +106,7 @@ def find_weights(
 def results_in_place(
     arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], module: Module
 ) -> tuple[tuple[str, str], ...]:
-    """Pairs (result, argument) for results in the memory of arguments with the same sharding."""
+    """Returns (result, argument) for results in the memory of an argument with their sharding."""
     inputs = [row for row in arguments if row.placement != 'not used']
     pairs = [
         (results[output], inputs[parameter])
@@ -115,7 +116,7 @@ def results_in_place(
     return tuple((a.path, b.path) for a, b in pairs if replace(a, path=b.path) == b)
 
 
-# operations whose result has the axes of their operands; other operations in a line may not
+# elementwise operations: their operands and results have the axes of a constraint in their line
 _ELEMENTWISE = frozenset(
     (
         *('add', 'convert_element_type', 'cos', 'div', 'exp', 'logistic', 'max', 'min', 'mul'),
@@ -126,7 +127,7 @@ _EINSUM = re.compile(r'/([A-Za-z,]+)->([A-Za-z]*)/')
 
 
 def _axes(one: Collective) -> str:
-    """Finds the axis names of an activation, from an einsum or from the constraint in its line."""
+    """Finds the axis names of an activation, from an einsum or a constraint in its source line."""
     n_dims = len(one.arrays[0].shape)
     if einsum := _EINSUM.search(one.op_name):
         operands, result = einsum[1].split(','), einsum[2]
@@ -135,9 +136,9 @@ def _axes(one: Collective) -> str:
             sides = operands if is_forward else [*operands, result]
         else:  # the result, or the gradient of an operand
             sides = [result] if is_forward else operands
-        # the compiler may merge axes, so ranks only choose among several
-        alike = [side for side in sides if len(side) == n_dims or len(sides) == 1]
-        return ' '.join(alike[0]) if len(alike) == 1 else einsum[0].strip('/')
+        # a single side needs no check of the rank, which is wrong if the compiler merged axes
+        fitting = [side for side in sides if len(side) == n_dims or len(sides) == 1]
+        return ' '.join(fitting[0]) if len(fitting) == 1 else einsum[0].strip('/')
     if one.op_name.rpartition('/')[2] in _ELEMENTWISE:
         for line in filter(None, (one.called_at, one.source)):
             names = names_at.get(line, ())

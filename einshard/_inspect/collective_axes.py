@@ -17,7 +17,7 @@ ShardedBy = Mapping[str, Sequence[tuple[str, ...]]]
 
 
 def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, ...] | None:
-    """Finds the mesh axes that groups run along; None if they do not follow full mesh axes.
+    """Finds the mesh axes that groups run along; None if they do not run along full mesh axes.
 
     Devices are numbered in mesh order. An empty sequence means one group of all devices.
 
@@ -31,26 +31,26 @@ def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, .
     if not groups:
         return tuple(name for name, _ in axes)
     grid = np.arange(mesh.size).reshape([size for _, size in axes])
-    together = set(groups[0])
+    first_group = set(groups[0])
     origin = np.unravel_index(groups[0][0], grid.shape)
     varying: list[int] = []
     for i in range(len(axes)):
         next_to = (*origin[:i], 1 - min(origin[i], 1), *origin[i + 1 :])
-        if int(grid[next_to]) in together:
+        if int(grid[next_to]) in first_group:
             varying.append(i)
     others = [i for i in range(len(axes)) if i not in varying]
     rows = grid.transpose([*others, *varying]).reshape(-1, math.prod(axes[i][1] for i in varying))
-    formed = {frozenset(row) for row in rows.tolist()}
-    # devices that send nothing may be missing in a permute
-    if not all(len(group) > 1 and frozenset(group) in formed for group in groups):
+    possible = {frozenset(row) for row in rows.tolist()}
+    # not all of them: a permute may lack devices that send nothing
+    if not all(len(group) > 1 and frozenset(group) in possible for group in groups):
         return None
     return tuple(axes[i][0] for i in varying)
 
 
 def sharding_of(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding | None:
-    """Finds the sharding that gives devices these blocks; None if no axes of the mesh give it.
+    """Finds the sharding in which devices have these blocks; None if the mesh has none.
 
-    For each array axis, `blocks` has the block number of each device.
+    For each array axis, `blocks` lists the block index of each device.
     """
     sizes = mesh.axis_sizes
     entries: list[tuple[str, ...]] = []
@@ -74,10 +74,10 @@ def sharding_of(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding
 
 
 def along(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy) -> str:
-    """Makes the text for `along`: mesh axes of a user's mesh by name; else array axes they shard.
+    """Formats the mesh axes of a collective; on the canonical mesh, as the array axes they shard.
 
-    'b,x' runs along the devices that shard b and those that shard x. 'h|k' runs along devices that
-    shard h, and also k. '' means unknown.
+    'b,x': along the mesh axes that shard b, and along those that shard x. 'h|k': along mesh axes
+    that shard h in some arrays, and k in others. '' means unknown.
     """
     if axes is None:
         return ''

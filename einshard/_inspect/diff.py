@@ -16,16 +16,16 @@ _MAX_ROWS = 20
 
 @dataclass(frozen=True)
 class Diff:
-    """What changed between two reports, made by `Report.diff`.
+    """The differences between two reports, made by `Report.diff`.
 
     Attributes:
         arrays: (path, before, after) of changed arguments and results, each with its placement:
             "float32[8,4] 'a b -> a8 b'"; None if the array is missing.
-        collectives: (collective, executions before, executions after), those first whose bytes
-            change most. Executions are None if a loop has an unknown trip count.
+        collectives: (collective, executions before, executions after), sorted by the change of
+            bytes, largest first. Executions are None if a loop has an unknown trip count.
         numbers: (name, before, after) of bytes and flops whose printed values differ.
         details: for each of `collectives`, the increase of the bytes that a device sends in one
-            run, and the source lines, which are not compared.
+            run, and the source lines. Lines are not compared.
     """
 
     arrays: tuple[tuple[str, str | None, str | None], ...]
@@ -73,27 +73,24 @@ class Diff:
 
 @dataclass(frozen=True)
 class Compared:
-    """The parts of a report that are compared."""
+    """The parts of a report that a diff compares."""
 
     arrays: Sequence[ArrayRow]
     collectives: Sequence[CollectiveRow]
-    numbers: Mapping[str, int]  # bytes, and flops under that name
+    numbers: Mapping[str, int]  # bytes by name, and 'flops'
 
 
 def make_diff(before: Compared, after: Compared) -> Diff:
     """Compares two reports."""
     old, new = _arrays(before.arrays), _arrays(after.arrays)
     paths = list(dict.fromkeys([*old, *new]))
-    ours, theirs = _collectives(before.collectives), _collectives(after.collectives)
+    old_sums, new_sums = _collectives(before.collectives), _collectives(after.collectives)
     changed: list[tuple[tuple[str, int | None, int | None], tuple[int, str]]] = []
-    for what in dict.fromkeys([*ours, *theirs]):
-        one, other = ours.get(what, _NONE), theirs.get(what, _NONE)
-        if one.executions != other.executions:
-            lines = ', '.join(
-                dict.fromkeys(filter(None, map(short_source, other.lines or one.lines)))
-            )
-            details = other.sent - one.sent, lines
-            changed.append(((what, one.executions, other.executions), details))
+    for text in dict.fromkeys([*old_sums, *new_sums]):
+        a, b = old_sums.get(text, _NONE), new_sums.get(text, _NONE)
+        if a.executions != b.executions:
+            lines = ', '.join(dict.fromkeys(filter(None, map(short_source, b.lines or a.lines))))
+            changed.append(((text, a.executions, b.executions), (b.sent - a.sent, lines)))
     changed.sort(key=lambda pair: -abs(pair[1][0]))
     return Diff(
         arrays=tuple((p, old.get(p), new.get(p)) for p in paths if old.get(p) != new.get(p)),
@@ -115,29 +112,29 @@ def _arrays(rows: Sequence[ArrayRow]) -> Mapping[str, str]:
     return {row.path: f"{row.array} '{row.placement}'" for row in rows}
 
 
-class _Alike(NamedTuple):
-    """Sums over equal collectives: executions, bytes that a device sends in one run, and lines."""
+class _Sum(NamedTuple):
+    """A sum over equal collectives: executions, bytes that a device sends in one run, lines."""
 
     executions: int | None  # None if a loop has an unknown trip count
     sent: int
     lines: tuple[str | None, ...]
 
 
-_NONE = _Alike(0, 0, ())
+_NONE = _Sum(0, 0, ())
 
 
-def _collectives(rows: Sequence[CollectiveRow]) -> dict[str, _Alike]:
-    found: dict[str, _Alike] = {}
+def _collectives(rows: Sequence[CollectiveRow]) -> dict[str, _Sum]:
+    sums: dict[str, _Sum] = {}
     for row in rows:
         along = f' along {row.along}' if row.along else ''
         what = (
             f'{row.kind} {short_arrays(row.arrays)}, {row.groups or "?"} of {row.group_size}{along}'
         )
-        known = found.get(what, _NONE)
-        unknown = known.executions is None or row.executions is None
-        found[what] = _Alike(
-            None if unknown else (known.executions or 0) + (row.executions or 0),
-            known.sent + row.total_bytes,
-            (*known.lines, row.source),
+        so_far = sums.get(what, _NONE)
+        unknown = so_far.executions is None or row.executions is None
+        sums[what] = _Sum(
+            None if unknown else (so_far.executions or 0) + (row.executions or 0),
+            so_far.sent + row.total_bytes,
+            (*so_far.lines, row.source),
         )
-    return found
+    return sums

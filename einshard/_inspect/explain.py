@@ -126,6 +126,7 @@ def explain_stages(
         memory=memory,
         platform=devices[0].platform,
         n_devices=len(devices),
+        slices=[getattr(device, 'slice_index', None) or 0 for device in devices],
         meshes=meshes,
         arguments=arguments,
         results=results,

@@ -11,30 +11,30 @@ _FEW = 12  # up to this many lines are not folded
 
 
 def fold(
-    paths: Sequence[str], things: Sequence[Hashable], few: int = _FEW
+    paths: Sequence[str], values: Sequence[Hashable], few: int = _FEW
 ) -> list[tuple[str, list[int]]]:
-    """Folds paths that have equal things; returns patterns, each with the indices of its paths.
+    """Folds paths with equal values; returns patterns, each with the indices of its paths.
 
     >>> from einshard._inspect.fold_layers import fold
     >>> fold(['0/w', '0/b', '1/w', '1/b'], ['big', 'small', 'big', 'small'], few=2)
     [('0-1/w', [0, 2]), ('0-1/b', [1, 3])]
     """
     folded: list[tuple[_Parts, Hashable, list[int]]] = [
-        (tuple((part,) for part in path.split('/')), thing, [i])
-        for i, (path, thing) in enumerate(zip(paths, things, strict=True))
+        (tuple((part,) for part in path.split('/')), value, [i])
+        for i, (path, value) in enumerate(zip(paths, values, strict=True))
     ]
     deepest = max((len(parts) for parts, _, _ in folded), default=0)
     for at in range(deepest if len(folded) > few else 0):
         merged: dict[Hashable, tuple[_Parts, Hashable, list[int]]] = {}
-        for parts, thing, numbers in folded:
-            rest = parts[:at], parts[at + 1 :], len(parts), thing
-            known = merged.get(rest)
-            if known is None or at >= len(parts):
-                merged[rest] = parts, thing, numbers
+        for parts, value, numbers in folded:
+            others = parts[:at], parts[at + 1 :], len(parts), value
+            previous = merged.get(others)
+            if previous is None or at >= len(parts):
+                merged[others] = parts, value, numbers
             else:
-                here = (*known[0][at], *parts[at])
-                joined = (*parts[:at], here, *parts[at + 1 :])
-                merged[rest] = joined, thing, known[2] + numbers
+                alternatives = (*previous[0][at], *parts[at])
+                joined = (*parts[:at], alternatives, *parts[at + 1 :])
+                merged[others] = joined, value, previous[2] + numbers
         folded = list(merged.values())
     return [('/'.join(map(_text, parts)), numbers) for parts, _, numbers in folded]
 

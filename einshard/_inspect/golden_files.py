@@ -1,4 +1,4 @@
-"""Golden files: texts of reports that change only if a placement or a collective changes."""
+"""Golden files: reports as text that changes only if a placement or a collective changes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ _LONGEST = 120  # characters of a test name in a file name; systems allow 255 by
 def golden_text(report: Report) -> str:
     """Formats a golden file: all placements, and all collectives with their executions.
 
-    It omits everything that differs between machines, between versions of JAX that compile the same
-    program, or after unrelated edits: memory, device names, source lines. Collectives are sorted,
-    because their order is up to the compiler. Text is not aligned in columns, because a longer path
-    would change every line.
+    It omits what may differ although the program is the same: memory, device names, source lines.
+    Collectives are sorted, because the compiler chooses their order. Text is not aligned in
+    columns, because a longer path would change every line.
     """
     mesh = ', '.join(f'{name}={size}' for name, size in report.mesh)
     head = f'{report.name} on {plural(report.n_devices, "device")}{": " * bool(mesh)}{mesh}'
@@ -71,8 +70,8 @@ class Goldens:
 
     Attributes:
         folder: the folder of the files.
-        test: the name of the test, which starts the file names.
-        shown_from: messages show paths relative to this folder.
+        test: the name of the test, with which file names start.
+        shown_from: the folder to which paths in messages are relative.
         update: whether to write files that differ.
         written: messages such as 'wrote golden/test_model/test_step.txt'.
     """
@@ -94,24 +93,24 @@ class Goldens:
         path = self._path(name)
         here = path.is_relative_to(self.shown_from)
         shown_path = (path.relative_to(self.shown_from) if here else path).as_posix()
-        there = path.read_text(encoding='utf-8') if path.exists() else None
+        golden = path.read_text(encoding='utf-8') if path.exists() else None
         text = golden_text(report)
-        if text == there:
+        if text == golden:
             return None
         if self.update:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding='utf-8', newline='\n')
-            self.written.append(f'{"wrote" if there is None else "rewrote"} {shown_path}')
+            self.written.append(f'{"wrote" if golden is None else "rewrote"} {shown_path}')
             return None
-        if there is not None:
-            return _difference(report, there, text, shown_path)
+        if golden is not None:
+            return _difference(report, golden, text, shown_path)
         return (
             f'no golden file {shown_path} for {report.name}\n'
             '  to write it: pytest --einshard-update'
         )
 
     def _path(self, name: str | None) -> Path:
-        """Chooses the file for a report with this name, or for the next report without one."""
+        """Returns the file for a report with this name, or for the next report without a name."""
         if name is None:
             endings = ['', *(f'+{n}' for n in range(2, len(self._used) + 2))]
         elif isinstance(name, str) and name:  # type: ignore[reportUnnecessaryIsInstance]
@@ -132,8 +131,8 @@ class Goldens:
         return path
 
 
-def _difference(report: Report, there: str, text: str, shown_path: str) -> str:
-    before, after = there.splitlines(), text.splitlines()
+def _difference(report: Report, golden: str, text: str, shown_path: str) -> str:
+    before, after = golden.splitlines(), text.splitlines()
     lines = list(difflib.unified_diff(before, after, shown_path, 'this program', lineterm=''))
     added = {line.partition(' x ')[2] for line in lines[2:] if line.startswith('+')}
     rows = [row for row in report.collectives if _collective_text(row) in added]
@@ -144,7 +143,7 @@ def _difference(report: Report, there: str, text: str, shown_path: str) -> str:
 
 
 def file_name(name: str) -> str:
-    """Makes a portable file name; with a hash if characters had to be replaced.
+    """Makes a portable file name; adds a hash if it has to replace characters.
 
     >>> from einshard._inspect.golden_files import file_name
     >>> file_name('test_step[8-float32]')

@@ -1,8 +1,7 @@
 """Finds the placements of intermediate values.
 
-A partitioned program has only shards; the shapes of the global arrays are lost. So this compiles
-the function again, and makes XLA dump the program before partitioning, when all instructions have
-shardings.
+A partitioned program has only the shapes of shards. So this module compiles the function again, and
+makes XLA dump the program before partitioning, when instructions have global shapes and shardings.
 """
 
 from __future__ import annotations
@@ -18,18 +17,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
 from .._errors import EinshardError
 from .._hlo.groups import read_groups
 from .._hlo.module import Instruction, Module
+from .._progress import progress
 from .._sharding.describe import describe_named
 from .._sharding.mesh import AnyMesh, partition_spec, spec_axes
 from .collective_axes import sharding_of
 from .report_rows import ArrayRow
 
-_SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')  # except that of a tuple
+_SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')  # but not of a tuple
 _ELEMENT = re.compile(r'\{((?:[^{}]|\{[^{}]*\})*)\}')
 _OUTERMOST = re.compile(r'jit\([^)]*\)/')
 _TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
@@ -44,7 +44,7 @@ def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[Arra
         return []
     text = _before_partitioning(lowered)
     if text is None:
-        # it came from JAX's persistent cache, whose key ignores xla_dump options
+        # the program came from JAX's persistent cache, whose key ignores xla_dump options
         with _no_persistent_cache():
             text = _before_partitioning(lowered)
     if text is None:
@@ -55,7 +55,7 @@ def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[Arra
 def _before_partitioning(lowered: Lowered) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         # a program that does not fit into the memory of a device is dumped before it fails
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
+        with contextlib.suppress(jax.errors.JaxRuntimeError), progress('compiling again'):
             lowered.compile(
                 compiler_options={
                     'xla_dump_to': folder,
@@ -72,10 +72,9 @@ _one_at_a_time = threading.Lock()
 
 @contextlib.contextmanager
 def _no_persistent_cache() -> Generator[None, None, None]:
-    """Disables JAX's persistent compilation cache.
+    """Disables JAX's persistent compilation cache, also for other threads.
 
-    JAX checks only once whether it is enabled, hence the resets. Meanwhile other threads compile
-    without the cache too.
+    The resets are needed because JAX checks only once whether the cache is enabled.
     """
     from jax.experimental.compilation_cache import compilation_cache
 
@@ -93,7 +92,7 @@ def _no_persistent_cache() -> Generator[None, None, None]:
 
 def _read(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
     module = Module(text)
-    known: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
+    placements: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
     for _, _, made in module.find(' sharding={'):
         source, sharding = module.source(made), _SHARDING.search(made.attributes)
         is_value = made.op_name.startswith('jit(') and made.opcode not in _NO_VALUES
@@ -101,9 +100,9 @@ def _read(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
             continue
         (array,) = made.results
         key = sharding[1], len(array.shape)
-        if key not in known:
-            known[key] = _placement(*key, meshes)
-        placement, parts = known[key]
+        if key not in placements:
+            placements[key] = _placement(*key, meshes)
+        placement, parts = placements[key]
         yield ArrayRow(
             path=_OUTERMOST.sub('', made.op_name, count=1),
             shape=array.shape,
@@ -118,7 +117,7 @@ def _read(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
 def shardings_in(
     made: Instruction, n_dims: Sequence[int], mesh: AnyMesh
 ) -> list[NamedSharding | None]:
-    """Reads the shardings of an instruction, for arrays of these ranks; None if no axes give it."""
+    """Reads the shardings of an instruction, for arrays of these ranks; None if not on `mesh`."""
     if mesh.size == 1:
         return [NamedSharding(mesh, PartitionSpec()) for _ in n_dims]
     _, _, text = made.attributes.partition('sharding=')
@@ -136,34 +135,52 @@ def _placement(text: str, n_dims: int, meshes: Sequence[AnyMesh]) -> tuple[str, 
     if blocks is None:
         return text, (1,) * n_dims
     parts = tuple(max(of_axis) + 1 for of_axis in blocks)
+    terms = _terms(text, n_dims, meshes[0].size)
     for mesh in meshes:
-        sharding = sharding_of(blocks, mesh)
-        if sharding is not None:
-            return describe_named(_with_terms(sharding, text), n_dims), parts
+        # as if the terms of a sum were stacked along one more axis
+        sharding = sharding_of([*blocks, terms], mesh)
+        if sharding is None:
+            continue
+        entries = spec_axes(sharding.spec)
+        axes = entries[n_dims] if len(entries) > n_dims else ()
+        if not axes or AxisType.Explicit in mesh.axis_types:
+            sharding = NamedSharding(mesh, partition_spec(entries[:n_dims], axes))
+            return describe_named(sharding, n_dims), parts
     return text, parts
 
 
-def _with_terms(sharding: NamedSharding, text: str) -> NamedSharding:
-    """Adds the unreduced mesh axes in HLO text to a sharding."""
-    listed = re.search(r'unreduced=\{([^}]*)\}', text)
-    axes = re.findall("'([^']*)'", listed[1]) if listed else []
-    spec = partition_spec(spec_axes(sharding.spec), unreduced=axes)
-    return NamedSharding(sharding.mesh, spec)
+def _terms(text: str, n_dims: int, n_devices: int) -> list[int]:
+    """Lists which term of a sum each device has; zeros if the value is not a partial sum."""
+    terms = [0] * n_devices
+    kinds = re.search(r'last_tile_dims=\{(.*unreduced.*?)\}', text)
+    if kinds and (tiles := _TILES.match(text)):
+        dimension = n_dims + kinds[1].split(', ').index('unreduced')
+        for at, device in np.ndenumerate(_grid(tiles)):
+            terms[device] = at[dimension]
+    elif (mesh := _MESH.match(text)) and (axes := re.search(r'unreduced=\{(.*?)\}', text)):
+        for group in read_groups(f'{mesh[1]} {{{axes[1]}}}'):
+            for term, device in enumerate(group):
+                terms[device] = term
+    return terms
+
+
+def _grid(tiles: re.Match[str]) -> np.ndarray[Any, Any]:
+    """Returns the device of each tile."""
+    shape, order = [int(size) for size in tiles[1].split(',')], tiles[2]
+    n = math.prod(shape)
+    (ids,) = read_groups(f'[1,{n}]{order}' if order[0] == '<' else f'{{{{{order}}}}}')
+    return np.array(ids).reshape(shape)
 
 
 def _blocks(text: str, n_dims: int, n_devices: int) -> list[list[int]] | None:
-    """Lists, for each axis, the block of each device; None if the text does not give it."""
+    """Lists, for each axis, the block index of each device; None if the text does not tell."""
     blocks = [[0] * n_devices for _ in range(n_dims)]
     if text.startswith('replicated') or text.endswith(' replicated'):
         return blocks
     if tiles := _TILES.match(text):
         if 'manual' in text:
             return None
-        shape = [int(size) for size in tiles[1].split(',')]
-        order = tiles[2]
-        (ids,) = read_groups(f'[1,{n_devices}]{order}' if order[0] == '<' else f'{{{{{order}}}}}')
-        grid = np.array(ids).reshape(shape)
-        for at, device in np.ndenumerate(grid):
+        for at, device in np.ndenumerate(_grid(tiles)):
             for axis in range(n_dims):
                 blocks[axis][device] = at[axis]
         return blocks

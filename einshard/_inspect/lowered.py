@@ -22,6 +22,7 @@ from .._functions.bound_method import BoundMethod
 from .._functions.program import Program, TracedFunction
 from .._functions.promise import Limits
 from .._functions.sharded import ShardedFunction
+from .._progress import progress
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import AnySpec
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact
@@ -35,11 +36,11 @@ class Stages:
 
     Attributes:
         name: the name of the function; '' if unknown.
-        compiled, lowered, traced: the stage that is known; the others are None.
+        compiled, lowered, traced: the stage that was passed or traced; the others are None.
         labels: argument names by position, or None.
-        parameters: parameter names by position, including static ones.
-        program, values: the program of a `sharded` function and the values of the call.
-        promise: the collectives and the memory that it may have, or None.
+        parameters: parameter names by position, including static parameters.
+        program, values: the program of a `sharded` function, and the values of the call.
+        promise: the limits on collectives and memory, or None.
     """
 
     name: str
@@ -68,7 +69,9 @@ class Stages:
         if self.compiled is not None:
             return self.compiled
         try:
-            return self.lower().compile()
+            lowered = self.lower()
+            with progress(f'compiling {self.name or "the program"}'):
+                return lowered.compile()
         except EinshardError:  # of expect_collectives
             raise
         except (RuntimeError, TypeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
@@ -119,7 +122,7 @@ def compiled_shardings(compiled: Compiled) -> tuple[list[Sharding | None], Any]:
 
 
 def lower(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLike | None) -> Stages:
-    """Traces a call of any kind of function; also accepts stages of JAX."""
+    """Traces a call of a function of any kind. `fn` may also be a stage, such as a `Lowered`."""
     if isinstance(fn, Compiled | Lowered | Traced):
         return _given(fn, args, kwargs, mesh)
     if not callable(fn):
@@ -127,12 +130,12 @@ def lower(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLik
             f'{type(fn).__name__} is not a function',
             facts={'expected': 'a function, or a lowered function: f.lower(...)'},
         )
-    _leave_out_our_lines()
+    _hide_our_source_lines()
     name = name_of(fn)
     check_arguments(fn, name, args, kwargs)
     target = None if mesh is None else _concrete(current_context(mesh).lowering_mesh)
     if target is not None:
-        # arrays cannot be moved to devices that may not exist, so use their shapes
+        # only shapes: arrays cannot be moved to devices that may not exist
         _check_no_refs(name, target, args, kwargs)
         args, kwargs = jtu.tree_map(_struct, (tuple(args), dict(kwargs)))
     with nullcontext() if target is None else mesh_scope(target):
@@ -146,7 +149,7 @@ def lower(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLik
 
 
 @functools.cache
-def _leave_out_our_lines() -> None:
+def _hide_our_source_lines() -> None:
     """Makes JAX record the user's source lines instead of those of einshard."""
     # imported here because it would add 15 % to the import time
     from jax.extend.source_info_util import register_exclusion
@@ -172,13 +175,13 @@ def _given(stage: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any
 def _trace(
     fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], target: AnyMesh | None
 ) -> Stages:
-    made = fn
+    unbound = fn
     if isinstance(fn, BoundMethod):
-        made, args = fn.func, (*fn.args, *args)
+        unbound, args = fn.func, (*fn.args, *args)
     try:
-        if isinstance(made, ShardedFunction):
+        if isinstance(unbound, ShardedFunction):
             # its programs take a flat list of arguments, which may have been placed already
-            program, values, traced = made._call(args, kwargs, _trace_with)  # type: ignore[reportPrivateUsage]
+            program, values, traced = unbound._call(args, kwargs, _trace_with)  # type: ignore[reportPrivateUsage]
             labels = [p for i, p in enumerate(program.names) if i not in program.static]
             return Stages(
                 name,
@@ -186,7 +189,7 @@ def _trace(
                 labels=dict(enumerate(labels)),
                 program=program,
                 values=values,
-                promise=made.promised,
+                promise=unbound.promised,
             )
         if not hasattr(fn, 'trace'):
             fn = jax.jit(fn)
@@ -209,7 +212,7 @@ def _trace(
 
 
 def _parameters(fn: Any, args: Sequence[Any]) -> list[str]:
-    """Names the positional parameters; empty if Python does not know the signature."""
+    """Returns the names of the positional parameters; [] if the signature is unknown."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -277,6 +280,6 @@ def _struct(leaf: Any) -> Any:
 
 
 def _listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Formats arguments: 'float32[8,4], lr=float 0.1'; pytrees by their type."""
+    """Formats arguments: 'float32[8,4], lr=float 0.1'; a pytree is formatted as its type."""
     named = [f'{name}={array_text(value)}' for name, value in kwargs.items()]
     return ', '.join([*map(array_text, args), *named]) or 'none'

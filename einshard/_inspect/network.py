@@ -1,16 +1,18 @@
-"""Lower bounds on the time of a collective, from where its devices are.
+"""Lower bounds on the time of collectives, from the positions of their devices in the network.
 
-Take any part of the devices: what collectives must bring into it (or out of it) goes over the
-links at its border, so bytes / bandwidth of the border is a lower bound. The parts tried here are
-every chip, every stretch of a dimension of the torus, and every slice or node. On a ring of n this
-gives the formulas of the scaling book (chapter 3), with (n-1)/n where the book rounds up to 1.
+Take any set of devices. The bytes that collectives must send into it (or out of it) cross the links
+at its border, so these bytes / the bandwidth of these links is a lower bound. This module tries
+every chip, every range of consecutive positions along a dimension of the torus, and every slice or
+node. On a ring of n devices this gives the formulas of the scaling book (chapter 3), but with
+(n-1)/n where the book rounds to 1.
 
-The bytes of several collectives add up at each border, but their times do not: on a line, an
-all-gather and a reduce-scatter at the same time need 1.0 of the array, one after another 1.5.
+If collectives run at the same time, their bytes add up at each border, but their times do not: on a
+line, an all-gather and a reduce-scatter need the time of 1.0 array together, and of 1.5 arrays one
+after another.
 
-Links count if they are on a shortest path between devices of one group: a group of 4 neighbors in
-a ring of 16 is a line, and the chip at its end receives over one link. Twisted tori are taken as
-plain ones: their devices have the same coordinates.
+Only links on a shortest path between devices of one group count: a group of 4 neighbors in a ring
+of 16 is a line, and the chip at its end receives over one link. Twisted tori count as ordinary
+tori, because their devices have the same coordinates.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class Network:
     """The devices of a program, as chips at positions in slices (or GPUs in nodes).
 
     Args:
-        devices: in the order of the program. Devices without coordinates, such as CPUs, are taken
-            as chips that may be next to each other.
+        devices: the devices in the order of the program. Any two devices without coordinates, such
+            as CPUs, may be neighbors.
     """
 
     def __init__(self, devices: Sequence[Any], chip: Chip):
@@ -61,9 +63,9 @@ class Network:
         self._rates: dict[Any, Any] = {}
 
     def seconds(self, *collectives: Collective) -> float:
-        """The least time of some collectives, which may run at the same time.
+        """Returns the minimum time of collectives that may run at the same time.
 
-        0 for those of which it is not known what is sent to whom.
+        Collectives whose senders and receivers are unknown count as 0.
         """
         # the bytes that cross each border, by the devices that send to each other
         crossing: dict[_Pattern, Any] = {}
@@ -80,7 +82,7 @@ class Network:
         return _longest(self.needs(kind, pattern), self.rates((pattern,)))
 
     def seconds_in_turn(self, *collectives: Collective) -> float:
-        """The least time of collectives that every chip runs one after another."""
+        """Returns the minimum time of collectives that every chip runs one after another."""
         n, first = (
             int(self.chips.max()) + 1,
             2 * (int(self.slices.max()) + int(self.chips.max()) + 2),
@@ -98,11 +100,11 @@ class Network:
                 runs = 1 if one.executions is None else one.executions
                 yield pattern, runs * one.bytes * self.needs(one.kind, pattern)
 
-    # Borders: of every slice and every chip, for what goes between slices; of every chip and every
-    # stretch of positions, for what stays within one. Each has a number for either direction.
+    # The borders, in this order: of every slice and every chip, for bytes between slices; of every
+    # chip and every range of positions, for bytes within a slice. Each has a number per direction.
 
     def needs(self, kind: str, pattern: _Pattern) -> Any:
-        """What crosses each border for each byte of a collective."""
+        """Returns the bytes that cross each border, per byte of a collective."""
         key = kind, pattern
         if key not in self._needs:
             within, across = self.split(pattern)
@@ -112,8 +114,8 @@ class Network:
                 *_crossing(kind, within, self.chips),
             ]
             for axis in range(len(self.sizes)):
-                parts += self._into_stretches(kind, within, axis)
-            # every chip but one has to be sent the array, or its sum, by some chip
+                parts += self._into_ranges(kind, within, axis)
+            # a chip must send the array, or its sum, to every other chip
             rounds = {'all-gather': 1, 'reduce-scatter': 1, 'all-reduce': 2}.get(kind, 0)
             chips = self.chips
             sends = sum(rounds * (len(set(chips[list(group)].tolist())) - 1) for group in within)
@@ -121,7 +123,7 @@ class Network:
         return self._needs[key]
 
     def rates(self, patterns: Sequence[_Pattern]) -> Any:
-        """The bytes per second that can cross each border, over the links of some patterns."""
+        """Returns the bytes per second that can cross each border, over the patterns' links."""
         key = frozenset(patterns)
         if key not in self._rates:
             chip, n_slices = self.chip, int(self.slices.max()) + 1
@@ -138,7 +140,7 @@ class Network:
                 for axis in range(len(self.sizes)):
                     across = [
                         links.across(axis, start, start + length, self.wraps[axis])
-                        for start, length in self._stretches(axis)
+                        for start, length in self._ranges(axis)
                     ]
                     parts.append(np.ravel(np.array(across, float).reshape(-1, 2)) * chip.link)
                 parts.append([links.total * chip.link])
@@ -148,7 +150,7 @@ class Network:
         return self._rates[key]
 
     def split(self, pattern: _Pattern) -> tuple[list[Ints], list[Ints]]:
-        """The groups or pairs within a slice, and those across slices."""
+        """Splits groups or pairs into those within a slice and those across slices."""
         within, across = list[Ints](), list[Ints]()
         for group in pattern.groups:
             if len(set(group)) > 1:
@@ -156,21 +158,21 @@ class Network:
                 (within if is_within else across).append(group)
         return within, across
 
-    def _stretches(self, axis: int) -> Iterator[tuple[int, int]]:
-        """(start, length) of stretches of consecutive positions along a dimension of the torus."""
+    def _ranges(self, axis: int) -> Iterator[tuple[int, int]]:
+        """Yields (start, length) of all ranges of positions along a dimension of the torus."""
         size, wraps = self.sizes[axis], self.wraps[axis]
         for start in range(size if wraps else 1):
             for length in range(1, (size // 2 if wraps else size - 1) + 1):
                 yield start, length
 
-    def _into_stretches(self, kind: str, groups: Sequence[Ints], axis: int) -> Iterator[Any]:
-        """What enters and leaves each stretch."""
+    def _into_ranges(self, kind: str, groups: Sequence[Ints], axis: int) -> Iterator[Any]:
+        """Yields, for each range of positions, the bytes that enter it and that leave it."""
         size, at = self.sizes[axis], self.at[:, axis]
         counts = np.zeros((len(groups), size), int)
         for i, group in enumerate(groups):
             np.add.at(counts[i], at[list(group)], 1)
         n = counts.sum(1)
-        for start, length in self._stretches(axis):
+        for start, length in self._ranges(axis):
             part = np.arange(start, start + length) % size
             if not groups:
                 yield np.zeros(2)
@@ -192,7 +194,7 @@ class _Pattern(NamedTuple):
 
 
 def _crossing(kind: str, groups: Sequence[Ints], parts: Any) -> tuple[Any, Any]:
-    """What enters and leaves each part; `parts` has the part of every device."""
+    """Returns the bytes that enter and leave each part; `parts` has the part of every device."""
     enters, leaves = (np.zeros(int(parts.max()) + 1) for _ in range(2))
     for group in groups:
         if kind == 'collective-permute':
@@ -211,11 +213,12 @@ _REVERSED = {'all-gather': 'reduce-scatter', 'reduce-scatter': 'all-gather'}
 
 
 def _entering(kind: str, inside: Any, n: Any) -> Any:
-    """What has to enter a part with some of the n devices of a group, as a share of the array.
+    """Returns the fraction of the array that must enter a part with `inside` of n devices.
 
-    For an all-gather, all that is outside; for a reduce-scatter, one term of the sums that end
-    inside; for an all-reduce, one term of all sums. In an all-to-all, each device inside gets 1/n
-    from each outside. What has to leave a part is what has to enter in the reverse collective.
+    For an all-gather, all shards outside; for a reduce-scatter, one term of the sums whose results
+    are inside; for an all-reduce, one term of all sums. In an all-to-all, each device inside
+    receives 1/n from each device outside. As much must leave a part as must enter it in the reverse
+    collective.
     """
     split = (inside > 0) & (inside < n)
     share = {
@@ -231,15 +234,15 @@ def _longest(needs: Any, rates: Any) -> float:
 
 
 def _seconds(needs: Any, rates: Any) -> Any:
-    """The time at each border; 0 where it is unknown which links lead over it."""
+    """Returns the time at each border; 0 if the links that cross it are unknown."""
     return np.divide(needs, rates, out=np.zeros(len(needs)), where=rates > 0)
 
 
 class _Links:
     """The links on shortest paths between the devices of each group.
 
-    `plus[axis]` has the links from each position to the next along an axis, `minus[axis]` those
-    from the next back. Devices of a pair send in one direction only.
+    `plus[axis]` has the links from each position to the next one along an axis, and `minus[axis]`
+    the links in the opposite direction. A pair sends in one direction only.
     """
 
     def __init__(self, network: Network, patterns: Sequence[tuple[bool, Sequence[Ints]]]):
@@ -269,7 +272,7 @@ class _Links:
         return sum(int(links.sum()) for links in (*self.plus, *self.minus))
 
     def of_chips(self) -> tuple[Any, Any]:
-        """The number of links into and out of each chip."""
+        """Returns the number of links into each chip, and out of each chip."""
         network = self.network
         into = np.zeros_like(self.plus[0], int)
         out = np.zeros_like(into)
@@ -283,7 +286,7 @@ class _Links:
         return found[0], found[1]
 
     def across(self, axis: int, start: int, end: int, wraps: bool) -> tuple[int, int]:
-        """The number of links into and out of the positions from start to end."""
+        """Returns the number of links into, and out of, the range of positions start to end."""
         plus, minus = self._counts[axis]
         before, last = start - 1, (end - 1) % len(plus)
         has_before = wraps or start > 0
@@ -293,7 +296,7 @@ class _Links:
 
     @functools.cached_property
     def _counts(self) -> list[tuple[list[int], list[int]]]:
-        """The numbers of links from each position, by axis: to the next one, and back."""
+        """By axis: the numbers of links from each position to the next one, and back."""
 
         def count(links: Any, axis: int) -> list[int]:
             others = tuple(i for i in range(links.ndim) if i != axis + 1)
@@ -305,7 +308,7 @@ class _Links:
 
 @functools.lru_cache(maxsize=4096)
 def _along(positions: tuple[int, ...], size: int, wraps: bool, directed: bool) -> tuple[Any, ...]:
-    """The links (plus, minus) and positions on shortest paths along one dimension."""
+    """Returns the links (plus, minus) and the positions on shortest paths along a dimension."""
     plus, minus, covered = (np.zeros(size, bool) for _ in range(3))
     covered[list(positions)] = True
     pairs = [(a, b) for a in positions for b in positions if a != b]

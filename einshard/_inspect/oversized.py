@@ -21,6 +21,7 @@ from jax.stages import Compiled
 
 from .._errors import EinshardError
 from .._hlo.module import Module
+from .._progress import progress
 from .._sharding.context import current_context, is_mesh_in_context
 from .._sharding.mesh import AnyMesh, MeshLike
 from .intermediates import shardings_in
@@ -32,7 +33,7 @@ _ALLOCATION = re.compile(r'^allocation \d+: size (\d+), (.*)', re.MULTILINE)
 
 
 class Oversized:
-    """Stands in for the `Compiled` of a program that does not fit, with what `explain` reads of it.
+    """A program that does not fit into memory, with those methods of `Compiled` that we use.
 
     Attributes:
         available: bytes that the device has for programs.
@@ -59,7 +60,7 @@ class Oversized:
 
 
 def given_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | None:
-    """Finds the mesh that a function is compiled for, as far as known before it is compiled."""
+    """Finds the mesh that a function will be compiled for; None if it is not known yet."""
     if stages.program is not None:
         return stages.program.mesh
     if mesh is not None:
@@ -73,7 +74,7 @@ def given_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | No
 
 
 def compile_stages(stages: Stages, mesh: AnyMesh | None) -> Compiled | Oversized:
-    """Compiles the program; if it does not fit, returns what the compiler dumped of it.
+    """Compiles the program; if it does not fit, reads it from what the compiler dumped.
 
     Args:
         mesh: the mesh that the function is compiled for, if it is known.
@@ -85,14 +86,15 @@ def compile_stages(stages: Stages, mesh: AnyMesh | None) -> Compiled | Oversized
         available = _AVAILABLE.search(says)
         if available is None or mesh is None or isinstance(mesh, AbstractMesh):
             raise
-        made = _dumped(stages, mesh)
-        if made is None:
+        dumped = _dumped(stages, mesh)
+        if dumped is None:
             raise
         size, unit = available.groups()
-        return Oversized(*made, available=int(float(size) * 1024 ** _UNITS[unit]))
+        return Oversized(*dumped, available=int(float(size) * 1024 ** _UNITS[unit]))
 
 
 def _dumped(stages: Stages, mesh: AnyMesh) -> tuple[Any, ...] | None:
+    """Compiles again with dumps; returns arguments of `Oversized`, or None if dumps are missing."""
     lowered = stages.lower()
     with tempfile.TemporaryDirectory() as folder:
         options = {
@@ -100,7 +102,7 @@ def _dumped(stages: Stages, mesh: AnyMesh) -> tuple[Any, ...] | None:
             'xla_dump_hlo_as_text': True,
             'xla_dump_hlo_pass_re': 'spmd-partitioning',
         }
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
+        with contextlib.suppress(jax.errors.JaxRuntimeError), progress('compiling again'):
             lowered.compile(compiler_options=options)
         before, after, buffers = (
             _newest(folder, ending)
@@ -142,7 +144,7 @@ def _newest(folder: str, ending: str) -> str:
 
 
 def _kept(stages: Stages, n_leaves: int) -> Sequence[int]:
-    """Lists the arguments that the program has: JAX leaves out those that are not used."""
+    """Returns the indices of the arguments that the program has: JAX drops unused ones."""
     if stages.traced is None:
         return range(n_leaves)
     jaxpr = stages.traced.jaxpr.jaxpr
@@ -151,7 +153,7 @@ def _kept(stages: Stages, n_leaves: int) -> Sequence[int]:
 
 
 def read_sizes(buffers: str) -> Any:
-    """Sums the sizes of buffers, under the names of `Compiled.memory_analysis`."""
+    """Sums the sizes of buffers; returns an object with the fields of `memory_analysis()`."""
     sizes = {'argument': 0, 'output': 0, 'temp': 0, 'alias': 0, 'generated_code': 0}
     for size, what in _ALLOCATION.findall(buffers):
         if 'color ' in what:  # other memory, such as VMEM

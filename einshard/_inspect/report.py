@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from warnings import warn
 
+from .._display import Display, plain
 from .._errors import plural
 from .._hlo.buffers import Temporary
-from .._page import Column, Page, Section, page_html, page_lines, page_text
+from .._page import Column, Page, Section
 from .._text import format_bytes, short_arrays, short_source
 from .bounds import NO_BOUNDS, Bounds, bounds_section
 from .diff import Compared, Diff, make_diff
@@ -21,18 +21,15 @@ from .memory import temporaries_section
 from .report_rows import ArrayRow, CollectiveRow, Collectives, Finding, Memory, ProductRow
 from .totals import compute_line, network_lines
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
-    from rich.text import Text
-
-_WIDTH, _NARROW = 100, 80
-_MAX_ROWS = 40
+_MAX_ROWS = 40  # of a table in text
 _LARGE = 0.01  # part of all bytes sent; rows with more say what they carry
 
 
 @dataclass(frozen=True, repr=False)
-class Report:
+class Report(Display):
     """A report on a compiled function, made by `explain`. Text in print, HTML in notebooks.
+
+    Text shows the first rows of long tables, HTML all of them: `report.save('report.html')`.
 
     Attributes:
         name: the name of the function.
@@ -106,39 +103,15 @@ class Report:
         """Converts the report to dictionaries, lists, strings and numbers, for JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
-            **{name: _plain(value) for name, value in fields.items()},
+            **{name: plain(value) for name, value in fields.items()},
             'mesh': dict(self.mesh),
             'counts': dict(self.collectives.counts),
             'network_bytes': self.network_bytes,
-            'warnings': _plain((*self.findings, *self.notes)),  # until 0.4
+            'warnings': plain((*self.findings, *self.notes)),  # until 0.4
         }
 
-    def __str__(self) -> str:
-        columns = shutil.get_terminal_size((_WIDTH, 24)).columns
-        return page_text(_page(self), min(_WIDTH, max(_NARROW, columns)))
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        from rich.text import Text
-
-        for line in page_lines(_page(self), min(_WIDTH, options.max_width)):
-            yield Text.assemble(*line)
-
-    def _repr_html_(self) -> str:
-        return page_html(_page(self))
-
-
-def _plain(value: Any) -> Any:
-    """Converts dataclasses to dictionaries, and tuples to lists."""
-    if dataclasses.is_dataclass(value):
-        return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
+    def _page(self) -> Page:
+        return _page(self)
 
 
 # --- the page -----------------------------------------------------------------------------------
@@ -201,7 +174,7 @@ def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:
         row = rows[numbers[0]]
         n = f'{len(numbers)} x ' if len(numbers) > 1 else ''
         shown.append((path, row.array, row.placement, f'{n}{format_bytes(row.bytes)}'))
-    return Section(title, _ARRAYS, *_first(shown))
+    return Section(title, _ARRAYS, tuple(shown), most=_MAX_ROWS)
 
 
 def _result_section(report: Report) -> Section:
@@ -232,14 +205,8 @@ def _intermediates(rows: Sequence[ArrayRow]) -> Section:
         for row in rows
     ]
     path = Column('name', elastic='start')
-    return Section('intermediates', (path, *_ARRAYS[1:], _SOURCE), *_first(shown))
-
-
-def _first(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Returns the first rows, and a note about the others."""
-    if len(rows) <= _MAX_ROWS:
-        return tuple(rows), ()
-    return tuple(rows[: _MAX_ROWS - 1]), (f'.. and {len(rows) - _MAX_ROWS + 1} more',)
+    columns = path, *_ARRAYS[1:], _SOURCE
+    return Section('intermediates', columns, tuple(shown), most=_MAX_ROWS)
 
 
 def _collective_section(report: Report) -> Section:
@@ -257,10 +224,8 @@ def _collective_section(report: Report) -> Section:
     empty = {i for i in (-1, -2) if not any(cells[i] for cells in shown)}
     columns = [c for i, c in enumerate(_COLLECTIVES) if i - len(_COLLECTIVES) not in empty]
     rows = [tuple(c for i, c in enumerate(r) if i - len(r) not in empty) for r in shown]
-    listed, words = _first(rows)
-    if words:
-        words = (f'{words[0]}: {format_bytes(sum(map(_sent, in_order[len(listed) :])))}',)
-    return Section('collectives', tuple(columns), listed, words)
+    rest = f': {format_bytes(sum(map(_sent, in_order[_MAX_ROWS - 1 :])))}'
+    return Section('collectives', tuple(columns), tuple(rows), most=_MAX_ROWS, rest=rest)
 
 
 def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:

@@ -87,8 +87,8 @@ def show(
             devices as the counts use.
 
     Returns:
-        A picture for print, the prompt, rich and notebooks; `picture.save('x.svg')` writes a file.
-        For a pytree, one picture per distinct shape and placement.
+        A picture, which renders in the REPL, notebooks, rich and print; `picture.save('x.svg')`
+        writes a file. For a pytree, one picture per distinct shape and placement.
 
     Raises:
         EinshardError: as for `make_sharding`; the shape is not divisible; or there is nothing to
@@ -112,20 +112,20 @@ def show(
 
 def _of_tree(tree: Any) -> Gallery:
     """Draws all leaves that have a sharding."""
-    alike: dict[Any, tuple[Any, list[str]]] = {}
+    distinct: dict[Any, tuple[Any, list[str]]] = {}
     for path, leaf in jtu.tree_leaves_with_path(tree):
         sharding = leaf if isinstance(leaf, Sharding) else getattr(leaf, 'sharding', None)
         if isinstance(sharding, Sharding):
             key = (getattr(leaf, 'shape', None), getattr(leaf, 'dtype', None), sharding)
-            alike.setdefault(key, (leaf, []))[1].append(path_text(path))
-    if not alike:
+            distinct.setdefault(key, (leaf, []))[1].append(path_text(path))
+    if not distinct:
         raise EinshardError(f'nothing to draw: no leaf of the {type(tree).__name__} has a sharding')
 
     def drawn(leaf: Any) -> tuple[str, Picture]:
         about = '' if isinstance(leaf, Sharding) else f': {array_text(leaf)}'
         return about, _of_value(leaf, None)
 
-    return _gallery(alike.values(), drawn)
+    return _gallery(distinct.values(), drawn)
 
 
 def _of_report(report: Report) -> Gallery:
@@ -135,29 +135,29 @@ def _of_report(report: Report) -> Gallery:
         names, sizes = zip(*report.mesh, strict=True)
         mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
         devices = devices if is_device_mesh(mesh) else mesh
-    alike: dict[tuple[str, str], tuple[ArrayRow, list[str]]] = {}
+    distinct: dict[tuple[str, str], tuple[ArrayRow, list[str]]] = {}
     for row in (*report.arguments, *report.results):
         if not isinstance(row.placement, Description):
-            alike.setdefault((row.array, row.placement), (row, []))[1].append(row.path)
-    if not alike:
+            distinct.setdefault((row.array, row.placement), (row, []))[1].append(row.path)
+    if not distinct:
         raise EinshardError(f'nothing to draw: no array of {report.name} has a mesh')
 
     def drawn(row: ArrayRow) -> tuple[str, Picture]:
         return f': {row.array}, {row.placement}', _of_text(row.placement, row.shape, devices)
 
-    return _gallery(alike.values(), drawn)
+    return _gallery(distinct.values(), drawn)
 
 
 def _gallery(
-    alike: Collection[tuple[_T, list[str]]], drawn: Callable[[_T], tuple[str, Picture]]
+    distinct: Collection[tuple[_T, list[str]]], drawn: Callable[[_T], tuple[str, Picture]]
 ) -> Gallery:
-    """Draws the first few distinct things, each with the paths that have it."""
+    """Draws the first few distinct items; each caption lists the paths of the item."""
     pictures: list[tuple[str, Picture]] = []
-    for thing, paths in itertools.islice(alike, _MAX_PICTURES):
-        about, picture = drawn(thing)
+    for item, paths in itertools.islice(distinct, _MAX_PICTURES):
+        about, picture = drawn(item)
         more = f' and {len(paths) - 3} more' if len(paths) > 3 else ''
         pictures.append((shown(f'{", ".join(paths[:3])}{more}{about}'), picture))
-    return Gallery(pictures, len(alike) - len(pictures))
+    return Gallery(pictures, len(distinct) - len(pictures))
 
 
 def _of_text(text: str, shape: tuple[int, ...] | None, devices: int | MeshLike | None) -> Picture:
@@ -183,7 +183,7 @@ def _of_expression(
 
 
 def _of_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
-    """Draws an array, a struct or a sharding."""
+    """Draws an array, a ShapeDtypeStruct or a sharding."""
     if isinstance(x, Sharding):
         return _of_sharding(x, shape, '')
     own_shape = getattr(x, 'shape', None)
@@ -272,16 +272,16 @@ def _entries(sharding: NamedSharding, n_dims: int) -> list[tuple[Any, ...]]:
 
 
 def _of_other(sharding: Sharding, shape: tuple[int, ...], dtype: str) -> Picture:
-    """Draws a sharding without a mesh: of one device, or one that the compiler chose."""
+    """Draws a sharding without a mesh: on a single device, or chosen by the compiler."""
     check_drawable(len(sharding.device_set), len(shape))
-    holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    devices_of: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         slices = zip(index or (), shape, strict=True)
         block = tuple(one.indices(size)[:2] for one, size in slices)
-        holders.setdefault(block, []).append(device.id)
-    parts = [len({block[axis] for block in holders}) for axis in range(len(shape))]
+        devices_of.setdefault(block, []).append(device.id)
+    parts = [len({block[axis] for block in devices_of}) for axis in range(len(shape))]
     # sorted blocks are in row-major order
-    devices = [device for block in sorted(holders) for device in sorted(holders[block])]
+    devices = [device for block in sorted(devices_of) for device in sorted(devices_of[block])]
     blocks = Blocks(devices, tuple(parts), _letters(len(shape)), shape)
     return Picture(blocks, (meaning(blocks, dtype, []), describe(sharding)))
 

@@ -13,7 +13,7 @@ from .report_rows import Collectives, ProductRow
 
 
 def product_rows(module: Module) -> tuple[ProductRow, ...]:
-    """The matrix products by source line, those with the most flops first."""
+    """Sums the flops of matrix products by source line, largest first."""
     flops: Counter[tuple[str, bool, str | None, bool, bool]] = Counter()
     for one in find_products(module):
         is_backward, at_least = 'transpose(' in one.op_name, one.executions is None
@@ -44,7 +44,7 @@ def network_lines(rows: Collectives) -> Iterator[str]:
         if parts := _parts(parted, total):
             yield f'sent {what}: {parts}'
     if any(row.widened for row in rows):
-        yield '(f32): the compiler runs it in f32; bytes are those in bf16'
+        yield '(f32): the compiler runs these collectives in f32; bytes are for bf16'
 
 
 def _parts(parts: Mapping[str, int], total: int) -> str:
@@ -63,7 +63,7 @@ _MAX_LINES = 3  # source lines of flops
 
 
 def compute_line(flops: float, products: Sequence[ProductRow]) -> str:
-    """Formats the flops of matrix products, and the passes and lines that they come from."""
+    """Formats the flops of matrix products, with their shares by pass and by source line."""
     at_least = 'at least ' * any(row.at_least for row in products)
     lines, passes = Counter[str](), Counter[str]()
     for row in products:

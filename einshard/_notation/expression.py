@@ -19,7 +19,7 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .._cache import cached
 from .._errors import EinshardError, Span, Suggestion, quoted
@@ -92,6 +92,16 @@ class Expression:
         """Returns an error about `terms` of this expression."""
         spans = [term.span for term in terms]
         return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
+
+    def on_one_device(self) -> Expression:
+        """Returns the expression with every count 1, and without stars and replicas."""
+        terms = [
+            term if term.count is None and not term.star else replace(term, count=1, star=False)
+            for term in self.right
+            if term.name is not None
+        ]
+        first = [t for i, t in enumerate(terms) if t.mesh_axes or t not in terms[:i]]
+        return replace(self, right=tuple(first))
 
     def __str__(self) -> str:
         left, right = (' '.join(map(str, side)) for side in (self.left, self.right))

@@ -33,10 +33,11 @@ class View(NamedTuple):
     """The mesh of a per-device function, and how its expressions map to mesh axes."""
 
     mesh: AnyMesh  # for `jax.shard_map`
-    by_name: bool  # whether mesh axes are named after array axes
+    by_name: bool  # whether mesh axes have the names of array axes; False on the user's mesh
     joint: JointMesh
     n_devices: int
     rules: AxisRules
+    on_one_device: bool
 
     @property
     def axes(self) -> dict[str, int]:
@@ -44,40 +45,43 @@ class View(NamedTuple):
         return self.joint.named_sizes if self.by_name else sizes_of(self.mesh)
 
     def expression(self, text: str) -> Expression:
-        return _ruled(parse(text), self.rules, {} if self.by_name else sizes_of(self.mesh))
+        """Parses an expression, and applies the axis rules."""
+        sizes = {} if self.by_name else sizes_of(self.mesh)
+        return _ruled(parse(text), self.rules, sizes, self.on_one_device)
 
     def completed(self, text: str) -> str:
-        """Adds the mesh axes of the other expressions, as replicas."""
+        """Extends an expression to cover all devices: the other mesh axes become replicas."""
         expression = self.expression(text)
-        return self.joint.complete(expression) if self._is_shared(expression) else text
+        return self.joint.complete(expression) if self._is_on_joint_mesh(expression) else text
 
     def check(self, text: str, shape: Sequence[int]) -> None:
-        """Raises if a rank or size does not fit; the error shows the user's expression."""
+        """Raises if an array of this shape does not fit; the error shows the user's expression."""
         expression = self.expression(text)
         axis_positions(expression, len(shape))
-        if self._is_shared(expression):
+        if self._is_on_joint_mesh(expression):
             layout = lay_out(parse(self.completed(text)), len(shape), self.n_devices)
             check_divisible(expression, layout, shape, self.n_devices)
 
     def needs_rank(self, text: str) -> bool:
-        return needs_rank(parse(self._in_mesh(text)))
+        """Whether the PartitionSpec depends on the rank of the array."""
+        return needs_rank(parse(self._on_mesh_axes(text)))
 
     def partition_spec(self, text: str, ndim: int | None, manual: frozenset[str]) -> PartitionSpec:
         """Returns the PartitionSpec of an expression, restricted to the manual mesh axes."""
-        spec = make_sharding(self._in_mesh(text), ndim=ndim, mesh=self.mesh).spec
+        spec = make_sharding(self._on_mesh_axes(text), ndim=ndim, mesh=self.mesh).spec
         if not manual:
             return spec
         rows = map(entry_axes, spec)
         return PartitionSpec(*(tuple(axis for axis in row if axis in manual) for row in rows))
 
     def infers_specs(self, manual: frozenset[str]) -> bool:
-        """Whether the types of arguments have their specs: all manual axes are explicit."""
+        """Whether the types of arguments contain their specs: all manual axes are explicit."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        used = {kind for name, kind in types if not manual or name in manual}
-        return used == {AxisType.Explicit}
+        manual_types = {kind for name, kind in types if not manual or name in manual}
+        return manual_types == {AxisType.Explicit}
 
     def inferred_spec(self, leaf: Any, manual: frozenset[str]) -> PartitionSpec:
-        """The spec in the type of an argument, over the manual mesh axes."""
+        """Returns the PartitionSpec in the type of an argument, restricted to manual mesh axes."""
         spec = jax.typeof(leaf).sharding.spec
         rows = [tuple(a for a in row if not manual or a in manual) for row in spec_axes(spec)]
         return PartitionSpec(*partition_spec(rows), unreduced=spec.unreduced, reduced=spec.reduced)
@@ -88,36 +92,41 @@ class View(NamedTuple):
         return tuple(a for a in sizes if sizes[a] == 1 and (not manual or a in manual))
 
     def result_spec(self, text: str, ndim: int, manual: frozenset[str]) -> PartitionSpec:
-        """Returns the PartitionSpec of a result, which must also name mesh axes of size 1."""
+        """Returns the PartitionSpec of a result, including mesh axes of size 1."""
         spec = self.partition_spec(text, ndim, manual)
         if not ndim:
             return spec
-        # for JAX, a value sharded over an axis of size 1 varies along it, so the spec must name it
+        # JAX counts a value as varying along a mesh axis of size 1, so the spec must name that axis
         first, *others = [*map(entry_axes, spec)] or [()]
         named = {axis for row in (first, *others) for axis in row}
         unnamed = (axis for axis in self.size_one_axes(manual) if axis not in named)
         return partition_spec([(*first, *unnamed), *others])
 
     def mesh_axes_of(self, axis: str) -> str:
-        """Names the mesh axes that shard an array axis, on a mesh with other names."""
+        """Lists the axes of the user's mesh that shard an array axis."""
         text = self.joint.complete(parse(f'{axis}{self.joint.named_sizes[axis]}'))
         entry = next(iter(make_sharding(text, mesh=self.mesh).spec), ())
         return quoted(entry_axes(entry) or ['none'])
 
-    def _in_mesh(self, text: str) -> str:
+    def _on_mesh_axes(self, text: str) -> str:
+        """Rewrites an expression so that `make_sharding` can lower it onto `mesh`."""
         return self.joint.by_name(self.expression(text)) if self.by_name else self.completed(text)
 
-    def _is_shared(self, expression: Expression) -> bool:
-        """Whether an expression is part of the joint mesh.
+    def _is_on_joint_mesh(self, expression: Expression) -> bool:
+        """Whether an expression is laid out on the joint mesh.
 
-        On the user's mesh, expressions that name mesh axes are not.
+        On the user's mesh, an expression with named mesh axes needs no joint mesh.
         """
         return self.by_name or not any(term.mesh_axes for term in expression.right)
 
 
 @cached
 def make_view(
-    specs: tuple[SpecAxes, ...], mesh: AnyMesh, in_context: bool, rules: AxisRules
+    specs: tuple[SpecAxes, ...],
+    mesh: AnyMesh,
+    in_context: bool,
+    rules: AxisRules,
+    on_one_device: bool = False,
 ) -> View:
     sizes = sizes_of(mesh)
     n_devices = math.prod(sizes.values())
@@ -126,7 +135,9 @@ def make_view(
     # 'd0' is not a valid name of an array axis
     by_name = by_name and not any(sizes.keys() & spec.uses.keys() for spec in specs)
     named_sizes = {} if by_name else sizes
-    specs = tuple(SpecAxes(s.of, _ruled(s.expression, rules, named_sizes)) for s in specs)
+    specs = tuple(
+        SpecAxes(s.of, _ruled(s.expression, rules, named_sizes, on_one_device)) for s in specs
+    )
     if not by_name:
         by_count = tuple(spec for spec in specs if not spec.uses)
         has_counts = any(spec.defines or spec.spells_out_replicas for spec in by_count)
@@ -134,7 +145,7 @@ def make_view(
             joint = JointMesh(((None, n_devices),))
         else:
             joint = _on_mesh(by_count, specs, sizes)
-        return View(mesh, False, joint, n_devices, rules)
+        return View(mesh, False, joint, n_devices, rules, on_one_device)
     joint = joint_mesh(specs, n_devices)
     names, shape = tuple(joint.mesh_shape), tuple(joint.mesh_shape.values())
     types = (AxisType.Auto,) * len(names)
@@ -142,7 +153,7 @@ def make_view(
         named: AnyMesh = AbstractMesh(shape, names, axis_types=types)
     else:
         named = Mesh(mesh.devices.reshape(shape), names, axis_types=types)
-    return View(named, True, joint, n_devices, rules)
+    return View(named, True, joint, n_devices, rules, on_one_device)
 
 
 def _on_mesh(
@@ -162,5 +173,8 @@ def _on_mesh(
         raise keep_working_suggestions(error, lay_out_named) from None
 
 
-def _ruled(expression: Expression, rules: AxisRules, sizes: Mapping[str, int]) -> Expression:
-    return apply_axis_rules(expression, rules, sizes).expression
+def _ruled(
+    expression: Expression, rules: AxisRules, sizes: Mapping[str, int], on_one_device: bool
+) -> Expression:
+    ruled = apply_axis_rules(expression, rules, sizes).expression
+    return ruled.on_one_device() if on_one_device else ruled

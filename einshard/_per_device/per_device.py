@@ -57,27 +57,27 @@ def per_device(
         >>> y.shape, bool((y == 3 * n).all())
         ((8, 5), True)
 
-    The sharded axes of all expressions form one mesh, and collectives use their names:
-    `jax.lax.psum(z, 'x')`. Each expression lists the axes that it shards, in device order, and is
-    replicated over the others. A count in one expression applies to all of them. `'y@x'` shards y
-    over the devices of x, as after `psum_scatter` over 'x'. If a mesh is in context or passed as
-    `mesh=`, collectives use the axis names of that mesh instead.
+    Each sharded axis of the expressions becomes a mesh axis with its name, which collectives use:
+    `jax.lax.psum(z, 'x')`. An expression lists the axes that it shards in device order, and its
+    array is replicated over the other mesh axes. A count in one expression applies to all of them.
+    `'y@x'` shards y over the devices of x, as after `psum_scatter` over 'x'. If a mesh is in
+    context or passed as `mesh=`, collectives use the axis names of that mesh instead.
 
     Arguments are placed and checked as for `sharded`.
 
     Args:
         in_specs: expressions by position, or pytree prefixes of the arguments; '...' replicates.
-            On explicit mesh axes, an argument without one is sharded as its type says. On others,
-            every argument that is not static needs one. `self` of a method is replicated.
+            Every argument that is not static needs one, unless all manual mesh axes are explicit:
+            then an argument without one is sharded as its type says. The `self` of a method is
+            replicated.
         out: the expression of the result, or a pytree of expressions.
-        mesh: a mesh or devices. Default: the mesh in context, or else all devices.
+        mesh: a mesh or a sequence of devices. Default: the mesh in context, or else all devices.
         axis_names: the mesh axes that are manual, as in `jax.shard_map`. Along the other axes the
             function sees global arrays, sharded by `einshard` or the compiler. Default: all axes.
-        check_vma: whether JAX checks that results are replicated where `out` says so. It can infer
-            that for `psum`, and for `all_gather` only with `to='invarying'` (JAX 0.8:
+        check_vma: whether JAX checks that results are replicated where `out` says so. JAX infers
+            this for `psum`, but for `all_gather` only with `to='invarying'` (JAX 0.8:
             `all_gather_invariant`).
-        reshard: whether to reshard arguments that are sharded differently; if False, they are
-            errors.
+        reshard: whether to reshard arguments that are sharded differently; otherwise an error.
         collectives: the collectives that the compiled program may have, as for `sharded`.
         named_specs_and_jit_options: expressions by parameter name, and options of `jax.jit`.
 
@@ -87,8 +87,8 @@ def per_device(
     Raises:
         EinshardError: at decoration, for invalid specs; at the first call, if the expressions
             disagree on a count or on the device order, or do not use all devices; at any call, if
-            an array does not fit, a collective uses an axis that is not sharded, or the call is
-            inside a per-device function that uses all mesh axes.
+            an array does not fit, a collective uses an axis that no expression shards, or the call
+            is inside a per-device function that uses all mesh axes.
         UnexpectedCollectives: at a call, if the program has collectives that are not allowed.
     """
     named = named_specs_and_jit_options
@@ -148,7 +148,7 @@ _SPECS = 'an expression, a PartitionSpec, a NamedSharding, None, or a pytree of 
 
 
 class _Mapped:
-    """A per-device function and its expressions, which are resolved at a call, with its mesh."""
+    """A per-device function and its expressions, which are resolved on a mesh at each call."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class _Mapped:
         self.parameters = Parameters(function, sorted(JIT_OPTIONS))
         self.out = out
         self.mesh = mesh
-        self.spec_mesh = spec_mesh  # that of the NamedShardings
+        self.spec_mesh = spec_mesh  # the mesh of the NamedShardings in the specs
         self.check_vma = check_vma
         try:
             names = listed(axis_names, str, 'axis_names', 'names of mesh axes', "('x',)")
@@ -231,7 +231,8 @@ class _Mapped:
                     'mesh= differs from the mesh in context',
                     facts={'mesh=': mesh_fact(mesh), 'mesh in context': mesh_fact(ambient)},
                 )
-            view = make_view(self.spec_axes, mesh, not ambient.empty, rules)
+            in_context = not ambient.empty
+            view = make_view(self.spec_axes, mesh, in_context, rules, context.on_one_device)
             for axis in sorted(self.manual):
                 if axis not in view.axes:
                     raise EinshardError(
@@ -240,7 +241,7 @@ class _Mapped:
                     )
             return view
         except EinshardError as error:
-            # with the function, `sharded` does not add the parameter that it is resolving
+            # because of this fact, `sharded` does not name the parameter that it is resolving
             raise noted(error, self.mesh).about(function=self.name) from None
 
     def _place(self, text: str | None, path: str, leaf: Any) -> str | None:
@@ -268,7 +269,7 @@ class _Mapped:
                 row[i] = value
             n = len(args)
             result = self.function(*row[:n], **dict(zip(kwargs, row[n:], strict=True)))
-            self._result_leaves(view, result)  # its errors are clearer than JAX's
+            self._result_leaves(view, result)  # raises clearer errors than JAX
             return result
 
         each.__name__ = each.__qualname__ = self.name
@@ -365,7 +366,7 @@ class _Mapped:
             found = re.search(r'unbound axis name: ([^\s,.]+)', str(error))
             return found and self._no_axis(view, found[1])
         except Exception:
-            return None  # the caller reraises the first error
+            return None  # the caller reraises its own error
         return None
 
     def _no_axis(self, view: View, axis: str) -> EinshardError:

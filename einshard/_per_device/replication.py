@@ -32,7 +32,7 @@ _REPLICATED = re.compile(
 class Varying:
     """A result that may vary along mesh axes that its expression does not name."""
 
-    key: str  # the key path of its spec in out_specs, such as "[1]['mean']"
+    key: str  # the key path of the result in out_specs, such as "[1]['mean']"
     axes: tuple[str, ...]
 
     def error(self, function: str, facts: Mapping[str, str]) -> EinshardError:
@@ -81,7 +81,7 @@ class History:
         return History(self.varying - axes, self.gathered - axes, self.exchanged - axes)
 
     def kind(self, axis: str) -> str | None:
-        """Why JAX infers that the value varies along an axis; None if it does not."""
+        """Returns why JAX infers that the value varies along an axis; None if it does not vary."""
         if axis in self.exchanged:
             return 'exchanged'
         return 'varying' if axis in self.varying else 'gathered' if axis in self.gathered else None
@@ -97,16 +97,19 @@ def suggest_replication(
     """Suggests how to make the result replicated, as facts."""
     histories, ranks, sums = list[History](), list[int](), list[bool]()
 
-    def look(*values: Any) -> None:
+    def trace_body(*values: Any) -> None:
         jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(*values)
-        found = _histories(jaxpr.jaxpr, list(map(_sharded_along, jtu.tree_leaves(in_specs))))
-        for (path, leaf), its_history in zip(jtu.tree_leaves_with_path(shapes), found, strict=True):
+        all_histories = _histories(
+            jaxpr.jaxpr, list(map(_sharded_along, jtu.tree_leaves(in_specs)))
+        )
+        leaves = jtu.tree_leaves_with_path(shapes)
+        for (path, leaf), history in zip(leaves, all_histories, strict=True):
             if jtu.keystr(path).startswith(result.key):
-                histories.append(its_history)
+                histories.append(history)
                 ranks.append(leaf.ndim)
                 sums.append(not jnp.issubdtype(leaf.dtype, jax.dtypes.extended))  # no keys
 
-    unchecked = shard_map(look, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)
+    unchecked = shard_map(trace_body, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)
     jax.eval_shape(unchecked, *arguments)
     # one spec may cover several arrays, which may vary for different reasons
     kinds = {axis: {one.kind(axis) for one in histories} - {None} for axis in result.axes}
@@ -118,10 +121,10 @@ def suggest_replication(
     facts = {'try': f'{gather}, which returns a replicated value'} if gather else {}
     if varying:
         axes = repr(varying[0] if len(varying) == 1 else tuple(varying))
-        ways = [f'jax.lax.psum(result, {axes}) to sum it'] if all(sums) else []
-        ways += ['shard it in out='] if all(ranks) else []
+        fixes = [f'jax.lax.psum(result, {axes}) to sum it'] if all(sums) else []
+        fixes += ['shard it in out='] if all(ranks) else []
         label = f'along {", ".join(varying)}' if gathered else 'try'
-        facts |= {label: ', or '.join(ways)} if ways else {}
+        facts |= {label: ', or '.join(fixes)} if fixes else {}
     return facts
 
 
@@ -132,13 +135,13 @@ def _sharded_along(spec: PartitionSpec) -> History:
 def _replicating_gather(axes: Sequence[str], shard_map: Callable[..., Any]) -> str | None:
     """Returns the `all_gather` with a replicated result in this version of JAX, or None."""
     lax: Any = jax.lax
-    ways: dict[str, Callable[..., Any]] = {  # the first in JAX 0.8.1, the second in 0.10.2 and 0.12
+    gathers: dict[str, Callable[..., Any]] = {  # the first in JAX 0.8.1, the second in newer JAX
         'jax.lax.all_gather_invariant(...)': lambda x, axis: lax.all_gather_invariant(x, axis),
         "jax.lax.all_gather(..., to='invarying')": lambda x, a: lax.all_gather(
             x, a, to='invarying'
         ),
     }
-    for text, gather in ways.items():
+    for text, gather in gathers.items():
 
         def gathered(gather: Callable[..., Any] = gather) -> list[Any]:
             return [gather(jax.lax.axis_index(axis), axis) for axis in axes]
@@ -156,11 +159,11 @@ def _replicating_gather(axes: Sequence[str], shard_map: Callable[..., Any]) -> s
 _REPLICATING = {'psum', 'psum_invariant', 'pmax', 'pmin', 'all_gather_invariant'}
 
 
-def _histories(jaxpr: Jaxpr, known: Sequence[History]) -> list[History]:
+def _histories(jaxpr: Jaxpr, arguments: Sequence[History]) -> list[History]:
     """Computes the history of each result of a jaxpr from the histories of its arguments."""
     from jax.extend.core import Var  # here: it takes 10 ms of the import of einshard
 
-    history: dict[Any, History] = dict(zip(jaxpr.invars, known, strict=True))
+    history: dict[Any, History] = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def of(variables: Sequence[Any]) -> list[History]:
         # literals and captured values have no history
@@ -169,12 +172,13 @@ def _histories(jaxpr: Jaxpr, known: Sequence[History]) -> list[History]:
         ]
 
     for equation in jaxpr.eqns:
-        own = functools.reduce(operator.or_, of(equation.invars), History())
-        history.update(dict.fromkeys(equation.outvars, _after(equation, own)))
+        operands = functools.reduce(operator.or_, of(equation.invars), History())
+        history.update(dict.fromkeys(equation.outvars, _after(equation, operands)))
     return of(jaxpr.outvars)
 
 
 def _after(equation: Any, before: History) -> History:
+    """Returns the history of an equation's results; `before` is that of its operands."""
     name, axes = equation.primitive.name, _mesh_axes(equation)
     if name == 'axis_index':
         return before | History(varying=axes)

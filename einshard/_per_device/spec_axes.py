@@ -1,4 +1,4 @@
-"""Reads which mesh axes an expression of a per-device function defines and uses. Imports no JAX."""
+"""Finds the mesh axes that a per-device function's expression defines and uses. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .._errors import EinshardError, quoted
 from .._notation.expression import ELLIPSIS, Expression, Term, parse
 from .._notation.layout import axis_positions, lay_out
 
-MeshAxis = tuple[str | None, int]  # a mesh axis, or None for replicas, and its size
+MeshAxis = tuple[str | None, int]  # the name of a mesh axis, None for replicas; and the size
 
 
 def read_spec(of: str, text: str) -> SpecAxes:
@@ -23,7 +23,7 @@ def read_spec(of: str, text: str) -> SpecAxes:
 
 @dataclass(frozen=True, slots=True)
 class SpecAxes:
-    """An expression, and the value that it is the spec of: "parameter 'x'" or "the result"."""
+    """An expression, and what it is the spec of: "parameter 'x'" or 'the result'."""
 
     of: str
     expression: Expression
@@ -35,16 +35,19 @@ class SpecAxes:
 
     @property
     def uses(self) -> dict[str, Term]:
-        """By mesh axis, the terms that use it by name, such as 'y@x'."""
+        """The terms with mesh axes, such as 'y@x', by mesh axis."""
         return {axis: term for term in self.expression.right for axis in term.mesh_axes}
 
     @property
     def spells_out_replicas(self) -> bool:
-        """Whether the expression lists replicas, and so uses all devices."""
+        """Whether the expression lists replicas, as in '4 x2'. Then its counts use all devices."""
         return any(term.name is None for term in self.expression.right)
 
     def grid(self, counts: Mapping[str, int], n_devices: int) -> tuple[MeshAxis, ...]:
-        """Lays out the expression with the known counts, without axes of other expressions."""
+        """Returns the device grid of the expression, with stars replaced by `counts`.
+
+        Without replicas in the expression, the grid omits the axes of other expressions.
+        """
         terms: list[Term] = []
         for term in self.expression.right:
             count = counts.get(str(term.name)) if term.star else None
@@ -64,7 +67,7 @@ class SpecAxes:
             raise error.about(spec_of=self.of).with_fix(None) from None
 
     def read(self, grid: tuple[MeshAxis, ...], axis: MeshAxis) -> tuple[MeshAxis, ...] | None:
-        """Consumes a mesh axis, and returns the rest of the grid; None if it cannot come next."""
+        """Returns the grid that is left if `axis` is the next mesh axis; None if it cannot be."""
         name, count = axis
         if name in self.uses:
             return grid
@@ -74,30 +77,30 @@ class SpecAxes:
             return None
         if not self.spells_out_replicas:
             return grid
-        # an axis of another expression, or replicas: takes part of the replicas that come next here
-        left = replicas(grid)
-        if left % count:
+        # an axis of another expression, or replicas: uses up a part of the replicas at the start
+        n_replicas = replicas(grid)
+        if n_replicas % count:
             return None
-        return grid[1:] if left == count else ((None, left // count), *grid[1:])
+        return grid[1:] if n_replicas == count else ((None, n_replicas // count), *grid[1:])
 
     def check(self, others: Sequence[SpecAxes]) -> None:
         """Raises if it defines an axis twice, or uses an axis that does not exist."""
         terms = [term for term in self.expression.right if _defines_an_axis(term)]
         names = [term.name for term in terms]
-        again = [term for term in terms if names.count(term.name) > 1]
-        if again:
+        repeated = [term for term in terms if names.count(term.name) > 1]
+        if repeated:
             raise self.error(
-                f"axis '{again[0].name}' is sharded twice, but can name only one mesh axis",
-                again,
+                f"axis '{repeated[0].name}' is sharded twice, but can name only one mesh axis",
+                repeated,
                 instead="pass a mesh with named axes, and use them: 'i@(p,q)'",
             )
-        known = {name for other in others for name in other.defines}
+        defined = {name for other in others for name in other.defines}
         for axis, term in self.uses.items():
-            if axis not in known:
+            if axis not in defined:
                 raise self.error(
                     f"'{term}' uses mesh axis '{axis}', but no expression shards '{axis}'",
                     [term],
-                    sharded=', '.join(f"'{name}'" for name in sorted(known)) or 'none',
+                    sharded=', '.join(f"'{name}'" for name in sorted(defined)) or 'none',
                     instead=f"use a mesh with an axis '{axis}': mesh=mesh or jax.set_mesh(mesh)",
                 )
             if axis in self.defines:
@@ -107,18 +110,18 @@ class SpecAxes:
                 )
 
     def check_order(self, mesh_axes: Sequence[str | None]) -> None:
-        """Raises if the mesh axes of an array axis are out of device order."""
+        """Raises if the expression lists the mesh axes of an array axis out of device order."""
         by_axis: dict[str, list[str]] = {}
         for term in self.expression.right:
             name = str(term.name)
-            own = [name] if name in self.defines and not term.mesh_axes else []
-            by_axis.setdefault(name, []).extend([*own, *term.mesh_axes])
+            defined = [name] if name in self.defines and not term.mesh_axes else []
+            by_axis.setdefault(name, []).extend([*defined, *term.mesh_axes])
         for name, axes in by_axis.items():
-            placed = [axis for axis in axes if axis in mesh_axes]
-            in_order = sorted(placed, key=mesh_axes.index)
-            if placed != in_order:
+            listed = [axis for axis in axes if axis in mesh_axes]
+            in_order = sorted(listed, key=mesh_axes.index)
+            if listed != in_order:
                 raise self.error(
-                    f"axis '{name}' lists {quoted(placed)} out of device order",
+                    f"axis '{name}' lists {quoted(listed)} out of device order",
                     [term for term in self.expression.right if term.name == name],
                     device_order=', '.join(in_order),
                 )
@@ -139,7 +142,7 @@ def _defines_an_axis(term: Term) -> bool:
 def grid_of(
     expression: Expression, n_devices: int, sizes: Mapping[str, int] | None = None
 ) -> tuple[MeshAxis, ...]:
-    """Returns the device grid of an expression, without mesh axes used by name."""
+    """Returns the device grid of an expression, without the terms that have mesh axes."""
     ndim = len(expression.names) - 1 if ELLIPSIS in expression.names else None
     names = {i: name for name, i in axis_positions(expression, ndim).items() if name != ELLIPSIS}
     layout = lay_out(expression, ndim, n_devices, sizes)

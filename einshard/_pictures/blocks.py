@@ -1,4 +1,4 @@
-"""Splits an array into blocks and finds the devices of each block, for text and SVG."""
+"""Splits an array into blocks, and finds the devices that hold each block."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Blocks:
     """An array split into blocks.
 
     Attributes:
-        devices: device numbers, block by block in row-major order.
+        devices: device numbers, block by block; blocks in row-major order.
         parts: the number of shards of each array axis.
         names: the names of the array axes.
-        sizes: their sizes, or None if the shape is unknown.
+        sizes: the sizes of the array axes; None if the shape is unknown.
     """
 
     devices: Sequence[int]
@@ -36,8 +36,8 @@ class Blocks:
         return math.prod(self.parts)
 
     def holders(self, block: int) -> Sequence[int]:
-        """Returns the devices of a block."""
-        # computed, because a list per block takes 2 s for a million blocks
+        """Returns the devices that hold a block."""
+        # not stored: a list per block would take 2 s for a million blocks
         return self.devices[block * self.replicas : (block + 1) * self.replicas]
 
     def head(self, axis: int, part: int) -> str:
@@ -48,6 +48,7 @@ class Blocks:
         return f'{part * step}:{(part + 1) * step}'
 
     def named_head(self, axis: int, part: int) -> str:
+        """Labels a shard of an axis, with the axis name: 'a 0:2'."""
         return f'{self.names[axis]} {self.head(axis, part)}'.rstrip()
 
 
@@ -63,7 +64,7 @@ def blocks_on_mesh(
         mesh: mesh axes and their sizes, slowest first.
         entries: for each array axis, the mesh axes that shard it, major to minor.
         names: the names of the array axes.
-        sizes: their sizes, if known.
+        sizes: the sizes of the array axes; None if unknown.
     """
     steps: dict[Any, range] = {}
     stride = math.prod(mesh.values())
@@ -80,9 +81,9 @@ def blocks_on_mesh(
 
 @dataclass(frozen=True)
 class Slices:
-    """Blocks as matrices, one for each combination of shards of the leading axes.
+    """Blocks as matrices over the last two axes, one for each combination of the other shards.
 
-    If there are more than two axes, unsharded ones are omitted.
+    If there are more than two axes, unsharded axes are omitted.
 
     Attributes:
         blocks: the blocks.
@@ -105,8 +106,8 @@ class Slices:
         return 1 if self.column_axis is None else self.blocks.parts[self.column_axis]
 
     def holders(self, n: int, row: int, column: int) -> Sequence[int]:
-        """Returns the devices of a block of the n-th slice."""
-        # omitted axes have one part, so they do not change the index
+        """Returns the devices that hold a block of the n-th slice."""
+        # omitted axes have a single shard, so they do not change the index
         return self.blocks.holders((n * self.n_rows + row) * self.n_columns + column)
 
     def row_head(self, row: int) -> str:
@@ -133,7 +134,7 @@ def slices_of(blocks: Blocks) -> Slices:
 
 
 def device_list(devices: Sequence[int], tight: bool = False) -> str:
-    """Lists device numbers briefly: '0,8', '0-7', '0,8,..,120'; if tight, '0,8,..'."""
+    """Abbreviates a list of device numbers: '0,8', '0-7', '0,8,..,120'; if tight, '0,8,..'."""
     if len(devices) <= (2 if tight else 4):
         return ','.join(map(str, devices))
     runs = [f'{first}-{last}' if first < last else f'{first}' for first, last in _runs(devices)]
@@ -154,7 +155,7 @@ def _runs(devices: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def color(device: int) -> str:
-    """Returns the color of a device in all pictures, as '#rrggbb'; light enough for black text."""
+    """Returns the color of a device as '#rrggbb', light enough for black text."""
     # steps of the golden ratio give neighbors distinct hues for any number of devices
     hue = device * 0.6180339887 % 1
     rgb = colorsys.hls_to_rgb(hue, 0.74 if device % 2 else 0.82, 0.75)

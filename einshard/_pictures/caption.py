@@ -12,7 +12,7 @@ from .blocks import Blocks
 
 
 def meaning(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> str:
-    """Describes the shards in a sentence, with the mesh axes of each array axis if in `entries`."""
+    """Describes the shards in a sentence; `entries` are the mesh axes of each array axis, or []."""
     n_shards, replicas = blocks.n_blocks, blocks.replicas
     sharded = [axis for axis, count in enumerate(blocks.parts) if count > 1]
     array = '' if blocks.sizes is None else f', {dtype}{shape_text(blocks.sizes)}'
@@ -43,15 +43,17 @@ def device_order(
     signs: Mapping[Any, str],
 ) -> list[str]:
     """Lists the dimensions of the device grid, slowest first; empty if it has fewer than two."""
-    owner = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}
+    array_axis = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}
     dimensions: list[tuple[str, Any, int]] = []
     for axis, size in mesh.items():
-        what = f'parts of {owner[axis]}' if axis in owner else _REPLICAS[signs.get(axis, '')]
+        what = (
+            f'parts of {array_axis[axis]}' if axis in array_axis else _REPLICAS[signs.get(axis, '')]
+        )
         if size > 1 and dimensions and dimensions[-1][0] == what and not named:
             dimensions[-1] = (what, axis, dimensions[-1][2] * size)
         elif size > 1:
             dimensions.append((what, axis, size))
-    if not signs and (len(dimensions) < 2 or not owner):
+    if not signs and (len(dimensions) < 2 or not array_axis):
         return []
     texts = [f'{axis} ({n} {what})' if named else f'{n} {what}' for what, axis, n in dimensions]
     thing = 'mesh axes' if named else 'devices'

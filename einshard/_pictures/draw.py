@@ -36,9 +36,9 @@ def draw(
         mesh: mesh axes and their sizes, slowest first.
         entries: for each array axis, the mesh axes that shard it, major to minor.
         names: the names of the array axes.
-        sizes: their sizes, if known.
-        dtype: the dtype, if known.
-        named: whether mesh axes have names that the user gave.
+        sizes: the sizes of the array axes; None if unknown.
+        dtype: the dtype; '' if unknown.
+        named: whether the user named the mesh axes.
         signs: by mesh axis, the sign of its replicas: '+' for terms of a sum.
     """
     check_drawable(math.prod(mesh.values()), len(names))
@@ -55,7 +55,7 @@ def draw_expression(
     Args:
         expression: an expression with counts only.
         shape: the shape of the array; if None, '...' stands for no axes.
-        n_devices: the number of devices; by default, as many as the counts use.
+        n_devices: the number of devices. Default: the number that the counts use.
     """
     n_devices = _device_count(expression, n_devices)
     ndim = rank_drawn(expression, shape)
@@ -76,7 +76,7 @@ def rank_drawn(expression: Expression, shape: Sequence[int] | None) -> int:
 
 
 def axis_names(expression: Expression, ndim: int) -> tuple[str, ...]:
-    """Returns the name of each axis, '...' for unnamed ones."""
+    """Returns the name of each axis; '...' for unnamed axes."""
     positions = axis_positions(expression, ndim)
     names = {position: name for name, position in positions.items()}
     return tuple(names.get(i, ELLIPSIS) for i in range(ndim))

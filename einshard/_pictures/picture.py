@@ -42,9 +42,9 @@ class ColorRepr:
 class Picture(ColorRepr):
     """A picture of a placement, made by `show`.
 
-    `str` is plain text, `repr` adds color on a terminal if rich is installed, and notebooks show
-    an SVG. A device has the same color in every picture. A replicated block shows the colors of
-    all its devices in the SVG, and of the first one in text.
+    `str` is plain text; `repr` adds color on a terminal if rich is installed; notebooks show an
+    SVG. A device has the same color in every picture. A replicated block has the colors of all its
+    devices in the SVG, and the color of its first device in text.
 
     Attributes:
         blocks: the blocks of the array and their devices.
@@ -94,8 +94,8 @@ class Gallery(ColorRepr):
     """Pictures of the leaves of a pytree, one per distinct shape and placement.
 
     Attributes:
-        pictures: pairs (caption with the paths, picture).
-        rest: the number of omitted pictures.
+        pictures: (caption with the paths of the leaves, picture) pairs.
+        rest: the number of placements without a picture.
     """
 
     pictures: Sequence[tuple[str, Picture]]
@@ -129,7 +129,7 @@ class Gallery(ColorRepr):
 
 
 def _standalone(svg: str) -> str:
-    """Adds a style for dark backgrounds, which an SVG in a page takes from the page."""
+    """Adds a style for dark backgrounds; an SVG inside a page has the style of the page."""
     dark = '@media (prefers-color-scheme: dark) { svg { color: #ddd } }'
     start = svg.index('>') + 1
     return f'{svg[:start]}<style>{dark}</style>{svg[start:]}\n'

@@ -42,7 +42,7 @@ class _Sheet:
 
 
 def svg_text(blocks: Blocks) -> str:
-    """Draws blocks with a color per device; the replicas of a block share its box as stripes.
+    """Draws blocks in the colors of their devices; a replicated block has a stripe per device.
 
     An array with more than two sharded axes is drawn as several slices.
     """
@@ -118,7 +118,7 @@ def _slice(sheet: _Sheet, n: int) -> Iterator[str]:
 
 
 def _box(sheet: _Sheet, row: int, column: int, holders: Sequence[int]) -> Iterator[str]:
-    """Draws a block: a stripe for each of its devices, and their numbers if there is room."""
+    """Draws a block: a stripe for each device, and the device numbers if there is room."""
     x, y = sheet.margin + column * sheet.box_width, sheet.top + row * sheet.box_height
     width, height = sheet.box_width, sheet.box_height
     stripes = holders if width / len(holders) >= _MIN_STRIPE else holders[:1]
@@ -154,7 +154,7 @@ def _box(sheet: _Sheet, row: int, column: int, holders: Sequence[int]) -> Iterat
 
 
 def _column_heads(slices: Slices, box_width: float) -> Iterator[tuple[str, float]]:
-    """Yields as many column labels as fit, with the centers of their boxes."""
+    """Yields as many column labels as fit, each with the center of its column."""
     heads = [slices.column_head(column) for column in range(slices.n_columns)]
     for i in _thinned(max(map(_text_width, heads)) + 6, box_width, slices.n_columns):
         if heads[i]:

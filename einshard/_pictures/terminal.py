@@ -23,7 +23,7 @@ _MAX_STRETCHED_WIDTH = 72  # stretched to proportion up to this width
 
 @dataclass(frozen=True)
 class _Boxes:
-    """A picture in boxes; widths in terminal columns, heights in lines."""
+    """A picture made of boxes. Widths are in terminal columns, heights in lines."""
 
     slices: Slices
     rows: Sequence[int | None]  # None for omitted rows
@@ -53,7 +53,7 @@ class _Boxes:
 
 
 def text_lines(blocks: Blocks, width: int) -> list[Line]:
-    """Draws boxes if they fit in `width` columns, else a table."""
+    """Draws boxes if they fit in `width` columns; otherwise a table."""
     slices = slices_of(blocks)
     boxes = _boxes(slices, width) if len(slices.titles) <= _MAX_SLICES else None
     if boxes is None:
@@ -69,8 +69,8 @@ def text_lines(blocks: Blocks, width: int) -> list[Line]:
     return lines
 
 
-# Forms of column labels, from clearest to shortest: (whether each label has the axis name, which is
-# in the corner otherwise; padding around labels; whether only some columns have labels, like ticks)
+# Forms of column labels, from clearest to shortest: (whether labels include the axis name, which
+# else is in the corner; padding around labels; whether only some columns have labels, like ticks)
 _HEADINGS = (
     (True, 1, False),
     (False, 1, False),
@@ -81,7 +81,7 @@ _HEADINGS = (
 
 
 def _boxes(slices: Slices, width: int) -> _Boxes | None:
-    """Returns the clearest boxes that fit in `width` columns."""
+    """Returns the clearest boxes that fit in `width` columns; None if none fit."""
     if 2 * slices.n_columns > width:
         return None
     rows = _kept(slices.n_rows)
@@ -116,7 +116,7 @@ def _cells(slices: Slices, n: int, row: int | None, tight: bool) -> Line:
 
 
 def _column_heads(slices: Slices, named: bool) -> tuple[list[str], str]:
-    """Returns the column labels, and the text in the corner: the axis name if they omit it."""
+    """Returns the column labels; and the axis name for the corner, if the labels omit it."""
     blocks, axis = slices.blocks, slices.column_axis
     if axis is None:
         return [''], ''
@@ -134,7 +134,7 @@ def _thinned(heads: Sequence[str], box_width: int) -> list[str]:
 
 
 def _in_proportion(boxes: _Boxes, width: int) -> _Boxes:
-    """Gives boxes the proportions of the blocks; a character is twice as high as wide."""
+    """Scales boxes to the proportions of the blocks; a character is twice as high as wide."""
     slices = boxes.slices
     row_axis, column_axis = slices.row_axis, slices.column_axis
     if row_axis is None or column_axis is None or not boxes.ruled or len(slices.titles) > 1:
@@ -200,7 +200,7 @@ def _join(pieces: Iterable[Line], width: int) -> Line:
 
 
 def _table_lines(blocks: Blocks, width: int) -> Iterator[Line]:
-    """Draws a table with a row per block, with its devices in the last column."""
+    """Draws a table with a row for each block; the last column has its devices."""
     everything = list(range(len(blocks.parts)))
     sharded = [axis for axis in everything if blocks.parts[axis] > 1]
     rows, widths = _table(blocks, everything if blocks.sizes is not None else sharded)
@@ -214,7 +214,7 @@ def _table_lines(blocks: Blocks, width: int) -> Iterator[Line]:
 
 
 def _table(blocks: Blocks, axes: Sequence[int]) -> tuple[list[Line], list[int]]:
-    """Returns the rows, headings first, and the column widths."""
+    """Returns the rows, starting with the headings; and the column widths."""
     heads: Line = [*((blocks.names[axis], None) for axis in axes), ('devices', None)]
     rows = [heads, *(_table_row(blocks, axes, block) for block in _kept(blocks.n_blocks))]
     texts = zip(*([text for text, _ in row] for row in rows), strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ class Candidate:
         return device_mesh(devices, **dict(self.mesh))
 
     @contextmanager
-    def scope(self, devices: Mesh) -> Iterator[Mesh]:
+    def scope(self, devices: Mesh) -> Generator[Mesh, None, None]:
         """Enters the mesh and the axis rules, to trace the model with this sharding."""
         mesh = self.mesh_of(devices)
         with mesh_scope(mesh), axis_rules(self.placements):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from .candidate import Candidate
@@ -212,11 +212,13 @@ class _Search:
         """Splits a mesh axis in two, of which one gets another role."""
         if self.space.mesh is not None:
             return
-        for plan in self.ranked()[:BEAM]:
+        ranked = self.ranked()
+        good = {role for _, roles in ranked[: 4 * BEAM] for role in roles}
+        for plan in ranked[:BEAM]:
             if len(plan[0]) < len(self.space.mesh_axes):
-                self.add(self.splits(plan))
+                self.add(self.splits(plan, good))
 
-    def splits(self, plan: Plan) -> Iterator[Plan]:
+    def splits(self, plan: Plan, good: Container[Role]) -> Iterator[Plan]:
         sizes, roles = plan
         first = 1 if self.space.n_slices > 1 else 0
         for axis in range(first, len(sizes)):
@@ -227,7 +229,8 @@ class _Search:
                 for at in (0, 1):
                     for role in self.space.roles(both, axis + at):
                         pair = (role, roles[axis]) if at == 0 else (roles[axis], role)
-                        yield both, (*roles[:axis], *pair, *roles[axis + 1 :])
+                        if role in good:
+                            yield both, (*roles[:axis], *pair, *roles[axis + 1 :])
 
     def refine(self) -> None:
         """Adds and removes single names of the best plans, as long as that helps."""

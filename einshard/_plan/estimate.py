@@ -59,12 +59,14 @@ class Estimator:
     """Estimates the candidates of one model on some devices.
 
     Args:
+        devices: a mesh of them, or a list in hardware order.
         chip: of the devices; None if it is unknown, for judgements without bounds.
     """
 
     def __init__(self, model: Model, devices: Mesh | Sequence[Any], chip: Chip | None):
         self.model = model
-        self.devices = list(device_mesh(devices).devices.flat)
+        in_order = device_mesh(devices).devices.flat if isinstance(devices, Mesh) else devices
+        self.devices = list(in_order)
         self.chip_is_known = chip is not None
         self.chip = as_chip(_TYPICAL) if chip is None else chip
         self.share = self.chip.share(self.devices[0])

@@ -265,16 +265,14 @@ def _source(eqn: Any) -> str:
 
 def _used(program: Program) -> list[Op]:
     """Leaves out operations whose results are not used. A loop's carry may be used by its body."""
-    used = {value for value in program.results if value is not None}
+    used: set[int | None] = {value for value in program.results if value is not None}
     kept: set[int] = set()
     n_before = -1
     while len(kept) > n_before:
         n_before = len(kept)
         for i in range(len(program.ops) - 1, -1, -1):
             op = program.ops[i]
-            if i not in kept and not used.isdisjoint(
-                value for value in op.outs if value is not None
-            ):
+            if i not in kept and any(value in used for value in op.outs):
                 kept.add(i)
                 if op.primitive != 'scan_axis':
                     used.update(value for value in op.ins if value is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +50,10 @@ class Function:
         with candidate.scope(self.devices):
             return lower(self._anew(), *self._shapes(), mesh=None)
 
-    def compile_all(self, candidates: Iterable[Candidate]) -> Iterator[Judgement]:
+    def compile_all(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
         """Judges candidates in order by the compiler of the target."""
-        return (compile_on_target(self, candidate) for candidate in candidates)
+        for candidate in candidates:
+            yield compile_on_target(self, candidate)
 
     def _shapes(self) -> Any:
         given = tuple(self.args), dict(self.kwargs)
@@ -95,7 +96,7 @@ class Partitioner:
         self._waiting.clear()
         self._worker.close()
 
-    def judge(self, candidates: Iterable[Candidate]) -> Iterator[Judgement]:
+    def judge(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
         """Judges candidates in order, tracing each while the one before compiles."""
         try:
             for candidate in candidates:

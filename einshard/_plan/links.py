@@ -8,6 +8,7 @@ the letters of an einsum.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -95,9 +96,16 @@ def _dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 
 
 def _ragged_dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """[tokens, in] by [groups, in, out]: each token is multiplied by the matrix of its group."""
-    (m, k), (_, _, n) = ins[:2]
-    einsum = Einsum((0, 1), ((0, 1), (2, 1, 3)), (0, 3), 2 * m * k * n)
+    """Each group of rows is multiplied by its own matrix; or the result has a matrix per group."""
+    numbers = params['ragged_dot_dimension_numbers']
+    plain = _dot({'dimension_numbers': numbers.dot_dimension_numbers}, ins, ()).einsum
+    assert plain is not None, 'a product has indices'
+    groups = {plain.indices[1][d] for d in numbers.rhs_group_dimensions}
+    flops = plain.flops // math.prod(ins[1][d] for d in numbers.rhs_group_dimensions)
+    out = tuple(index for index in plain.out if index not in groups)
+    if not groups:  # the sums are over the rows of each group
+        out = (-1, *out)
+    einsum = Einsum((0, 1), plain.indices, out[-len(outs[0]) :], flops)
     return Relation(_links_of(einsum), einsum)
 
 
@@ -125,7 +133,7 @@ def _links_of(einsum: Einsum) -> tuple[Link, ...]:
 
 def _conv(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     """A convolution adds over the input features, and over positions if the window covers them."""
-    numbers, (lhs, rhs), (out,) = params['dimension_numbers'], ins[:2], outs
+    numbers, rhs, out = params['dimension_numbers'], ins[1], outs[0]
     groups = params['feature_group_count'] * params['batch_group_count']
     new = itertools.count(3)
     of_lhs, of_rhs, of_out = {}, {}, {}
@@ -246,34 +254,18 @@ def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     """A lookup of one position along some axes is a product with a one-hot array."""
     numbers, sizes = params['dimension_numbers'], params['slice_sizes']
     table, positions = ins[:2]
-    batching = dict(
-        zip(
-            getattr(numbers, 'operand_batching_dims', ()),
-            getattr(numbers, 'start_indices_batching_dims', ()),
-            strict=True,
-        )
-    )
-    kept = [
-        d for d in range(len(table)) if d not in numbers.collapsed_slice_dims and d not in batching
-    ]
-    of_positions = {d: d for d in range(len(positions))}
     new = itertools.count(len(positions))
-    of_table = {d: batching.get(d, next(new)) for d in range(len(table))}
-    parts = {d: next(new) for d in kept if sizes[d] != table[d]}
-    free = iter(range(len(positions) - 1))
-    windows = iter(kept)
-    out = tuple(
-        parts.get(d, of_table[d]) if is_window else of_positions[d]
-        for is_window, d in (
-            (o in numbers.offset_dims, next(windows if o in numbers.offset_dims else free))
-            for o in range(len(outs[0]))
-        )
-    )
-    einsum = Einsum(
-        (1, 0),
-        (tuple(of_positions.values()), tuple(of_table[d] for d in range(len(table)))),
-        out,
-    )
+    of_table = [next(new) for _ in table]
+    batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    for d, at in batching:
+        of_table[d] = at
+    dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = (d for d in range(len(table)) if d not in dropped)
+    # a part of an axis has another index
+    windows = (of_table[d] if sizes[d] == table[d] else next(new) for d in kept)
+    rest = iter(range(len(positions) - 1))
+    out = [next(windows if d in numbers.offset_dims else rest) for d in range(len(outs[0]))]
+    einsum = Einsum((1, 0), (tuple(range(len(positions))), tuple(of_table)), tuple(out))
     return Relation(_links_of(einsum), einsum)
 
 
@@ -281,39 +273,32 @@ def _scatter(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     """Adding updates at positions is a product with a one-hot array, summed over the positions."""
     numbers = params['dimension_numbers']
     array, positions, updates = ins[:3]
-    kept = [
-        d
-        for d in range(len(array))
-        if d not in numbers.inserted_window_dims
-        and d not in getattr(numbers, 'operand_batching_dims', ())
-    ]
-    windows, free = iter(kept), iter(range(len(positions) - 1))
-    new = itertools.count(len(positions) + len(array))
-    of_updates: list[int] = []
-    for d in range(len(updates)):
-        if d in numbers.update_window_dims:
-            at = next(windows)
-            is_full = updates[d] == array[at]
-            of_updates.append(len(positions) + at if is_full else next(new))
-        else:
-            of_updates.append(next(free))
-    out = [len(positions) + d for d in range(len(array))]
+    new = itertools.count(len(positions))
+    out = [next(new) for _ in array]
     batching = zip(
-        getattr(numbers, 'operand_batching_dims', ()),
-        getattr(numbers, 'scatter_indices_batching_dims', ()),
-        strict=True,
+        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
     )
     for d, at in batching:
         out[d] = at
-    einsum = Einsum((1, 2), (tuple(range(len(positions))), tuple(of_updates)), tuple(out))
-    links = [(0, d, 0, d) for d in range(len(array))]
+    dropped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept = iter([d for d in range(len(array)) if d not in dropped])
+    rest = iter(range(len(positions) - 1))
+    of_updates: list[int] = []
+    for d, size in enumerate(updates):
+        if d in numbers.update_window_dims:
+            at = next(kept)
+            of_updates.append(out[at] if size == array[at] else next(new))
+        else:
+            of_updates.append(next(rest))
+    indices = tuple(range(len(positions))), tuple(of_updates)
+    einsum = Einsum((1, 2), indices, tuple(out))
+    links = ((0, d, 0, d) for d in range(len(array)))
     return Relation((*links, *_links_of(einsum)), einsum)
 
 
 _RULES: dict[str, Callable[..., Relation]] = {
     'dot_general': _dot,
-    'ragged_dot_general': _elementwise,
-    'ragged_dot': _ragged_dot,
+    'ragged_dot_general': _ragged_dot,
     'conv_general_dilated': _conv,
     'broadcast_in_dim': _broadcast,
     'transpose': _transpose,

@@ -17,18 +17,8 @@ Peak: TypeAlias = tuple[tuple[Stored, int], ...]
 
 # operations whose result is another view of their operand, or is written over it
 VIEWS = frozenset(
-    [
-        'broadcast_in_dim',
-        'carry',
-        'convert_element_type',
-        'copy',
-        'expand_dims',
-        'optimization_barrier',
-        'reshape',
-        'sharding_constraint',
-        'squeeze',
-        'transpose',
-    ]
+    {'broadcast_in_dim', 'carry', 'convert_element_type', 'copy', 'expand_dims', 'reshape'}
+    | {'optimization_barrier', 'sharding_constraint', 'squeeze', 'transpose'}
 )
 _MAX_PEAKS = 24
 

@@ -14,9 +14,10 @@ from .._inspect.lowered import Stages
 from .._trees.paths import path_text
 from .flatten import Program, flatten
 from .live import Peak, Stored, find_peaks
-from .names import Names, name_axes
+from .metadata import metadata_names
+from .names import AxisNames, Names, name_axes
 from .products import Product, find_products
-from .tracing import check_has_names, first_trace, names_in, trace_with_names
+from .tracing import first_trace, names_in, no_names, trace_with_names
 
 Role: TypeAlias = Literal['state', 'batch']
 
@@ -78,11 +79,17 @@ def find_model(
     Raises:
         EinshardError: the function has no axis names, or cannot be traced.
     """
-    stages, expressions = first_trace(fn, args, kwargs, mesh_axes)
-    names = list(dict.fromkeys(name for one in expressions for name in names_in(one)))
-    check_has_names(stages, names, _leaves(stages))
+    expressions = first_trace(fn, args, kwargs, mesh_axes)
+    metadata = metadata_names((tuple(args), dict(kwargs)))
+    names = [name for axes in metadata for one in axes or () for name in one or ()]
+    names += [name for one in expressions for name in names_in(one)]
+    names = [name for name in dict.fromkeys(names) if name not in mesh_axes]
+    if not names:
+        raise no_names(fn, args, kwargs)
     stages, given, made = trace_with_names(fn, args, kwargs, names, mesh_axes)
     assert stages.traced is not None, 'a function was traced'
+    given = _or_known(given, metadata)
+    made = _or_known(made, metadata_names(stages.traced.out_info))
     program = flatten(stages.traced.jaxpr)
     axes = [tuple(one or () for one in names) for names in name_axes(program, given, made)]
     arguments = [() if value is None else axes[value] for value in program.arguments]
@@ -101,6 +108,16 @@ def find_model(
         find_products(program, axes, states),
         find_peaks(program, axes),
     )
+
+
+def _or_known(
+    specified: list[AxisNames | None], known: list[AxisNames | None]
+) -> list[AxisNames | None]:
+    """Returns the names in the specs of leaves, or else those in their metadata."""
+    if len(specified) != len(known):  # the arguments have static ones
+        return specified
+    both = zip(specified, known, strict=True)
+    return [other if names is None else names for names, other in both]
 
 
 def _leaves(stages: Stages) -> list[tuple[str, Any]]:
@@ -141,7 +158,8 @@ def _arrays(
 ) -> tuple[Array, ...]:
     returned = Counter((tuple(one.shape), str(one.dtype)) for one in results)
     per_argument = Counter(path.partition('/')[0] for path, _ in leaves)
-    updates = any(info.donated for _, info in leaves)
+    # a function that returns one array may not be a step that updates its argument
+    updates = any(info.donated for _, info in leaves) or len(results) < 2
     found: list[Array] = []
     for (path, info), names in zip(leaves, axes, strict=True):
         shape, dtype = tuple(map(int, info.shape)), str(info.dtype)

@@ -147,6 +147,8 @@ def _hlo_dtype(dtype: object) -> str:
     return name
 
 
+# a part of a weight is a weight
+_PARTS = ('scan_input', 'slice', 'dynamic_slice')
 # a gradient may pass these before it is added to others
 _SUMS = ('add_any', 'convert_element_type', 'transpose')
 
@@ -174,9 +176,9 @@ class _Shares:
                 self.terms[self.sum_of[op.outs[0]]] += 1
         self.weights = {self.roots(value) for value in states}
         for op in program.ops:
-            if op.primitive in ('scan_input', 'slice', 'dynamic_slice') and op.ins[0] is not None:
-                if self.roots(op.ins[0]) in self.weights:
-                    self.weights.update(self.roots(v) for v in op.outs if v is not None)
+            old = op.ins[0] if op.primitive in _PARTS else None
+            if old is not None and self.roots(old) in self.weights:
+                self.weights.update(self.roots(v) for v in op.outs if v is not None)
         self.weight_names = {names[value] for value in states if any(names[value])}
         self.weight_names |= {one[1:] for one in self.weight_names if any(one[1:])}
 

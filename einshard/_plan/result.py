@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jax.sharding import Mesh
 
+from .._display import Display
 from .._errors import EinshardError, plural, quoted
 from .._inspect.diff import Diff
 from .._inspect.report import Report
-from .._page import Column, Page, Section, page_html, page_text
-from .._text import MONO, format_bytes, format_seconds
+from .._page import Column, Page, Section
+from .._text import format_bytes, format_seconds
 from .candidate import Candidate
 from .judgement import Judgement, Objective
 from .reasons import reason
 from .scatter import scatter_svg
 
 _SHOWN = 4
-_WIDTH = 100
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Plan:
+class Plan(Display):
     """The sharding that `plan` found, with the plans that it was compared with.
 
     Prints as code to paste, with a table of the best plans. `axis_rules(plan.rules)` applies it.
@@ -142,24 +141,8 @@ class Plan:
             'warnings': list(self.warnings),
         }
 
-    def __str__(self) -> str:
-        columns = shutil.get_terminal_size((_WIDTH, 24)).columns
-        width = min(_WIDTH, max(80, columns))
-        code = '\n'.join(f'  {line}'.rstrip() for line in self._code())
-        return f'{self._title()}\n\n{code}\n\n{page_text(self._page(), width)}'
-
-    def __repr__(self) -> str:
-        return str(self)
-
     def _repr_html_(self) -> str:
-        import html
-
-        code = html.escape('\n'.join(self._code()))
-        title = html.escape(self._title())
-        return (
-            f'<div><b>{title}</b><pre style="{MONO}">{code}</pre>{page_html(self._page())}'
-            f'{self.plot()}</div>'
-        )
+        return f'{super()._repr_html_()}{self.plot()}'
 
     def _choice(self, i: int) -> Judgement:
         if not 0 <= i < len(self.choices):
@@ -167,14 +150,6 @@ class Plan:
                 f'there is no plan {i}', facts={'plans': f'0 to {len(self.choices) - 1}'}
             )
         return self.choices[i]
-
-    def _title(self) -> str:
-        kind = self.devices.devices.flat[0].device_kind
-        devices = plural(self.devices.size, 'device')
-        aim = {'bound': 'smallest sum of lower bounds', 'bytes': 'fewest bytes sent'}
-        return (
-            f'plan for {self.name} on {devices} ({kind}): {aim.get(self.objective, "least memory")}'
-        )
 
     def _code(self) -> list[str]:
         mesh = ', '.join(f'{axis}={size}' for axis, size in self.best.candidate.mesh)
@@ -191,6 +166,8 @@ class Plan:
         return lines
 
     def _page(self) -> Page:
+        kind = self.devices.devices.flat[0].device_kind
+        devices = plural(self.devices.size, 'device')
         rows = [self._row(i, one) for i, one in enumerate(self.choices[:_SHOWN])]
         compiled = [one.judge for one in self.choices]
         pruned = ', '.join(f'{n} {why}' for why, n in self.pruned.items())
@@ -199,12 +176,14 @@ class Plan:
             f'{compiled.count("compiler")} of them for the target'
             f'{f" ({self.stopped})" if self.stopped else ""}',
             *([f'not considered: {pruned}'] if pruned else []),
-            *self.notes,
         ]
         chip = f' ({self.chip})' if self.chip else ''
-        return Page(
-            '', (Section(f'plans{chip}', _COLUMNS, tuple(rows), tuple(words)),), self.warnings
+        sections = (
+            Section(_OBJECTIVES[self.objective], code=tuple(self._code())),
+            Section(f'plans{chip}', _COLUMNS, tuple(rows), tuple(words)),
         )
+        title = f'plan for {self.name} on {devices} ({kind})'
+        return Page(title, sections, self.warnings, self.notes)
 
     def _row(self, i: int, one: Judgement) -> tuple[str, ...]:
         least, most = one.seconds
@@ -226,6 +205,11 @@ class Plan:
         )
 
 
+_OBJECTIVES: dict[Objective, str] = {
+    'bound': 'smallest sum of lower bounds',
+    'bytes': 'fewest bytes sent',
+    'memory': 'least memory',
+}
 _COLUMNS = (
     Column('plan', right=True),
     Column('mesh'),
@@ -241,7 +225,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, repr=False)
-class Why:
+class Why(Display):
     """How plans compare that shard one axis differently, made by `Plan.why`.
 
     Attributes:
@@ -254,7 +238,7 @@ class Why:
     rows: tuple[tuple[str, Judgement], ...]
     limit: int | None
 
-    def __str__(self) -> str:
+    def _page(self) -> Page:
         (chosen, best), *others = self.rows
         lines = [f'{self.name}{chosen}: {_cost_text(best)}']
         lines += [
@@ -263,10 +247,7 @@ class Why:
         ]
         if not others:
             lines.append('no other placement of this axis alone was compiled')
-        return '\n'.join(lines)
-
-    def __repr__(self) -> str:
-        return str(self)
+        return Page('', (Section('', words=tuple(lines)),))
 
 
 def _cost_text(one: Judgement) -> str:

@@ -7,7 +7,7 @@ for every candidate, XLA's partitioner for tens of them, the target's compiler f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -16,7 +16,7 @@ from .candidate import Candidate
 from .judgement import Judgement, Objective
 
 # Compiles candidates one after another.
-CompileAll: TypeAlias = Callable[[Sequence[Candidate]], Iterator[Judgement]]
+CompileAll: TypeAlias = Callable[[Sequence[Candidate]], Generator[Judgement, None, None]]
 
 _FINALISTS = 3  # best plans for the target's compiler; one contrast is added
 _MOST_FINALISTS = 5
@@ -57,7 +57,6 @@ class Search:
     objective: Objective
     limit: int | None
     budget: Budget
-    progress: Callable[[str], None]
     judged: dict[Candidate, Judgement] = field(default_factory=dict)
     stopped: str = ''
 
@@ -155,10 +154,9 @@ class Search:
     def _compile(self, compile_all: CompileAll, candidates: Sequence[Candidate]) -> None:
         if self._out_of_time():
             return
-        with closing(_generator(compile_all(candidates))) as judgements:
+        with closing(compile_all(candidates)) as judgements:
             for judgement in judgements:
                 self.judged[judgement.candidate] = judgement
-                self.progress(self._line())
                 if self._out_of_time():
                     return
 
@@ -168,7 +166,8 @@ class Search:
             self.stopped = f'stopped after {seconds:g} s'
         return bool(self.stopped)
 
-    def _line(self) -> str:
+    def line(self) -> str:
+        """Describes the progress."""
         n = len(self.judged)
         target = len(self._by_target())
         text = f'plan: compiled {n} of {self.budget.compilations} candidates'
@@ -199,7 +198,3 @@ def _spread(estimates: Sequence[Judgement], n: int) -> list[Candidate]:
                 if source is not overall:
                     chosen.setdefault(next(overall))
     return list(chosen)[:n]
-
-
-def _generator(judgements: Iterator[Judgement]) -> Iterator[Judgement]:
-    yield from judgements

@@ -137,7 +137,7 @@ class Space:
         return apart
 
     def _fits_pins(self, sizes: Sizes) -> bool:
-        known = dict(zip(AXES, sizes, strict=False))
+        known: dict[str, int] = dict(zip(AXES, sizes, strict=False))
         return all(
             all(axis in known for axis in axes)
             and self.model.divisors[name] % math.prod(known[axis] for axis in axes) == 0

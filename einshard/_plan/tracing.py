@@ -7,7 +7,8 @@ so each sharding constraint in the program has the names of its axes as mesh axe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,13 +19,16 @@ from jax.sharding import AxisType, Mesh
 
 from .._arrays.constrain import constraints_of_trace
 from .._errors import EinshardError
-from .._functions.sharded import ShardedFunction
+from .._functions.sharded import ShardedFunction, sharded
 from .._inspect.lowered import Stages, lower
 from .._notation.expression import ELLIPSIS, Expression, Term
 from .._sharding.axis_rules import axis_rules
 from .._sharding.context import current_context, mesh_scope
-from .._sharding.leaf_spec import AnySpec, as_leaf_spec
+from .._sharding.leaf_spec import REPLICATED, AnySpec, as_leaf_spec
 from .._sharding.resolve import find_placement
+from .._text import name_of
+from .._trees.paths import path_text
+from .._trees.rules import Rules
 from .flatten import entries_of
 from .names import AxisNames
 
@@ -33,8 +37,8 @@ _count = itertools.count()
 
 def first_trace(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_axes: Sequence[str]
-) -> tuple[Stages, list[Expression]]:
-    """Traces a function; returns the expressions of its constraints and specs."""
+) -> list[Expression]:
+    """Traces a function; returns the expressions of its specs and constraints."""
     found: list[Expression] = []
     token = constraints_of_trace.set(found)
     try:
@@ -43,7 +47,7 @@ def first_trace(
             specs = stages.argument_specs() or []
     finally:
         constraints_of_trace.reset(token)
-    return stages, [as_leaf_spec(spec).expression for spec in specs if spec] + found
+    return [as_leaf_spec(spec).expression for spec in specs if spec] + found
 
 
 def trace_with_names(
@@ -96,7 +100,7 @@ def _struct(leaf: Any) -> Any:
 
 
 @contextmanager
-def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Iterator[None]:
+def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
     """Enters a mesh with an axis of size 1 for each name, and rules that shard each name over it.
 
     One more rule, with a new name every time, makes JAX trace again: it caches traces by the rules.
@@ -111,26 +115,47 @@ def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Iterator[None]:
 
 
 def names_in(expression: Expression) -> list[str]:
-    """Returns the names that axis rules apply to: those without a placement, in short forms."""
+    """Returns the names that axis rules apply to: those without a placement, in short forms.
+
+    Axes named `_` are left alone.
+    """
     terms = expression.right if expression.short else ()
-    return [str(t.name) for t in terms if t.name not in (None, ELLIPSIS) and t == Term(t.name)]
+    names = [str(term.name) for term in terms if term == Term(term.name)]
+    return [name for name in names if name not in ('None', ELLIPSIS) and name.strip('_')]
 
 
-def check_has_names(
-    stages: Stages, names: Sequence[str], leaves: Sequence[tuple[str, Any]]
-) -> None:
-    """Raises an error that shows how to add axis names, if a function has none."""
-    if names:
-        return
-    path, leaf = max(leaves, key=lambda one: one[1].size, default=('w', np.zeros((1, 1))))
-    letters = ' '.join(['rows', 'columns', 'depth', 'height', 'width'][: len(leaf.shape)])
-    raise EinshardError(
-        f'{stages.name or "the function"} has no axis names, so there is nothing to plan',
+def no_names(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> EinshardError:
+    """Returns an error that shows how to add axis names to a function."""
+    error = EinshardError(
+        f'{name_of(fn) or "the function"} has no axis names, so there is nothing to plan',
         facts={
-            'arguments': ', '.join(p or '(the argument)' for p, _ in leaves[:4]),
-            'expected': 'expressions without placements for arguments or values',
-            'for arguments': f"@sharded(Rules([('{path.rpartition('/')[2] or 'w'}', "
-            f"'{letters or 'rows'}')]), 'batch ...')",
-            'for values': "x = einshard(x, 'batch embed')",
+            'expected': "axis names in specs or in the function: x = einshard(x, 'batch embed')",
         },
     )
+    if isinstance(fn, ShardedFunction) or hasattr(fn, 'trace') or kwargs:
+        return error
+    specs = [_example(arg, number) for number, arg in enumerate(args)]
+    try:
+        first_trace(sharded(*specs)(fn), args, kwargs, ())
+    except EinshardError:
+        return error
+    return error.with_fix(f'sharded({", ".join(map(_spec_text, specs))})({name_of(fn)})')
+
+
+_EXAMPLES = ('batch length embed height width', 'rows columns depth height width')
+
+
+def _example(arg: Any, number: int) -> Any:
+    """Returns a spec for an argument, with an axis name for each axis of its largest array."""
+    leaves = [(path_text(path), leaf) for path, leaf in jtu.tree_leaves_with_path(arg)]
+    path, leaf = max(leaves, key=lambda one: math.prod(np.shape(one[1])), default=('', 0))
+    names = ' '.join(_EXAMPLES[number > 0 or len(leaves) > 1].split()[: np.ndim(leaf)])
+    if len(leaves) < 2:
+        return names or None
+    return Rules([(f'{path.rpartition("/")[2]}$', names)], default=REPLICATED)
+
+
+def _spec_text(spec: Any) -> str:
+    if isinstance(spec, Rules):
+        return f'Rules({list(spec.rules)!r}, default={REPLICATED!r})'
+    return repr(spec)

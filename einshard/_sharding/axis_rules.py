@@ -155,7 +155,8 @@ def check_option(
 ) -> None:
     """Raises if the value of an option, such as `missing=`, is not one of its choices."""
     if not isinstance(value, str) or value not in choices:
-        expected = ' or '.join(map(repr, choices))
+        *others, last = map(repr, choices)
+        expected = f'{", ".join(others)} or {last}'
         raise EinshardError(f'{option}= must be {expected}, not {value!r}', facts=facts)
 
 

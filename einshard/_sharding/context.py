@@ -26,7 +26,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh, get_me
 
 from .._cache import cached
 from .._errors import EinshardError
-from .mesh import AnyMesh, MeshLike, check_mesh, device_mesh, is_refactored, mesh_fact
+from .mesh import (
+    AnyMesh,
+    MeshLike,
+    check_mesh,
+    device_mesh,
+    is_refactored,
+    mesh_fact,
+    of_size_one,
+)
 
 
 class AxisRule(NamedTuple):
@@ -53,6 +61,7 @@ class Context:
     mesh: AnyMesh | None = None  # None: the canonical mesh of all devices
     mesh_is_ambient: bool = False  # the mesh is in JAX's context, so its axis sizes are fixed
     axis_rules: AxisRules = ()
+    on_one_device: bool = False  # whether counts, stars and all mesh axes are 1: for check_same
 
     @property
     def lowering_mesh(self) -> AnyMesh:
@@ -64,16 +73,23 @@ class Context:
         """Whether axis rules may replicate axes, depending on their sizes."""
         return any(rule.replicates_indivisible for rule in self.axis_rules)
 
-    def key(self) -> tuple[AnyMesh | None, AxisRules] | None:
+    def key(self) -> _Key | None:
         """Returns the value for JAX's cache keys, which compare it by equality; None if empty."""
-        return (self.mesh, self.axis_rules) if self.mesh or self.axis_rules else None
+        key = self.mesh, self.axis_rules, self.on_one_device
+        return key if self.mesh or self.axis_rules else None
+
+
+_Key: TypeAlias = tuple[AnyMesh | None, AxisRules, bool]
 
 
 @cached
 def make_context(
-    mesh: AnyMesh | None, mesh_is_ambient: bool = False, axis_rules: AxisRules = ()
+    mesh: AnyMesh | None,
+    mesh_is_ambient: bool = False,
+    axis_rules: AxisRules = (),
+    on_one_device: bool = False,
 ) -> Context:
-    return Context(mesh, mesh_is_ambient, axis_rules)
+    return Context(mesh, mesh_is_ambient, axis_rules, on_one_device)
 
 
 _NO_CONTEXT = Context()
@@ -95,21 +111,26 @@ def current_context(mesh: MeshLike | None = None) -> Context:
             mesh_in_context: AnyMesh | None = ambient
         else:
             mesh_in_context = enclosing.mesh or ambient_mesh()
-        return make_context(mesh_in_context, True, enclosing.axis_rules)
+        rules, on_one_device = enclosing.axis_rules, enclosing.on_one_device
+        return make_context(mesh_in_context, True, rules, on_one_device)
     check_mesh(mesh)
     given = mesh if isinstance(mesh, Mesh | AbstractMesh) else device_mesh(mesh)
+    if enclosing.on_one_device:
+        given = of_size_one(given, enclosing.lowering_mesh)
     if AxisType.Manual in ambient.axis_types and given != ambient:
         raise EinshardError(
             'inside shard_map, mesh= must match the mesh in context',
             facts={'mesh=': mesh_fact(given), 'mesh in context': mesh_fact(ambient)},
         )
-    return make_context(given, False, enclosing.axis_rules)
+    return make_context(given, False, enclosing.axis_rules, enclosing.on_one_device)
 
 
 def context_on(mesh: AnyMesh, context: Context) -> Context:
     """Returns a context with the mesh of a NamedSharding; raises if it conflicts with `context`."""
     expected_mesh = context.mesh
-    if expected_mesh is not None:
+    if context.on_one_device:
+        mesh = of_size_one(mesh, context.lowering_mesh)
+    elif expected_mesh is not None:
         if mesh in (expected_mesh, getattr(expected_mesh, 'abstract_mesh', None)):
             return context
         may_differ = context.mesh_is_ambient and AxisType.Manual not in expected_mesh.axis_types
@@ -120,7 +141,7 @@ def context_on(mesh: AnyMesh, context: Context) -> Context:
                 f'the NamedSharding is on {where}',
                 facts={'mesh of the NamedSharding': actual, 'expected': expected},
             )
-    return make_context(mesh, False, context.axis_rules)
+    return make_context(mesh, False, context.axis_rules, context.on_one_device)
 
 
 def ambient_mesh() -> AnyMesh | None:
@@ -220,7 +241,13 @@ def mesh_scope(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
     """Makes `mesh` the ambient mesh: in `sharded` functions, and while spec functions run."""
     if mesh is None:
         return nullcontext()
-    return Scope(make_context(mesh, False, _enclosing().axis_rules))
+    context = _enclosing()
+    return Scope(make_context(mesh, False, context.axis_rules, context.on_one_device))
+
+
+def one_device_scope(mesh: Mesh) -> AbstractContextManager[Any]:
+    """Replaces every mesh by one of the same axes with size 1, and every count by 1."""
+    return Scope(make_context(mesh, False, _enclosing().axis_rules, True))
 
 
 def _enclosing() -> Context:
@@ -257,7 +284,8 @@ def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
     merged = [*rules, *(rule for rule in outer.axis_rules if rule.name not in names)]
     # only rules that skip taken mesh axes depend on their order
     merged.sort(key=lambda rule: (True,) if rule.skips_taken else (False, rule))
-    Scope(make_context(outer.mesh, False, tuple(merged)), owner).__enter__()
+    context = make_context(outer.mesh, False, tuple(merged), outer.on_one_device)
+    Scope(context, owner).__enter__()
 
 
 def leave_rules(owner: object) -> bool:
@@ -325,6 +353,6 @@ def _out_of_step() -> EinshardError:
     )
 
 
-def _rules_text(key: tuple[AnyMesh | None, AxisRules] | None) -> str:
+def _rules_text(key: _Key | None) -> str:
     rules = key[1] if key else ()
     return ', '.join(f'{name}={placement!r}' for name, placement, *_ in rules) or 'none'

@@ -306,6 +306,15 @@ def is_refactored(mesh: AnyMesh, other: AnyMesh) -> bool:
     return refactored_mesh(other, mesh.axis_sizes) == mesh
 
 
+@cached
+def of_size_one(mesh: AnyMesh, other: AnyMesh) -> AnyMesh:
+    """Returns a mesh with the axes of `mesh`, all of size 1, on the one device of `other`."""
+    shape, types = (1,) * len(mesh.axis_names), mesh.axis_types
+    if isinstance(other, AbstractMesh) or isinstance(mesh, AbstractMesh):
+        return AbstractMesh(shape, mesh.axis_names, axis_types=types)
+    return Mesh(other.devices.reshape(shape), mesh.axis_names, axis_types=types)
+
+
 def memory_kind_of(sharding: Sharding) -> str | None:
     """Returns the memory kind of a sharding; on abstract meshes, 'device' by default."""
     if sharding.memory_kind is None and isinstance(getattr(sharding, 'mesh', None), AbstractMesh):

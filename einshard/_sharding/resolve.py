@@ -56,12 +56,11 @@ class Placement:
     expression: Expression
     layout: Layout
     sharding: NamedSharding
-    missing_axes: tuple[
-        str, ...
-    ] = ()  # ignored mesh axes: the spec names them, the mesh lacks them
+    missing_axes: tuple[str, ...] = ()  # mesh axes that were ignored because the mesh lacks them
     lacks_placement: bool = False  # replicated only because no axis has a placement or a rule
     is_unconstrained: bool = False  # some axes are P.UNCONSTRAINED; for traced values only
     warning: str | None = None  # about a likely typo in the expression
+    without_rule: tuple[str, ...] = ()  # names without an axis rule, if no axis is sharded
 
 
 def make_sharding(
@@ -171,6 +170,8 @@ def find_placement(
     expression, missing, may_replicate = apply_axis_rules(
         spec.expression, context.axis_rules, named_sizes, spec.on_missing
     )
+    if context.on_one_device:
+        expression = expression.on_one_device()
     if mesh.axis_types and not axis_sizes:
         raise expression.error(
             'an array cannot be sharded inside shard_map with all mesh axes Manual: each device '
@@ -218,7 +219,20 @@ def find_placement(
         lacks_placement and warning is None,
         bool(spec.unconstrained),
         warning,
+        _names_without_rule(spec.expression, expression, context),
     )
+
+
+def _names_without_rule(
+    written: Expression, ruled: Expression, context: Context
+) -> tuple[str, ...]:
+    """Lists the names of a short form that have no axis rule, if it shards no axis."""
+    is_bare = written.short and not any(term.is_sharded for term in written.right)
+    is_sharded = any(term.name and term.is_sharded for term in ruled.right)
+    if not (context.axis_rules and is_bare) or is_sharded:
+        return ()
+    known = {rule.name for rule in context.axis_rules}
+    return tuple(name for name in written.names if name not in known)
 
 
 def _likely_typo(

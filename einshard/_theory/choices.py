@@ -18,7 +18,7 @@ class Choice:
     Attributes:
         result: the placement of the result.
         collectives: the collectives, in order.
-        slices: operands that devices slice locally, without communication.
+        slices: the slices that devices take of their operands, without communication.
         operands: the placements of the operands when they are multiplied.
         block: what each device multiplies, such as '[b/2 x/4] [x/4 y]'.
     """
@@ -43,26 +43,27 @@ class Choice:
 
 
 def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
-    """Explains why the blocks of the operands do not match; nothing if they match."""
+    """Yields the reasons why the blocks of the operands do not match; nothing if they match."""
     if len(operands) < 2:
         return
-    one, other = operands
-    for axis in one.space.devices:
-        mine, its = one.holder(axis), other.holder(axis)
-        if mine and its and mine != its:
+    left, right = operands
+    for device_axis in left.space.devices:
+        left_axis, right_axis = left.array_axis(device_axis), right.array_axis(device_axis)
+        if left_axis and right_axis and left_axis != right_axis:
             yield (
-                f"'{mine}' of operand 0 and '{its}' of operand 1 are sharded over the same "
-                'devices, so no device has what most blocks of the product need'
+                f"'{left_axis}' of operand 0 and '{right_axis}' of operand 1 are sharded over the "
+                'same devices, so no device has the inputs of most blocks of the product'
             )
-    for name in one.names:
-        mine, its = one.over(name), other.over(name)
-        if name not in other.names or mine == its:
+    for name in left.names:
+        left_devices, right_devices = left.device_axes(name), right.device_axes(name)
+        if name not in right.names or left_devices == right_devices:
             continue
-        if mine and its:
+        if left_devices and right_devices:
             yield f"'{name}' is sharded differently in operand 0 and operand 1"
             continue
-        sharded, replicated = (0, 1) if mine else (1, 0)
-        if not any(map(operands[replicated].holder, mine or its)):  # else already reported
+        sharded, replicated = (0, 1) if left_devices else (1, 0)
+        # otherwise already reported
+        if not any(map(operands[replicated].array_axis, left_devices or right_devices)):
             yield f"'{name}' is sharded in operand {sharded} but not in operand {replicated}"
 
 
@@ -73,37 +74,40 @@ def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]
     which may send less data.
     """
     space = result.space
-    alike: dict[tuple[str | None, ...], list[str]] = {}  # device axes that shard the same axes
+    # device axes by the array axes that they shard, in each operand and in the result
+    groups: dict[tuple[str | None, ...], list[str]] = {}
     for axis in space.devices:
-        sharded = tuple(one.holder(axis) for one in (*operands, result))
-        alike.setdefault(sharded, []).append(axis)
-    candidates: list[list[str | None]] = []  # for each group of device axes: the axes to shard
-    for *sharded, requested in alike:
+        sharded = tuple(array.array_axis(axis) for array in (*operands, result))
+        groups.setdefault(sharded, []).append(axis)
+    candidates: list[list[str | None]] = []  # for each group: the array axes that it may shard
+    for *sharded, requested in groups:
         names = list(dict.fromkeys(name for name in sharded if name))
         one_sided = len(names) == 1 and any(
             names[0] in operand.names and name is None
             for operand, name in zip(operands, sharded, strict=True)
         )
-        either: list[str | None] = [*names, None] if one_sided or not names else [*names]
-        if requested and requested not in either:
-            either.append(requested)
-        candidates.append(either)
+        options: list[str | None] = [*names, None] if one_sided or not names else [*names]
+        if requested and requested not in options:
+            options.append(requested)
+        candidates.append(options)
     targets: dict[Layout, None] = {}
     for chosen in itertools.product(*candidates):
-        pairs = zip(chosen, alike.values(), strict=True)
-        holders = {axis: name for name, axes in pairs for axis in axes}
-        targets[space.sharded(space.replicated, _in_order([*operands, result], holders))] = None
+        pairs = zip(chosen, groups.values(), strict=True)
+        array_axes = {axis: name for name, axes in pairs for axis in axes}
+        targets[space.sharded(space.replicated, _in_order([*operands, result], array_axes))] = None
     return targets
 
 
-def _in_order(arrays: Sequence[Blocks], holders: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Orders device axes as in the most sharded array; returns the axis that each one shards."""
+def _in_order(
+    arrays: Sequence[Blocks], array_axes: Mapping[str, str | None]
+) -> dict[str, str | None]:
+    """Orders the device axes of each array axis as in the array that shards it most."""
     first: dict[str, str | None] = {}
-    for name in dict.fromkeys(holders.values()):
+    for name in dict.fromkeys(array_axes.values()):
         if name:
-            longest = max((array.over(name) for array in arrays), key=len)
-            first |= {axis: name for axis in longest if holders[axis] == name}
-    return first | {axis: name for axis, name in holders.items() if axis not in first}
+            longest = max((array.device_axes(name) for array in arrays), key=len)
+            first |= {axis: name for axis in longest if array_axes[axis] == name}
+    return first | {axis: name for axis, name in array_axes.items() if axis not in first}
 
 
 def choices_for(
@@ -111,7 +115,7 @@ def choices_for(
 ) -> Iterable[Choice]:
     """Yields the choices that multiply operands in the layout `target`.
 
-    If `placed`, the result ends up in its own layout.
+    If `placed`, the result is resharded to its own layout; otherwise it may keep any layout.
     """
     matched = [operand.with_layout(target) for operand in operands]
     pairs = list(zip(operands, matched, strict=True))
@@ -120,12 +124,12 @@ def choices_for(
         f'{old.array} along {name}'
         for old, new in pairs
         for name in new.names
-        if any(old.holder(axis) is None for axis in new.over(name))
+        if any(old.array_axis(axis) is None for axis in new.device_axes(name))
     ]
     block = ' '.join(f'[{one.block}]' for one in matched)
     product = result.with_layout(target)
     sharding = {split.mesh_axes[0] for split in target.splits if split.axis is not None}
-    partial = [a for a in result.space.devices if a in sharding and not product.holder(a)]
+    partial = [a for a in result.space.devices if a in sharding and not product.array_axis(a)]
     for final in [result] if placed else [product, *_scattered(product, partial)]:
         yield Choice(
             final.expression(),
@@ -138,7 +142,7 @@ def choices_for(
 
 def _sums(product: Blocks, partial: Sequence[str], final: Blocks) -> Iterable[Communication]:
     """Yields the collectives that add partial sums and reshard the result."""
-    scattered = {axis: final.holder(axis) for axis in partial if final.holder(axis)}
+    scattered = {axis: final.array_axis(axis) for axis in partial if final.array_axis(axis)}
     added = [axis for axis in partial if axis not in scattered]
     if scattered:
         yield product.communication('reduce-scatter', list(scattered))
@@ -152,7 +156,7 @@ def _scattered(product: Blocks, partial: Sequence[str]) -> Iterable[Blocks]:
     """Yields the results of a reduce-scatter along one axis, if the notation can express them."""
     devices, sizes = product.space.devices, product.space.sizes
     for name in product.names if partial else ():
-        over = (*product.over(name), *partial)
+        over = (*product.device_axes(name), *partial)
         parts = math.prod(devices[axis] for axis in over)
         if (sizes is None or sizes[name] % parts == 0) and in_order(over, devices):
             yield product.sharded(dict.fromkeys(partial, name))

@@ -21,12 +21,13 @@ class Communication:
 
     Attributes:
         kind: 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all' or 'collective-permute'.
-        of: the array, such as 'operand 0' or 'the result'.
+        of: the array that it communicates, such as 'operand 0' or 'the result'.
         over: the device axes along which it runs.
         group_size: the number of devices in each group.
         groups: the number of groups.
-        block: the larger of a device's blocks before and after the collective, such as 'b/2 x'.
-        bytes: bytes of that block, if sizes are given.
+        block: the block of a device before or after the collective, whichever is larger, such as
+            'b/2 x'.
+        bytes: the bytes of that block; None if sizes are not given.
     """
 
     kind: str
@@ -52,7 +53,7 @@ class Communication:
 class Space:
     """The axes, devices and sizes that all arrays of a contraction share."""
 
-    names: tuple[str, ...]  # all axes; layouts refer to them by index
+    names: tuple[str, ...]  # all array axes; layouts refer to them by index
     devices: Mapping[str, int]  # device axes and their sizes, slowest first
     sizes: Mapping[str, int] | None = None
     item_bytes: int = 4
@@ -61,9 +62,13 @@ class Space:
     def replicated(self) -> Layout:
         return Layout(tuple(Split(size, None, (axis,)) for axis, size in self.devices.items()))
 
-    def sharded(self, layout: Layout, holders: Mapping[str, str | None]) -> Layout:
-        """Shards an axis over each of these device axes, as its minor ones; None replicates."""
-        positions = {a: None if n is None else self.names.index(n) for a, n in holders.items()}
+    def sharded(self, layout: Layout, array_axes: Mapping[str, str | None]) -> Layout:
+        """Returns the layout after a change of device axes.
+
+        `array_axes` has the new array axis of each changed device axis; None to replicate over it.
+        The device axis becomes the minor one of its array axis.
+        """
+        positions = {a: None if n is None else self.names.index(n) for a, n in array_axes.items()}
         splits = [split for split in layout.splits if split.mesh_axes[0] not in positions]
         splits += [Split(self.devices[axis], at, (axis,)) for axis, at in positions.items()]
         # in a canonical order, so that equal layouts compare equal
@@ -82,26 +87,27 @@ class Blocks:
     space: Space
 
     def with_layout(self, layout: Layout) -> Blocks:
-        """Returns the array in another layout, restricted to its own axes."""
+        """Returns the array in another layout, which may also shard axes that it lacks."""
         others = {i for i, name in enumerate(self.space.names) if name not in self.names}
         return replace(self, layout=self.space.sharded(without_axes(layout, others), {}))
 
-    def sharded(self, holders: Mapping[str, str | None]) -> Blocks:
-        """Shards an axis over each of these device axes, as its minor ones; None replicates."""
-        return replace(self, layout=self.space.sharded(self.layout, holders))
+    def sharded(self, array_axes: Mapping[str, str | None]) -> Blocks:
+        """Returns the array after the same change of device axes as in `Space.sharded`."""
+        return replace(self, layout=self.space.sharded(self.layout, array_axes))
 
-    def over(self, name: str) -> tuple[str, ...]:
-        """Returns the device axes that shard an axis, major to minor."""
+    def device_axes(self, name: str) -> tuple[str, ...]:
+        """Returns the device axes that shard an array axis, major to minor."""
         if name not in self.names:
             return ()
         at = self.space.names.index(name)
         return tuple(split.mesh_axes[0] for split in self.layout.splits if split.axis == at)
 
-    def holder(self, device_axis: str) -> str | None:
-        """Returns the axis that a device axis shards, or None."""
-        return next((name for name in self.names if device_axis in self.over(name)), None)
+    def array_axis(self, device_axis: str) -> str | None:
+        """Returns the array axis that a device axis shards, or None."""
+        return next((name for name in self.names if device_axis in self.device_axes(name)), None)
 
     def parts(self, name: str) -> int:
+        """Returns the number of shards of an array axis."""
         return self.layout.parts.get(self.space.names.index(name), 1)
 
     @property
@@ -121,12 +127,12 @@ class Blocks:
     def expression(self) -> str:
         """Writes the layout with counts, or with device axes by name if they are out of order."""
         left, devices = ' '.join(self.names), self.space.devices
-        if not all(in_order(self.over(name), devices) for name in self.names):
-            by_name = [str(Term(name, mesh_axes=self.over(name))) for name in self.names]
+        if not all(in_order(self.device_axes(name), devices) for name in self.names):
+            by_name = [str(Term(name, mesh_axes=self.device_axes(name))) for name in self.names]
             return f'{left} -> {" ".join(by_name)}'
         axes = {split.mesh_axes[0]: split.axis for split in self.layout.splits}
         splits = [Split(size, axes[axis]) for axis, size in devices.items() if size > 1]
-        names = [*self.space.names, None]  # the last is for replicas
+        names = [*self.space.names, None]  # the last name is for replicas
         terms = [Term(names[-1 if s.axis is None else s.axis], s.count) for s in merged(splits)]
         return f'{left} -> {" ".join(map(str, with_unsharded(terms, self.names)))}'.strip()
 
@@ -151,29 +157,31 @@ def resharding(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
     Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH",
     2005.
     """
-    kept = old
+    current = old
     for name in old.names:
-        # slicing comes later if a device axis must first stop sharding this axis
-        if set(old.over(name)) <= set(new.over(name)):
-            free = [axis for axis in new.over(name) if old.holder(axis) is None]
-            kept = kept.sharded(dict.fromkeys(free, name))
-    sharded = [axis for axis in old.space.devices if kept.holder(axis)]
-    gathered = [axis for axis in sharded if not new.holder(axis)]
-    exchanged = [axis for axis in sharded if new.holder(axis) not in (None, kept.holder(axis))]
-    found: list[Communication] = []
+        # not yet if a device axis must first stop sharding this axis
+        if set(old.device_axes(name)) <= set(new.device_axes(name)):
+            free = [axis for axis in new.device_axes(name) if old.array_axis(axis) is None]
+            current = current.sharded(dict.fromkeys(free, name))
+    sharded = [axis for axis in old.space.devices if current.array_axis(axis)]
+    gathered = [axis for axis in sharded if not new.array_axis(axis)]
+    exchanged = [
+        axis for axis in sharded if new.array_axis(axis) not in (None, current.array_axis(axis))
+    ]
+    collectives: list[Communication] = []
     if gathered:
-        kept = kept.sharded(dict.fromkeys(gathered))
-        found.append(kept.communication('all-gather', gathered))
+        current = current.sharded(dict.fromkeys(gathered))
+        collectives.append(current.communication('all-gather', gathered))
     if exchanged:
-        found.append(kept.communication('all-to-all', exchanged))
-        return tuple(found)
+        collectives.append(current.communication('all-to-all', exchanged))
+        return tuple(collectives)
     # device axes that shard the same axis in another order
     permuted = [
         axis
         for name in old.names
-        if kept.over(name) != new.over(name)[: len(kept.over(name))]
-        for axis in kept.over(name)
+        if current.device_axes(name) != new.device_axes(name)[: len(current.device_axes(name))]
+        for axis in current.device_axes(name)
     ]
     if permuted:
-        found.append(kept.communication('collective-permute', permuted))
-    return tuple(found)
+        collectives.append(current.communication('collective-permute', permuted))
+    return tuple(collectives)

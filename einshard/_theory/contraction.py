@@ -39,7 +39,7 @@ class Contraction:
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """The axes that are summed over: those that the result lacks."""
+        """The contracted axes, which the result lacks."""
         return tuple(name for name in self.names if name not in self.result.names)
 
     def numpy_subscripts(self) -> str:
@@ -57,7 +57,7 @@ class Contraction:
     def error(
         self, sentence: str, spans: Iterable[Span] = (), *, fix: str | None = None, **facts: object
     ) -> EinshardError:
-        """Returns an error about the einsum."""
+        """Returns an error that shows the einsum, with carets under `spans`."""
         return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
 
 
@@ -98,7 +98,7 @@ def _read(text: str) -> Contraction:
 
 
 def from_numpy_subscripts(text: object) -> Suggestion | None:
-    """Rewrites numpy subscripts with one axis per letter; None if `text` does not look like them.
+    """Rewrites NumPy subscripts with one axis per letter; None if `text` does not look like them.
 
     >>> from einshard._theory.contraction import from_numpy_subscripts
     >>> from_numpy_subscripts('bx,xy->by')
@@ -118,20 +118,20 @@ def from_numpy_subscripts(text: object) -> Suggestion | None:
 
 
 def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Returns the shape of the result; raises if the arrays do not fit the einsum or each other."""
+    """Returns the shape of the result; raises if the shapes do not fit the einsum or each other."""
     if len(shapes) != len(contraction.operands):
         raise contraction.error(
             f'the einsum has {plural(len(contraction.operands), "operand")}, '
             f'but got {plural(len(shapes), "array")}'
         )
     sizes: dict[str, tuple[int, ...]] = {}  # one size per name, any number for '...'
-    holder: dict[str, int] = {}
+    first_operand: dict[str, int] = {}
     for i, shape in enumerate(shapes):
-        for name, its in _sizes_by_name(contraction, i, tuple(shape)).items():
-            known = sizes.setdefault(name, its)
-            if known != its:
-                raise _two_sizes(contraction, name, known, holder[name], its, i)
-            holder.setdefault(name, i)
+        for name, size in _sizes_by_name(contraction, i, tuple(shape)).items():
+            first_size = sizes.setdefault(name, size)
+            if first_size != size:
+                raise _two_sizes(contraction, name, first_size, first_operand[name], size, i)
+            first_operand.setdefault(name, i)
     return tuple(size for name in contraction.result.names for size in sizes[name])
 
 
@@ -154,17 +154,20 @@ def _sizes_by_name(
 def _two_sizes(
     contraction: Contraction,
     name: str,
-    known: tuple[int, ...],
-    holder: int,
-    other: tuple[int, ...],
+    first_size: tuple[int, ...],
+    first: int,
+    size: tuple[int, ...],
     i: int,
 ) -> EinshardError:
+    """Returns the error for an axis with different sizes in operands `first` and `i`."""
     spans = [term.span for one in contraction.operands for term in one.right if term.name == name]
     if name == ELLIPSIS:
-        sentence = f"'...' stands for sizes {known} in operand {holder}, but {other} in operand {i}"
+        sentence = (
+            f"'...' stands for sizes {first_size} in operand {first}, but {size} in operand {i}"
+        )
         return contraction.error(sentence, spans)
     return contraction.error(
-        f"axis '{name}' has size {known[0]} in operand {holder}, but {other[0]} in operand {i}",
+        f"axis '{name}' has size {first_size[0]} in operand {first}, but {size[0]} in operand {i}",
         spans,
     )
 
@@ -197,13 +200,13 @@ def _operand(text: str, start: int, end: int) -> Expression:
 
 
 def _check_result(contraction: Contraction) -> None:
-    known = contraction.names
-    unknown = [term for term in contraction.result.left if term.name not in known]
+    operand_axes = contraction.names
+    unknown = [term for term in contraction.result.left if term.name not in operand_axes]
     if not unknown:
         return
     names = [str(term.name) for term in unknown]
-    facts: dict[str, object] = {'operands have': ' '.join(known) or 'no axes'}
-    near = difflib.get_close_matches(names[0], known, n=1)
+    facts: dict[str, object] = {'operands have': ' '.join(operand_axes) or 'no axes'}
+    near = difflib.get_close_matches(names[0], operand_axes, n=1)
     if near:
         facts['similar'] = f"'{near[0]}'"
     raise EinshardError(

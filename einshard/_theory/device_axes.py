@@ -17,7 +17,7 @@ from .contraction import Contraction, is_placed
 def device_axes(
     contraction: Contraction, n_devices: int | None, counts: Mapping[str, int]
 ) -> tuple[dict[str, int], tuple[Expression, ...]]:
-    """Returns the device axes with their sizes, and the operands with placements on them."""
+    """Returns the device axes with their sizes, and the operands with their placements."""
     if contraction.mesh_axes:
         named = _named_devices(contraction, counts)
         left = _left(contraction, named, n_devices)
@@ -34,7 +34,7 @@ def device_axes(
 
 
 def _over_its_name(operand: Expression, counts: Mapping[str, int]) -> Expression:
-    """Shards the axes of an operand that have counts over device axes of the same names."""
+    """Shards each axis of an operand that is in `counts` over the device axis of that name."""
     terms = (
         replace(term, mesh_axes=(str(term.name),)) if term.name in counts else term
         for term in operand.right
@@ -43,7 +43,7 @@ def _over_its_name(operand: Expression, counts: Mapping[str, int]) -> Expression
 
 
 def _left(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
-    """Returns the number of replicas: devices divided by the product of the counts."""
+    """Returns the number of replicas: the number of devices, divided by the product of counts."""
     product = math.prod(counts.values())
     if n_devices is not None and n_devices % product:
         raise contraction.error(
@@ -52,8 +52,8 @@ def _left(contraction: Contraction, counts: Mapping[str, int], n_devices: int | 
     return 1 if n_devices is None else n_devices // product
 
 
-def holders_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, str | None]:
-    """Returns the array axis that each device axis shards, from major to minor device axes."""
+def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, str | None]:
+    """Returns the array axis that each device axis shards; device axes from major to minor."""
     if not is_placed(operand):
         return {}
     layout = lay_out(operand, len(operand.names), math.prod(devices.values()), devices)
@@ -72,11 +72,12 @@ def holders_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, str
 
 
 def _named_devices(contraction: Contraction, counts: Mapping[str, int]) -> dict[str, int]:
-    known = contraction.mesh_axes
-    by_keyword = {name: counts[name] for name in contraction.names if name in counts.keys() - known}
+    mesh_axes = contraction.mesh_axes
+    array_axes = counts.keys() - mesh_axes
+    by_keyword = {name: counts[name] for name in contraction.names if name in array_axes}
     if by_keyword:
         raise _placed_twice(contraction, by_keyword)
-    missing = [axis for axis in dict.fromkeys(known) if axis not in counts]
+    missing = [axis for axis in dict.fromkeys(mesh_axes) if axis not in counts]
     if missing:
         raise contraction.error(
             f'the size of mesh axis {quoted(missing)} is missing',

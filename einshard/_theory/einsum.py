@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from .._arrays.constrain import constrain, only
+from .._arrays.constrain import constrain, restrict_to_type
 from .._arrays.place import einshard
 from .._errors import EinshardError, Suggestion, quoted
 from .._notation.expression import Expression, Term
@@ -42,22 +42,22 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         (True, (4, 3))
 
     Both operands shard x over all devices, and the result shards y, so the sum over x becomes a
-    reduce-scatter. Operands and result are expressions without '->'. Those with a placement are
-    placed or constrained, as by `einshard`; the others are left to the compiler.
+    reduce-scatter. Operands and result are expressions without '->'. Arrays with a placement are
+    placed or constrained, as `einshard` does; the compiler decides the sharding of the others.
 
     Args:
         expression: operands separated by commas, '->', and the result. An axis appears at most once
             per operand; '...' stands for the same axes in all of them.
         arrays: one array or traced value per operand.
-        mesh: as for `make_sharding`.
+        mesh: a mesh, or a sequence of devices, as for `make_sharding`.
         options: options of `jnp.einsum`: `precision`, `preferred_element_type`, `optimize`.
 
     Returns:
         The result, with one axis per name on the right side.
 
     Raises:
-        EinshardError: the expression is invalid; sizes of the arrays disagree; a placement does
-            not fit its array or the mesh.
+        EinshardError: the expression is invalid; two arrays have different sizes of an axis; or a
+            placement does not fit its array or the mesh.
     """
     shapes = [np.shape(array) for array in arrays]
     try:
@@ -78,7 +78,7 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
             _check_types(contraction, operands)
     except EinshardError as error:
         raise _with_working_fix(error, contraction, operand, arrays, mesh, options) from None
-    # outside jit, one jitted program lets XLA compute the sum directly in the result's sharding
+    # outside jit: in one jitted program, XLA can compute the sum directly in the result's sharding
     contract = _contract if is_tracing() else _jitted
     if isinstance(options.get('optimize'), list | tuple):
         options['optimize'] = _path(options['optimize'])
@@ -93,7 +93,7 @@ def _with_working_fix(
     mesh: MeshLike | None,
     options: Mapping[str, Any],
 ) -> EinshardError:
-    """Turns an error about one operand into one about the einsum, with a fix if one works."""
+    """Converts an error about an operand to one about the einsum; keeps a fix only if it works."""
     text = contraction.text
     if error.expression != text:
         start, end = operand.right[0].span[0], operand.right[-1].span[1]
@@ -133,7 +133,7 @@ def _path(given: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def _from_numpy_subscripts(expression: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
-    """Rewrites numpy subscripts with one axis per letter, if the arrays fit."""
+    """Rewrites NumPy subscripts with one axis per letter; None if the arrays do not fit."""
     fix = from_numpy_subscripts(expression)
     try:
         if fix is not None:
@@ -154,7 +154,7 @@ def _contract(
     mesh = placement.sharding.mesh
     explicit = AxisType.Explicit in mesh.axis_types
     # under explicit axes, a sum over a sharded axis needs out_sharding
-    out = only(placement.sharding, AxisType.Explicit) if explicit else None
+    out = restrict_to_type(placement.sharding, AxisType.Explicit) if explicit else None
     return constrain(
         jnp.einsum(subscripts, *operands, out_sharding=out, **dict(options)), placement
     )

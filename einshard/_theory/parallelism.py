@@ -1,10 +1,9 @@
 """parallelism: predicts the collectives of a sharded einsum without compiling it. Imports no JAX.
 
 Every device multiplies its blocks of the operands. An axis of the result is *free*: devices with
-different shards of it compute different parts of the result. The other axes are *reduced* (summed
-over): devices with different shards of a reduced axis compute partial sums, which must be added.
-Blocks match if the operands shard their common axes alike, and no device axis shards two array
-axes.
+different shards of it compute different parts of the result. A contracted axis is *reduced*:
+devices with different shards of it compute partial sums, which must be added. Blocks match if the
+operands shard their common axes in the same way, and no device axis shards two array axes.
 """
 
 from __future__ import annotations
@@ -13,17 +12,19 @@ import difflib
 import itertools
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, overload
 
+from .._display import Display, plain
 from .._errors import EinshardError, plural, quoted
 from .._notation.expression import ELLIPSIS
+from .._page import Column, Page, Section
 from .._suggestions import keep_working_suggestions
 from .choices import Choice, choices_for, find_conflicts, find_targets
 from .communication import Blocks, Communication, Space
 from .contraction import Contraction, from_numpy_subscripts, is_placed, read_contraction
-from .device_axes import device_axes, holders_of
+from .device_axes import array_axes_of, device_axes
 
 Kind: TypeAlias = Literal[
     'replicated', 'data parallelism', 'tensor parallelism', 'hybrid', 'resharding'
@@ -41,7 +42,7 @@ _KIND_TEXTS: dict[Kind, str] = {
 
 
 @dataclass(frozen=True)
-class Parallelism:
+class Parallelism(Display):
     """The parallelism of a sharded einsum, made by `parallelism`.
 
     Attributes:
@@ -55,7 +56,7 @@ class Parallelism:
         operands: the placements of the operands.
         conflicts: the reasons why the blocks do not match.
         choices: ways to compute the einsum. If the blocks match and the result has no placement,
-            XLA compiles the first. Otherwise XLA decides by sizes, and may choose something else.
+            XLA compiles the first one. Otherwise XLA decides by sizes, and may compile another way.
     """
 
     einsum: str
@@ -77,13 +78,33 @@ class Parallelism:
         """The collectives of the first choice."""
         return self.choices[0].collectives
 
-    def __str__(self) -> str:
-        n_devices = math.prod(self.devices.values())
+    def to_dict(self) -> dict[str, Any]:
+        """Converts it to dictionaries, lists, strings and numbers, for JSON."""
+        return plain(self)
+
+    def _page(self) -> Page:
+        return Page(self._title(), tuple(self._sections()))
+
+    def _title(self) -> str:
+        return f'{self.einsum}   on {plural(math.prod(self.devices.values()), "device")}'
+
+    def _summary(self) -> tuple[str, ...]:
+        axes = f'free: {_names_text(self.free)}; reduced: {_names_text(self.reduced)}'
+        return axes, _KIND_TEXTS[self.kind], *self.conflicts
+
+    def _sections(self) -> Iterator[Section]:
+        yield Section('', words=self._summary())
+        operands = tuple((f'operand {i}', one) for i, one in enumerate(self.operands))
+        yield Section('', (Column('array'), Column('placement')), operands)
+        for number, choice in enumerate(self.choices, 1):
+            mark = f'{number}. ' if len(self.choices) > 1 else ''
+            title = f'{mark}each device multiplies {choice.block}'
+            yield Section(title, words=tuple(str(choice).split('\n')))
+
+    def _text(self, width: int) -> str:
         lines = [
-            f'{self.einsum}   on {plural(n_devices, "device")}',
-            f'  free: {_names_text(self.free)}; reduced: {_names_text(self.reduced)}',
-            f'  {_KIND_TEXTS[self.kind]}',
-            *(f'  {why}' for why in self.conflicts),
+            self._title(),
+            *(f'  {words}' for words in self._summary()),
             *(f"  operand {i}: '{one}'" for i, one in enumerate(self.operands)),
         ]
         for number, choice in enumerate(self.choices, 1):
@@ -97,10 +118,10 @@ def _names_text(names: Sequence[str]) -> str:
     return ', '.join(names) or 'none'
 
 
-class Chain(tuple[Parallelism, ...]):
+class Chain(tuple[Parallelism, ...], Display):
     """The parallelism of a sequence of einsums.
 
-    An axis has the same sharding in all of them, so each result is sharded as the next step needs.
+    An axis has the same sharding in all einsums, so each result is sharded as the next one needs.
     """
 
     __slots__ = ()
@@ -110,9 +131,20 @@ class Chain(tuple[Parallelism, ...]):
         """The collectives of all steps in order, by their first choices."""
         return tuple(itertools.chain.from_iterable(step.collectives for step in self))
 
-    def __str__(self) -> str:
-        total = len(self.collectives)
-        return '\n\n'.join([*map(str, self), f'{plural(total, "collective")} in all'])
+    def to_dict(self) -> dict[str, Any]:
+        """Converts it to dictionaries, lists, strings and numbers, for JSON."""
+        return {'steps': [step.to_dict() for step in self], 'collectives': plain(self.collectives)}
+
+    def _page(self) -> Page:
+        sections = [(Section(step._title()), *step._sections()) for step in self]  # type: ignore[reportPrivateUsage]
+        total = Section('', words=(self._total(),))
+        return Page('', (*itertools.chain.from_iterable(sections), total))
+
+    def _total(self) -> str:
+        return f'{plural(len(self.collectives), "collective")} in all'
+
+    def _text(self, width: int) -> str:
+        return '\n\n'.join([*map(str, self), self._total()])
 
 
 @overload
@@ -160,26 +192,28 @@ def parallelism(
              result 'b y -> b y8'
              reduce-scatter of the result over x: [b y], 8,192 bytes, among 8 devices
 
-    Axes of the result are free: sharding them needs no communication. The others are reduced:
-    sharding them leaves partial sums, which an all-reduce or reduce-scatter adds. If operands
-    are sharded differently, one of them must be resharded first.
+    Axes of the result are free: sharding them needs no communication. Contracted axes are reduced:
+    sharding them leaves partial sums, which an all-reduce or reduce-scatter adds. If the blocks of
+    the operands do not match, an operand must be resharded first.
 
     If the blocks match and the result has no placement, XLA compiles the first choice. Otherwise it
-    may choose something else; `explain` shows what it compiles. The rules are those of
+    may compile another one; `explain` shows which. The rules are from
     https://jax-ml.github.io/scaling-book/sharding.
 
     Args:
         einsum: an einsum of one or two operands, as for `einsum`, or a list of einsums. Operands
             may have placements (`'b x8, x y8 -> b y'`); those without one are replicated.
-        devices: the number of devices; required if an operand has a star. Remaining devices hold
-            replicas.
-        sizes: the size of every axis; needed to compute bytes.
+        devices: the number of devices; required if an operand has a star. Devices that the counts
+            do not use hold replicas.
+        sizes: the size of every axis. Without it, the result has no bytes.
         item_bytes: bytes per element.
-        counts: the number of shards by axis name, in device order (slowest first), for every
-            operand with that axis. If `einsum` names mesh axes (`'b@data x'`), their sizes.
+        counts: the number of shards of an axis, by name, in all operands that have the axis; in
+            device order, slowest first. If `einsum` names mesh axes (`'b@data x'`), the sizes of
+            the mesh axes.
 
     Returns:
-        A `Parallelism`; for a list, a `Chain` of them. Both print as text.
+        A `Parallelism`; for a list, a `Chain` of them. Both print as text, show as HTML in
+        notebooks, and have `to_dict()` and `save('page.html')`.
 
     Raises:
         EinshardError: the einsum is invalid, or counts or sizes do not fit it.
@@ -209,7 +243,7 @@ def _read(einsum: str, with_fix: Callable[[str], object]) -> Contraction:
 
 
 def _analyze(contraction: Contraction, n_devices: int | None, *options: Any) -> Parallelism:
-    """Analyzes one einsum. Errors keep only suggestions that work."""
+    """Analyzes one einsum. Its errors suggest only what works."""
     try:
         return _analyze_once(contraction, n_devices, *options)
     except EinshardError as error:
@@ -231,22 +265,22 @@ def _analyze_once(
     devices, operands = device_axes(contraction, n_devices, counts)
     arrays = {f'operand {i}': operand for i, operand in enumerate(operands)}
     arrays['the result'] = contraction.result
-    holders = {array: holders_of(one, devices) for array, one in arrays.items()}
-    its_sizes = None if sizes is None else _checked_sizes(contraction, sizes)
-    space = Space(contraction.names, devices, its_sizes, item_bytes)
+    array_axes = {array: array_axes_of(one, devices) for array, one in arrays.items()}
+    axis_sizes = None if sizes is None else _checked_sizes(contraction, sizes)
+    space = Space(contraction.names, devices, axis_sizes, item_bytes)
     *placed, result = [
-        Blocks(array, one.names, space.sharded(space.replicated, holders[array]), space)
+        Blocks(array, one.names, space.sharded(space.replicated, array_axes[array]), space)
         for array, one in arrays.items()
     ]
     for one in (*placed, result):
-        _check_divisible(contraction, one, holders[one.array])
+        _check_divisible(contraction, one, array_axes[one.array])
     conflicts = tuple(find_conflicts(placed))
     choices = tuple(
         choice
         for target in find_targets(placed, result)
         for choice in choices_for(placed, target, result, is_placed(contraction.result))
     )
-    sharded = {name for one in placed for name in one.names if one.over(name)}
+    sharded = {name for one in placed for name in one.names if one.device_axes(name)}
     return Parallelism(
         contraction.plain(),
         _kind(sharded, contraction, bool(conflicts)),
@@ -282,15 +316,13 @@ def _check_form(contraction: Contraction) -> None:
 
 
 def _check_counts(contractions: Sequence[Contraction], counts: Mapping[str, object]) -> None:
-    known: list[str] = []
+    axes: list[str] = []
     for contraction in contractions:
-        known += [*contraction.names, *contraction.mesh_axes]
+        axes += [*contraction.names, *contraction.mesh_axes]
     for name, count in counts.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            facts = {'axes': ' '.join(dict.fromkeys(known))} | (
-                {'similar': near[0]} if near else {}
-            )
+        if name not in axes:
+            near = difflib.get_close_matches(name, axes, n=1)
+            facts = {'axes': ' '.join(dict.fromkeys(axes))} | ({'similar': near[0]} if near else {})
             owner = 'the einsum has no' if len(contractions) == 1 else 'no einsum has an'
             raise EinshardError(f"{owner} axis '{name}'", facts=facts)
         if not _is_count(count):
@@ -323,10 +355,10 @@ def _checked_sizes(contraction: Contraction, sizes: Mapping[str, int]) -> Mappin
 
 
 def _check_divisible(
-    contraction: Contraction, one: Blocks, holders: Mapping[str, str | None]
+    contraction: Contraction, one: Blocks, array_axes: Mapping[str, str | None]
 ) -> None:
     sizes = one.space.sizes
-    for name in dict.fromkeys(filter(None, holders.values())):
+    for name in dict.fromkeys(filter(None, array_axes.values())):
         if sizes is not None and sizes[name] % one.parts(name):
             raise contraction.error(
                 f"axis '{name}' (size {sizes[name]}) is not divisible by {one.parts(name)}",

@@ -12,7 +12,8 @@ import jax
 import jax.tree_util as jtu
 
 from .._errors import EinshardError, for_arrays, plural, quoted
-from .._page import Column, Page, Section, page_html, page_text
+from .._page import Column, Page, Section, page_text
+from .._page_html import page_html
 from .._sharding.context import Context
 from .._sharding.leaf_spec import AnySpec, in_memory
 from .._sharding.resolve import Placement, resolve

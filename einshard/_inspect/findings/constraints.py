@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 from jax.sharding import AxisType, NamedSharding
 
+from ..._arrays.constrain import without_rule_at
 from ..._sharding.describe import describe_named
+from ..._sharding.mesh import AnyMesh, is_device_mesh
+from ..._text import first_of
 from ..report_rows import Finding
-from .facts import Facts
+from .expressions import expression_of
+from .facts import Facts, sent_bytes
 
 _UNUSED = 'the result of this constraint is not used; write x = einshard(x, ...)'
 _PUT = (
@@ -105,3 +111,42 @@ def _line(eqn: Any) -> str:
 
     found = re.match(r'(.*?:\d+)\b', summarize(eqn.source_info))
     return found[1] if found else ''
+
+
+# --- names without a rule -----------------------------------------------------------------------
+
+
+def names_without_rule(facts: Facts) -> Iterator[Finding]:
+    """Reports constraints that replicate a sharded value because axis rules lack its names."""
+    for constraint in facts.trace.constraints if facts.trace else ():
+        names = without_rule_at.get(constraint.line, ())
+        mesh = facts.mesh
+        sharded = [
+            (after.name, before.mesh)
+            for before, after in zip(constraint.before.axes, constraint.after.axes, strict=True)
+            if before.mesh and after.name in names
+        ]
+        if not sharded or constraint.is_backward or mesh is None:
+            continue
+        axes = [
+            replace(before, name=after.name)
+            for before, after in zip(constraint.before.axes, constraint.after.axes, strict=True)
+        ]
+        sent = [
+            sent_bytes(one) for one in facts.collectives if (one.source or '') == constraint.line
+        ]
+        rules = ', '.join(f"{name}='{_placement(entry, mesh)}'" for name, entry in sharded)
+        yield Finding(
+            'names without a rule',
+            f'no axis rule has {first_of([repr(name) for name, _ in sharded], 3)}, so this '
+            f"constraint replicates a value that is sharded: '{expression_of(axes, mesh)}'",
+            constraint.line or None,
+            sum(sent),
+            f'write axis_rules(.., {rules})',
+        )
+
+
+def _placement(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
+    if is_device_mesh(mesh):
+        return str(prod(mesh.shape[name] for name in mesh_axes))
+    return f'@{mesh_axes[0]}' if len(mesh_axes) == 1 else f'@({",".join(mesh_axes)})'

@@ -37,6 +37,7 @@ class Facts:
         memory: of a device; None if unknown.
         platform: such as 'cpu' or 'tpu'.
         n_devices: the number of devices that run it.
+        slices: the TPU slice of each device.
         meshes: those of its arguments and results.
         arguments, results: its arrays, those that it does not use too.
         argument_rows, result_rows: the same, as rows of the report.
@@ -53,6 +54,7 @@ class Facts:
     memory: Memory | None
     platform: str
     n_devices: int
+    slices: Sequence[int]
     meshes: Sequence[AnyMesh]
     arguments: Sequence[ProgramArray]
     results: Sequence[ProgramArray]

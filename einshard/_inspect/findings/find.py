@@ -7,13 +7,14 @@ import itertools
 from ..report_rows import Finding
 from .activations import contracted_axes, missing_constraint
 from .arguments import less_sharded_results, unsharded_states
-from .constraints import idle_constraints, repeated_constraints
+from .constraints import idle_constraints, names_without_rule, repeated_constraints
 from .facts import Facts
 from .gathers import fully_rematerialized, gathered_again, weights_gathered_again
 from .large_arrays import replicated
-from .limits import does_not_fit, promise_broken
+from .limits import does_not_fit, not_checked, promise_broken
 from .reductions import sliced_sums, summed_in_loop
 from .replicated_compute import replicated_compute
+from .slow_network import slow_network
 
 _URGENT = ('does not fit', 'promise broken')  # the program does not run
 _DIAGNOSES = (
@@ -28,9 +29,11 @@ _DIAGNOSES = (
     less_sharded_results,
     fully_rematerialized,
     gathered_again,
+    names_without_rule,
+    slow_network,
     idle_constraints,
 )
-_NOTES = (replicated, weights_gathered_again, repeated_constraints)
+_NOTES = (not_checked, replicated, weights_gathered_again, repeated_constraints)
 
 
 def find_findings(facts: Facts) -> tuple[Finding, ...]:

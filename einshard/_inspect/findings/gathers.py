@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from ..._errors import plural
 from ..._hlo.all_gathers import AllGather
 from ..._hlo.collectives import Collective
 from ..._sharding.describe import describe_named
 from ..._sharding.mesh import AnyMesh
-from ..._text import format_bytes, short_source
+from ..._text import first_of, format_bytes, short_source
 from ..collective_axes import sharding_of
+from ..fold_layers import fold
 from ..report_rows import Finding
 from .activations import contracted_axes, missing_constraint
+from .expressions import expression_of
 from .facts import Facts, Names, sent_bytes
 
 
@@ -61,6 +65,26 @@ def _from_and_to(
     return None
 
 
+class _Again(NamedTuple):
+    """An array that is gathered several times.
+
+    Attributes:
+        gather: the first all-gather.
+        times: 'gathered 2 times', or in what loop.
+        lines: the lines that gather it.
+        bytes: bytes that a device sends in all of them.
+        is_weight: whether it is a weight in training.
+        along: the mesh axes of the first all-gather.
+    """
+
+    gather: AllGather
+    times: str
+    lines: Sequence[str]
+    bytes: int
+    is_weight: bool
+    along: frozenset[str]
+
+
 def gathered_again(facts: Facts) -> Iterator[Finding]:
     """Reports activations that are gathered twice in a pass, and arrays gathered in each iteration.
 
@@ -69,45 +93,74 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
     """
     # a wrong sharding may have activations gathered twice, too; other findings have its cause
     has_cause = any(itertools.chain(missing_constraint(facts), contracted_axes(facts)))
-    for finding, is_weight in _gathered_again(facts):
-        if not (is_weight or (has_cause and finding.source in facts.lines)):
-            yield finding
+    for one in _gathered_again(facts):
+        line = one.lines[0] if one.lines else None
+        if not (one.is_weight or (has_cause and line in facts.lines)):
+            parameter = one.gather.parameter
+            path = '' if parameter is None else f'{facts.inputs[parameter].path}, '
+            what = f'{path}{one.gather.array}{"," * bool(path)}'
+            elsewhere = ', '.join(map(short_source, one.lines[1:]))
+            also = f', also at {elsewhere}' if elsewhere else ''
+            text = f'{what} is {one.times}{also}'
+            yield Finding('gathered again', text, line, one.bytes, _before_loop(facts, one))
 
 
 def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
-    """Notes weights that are gathered several times."""
-    return (finding for finding, is_weight in _gathered_again(facts) if is_weight)
+    """Notes weights that are gathered several times, folded over layers."""
+    groups: dict[str, dict[str, _Again]] = {}
+    for one in _gathered_again(facts):
+        if one.is_weight:
+            parameter = one.gather.parameter
+            what = str(one.gather.array) if parameter is None else facts.inputs[parameter].path
+            groups.setdefault(one.times, {})[what] = one
+    for times, several in groups.items():
+        folded = [path for path, _ in fold(list(several), [None] * len(several), few=1)]
+        verb = 'is' if len(several) == 1 else 'are'
+        first = next((one.lines[0] for one in several.values() if one.lines), None)
+        n_bytes = sum(one.bytes for one in several.values())
+        yield Finding('gathered again', f'{first_of(folded, 3)} {verb} {times}', first, n_bytes)
 
 
-def _gathered_again(facts: Facts) -> Iterator[tuple[Finding, bool]]:
-    """Yields findings, and whether they are about weights in training."""
-    of_one: dict[object, list[tuple[AllGather, Collective]]] = {}
+def _before_loop(facts: Facts, one: _Again) -> str:
+    """The constraint that gathers an argument before the loop."""
+    parameter = one.gather.parameter
+    if not one.gather.invariant or parameter is None or facts.mesh is None or not one.along:
+        return ''
+    array = facts.inputs[parameter]
+    axes = [
+        replace(axis, mesh=tuple(name for name in axis.mesh if name not in one.along))
+        for axis in facts.argument_axes(facts.arguments.index(array))
+    ]
+    name = array.path.split('/')[-1]
+    return f"gather it once, before the loop: {name} = einshard({name}, '" + (
+        f"{expression_of(axes, facts.mesh)}')"
+    )
+
+
+def _gathered_again(facts: Facts) -> Iterator[_Again]:
+    of_one: dict[object, list[tuple[AllGather, Collective, frozenset[str]]]] = {}
     of_weights: set[object] = set()
-    for one, row in zip(facts.collectives, facts.rows, strict=True):
+    for one, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
         gather = facts.all_gathers.get(one.name)
         if gather is not None:
             is_weight = facts.is_training and row.role == 'weights'
             in_backward = row.is_backward and not is_weight
             key = (gather.origin, gather.dimension, one.groups, in_backward)
-            of_one.setdefault(key, []).append((gather, one))
+            of_one.setdefault(key, []).append((gather, one, along))
             if is_weight:
                 of_weights.add(key)
     for key, several in of_one.items():
-        gather, one = several[0]
-        what = str(gather.array)
-        if gather.parameter is not None:
-            what = f'{facts.inputs[gather.parameter].path}, {what},'
-        if len(several) > 1:
-            lines = dict.fromkeys(other.source for _, other in several if other.source)
-            elsewhere = list(map(short_source, lines))[1:]
-            also = f', also at {", ".join(elsewhere)}' if elsewhere else ''
-            text = f'{what} is gathered {len(several)} times{also}'
+        gather, one, along = several[0]
+        lines = list(dict.fromkeys(other.source for _, other, _ in several if other.source))
+        # XLA gathers activations again, in the same line, to save memory
+        if len(several) > 1 and (len(lines) > 1 or key in of_weights):
+            times = f'gathered {len(several)} times'
         elif gather.invariant:
-            iterations = 'every iteration'
+            times = 'gathered in every iteration of a loop that does not change it'
             if one.executions is not None:
-                iterations = f'each of {one.executions} iterations'
-            text = f'{what} is gathered in {iterations} of a loop that does not change it'
+                times = times.replace('every', f'each of {one.executions}', 1)
+                times = times.replace('iteration ', 'iterations ')
         else:
             continue
-        again = sum(sent_bytes(one) for _, one in several)
-        yield Finding('gathered again', text, one.source, again), key in of_weights
+        sent = sum(sent_bytes(other) for _, other, _ in several)
+        yield _Again(gather, times, lines, sent, key in of_weights, along)

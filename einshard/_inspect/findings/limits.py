@@ -1,4 +1,4 @@
-"""Finds programs that break a promise or do not fit into the memory of a device."""
+"""Finds programs that break a promise, do not fit into a device, or cannot be checked."""
 
 from __future__ import annotations
 
@@ -44,3 +44,13 @@ def promise_broken(facts: Facts) -> Iterator[Finding]:
         needs = format_bytes(memory.total)
         text = f'memory= allows {format_bytes(limits.memory)}, but it needs {needs}'
         yield Finding('promise broken', text, bytes=memory.total)
+
+
+def not_checked(facts: Facts) -> Iterator[Finding]:
+    """Notes that a lowered or compiled program lacks the traced function."""
+    if facts.stages.traced is None and facts.n_devices > 1:
+        text = (
+            'replicated compute, constraints and the shardings of activations were not checked: '
+            'for that, pass the function instead of the lowered or compiled program'
+        )
+        yield Finding('not checked', text)

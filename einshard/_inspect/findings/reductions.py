@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from ..._hlo.loops import trip_count
-from ..._hlo.sliced_sums import find_sliced_sum
+from ..._hlo.sliced_sums import SlicedSum, find_sliced_sum
+from ..._notation.expression import Term
 from ..._text import format_bytes, short_source
-from ..collective_axes import sharding_of
 from ..fold_layers import fold
 from ..report_rows import CollectiveRow, Finding
 from .expressions import expression_of
@@ -20,15 +21,14 @@ from .trace import Loop, mesh_entries
 
 def sliced_sums(facts: Facts) -> Iterator[Finding]:
     """Reports all-reduces of which each device keeps a slice, after other operations."""
-    for one, row in zip(facts.collectives, facts.rows, strict=True):
+    for one, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
         place = facts.places.get(one.name)
         if one.kind != 'all-reduce' or place is None or not one.groups or one.bytes < _SMALL:
             continue
-        found = find_sliced_sum(facts.module, place, one.n_devices)
+        found = find_sliced_sum(facts.module, place)
         # the CPU backend has no reduce-scatter
         if found is None or (found.is_direct and facts.platform == 'cpu'):
             continue
-        kept = sharding_of(found.blocks, facts.mesh) if facts.mesh else None
         yield Finding(
             'sliced all-reduce',
             f'{one.shape_text} is all-reduced along {row.along or "all devices"}, and each device '
@@ -36,26 +36,26 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
             'sends half',
             one.source,
             sent_bytes(one),
-            _constraint(facts, one.source or '', kept),
+            _constraint(facts, one.source or '', along, found),
         )
 
 
 _SMALL = 1024  # bytes; smaller sums are not worth a change
 
 
-def _constraint(facts: Facts, line: str, kept: NamedSharding | None) -> str:
+def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum) -> str:
     """The constraint of the product in a line that gives each device its slice at once."""
     products = facts.trace.products if facts.trace else ()
-    results = {
-        product.result for product in products if product.line == line and not product.is_backward
-    }
-    if len(results) != 1 or kept is None or facts.mesh is None:
+    results = {one.result for one in products if one.line == line and not one.is_backward}
+    if len(results) != 1 or len(found.parts) != 1 or facts.mesh is None:
         return ''
-    (result,) = results
-    entries = mesh_entries(kept, len(result.axes))
+    (result,), ((dim, parts),) = results, found.parts
+    mesh = tuple(str(name) for name in facts.mesh.axis_names if name in along)
+    if dim >= len(result.axes) or parts != prod(facts.mesh.shape[name] for name in mesh):
+        return ''
     axes = [
-        replace(axis, mesh=(*axis.mesh, *(name for name in entry or () if name not in axis.mesh)))
-        for axis, entry in zip(result.axes, entries, strict=True)
+        replace(axis, mesh=(*axis.mesh, *mesh)) if i == dim else axis
+        for i, axis in enumerate(result.axes)
     ]
     used = [name for axis in axes for name in axis.mesh]
     if len(set(used)) < len(used):  # the compiler shards another axis by it than the trace
@@ -93,9 +93,25 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
             f'{format_bytes(n_bytes // n)}',
             line,
             n_bytes,
-            f'run the loop of {short_source(line)} in a function of per_device, which sums each '
-            "device's gradients, and reduce them once after it",
+            _one_sum(facts, line, along),
         )
+
+
+def _one_sum(facts: Facts, line: str, along: str) -> str:
+    """How to add up the gradients of all devices once, after the loop of a line."""
+    mesh, source = facts.mesh, short_source(line)
+    axes = tuple(axis for axis in mesh.axis_names if axis in along.split(',')) if mesh else ()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
+    if axes and {types[axis] for axis in axes} == {AxisType.Explicit}:
+        weights, total = (Term(mesh_axes=axes, sign=sign) for sign in '=+')
+        return (
+            f"in {source}, give the weights the sign '{weights}' and the sum '{total}', and "
+            'reshard the sum after the loop'
+        )
+    return (
+        f"run the loop of {source} in a function of per_device, which sums each device's "
+        'gradients, and reduce them once after it'
+    )
 
 
 def _loop_around(facts: Facts, name: str, loops: dict[str, Loop]) -> Loop | None:

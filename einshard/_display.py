@@ -1,0 +1,65 @@
+"""Shows an object as a page: text in print, color with rich, HTML in notebooks and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._page import Page, page_lines, page_text
+from ._page_html import page_document, page_html
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
+
+_WIDTH, _NARROW = 100, 80
+
+
+class Display:
+    """Base class of objects that are shown as a page."""
+
+    __slots__ = ()
+
+    def _page(self) -> Page:
+        raise NotImplementedError
+
+    def _text(self, width: int) -> str:
+        return page_text(self._page(), width)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a file: as an HTML page if the name ends in '.html', else as text."""
+        path = Path(path)
+        is_html = path.suffix.lower() in ('.html', '.htm')
+        text = page_document(self._page()) if is_html else f'{self._text(_WIDTH)}\n'
+        path.write_text(text, encoding='utf-8')
+
+    def __str__(self) -> str:
+        columns = shutil.get_terminal_size((_WIDTH, 24)).columns
+        return self._text(min(_WIDTH, max(_NARROW, columns)))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
+        for line in page_lines(self._page(), min(_WIDTH, options.max_width)):
+            yield Text.assemble(*line)
+
+    def _repr_html_(self) -> str:
+        return page_html(self._page())
+
+
+def plain(value: Any) -> Any:
+    """Converts dataclasses and mappings to dictionaries, and tuples to lists, for JSON."""
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return value

@@ -1,0 +1,263 @@
+"""check_same: compares a function on several devices with the same function on one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax import stages
+from jax.sharding import Mesh, NamedSharding
+
+from .._arrays.gather import gather
+from .._errors import EinshardError, plural
+from .._sharding.context import is_tracing
+from .._text import array_text, name_of
+from .._trees.paths import path_text
+from .comparison import ComparedRow, Comparison, Reference, compare, key_data
+from .lowered import check_arguments
+from .one_device import Arrays, Call, Compiled, is_inexact, make_call, on_one_device, sharding_on
+from .tolerance import Rounding, largest_rounding, rounding_unit
+
+
+class DifferentResults(EinshardError):
+    """A function computes something else on several devices than on one; the message says what."""
+
+
+DifferentResults.__module__ = 'einshard'
+
+_MAX_ROWS = 8
+_SAMPLES = 2  # runs of the reference with arguments that are rounded differently
+
+
+def check_same(
+    fn: Any,
+    *args: Any,
+    gradients: bool = True,
+    reference: Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> Comparison:
+    """Runs a function on its devices and on one device, and raises if the results differ.
+
+        >>> import jax
+        >>> import numpy as np
+        >>> from einshard import check_same, sharded
+        >>> @sharded('b x*', 'x* y', out='* b y')
+        ... def product(x, w):
+        ...     return x @ w
+        >>> x = np.random.default_rng(0).normal(size=(4, 8 * jax.device_count()))
+        >>> comparison = check_same(product, x, x.T)
+        >>> [row.path for row in comparison.rows]
+        ['result', 'gradient of x', 'gradient of w']
+
+    On one device, all mesh axes have size 1, as have all counts and stars of expressions. So the
+    function must not depend on the number of devices, and must not use a `NamedSharding` on several
+    devices itself.
+
+    Gradients are those of the sum of the results, each element times a fixed random number. A
+    difference is an error if it is larger than rounding explains: by the dtype and the length of
+    the longest sum, or by how far the results move when the arguments are rounded differently.
+    Replicas of a result must agree too.
+
+    Args:
+        fn: a `sharded` or jitted function, or any other function, which is jitted.
+        args, kwargs: arguments of the call. They are not donated.
+        gradients: whether to compare gradients too, with respect to all floating-point arguments.
+        reference: another function to run on one device. Default: `fn` itself.
+
+    Returns:
+        A `Comparison`: prints as a table of differences and tolerances.
+
+    Raises:
+        DifferentResults: a value or a gradient differs.
+        EinshardError: the function does not fit on one device, cannot run on one, or cannot be
+            differentiated.
+    """
+    name = name_of(fn)
+    _check(fn, name, args, kwargs)
+    call = make_call(fn, name, args, kwargs)
+    result = call.run()
+    alone = call.function if reference is None else reference
+    comparison = _compare(call, result, alone, gradients)
+    if not comparison.same:
+        raise _different(comparison) from None
+    return comparison
+
+
+def _check(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if isinstance(fn, stages.Compiled | stages.Lowered | stages.Traced) or not callable(fn):
+        raise EinshardError(
+            f'check_same needs a function, not {type(fn).__name__}',
+            facts={'expected': 'a function that can be traced again, for one device'},
+        )
+    check_arguments(fn, name, args, kwargs)
+    if is_tracing():
+        raise EinshardError('check_same cannot run in a traced function')
+    if jax.process_count() > 1:
+        raise EinshardError(
+            'check_same runs in one process',
+            facts={'processes': jax.process_count(), 'instead': 'simulated devices'},
+        )
+    for path, leaf in jtu.tree_leaves_with_path((args, dict(kwargs))):
+        if isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref):
+            raise EinshardError(
+                f'check_same needs arrays, not {type(leaf).__name__}',
+                facts={'argument': path_text(path[1:]), 'array': array_text(leaf)},
+            )
+
+
+def _compare(call: Call, result: Any, reference: Callable[..., Any], gradients: bool) -> Comparison:
+    results, paths = jtu.tree_leaves(result), _result_paths(result)
+    arrays = [x for x in results if isinstance(x, jax.Array)]
+    if not arrays:
+        raise EinshardError(f'{call.name} returns no arrays to compare')
+    sharding = arrays[0].sharding
+    n_devices = len(sharding.device_set)
+    device = min(sharding.device_set, key=lambda one: one.id)
+    mesh: Any = sharding_on(sharding, device).mesh
+    check = _Check(call, on_one_device(call, reference, device), mesh, n_devices)
+    rows = check.values(results, paths)
+    notes: list[str] = []
+    weights = {i: x for i, x in enumerate(results) if is_inexact(x)}
+    if not gradients:
+        notes.append('gradients were not compared: gradients=False')
+    elif not (weights and call.inputs):
+        where = 'result' if call.inputs else 'argument'
+        notes.append(f'there are no gradients: no {where} is a floating-point array')
+    else:
+        rows += check.gradients(weights)
+    return Comparison(call.name, n_devices, tuple(rows), tuple(notes))
+
+
+def _result_paths(result: Any) -> list[str]:
+    paths = (path_text(path) for path, _ in jtu.tree_leaves_with_path(result))
+    return ['/'.join(filter(None, ('result', path))) for path in paths]
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Compares the results and gradients of a call with those of the same call on one device."""
+
+    call: Call
+    alone: Call
+    mesh: Mesh
+    n_devices: int
+
+    @property
+    def device(self) -> Any:
+        return self.mesh.devices.flat[0]
+
+    def values(self, results: Sequence[jax.Array], paths: Sequence[str]) -> list[ComparedRow]:
+        def leaves(arrays: Arrays) -> list[Any]:
+            return jtu.tree_leaves(self.alone.result(arrays))
+
+        run = Compiled(self.call.name, self.mesh, leaves, self.alone.arrays)
+        rounding = largest_rounding(run.jaxpr.jaxpr, self.n_devices, self.device.platform)
+        samples = self._samples(rounding)
+        expected, *rounded = [run(arrays) for arrays in samples]
+        _check_shapes(self.call.name, results, expected)
+        inputs = [gather(arrays) for arrays in samples]
+        rows: list[ComparedRow] = []
+        for i, (path, result) in enumerate(zip(paths, results, strict=True)):
+            at = self._updated(path, result)
+            before, *rounded_before = [0 if at is None else arrays[at] for arrays in inputs]
+            reference = Reference(expected[i], [one[i] for one in rounded], before, rounded_before)
+            rows.append(compare(path, result, reference, rounding))
+        return rows
+
+    def gradients(self, results: Mapping[int, jax.Array]) -> list[ComparedRow]:
+        random = np.random.default_rng(0)
+        weights = {i: random.normal(size=x.shape).astype(x.dtype) for i, x in results.items()}
+        placed = {i: _put(weights[i], x.sharding) for i, x in results.items()}
+        there = {i: sharding_on(x.sharding, self.device) for i, x in results.items()}
+        alone = {i: jax.device_put(weights[i], sharding) for i, sharding in there.items()}
+        try:
+            found = jax.jit(self.call.gradients)(self.call.arrays, placed)
+        except EinshardError:
+            raise
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise EinshardError(
+                f'{self.call.name} cannot be differentiated',
+                facts={
+                    'JAX says': str(error).strip().partition('\n')[0],
+                    'try': 'check_same(..., gradients=False)',
+                },
+            ) from error
+        run = Compiled(self.call.name, self.mesh, self.alone.gradients, self.alone.arrays, alone)
+        rounding = largest_rounding(run.jaxpr.jaxpr, self.n_devices, self.device.platform)
+        expected, *rounded = [run(arrays, alone) for arrays in self._samples(rounding)]
+        return [
+            compare(
+                f'gradient of {self.call.paths[i]}',
+                found[i],
+                Reference(expected[i], [one[i] for one in rounded], 0, [0] * len(rounded)),
+                rounding,
+            )
+            for i in self.call.inputs
+        ]
+
+    def _samples(self, rounding: Rounding) -> list[Arrays]:
+        """Returns the arguments on one device, followed by differently rounded ones."""
+        arrays = self.alone.arrays
+        return [arrays, *(_rounded(arrays, rounding.unit, seed) for seed in range(_SAMPLES))]
+
+    def _updated(self, path: str, result: jax.Array) -> int | None:
+        """Returns the argument that a result is the update of, if it looks like one.
+
+        A train step changes its weights so little that rounding them hides its errors.
+        """
+        leaves = self.call.leaves
+        kinds = {i: (leaves[i].shape, leaves[i].dtype) for i in self.call.inputs}
+        alike = [i for i, kind in kinds.items() if kind == (result.shape, result.dtype)]
+        return max(alike, key=lambda i: _common_end(path, self.call.paths[i]), default=None)
+
+
+def _common_end(one: str, other: str) -> int:
+    """The number of names at the end of two paths that are equal."""
+    pairs = zip(reversed(one.split('/')), reversed(other.split('/')), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _put(array: Any, sharding: jax.sharding.Sharding) -> Any:
+    return jax.device_put(array, sharding) if isinstance(sharding, NamedSharding) else array
+
+
+def _rounded(arrays: Arrays, unit: float, seed: int) -> Arrays:
+    """Changes each number by about one rounding, up or down."""
+    random = np.random.default_rng(seed)
+    changed: dict[int, Any] = dict(arrays)
+    for i, x in arrays.items():
+        if is_inexact(x):
+            eps = 2 * max(unit, rounding_unit(x.dtype))
+            factors = 1 + eps * random.choice([-1.0, 1.0], size=x.shape)
+            changed[i] = jax.device_put((np.asarray(x) * factors).astype(x.dtype), x.sharding)
+    return changed
+
+
+def _check_shapes(name: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
+    ours, theirs = ([x.shape for x in leaves] for leaves in (map(key_data, found), expected))
+    if ours != theirs:
+        raise EinshardError(
+            f'{name} returns arrays of other shapes on one device',
+            facts={'on all devices': str(ours), 'on one device': str(theirs)},
+        )
+
+
+def _different(comparison: Comparison) -> DifferentResults:
+    wrong = [row for row in comparison.rows if not row.same]
+    facts = {
+        row.path: f'{row.array}, difference {row.difference:.1e}, tolerance {row.tolerance:.1e} '
+        f'({row.because}){"; its replicas differ" * row.replicas_differ}'
+        for row in wrong[:_MAX_ROWS]
+    }
+    if len(wrong) > _MAX_ROWS:
+        facts['and'] = f'{len(wrong) - _MAX_ROWS} more'
+    return DifferentResults(
+        f'{comparison.name} computes something else on {plural(comparison.n_devices, "device")} '
+        f'than on one: {len(wrong)} of {plural(len(comparison.rows), "array")} differ',
+        facts=facts,
+    )

@@ -1,0 +1,213 @@
+"""The result of `check_same`: the differences of all values and gradients, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from .._arrays.gather import gather
+from .._display import Display, plain
+from .._errors import plural
+from .._page import Column, Page, Section
+from .._text import shape_text
+from .tolerance import Rounding, rounding_unit
+
+_SAFETY = 4  # the rounding of the arguments is tried with few samples
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRow:
+    """A result, or the gradient of an argument, of the function and of its reference.
+
+    Attributes:
+        path: 'result/loss', or 'gradient of params/w'.
+        array: 'float32[8,16]'.
+        difference: the largest difference, relative to the largest absolute value; for integers,
+            the part of the elements that differ. If the array is the update of an argument, both
+            are relative to the largest change.
+        tolerance: the largest difference that rounding explains.
+        because: where the tolerance comes from: 'float32, sums of 512 terms', or 'rounded
+            arguments' if rounding the arguments changes the array as much.
+        replicas_differ: whether devices that should have the same shard have different ones.
+    """
+
+    path: str
+    array: str
+    difference: float
+    tolerance: float
+    because: str
+    replicas_differ: bool = False
+
+    @property
+    def same(self) -> bool:
+        return self.difference <= self.tolerance
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether rounding explains any difference, so that nothing was compared."""
+        return self.tolerance >= 1
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Display):
+    """A function on several devices, compared with the same function on one, by `check_same`.
+
+    Attributes:
+        name: the name of the function.
+        n_devices: the number of devices of its result.
+        rows: one row for each array of the result, and for the gradient of each argument.
+        notes: what was not compared, and why.
+    """
+
+    name: str
+    n_devices: int
+    rows: tuple[ComparedRow, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        """Whether all differences are within their tolerance.
+
+        Rounding alone can change an array entirely: a sum of zero, for example. The table lists
+        such arrays below it.
+        """
+        return all(row.same for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Converts it to dictionaries, lists, strings and numbers, for JSON."""
+        rows = [{**plain(row), 'same': row.same} for row in self.rows]
+        return {**plain(self), 'rows': rows, 'same': self.same}
+
+    def _page(self) -> Page:
+        verdict = 'the same on one device' if self.same else 'not the same on one device'
+        rows = tuple(
+            (row.path, row.array, f'{row.difference:.1e}', f'{row.tolerance:.1e}', row.because)
+            for row in self.rows
+        )
+        noise = ', '.join(row.path for row in self.rows if row.is_noise)
+        notes = [f'not compared, because rounding changes it entirely: {noise}'] * bool(noise)
+        title = f'{self.name} on {plural(self.n_devices, "device")}: {verdict}'
+        return Page(title, (Section('', _COLUMNS, rows, (*self.notes, *notes)),))
+
+
+_COLUMNS = (
+    Column('of', elastic='middle'),
+    Column('array', elastic='middle'),
+    Column('difference', right=True),
+    Column('tolerance', right=True),
+    Column('because'),
+)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An array on one device.
+
+    Attributes:
+        value: the array.
+        rounded: the same for arguments that are rounded differently.
+        before: the argument that it is the update of, or 0; and for each of `rounded`.
+    """
+
+    value: Any
+    rounded: Sequence[Any]
+    before: Any
+    rounded_before: Sequence[Any]
+
+
+def compare(path: str, found: jax.Array, reference: Reference, rounding: Rounding) -> ComparedRow:
+    """Compares an array with the same array on one device."""
+    value, *replicas = _copies(found)
+    array = f'{found.dtype}{shape_text(found.shape)}'
+    expected, before = _numbers(reference.value), reference.before
+    if not jnp.issubdtype(found.dtype, jnp.inexact):
+        difference, tolerance, because = _part(value, expected), 0.0, 'integers'
+        rounded = [_part(_numbers(one), expected) for one in reference.rounded]
+        between = [_part(replica, value) for replica in replicas]
+    else:
+        # 0 if the array is an argument that did not change
+        scale = _largest(expected - before) or _largest(expected)
+        unit = rounding_unit(found.dtype) * _largest(expected)
+        difference = _distance(value, expected, scale)
+        tolerance = rounding.tolerance + _relative(2 * unit, scale)
+        because = str(rounding)
+        rounded = [
+            _distance(_numbers(one) - its_before, expected - before, scale)
+            for one, its_before in zip(reference.rounded, reference.rounded_before, strict=True)
+        ]
+        between = [_distance(replica, value, scale) for replica in replicas]
+    if _SAFETY * max(rounded, default=0.0) > tolerance:
+        tolerance, because = _SAFETY * max(rounded), 'rounded arguments'
+    disagreement = max(between, default=0.0)
+    return ComparedRow(
+        path,
+        array,
+        max(difference, disagreement),
+        tolerance,
+        because,
+        replicas_differ=disagreement > tolerance,
+    )
+
+
+def _copies(array: jax.Array) -> Iterator[Any]:
+    """Yields the array as each set of replicas has it: the devices should agree."""
+    array = key_data(array)
+    if isinstance(array.sharding, NamedSharding) and array.sharding.spec.unreduced:
+        yield _numbers(gather(array))
+        return
+    copies: dict[int, Any] = {}
+    for shard in array.addressable_shards:
+        copy = copies.setdefault(shard.replica_id, np.zeros(array.shape, _wide(array.dtype)))
+        copy[shard.index] = _numbers(shard.data)
+    yield from (copies[i] for i in sorted(copies))
+
+
+def _numbers(array: Any) -> Any:
+    """Converts an array to numpy, in a dtype that adds no rounding."""
+    return np.asarray(array).astype(_wide(array.dtype))
+
+
+def key_data(array: Any) -> Any:
+    """Returns the data of an array of PRNG keys; other arrays as they are."""
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(array) if is_key else array
+
+
+def _wide(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return np.complex128
+    return np.float64 if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _largest(array: Any) -> float:
+    finite = np.abs(array[np.isfinite(array)])
+    return float(finite.max()) if finite.size else 0.0
+
+
+def _distance(one: Any, other: Any, scale: float) -> float:
+    """The largest difference, relative to `scale`; infinite if other elements are not finite."""
+    with np.errstate(invalid='ignore'):
+        differences = np.abs(one - other)
+    same = (one == other) | (np.isnan(one) & np.isnan(other))
+    differences = np.where(same, 0.0, differences)
+    if not np.isfinite(differences).all():
+        return math.inf
+    return _relative(float(differences.max(initial=0.0)), scale)
+
+
+def _relative(difference: float, scale: float) -> float:
+    if scale:
+        return difference / scale
+    return math.inf if difference else 0.0
+
+
+def _part(one: Any, other: Any) -> float:
+    """The part of the elements that differ."""
+    return float(np.mean(one != other)) if one.size else 0.0

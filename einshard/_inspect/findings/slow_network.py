@@ -1,0 +1,46 @@
+"""Finds collectives between slices that could stay within them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ..._text import format_bytes
+from ..report_rows import Finding
+from .facts import Facts, sent_bytes
+
+
+def slow_network(facts: Facts) -> Iterator[Finding]:
+    """Reports a mesh axis between slices that sends more than one of its size within them."""
+    mesh = facts.mesh
+    if mesh is None or len(set(facts.slices)) < 2:
+        return
+    sent: Counter[str] = Counter()
+    between: set[str] = set()
+    for one, along in zip(facts.collectives, facts.along, strict=True):
+        if len(along) == 1:
+            (axis,) = along
+            sent[axis] += sent_bytes(one)
+            if any(len({facts.slices[i] for i in group}) > 1 for group in one.groups):
+                between.add(axis)
+    for axis in between:
+        size = mesh.shape[axis]
+        within = [
+            str(name)
+            for name in mesh.axis_names
+            if name not in between and mesh.shape[name] == size and 2 * sent[name] < sent[axis]
+        ]
+        if within:
+            least = min(within, key=lambda name: sent[name])
+            names = [str(name) for name in mesh.axis_names]
+            i, j = names.index(axis), names.index(least)
+            names[i], names[j] = names[j], names[i]
+            sizes = ', '.join(f'{name}={mesh.shape[name]}' for name in names)
+            yield Finding(
+                'slow network',
+                f'{format_bytes(sent[axis])} are sent along {axis} between slices, and '
+                f'{format_bytes(sent[least])} along {least} within them',
+                None,
+                sent[axis],
+                f'exchange the two mesh axes: {sizes}',
+            )

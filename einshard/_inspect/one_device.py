@@ -1,0 +1,234 @@
+"""Runs a function and its gradients: on its own devices, and on one device, for `check_same`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .._arrays.gather import gather
+from .._errors import EinshardError
+from .._functions.bound_method import BoundMethod
+from .._functions.place_arguments import place_arguments
+from .._functions.program import Program
+from .._functions.sharded import ShardedFunction
+from .._hlo.hardware import find_chip
+from .._hlo.memory import read_memory
+from .._progress import progress
+from .._sharding.context import ambient_mesh, one_device_scope
+from .._sharding.mesh import Device, device_mesh, of_size_one
+from .._text import format_bytes
+from .._trees.paths import path_text
+
+Arrays = Mapping[int, Any]  # by index of the leaf
+
+_JITTED: Any = type(jax.jit(lambda: None))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function, with its arrays apart from other arguments.
+
+    Attributes:
+        leaves, treedef: the leaves of (args, kwargs).
+        paths: by index, the path of each leaf that is an array.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    leaves: Sequence[Any]
+    treedef: Any
+    paths: Mapping[int, str]
+
+    @property
+    def arrays(self) -> dict[int, Any]:
+        return {i: self.leaves[i] for i in self.paths}
+
+    @property
+    def inputs(self) -> list[int]:
+        """The arrays that have a gradient."""
+        return [i for i in self.paths if is_inexact(self.leaves[i])]
+
+    def result(self, arrays: Arrays) -> Any:
+        """Calls the function with these arrays."""
+        args, kwargs = self.arguments(arrays)
+        return self.function(*args, **kwargs)
+
+    def run(self) -> Any:
+        """Runs the function on its devices; it may donate copies of its arguments."""
+        function = self.result if hasattr(self.function, 'lower') else jax.jit(self.result)
+        copies = {i: x.copy() if isinstance(x, jax.Array) else x for i, x in self.arrays.items()}
+        return function(copies)
+
+    def arguments(self, arrays: Arrays) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        return self.treedef.unflatten([arrays.get(i, x) for i, x in enumerate(self.leaves)])
+
+    def gradients(self, arrays: Arrays, weights: Arrays) -> Arrays:
+        """Returns the gradients of the sum of the results times `weights`."""
+
+        def weighted(inputs: Arrays) -> Arrays:
+            results = jtu.tree_leaves(self.result({**arrays, **inputs}))
+            return {i: results[i] for i in weights}
+
+        _, pull_back = jax.vjp(weighted, {i: arrays[i] for i in self.inputs})
+        return pull_back(dict(weights))[0]
+
+
+def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Makes a Call. The arrays of a call of a `sharded` function are placed as for that call."""
+    if isinstance(fn, BoundMethod):
+        fn, args = fn.func, (*fn.args, *args)
+    if isinstance(fn, ShardedFunction):
+        args, kwargs = fn._call(args, kwargs, _place)  # type: ignore[reportPrivateUsage]
+    names = _parameter_names(fn)
+    with_paths, treedef = jtu.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    paths: dict[int, str] = {}
+    for i, (path, leaf) in enumerate(with_paths):
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+            at: Any = getattr(path[1], 'idx', len(names))
+            label = names[at] if at < len(names) else getattr(path[1], 'key', f'args[{at}]')
+            paths[i] = '/'.join(filter(None, (label, path_text(path[2:]))))
+    return Call(fn, name, [leaf for _, leaf in with_paths], treedef, paths)
+
+
+def _parameter_names(fn: Any) -> list[str]:
+    """Names the parameters that may be passed by position."""
+    parameters = inspect.signature(fn).parameters.values()
+    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.KEYWORD_ONLY)]
+
+
+def _place(program: Program) -> Callable[..., Any]:
+    def split(*values: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        placed = place_arguments(program.traced, values, running=False)
+        return program.traced.call.split(placed)
+
+    return split
+
+
+def is_inexact(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.inexact)
+
+
+# --- on one device ------------------------------------------------------------------------------
+
+
+def on_one_device(call: Call, function: Callable[..., Any], device: Device) -> Call:
+    """Returns the call of a function with its arrays on one device; call it with `Compiled`."""
+    if isinstance(function, BoundMethod):
+        function = function.func
+    if isinstance(function, ShardedFunction):
+        # its own programs, so that `function` stays as fast as it was
+        function = ShardedFunction(function._setup)  # type: ignore[reportPrivateUsage]
+    elif isinstance(function, _JITTED):
+        function = function.__wrapped__  # type: ignore[reportFunctionMemberAccess]
+    leaves = [_moved(x, device) if i in call.paths else x for i, x in enumerate(call.leaves)]
+    return replace(call, function=function, leaves=leaves)
+
+
+def _moved(array: Any, device: Device) -> Any:
+    sharding = sharding_on(getattr(array, 'sharding', None), device)
+    if sharding.spec.unreduced:
+        array, sharding = gather(array), NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.device_put(array, sharding)
+
+
+def sharding_on(sharding: Any, device: Device) -> NamedSharding:
+    """Returns a sharding on one device, over the same mesh axes with size 1."""
+    alone = device_mesh([device])
+    if not isinstance(sharding, NamedSharding):
+        return NamedSharding(alone, PartitionSpec())
+    return NamedSharding(of_size_one(sharding.mesh, alone), sharding.spec)
+
+
+@contextmanager
+def _only(mesh: Any) -> Generator[None, None, None]:
+    """Replaces the mesh in context, and those of expressions, by a mesh of one device."""
+    ambient = ambient_mesh()
+    with ExitStack() as stack:
+        if ambient is not None:
+            mesh = of_size_one(ambient, mesh)
+            stack.enter_context(jax.set_mesh(mesh))
+        stack.enter_context(one_device_scope(mesh))
+        yield
+
+
+class Compiled:
+    """A function of arrays, compiled for one device.
+
+    Args:
+        mesh: the mesh of expressions without one, of size 1.
+        arguments: what it will be called with.
+
+    Attributes:
+        jaxpr: the traced function.
+    """
+
+    def __init__(self, name: str, mesh: Mesh, function: Callable[..., Any], *arguments: Any):
+        self._name = name
+        self._mesh = mesh
+        with self._only_device():
+            traced = jax.jit(function).trace(*arguments)
+            self.jaxpr = traced.jaxpr
+            lowered = traced.lower()
+            with progress(f'compiling {name} for one device'):
+                self._compiled = lowered.compile()
+            _check_memory(name, mesh.devices.flat[0], read_memory(self._compiled))
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Returns the results as NumPy arrays."""
+        with self._only_device():
+            return gather(self._compiled(*arguments))
+
+    @contextmanager
+    def _only_device(self) -> Generator[None, None, None]:
+        try:
+            with _only(self._mesh):
+                yield
+        except EinshardError as error:
+            if self._name in error.sentence:
+                raise
+            raise error.about(function=f'{self._name}, on one device') from None
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            if 'RESOURCE_EXHAUSTED' in str(error):
+                raise _too_large(self._name, {}) from error
+            raise EinshardError(
+                f'{self._name} does not run on one device',
+                facts={
+                    'JAX says': str(error).strip().partition('\n')[0],
+                    'instead': 'PartitionSpecs and jax.set_mesh in place of NamedShardings; or '
+                    'reference=, a function for one device',
+                },
+            ) from error
+
+
+def _check_memory(name: str, device: Device, memory: Any) -> None:
+    capacity = _capacity(device)
+    if memory is not None and capacity is not None and memory.total > capacity:
+        facts = {'needs': format_bytes(memory.total), 'device has': format_bytes(capacity)}
+        raise _too_large(name, facts)
+
+
+def _too_large(name: str, facts: Mapping[str, str]) -> EinshardError:
+    return EinshardError(
+        f'{name} does not fit on one device, which check_same needs',
+        facts={**facts, 'instead': 'smaller arguments: fewer layers, a smaller batch'},
+    )
+
+
+def _capacity(device: Device) -> int | None:
+    """Returns the memory of a device in bytes: for a CPU, that of the machine; None if unknown."""
+    chip = find_chip(device.device_kind)
+    if chip is not None:
+        return int(chip.memory * chip.share(device))
+    if device.platform != 'cpu' or not hasattr(os, 'sysconf'):
+        return None
+    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')

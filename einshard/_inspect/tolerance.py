@@ -1,0 +1,106 @@
+"""How far results may differ that are rounded differently.
+
+Two programs that add the same n numbers in different orders differ by about sqrt(n) roundings. Sums
+of narrower types than float32 are accumulated in float32 on a device, so there every operation
+rounds once, and each all-reduce once for every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+_SAFETY = 4  # differences are the largest of many elements
+# float32 products on these platforms round their operands, unless precision= says otherwise
+_PRODUCTS = {'tpu': ('bfloat16', 2.0**-8), 'gpu': ('tfloat32', 2.0**-11)}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The roundings of the longest sum of a program.
+
+    Attributes:
+        dtype: the dtype that is rounded to, such as 'bfloat16'.
+        unit: the largest relative error of one rounding.
+        terms: the number of terms of the sum, with loops multiplied; for types that are narrower
+            than float32, the number of roundings.
+    """
+
+    dtype: str
+    unit: float
+    terms: int
+    is_narrow: bool = False
+
+    @property
+    def tolerance(self) -> float:
+        """The relative difference that roundings explain."""
+        return _SAFETY * self.unit * math.sqrt(self.terms)
+
+    def __str__(self) -> str:
+        if self.terms == 1:
+            return self.dtype
+        n = f'{self.terms:,}'
+        return f'{self.dtype}, ' + (f'{n} roundings' if self.is_narrow else f'sums of {n} terms')
+
+
+def largest_rounding(jaxpr: Any, n_devices: int, platform: str) -> Rounding:
+    """Finds the operation of a traced function whose rounding explains the largest difference."""
+    found = [Rounding('float32', rounding_unit(jnp.float32), 1)]
+    for eqn, loop in _equations(jaxpr, 1):
+        for variable in eqn.outvars:
+            dtype = getattr(variable.aval, 'dtype', None)
+            if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+                continue
+            unit, name = rounding_unit(dtype), str(dtype)
+            narrow = unit > rounding_unit(jnp.float32)
+            terms = loop + n_devices if narrow else loop * _terms(eqn)
+            found.append(Rounding(name, unit, terms, narrow))
+            if name == 'float32' and platform in _PRODUCTS and _is_rounded_product(eqn):
+                found.append(Rounding(*_PRODUCTS[platform], loop + n_devices, True))
+    return max(found, key=lambda rounding: rounding.tolerance)
+
+
+def rounding_unit(dtype: Any) -> float:
+    """The largest relative error of rounding a number to a dtype; 0 for integers."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0.0
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+def _equations(jaxpr: Any, loop: int) -> Iterator[tuple[Any, int]]:
+    """Yields all equations, and how often the loops around each run as far as known."""
+    for eqn in jaxpr.eqns:
+        yield eqn, loop
+        times = eqn.params['length'] if eqn.primitive.name == 'scan' else 1
+        for parameter in eqn.params.values():
+            for one in parameter if isinstance(parameter, tuple | list) else (parameter,):
+                inner = getattr(one, 'jaxpr', one)
+                if hasattr(inner, 'eqns'):
+                    yield from _equations(inner, loop * times)
+
+
+def _terms(eqn: Any) -> int:
+    """The number of terms of the sums of an operation; 1 if it does not add."""
+    name, operands = eqn.primitive.name, [variable.aval for variable in eqn.invars]
+    if name == 'dot_general':
+        (contracted, _), _ = eqn.params['dimension_numbers']
+        return math.prod(operands[0].shape[axis] for axis in contracted)
+    if name == 'conv_general_dilated':
+        result = eqn.params['dimension_numbers'].rhs_spec[0]
+        return math.prod(operands[1].shape) // max(1, operands[1].shape[result])
+    if name in ('reduce_sum', 'reduce_prod'):
+        return math.prod(operands[0].shape[axis] for axis in eqn.params['axes'])
+    if name in ('cumsum', 'cumprod', 'cumlogsumexp'):
+        return operands[0].shape[eqn.params['axis']]
+    if name == 'scatter-add':
+        return math.prod(operands[1].shape[:-1])
+    return 1
+
+
+def _is_rounded_product(eqn: Any) -> bool:
+    precision = str(eqn.params.get('precision')).upper()
+    return eqn.primitive.name in ('dot_general', 'conv_general_dilated') and 'HIGH' not in precision

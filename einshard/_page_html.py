@@ -1,0 +1,118 @@
+"""Renders pages as HTML, for notebooks and files."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from ._errors import shown
+from ._page import Column, Page, Section
+from ._text import MONO
+
+# Inline styles, as some viewers of notebooks drop style sheets; text in the page's color.
+_FRAME = 'font: 13px/1.45 system-ui, sans-serif; text-align: left; max-width: 70em'
+_TITLE = 'font-size: 15px; font-weight: 600; margin: 2px 0 8px'
+_SECTION = 'font-weight: 600; margin: 12px 0 2px'
+# Notebooks style all tables. These styles override that, so that text has the page's color, which
+# is readable on light and dark backgrounds.
+_TABLE = 'border-collapse: collapse; border: none; margin: 0; font-size: 12px; color: inherit'
+_HEAD = 'border: none; padding: 2px 14px 2px 0; font-weight: normal; opacity: 0.65'
+_CELL = 'border: none; border-top: 1px solid rgba(128,128,128,0.3); padding: 2px 14px 2px 0'
+_CODE = f'margin: 4px 0; overflow: auto; font-size: 12px; {MONO}'
+_WORDS = 'list-style: none; margin: 4px 0; padding: 0'
+_WARNING = 'border-left: 3px solid #d9a400; background: rgba(217,164,0,0.12); padding: 3px 10px'
+# Tables of large models have hundreds of rows. In notebooks they scroll, so that totals stay
+# visible.
+_SCROLL = 'overflow: auto; max-height: 32em'
+# On a narrow page, each row of a table becomes a list of its cells, with their headings. Rules must
+# override inline styles.
+_NARROW = """<style>
+.einshard-page { container-type: inline-size; overflow-wrap: anywhere }
+@container (max-width: 640px) {
+.einshard-page div { max-height: none !important }
+.einshard-page tr:first-child { display: none !important }
+.einshard-page :is(table, tbody, tr) { display: block !important; width: auto !important }
+.einshard-page tr { border-top: 1px solid rgba(128,128,128,0.3) !important;
+  padding: 4px 0 !important }
+.einshard-page td { display: flex !important; border: none !important; padding: 0 !important;
+  text-align: left !important; white-space: normal !important }
+.einshard-page td:empty { display: none !important }
+.einshard-page td::before { content: attr(data-head); flex: 0 0 7.5em; opacity: 0.65;
+  font-family: system-ui, sans-serif }
+}
+</style>"""
+
+
+def page_html(page: Page, *, scroll: bool = True) -> str:
+    """Renders a page as self-contained HTML; long tables scroll unless `scroll` is false."""
+    page = page.printable()
+    style = _SCROLL if scroll else 'overflow: auto'
+    parts = [_titled(page.title, _TITLE), *(_section(section, style) for section in page.sections)]
+    for title, texts, style in (
+        ('findings', page.findings, f'{_WARNING}; margin: 3px 0'),
+        ('notes', page.notes, 'margin: 3px 0'),
+    ):
+        if texts:
+            parts.append(_titled(title, _SECTION))
+        parts += [_titled(text, style) for text in texts]
+    return f'<div class="einshard-page" style="{_FRAME}">{_NARROW}{"".join(parts)}</div>'
+
+
+_DOCUMENT = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+</head>
+<body style="margin: 1em">
+{body}
+</body>
+</html>
+"""
+
+
+def page_document(page: Page) -> str:
+    """Renders a page as an HTML file."""
+    title = html.escape(shown(page.title))
+    return _DOCUMENT.format(title=title, body=page_html(page, scroll=False))
+
+
+def _titled(text: str, style: str) -> str:
+    return f'<div style="{style}">{html.escape(text)}</div>' if text else ''
+
+
+def _section(section: Section, style: str) -> str:
+    parts = [_titled(section.title, _SECTION)]
+    if section.code:
+        code = html.escape('\n'.join(section.code))
+        parts.append(f'<pre style="{_CODE}">{code}</pre>')
+    if section.columns:
+        rows = _head(section.columns)
+        rows += ''.join(_row(row, section.columns) for row in section.rows)
+        parts.append(f'<div style="{style}"><table style="{_TABLE}">{rows}</table></div>')
+    if section.words:
+        words = ''.join(f'<li>{html.escape(words)}</li>' for words in section.words)
+        parts.append(f'<ul style="{_WORDS}">{words}</ul>')
+    return ''.join(parts)
+
+
+def _head(columns: Sequence[Column]) -> str:
+    cells = (f'<th style="{_HEAD}; {_align(c)}">{html.escape(c.head)}</th>' for c in columns)
+    return f'<tr style="background: transparent">{"".join(cells)}</tr>'
+
+
+def _row(row: Sequence[str], columns: Sequence[Column]) -> str:
+    cells = (
+        f'<td data-head="{html.escape(column.head)}" '
+        f'style="{_CELL}; {_align(column)}; {MONO}">{html.escape(cell)}</td>'
+        for cell, column in zip(row, columns, strict=True)
+    )
+    return f'<tr style="background: transparent">{"".join(cells)}</tr>'
+
+
+def _align(column: Column) -> str:
+    wraps = 'normal; min-width: 14em' if column.below else 'nowrap'
+    return f'text-align: {"right" if column.right else "left"}; white-space: {wraps}'

@@ -1,0 +1,385 @@
+"""check_same: what it finds, what it lets pass, and what it says."""
+
+import json
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import einshard
+from einshard import (
+    DifferentResults,
+    EinshardError,
+    Rules,
+    axis_rules,
+    check_same,
+    einsum,
+    for_optimizer,
+    per_device,
+    sharded,
+)
+from einshard._inspect.tolerance import largest_rounding
+
+EIGHT = jax.devices()[:8]
+NAMED = Mesh(np.array(EIGHT).reshape(2, 4), ('data', 'tp'))
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(16, 64)).astype(np.float32)
+W = RANDOM.normal(size=(64, 32)).astype(np.float32)
+
+
+def product(x, w):
+    return x @ w
+
+
+def constrained(x, w):
+    h = einshard.einshard(x @ w, 'b y -> b4 y2')
+    return einshard.einshard(jax.nn.relu(h), 'b y -> 2 b4 y')
+
+
+def twice_sharded(x, w):
+    return einshard.einshard(x @ w, 'b y -> b2 y2 b2')
+
+
+inner = sharded('b* x', 'x y -> * x y', mesh=EIGHT)(product)
+psum = per_device('b x*', 'x* y', out='b y -> * b y', mesh=EIGHT)(
+    lambda x, w: jax.lax.psum(x @ w, 'x')
+)
+
+CORRECT = {
+    'product': sharded('b4 x2', 'x y -> 4 x2 y', mesh=EIGHT)(product),
+    'constraints': sharded('b8 x', '8 x y', mesh=EIGHT)(constrained),
+    'an axis sharded twice': sharded('b8 x', '8 x y', mesh=EIGHT)(twice_sharded),
+    'named axes': sharded('b@data x', 'x y@tp', out='b@data y@tp', mesh=NAMED)(product),
+    'mixed': sharded('b@data x4', '2 x4 y', mesh=NAMED)(product),
+    'einsum': sharded(mesh=EIGHT)(lambda x, w: einsum('b4 x2, 4 x2 y -> b4 y2', x, w)),
+    'nested': sharded('b* x', 'x y -> * x y', mesh=EIGHT)(lambda x, w: inner(x, w) * 2),
+    'per device': psum,
+    'per device, nested': jax.jit(lambda x, w: psum(x, w).sum()),
+    'not jitted': lambda x, w: einshard.einshard(x @ w, 'b y -> b4 y2', mesh=EIGHT),
+    'PartitionSpecs': sharded(P('data'), P(None, 'tp'), mesh=NAMED)(product),
+    'NamedShardings': sharded(NamedSharding(NAMED, P('data')), None)(product),
+}
+
+
+@pytest.mark.parametrize('case', CORRECT)
+def test_correct_functions(case):
+    comparison = check_same(CORRECT[case], X, W)
+    assert comparison.same
+    assert comparison.n_devices == 8
+    assert [row.path for row in comparison.rows][1:] == ['gradient of x', 'gradient of w']
+    assert all(row.tolerance < 1e-4 for row in comparison.rows)
+
+
+# functions with a mistake that one device does not have, and the arrays that show it
+WRONG = {
+    'a sum over devices is missing': (
+        per_device('b x*', 'x* y', out='b y -> * b y', check_vma=False, mesh=EIGHT)(product),
+        {'result', 'gradient of x', 'gradient of w'},
+    ),
+    'a sum over too many devices': (
+        per_device('b* x', 'x y -> * x y', out='b* y', mesh=EIGHT)(
+            lambda x, w: jax.lax.psum(x @ w, 'b')
+        ),
+        {'result', 'gradient of x', 'gradient of w'},
+    ),
+    'a mean of each device': (
+        per_device('b* x', 'x y -> * x y', out='b*', check_vma=False, mesh=EIGHT)(
+            lambda x, w: (x @ w - (x @ w).mean(0)).sum(1)
+        ),
+        {'result', 'gradient of x', 'gradient of w'},
+    ),
+    'a gradient that the devices do not sum': (
+        per_device('b* x', 'x y -> * x y', out='b* y', mesh=EIGHT)(
+            lambda x, w: (
+                x @ jax.lax.stop_gradient(w)
+                + jax.lax.stop_gradient(x)
+                @ (w - jax.lax.stop_gradient(w))
+                * jax.lax.axis_index('b')
+            )
+        ),
+        {'gradient of w'},
+    ),
+}
+
+
+@pytest.mark.parametrize('case', WRONG)
+def test_wrong_functions(case):
+    f, where = WRONG[case]
+    with pytest.raises(DifferentResults, match='computes something else on 8 devices') as caught:
+        check_same(f, X, W)
+    assert caught.value.facts.keys() == where
+
+
+def test_replicas_that_differ():
+    f = per_device('b* x', out='x -> * x', check_vma=False, mesh=EIGHT)(lambda x: x[0])
+    rows = {}
+    with pytest.raises(DifferentResults) as caught:
+        check_same(f, X, gradients=False)
+    rows = caught.value.facts
+    # the first device has the same as one device
+    assert rows['result'].endswith('; its replicas differ')
+    np.testing.assert_array_equal(f(X).addressable_data(0), X[0])
+
+
+@pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
+def test_the_mesh_in_context(types):
+    mesh = jax.make_mesh((2, 4), ('data', 'tp'), axis_types=(types,) * 2, devices=EIGHT)
+
+    def local(x, w):
+        return jax.shard_map(
+            lambda x, w: jax.lax.psum(x @ w, 'tp'),
+            in_specs=(P('data', 'tp'), P('tp')),
+            out_specs=P('data'),
+        )(x, w)
+
+    def unsummed(x, w):
+        return jax.shard_map(
+            product, in_specs=(P('data', 'tp'), P('tp')), out_specs=P('data'), check_vma=False
+        )(x, w)
+
+    with jax.set_mesh(mesh):
+        x, w = einshard.einshard(X, 'b x -> b@data x@tp'), einshard.einshard(W, 'x y -> x@tp y')
+        before = jax.sharding.get_mesh()
+        assert check_same(jax.jit(local), x, w).same
+        with pytest.raises(DifferentResults, match='3 of 3 arrays differ'):
+            check_same(jax.jit(unsummed), x, w)
+        f = jax.jit(lambda x, w: einsum('b@data x@tp, x@tp y -> b@data y', x, w))
+        assert check_same(f, x, w).same
+        assert jax.sharding.get_mesh() == before
+
+
+def test_axis_rules():
+    f = sharded(mesh=NAMED)(lambda x, w: einshard.einshard(x @ w, 'b y'))
+    with axis_rules(b='@data', y='4'):
+        assert check_same(f, X, W).same
+
+
+# --- a train step: a scan over layers, remat, Adam or SGD, in bfloat16 or float32 ----------------
+
+N, D, F, B, S = 3, 32, 64, 8, 16
+PARAMS = {
+    'in': (RANDOM.normal(size=(N, D, F)) / 6).astype(np.float32),
+    'out': (RANDOM.normal(size=(N, F, D)) / 8).astype(np.float32),
+    'scale': np.ones((N, D), np.float32),
+}
+BATCH = RANDOM.normal(size=(B, S, D)).astype(np.float32)
+SPEC = Rules([('in', 'n d f -> n d f@tp'), ('out', 'n f d -> n f@tp d')], default='...')
+
+
+def make_step(tx, dtype, factor=1.0, constrain=True):
+    def constraint(h, spec):
+        return einshard.einshard(h, spec) if constrain else h
+
+    def layer(h, p):
+        p = jax.tree.map(lambda a: a.astype(dtype), p)
+        z = constraint(jax.nn.gelu((h * p['scale']) @ p['in']), 'b s f -> b@data s f@tp')
+        return constraint(h + z @ p['out'], 'b s d -> b@data s d'), None
+
+    def loss(params, batch):
+        h, _ = jax.lax.scan(jax.checkpoint(layer), batch.astype(dtype), params)
+        return (h.astype(jnp.float32) ** 2).mean()
+
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        grads = jax.tree.map(lambda g: g * factor, grads)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+OPTIMIZERS = {'adam': optax.adam(1e-3), 'sgd': optax.sgd(1e-3)}
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_a_train_step(optimizer, dtype):
+    tx = OPTIMIZERS[optimizer]
+    state = tx.init(PARAMS)
+    specs = SPEC, for_optimizer(PARAMS, SPEC), 'b s d -> b@data s d'
+    step = sharded(*specs, mesh=NAMED, donate_argnums=(0, 1))(make_step(tx, dtype))
+    arguments = PARAMS, state, BATCH
+    comparison = check_same(step, *arguments, gradients=False)
+    paths = [row.path for row in comparison.rows]
+    assert paths[:3] == ['result/0/in', 'result/0/out', 'result/0/scale']
+    plain = make_step(tx, dtype, constrain=False)
+    assert check_same(step, *arguments, gradients=False, reference=plain).same
+    # the update of SGD is so small that rounding the weights to bfloat16 would hide it
+    wrong = make_step(tx, dtype, factor=2.0, constrain=False)
+    with pytest.raises(DifferentResults) as caught:
+        check_same(step, *arguments, gradients=False, reference=wrong)
+    changed = {'sgd': 'result/0/out', 'adam': 'result/1/0/mu/out'}
+    assert changed[optimizer] in caught.value.facts
+    assert 'result/2' not in caught.value.facts
+
+
+def test_arguments_stay_usable():
+    x = einshard.einshard(X, 'b x -> b* x', mesh=EIGHT)
+    f = sharded('b* x', mesh=EIGHT, donate_argnums=0)(lambda x: x + 1)
+    check_same(f, x)
+    g = jax.jit(lambda x: x + 1, donate_argnums=0)
+    check_same(g, x)
+    np.testing.assert_array_equal(x, X)
+    check_same(f, einshard.einshard(X, 'b x -> 8 b x', mesh=EIGHT))  # placed as for a call
+
+
+def test_in_threads():
+    found = {}
+
+    def run(name):
+        f, _ = WRONG['a sum over devices is missing'] if name == 'wrong' else (psum, None)
+        try:
+            found[name] = check_same(f, X, W, gradients=False).same
+        except DifferentResults:
+            found[name] = False
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ('right', 'wrong', 'again')]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {'right': True, 'wrong': False, 'again': True}
+
+
+def test_the_function_is_as_before():
+    traces = []
+
+    @sharded('b* x', 'x y -> * x y', mesh=EIGHT)
+    def f(x, w):
+        traces.append(x.shape)
+        return einshard.einshard(x @ w, 'b y -> b8 y')
+
+    f(X, W)
+    check_same(f, X, W, gradients=False)
+    n = len(traces)
+    f(X, W)
+    assert len(traces) == n
+    with pytest.raises(EinshardError, match='8'):  # counts hold outside of check_same
+        sharded('b* x', 'x y -> * x y', mesh=EIGHT[:1])(f.__wrapped__)(X, W)
+
+
+def test_integers_and_keys():
+    f = sharded('b* x', mesh=EIGHT)(lambda x, key: (x * 2, key, jax.random.bits(key, (4,))))
+    comparison = check_same(f, X.astype(np.int32), jax.random.key(0))
+    assert [row.array for row in comparison.rows] == ['int32[16,64]', 'key<fry>[]', 'uint32[4]']
+    assert [row.tolerance for row in comparison.rows] == [0.0] * 3
+    assert comparison.notes == ('there are no gradients: no argument is a floating-point array',)
+    wrong = per_device('b* x', out='b* x', mesh=EIGHT)(
+        lambda x: x + (jax.lax.axis_index('b') == 3).astype(x.dtype)
+    )
+    with pytest.raises(DifferentResults, match=r'difference 1\.2e-01, tolerance 0\.0e\+00'):
+        check_same(wrong, X.astype(np.int32))
+
+
+def test_not_a_number():
+    f = sharded('b* x', mesh=EIGHT)(jnp.log)
+    assert check_same(f, X, gradients=False).rows[0].difference < 1e-6  # NaN on both sides
+    wrong = per_device('b* x', out='b* x', mesh=EIGHT)(
+        lambda x: jnp.where(jax.lax.axis_index('b') == 3, jnp.nan, x)
+    )
+    with pytest.raises(DifferentResults, match='difference inf'):
+        check_same(wrong, X, gradients=False)
+
+
+def test_arrays_that_are_noise():
+    @sharded('b* x', mesh=EIGHT)
+    def f(x):
+        return x.sum(), (x.mean() - x.mean(0).mean()) * 1e6
+
+    comparison = check_same(f, X, gradients=False)
+    assert [row.is_noise for row in comparison.rows] == [False, True]
+    assert str(comparison).endswith('not compared, because rounding changes it entirely: result/1')
+
+
+def test_names_of_arguments():
+    @sharded(mesh=EIGHT)
+    def f(p, *rest, scale):
+        return p['w'] @ rest[0] * scale['s']
+
+    comparison = check_same(f, {'w': X}, W, scale={'s': np.float32(2)})
+    paths = [row.path for row in comparison.rows]
+    assert paths[1:] == ['gradient of p/w', 'gradient of args[1]', 'gradient of scale/s']
+
+
+def test_results_as_data_text_and_html():
+    comparison = check_same(CORRECT['product'], X, W)
+    data = json.loads(json.dumps(comparison.to_dict()))
+    assert (data['same'], data['n_devices'], data['notes']) == (True, 8, [])
+    assert data['rows'][0]['array'] == 'float32[16,32]'
+    assert data['rows'][0]['because'] == 'float32, sums of 64 terms'
+    assert str(comparison).startswith('product on 8 devices: the same on one device\n')
+    assert 'gradient of w' in comparison._repr_html_()
+
+
+@pytest.mark.parametrize('n', [8, 512, 2**15])
+def test_tolerances_of_sums(n):
+    # sums in another order pass; a sum that lacks one of its terms does not
+    jaxpr = jax.make_jaxpr(lambda x: x.sum(1))(np.ones((64, n), np.float32))
+    rounding = largest_rounding(jaxpr.jaxpr, 8, 'cpu')
+    assert (rounding.dtype, rounding.terms) == ('float32', n)
+    x = RANDOM.normal(size=(64, n)).astype(np.float32)
+    one, other = np.cumsum(x, 1)[:, -1], np.cumsum(x[:, ::-1], 1)[:, -1]
+    scale = np.abs(one).max()
+    assert np.abs(one - other).max() / scale < rounding.tolerance
+    assert np.abs(one - (one - x[:, 0])).max() / scale > rounding.tolerance
+
+
+def loop(x):
+    return jax.lax.scan(lambda c, _: (c @ x[:8, :8], None), x[:, :8], None, length=5)[0]
+
+
+@pytest.mark.parametrize(
+    ('f', 'dtype', 'terms'),
+    [
+        (lambda x: x * 2, 'float32', 1),
+        (lambda x: x @ x.T, 'float32', 64),
+        (loop, 'float32', 40),
+        (lambda x: x.astype(jnp.bfloat16) @ x.T.astype(jnp.bfloat16), 'bfloat16', 9),
+        (lambda x: jnp.zeros((4, 64)).at[jnp.arange(16) % 4].add(x), 'float32', 16),
+        (jax.jit(jax.checkpoint(lambda x: jnp.cumsum(x, 1))), 'float32', 64),
+    ],
+)
+def test_the_longest_sum(f, dtype, terms):
+    rounding = largest_rounding(jax.make_jaxpr(f)(X).jaxpr, 8, 'cpu')
+    assert (rounding.dtype, rounding.terms) == (dtype, terms)
+
+
+def test_products_on_accelerators():
+    rounding = largest_rounding(jax.make_jaxpr(product)(X, W).jaxpr, 8, 'tpu')
+    assert rounding.dtype == 'bfloat16'
+
+    def exact(x, w):
+        return jnp.matmul(x, w, precision='highest')
+
+    rounding = largest_rounding(jax.make_jaxpr(exact)(X, W).jaxpr, 8, 'tpu')
+    assert rounding.dtype == 'float32'
+
+
+def test_a_function_that_does_not_fit():
+    def large(x):
+        y = jnp.broadcast_to(x[:, :, None, None], (16, 64, 2**15, 2**15))
+        return jax.lax.sort(y, dimension=2)[:, :, 0, 0].sum()
+
+    @sharded('b* x', mesh=EIGHT)
+    def total(x):
+        return x.sum()
+
+    with pytest.raises(EinshardError, match='total does not fit on one device') as caught:
+        check_same(total, X, reference=large)
+    assert list(caught.value.facts) == ['needs', 'device has', 'instead']
+
+
+def test_a_reference_without_devices():
+    on_mesh = NamedSharding(NAMED, P('data', 'tp'))
+    f = jax.jit(lambda x, w: jax.lax.with_sharding_constraint(x @ w, on_mesh))
+    x = jax.device_put(X, NamedSharding(NAMED, P('data')))
+    with pytest.raises(EinshardError, match='does not run on one device'):
+        check_same(f, x, W)
+    assert check_same(f, x, W, reference=product).same
+    jitted = jax.jit(product, in_shardings=(on_mesh, None))
+    assert check_same(jitted, X, W).same

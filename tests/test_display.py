@@ -1,0 +1,174 @@
+"""Pages as text, HTML and files: reports, comparisons, parallelism."""
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from einshard import check_same, einshard, explain, parallelism, sharded
+from einshard._page import Column, Page, Section, page_text
+from einshard._page_html import page_document, page_html
+
+EIGHT = jax.devices()[:8]
+LONG = 'parameters/a_layer_with_a_very_long_name/and_a_matrix_with_a_long_name'
+
+
+class Elements(html.parser.HTMLParser):
+    """The rows of tables, as lists of cells; asserts that elements nest."""
+
+    VOID = ('meta',)
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.rows, self.heads = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == 'tr':
+            self.rows.append([])
+        elif tag in ('td', 'th'):
+            self.rows[-1].append('')
+            self.heads.append(dict(attrs).get('data-head'))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ('td', 'th'):
+            self.rows[-1][-1] += data
+
+
+@pytest.fixture(scope='module')
+def report():
+    """A report with 60 arguments, intermediates and bounds."""
+
+    specs = {f'{LONG}_{i}': 'x y -> x8 y' for i in range(60)}
+
+    @sharded('b x -> b8 x', specs, mesh=EIGHT)
+    def many(x, w):
+        for one in w.values():
+            x = einshard(jnp.tanh(x @ one @ one.T), 'b y -> b y8')
+        return x
+
+    arrays = {f'{LONG}_{i}': np.ones((64, 8 + i), np.float32) for i in range(60)}
+    return explain(many, np.ones((8, 64), np.float32), arrays, intermediates=True, chip='H100')
+
+
+def test_html_has_all_rows_and_text_the_first(report):
+    rows = Elements(report._repr_html_()).rows
+    paths = [cells[0] for cells in rows]
+    assert all(f'w/{LONG}_{i}' in paths for i in range(60))
+    arguments = str(report).partition('results')[0].splitlines()[4:-1]
+    assert len(arguments) == 40
+    assert arguments[-1] == '  .. and 22 more'
+
+
+def test_text_counts_the_bytes_of_collectives_that_it_leaves_out():
+    section = Section('', (Column('a'),), tuple((str(i),) for i in range(5)), most=3, rest=': 2 B')
+    assert page_text(Page('', (section,)), 80) == 'a\n0\n1\n.. and 3 more: 2 B'
+    assert [row for row in Elements(page_html(Page('', (section,)))).rows if row != ['a']] == [
+        [str(i)] for i in range(5)
+    ]
+
+
+def test_files(report, tmp_path):
+    report.save(tmp_path / 'report.html')
+    report.save(str(tmp_path / 'report.txt'))
+    page = (tmp_path / 'report.html').read_text('utf-8')
+    assert page.startswith('<!DOCTYPE html>')
+    assert '<title>many on 8 devices (cpu)</title>' in page
+    assert 'max-height: 32em' not in page
+    assert Elements(page).rows == Elements(report._repr_html_()).rows
+    assert (tmp_path / 'report.txt').read_text('utf-8') == f'{report}\n'
+
+
+def test_each_cell_has_its_heading():
+    elements = Elements(
+        page_html(Page('', (Section('', (Column('a'), Column('b>')), (('1', '2'),)),)))
+    )
+    assert elements.heads == [None, None, 'a', 'b>']
+
+
+THEORY = {
+    'einsum': lambda: parallelism('b x, x y -> b y', x=8, sizes={'b': 32, 'x': 512, 'y': 64}),
+    'chain': lambda: parallelism(['b x, x y -> b y', 'b y, y z -> b z'], y=4),
+    'conflict': lambda: parallelism('b x4, x y4 -> b y'),
+}
+
+
+@pytest.mark.parametrize('case', THEORY)
+def test_parallelism(case, tmp_path):
+    theory = THEORY[case]()
+    data = theory.to_dict()
+    assert json.loads(json.dumps(data)) == data
+    theory.save(tmp_path / 'theory.txt')
+    assert (tmp_path / 'theory.txt').read_text('utf-8') == f'{theory}\n'
+    shown = re.sub('<style>.*</style>', '', theory._repr_html_(), flags=re.DOTALL)
+    shown = html.unescape(re.sub('<[^>]*>', ' ', shown))
+    words = re.sub(r"operand \d: '.*'", '', str(theory)).split()
+    assert set(words) <= set(shown.split())
+
+
+def test_parallelism_as_data():
+    data = THEORY['einsum']().to_dict()
+    assert data['devices'] == {'x': 8}
+    assert data['operands'] == ['b x -> b x8', 'x y -> x8 y']
+    first, *_ = data['choices']
+    assert first['collectives'] == [
+        {
+            'kind': 'all-reduce',
+            'of': 'the result',
+            'over': ['x'],
+            'group_size': 8,
+            'groups': 1,
+            'block': 'b y',
+            'bytes': 8192,
+        }
+    ]
+    assert len(THEORY['chain']().to_dict()['steps']) == 2
+
+
+CHROMIUM = shutil.which('chromium') or shutil.which('google-chrome')
+MEASURE = """<script>
+onload = () => {
+  const scrolls = [document.documentElement, ...document.querySelectorAll('div')]
+    .filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth);
+  document.title = 'scrolls: ' + scrolls.length;
+};
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason='needs Chromium')
+@pytest.mark.parametrize('width', [390, 1100])
+def test_no_page_scrolls_sideways(report, tmp_path, width):
+    one = sharded('b* x', mesh=EIGHT)(lambda x: {LONG: x * 2})
+    pages = {
+        'report': report,
+        'theory': THEORY['einsum'](),
+        'comparison': check_same(one, np.ones((8, 4), np.float32), gradients=False),
+    }
+    for name, page in pages.items():
+        file = tmp_path / f'{name}.html'
+        # a frame, because a window of Chromium is at least 500 pixels wide
+        (tmp_path / 'inner.html').write_text(page_document(page._page()) + MEASURE, 'utf-8')
+        wait = 'setTimeout(() => document.title = this.contentDocument.title, 200)'
+        frame = f'<iframe src="inner.html" width="{width}" height="900" onload="{wait}"></iframe>'
+        file.write_text(frame, 'utf-8')
+        done = subprocess.run(
+            [
+                CHROMIUM, '--headless', '--no-sandbox', '--disable-gpu', '--dump-dom',
+                '--allow-file-access-from-files', '--virtual-time-budget=2000', str(file),
+            ],
+            capture_output=True, encoding='utf-8', check=True, timeout=60,
+        )  # fmt: skip
+        assert re.search('<title>(.*)</title>', done.stdout)[1] == 'scrolls: 0', name

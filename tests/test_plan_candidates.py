@@ -1,0 +1,204 @@
+"""The candidates that `plan` compiles, chosen by estimates."""
+
+import math
+
+import jax
+import pytest
+from planned import Sizes, experts_step, mlp_step, transformer_step
+from test_bounds import tpus
+
+from einshard import EinshardError, sharded
+from einshard._hlo.hardware import as_chip
+from einshard._plan import candidates
+from einshard._plan.candidates import find_candidates
+from einshard._plan.estimate import Estimator
+from einshard._plan.model import find_model
+from einshard._plan.space import Space, read_pins
+
+V5E, V5P = as_chip('TPU v5e'), as_chip('TPU v5p')
+GIB = 2**30
+
+
+def model_of(made):
+    step, args = made
+    return find_model(step, args, {})
+
+
+def find(model, devices, chip=V5E, *, memory=None, objective='bound', **space):
+    made = Space(model, len(devices), **space)
+    return find_candidates(
+        made, Estimator(model, devices, chip), memory=memory, objective=objective
+    )
+
+
+def best(*args, **options):
+    """'x=4, y=2: batch@x, mlp@y'"""
+    return str(find(*args, **options).found[0][0])
+
+
+# --- the scaling book, by bounds alone ------------------------------------------------------------
+
+
+def cheapest_shape(step, args, devices, shapes, *, tensor):
+    """The sizes of FSDP and tensor parallelism that take the least time on v5p."""
+    model = find_model(step, args, {})
+    estimator = Estimator(model, devices, V5P)
+    space = Space(model, len(devices))
+    roles = frozenset({'batch', 'embed'}), frozenset(tensor)
+    return min(shapes, key=lambda sizes: estimator.totals(space.axes((sizes, roles))).seconds)
+
+
+def test_book_mlp():
+    # chapter 5: FSDP over whole dimensions of the torus, sqrt(2 x 64 x 48 Ki / 32,768) = 14 at best
+    @sharded('batch act', 'embed mlp', 'mlp embed', out='batch act')
+    def mlp(x, up, down):
+        return (x @ up) @ down
+
+    sizes = (48 * 1024, 8192), (8192, 32768), (32768, 8192)
+    args = [jax.ShapeDtypeStruct(shape, 'bfloat16') for shape in sizes]
+    shapes = [(64, 1), (16, 4), (4, 16), (1, 64)]
+    assert cheapest_shape(mlp, args, tpus(4, 4, 4), shapes, tensor=['mlp']) == (16, 4)
+
+
+def test_book_llama():
+    # chapter 6: LLaMA 3 70B with 4 Mi tokens on 8,192 v5p: FSDP over 2,048 chips, tensor over 4
+    c = Sizes(80, 8192, heads=64, kv=8, head=128, mlp=28672, vocab=128256, seq=2048, batch=2048)
+    step, args = transformer_step(c)
+    tensor = ['heads', 'kv', 'mlp', 'vocab']
+    shapes = [(8192 // n, n) for n in (1, 2, 4, 8)]
+    assert cheapest_shape(step, args, tpus(16, 16, 32), shapes, tensor=tensor) == (2048, 4)
+
+
+# --- what theory says -----------------------------------------------------------------------------
+
+DEVICES = tpus(4, 2)
+
+
+def test_data_parallelism_for_small_weights():
+    assert best(model_of(mlp_step(tokens=2**16, width=64, hidden=256)), DEVICES) == 'x=8: batch@x'
+
+
+def test_fsdp_if_the_weights_do_not_fit():
+    model = model_of(mlp_step(tokens=2**16, width=1024, hidden=4096))
+    assert best(model, DEVICES) == 'x=8: batch@x'
+    replicated = find(model, DEVICES).found[0][1].memory
+    # parameters of 32 MiB, and their gradients
+    assert best(model, DEVICES, memory=replicated - 2**24) == 'x=8: embed@x, batch@x'
+
+
+def test_tensor_parallelism_for_few_tokens():
+    model = model_of(mlp_step(tokens=8, width=1024, hidden=4096))
+    assert best(model, DEVICES) == 'x=8: mlp@x'
+
+
+def test_fsdp_and_tensor_parallelism():
+    c = Sizes(8, 4096, heads=32, kv=32, head=128, mlp=16384, vocab=1024, seq=1024, batch=64)
+    mesh = ('x', 8), ('y', 4)
+    found = find(model_of(transformer_step(c)), tpus(8, 4), memory=3 * GIB, mesh=mesh).found
+    axes = dict(found[0][0].axes)
+    assert axes['batch'] == axes['embed'] == ('x',)
+    assert axes['mlp'] == axes['heads'] == axes['kv'] == ('y',)
+
+
+def test_experts():
+    assert 'expert@x' in best(model_of(experts_step()), DEVICES)
+
+
+# --- the space ------------------------------------------------------------------------------------
+
+
+def test_a_beam_finds_the_best_of_all(monkeypatch):
+    model = model_of(mlp_step(tokens=4096, width=1024, hidden=4096))
+    everything = find(model, DEVICES)
+    monkeypatch.setattr(candidates, 'FULL', 0)
+    beam = find(model, DEVICES)
+    assert everything.is_complete
+    assert not beam.is_complete
+    assert beam.found[0] == everything.found[0]
+    assert find(model, DEVICES).found == beam.found  # deterministic
+
+
+def test_no_mesh_axis_twice_and_all_sizes_divide():
+    model = model_of(transformer_step(Sizes(heads=12, kv=6, batch=24)))
+    found = find(model, DEVICES).found
+    assert len(found) > 20
+    for one, _ in found:
+        axes, sizes = dict(one.axes), dict(one.mesh)
+        assert math.prod(sizes.values()) == 8
+        for names in model.together:
+            used = [axis for name in names for axis in axes[name]]
+            assert len(used) == len(set(used))
+        for name, its in axes.items():
+            assert model.divisors[name] % math.prod(sizes[axis] for axis in its) == 0
+
+
+def test_pruned():
+    model = model_of(mlp_step(tokens=6))
+    pruned = find(model, DEVICES).pruned
+    assert pruned['the size is not divisible'] > 0  # of 6 tokens by 4 and 8
+    assert pruned['one mesh axis twice in an array'] > 0
+    assert pruned['equal with one mesh axis less'] > 0
+
+
+def test_objectives():
+    model = model_of(mlp_step(tokens=4096))
+    by_time, by_bytes, by_memory = (
+        [totals for _, totals in find(model, DEVICES, objective=one).found]
+        for one in ('bound', 'bytes', 'memory')
+    )
+    assert [one.seconds for one in by_time] == sorted(one.seconds for one in by_time)
+    assert [one.sent for one in by_bytes] == sorted(one.sent for one in by_bytes)
+    assert [one.memory for one in by_memory] == sorted(one.memory for one in by_memory)
+
+
+def test_what_does_not_fit_comes_last():
+    found = find(model_of(mlp_step()), DEVICES, memory=0).found
+    memories = [totals.memory for _, totals in found]
+    assert memories == sorted(memories)
+
+
+def test_pins():
+    model = model_of(mlp_step())
+    for one, _ in find(model, DEVICES, pinned=read_pins({'embed': '@y', 'batch': ''})).found:
+        assert dict(one.axes)['embed'] == ('y',)
+        assert dict(one.axes)['batch'] == ()
+
+
+def test_named_mesh():
+    model = model_of(mlp_step())
+    found = find(model, DEVICES, mesh=(('data', 4), ('tensor', 2))).found
+    assert {one.mesh for one, _ in found} == {(('data', 4), ('tensor', 2))}
+
+
+def test_slices_shard_only_the_batch():
+    model = model_of(mlp_step(tokens=4096))
+    found = find(model, tpus(2, 2, slices=2), V5E, n_slices=2).found
+    assert found
+    for one, _ in found:
+        assert one.mesh[0] == ('x', 2)
+        assert [name for name, axes in one.axes if 'x' in axes] == ['batch']
+
+
+def test_nothing_to_shard_by():
+    # no size is divisible by 2, so all devices compute the same
+    assert (
+        best(model_of(mlp_step(tokens=5, width=3, hidden=7)), DEVICES)
+        == 'x=8: everything replicated'
+    )
+
+
+@pytest.mark.parametrize(
+    ('pin', 'mesh', 'message'),
+    [
+        ({'enbed': '@x'}, None, "pin= has 'enbed', which step does not use"),
+        ({'embed': '@data'}, None, "pin= shards 'embed' over 'data', but the mesh axes are"),
+        ({'embed': '@x', 'mlp': '@x'}, None, "'mlp' and 'embed' of one array over 'x'"),
+        ({'embed': '@x', 'batch': '@y'}, None, 'pin= contradicts the sizes'),
+        ({'embed': '@a'}, (('a', 8),), 'pin= contradicts the sizes'),
+        ({'embed': '4'}, None, "embed='4', but mesh sizes are what `plan` looks for"),
+    ],
+)
+def test_bad_pins(pin, mesh, message):
+    model = model_of(mlp_step(tokens=5, width=12))
+    with pytest.raises(EinshardError, match=message):
+        Space(model, 8, mesh=mesh, pinned=read_pins(pin))

@@ -1,0 +1,310 @@
+"""The model that `plan` finds by tracing, and the costs that it estimates."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import ShapeDtypeStruct as Shape
+from planned import MLP_RULES, Sizes, experts_step, f32, mlp_step, transformer_step
+
+from einshard import Chip, EinshardError, Rules, einshard, sharded
+from einshard._plan.candidate import Candidate
+from einshard._plan.estimate import Estimator
+from einshard._plan.model import find_model
+
+# one byte per second to other devices, and one product per second
+SLOW = Chip('slow', {'bf16': 1.0}, memory=1e9, memory_bandwidth=1.0, link=1.0)
+
+
+def model_of(made):
+    step, args = made
+    return find_model(step, args, {})
+
+
+def text(product):
+    """'batch act, embed mlp -> batch mlp'"""
+    *operands, out = (
+        ' '.join('+'.join(names) or '.' for names in side.names)
+        for side in (*product.operands, product.out)
+    )
+    return f'{", ".join(operands)} -> {out}'
+
+
+def products(model):
+    return {text(one): one for one in model.products if one.flops}
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def test_model_of_an_mlp():
+    model = model_of(mlp_step())
+    assert model.name == 'step'
+    assert model.names == {'mlp': 32, 'embed': 16, 'batch': 64, 'act': 16}
+    assert [(one.path, one.names, one.role, one.donated, one.bytes) for one in model.arrays] == [
+        ('weights/down', (('mlp',), ('embed',)), 'state', True, 2048),
+        ('weights/up', (('embed',), ('mlp',)), 'state', True, 2048),
+        ('x', (('batch',), ('act',)), 'batch', False, 4096),
+    ]
+    assert model.results == ()  # the loss is a scalar, the weights take the memory of the old ones
+    assert set(products(model)) == {
+        'batch act, embed mlp -> batch mlp',
+        'batch mlp, mlp embed -> batch act',
+        'batch act, batch mlp -> embed mlp',  # named as the weight that it updates
+        'batch act, mlp embed -> batch mlp',
+        'batch mlp, batch act -> mlp embed',
+    }
+
+
+@pytest.mark.parametrize('pieces', [1, 4])
+def test_products_in_scans_are_counted(pieces):
+    c = Sizes()
+    model = model_of(transformer_step(c, pieces))
+    runs = collections.Counter()
+    for one in model.products:
+        runs[text(one)] += one.executions
+    n = pieces * c.layers
+    assert runs['batch norm_seq act, embed mlp -> batch seq mlp'] == 2 * n  # again in the remat
+    assert runs['batch seq mlp, mlp embed -> batch norm_seq act'] == n  # nothing needs it again
+    assert runs['batch seq mlp, batch norm_seq act -> mlp embed'] == n  # a gradient
+    up = products(model)['batch norm_seq act, embed mlp -> batch seq mlp']
+    assert up.flops == 2 * c.batch // pieces * c.seq * c.embed * c.mlp
+
+
+def test_names_go_through_the_program():
+    found = products(model_of(transformer_step()))
+    # scores: the heads of queries are split into groups, of which the major axis keeps the name
+    assert 'batch seq kv head, batch seq heads head . -> batch kv seq seq .' in found
+    assert 'batch seq heads head, heads head embed -> batch norm_seq act' in found
+    # the gradient of the tied table, as a product and as a lookup
+    assert 'batch seq vocab, batch norm_seq act -> vocab embed' in found
+    model = model_of(transformer_step())
+    lookups = [text(one) for one in model.products if one.dtype == 's32']
+    assert lookups == [
+        'batch seq ., vocab embed -> batch norm_seq act',
+        'batch seq ., batch norm_seq act -> vocab embed',
+    ]
+
+
+def test_what_scans_store():
+    c = Sizes()
+    model = model_of(transformer_step(c))
+    stored = {one for peak in model.peaks for one, _ in peak}
+    n_bytes = 2 * c.layers * c.batch * c.seq * c.embed  # the input of every layer, in bf16
+    assert ((('layers',), ('batch',), ('norm_seq',), ('act',)), n_bytes) in stored
+
+
+def test_experts():
+    found = products(model_of(experts_step()))
+    assert 'batch expert place, batch act -> expert place act' in found
+    assert 'expert place act, expert embed mlp -> expert place mlp' in found
+    assert 'expert place act, expert place mlp -> expert embed mlp' in found
+
+
+def test_convolution():
+    @sharded(
+        'high wide colors features', 'batch h w colors', out=('high wide colors features', None)
+    )
+    def step(kernel, images):
+        def loss(kernel):
+            y = jax.lax.conv_general_dilated(
+                images, kernel, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC')
+            )
+            return jnp.sum(einshard(y, 'batch h w features') ** 2)
+
+        return kernel - jax.grad(loss)(kernel), 0
+
+    model = find_model(step, (f32(3, 3, 4, 8), f32(16, 32, 32, 4)), {})
+    found = products(model)
+    flops = 2 * 16 * 32 * 32 * 3 * 3 * 4 * 8
+    assert {name: one.flops for name, one in found.items()} == {
+        'batch h w colors, high wide colors features -> batch h w features': flops,
+        'batch h w colors, batch h w features -> high wide colors features': flops,
+    }
+
+
+def test_ragged_dot():
+    step = sharded('tokens act', 'expert embed mlp', 'expert')(jax.lax.ragged_dot)
+    shapes = f32(64, 8), f32(4, 8, 16), Shape((4,), 'int32')
+    (one,) = find_model(step, shapes, {}).products
+    assert text(one) == 'tokens act, expert embed mlp -> tokens mlp'
+    assert one.flops == 2 * 64 * 8 * 16
+
+
+def test_decoding():
+    rules = Rules([('w', 'embed mlp')])
+
+    @sharded(rules, 'batch length mlp', 'batch embed', donate_argnames='cache')
+    def decode(weights, cache, x):
+        new = einshard(x @ weights['w'], 'batch mlp')
+        return jax.lax.dynamic_update_slice(cache, new[:, None], (0, 3, 0))
+
+    model = find_model(decode, ({'w': f32(16, 32), 'b': None}, f32(8, 10, 32), f32(8, 16)), {})
+    assert [one.role for one in model.arrays] == ['batch', 'state', 'batch']
+    assert model.results == ()
+    assert list(products(model)) == ['batch embed, embed mlp -> batch mlp']
+
+
+def test_jitted_function_with_names_inside():
+    @jax.jit
+    def mlp(weights, x):
+        weights = einshard(weights, MLP_RULES)
+        h = jax.nn.relu(einshard(x, 'batch act') @ weights['up'])
+        return einshard(h @ weights['down'], 'batch act')
+
+    weights = {'up': f32(16, 32), 'down': f32(32, 16)}
+    model = find_model(mlp, (weights, f32(64, 16)), {})
+    assert [one.names for one in model.arrays] == [
+        (('mlp',), ('embed',)),
+        (('embed',), ('mlp',)),
+        (('batch',), ('act',)),
+    ]
+    assert set(products(model)) == {
+        'batch act, embed mlp -> batch mlp',
+        'batch mlp, mlp embed -> batch act',
+    }
+
+
+def test_flax_names():
+    linen = pytest.importorskip('flax.linen')
+    init = linen.with_logical_partitioning(linen.initializers.ones, ('embed', 'mlp'))
+    layer = linen.Dense(32, kernel_init=init, use_bias=False)
+    weights = jax.eval_shape(layer.init, jax.random.key(0), f32(8, 16))
+    model = find_model(layer.apply, (weights, f32(8, 16)), {})
+    assert model.names == {'embed': 16, 'mlp': 32}
+    assert list(products(model)) == ['. ., embed mlp -> . mlp']
+
+
+def test_flax_variables():
+    class Variable:
+        """Has the metadata of an nnx.Variable."""
+
+        def __init__(self, value, **metadata):
+            self.value, self.metadata = value, metadata
+
+        def get_metadata(self):
+            return self.metadata
+
+    jax.tree_util.register_pytree_node(
+        Variable,
+        lambda one: ((one.value,), tuple(one.metadata.items())),
+        lambda metadata, children: Variable(children[0], **dict(metadata)),
+    )
+    w = Variable(f32(16, 32), sharding_names=('embed', None))
+    model = find_model(lambda x, w: x @ w.value, (f32(8, 16), w), {})
+    assert model.names == {'embed': 16}
+    assert model.arrays[1].names == (('embed',), ())
+
+
+def test_mesh_axes_in_expressions():
+    @sharded('batch act', 'embed mlp@tensor')
+    def up(x, w):
+        return x @ w
+
+    model = find_model(up, (f32(8, 16), f32(16, 32)), {}, ['data', 'tensor'])
+    assert model.names == {'batch': 8, 'act': 16, 'embed': 16}
+    assert list(products(model)) == ['batch act, embed tensor -> batch tensor']
+
+
+def test_no_names():
+    def up(weights, x):
+        return x @ weights['w']
+
+    with pytest.raises(EinshardError) as caught:
+        find_model(up, ({'w': f32(16, 32), 'b': f32(32)}, f32(8, 16)), {})
+    assert str(caught.value).startswith('up has no axis names, so there is nothing to plan')
+    fix = caught.value.fix
+    assert fix == (
+        "sharded(Rules([('w$', 'rows columns')], default='... -> * ...'), 'rows columns')(up)"
+    )
+    known = {'sharded': sharded, 'Rules': Rules, 'up': up}
+    assert set(
+        find_model(eval(fix, known), ({'w': f32(16, 32), 'b': f32(32)}, f32(8, 16)), {}).names
+    ) == {'rows', 'columns'}
+
+
+# --- costs, by hand -------------------------------------------------------------------------------
+
+T, D, F = 64, 16, 32
+GRADIENTS = WEIGHTS = 2 * 4 * D * F
+
+
+def judged(n=4, chip=SLOW, made=None, **axes):
+    made = made or mlp_step(T, D, F)
+    model = model_of(made)
+    mesh = (('x', n),)
+    names = tuple((name, axes.get(name, ())) for name in model.names)
+    return Estimator(model, jax.devices()[:n], chip).judge(Candidate(mesh, names))
+
+
+def bound(judgement, resource):
+    return {one.resource: one.seconds for one in judgement.bounds}.get(resource)
+
+
+X = ('x',)
+
+
+@pytest.mark.parametrize(
+    ('axes', 'sent_by'),
+    [
+        ({'batch': X}, {('all-reduce', 'gradients'): 2 * GRADIENTS * 3 // 4}),
+        (
+            {'batch': X, 'embed': X},
+            {
+                ('all-gather', 'weights'): WEIGHTS * 3 // 4,
+                ('reduce-scatter', 'gradients'): GRADIENTS * 3 // 4,
+            },
+        ),
+        ({'mlp': X}, {('all-reduce', 'activations'): 2 * 4 * T * D * 3 // 4}),
+        ({}, {}),
+    ],
+    ids=['data', 'fsdp', 'tensor', 'replicated'],
+)
+def test_what_an_mlp_sends(axes, sent_by):
+    found = judged(**axes)
+    assert found.sent_by == sent_by
+    assert found.network_bytes == sum(sent_by.values())
+    parts = 4 if axes else 1
+    assert bound(found, 'compute') == 5 * 2 * T * D * F / parts
+    assert found.judge == 'estimate'
+
+
+def test_bounds_of_an_mlp():
+    found = judged(batch=X, embed=X)
+    # each device is sent 3/4 of the weights, and of the terms of the gradients
+    assert bound(found, 'network') == WEIGHTS * 3 / 4 + GRADIENTS * 3 / 4
+    # arguments are read, the weights are written
+    assert bound(found, 'HBM') == (2 * WEIGHTS + 4 * T * D) / 4
+    assert judged(chip=None, batch=X, embed=X).bounds == ()
+    assert judged(chip=None, batch=X, embed=X).sent == {'x': 3 * (WEIGHTS + GRADIENTS) // 4}
+
+
+def test_gathers_of_a_scan():
+    c = Sizes()
+    made = transformer_step(c)
+    sent = judged(made=made, batch=X, embed=X).sent_by
+    each = 2 * c.embed * c.head * c.heads + c.embed * c.head * c.kv + 2 * c.embed * c.mlp
+    # in bf16: forward and backward, and the table for the lookup and the logits, forward and back
+    table = c.vocab * c.embed
+    gathers = 2 * 2 * c.layers * each
+    assert sent['all-gather', 'weights'] >= gathers * 3 / 4
+    assert (
+        sent['all-gather', 'weights'] <= (gathers + 2 * 3 * table + 4 * c.layers * c.embed) * 3 / 4
+    )
+
+
+def test_accumulated_gradients_are_reduced_for_each_piece():
+    one, four = (judged(made=transformer_step(pieces=n), batch=X, embed=X).sent_by for n in (1, 4))
+    ratio = four['reduce-scatter', 'gradients'] / one['reduce-scatter', 'gradients']
+    assert ratio == pytest.approx(4, rel=0.01)
+
+
+def test_memory():
+    c = Sizes()
+    made = transformer_step(c)
+    replicated, sharded_state = judged(made=made), judged(made=made, batch=X, embed=X)
+    states = 3 * 4 * sum(np.prod(one.shape) for one in made[1][0].values())
+    assert replicated.memory > states
+    assert sharded_state.memory < replicated.memory / 3
