@@ -190,7 +190,7 @@ def _as_text(name: object, placement: Placed) -> str:
     entries = spec_axes(spec)
     if len(entries) > 1 or FREE in entries or spec.unreduced or spec.reduced:
         raise EinshardError(
-            f'axis_rules has {name}={partition_text(spec)}, but a rule places one axis',
+            f'axis_rules has {name}={partition_text(spec)}, but a rule is for one array axis',
             facts={'expected': "one entry, such as P('data') or P(('data', 'fsdp'))"},
         )
     return str(Term('', mesh_axes=tuple(map(str, entries[0] if entries else ()))))
