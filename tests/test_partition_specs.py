@@ -257,11 +257,9 @@ def test_meshes_of_threads():
         assert all(pool.map(work, [AUTO, other, AUTO] * 10))
 
 
-def test_explain_and_missing():
+def test_explain_and_specs_without_a_mesh():
     report = explain(sharded(P('data'), mesh=AUTO)(lambda x: x.sum(0)), X)
     assert [collective.kind for collective in report.collectives] == ['all-reduce']
-    x = einshard(X, P('fsdp', 'tensor'), mesh=AUTO, missing='replicate')
-    assert placed(x, AUTO, P(None, 'tensor'))
     for spec in (P(), P(None, None)):
         assert einshard(X, spec).is_fully_replicated
 
@@ -339,8 +337,12 @@ REFUSALS = [
     ),
     (lambda: einshard(X, ON_HOST, memory_kind='device'), "has memory kind 'pinned_host', but"),
     (lambda: per_device(ON_HOST, out=P()), 'does not move arrays to pinned_host memory'),
-    (lambda: axis_rules(batch=P(P.UNCONSTRAINED)), 'but a rule places one axis'),
-    (lambda: axis_rules(batch=P('data', unreduced={'tensor'})), 'but a rule places one axis'),
+    (
+        lambda: Rules([('', P(P.UNCONSTRAINED))]).table({'x': X}, mesh=AUTO),
+        'only for values in a traced function',
+    ),
+    (lambda: axis_rules(batch=P(P.UNCONSTRAINED)), 'but a rule is for one array axis'),
+    (lambda: axis_rules(batch=P('data', unreduced={'tensor'})), 'but a rule is for one array axis'),
 ]
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from counting import counted, counting, program
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 
@@ -74,18 +74,6 @@ def test_without_specs_it_is_jit():
     ours, theirs = sharded(matmul), jax.jit(matmul)
     assert program(ours.lower(X, W).compile()) == program(theirs.lower(X, W).compile())
     assert ours(X, W).sharding == theirs(X, W).sharding
-
-
-def test_every_device_count(devices):
-    x = np.arange(48 * 6, dtype=np.float32).reshape(48, 6)
-    f = sharded('a b -> a* b', out='a b -> * a b', mesh=devices)(lambda x: x + 1)
-    result = f(x)
-    assert result.sharding.device_set == set(devices)
-    assert result.is_fully_replicated
-    np.testing.assert_array_equal(result, x + 1)
-    pieces = f.in_shardings(x)['x'].devices_indices_map(x.shape)
-    starts = sorted(index[0].start or 0 for index in pieces.values())
-    assert starts == [48 // len(devices) * i for i in range(len(devices))]
 
 
 @pytest.mark.parametrize(
@@ -189,43 +177,6 @@ def test_specs_may_depend_on_the_shape():
 
 
 # ------------------------------------------------------------------------------------------- mesh
-
-
-def test_reversed_device_lists_give_the_canonical_mesh():
-    forth = on_eight(ROWS, out=ROWS)(lambda x: 2 * x)
-    back = sharded(ROWS, out=ROWS, mesh=EIGHT[::-1])(lambda x: 3 * x)
-    assert back(forth(X)).sharding == forth(X).sharding
-    for composed in (lambda x: back(forth(x)), jax.jit(lambda x: back(forth(x)))):
-        np.testing.assert_array_equal(composed(X), 6 * X)
-
-
-def test_a_mesh_with_its_devices_reversed_is_taken_as_it_is():
-    mesh = mesh_of(p=8, devices=EIGHT[::-1])
-    result = sharded(ROWS, out='x y -> x@p y', mesh=mesh)(lambda x: 2 * x)(X)
-    assert result.sharding == NamedSharding(mesh, P('p'))
-    rows = {shard.device: shard.index[0].start for shard in result.addressable_shards}
-    assert [rows[device] for device in EIGHT] == list(range(7, -1, -1))
-    np.testing.assert_array_equal(result, 2 * X)
-
-
-def test_an_abstract_mesh_lowers_without_devices():
-    mesh = AbstractMesh((4,), ('p',), axis_types=(AxisType.Auto,))
-    f = sharded('x@p y', out='x y@p', mesh=mesh)(lambda x: x + 1)
-    assert f.eval_shape(X).shape == X.shape
-    assert f.in_shardings(X)['x'] == NamedSharding(mesh, P('p'))
-    lowered = f.trace(X).lower(lowering_platforms=('cpu',))
-    assert lowered.as_text().count('stablehlo.add') == 1
-
-
-def test_the_mesh_in_context_is_that_of_the_call():
-    @sharded(ROWS, out='x@p y')
-    def f(x):
-        return x + 1
-
-    with jax.set_mesh(mesh_of(p=8)):
-        assert f(X).sharding.spec == P('p')
-    with pytest.raises(EinshardError, match='p'):
-        f(X)
 
 
 def test_the_mesh_is_the_default_inside_and_only_there():

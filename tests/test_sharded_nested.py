@@ -189,23 +189,6 @@ def test_a_mesh_that_is_given_wins_over_one_that_looks_the_same():
         assert outer(X).sharding.device_set == set(LOW)
 
 
-def test_meshes_that_differ_in_names_or_sizes_take_turns():
-    f = sharded('a* b', out='a b*')(add)
-    meshes = [
-        mesh_of(LOW, p=4),
-        mesh_of(LOW, q=4),
-        mesh_of(EIGHT, p=8),
-        mesh_of(DEVICES[8:12], p=4),
-    ]
-    for how in ('call', 'jit', 'grad', 'call'):
-        for mesh in meshes:
-            with jax.set_mesh(mesh):
-                y = PLACES[how](f)
-            assert y.sharding.device_set == set(mesh.devices.flat)
-            assert y.sharding.is_equivalent_to(NamedSharding(mesh, P(None, mesh.axis_names)), 2)
-        assert f(np.ones((16, 16), np.float32)).sharding.mesh == device_mesh()
-
-
 # ----------------------------------------------- eager transformations of arrays placed differently
 
 

@@ -20,14 +20,13 @@ import pytest
 from jaxtyping import Array, Float, TypeCheckError, jaxtyped
 from placed import check_equal
 
-from einshard import EinshardError, Sharded, describe, explain, per_device, sharded
+from einshard import EinshardError, explain, per_device, sharded
 
 EIGHT = jax.devices()[:8]
 X = np.arange(128, dtype=np.float32).reshape(8, 16) / 128
 
 
 Matrix = Float[Array, 'a b']
-Rows, Columns = Sharded[Matrix, 'a* b'], Sharded[Matrix, 'a b*']
 
 
 def square(x: Matrix, power: int = 2) -> Matrix:
@@ -238,13 +237,6 @@ def test_transformed_functions_describe_themselves(how, kind):
     check_results(ours, theirs, jnp.stack([x] * 8) if how == 'vmap' else x)
 
 
-def test_export_of_a_gradient_is_the_gradient():
-    pytest.importorskip('flatbuffers')
-    gradient = jax.jit(jax.grad(SCALAR['sharded']))
-    exported = jax.export.export(gradient)(jax.ShapeDtypeStruct((8,), np.float32))
-    assert [a.shape for a in exported.out_avals] == [(8,)]
-
-
 @pytest.mark.parametrize('kind', ['sharded', 'per_device'])
 def test_explain_of_a_gradient_is_of_the_gradient(kind):
     report = explain(jax.grad(SCALAR[kind]), jax.ShapeDtypeStruct((8,), np.float32), mesh=None)
@@ -288,17 +280,6 @@ def test_type_checkers_above_and_below(how):
             checked(jnp.asarray(X), 'two')
     # other sharded functions are not checked because one is
     np.testing.assert_array_equal(by_sharded(X), X**2)
-
-
-def test_annotations_with_a_placement_above_beartype():
-    beartype = pytest.importorskip('beartype').beartype
-
-    @sharded
-    @jaxtyped(typechecker=beartype)
-    def twice(x: Rows) -> Columns:
-        return 2 * x
-
-    assert describe(twice(np.ones((16, 16), np.float32))) == 'a b -> a b16'
 
 
 # ------------------------------------------------------------------------------------ frameworks

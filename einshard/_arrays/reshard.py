@@ -1,4 +1,4 @@
-"""Reshards values along Explicit mesh axes: `jax.sharding.reshard`, without its errors."""
+"""Reshards values over Explicit mesh axes: `jax.sharding.reshard`, with its bugs avoided."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .._errors import EinshardError
 from .._sharding.mesh import is_partial, partition_spec, partition_text, spec_axes
 from .._text import array_text
 
-# JAX 0.8.1 copies a value to every device, so that the sum is too large; 0.10.2 adds zeros, but for
-# complex numbers XLA crashes.
+# JAX 0.8.1 makes every term of a partial sum the full value, so that the sum is too large. JAX
+# 0.10.2 adds zeros, but XLA crashes for complex numbers.
 _COPIES_TERMS = jax.__version_info__ < (0, 10)
 
 
 def reshard(x: Any, sharding: NamedSharding) -> Any:
     """Reshards a value, as `jax.sharding.reshard` does.
 
-    A value that becomes a partial sum is replicated first. Directly, JAX 0.8.1 to 0.12 multiply it
-    if one of its axes is sharded over two of the mesh axes, and XLA aborts the process if it is a
-    partial sum over other mesh axes.
+    A value that becomes a partial sum is replicated first. Otherwise JAX 0.8.1 to 0.12 return a
+    multiple of it if an axis is sharded over two of the mesh axes, and XLA aborts the process if
+    the value is a partial sum over other mesh axes.
     """
     aval: Any = jax.typeof(x)
     old, spec = aval.sharding.spec.unreduced, sharding.spec
@@ -48,7 +48,7 @@ def _check_dtype(aval: Any, sharding: NamedSharding) -> None:
 
 
 def _as_terms(x: Any, sharding: NamedSharding) -> Any:
-    """Makes the first device of each group hold the value, and the others zeros."""
+    """Makes a partial sum: the first device of each group has the value, the others have zeros."""
     mesh, entries = sharding.mesh, spec_axes(sharding.spec)
     entries += [()] * (x.ndim - len(entries))
     devices = tuple(axis for axis in mesh.axis_names if axis in sharding.spec.unreduced)

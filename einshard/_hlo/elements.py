@@ -11,9 +11,9 @@ _PART = re.compile(r'(?:/\*index=\d+\*/)?([^\s,{}]+(?:\{[^}]*\})?)')
 
 
 def spell_out_elements(text: str) -> str:
-    """Gives elements of tuples, such as %all-reduce#1, an instruction of their own.
+    """Adds a get-tuple-element instruction for each element of a tuple, such as %all-reduce#1.
 
-    XLA of JAX 0.12 leaves out get-tuple-element in the programs that it dumps.
+    XLA omits these instructions in the programs that it dumps with JAX 0.12.
 
     >>> from einshard._hlo.elements import spell_out_elements
     >>> text = '''
@@ -31,9 +31,9 @@ def spell_out_elements(text: str) -> str:
     if not elements:
         return text
 
-    def with_elements(found: re.Match[str]) -> str:
-        name, types = found[1], _PART.findall(found[2])
-        return found[0] + ''.join(
+    def with_elements(match: re.Match[str]) -> str:
+        name, types = match[1], _PART.findall(match[2])
+        return match[0] + ''.join(
             f'\n  %{name}#{i} = {types[i]} get-tuple-element(%{name}), index={i}'
             for i in sorted(elements.get(name, ()))
             if i < len(types)

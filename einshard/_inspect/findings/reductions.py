@@ -23,11 +23,14 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
     """Reports all-reduces of which each device keeps a slice, after other operations."""
     for one, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
         place = facts.places.get(one.name)
-        if one.kind != 'all-reduce' or place is None or not one.groups or one.bytes < _SMALL:
+        if one.kind != 'all-reduce' or place is None or row.is_backward or one.bytes < _SMALL:
             continue
         found = find_sliced_sum(facts.module, place)
         # the CPU backend has no reduce-scatter
         if found is None or (found.is_direct and facts.platform == 'cpu'):
+            continue
+        suggestion = _constraint(facts, one.source or '', along, found)
+        if not suggestion:  # not the sum of a product
             continue
         yield Finding(
             'sliced all-reduce',
@@ -36,10 +39,11 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
             'sends half',
             one.source,
             sent_bytes(one),
-            _constraint(facts, one.source or '', along, found),
+            suggestion,
         )
 
 
+_LARGE = 0.02  # part of all bytes sent
 _SMALL = 1024  # bytes; smaller sums are not worth a change
 
 
@@ -51,7 +55,8 @@ def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum
         return ''
     (result,), ((dim, parts),) = results, found.parts
     mesh = tuple(str(name) for name in facts.mesh.axis_names if name in along)
-    if dim >= len(result.axes) or parts != prod(facts.mesh.shape[name] for name in mesh):
+    is_all = parts == prod(facts.mesh.shape[name] for name in mesh)
+    if dim >= len(result.axes) or not is_all or along & result.mesh:
         return ''
     axes = [
         replace(axis, mesh=(*axis.mesh, *mesh)) if i == dim else axis
@@ -81,6 +86,8 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
             found.setdefault((loop.line, row.along), []).append((row, sent_bytes(one)))
     for (line, along), rows in found.items():
         n_bytes, n = sum(sent for _, sent in rows), loops[line].length
+        if n_bytes < _LARGE * sum(map(sent_bytes, facts.collectives)):  # as of scales of norms
+            continue
         paths = list(dict.fromkeys(path for row, _ in rows for path in row.of))
         folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
         yield Finding(
@@ -106,8 +113,8 @@ def _one_sum(facts: Facts, line: str, along: str) -> str:
             'reshard the sum after the loop'
         )
     return (
-        f"run the loop of {source} in a function of per_device, which sums each device's "
-        'gradients, and reduce them once after it'
+        f'run the loop of {source} in a function of per_device, make its weights varying '
+        "(jax.lax.pcast(.., to='varying')), and reduce the gradients once after it"
     )
 
 
