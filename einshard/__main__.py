@@ -48,8 +48,8 @@ examples:
   {prog} table model:rules model:init_params --args 'u32[2]' --mesh data=4 tp=2
 """
 _ARGUMENT = (
-    "arguments of the call: arrays as 'f32[8,128]', Python numbers, module:name for a value or for "
-    'a function that returns it; name=... passes it by keyword'
+    "arguments of the call: 'f32[8,128]' for an array, a Python number, or module:name for a value "
+    'or a function that returns it; name=... passes an argument by keyword'
 )
 _ASCII = str.maketrans('─│┌┬┐├┼┤└┴┘', '-|+++++++++')
 
@@ -96,8 +96,7 @@ def _program() -> str:
 def _show_parser() -> argparse.ArgumentParser:
     parser = _parser(
         '',
-        'Draws which devices hold which block of an array.\n'
-        'It needs only the expression: the devices do not have to exist.',
+        'Draws which devices hold which block of an array.\nThe devices do not have to exist.',
         _SHOW_EXAMPLES,
         'devices, which do not have to exist',
         count=int,

@@ -16,8 +16,8 @@ _caches: list[Callable[[], None]] = []
 def cached(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Caches a function like `functools.lru_cache`, in a cache that `clear_caches` clears.
 
-    Lookups run in C, take 0.1 us, and are thread-safe. The size is bounded because a
-    long-running notebook may create any number of meshes and expressions.
+    Lookups run in C, take 0.1 us, and are thread-safe. The size is limited because a long-running
+    notebook may create any number of meshes and expressions.
     """
     wrapped: Any = functools.lru_cache(maxsize=8192)(function)
     _caches.append(wrapped.cache_clear)
@@ -36,7 +36,7 @@ def clear_caches() -> None:
         >>> from einshard import clear_caches
         >>> clear_caches()
 
-    Call it in tests, or after the devices of the process have changed.
+    Use it in tests, or after the devices of the process have changed.
     """
     for clear in _caches:
         clear()

@@ -35,7 +35,7 @@ class EinshardError(ValueError):
         expression: the expression as written, or None.
         spans: (start, end) offsets of the marked terms in `expression`.
         facts: facts by label, in the order shown.
-        fix: an expression or call that was tested and works, or None.
+        fix: an expression, option or call that was tested and works, or None.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class EinshardError(ValueError):
 
 
 def for_arrays(errors: Sequence[EinshardError]) -> EinshardError:
-    """One error for several arrays: the first, with a list of the others."""
+    """Combines the errors of several arrays: the first error, with a list of the other arrays."""
     first, *others = errors
     if not others:
         return first

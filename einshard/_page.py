@@ -20,8 +20,8 @@ _MIN_BESIDE = 4  # columns that stay side by side on a narrow page; others go be
 class Column:
     head: str
     right: bool = False  # align right, for numbers
-    elastic: str = ''  # 'middle' or 'start': which part of a cell to omit on a narrow page
-    below: bool = False  # whether text puts the cells on separate lines, for long paths
+    elastic: str = ''  # 'middle' or 'start': the part of a cell to omit on a narrow page
+    below: bool = False  # for long paths: whether text has these cells on lines of their own
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Page:
     notes: tuple[str, ...] = ()
 
     def printable(self) -> Page:
-        """Replaces control characters, which paths may contain and terminals would execute."""
+        """Replaces control characters, which paths may contain and terminals would interpret."""
         sections = (
             replace(
                 section,
@@ -154,7 +154,7 @@ def _beside(section: Section, width: int | None) -> tuple[int, list[int]]:
 
 
 def _widths(along: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[int]:
-    """Computes column widths, shrinking the widest elastic column until the row fits."""
+    """Computes column widths; shrinks the widest elastic column until a row fits."""
     texts = [[column.head for column in along], *(row[: len(along)] for row in rows)]
     widths = [max(map(display_width, column)) for column in zip(*texts, strict=True)]
     elastic = [i for i, column in enumerate(along) if column.elastic]

@@ -39,7 +39,7 @@ def einshard_golden(request: pytest.FixtureRequest) -> Iterator[Callable[..., No
     """Compares a report with its golden file: `einshard_golden(explain(step, x))`.
 
     The file is golden/<test file>/<test>.txt next to the test file. A second report of the same
-    test has the file <test>+2.txt, a named one (`name='forward'`) <test>+forward.txt. If the file
+    test is in <test>+2.txt, and a report with `name='forward'` in <test>+forward.txt. If the file
     is missing, the test fails; `pytest --einshard-update` writes it.
     """
     from einshard._inspect.golden_files import Goldens

@@ -13,13 +13,13 @@ def keep_working_suggestions(
     with_fix: Callable[[str], object],
     on_devices: Callable[[int], object] | None = None,
 ) -> EinshardError:
-    """Copies an error, without the suggestions that fail.
+    """Returns a copy of an error without the suggestions that fail.
 
     Args:
         error: the error. If its fix raises an error with another fix, as when several expressions
             are wrong, that fix is tested next.
-        with_fix: runs the call with another expression.
-        on_devices: runs the call with another number of devices.
+        with_fix: makes the failed call with another expression.
+        on_devices: makes the failed call on another number of devices; None if it cannot.
     """
 
     def is_true(fact: str) -> bool:
@@ -34,7 +34,7 @@ def keep_working_suggestions(
 
 
 def working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> Suggestion | None:
-    """Returns an error's fix if it works, else the fix of the error that it raises, and so on."""
+    """Returns the fix of an error if it works; else tests the fix of the error that it raises."""
     fix = error.fix
     for _ in range(_MAX_FIXES):
         if not isinstance(fix, Suggestion):

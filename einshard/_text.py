@@ -55,7 +55,7 @@ def short_arrays(text: str) -> str:
 
 
 def first_of(texts: Sequence[str], n: int) -> str:
-    """Joins the first n texts and the number of the others: 'a, b, and 3 more'."""
+    """Joins the first n texts, and counts the others: 'a, b, and 3 more'."""
     more = f', and {len(texts) - n} more' if len(texts) > n else ''
     return ', '.join(texts[:n]) + more
 
@@ -91,7 +91,7 @@ def name_of(function: Any) -> str:
 
 
 def deferred_kind(function: Any) -> str | None:
-    """Names the kind of an async or generator function, for errors; else None."""
+    """Describes an async or generator function, for errors; returns None for other functions."""
     for is_of_kind, kind in (
         (inspect.isgeneratorfunction, 'a generator function'),
         (inspect.iscoroutinefunction, 'an async function'),
@@ -103,7 +103,7 @@ def deferred_kind(function: Any) -> str | None:
 
 
 def array_text(x: Any) -> str:
-    """Formats an array as 'float32[6,8]', a number as its type and value, others as their type."""
+    """Formats an array as 'float32[6,8]', a number as 'float 1.5', and other values as a type."""
     shape, dtype = getattr(x, 'shape', None), getattr(x, 'dtype', None)
     if shape is None or dtype is None:
         value = f' {x!r}' if isinstance(x, int | float | complex) else ''

@@ -29,6 +29,7 @@ PACKAGES = {
     'test_equinox.py': ('equinox', 'optax'),
     'test_examples.py': ('rich', 'sklearn', 'equinox', 'flax', 'optax'),
     'test_export.py': ('flatbuffers',),
+    'test_findings_models.py': ('equinox', 'flax', 'optax'),
     'test_flax.py': ('flax', 'optax'),
     'test_optimizer.py': ('optax',),
     'test_orbax.py': ('flax', 'optax', 'orbax'),

@@ -212,6 +212,21 @@ def gathered_arrays():
 
 
 @check
+def partial_sums():
+    mesh = Mesh(
+        device_mesh().devices.reshape(4, 2), ('x', 'y'), axis_types=(AxisType.Explicit,) * 2
+    )
+    with jax.set_mesh(mesh):
+        for expression in ('a b +@y', 'a@y b +@x', 'a b +@(x,y)', 'a@x b =@y'):
+            x = einshard(FULL, expression)
+            assert describe(x) == f'a b -> {expression}'
+            np.testing.assert_array_equal(gather(x), FULL)
+            check_shards(einshard(x, 'a@x b@y'), FULL, [(0, 4), (1, 2)])
+            np.testing.assert_array_equal(gather(sharded(expression)(jnp.copy)(FULL)), FULL)
+        assert 'builds no partial sums' in refused(from_local, FULL, 'a b +@y')
+
+
+@check
 def refs_and_keys():
     ref = jax.new_ref(einshard(FULL, 'a b -> a* b'))
     assert einshard({'r': ref}, 'a* b')['r'] is ref

@@ -110,7 +110,7 @@ WRONG = {
 @pytest.mark.parametrize('case', WRONG)
 def test_wrong_functions(case):
     f, where = WRONG[case]
-    with pytest.raises(DifferentResults, match='computes something else on 8 devices') as caught:
+    with pytest.raises(DifferentResults, match='has different results on 8 devices') as caught:
         check_same(f, X, W)
     assert caught.value.facts.keys() == where
 

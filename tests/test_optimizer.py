@@ -267,11 +267,11 @@ NAMED_FEWER_AXES = [
     ('b d e -> b4 d2 e@tp', (8, 16, 32), (8, 16), P('data', 'fsdp')),
     ('b d -> * b d', (8, 16), (16,), P()),
     (Rules([('w', P('tp', ('data', 'fsdp')))]), (8, 16), (16,), P(('data', 'fsdp'))),
+    (Rules([('w', P('tp'))]), (8, 16), (8,), P('tp')),
+    (Rules([('w', P('tp'))]), (8, 16), (16,), P()),
     # indivisible axes remain replicated
     (LENIENT, (6, 16), (6,), P()),
     (LENIENT, (6, 16), (16,), P('tp')),
-    (Rules([('w', P('data', 'tp'))], indivisible='replicate'), (6, 16), (6,), P()),
-    (Rules([('w', P('data', 'tp'))], indivisible='replicate'), (6, 16), (16,), P('tp')),
     (Rules([('w', 'x y -> x4 2 y2')], indivisible='replicate'), (8, 3), (8,), P('data')),
     (lambda path, leaf: {2: 'x y -> x@tp y@data'}[leaf.ndim], (8, 16), (16,), P('data')),
     ({'w': 'x y -> x@tp y@data'}, (8, 16), (8,), P('tp')),
@@ -298,7 +298,6 @@ NAMED_ZERO = [
     ('x y -> * x y2', (64, 2), True, P(('data', 'fsdp'), 'tp')),
     ('x y -> * x y', (4, 2), True, P('data', 'fsdp')),
     ('x y -> x* y@data', (64, 256), True, P(('fsdp', 'tp'), 'data')),
-    # indivisible axes of the parameter
     (P(), (64, 256), (), P()),
     # indivisible axes of the parameter
     (LENIENT, (6, 256), True, P(None, ('tp', 'data', 'fsdp'))),
@@ -448,16 +447,6 @@ def test_zero_in_a_tree_of_specs_is_for_the_moments_alone():
     moments = [DOWN, ACROSS, ACROSS]
     placed = jax.tree.leaves(describe(einshard(state, spec)))
     assert placed == [SCALAR, DOWN, ACROSS, WHOLE, SCALAR, *moments, *moments]
-
-
-def test_history_of_lbfgs():
-    params = {'w': struct(16, 16)}
-    state = jax.eval_shape(optax.lbfgs(memory_size=4).init, params)
-    spec = for_optimizer(params, ROWS, default=EVERYWHERE)
-    memory = einshard(state, spec)[0]
-    assert describe(memory.diff_params_memory['w']) == 'a b c -> a b16 c'
-    assert describe(memory.params['w']) == DOWN
-    assert describe(memory.weights_memory) == 'a -> 16 a'
 
 
 def test_flax_modules():

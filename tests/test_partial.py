@@ -66,7 +66,7 @@ def test_terms(text):
 
 
 def test_laid_out_like_replicas_but_apart_from_them():
-    layout = lay_out(parse('b d -> b2 2 +2 +1'.replace(' +1', ' d')), 2, 8)
+    layout = lay_out(parse('b d -> b2 2 +2 d'), 2, 8)
     assert layout.splits == (Split(2, 0), Split(2, None), Split(2, None, sign='+'))
     assert layout != lay_out(parse('b d -> b2 4 d'), 2, 8)
 
@@ -208,14 +208,36 @@ def test_placed_everywhere(text):
     assert einshard(jax.ShapeDtypeStruct((8, 8), np.float32), text).sharding == sharding
 
 
-@pytest.mark.parametrize('dtype', ['bfloat16', 'int32', 'float32'])
-def test_values_that_are_not_finite_and_other_types(dtype):
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float32', 'complex64', 'int32', 'uint8'])
+@pytest.mark.parametrize('jitted', [False, True])
+def test_numbers_of_every_type(dtype, jitted):
+    def placed(x):
+        return einshard(x, 'a b +@(x,y)')
+
     x = jnp.asarray([[1, 2], [3, 4]], dtype)
-    if dtype != 'int32':
+    if jnp.issubdtype(dtype, jnp.inexact):
         x = x.at[0, 0].set(jnp.inf).at[1, 1].set(jnp.nan)
-    placed = einshard(x, 'a b +@(x,y)')
-    assert placed.dtype == dtype
-    np.testing.assert_array_equal(gather(placed).astype('float32'), np.asarray(x, 'float32'))
+    y = (jax.jit(placed) if jitted else placed)(x)
+    assert y.dtype == dtype
+    wide = 'complex64' if dtype == 'complex64' else 'float32'
+    np.testing.assert_array_equal(gather(y).astype(wide), np.asarray(x, wide))
+    assert gather((jax.jit(einshard, static_argnums=1) if jitted else einshard)(3.0, '+*')) == 3
+
+
+@pytest.mark.parametrize('transform', [lambda f: f, jax.jit], ids=['eager', 'jit'])
+def test_differentiated_and_vectorized(transform):
+    x = einshard(A, '* a b')
+
+    def loss(x):
+        return (einshard(einshard(x, 'a b +@y'), 'a@y b') * B).sum()
+
+    gradient = transform(jax.grad(loss))(x)
+    assert not gradient.sharding.spec.unreduced
+    np.testing.assert_array_equal(gradient, B)
+    rows = transform(jax.vmap(lambda row: einshard(row, 'b +@y')))(x)
+    np.testing.assert_array_equal(gather(rows), A)
+    # JAX 0.8.1 reduces under jax.vmap
+    assert rows.sharding.spec.unreduced == (set() if jax.__version_info__ < (0, 9) else {'y'})
 
 
 def test_a_spec_that_is_not_a_partial_sum_refuses_one():

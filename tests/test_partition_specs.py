@@ -324,7 +324,7 @@ def in_explicit_jit(spec):
 
 # calls whose refusal messages.md does not have
 REFUSALS = [
-    (lambda: einshard(X, P(unreduced={'data'}), mesh=AUTO), 'needs Explicit mesh axes'),
+    (lambda: einshard(X, P(unreduced={'data'}), mesh=AUTO), 'a mesh whose axes are all Explicit'),
     (lambda: einshard(X, P('data', 'data'), mesh=AUTO), "mesh axis 'data' is used 2 times"),
     (lambda: einshard(X, OTHER, mesh=AUTO), 'the NamedSharding is on another mesh'),
     (lambda: in_shard_map(OTHER), 'the NamedSharding is on another mesh'),
@@ -341,8 +341,8 @@ REFUSALS = [
         lambda: Rules([('', P(P.UNCONSTRAINED))]).table({'x': X}, mesh=AUTO),
         'only for values in a traced function',
     ),
-    (lambda: axis_rules(batch=P(P.UNCONSTRAINED)), 'but a rule places one axis'),
-    (lambda: axis_rules(batch=P('data', unreduced={'tensor'})), 'but a rule places one axis'),
+    (lambda: axis_rules(batch=P(P.UNCONSTRAINED)), 'but a rule is for one array axis'),
+    (lambda: axis_rules(batch=P('data', unreduced={'tensor'})), 'but a rule is for one array axis'),
 ]
 
 

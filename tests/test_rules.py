@@ -20,7 +20,6 @@ from refusal import refusal
 from einshard import (
     Rules,
     clear_caches,
-    describe,
     device_mesh,
     einshard,
     make_sharding,
@@ -300,30 +299,6 @@ def test_rules_as_the_only_spec_of_sharded():
     assert double({'kernel': np.ones((32, 2), np.float32)})['kernel'].sharding.spec == P(ALL)
 
 
-def test_tracers_are_constrained():
-    rules = Rules([('hidden', 'b f -> b8 f2'), ('out', EVERYWHERE)])
-
-    @jax.jit
-    def f(x):
-        placed = einshard({'hidden': 2 * x, 'out': 3 * x, 'n': 1}, rules)
-        assert isinstance(placed['hidden'], jax.core.Tracer)
-        return placed
-
-    placed = f(np.ones((16, 16), np.float32))
-    assert describe(placed['hidden']) == 'a b -> a8 b2'
-    assert describe(placed['out']) == 'a b -> 16 a b'
-
-
-def test_one_table_on_two_meshes():
-    rules = Rules([('w', P('data', 'tp'))])
-    one, other = mesh_of(data=4, tp=2), mesh_of(data=2, fsdp=4, tp=2)
-    for mesh in (one, other, one):
-        expected = NamedSharding(mesh, P('data', 'tp'))
-        assert einshard({'w': np.ones((8, 8))}, rules, mesh=mesh)['w'].sharding == expected
-        with jax.set_mesh(mesh):
-            assert einshard({'w': np.ones((8, 8))}, rules)['w'].sharding == expected
-
-
 def test_an_explicit_mesh():
     rules = Rules([('w', 'a b -> a8 b2')], indivisible='replicate')
     with jax.set_mesh(device_mesh(axis_types=AxisType.Explicit)):
@@ -569,33 +544,3 @@ def test_models_and_their_moments_are_placed_as_by_hand(name, devices):
     state = {'count': struct(dtype=np.int32), 'mu': shapes}
     placed = shardings(einshard(state, rules, mesh=mesh))
     assert placed == {'count': NamedSharding(mesh, P()), 'mu': on(mesh, by_hand)}
-
-
-# ---------------------------------------------------------------------------------- born sharded
-
-
-def test_parameters_are_born_sharded():
-    """No device holds an unsharded large parameter, and the values are those of plain jit."""
-    rules = Rules([('kernel', 'i o -> i8 o2')], default=EVERYWHERE)
-    n_bytes = 4 * 1024 * 1024  # of the kernel
-
-    def init(key):
-        kernel = jax.random.normal(key, (1024, 1024))
-        return {'mlp': {'kernel': kernel, 'bias': jnp.zeros(1024)}, 'step': jnp.zeros((), int)}
-
-    key = jax.random.key(0)
-    params = sharded(out=rules)(init)(key)
-    assert describe(params) == {
-        'mlp': {'kernel': 'a b -> a8 b2', 'bias': 'a -> 16 a'},
-        'step': '... -> 16 ...',
-    }
-    np.testing.assert_allclose(params['mlp']['kernel'], init(key)['mlp']['kernel'], rtol=1e-6)
-
-    def memory(out):
-        figures = sharded(out=out)(init).lower(key).compile().memory_analysis()
-        return figures.output_size_in_bytes, figures.temp_size_in_bytes
-
-    # the bias, and a table of pointers to the arrays
-    assert 0 < memory(rules)[0] - n_bytes // 16 < 8192
-    assert sum(memory(rules)) < n_bytes
-    assert memory(Rules([], default=EVERYWHERE))[0] > n_bytes  # a control

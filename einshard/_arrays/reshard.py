@@ -1,4 +1,4 @@
-"""Reshards values along Explicit mesh axes: `jax.sharding.reshard`, without its errors."""
+"""Reshards values over Explicit mesh axes: `jax.sharding.reshard`, with its bugs avoided."""
 
 from __future__ import annotations
 
@@ -8,38 +8,56 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from .._sharding.mesh import partition_spec, spec_axes
+from .._errors import EinshardError
+from .._sharding.mesh import is_partial, partition_spec, partition_text, spec_axes
+from .._text import array_text
 
-# JAX 0.8.1 copies a value to every device, so that the sum is too large; 0.10.2 adds zeros.
+# JAX 0.8.1 makes every term of a partial sum the full value, so that the sum is too large. JAX
+# 0.10.2 adds zeros, but XLA crashes for complex numbers.
 _COPIES_TERMS = jax.__version_info__ < (0, 10)
 
 
 def reshard(x: Any, sharding: NamedSharding) -> Any:
     """Reshards a value, as `jax.sharding.reshard` does.
 
-    A value that becomes a partial sum is replicated first. Directly, JAX 0.8.1 to 0.12 multiply it
-    if one of its axes is sharded over two of the mesh axes, and XLA aborts the process if it is a
-    partial sum over other mesh axes.
+    A value that becomes a partial sum is replicated first. Otherwise JAX 0.8.1 to 0.12 return a
+    multiple of it if an axis is sharded over two of the mesh axes, and XLA aborts the process if
+    the value is a partial sum over other mesh axes.
     """
-    old, spec = jax.typeof(x).sharding.spec.unreduced, sharding.spec
+    aval: Any = jax.typeof(x)
+    old, spec = aval.sharding.spec.unreduced, sharding.spec
+    _check_dtype(aval, sharding)
     if spec.unreduced <= old:
         return jax.sharding.reshard(x, sharding)
-    kept = frozenset[Any]() if _COPIES_TERMS else spec.unreduced & old
+    by_hand = _COPIES_TERMS or jax.numpy.issubdtype(aval.dtype, jax.numpy.complexfloating)
+    kept = frozenset[Any]() if by_hand else spec.unreduced & old
     replicated = NamedSharding(sharding.mesh, partition_spec(spec_axes(spec), kept, spec.reduced))
     x = jax.sharding.reshard(x, replicated)
-    return (_as_terms if _COPIES_TERMS else jax.sharding.reshard)(x, sharding)
+    return (_as_terms if by_hand else jax.sharding.reshard)(x, sharding)
+
+
+def _check_dtype(aval: Any, sharding: NamedSharding) -> None:
+    """Raises for PRNG keys, for which JAX fails, and for terms that are not numbers."""
+    is_key = jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended)
+    is_number = jax.numpy.issubdtype(aval.dtype, jax.numpy.number)
+    if (is_key and is_partial(sharding)) or (sharding.spec.unreduced and not is_number):
+        raise EinshardError(
+            'only numbers can be partial sums, or have gradients that are',
+            facts={'got': array_text(aval), 'spec': partition_text(sharding.spec)},
+        )
 
 
 def _as_terms(x: Any, sharding: NamedSharding) -> Any:
-    """Makes the first device of each group hold the value, and the others zeros."""
+    """Makes a partial sum: the first device of each group has the value, the others have zeros."""
     mesh, entries = sharding.mesh, spec_axes(sharding.spec)
     entries += [()] * (x.ndim - len(entries))
     devices = tuple(axis for axis in mesh.axis_names if axis in sharding.spec.unreduced)
     n = math.prod(size for axis, size in mesh.shape.items() if axis in devices)
     stacked = NamedSharding(mesh, partition_spec([devices, *entries]))
     x = jax.sharding.reshard(x, NamedSharding(mesh, partition_spec(entries)))
-    copies = jax.lax.broadcast(x, (n,), out_sharding=stacked)
-    device = jax.lax.broadcasted_iota('int32', copies.shape, 0, out_sharding=stacked)
-    terms = jax.numpy.where(device == 0, copies, jax.numpy.zeros_like(copies))
+    copies = jax.sharding.reshard(jax.lax.broadcast(x, (n,)), stacked)
+    device = jax.sharding.reshard(jax.lax.broadcasted_iota('int32', copies.shape, 0), stacked)
+    zeros = jax.sharding.reshard(jax.numpy.zeros_like(copies), stacked)
+    terms = jax.lax.select(device == 0, copies, zeros)
     summed = NamedSharding(mesh, partition_spec(entries, sharding.spec.unreduced))
     return jax.sharding.reshard(jax.lax.reduce_sum(terms, (0,), out_sharding=summed), sharding)

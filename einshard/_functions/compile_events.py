@@ -1,9 +1,9 @@
 """Calls a function with every program that this process compiles, before the program runs.
 
-`jax.monitoring` reports each compilation, but without the program. So this looks for it among the
-loaded programs of the backends, which list the newest first. An error raised here stops the call
-that compiles. The names of the events and that order are not documented;
-tests/test_compile_events.py fails if they change.
+`jax.monitoring` reports each compilation, but without the program. So this module looks for the
+program among the loaded programs of the backends, which are listed newest first. An error raised
+here stops the call that compiles. The names of the events and the order of the list are not
+documented; tests/test_compile_events.py fails if they change.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ LOWERED = '/jax/core/compile/jaxpr_to_mlir_module_duration'
 COMPILED = '/jax/core/compile/backend_compile_duration'
 _PING = '/einshard/are_you_there'
 
-# Gets the name of a function and the texts of the programs that were compiled for it.
+# Called with the name of a function, and the texts of the programs that were compiled for it.
 Watcher: TypeAlias = Callable[[str, Sequence[str]], None]
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.watchers: list[Watcher] = []
-        self.newest: dict[str, Any] = {}  # by backend, when the last event came
+        self.newest: dict[str, Any] = {}  # by backend, the newest program at the last event
         self.heard = False
 
 
@@ -36,7 +36,7 @@ _lock = threading.Lock()
 
 
 def watch(watcher: Watcher) -> None:
-    """Makes the latest watcher of this thread."""
+    """Adds a watcher to this thread. Only the latest one is called."""
     with _lock:
         if not is_listening():
             jax.monitoring.register_event_duration_secs_listener(_on_event)
@@ -53,7 +53,7 @@ def unwatch(watcher: Watcher) -> None:
 
 
 def is_listening() -> bool:
-    """Whether events arrive here: `jax.monitoring.clear_event_listeners` may end that."""
+    """Whether JAX still sends events here; `jax.monitoring.clear_event_listeners` stops it."""
     _thread.heard = False
     jax.monitoring.record_event_duration_secs(_PING, 0.0)
     return _thread.heard
@@ -89,14 +89,14 @@ def _loaded() -> Iterator[tuple[str, Sequence[Any]]]:
 def _new(programs: Sequence[Any], name: str, newest_before: Any) -> Iterator[Any]:
     """Yields the programs with this name that were compiled since the last event of this thread.
 
-    Other threads may compile meanwhile; a program of theirs is included if it has the same name.
+    Other threads may compile meanwhile; their programs with the same name are included.
     """
     for program in programs:
         if program is newest_before:
             return
         if any(_letters(module.name) == _letters(name) for module in program.hlo_modules()):
             yield program
-            if newest_before is None:  # there was no event, so older ones may have the same name
+            if newest_before is None:  # no event before: older programs may have the same name
                 return
 
 

@@ -22,7 +22,7 @@ _in_cache_keys: Any = jax.make_user_context(default_value=None)
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # promises that are entered and not yet exited, with what restores the cache keys
+        # promises that are entered and not yet exited, each with what restores JAX's cache keys
         self.entered: list[tuple[expect_collectives, Any]] = []
 
 
@@ -40,25 +40,23 @@ class expect_collectives:
         ...     y = jax.jit(lambda x: x.sum())(x)
 
     It covers `sharded` functions, plain `jax.jit`, and operations outside of jit. A program is
-    checked when it has been compiled and before it runs. Each program of the block is compiled
-    under this promise, so functions that were called before the block are compiled again, once;
-    later blocks with the same promise reuse their programs. A collective in a loop counts once. In
-    nested blocks, the inner promise applies.
+    checked after it is compiled and before it runs. Functions that were called before the block are
+    compiled again, once for each promise; later blocks with the same promise reuse the programs. A
+    collective in a loop counts once. In nested blocks, only the inner promise applies.
 
-    The promise holds for this thread. It does not cover programs that were compiled ahead of time
-    before the block, and warns about programs for devices that you don't have. Do not `await` or
-    `yield` inside the block.
+    The promise is for this thread only. It does not cover programs that were compiled ahead of time
+    before the block. A program for devices that you don't have is not checked, which gives a
+    warning. Do not `await` or `yield` inside the block.
 
     Args:
-        allowed: `()` for none; a kind such as 'all-reduce', or a collection of kinds; or the
-            maximum of each kind in each program, such as `{'all-reduce': 2}`.
-        on_unexpected: what to do with a program that has other collectives: 'error', or 'warn' to
-            run it.
+        allowed: `()` for none; a kind such as 'all-reduce'; a collection of kinds; or the limit of
+            each kind in each program, such as `{'all-reduce': 2}`.
+        on_unexpected: what to do if a program has other collectives: 'error', or 'warn' and run it.
 
     Raises:
         UnexpectedCollectives: in the block, at the call that compiles the program.
-        EinshardError: a kind is unknown; blocks are exited in another order than they were entered;
-            or JAX stopped reporting compilations, so that the block was not checked.
+        EinshardError: a kind is unknown; blocks are not exited in reverse order; or JAX stopped
+            reporting compilations, so that the block was not checked.
     """
 
     def __init__(self, allowed: Promise, *, on_unexpected: Literal['error', 'warn'] = 'error'):
@@ -69,7 +67,7 @@ class expect_collectives:
     def __enter__(self) -> expect_collectives:
         if is_tracing():
             raise EinshardError(
-                'expect_collectives was entered in a traced function',
+                'expect_collectives cannot be entered in a traced function',
                 facts={'instead': 'enter it around the call of the jitted function'},
             )
         watch(self._check)
@@ -95,7 +93,7 @@ class expect_collectives:
             )
 
     def _leave(self) -> bool:
-        """Exits the block; returns whether it was the innermost one of this thread."""
+        """Exits the block; returns whether it was the innermost block of this thread."""
         promises = [promise for promise, _ in _thread.entered]
         if self not in promises:
             return False

@@ -130,6 +130,11 @@ class ShardedFunction(Generic[P, R]):
         return traced.result_shardings(values)
 
     @property
+    def has_mesh(self) -> bool:
+        """Whether it was given `mesh=`, so that a mesh in context is not used."""
+        return self._setup.mesh is not None
+
+    @property
     def promised(self) -> Limits | None:
         """The limits that `collectives=` and `memory=` set; None without them."""
         return self._setup.budget and self._setup.budget.limits

@@ -11,9 +11,9 @@ _PART = re.compile(r'(?:/\*index=\d+\*/)?([^\s,{}]+(?:\{[^}]*\})?)')
 
 
 def spell_out_elements(text: str) -> str:
-    """Gives elements of tuples, such as %all-reduce#1, an instruction of their own.
+    """Adds a get-tuple-element instruction for each element of a tuple, such as %all-reduce#1.
 
-    XLA of JAX 0.12 leaves out get-tuple-element in the programs that it dumps.
+    XLA omits these instructions in the programs that it dumps with JAX 0.12.
 
     >>> from einshard._hlo.elements import spell_out_elements
     >>> text = '''

@@ -1,7 +1,7 @@
-"""Finds all-reduces of which each device keeps a slice. Imports no JAX.
+"""Finds all-reduces whose result each device only slices. Imports no JAX.
 
-A reduce-scatter would send half as much. XLA makes one of an all-reduce and a slice of it, but not
-if there are other operations in between. The CPU backend makes none.
+A reduce-scatter would send half as much. XLA replaces an all-reduce and a slice by a
+reduce-scatter, but not if other operations are in between, and never on CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ELEMENTWISE = frozenset(
 )
 _COPIES = frozenset(('copy', 'convert', 'bitcast', 'opt-barrier', 'optimization-barrier'))
 _MAX_USES = 200
-_MAX_STEPS = 30  # from the offset of a slice back to the number of the device
+_MAX_STEPS = 30  # from the offset of a slice back to the device number
 
 
 class SlicedSum(NamedTuple):
@@ -59,13 +59,13 @@ class _Finder:
     def uses(
         self, value: Value, outside: tuple[Value, ...], axes: Sequence[int], is_direct: bool
     ) -> Iterator[SlicedSum | None]:
-        """Yields the slice at each end of the uses of a value; None for another use.
+        """Yields the slices that finally use a value; None for each other use.
 
         Args:
-            value: the sum, or what other operations make of it.
-            outside: the fusions that it is in.
-            axes: the dimensions of the sum that its dimensions are.
-            is_direct: whether it is the sum itself.
+            value: the sum, or a value computed from it.
+            outside: the fusions that contain the value.
+            axes: for each dimension of the value, the dimension of the sum.
+            is_direct: whether the value is the sum itself, up to copies.
         """
         here, shape = value.here, value.made.results[0].shape
         self.left -= 1
@@ -114,7 +114,7 @@ class _Finder:
         return SlicedSum(tuple(sorted(parts.items())), is_direct)
 
     def is_of_device(self, value: Value, left: int) -> bool:
-        """Whether an offset depends on the number of the device, and on nothing in a loop."""
+        """Whether an offset is computed from the device number, not from values in a loop."""
         made = value.made
         if made.opcode in ('partition-id', 'replica-id'):
             return True

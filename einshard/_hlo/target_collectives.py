@@ -1,8 +1,8 @@
 """Finds the collectives that a TPU would run, in a program compiled for CPU. Imports no JAX.
 
-The CPU backend has no reduce-scatter: it reduces all, and each device slices its part. It combines
-all-reduces whether they are sliced or not, reduces each term of a sum, reduces along one mesh axis
-after another, and gathers an array as often as it is used.
+The CPU backend has no reduce-scatter: it all-reduces, and each device slices the result. It also
+combines all-reduces that are sliced with others, all-reduces each term of a sum, all-reduces along
+one mesh axis after another, and all-gathers an array once per use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHANNEL = re.compile(r'channel_id=\d+')
 
 
 def target_collectives(module: Module, collectives: Sequence[Collective]) -> list[Collective]:
-    """Returns the collectives with reduce-scatters, and without those that repeat another.
+    """Returns the collectives with reduce-scatters, and without repeated all-gathers.
 
         >>> from einshard._hlo.collectives import find_collectives
         >>> from einshard._hlo.module import Module
@@ -42,7 +42,7 @@ def target_collectives(module: Module, collectives: Sequence[Collective]) -> lis
 
     Args:
         module: a program compiled for CPU.
-        collectives: its collectives.
+        collectives: the collectives of the program.
     """
     places = {place.made.name: place for place in module.find(*MARKS)} if collectives else {}
     seen: set[tuple[str, ...]] = set()
@@ -61,7 +61,7 @@ class _Use(NamedTuple):
 
     user: Instruction
     operand: int
-    terms: frozenset[_Key]  # the all-reduces that are added up before
+    terms: frozenset[_Key]  # the all-reduces that are added before this use
 
 
 @dataclass
@@ -70,10 +70,10 @@ class _Reduction:
 
     array: ArrayType
     groups: Groups
-    kind: str = 'all-reduce'  # '' if another one includes it
+    kind: str = 'all-reduce'  # '' if another reduction includes this one
 
 
-_Key = tuple[str, int]  # the name of an all-reduce, and the number of its array
+_Key = tuple[str, int]  # the name of an all-reduce, and the index of the array in it
 
 
 class _Reductions:
@@ -94,7 +94,7 @@ class _Reductions:
             self._read(key, one)
 
     def merged(self, collectives: Sequence[Collective]) -> Iterator[Collective]:
-        """The collectives, with all-reduces split by kind and groups."""
+        """Yields the collectives, with all-reduces split by kind and groups."""
         for one in collectives:
             parts: dict[tuple[str, Groups], list[ArrayType]] = {}
             for i in range(len(one.operands)):
@@ -135,7 +135,7 @@ class _Reductions:
                 yield from self._uses(here, user.name, frozenset([key]))
 
     def _uses(self, here: Computation, name: str, terms: frozenset[_Key]) -> Iterator[_Use]:
-        """What uses a value, in fusions too, after moves and sums of all-reduces."""
+        """Yields the uses of a value after moves and sums of all-reduces, also inside fusions."""
         for user in here.users(name):
             called = self._module.called(user) if user.opcode in ('fusion', 'call') else None
             added = self._terms(here, user.name) if user.opcode == 'add' else None
@@ -158,7 +158,7 @@ class _Reductions:
                 yield _Use(root, -1, terms)
 
     def _terms(self, here: Computation, name: str) -> frozenset[_Key] | None:
-        """The all-reduces whose sum a value is; None if it is anything else."""
+        """Returns the all-reduces whose sum is the value; None for other values."""
         made = here[name]
         if made.opcode in _MOVES:
             return self._terms(here, made.operands[0])
@@ -180,7 +180,7 @@ def _callers(module: Module, here: Computation) -> list[Place]:
 
 
 def _joined(first: Groups, second: Groups) -> Groups | None:
-    """The groups of a sum over sums, if each device is in the same number of them."""
+    """Returns the groups of an all-reduce of all-reduces; None if the groups do not combine."""
     pairs = [(group[0], other) for group in (*first, *second) for other in group]
     joined = connected(pairs)
     size = len(first[0]) * len(second[0]) if first and second else 0

@@ -25,13 +25,13 @@ from .report_rows import ArrayRow
 
 @dataclass(frozen=True)
 class ProgramArray:
-    """An argument or result; `names` has the axis names of its spec, if it has one."""
+    """An argument or a result."""
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
-    sharding: Sharding | None  # None: unused
-    names: tuple[str, ...] | None
+    sharding: Sharding | None  # None: the program does not use it
+    names: tuple[str, ...] | None  # the axis names of its spec; None if it has none
 
 
 def find_arguments(
@@ -84,7 +84,7 @@ def _labels(
 ) -> dict[int, str]:
     """Finds parameter names by position, from the input names in the program.
 
-    Unused arguments have no name there.
+    The program does not name arguments that it does not use.
     """
     parameters = module.entry.parameters()
     names = {int(made.given): re.split(r'[\[.]', made.op_name)[0] for made in parameters}
@@ -98,15 +98,15 @@ def _labels(
 def _signature_labels(
     labels: Mapping[int, str], n_positions: int, parameters: Sequence[str]
 ) -> Mapping[int, str]:
-    """Takes names from the signature if JAX has Arg_0, .., as it does with a `jax.Ref`."""
+    """Returns names from the signature if JAX has only Arg_0, .., as with a `jax.Ref`."""
     if not any(label.startswith('Arg_') for label in labels.values()):
         return labels
-    known = parameters if len(parameters) == n_positions else ()  # not so with static ones
-    return dict(enumerate(known))
+    # with static parameters, the numbers differ
+    return dict(enumerate(parameters if len(parameters) == n_positions else ()))
 
 
 def _names(spec: AnySpec | None, n_dims: int) -> tuple[str, ...] | None:
-    """Names the axes of an array; axes of '...' get unused letters."""
+    """Returns the axis names of an array; axes in '...' get unused letters."""
     if spec is None:
         return None
     names = as_leaf_spec(spec).expression.names

@@ -1,4 +1,4 @@
-"""check_same: compares a function on several devices with the same function on one."""
+"""check_same: compares the results of a function on several devices and on one device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .tolerance import Rounding, largest_rounding, rounding_unit
 
 
 class DifferentResults(EinshardError):
-    """A function computes something else on several devices than on one; the message says what."""
+    """A function has different results on several devices and on one; the message lists them."""
 
 
 DifferentResults.__module__ = 'einshard'
@@ -54,28 +54,26 @@ def check_same(
         >>> [row.path for row in comparison.rows]
         ['result', 'gradient of x', 'gradient of w']
 
-    On one device, all mesh axes have size 1, as have all counts and stars of expressions. So the
-    function must not depend on the number of devices, and must not use a `NamedSharding` on several
-    devices itself.
+    On one device, all mesh axes have size 1, and all counts and stars are 1. So the function must
+    not depend on the number of devices, or use a `NamedSharding` on several devices.
 
-    Gradients are those of the sum of the results, each element times a fixed random number. A
-    difference is an error if it is larger than rounding explains: by the dtype and the length of
-    the longest sum, or by how far the results move when the arguments are rounded differently.
-    Replicas of a result must agree too.
+    The gradients are of a weighted sum of all elements of the results, with fixed random weights. A
+    difference is an error if it is larger than the tolerance: what rounding explains, by the dtype
+    and the length of the longest sum, or the change of the results if the arguments are rounded
+    differently. Replicas of a result must be equal up to this tolerance too.
 
     Args:
         fn: a `sharded` or jitted function, or any other function, which is jitted.
         args, kwargs: arguments of the call. They are not donated.
-        gradients: whether to compare gradients too, with respect to all floating-point arguments.
-        reference: another function to run on one device. Default: `fn` itself.
+        gradients: whether to compare the gradients of all floating-point arguments too.
+        reference: the function to run on one device. Default: `fn`.
 
     Returns:
-        A `Comparison`: prints as a table of differences and tolerances.
+        A `Comparison`, which prints as a table of differences and tolerances.
 
     Raises:
         DifferentResults: a value or a gradient differs.
-        EinshardError: the function does not fit on one device, cannot run on one, or cannot be
-            differentiated.
+        EinshardError: the function does not fit or run on one device, or cannot be differentiated.
     """
     name = name_of(fn)
     _check(fn, name, args, kwargs)
@@ -99,8 +97,11 @@ def _check(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         raise EinshardError('check_same cannot run in a traced function')
     if jax.process_count() > 1:
         raise EinshardError(
-            'check_same runs in one process',
-            facts={'processes': jax.process_count(), 'instead': 'simulated devices'},
+            'check_same cannot run in several processes',
+            facts={
+                'processes': jax.process_count(),
+                'instead': 'run it in one process, on simulated devices',
+            },
         )
     for path, leaf in jtu.tree_leaves_with_path((args, dict(kwargs))):
         if isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref):
@@ -201,23 +202,24 @@ class _Check:
         ]
 
     def _samples(self, rounding: Rounding) -> list[Arrays]:
-        """Returns the arguments on one device, followed by differently rounded ones."""
+        """Returns the arguments on one device, followed by copies that are rounded differently."""
         arrays = self.alone.arrays
         return [arrays, *(_rounded(arrays, rounding.unit, seed) for seed in range(_SAMPLES))]
 
     def _updated(self, path: str, result: jax.Array) -> int | None:
-        """Returns the argument that a result is the update of, if it looks like one.
+        """Returns the argument of which a result seems to be the update; None if there is none.
 
-        A train step changes its weights so little that rounding them hides its errors.
+        For weights, the update is compared instead: it is so small that the rounding of the weights
+        would hide errors in it.
         """
         leaves = self.call.leaves
         kinds = {i: (leaves[i].shape, leaves[i].dtype) for i in self.call.inputs}
-        alike = [i for i, kind in kinds.items() if kind == (result.shape, result.dtype)]
-        return max(alike, key=lambda i: _common_end(path, self.call.paths[i]), default=None)
+        candidates = [i for i, kind in kinds.items() if kind == (result.shape, result.dtype)]
+        return max(candidates, key=lambda i: _common_end(path, self.call.paths[i]), default=None)
 
 
 def _common_end(one: str, other: str) -> int:
-    """The number of names at the end of two paths that are equal."""
+    """Counts the equal keys at the end of two paths."""
     pairs = zip(reversed(one.split('/')), reversed(other.split('/')), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -257,7 +259,7 @@ def _different(comparison: Comparison) -> DifferentResults:
     if len(wrong) > _MAX_ROWS:
         facts['and'] = f'{len(wrong) - _MAX_ROWS} more'
     return DifferentResults(
-        f'{comparison.name} computes something else on {plural(comparison.n_devices, "device")} '
-        f'than on one: {len(wrong)} of {plural(len(comparison.rows), "array")} differ',
+        f'{comparison.name} has different results on {plural(comparison.n_devices, "device")} and '
+        f'on one device: {len(wrong)} of {plural(len(comparison.rows), "array")} differ',
         facts=facts,
     )

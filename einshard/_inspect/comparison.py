@@ -1,4 +1,4 @@
-"""The result of `check_same`: the differences of all values and gradients, as plain data."""
+"""The result of `check_same`: the differences of all results and gradients, as plain data."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from .._page import Column, Page, Section
 from .._text import shape_text
 from .tolerance import Rounding, rounding_unit
 
-_SAFETY = 4  # the rounding of the arguments is tried with few samples
+_SAFETY = 4  # because arguments are rounded in only a few ways
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedRow:
-    """A result, or the gradient of an argument, of the function and of its reference.
+    """The comparison of a result, or of the gradient of an argument.
 
     Attributes:
         path: 'result/loss', or 'gradient of params/w'.
         array: 'float32[8,16]'.
         difference: the largest difference, relative to the largest absolute value; for integers,
-            the part of the elements that differ. If the array is the update of an argument, both
-            are relative to the largest change.
+            the fraction of elements that differ. If the array is the update of an argument, it is
+            relative to the largest change of an element.
         tolerance: the largest difference that rounding explains.
-        because: where the tolerance comes from: 'float32, sums of 512 terms', or 'rounded
-            arguments' if rounding the arguments changes the array as much.
-        replicas_differ: whether devices that should have the same shard have different ones.
+        because: the reason for the tolerance: 'float32, sums of 512 terms'; or 'rounded arguments',
+            if rounding the arguments changes the array more.
+        replicas_differ: whether replicas of a shard differ.
     """
 
     path: str
@@ -57,13 +57,13 @@ class ComparedRow:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Display):
-    """A function on several devices, compared with the same function on one, by `check_same`.
+    """The results of a function on several devices, compared with one device by `check_same`.
 
     Attributes:
         name: the name of the function.
         n_devices: the number of devices of its result.
         rows: one row for each array of the result, and for the gradient of each argument.
-        notes: what was not compared, and why.
+        notes: gradients that were not compared, and the reason.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Comparison(Display):
         return all(row.same for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts it to dictionaries, lists, strings and numbers, for JSON."""
+        """Converts the comparison to dictionaries, lists, strings and numbers, for JSON."""
         rows = [{**plain(row), 'same': row.same} for row in self.rows]
         return {**plain(self), 'rows': rows, 'same': self.same}
 
@@ -108,12 +108,13 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Reference:
-    """An array on one device.
+    """An array computed on one device.
 
     Attributes:
         value: the array.
-        rounded: the same for arguments that are rounded differently.
-        before: the argument that it is the update of, or 0; and for each of `rounded`.
+        rounded: the array for each set of differently rounded arguments.
+        before: the argument of which the array is the update; 0 if it is not an update.
+        rounded_before: `before` for each of `rounded`.
     """
 
     value: Any
@@ -139,8 +140,8 @@ def compare(path: str, found: jax.Array, reference: Reference, rounding: Roundin
         tolerance = rounding.tolerance + _relative(2 * unit, scale)
         because = str(rounding)
         rounded = [
-            _distance(_numbers(one) - its_before, expected - before, scale)
-            for one, its_before in zip(reference.rounded, reference.rounded_before, strict=True)
+            _distance(_numbers(one) - one_before, expected - before, scale)
+            for one, one_before in zip(reference.rounded, reference.rounded_before, strict=True)
         ]
         between = [_distance(replica, value, scale) for replica in replicas]
     if _SAFETY * max(rounded, default=0.0) > tolerance:
@@ -157,7 +158,7 @@ def compare(path: str, found: jax.Array, reference: Reference, rounding: Roundin
 
 
 def _copies(array: jax.Array) -> Iterator[Any]:
-    """Yields the array as each set of replicas has it: the devices should agree."""
+    """Yields the full array once per replica, from the shards of that replica."""
     array = key_data(array)
     if isinstance(array.sharding, NamedSharding) and array.sharding.spec.unreduced:
         yield _numbers(gather(array))
@@ -170,7 +171,7 @@ def _copies(array: jax.Array) -> Iterator[Any]:
 
 
 def _numbers(array: Any) -> Any:
-    """Converts an array to numpy, in a dtype that adds no rounding."""
+    """Converts an array to NumPy, in a dtype without further rounding."""
     return np.asarray(array).astype(_wide(array.dtype))
 
 
@@ -192,7 +193,7 @@ def _largest(array: Any) -> float:
 
 
 def _distance(one: Any, other: Any, scale: float) -> float:
-    """The largest difference, relative to `scale`; infinite if other elements are not finite."""
+    """Returns the largest difference relative to `scale`; infinity if NaNs or infinities differ."""
     with np.errstate(invalid='ignore'):
         differences = np.abs(one - other)
     same = (one == other) | (np.isnan(one) & np.isnan(other))
@@ -209,5 +210,5 @@ def _relative(difference: float, scale: float) -> float:
 
 
 def _part(one: Any, other: Any) -> float:
-    """The part of the elements that differ."""
+    """Returns the fraction of elements that differ."""
     return float(np.mean(one != other)) if one.size else 0.0

@@ -21,6 +21,7 @@ from .arrays import ProgramArray, array_row, find_arguments, find_results
 from .bounds import NO_BOUNDS, find_bounds
 from .carried import Carried, find_carried, find_weights, results_in_place
 from .collective_axes import ShardedBy, along, mesh_axes_of
+from .findings.causes import with_causes
 from .findings.facts import Facts
 from .findings.find import find_findings, find_notes
 from .intermediates import find_intermediates
@@ -146,7 +147,7 @@ def explain_stages(
         mesh=_mesh_axes(meshes),
         arguments=tuple(in_rows),
         results=tuple(out_rows),
-        collectives=rows,
+        collectives=with_causes(facts),
         memory=memory,
         flops=sum(row.flops for row in products) or None,
         products=products,

@@ -36,7 +36,7 @@ _JITTED: Any = type(jax.jit(lambda: None))
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function, with its arrays apart from other arguments.
+    """A call of a function, whose arrays are kept apart from its other arguments.
 
     Attributes:
         leaves, treedef: the leaves of (args, kwargs).
@@ -55,7 +55,7 @@ class Call:
 
     @property
     def inputs(self) -> list[int]:
-        """The arrays that have a gradient."""
+        """The indices of the floating-point arrays, which have gradients."""
         return [i for i in self.paths if is_inexact(self.leaves[i])]
 
     def result(self, arrays: Arrays) -> Any:
@@ -64,7 +64,7 @@ class Call:
         return self.function(*args, **kwargs)
 
     def run(self) -> Any:
-        """Runs the function on its devices; it may donate copies of its arguments."""
+        """Runs the function on its devices, on copies of the arguments, which it may donate."""
         function = self.result if hasattr(self.function, 'lower') else jax.jit(self.result)
         copies = {i: x.copy() if isinstance(x, jax.Array) else x for i, x in self.arrays.items()}
         return function(copies)
@@ -73,7 +73,7 @@ class Call:
         return self.treedef.unflatten([arrays.get(i, x) for i, x in enumerate(self.leaves)])
 
     def gradients(self, arrays: Arrays, weights: Arrays) -> Arrays:
-        """Returns the gradients of the sum of the results times `weights`."""
+        """Returns the gradients of the sum of all results, multiplied by `weights`."""
 
         def weighted(inputs: Arrays) -> Arrays:
             results = jtu.tree_leaves(self.result({**arrays, **inputs}))
@@ -84,7 +84,7 @@ class Call:
 
 
 def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Makes a Call. The arrays of a call of a `sharded` function are placed as for that call."""
+    """Makes a Call. The arguments of a `sharded` function are placed as in an ordinary call."""
     if isinstance(fn, BoundMethod):
         fn, args = fn.func, (*fn.args, *args)
     if isinstance(fn, ShardedFunction):
@@ -101,7 +101,7 @@ def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _parameter_names(fn: Any) -> list[str]:
-    """Names the parameters that may be passed by position."""
+    """Returns the names of the parameters that may be passed by position."""
     parameters = inspect.signature(fn).parameters.values()
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.KEYWORD_ONLY)]
 
@@ -122,11 +122,11 @@ def is_inexact(array: Any) -> bool:
 
 
 def on_one_device(call: Call, function: Callable[..., Any], device: Device) -> Call:
-    """Returns the call of a function with its arrays on one device; call it with `Compiled`."""
+    """Returns the call with its arrays on one device and another function, for `Compiled`."""
     if isinstance(function, BoundMethod):
         function = function.func
     if isinstance(function, ShardedFunction):
-        # its own programs, so that `function` stays as fast as it was
+        # a copy with its own programs, so that calls of `function` do not become slower
         function = ShardedFunction(function._setup)  # type: ignore[reportPrivateUsage]
     elif isinstance(function, _JITTED):
         function = function.__wrapped__  # type: ignore[reportFunctionMemberAccess]
@@ -151,7 +151,7 @@ def sharding_on(sharding: Any, device: Device) -> NamedSharding:
 
 @contextmanager
 def _only(mesh: Any) -> Generator[None, None, None]:
-    """Replaces the mesh in context, and those of expressions, by a mesh of one device."""
+    """Replaces the mesh in context, and the meshes of expressions, by a mesh of one device."""
     ambient = ambient_mesh()
     with ExitStack() as stack:
         if ambient is not None:
@@ -165,8 +165,8 @@ class Compiled:
     """A function of arrays, compiled for one device.
 
     Args:
-        mesh: the mesh of expressions without one, of size 1.
-        arguments: what it will be called with.
+        mesh: a mesh of one device, for expressions that use the canonical mesh.
+        arguments: arguments like those of the later calls.
 
     Attributes:
         jaxpr: the traced function.
@@ -204,7 +204,7 @@ class Compiled:
                 f'{self._name} does not run on one device',
                 facts={
                     'JAX says': str(error).strip().partition('\n')[0],
-                    'instead': 'PartitionSpecs and jax.set_mesh in place of NamedShardings; or '
+                    'instead': 'use PartitionSpecs and jax.set_mesh, not NamedShardings; or pass '
                     'reference=, a function for one device',
                 },
             ) from error
@@ -220,12 +220,12 @@ def _check_memory(name: str, device: Device, memory: Any) -> None:
 def _too_large(name: str, facts: Mapping[str, str]) -> EinshardError:
     return EinshardError(
         f'{name} does not fit on one device, which check_same needs',
-        facts={**facts, 'instead': 'smaller arguments: fewer layers, a smaller batch'},
+        facts={**facts, 'instead': 'pass smaller arguments: fewer layers, a smaller batch'},
     )
 
 
 def _capacity(device: Device) -> int | None:
-    """Returns the memory of a device in bytes: for a CPU, that of the machine; None if unknown."""
+    """Returns the memory of a device in bytes, for a CPU of the machine; None if unknown."""
     chip = find_chip(device.device_kind)
     if chip is not None:
         return int(chip.memory * chip.share(device))

@@ -73,6 +73,8 @@ class CollectiveRow:
         called_at: if `source` is in a helper, such as a function with only one line in the program,
             the nearest calling line outside helpers; else None.
         in_branch: whether it is in a branch of a conditional; all branches count.
+        cause: 'requested' by a constraint or by a collective in a `shard_map`; 'inserted' by the
+            compiler; or 'unknown', because the name of a constraint may be lost.
     """
 
     kind: str
@@ -93,6 +95,7 @@ class CollectiveRow:
     widened: bool = False
     called_at: str | None = None
     in_branch: bool = False
+    cause: str = 'unknown'
 
     parties = old_name('parties', 'group_size')
     times = old_name('times', 'executions')

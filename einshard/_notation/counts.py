@@ -38,7 +38,10 @@ class Devices:
 def solve_counts(
     expression: Expression, terms: Sequence[Term], n: int, devices: Devices
 ) -> tuple[int, ...]:
-    """The count of each term. Each star becomes the same r: r ** stars = n / product of counts."""
+    """Returns the count of each term. All stars get the same count r.
+
+    r ** (number of stars) = n / (product of the written counts).
+    """
     stars = [term for term in terms if term.star]
     product = math.prod(term.factor for term in terms)
     if not stars and product != n:
@@ -64,7 +67,7 @@ def solve_counts(
 
 
 def _root(n: int, k: int) -> int | None:
-    """The integer r with r ** k == n, or None."""
+    """Returns the integer r with r ** k == n; None if there is none."""
     if k == 1:
         return n
     root = 1
@@ -146,7 +149,7 @@ def _product_text(counted: Sequence[Term]) -> str:
 
 
 def _with_replica(expression: Expression) -> Suggestion:
-    """The expression with '*' in front of its right side."""
+    """Suggests the expression with '*' in front of its right side."""
     start = expression.right[0].span[0]
     return Suggestion(f'{expression.text[:start]}* {expression.text[start:]}')
 
@@ -180,7 +183,7 @@ def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int)
 
 
 def _with_terms(expression: Expression, replacements: Sequence[tuple[Term, Term]]) -> Suggestion:
-    """The expression with some terms replaced; counts of 1 are not written."""
+    """Suggests the expression with some terms replaced; omits counts of 1."""
     text = expression.text
     for term, replacement in reversed(replacements):
         start, end = term.span

@@ -36,7 +36,7 @@ class Term:
     """
 
     name: str | None = None
-    count: int | None = None  # None if not written; then it is 1
+    count: int | None = None  # None if not written, which means 1
     star: bool = False
     mesh_axes: tuple[str, ...] = ()
     sign: str = ''
@@ -53,7 +53,7 @@ class Term:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the term takes devices, by count, star or mesh axes."""
+        """Whether the term takes devices, by its count, star or mesh axes."""
         return self.takes_devices or bool(self.mesh_axes)
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Expression:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes of the array in order, including '...'."""
+        """The names of the array axes in order, including '...'."""
         return tuple(term.name for term in self.left if term.name is not None)
 
     def error(
@@ -89,7 +89,7 @@ class Expression:
         fix: str | None = None,
         **facts: object,
     ) -> EinshardError:
-        """Returns an error about `terms` of this expression."""
+        """Returns an error with carets under `terms` of this expression."""
         spans = [term.span for term in terms]
         return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
 
@@ -198,7 +198,7 @@ def _check_short(expression: Expression) -> None:
     again = _repeated(expression.right)
     if again:
         raise expression.error(
-            f"axis '{again[0].name}' appears {len(again)} times in an expression without '->'",
+            f"axis '{again[0].name}' appears {len(again)} times; it can appear once",
             again,
             to_shard_an_axis_twice="repeat it after '->', as in 'i o -> i2 o4 i2'",
         )
@@ -225,7 +225,7 @@ def _check_left(expression: Expression) -> None:
 
 
 def _check_sides(expression: Expression) -> None:
-    """Raises if the two sides do not have the same axes."""
+    """Raises if the sides do not have the same axes."""
     left, right = expression.left, expression.right
     if not right:
         end = len(expression.text)

@@ -11,13 +11,13 @@ from .expression import ELLIPSIS, Expression, Term
 
 
 def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> str | None:
-    """The warning about a count or star after an unsharded name, which may be a typo: 'a 8 b'.
+    """Returns a warning about a count or star after an unsharded name, a likely typo: 'a 8 b'.
 
     None if a name is sharded, or if all replicas come first, as in '8 a b'.
 
     Args:
         expression: the expression.
-        attempt: resolves another expression, to try what the warning suggests.
+        attempt: resolves another expression, to test what the warning suggests.
     """
     separate = _separate_counts(expression)
     if not separate:
@@ -40,14 +40,14 @@ def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> st
 def mesh_axes_hint(
     expression: Expression, mesh_axes: Collection[str], attempt: Callable[[str], object]
 ) -> str | None:
-    """The warning about array axes named like mesh axes, as in 'data model', if nothing is sharded.
+    """Returns a warning if array axes have names of mesh axes and nothing is sharded: 'data model'.
 
-    None if the expression with '@' does not work.
+    None if the expression does not work with '@' either.
 
     Args:
         expression: an expression in the short form without placements.
         mesh_axes: the mesh axes, except those of size 1.
-        attempt: resolves another expression.
+        attempt: resolves another expression, to test what the warning suggests.
     """
     same = [term for term in expression.right if term.name in mesh_axes]
     named = expression.text
@@ -64,7 +64,7 @@ def mesh_axes_hint(
 
 
 def _separate_counts(expression: Expression) -> list[tuple[Term, Term]]:
-    """Each name with the count or star after it, if no name is sharded."""
+    """Returns each name with the count or star after it; [] if a name is sharded."""
     if any(term.name and term.is_sharded for term in expression.right):
         return []
     return [

@@ -21,12 +21,12 @@ from .expression import ELLIPSIS, Expression, Term
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A dimension of the device grid: the array axis that it shards, or replicas with a sign."""
+    """A dimension of the device grid, which shards an array axis or holds replicas."""
 
     count: int
-    axis: int | None  # position in the array; None for replicas
+    axis: int | None  # the position of the array axis; None for replicas
     mesh_axes: tuple[str, ...] = ()  # () for a split by count
-    sign: str = ''
+    sign: str = ''  # the sign of the replicas: '', '+' or '='
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,14 @@ class Layout:
     """The device grid of an expression: its dimensions, slowest first.
 
     Equal placements have equal layouts: dimensions of size 1 are omitted, and neighbors that shard
-    the same axis are merged. Splits by name come first, in the order written; splits by count use
-    the remaining devices. If an axis has both, all its splits are among the latter, in the order
-    written.
+    the same axis are merged. Splits by mesh axes come first, in the order written; splits by count
+    use the remaining devices. If an array axis has both kinds, all its splits come in the second
+    part, in the order written.
     """
 
     splits: tuple[Split, ...]
-    replicated_axes: tuple[int, ...] = field(default=(), compare=False)  # indivisible ones
+    # axes that are replicated because their size is not divisible
+    replicated_axes: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def parts(self) -> dict[int, int]:
@@ -62,18 +63,19 @@ def lay_out(
     replicate_indivisible: bool | Collection[str] = False,
     hints: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
-    """The layout of an expression on `n_devices` devices.
+    """Returns the layout of an expression on `n_devices` devices; raises if it does not fit.
 
     Args:
         expression: the expression.
         shape: the shape of the array, or only its number of dimensions. None is allowed if no
             sharded axis comes after '...'.
         n_devices: the number of devices.
-        axis_sizes: the mesh axes and their sizes, if the devices form a mesh with names.
-        replicates: give all devices replicas if no term takes any, as on a user's mesh.
-        replicate_indivisible: replicate axes whose size is not divisible, instead of raising: all,
-            or those with these names.
-        hints: facts for errors about the number of devices.
+        axis_sizes: the mesh axes and their sizes, if the devices form a mesh with named axes.
+        replicates: whether to replicate over all devices if no term takes devices, as on a user's
+            mesh.
+        replicate_indivisible: whether to replicate axes whose size is not divisible, instead of
+            raising: True, or the names of these axes.
+        hints: facts to add to errors about the number of devices.
     """
     n_dims = len(shape) if isinstance(shape, tuple) else shape
     layout = _lay_out(expression, n_dims, n_devices, axis_sizes, replicates, hints)
@@ -151,7 +153,7 @@ def check_divisible(
 
 
 def _mesh_axes_of(layout: Layout, axis: int) -> list[str]:
-    """The mesh axes that shard an array axis; [] if counts do too."""
+    """Returns the mesh axes that shard an array axis; [] if counts shard it too."""
     splits = [split for split in layout.splits if split.axis == axis]
     by_name = all(split.mesh_axes for split in splits)
     return [name for split in splits for name in split.mesh_axes] if by_name else []
@@ -162,7 +164,7 @@ def _axes_text(mesh_axes: Sequence[str]) -> str:
 
 
 def _padding(layout: Layout, shape: Sequence[int], axis: int) -> dict[str, str]:
-    """How to pad an array so that all its axes are divisible."""
+    """Returns facts that tell how to pad an array so that all axes are divisible."""
     more = [
         -size % layout.parts.get(i, 1) if isinstance(size, int) else 0
         for i, size in enumerate(shape)
@@ -179,7 +181,7 @@ def _counts_of(size: int, n_devices: int) -> dict[str, str]:
 
 @cached
 def prime_factors(n: int) -> tuple[int, ...]:
-    """The prime factors of n, largest first: 12 -> (3, 2, 2)."""
+    """Returns the prime factors of n, largest first: (3, 2, 2) for 12."""
     factors: list[int] = []
     divisor = 2
     while divisor * divisor <= n:
@@ -193,9 +195,10 @@ def prime_factors(n: int) -> tuple[int, ...]:
 
 
 def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
-    """The mesh axes of each split, or None if the counts do not match the mesh axes.
+    """Returns the mesh axes of each split; None if the counts do not match the mesh axes.
 
-    A split by count takes consecutive axes that no split names, until their product is its count.
+    A split by count takes consecutive mesh axes that no split names, until the product of their
+    sizes is its count.
     """
     names = {axis for split in layout.splits for axis in split.mesh_axes}
     free = [(name, size) for name, size in axis_sizes.items() if name not in names and size > 1]
@@ -216,12 +219,12 @@ def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...],
 
 
 def refactor(layout: Layout) -> tuple[int, ...]:
-    """Sizes of mesh axes that match a layout: the prime factors of each of its dimensions."""
+    """Returns mesh axis sizes that fit a layout: the prime factors of each dimension."""
     return tuple(itertools.chain.from_iterable(prime_factors(s.count) for s in layout.splits))
 
 
 def spec_entries(layout: Layout, fitted: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes of each array axis, major first, up to the last sharded axis."""
+    """Returns the mesh axes of each array axis, major to minor, up to the last sharded axis."""
     entries: dict[int, tuple[str, ...]] = {}
     for split, mesh_axes in zip(layout.splits, fitted, strict=True):
         if split.axis is not None:
@@ -231,19 +234,19 @@ def spec_entries(layout: Layout, fitted: Sequence[tuple[str, ...]]) -> tuple[tup
 
 
 def signed_axes(layout: Layout, fitted: Sequence[tuple[str, ...]], sign: str) -> tuple[str, ...]:
-    """The mesh axes of the replicas with a sign."""
+    """Returns the mesh axes of the replicas with this sign."""
     splits = zip(layout.splits, fitted, strict=True)
     return tuple(axis for split, axes in splits if split.sign == sign for axis in axes)
 
 
 def without_axes(layout: Layout, axes: Collection[int]) -> Layout:
-    """The layout with some array axes replicated."""
+    """Returns the layout with these array axes replicated."""
     splits = [replace(s, axis=None) if s.axis in axes else s for s in layout.splits]
     return Layout(tuple(merged(splits)))
 
 
 def with_unsharded(terms: Sequence[Term], names: Sequence[str]) -> list[Term]:
-    """Adds the missing axes, unsharded: each after the axis before it, if there is one."""
+    """Adds the axes that `terms` lack, unsharded; each after the previous axis if possible."""
     terms = list(terms)
     for i, name in enumerate(names):
         holders = [term.name for term in terms]
@@ -266,7 +269,7 @@ def needs_rank(expression: Expression) -> bool:
 
 
 def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]:
-    """The position of each named axis in an array of `n_dims` dimensions."""
+    """Returns the position of each named axis in an array of `n_dims` dimensions."""
     names = expression.names
     if ELLIPSIS not in names:
         if n_dims is not None and n_dims != len(names):
@@ -299,7 +302,7 @@ def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]
 
 
 def terms_of_axis(expression: Expression, axis: int, n_dims: int) -> tuple[str, list[Term]]:
-    """The name of an array axis, and its terms on the right side."""
+    """Returns the name of an array axis, and its terms on the right side."""
     positions = axis_positions(expression, n_dims)
     name = next(name for name, position in positions.items() if position == axis)
     return name, [term for term in expression.right if term.name == name]
@@ -344,14 +347,14 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
 
 
 def _as_count(term: Term) -> Term | None:
-    """a8 for a@8"""
+    """Converts 'a@8' to 'a8'; None for other mesh axes."""
     (axis, *others) = term.mesh_axes
     is_count = not others and re.fullmatch('[1-9][0-9]*', axis)
     return replace(term, count=int(axis), mesh_axes=()) if is_count else None
 
 
 def _other_axes(term: Term, axis: str, free: Collection[str]) -> Term | None:
-    """The term with free mesh axes instead of `axis`, as for a@data+tp or a@dta."""
+    """Replaces a missing mesh axis by likely ones: 'a@data+tp' to 'a@(data,tp)', 'a@dta' to ..."""
     meant = re.findall(r'\w+', axis)
     if len(meant) == 1 or not {*meant} <= {*free}:
         meant = difflib.get_close_matches(axis, free, n=1)
@@ -365,12 +368,12 @@ def _with_term(expression: Expression, old: Term, new: Term) -> Suggestion:
 
 
 def mesh_text(axis_sizes: Mapping[str, int]) -> str:
-    """'data': 4, 'tp': 2"""
+    """Formats mesh axes: "'data': 4, 'tp': 2"."""
     return ', '.join(f"'{name}': {size}" for name, size in axis_sizes.items())
 
 
 def merged(splits: Sequence[Split]) -> list[Split]:
-    """Merges neighboring splits of the same axis by count."""
+    """Merges neighboring splits by count that shard the same array axis."""
     merged: list[Split] = []
     for split in splits:
         last = merged[-1] if merged else None

@@ -1,4 +1,4 @@
-"""Reads the words of an expression, and says what is wrong with one. Imports no JAX."""
+"""Reads the words of an expression, and explains what is wrong with a word. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import unicodedata
 from .._errors import EinshardError, Span, Suggestion
 
 ELLIPSIS = '...'
-SIGNS = '+='  # of replicas that are terms of a sum, and of those whose gradients are
+SIGNS = '+='  # '+': replicas are terms of a sum; '=': the gradients of replicas are
 _MESH_AXIS = re.compile(r'[^\s(),@*]+')
 
 
 def read_name(text: str, start: int, end: int) -> str:
-    """The name at `start`; '' if there is none."""
+    """Returns the name at `start`; '' if there is none."""
     at = start
     while at < end and _in_name(text[at], first=at == start):
         at += 1
@@ -28,13 +28,13 @@ def _in_name(character: str, first: bool) -> bool:
 
 
 def read_sign(text: str, start: int, end: int) -> str:
-    """The sign at `start`; '' if there is none. Raises for a sign without devices."""
+    """Returns the sign at `start`; '' if there is none. Raises for a sign without devices."""
     if text[start] not in SIGNS or text.startswith('=>', start):
         return ''
     sign = text[start]
     if end == start + 1:
         raise EinshardError(
-            f"'{sign}' alone is not a valid term; it needs devices",
+            f"'{sign}' alone is not a valid term; add a count, a star or mesh axes",
             expression=text,
             spans=[(start, end)],
             facts={'by count': f"'{sign}2'  '{sign}*'", 'by name': f"'{sign}@tp'"},
@@ -43,7 +43,7 @@ def read_sign(text: str, start: int, end: int) -> str:
 
 
 def read_digits(text: str, start: int, end: int) -> str:
-    """The count at `start`; '' if there is none."""
+    """Returns the count at `start`; '' if there is none."""
     at = start
     while at < end and text[at] in '0123456789':
         at += 1
@@ -51,7 +51,7 @@ def read_digits(text: str, start: int, end: int) -> str:
 
 
 def read_mesh_axes(text: str, at: int, end: int, span: Span, counted: bool) -> tuple[str, ...]:
-    """The mesh axes after the '@' at `at`."""
+    """Returns the mesh axes after the '@' at `at`; raises if a count comes before it."""
     if counted:
         raise EinshardError(
             f"'{text[slice(*span)]}' has both a count and mesh axes; use one or the other",
@@ -85,7 +85,7 @@ def is_mesh_axis(name: str) -> bool:
 
 
 def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
-    """The error for a word that is not a term because of its characters from `at` on."""
+    """Returns the error for a word that is not a term because of the characters from `at` on."""
     word, rest = text[start:end], text[at:end]
     character = rest[0]
     if character.isalpha() or character == '_':
@@ -154,7 +154,7 @@ def _signed_name(text: str, start: int, at: int, end: int) -> EinshardError:
 
 
 def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
-    """The error for a name right after a count, a star or another term, as in a2b or 2a."""
+    """Returns the error for a name right after a count, a star or a term, as in 'a2b' or '2a'."""
     word, head, rest = text[start:end], text[start:at], text[at:end]
     facts: dict[str, object] = {'as two terms': f"'{head} {rest}'"}
     if read_name(text, start, end):

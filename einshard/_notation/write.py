@@ -1,4 +1,4 @@
-"""Writes terms as expressions; all other modules use this one to do so. Imports no JAX."""
+"""Writes terms as expressions: the only module that does. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .expression import Expression, Term
 
 
 def write(left: Iterable[Term], right: Iterable[Term]) -> Expression:
-    """Makes an expression of two sides, with the text and spans that `parse` would give it."""
+    """Makes an expression from its sides, with text and spans, as if parsed from that text."""
     written_left = _written(left, 0)
     arrow = _end(written_left)
     written_right = _written(right, arrow + len('-> '))
@@ -18,7 +18,7 @@ def write(left: Iterable[Term], right: Iterable[Term]) -> Expression:
 
 
 def write_short(right: Iterable[Term]) -> Expression:
-    """Makes an expression in the short form."""
+    """Makes an expression in the short form, with text and spans."""
     written = _written(right, 0)
     left = tuple(Term(term.name, span=term.span) for term in written if term.name is not None)
     return Expression(left, written, short=True, text=_text(written))

@@ -8,18 +8,21 @@ from typing import Any, get_args
 from jax.sharding import AbstractMesh, Mesh
 
 from .._errors import EinshardError
+from .._functions.bound_method import BoundMethod
+from .._functions.sharded import ShardedFunction
 from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import parse_bytes
 from .._progress import progress
 from .._sharding.axis_rules import Placed, check_option
 from .._sharding.context import current_context
 from .._sharding.mesh import MeshLike, is_device_mesh, mesh_fact
+from .._text import name_of
 from .candidates import find_candidates
 from .estimate import Estimator
 from .judge import Function, Partitioner
 from .judgement import Objective
 from .make_plan import is_simulated, make_plan
-from .model import find_model
+from .model import Model, find_model
 from .result import Plan
 from .search import Budget, Search
 from .space import Space, read_pins
@@ -90,6 +93,7 @@ def plan(
             sizes; or no candidate compiles.
     """
     check_option('objective', objective, get_args(Objective))
+    _check_has_no_mesh(fn)
     devices = _devices(mesh)
     chip = as_chip(chip) if chip is not None else find_chip(devices.devices.flat[0].device_kind)
     if objective == 'bound' and chip is None:
@@ -97,7 +101,7 @@ def plan(
             "objective='bound' needs a chip, and these devices are not of a known one",
             facts={
                 'devices': devices.devices.flat[0].device_kind,
-                'instead': "chip='v5e', mesh=topology('v5e:4x4'), or objective='bytes'",
+                'instead': "chip='TPU v5e', mesh=topology('v5e:4x4'), or objective='bytes'",
             },
         )
     limit = parse_bytes(memory, 'memory=') if memory is not None else None
@@ -110,6 +114,8 @@ def plan(
     given = [read_table(i, one, model, devices.size) for i, one in enumerate(candidates)]
     estimator = Estimator(model, devices, chip)
     found = find_candidates(space, estimator, memory=limit, objective=objective)
+    if not any(axes for one, _ in found.found for _, axes in one.axes):
+        raise _nothing_to_shard(model, devices)
     function = Function(fn, args, kwargs, devices, chip)
     with Partitioner(function) as partitioner:
         search = Search(
@@ -147,6 +153,27 @@ def _devices(mesh: MeshLike | None) -> Mesh:
             },
         )
     return target
+
+
+def _check_has_no_mesh(fn: Any) -> None:
+    function = fn.func if isinstance(fn, BoundMethod) else fn
+    if isinstance(function, ShardedFunction) and function.has_mesh:
+        raise EinshardError(
+            f'{name_of(fn)} has its own mesh, so plan cannot try others',
+            facts={'instead': 'leave out mesh= of sharded, and enter the mesh with jax.set_mesh'},
+        )
+
+
+def _nothing_to_shard(model: Model, devices: Mesh) -> EinshardError:
+    sizes = ', '.join(f'{name} {size}' for name, size in model.divisors.items())
+    return EinshardError(
+        f'{model.name} has no axis that can be sharded over {devices.size} devices',
+        facts={
+            'sizes': sizes,
+            'mesh': mesh_fact(devices),
+            'expected': 'an axis whose size is divisible by the size of a mesh axis',
+        },
+    )
 
 
 def _n_slices(devices: Mesh) -> int:

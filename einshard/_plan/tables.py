@@ -33,6 +33,13 @@ def read_table(number: int, given: Any, model: Model, n_devices: int) -> Candida
             facts={'mesh sizes': sizes},
         )
     placed = {name: mesh_axes(name, text, mesh) for name, text in placements(given[1]).items()}
+    for name, size in model.divisors.items():
+        n_shards = math.prod(mesh[axis] for axis in placed.get(name, ()))
+        if size % n_shards:
+            raise EinshardError(
+                f"{label} does not fit: axis '{name}' (size {size}) is not divisible by {n_shards}",
+                facts={'mesh sizes': ', '.join(f'{axis}={n}' for axis, n in mesh.items())},
+            )
     return Candidate(
         tuple(mesh.items()), tuple((name, placed.get(name, ())) for name in model.names)
     )

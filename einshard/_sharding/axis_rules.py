@@ -155,7 +155,8 @@ def check_option(
 ) -> None:
     """Raises if the value of an option, such as `missing=`, is not one of its choices."""
     if not isinstance(value, str) or value not in choices:
-        expected = ' or '.join(map(repr, choices))
+        *others, last = map(repr, choices)
+        expected = f'{", ".join(others)} or {last}'
         raise EinshardError(f'{option}= must be {expected}, not {value!r}', facts=facts)
 
 
@@ -189,7 +190,7 @@ def _as_text(name: object, placement: Placed) -> str:
     entries = spec_axes(spec)
     if len(entries) > 1 or FREE in entries or spec.unreduced or spec.reduced:
         raise EinshardError(
-            f'axis_rules has {name}={partition_text(spec)}, but a rule places one axis',
+            f'axis_rules has {name}={partition_text(spec)}, but a rule is for one array axis',
             facts={'expected': "one entry, such as P('data') or P(('data', 'fsdp'))"},
         )
     return str(Term('', mesh_axes=tuple(map(str, entries[0] if entries else ()))))

@@ -192,7 +192,7 @@ def find_placement(
         raise expression.error(
             f'the devices have no memory kind {memory_kind!r}', memory_kinds=', '.join(known)
         )
-    _check_explicit(expression, layout, mesh)
+    _check_explicit(expression, mesh)
     sharding = lower(layout, mesh, context.mesh_is_ambient, memory_kind)
     if sharding is None:
         counts = ' x '.join(str(split.count) for split in layout.splits if not split.mesh_axes)
@@ -261,25 +261,17 @@ def _is_ruled(expression: Expression, context: Context) -> bool:
     return expression.short and not ruled.isdisjoint(expression.names)
 
 
-def _check_explicit(expression: Expression, layout: Layout, mesh: AnyMesh) -> None:
-    """Raises for partial sums along mesh axes that are not Explicit, for which JAX has none."""
+def _check_explicit(expression: Expression, mesh: AnyMesh) -> None:
+    """Raises for partial sums on a mesh with other axes, where JAX has none or fails."""
     signed = [term for term in expression.right if term.sign]
-    if not signed:
-        return
-    fitted = fit(layout, sizes_of(mesh)) or ()
-    axes = {axis for sign in SIGNS for axis in signed_axes(layout, fitted, sign)} if fitted else ()
-    kinds = {
-        kind
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if not fitted or str(name) in axes
-    }
-    if not kinds <= {AxisType.Explicit}:
+    if signed and set(mesh.axis_types) != {AxisType.Explicit}:
         raise expression.error(
-            f'{quoted(map(str, signed))} {"needs" if len(signed) == 1 else "need"} Explicit mesh '
-            'axes',
+            f'{quoted(map(str, signed))} {"needs" if len(signed) == 1 else "need"} a mesh whose '
+            'axes are all Explicit',
             signed,
             mesh=mesh_fact(mesh),
-            expected='a mesh with axis_types=(AxisType.Explicit, ...), in jax.set_mesh or mesh=',
+            expected='a mesh with axis_types=(AxisType.Explicit, ...), as mesh=mesh or in '
+            'jax.set_mesh(mesh)',
         )
 
 

@@ -193,8 +193,8 @@ def _check_terms(contraction: Contraction, operands: Sequence[Any], placement: P
     (start, end), text = spans[0], contraction.text
     meant = Term(sign='+', mesh_axes=tuple(map(str, axes)))
     raise contraction.error(
-        f"the result is a partial sum, '{signed[0]}', but the contracted axes are sharded "
-        f'over {quoted(map(str, axes)) if axes else "no mesh axes"}',
+        f"the result is a partial sum, '{signed[0]}', but the contracted axes are "
+        + (f'sharded over {quoted(map(str, axes))}' if axes else 'not sharded'),
         spans,
         fix=Suggestion(f'{text[:start]}{meant}{text[end:]}') if axes else None,
     )

@@ -214,6 +214,14 @@ def _inherited(
     assert facts.mesh is not None
     collectives = {sent.one.name: sent for sent in several}.values()
     n_bytes = sum(sent_bytes(sent.one) for sent in collectives)
+    # a reduce-scatter and an all-gather send as much as the all-reduce without that sharding
+    scattered = sum(
+        sent_bytes(one)
+        for one, row, axes in zip(facts.collectives, facts.rows, facts.along, strict=True)
+        if one.kind == 'reduce-scatter' and row.role == 'activations' and axes == along
+    )
+    if scattered > n_bytes / 2:
+        return
     for product in facts.trace.products:
         if product.is_lookup and product.left.argument == table:
             axes = [

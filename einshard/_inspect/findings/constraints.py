@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
@@ -17,6 +16,8 @@ from ..._text import first_of
 from ..report_rows import Finding
 from .expressions import expression_of
 from .facts import Facts, sent_bytes
+from .lines import line_of
+from .trace import inner_jaxprs
 
 _UNUSED = 'the result of this constraint is not used; write x = einshard(x, ...)'
 _PUT = (
@@ -78,12 +79,12 @@ def _walk(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str | None]]
                     text = describe_named(sharding, made.aval.ndim)
                 why = f"the value already is '{text}', so this constraint has no effect"
             known[made] = sharding
-            yield _line(eqn), why
+            yield line_of(eqn), why
         elif name == 'device_put':
             targets = [s for s in eqn.params['devices'] if isinstance(s, NamedSharding)]
             if targets and all(map(_only_places, targets)):
-                yield _line(eqn), _PUT
-        for inner in _inner(eqn.params.values()):
+                yield line_of(eqn), _PUT
+        for inner in inner_jaxprs(eqn.params.values()):
             yield from _walk(inner, {})
 
 
@@ -92,25 +93,6 @@ def _only_places(sharding: NamedSharding) -> bool:
     return sharding.memory_kind in (None, 'device') and set(sharding.mesh.axis_types) == {
         AxisType.Auto
     }
-
-
-def _inner(parameters: Any) -> Iterator[Any]:
-    """Yields the jaxprs among the parameters of an equation."""
-    for parameter in parameters:
-        if isinstance(parameter, list | tuple):
-            yield from _inner(parameter)
-        elif hasattr(parameter, 'eqns'):
-            yield parameter
-        elif hasattr(parameter, 'jaxpr') and hasattr(parameter.jaxpr, 'eqns'):
-            yield parameter.jaxpr
-
-
-def _line(eqn: Any) -> str:
-    # imported here because it loads modules that nothing else needs
-    from jax.extend.source_info_util import summarize
-
-    found = re.match(r'(.*?:\d+)\b', summarize(eqn.source_info))
-    return found[1] if found else ''
 
 
 # --- names without a rule -----------------------------------------------------------------------

@@ -68,6 +68,7 @@ def _joined(eqn: Any, values: Sequence[Value]) -> Value:
     return replace(made, argument=None)
 
 
+PRODUCTS = ('dot_general', 'conv_general_dilated')
 _REDUCTIONS = ('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or')
 RULES: Mapping[str, Callable[[Any, Sequence[Value]], Value]] = {
     'transpose': _transpose,

@@ -23,11 +23,14 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
     """Reports all-reduces of which each device keeps a slice, after other operations."""
     for one, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
         place = facts.places.get(one.name)
-        if one.kind != 'all-reduce' or place is None or not one.groups or one.bytes < _SMALL:
+        if one.kind != 'all-reduce' or place is None or row.is_backward or one.bytes < _SMALL:
             continue
         found = find_sliced_sum(facts.module, place)
         # the CPU backend has no reduce-scatter
         if found is None or (found.is_direct and facts.platform == 'cpu'):
+            continue
+        suggestion = _constraint(facts, one.source or '', along, found)
+        if not suggestion:  # not the sum of a product
             continue
         yield Finding(
             'sliced all-reduce',
@@ -36,7 +39,7 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
             'sends half',
             one.source,
             sent_bytes(one),
-            _constraint(facts, one.source or '', along, found),
+            suggestion,
         )
 
 
@@ -106,8 +109,8 @@ def _one_sum(facts: Facts, line: str, along: str) -> str:
             'reshard the sum after the loop'
         )
     return (
-        f"run the loop of {source} in a function of per_device, which sums each device's "
-        'gradients, and reduce them once after it'
+        f'run the loop of {source} in a function of per_device, make its weights varying '
+        "(jax.lax.pcast(.., to='varying')), and reduce the gradients once after it"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from ..._arrays.constrain import names_at
 from ..._notation.expression import ELLIPSIS
 from ..._sharding.mesh import AnyMesh, spec_axes
 from .lines import line_of
-from .operations import RULES, elementwise, flops_of, product_of
+from .operations import PRODUCTS, RULES, elementwise, flops_of, product_of
 from .values import Axis, Product, Value, merged, unique
 
 
@@ -51,6 +51,7 @@ class _Where(NamedTuple):
     runs: int | None = 1
     is_backward: bool = False
     n_manual: int = 0
+    call: Any = None  # the equation that calls the jaxpr
 
 
 def read_trace(jaxpr: Any, arguments: Sequence[Value], mesh: AnyMesh) -> Trace:
@@ -107,10 +108,12 @@ class _Reader:
             return [_blank(v, values) for v in eqn.outvars]
         if name in ('sharding_constraint', 'reshard', 'mesh_cast') and values:
             return [self.constrain(eqn, values[0], where)]
-        if name in ('dot_general', 'conv_general_dilated', 'gather'):
+        if name in (*PRODUCTS, 'gather'):
             return [self.product(eqn, values, where)]
         if (inner := _only_jaxpr(eqn)) is not None:
-            return self.read(inner, values[len(values) - len(inner.invars) :], where)
+            return self.read(
+                inner, values[len(values) - len(inner.invars) :], where._replace(call=eqn)
+            )
         if name in RULES:
             return [RULES[name](eqn, values)]
         return [_passed_on(v, values) for v in eqn.outvars]
@@ -123,7 +126,7 @@ class _Reader:
         self.trace.products.append(
             replace(
                 product,
-                line=line_of(eqn),
+                line=line_of(eqn) or (line_of(where.call) if where.call else ''),
                 flops=None if where.runs is None else flops * where.runs,
                 is_backward=where.is_backward,
                 in_shard_map=where.n_manual > 0,
@@ -250,6 +253,17 @@ def _only_jaxpr(eqn: Any) -> Any:
             same = len(inner.outvars) == len(eqn.outvars)
             return inner if same and len(inner.invars) <= len(eqn.invars) else None
     return None
+
+
+def inner_jaxprs(parameters: Any) -> Iterator[Any]:
+    """Yields the jaxprs among the parameters of an equation."""
+    for parameter in parameters:
+        if isinstance(parameter, list | tuple):
+            yield from inner_jaxprs(parameter)
+        elif hasattr(parameter, 'eqns'):
+            yield parameter
+        elif hasattr(parameter, 'jaxpr') and hasattr(parameter.jaxpr, 'eqns'):
+            yield parameter.jaxpr
 
 
 def _sums(jaxpr: Any, n_consts: int, n_carry: int) -> set[int]:

@@ -1,0 +1,97 @@
+"""Tells the collectives that the user's code requests from those that the compiler inserts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..._hlo.collectives import Collective
+from ..report_rows import CollectiveRow, Collectives
+from .facts import Facts
+from .lines import line_of
+from .operations import PRODUCTS
+from .trace import inner_jaxprs
+
+_OF_SHARD_MAP = frozenset(
+    (
+        *('all_gather', 'all_gather_invariant', 'all_gather_reduced', 'all_to_all', 'pbroadcast'),
+        *('pmax', 'pmin', 'ppermute', 'psum', 'psum2', 'psum_invariant', 'psum_scatter'),
+        *('ragged_all_to_all', 'reduce_scatter', 'unreduced_psum', 'unreduced_reduce_scatter'),
+    )
+)
+_CONSTRAINTS = ('sharding_constraint', 'reshard')
+_SUMS = (*PRODUCTS, 'reduce_sum', 'reduce_max', 'reduce_min', 'argmax', 'argmin', 'scatter-add')
+
+
+def with_causes(facts: Facts) -> Collectives:
+    """The rows of collectives, each with its cause: 'requested', 'inserted' or 'unknown'."""
+    constrained = _Constrained(facts)
+    pairs = zip(facts.collectives, facts.rows, strict=True)
+    return Collectives(replace(row, cause=_cause(one, row, constrained)) for one, row in pairs)
+
+
+def _cause(one: Collective, row: CollectiveRow, constrained: _Constrained) -> str:
+    path, _, operation = one.op_name.rpartition('/')
+    if operation in _CONSTRAINTS or ('shard_map' in path and operation in _OF_SHARD_MAP):
+        return 'requested'
+    if not constrained.is_known:
+        return 'unknown'
+    if one.kind in ('all-reduce', 'reduce-scatter'):
+        return 'inserted' if operation in _SUMS else 'unknown'
+    # the name of a constraint of a product may be lost, and that of the product remains
+    if operation not in PRODUCTS:
+        return 'unknown'
+    if row.role == 'weights':
+        return 'unknown' if constrained.paths & set(row.of) or not row.of else 'inserted'
+    return 'unknown' if one.source in constrained.lines else 'inserted'
+
+
+class _Constrained:
+    """What constraints, and shardings of results, request.
+
+    Attributes:
+        is_known: whether the traced function is.
+        lines: the lines of products whose result is constrained.
+        paths: the arguments that are constrained.
+    """
+
+    def __init__(self, facts: Facts):
+        self.lines: set[str] = set()
+        self.paths: set[str] = set()
+        self.is_known = facts.trace is not None
+        if facts.trace is None or facts.stages.traced is None:
+            return
+        jaxpr = facts.stages.traced.jaxpr.jaxpr
+        for constraint in facts.trace.constraints:
+            if constraint.before.argument is not None:
+                self.paths.add(facts.arguments[constraint.before.argument].path)
+        for eqn in _products_before_constraints(jaxpr):
+            self.lines.add(line_of(eqn))
+
+
+def _products_before_constraints(jaxpr: Any) -> Iterator[Any]:
+    """Yields the products whose result is constrained, or leaves the jaxpr, in any jaxpr inside."""
+    made_by = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    left = [id(v) for v in jaxpr.outvars]
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _CONSTRAINTS:
+            left.append(id(eqn.invars[0]))
+        for inner in inner_jaxprs(eqn.params.values()):
+            yield from _products_before_constraints(inner)
+    yield from _products_behind(left, made_by)
+
+
+def _products_behind(left: Sequence[int], made_by: dict[int, Any]) -> Iterator[Any]:
+    """Yields the last products that values come from."""
+    stack, seen = list(left), set(left)
+    while stack:
+        eqn = made_by.get(stack.pop())
+        if eqn is None:
+            continue
+        if eqn.primitive.name in PRODUCTS:
+            yield eqn
+            continue
+        more = [id(v) for v in eqn.invars if id(v) not in seen]
+        seen.update(more)
+        stack += more

@@ -1,0 +1,445 @@
+"""The findings of explain: each planted mistake is found, and fixed as suggested."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import mistakes
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from mistakes import BOTH, FSDP, MEGATRON, Choices, arguments, make_step
+
+from einshard import (
+    axis_rules,
+    device_mesh,
+    einshard,
+    explain,
+    for_optimizer,
+    per_device,
+    sharded,
+    topology,
+)
+
+QUICKLY = {'compiler_options': {'xla_backend_optimization_level': 0}}
+ALONG_S = 'b s d -> b@data s@tensor d'
+WITHOUT_DATA = {name: spec.replace('@data', '') for name, spec in FSDP.items()}
+
+
+def mesh_for(c, platform='cpu'):
+    """16 devices, along the mesh axes that the choices name."""
+    axes = {'data': 4, 'tensor': 4} if 'tensor' in str(c) else {'data': 16}
+    if platform == 'tpu':
+        pytest.importorskip('libtpu')
+        return topology('v5e:4x4', **axes)
+    return device_mesh(jax.devices()[:16], **axes)
+
+
+def report_of(c, mesh=None):
+    return explain(make_step(c, mesh or mesh_for(c), **QUICKLY), *arguments())
+
+
+def found_in(report):
+    return [finding.kind for finding in report.findings]
+
+
+def expressions(finding):
+    """The expressions of a suggestion."""
+    return re.findall("'([^']*)'", finding.suggestion)
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+# --- correct programs ---------------------------------------------------------------------------
+
+CORRECT = {
+    'data': Choices(WITHOUT_DATA),
+    'FSDP': Choices(FSDP),
+    'FSDP with remat': Choices(FSDP, remat=True),
+    'FSDP with microbatches': Choices(FSDP, microbatches=4),
+    'ZeRO-1': Choices(WITHOUT_DATA, states=FSDP),
+    'Megatron': Choices(MEGATRON),
+    'FSDP and Megatron': Choices(BOTH),
+    'sequence parallel': Choices(MEGATRON, embedded=ALONG_S, attended=ALONG_S, after=ALONG_S),
+}
+
+
+@pytest.mark.parametrize('name', CORRECT)
+def test_correct_programs_have_no_findings(name):
+    report = report_of(CORRECT[name])
+    assert found_in(report) == []
+    assert report.network_bytes > 0
+
+
+@pytest.mark.parametrize('name', ['FSDP and Megatron', 'sequence parallel', 'ZeRO-1'])
+def test_correct_programs_for_tpus_have_no_findings(name):
+    c = CORRECT[name]
+    assert found_in(report_of(c, mesh_for(c, 'tpu'))) == []
+
+
+# --- planted mistakes ---------------------------------------------------------------------------
+
+
+def line_of(text):
+    """The line of the model that has this text."""
+    lines = Path(mistakes.__file__).read_text(encoding='utf-8').split('\n')
+    (found,) = [i for i, line in enumerate(lines, 1) if text in line]
+    return f'mistakes.py:{found}'
+
+
+def check_fixed(wrong, fixed, right):
+    """The suggestion leads to a program without findings that sends what the correct one does."""
+    assert wrong.network_bytes > right.network_bytes
+    assert found_in(fixed) == []
+    assert fixed.network_bytes == right.network_bytes
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+def test_a_missing_constraint(platform):
+    """The batch is unsharded after the embedding, and products are summed over data."""
+    c, mesh = Choices(BOTH, embedded=None), mesh_for(BOTH, platform)
+    wrong = report_of(c, mesh)
+    assert found_in(wrong)[0] == 'missing constraint'
+    finding = wrong.findings[0]
+    assert finding.text.startswith(
+        'activations are reduced or gathered along data, over which the batch is sharded, instead '
+        'of gathering the weights state/w/layers/0-1/'
+    )
+    line = line_of("weights['embed'][tokens")
+    assert Path(finding.source).name == line
+    assert finding.suggestion == (
+        f"constrain the result of the lookup in {line}: einshard(.., 'b s d -> b@data s d')"
+    )
+    assert finding.bytes > 0.5 * wrong.network_bytes
+    (expression,) = expressions(finding)
+    check_fixed(
+        wrong,
+        report_of(c._replace(embedded=expression), mesh),
+        report_of(CORRECT['FSDP and Megatron'], mesh),
+    )
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+def test_a_contracted_axis(platform):
+    """The hidden units are sharded, but not along them the weight that reads them."""
+    c, mesh = Choices(MEGATRON | {'down': 'f d@tensor'}), mesh_for(MEGATRON, platform)
+    wrong = report_of(c, mesh)
+    (finding,) = wrong.findings
+    assert finding.kind == 'contracted axis'
+    assert finding.text.startswith(
+        "axis 'f' is summed over, and sharded along tensor in the activations but not in "
+        'state/w/layers/0-1/down: all-'
+    )
+    line = line_of("@ w['down']")
+    assert Path(finding.source).name == line
+    (expression,) = expressions(finding)
+    assert finding.suggestion == "shard state/w/layers/0-1/down with 'f d -> f@tensor d'"
+    fixed = report_of(Choices(MEGATRON | {'down': expression}), mesh)
+    check_fixed(wrong, fixed, report_of(CORRECT['Megatron'], mesh))
+
+
+def test_an_inherited_sharding():
+    """The embedding is sharded over d, and so is the residual stream."""
+    c = Choices(MEGATRON | {'embed': 'v d@tensor'}, embedded=None)
+    mesh = mesh_for(c)
+    wrong = report_of(c, mesh)
+    (finding,) = wrong.findings
+    assert finding.kind == 'inherited sharding'
+    assert finding.text.startswith(
+        'activations inherit the sharding of state/w/embed along tensor, and are sent along it in '
+    )
+    (expression,) = expressions(finding)
+    assert expression == 'b s d -> b@data s d'
+    fixed, right = c._replace(embedded=expression), Choices(c.weights)
+    check_fixed(wrong, report_of(fixed, mesh), report_of(right, mesh))
+
+
+def test_an_inherited_sharding_that_costs_nothing():
+    """Reduce-scatters and all-gathers of the residual stream send what all-reduces would."""
+    c = Choices(MEGATRON | {'embed': 'v d@tensor'}, embedded=None)
+    mesh = mesh_for(c, 'tpu')
+    report, other = (
+        report_of(one, mesh) for one in (c, c._replace(embedded='b s d -> b@data s d'))
+    )
+    assert found_in(report) == []
+    assert report.network_bytes < other.network_bytes
+
+
+REPLICATED = {
+    'attention': (('q', 'k', 'v', 'o'), "'bsd,dhe->bshe'"),
+    'feed-forward': (('gate', 'up', 'down'), "w['gate']"),
+    'head': (('head',), "x @ weights['head']"),
+}
+
+
+@pytest.mark.parametrize('part', REPLICATED)
+def test_replicated_compute(part):
+    names, text = REPLICATED[part]
+    right = report_of(CORRECT['Megatron'])
+    weights = MEGATRON | {name: MEGATRON[name].replace('@tensor', '') for name in names}
+    wrong = report_of(Choices(weights))
+    (finding,) = wrong.findings
+    assert finding.kind == 'replicated compute'
+    assert finding.text.startswith('4 devices repeat the products in ')
+    assert line_of(text) in finding.text
+    shard = re.findall(r"(\S+) with '([^']*)'", finding.suggestion)
+    suggested = {}
+    for paths, expression in shard:
+        for name in re.findall(r'\w+', paths.rpartition('/')[2]):
+            suggested[name] = expression
+    assert set(suggested) == set(names)
+    fixed = report_of(Choices(weights | suggested))
+    assert found_in(fixed) == []
+    assert (fixed.flops, fixed.network_bytes) == (right.flops, right.network_bytes)
+
+
+def test_replicated_compute_along_an_unused_mesh_axis():
+    c = Choices(FSDP)
+    wrong = report_of(c, mesh_for(MEGATRON))
+    finding = next(one for one in wrong.findings if one.kind == 'replicated compute')
+    assert finding.suggestion == "shard tokens with 'b s -> b@(data,tensor) s'"
+    tokens = expressions(finding)[0]
+    fixed = report_of(
+        c._replace(tokens=tokens, embedded='b s d -> b@(data,tensor) s d'), mesh_for(MEGATRON)
+    )
+    assert found_in(fixed) == []
+    assert wrong.flops > 2.5 * fixed.flops
+
+
+def test_a_compiled_program_is_not_checked_for_replicated_compute():
+    compiled = make_step(CORRECT['data'], mesh_for(FSDP), **QUICKLY).lower(*arguments()).compile()
+    (note,) = [note for note in explain(compiled).notes if note.kind == 'not checked']
+    assert note.text.startswith('replicated compute, constraints and ')
+
+
+def test_unsharded_states():
+    wrong = report_of(Choices(FSDP, states=WITHOUT_DATA))
+    (finding,) = wrong.findings
+    assert finding.kind == 'unsharded states'
+    assert 'are replicated, but their parameters state/w/{embed,head}' in finding.text
+    assert 'for_optimizer(params, spec)' in finding.suggestion
+    params = arguments()[0]['w']
+    spec = for_optimizer(params, mistakes.tree(FSDP))
+    states = mistakes.tree({name: name for name in FSDP})
+    assert jax.tree.structure(states) == jax.tree.structure(params)
+    assert callable(spec)
+    assert found_in(report_of(CORRECT['FSDP'])) == []
+
+
+def test_a_replicated_result_that_feeds_the_next_step():
+    wrong, right = report_of(Choices(FSDP, out=WITHOUT_DATA)), report_of(CORRECT['FSDP'])
+    (finding,) = wrong.findings
+    assert finding.kind == 'replicated result'
+    assert finding.text.startswith('result/w/{embed,head}, result/w/layers/0-1/')
+    assert "'v d -> v@data d'" in finding.suggestion
+    check_fixed(wrong, report_of(Choices(FSDP, out=FSDP)), right)
+
+
+# --- loops and sums -----------------------------------------------------------------------------
+
+
+def varying(w):
+    """Makes gradients of a replicated weight those of the device."""
+    if hasattr(jax.lax, 'pcast'):
+        return jax.lax.pcast(w, 'data', to='varying')
+    return jax.lax.pvary(w, 'data')
+
+
+def test_gradients_that_are_reduced_for_each_microbatch():
+    c, mesh = Choices(WITHOUT_DATA, microbatches=4), mesh_for(FSDP)
+    wrong = report_of(c)
+    (finding,) = wrong.findings
+    assert finding.kind == 'summed in a loop'
+    assert finding.text.startswith('the gradients that become result/')
+    assert 'are all-reduced along data in each of 4 iterations, and only added up' in finding.text
+    line = line_of('jax.lax.scan(accumulate')
+    assert Path(finding.source).name == line
+    assert finding.suggestion == (
+        f'run the loop of {line} in a function of per_device, make its weights varying '
+        "(jax.lax.pcast(.., to='varying')), and reduce the gradients once after it"
+    )
+
+    @sharded(
+        {'w': mistakes.tree(c.weights), 'm': mistakes.tree(c.weights)},
+        c.tokens,
+        mesh=mesh,
+        **QUICKLY,
+    )
+    def step(state, tokens):
+        @per_device('...', 'b@data s', out='...', mesh=mesh)
+        def of_device(w, tokens):
+            w = jax.tree.map(varying, w)
+            g = mistakes.gradients(w, tokens, c._replace(embedded=None))
+            return jax.lax.pmean(g, 'data')
+
+        return mistakes.update(state['w'], state['m'], of_device(state['w'], tokens))
+
+    fixed = explain(step, *arguments())
+    assert found_in(fixed) == []
+    assert fixed.network_bytes < wrong.network_bytes / 3
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+def test_an_all_reduce_of_which_devices_keep_a_slice(platform):
+    def build(expression):
+        @sharded('b f@tensor', 'f@tensor d', out='b@tensor d', mesh=mesh)
+        def scores(x, w):
+            y = einshard(x @ w, expression)
+            return jax.nn.softmax(y, axis=-1)
+
+        return explain(scores, floats(512, 1024), floats(1024, 256))
+
+    mesh = mesh_for('tensor', platform)
+    wrong = build('b d -> b d')
+    (finding,) = [one for one in wrong.findings if one.kind == 'sliced all-reduce']
+    assert finding.text == (
+        'f32[512,256] is all-reduced along tensor, and each device keeps a slice of the sum: '
+        '768.0 KiB, of which a reduce-scatter sends half'
+    )
+    (expression,) = expressions(finding)
+    fixed = build(expression)
+    assert 'sliced all-reduce' not in found_in(fixed)
+    if platform == 'tpu':  # the CPU backend has no reduce-scatter
+        assert fixed.network_bytes <= wrong.network_bytes // 2
+
+
+def decoder(before):
+    """A loop over steps with one weight, as in inference."""
+
+    @sharded('d@data f', 'b@data d', mesh=mesh_for('', 'tpu'))
+    def decode(w, x):
+        w = w if before is None else einshard(w, before)
+
+        def step(x, _):
+            return jnp.tanh(einshard(x @ w, 'b d -> b@data d')), None
+
+        return jax.lax.scan(step, x, length=8)[0]
+
+    return explain(decode, floats(2048, 2048), floats(1024, 2048))
+
+
+def test_a_gather_in_a_loop_that_does_not_change_the_array():
+    """On CPU, XLA moves it out of the loop."""
+    wrong = decoder(None)
+    (finding,) = wrong.findings
+    assert finding.kind == 'gathered again'
+    assert finding.text == (
+        'w, bf16[2048,2048], is gathered in each of 8 iterations of a loop that does not change it'
+    )
+    assert finding.suggestion == (
+        "gather it once, before the loop: w = einshard(w, 'd f -> 16 d f')"
+    )
+    (expression,) = expressions(finding)
+    fixed = decoder(expression)
+    assert found_in(fixed) == []
+    assert fixed.network_bytes <= wrong.network_bytes // 4  # f32, where the loop had bf16
+
+
+# --- constraints --------------------------------------------------------------------------------
+
+
+def ruled(**rules):
+    @sharded('b@data s', 'v d', mesh=mesh_for(FSDP), **QUICKLY)
+    def embed(tokens, table):
+        with axis_rules(d='', **rules):
+            x = einshard(table[tokens], 'batch sequence d')
+        return jnp.tanh(x)
+
+    tokens = jax.ShapeDtypeStruct((64, 32), np.int32)
+    return explain(embed, tokens, floats(256, 64))
+
+
+def test_names_without_a_rule():
+    wrong = ruled(other='@data')
+    (finding,) = [one for one in wrong.findings if one.kind == 'names without a rule']
+    assert finding.text == (
+        "no axis rule has 'batch', so this constraint replicates a value that is sharded: "
+        "'batch sequence d -> batch@data sequence d'"
+    )
+    assert finding.suggestion == "write axis_rules(.., batch='@data')"
+    fixed = ruled(batch='@data')
+    assert found_in(fixed) == []
+    assert fixed.network_bytes == 0
+
+
+# --- meshes -------------------------------------------------------------------------------------
+
+
+def test_explicit_axes_have_findings_that_types_do_not_prevent():
+    mesh = jax.make_mesh((4, 4), ('data', 'tensor'), axis_types=(AxisType.Explicit,) * 2)
+
+    @sharded({'w': 'd f', 'm': 'd f'}, 'b@data d', mesh=mesh, **QUICKLY)
+    def step(state, x):
+        g = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(state['w'])
+        m = 0.9 * state['m'] + g
+        return {'w': state['w'] - m, 'm': m}
+
+    report = explain(step, {'w': floats(64, 128), 'm': floats(64, 128)}, floats(64, 64))
+    (finding,) = report.findings
+    assert finding.kind == 'replicated compute'
+    assert finding.suggestion == "shard x with 'b d -> b@(data,tensor) d'"
+
+
+def test_a_finding_is_printed_with_its_line_and_suggestion():
+    report = report_of(Choices(MEGATRON | {'down': 'f d@tensor'}))
+    page = ' '.join(str(report).partition('\nfindings\n')[2].split())
+    line = line_of("@ w['down']")
+    assert page.startswith(f"- {line}: axis 'f' is summed over")
+    assert page.endswith("Shard state/w/layers/0-1/down with 'f d -> f@tensor d'") or (
+        "shard state/w/layers/0-1/down with 'f d -> f@tensor d'" in page
+    )
+    assert report.to_dict()['findings'][0]['suggestion'] == report.findings[0].suggestion
+
+
+# --- requested or inserted ----------------------------------------------------------------------
+
+
+def causes(report):
+    return {(row.kind, row.cause) for row in report.collectives}
+
+
+def test_collectives_of_a_shard_map_are_requested():
+    @per_device('b d@tensor', 'd@tensor f', out='b f', mesh=mesh_for('tensor'))
+    def product(x, w):
+        return jax.lax.psum(x @ w, 'tensor')
+
+    report = explain(product, floats(64, 64), floats(64, 64))
+    assert causes(report) == {('all-reduce', 'requested')}
+
+
+def test_collectives_without_a_constraint_are_inserted():
+    @sharded('b d@tensor', 'd@tensor f', mesh=mesh_for('tensor'), **QUICKLY)
+    def product(x, w):
+        return jnp.sum(x @ w)
+
+    assert causes(explain(product, floats(64, 64), floats(64, 64))) == {('all-reduce', 'inserted')}
+    gathered = {
+        row.cause for row in report_of(CORRECT['FSDP']).collectives if row.role == 'weights'
+    }
+    assert 'inserted' in gathered
+    assert 'requested' not in gathered
+
+
+def test_the_cause_is_unknown_if_a_constraint_may_have_lost_its_name():
+    @sharded('b@data d', mesh=mesh_for(FSDP), **QUICKLY)
+    def gathered(x):
+        return jnp.tanh(einshard(jnp.cos(x), 'b d -> b d'))
+
+    for what in (gathered, gathered.lower(floats(64, 64))):
+        report = explain(what, *([floats(64, 64)] if what is gathered else []))
+        (row,) = report.collectives
+        assert row.kind == 'all-gather'
+        assert row.cause in ('requested', 'unknown')
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+def test_a_constraint_of_an_argument_is_not_the_choice_of_the_compiler(platform):
+    @sharded('b@data d', mesh=mesh_for(FSDP, platform))
+    def gathered(x):
+        return jnp.tanh(einshard(x, 'b d -> b d'))
+
+    report = explain(gathered, floats(64, 64))
+    assert {row.cause for row in report.collectives} <= {'requested', 'unknown'}
