@@ -61,7 +61,7 @@ def _read_argument(text: str) -> Any:
 
 def _dtype(name: str, text: str) -> Any:
     try:
-        return np.dtype(jnp.dtype(_SHORT_DTYPE.sub(lambda found: _KINDS[found[0]], name)))
+        return np.dtype(jnp.dtype(_SHORT_DTYPE.sub(lambda match: _KINDS[match[0]], name)))
     except TypeError:
         raise EinshardError(
             f"'{name}' in '{text}' is not a JAX dtype",
@@ -92,15 +92,15 @@ def load(text: str) -> Any:
         raise EinshardError(
             f"'{text}' does not have the form module:name", facts={'example': 'model:step'}
         )
-    found: Any = _import(module_name)
+    value: Any = _import(module_name)
     for name in path.split('.'):
-        if not hasattr(found, name):
+        if not hasattr(value, name):
             raise EinshardError(
                 f"module '{module_name}' has no '{path}'",
-                facts={'it has': ', '.join(_names_in(found, module_name)[:20]) or 'none'},
+                facts={'it has': ', '.join(_names_in(value, module_name)[:20]) or 'none'},
             )
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 def _import(name: str) -> ModuleType:
@@ -121,7 +121,7 @@ def _import(name: str) -> ModuleType:
         ) from None
 
 
-def _names_in(found: Any, module_name: str) -> list[str]:
+def _names_in(owner: Any, module_name: str) -> list[str]:
     """Lists the public names that a module or class defines; if none, those that it imports."""
 
     def is_imported(value: Any) -> bool:
@@ -129,7 +129,7 @@ def _names_in(found: Any, module_name: str) -> list[str]:
             return getattr(value, '__module__', module_name) != module_name
         return inspect.ismodule(value)
 
-    values = vars(found if isinstance(found, ModuleType | type) else type(found))
+    values = vars(owner if isinstance(owner, ModuleType | type) else type(owner))
     names = sorted(name for name in values if not name.startswith('_'))
     return [name for name in names if not is_imported(values[name])] or names
 

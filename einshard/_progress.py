@@ -1,4 +1,4 @@
-"""Shows on a terminal that a compilation takes long."""
+"""Shows the elapsed time of slow compilations on a terminal."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ _line_is_taken = threading.Lock()
 
 
 @contextmanager
-def progress(what: str | Callable[[], str]) -> Generator[None, None, None]:
-    """Writes 'what: 12 s' to standard error, if that is a terminal and the block takes long.
+def progress(label: str | Callable[[], str]) -> Generator[None, None, None]:
+    """Writes 'label: 12 s' to standard error while a slow block runs, if it is a terminal.
 
-    The text may be a function that is called for each update. Inside another block, this writes
-    nothing.
+    The label may be a function that is called for each update. Nested blocks write nothing.
     """
     stream = sys.stderr
     if stream is None or not stream.isatty() or not _line_is_taken.acquire(blocking=False):
         yield
         return
     done = threading.Event()
-    thread = threading.Thread(target=_show, args=(what, done, stream), daemon=True)
+    thread = threading.Thread(target=_show, args=(label, done, stream), daemon=True)
     thread.start()
     try:
         yield
@@ -35,11 +34,11 @@ def progress(what: str | Callable[[], str]) -> Generator[None, None, None]:
         _line_is_taken.release()
 
 
-def _show(what: str | Callable[[], str], done: threading.Event, stream: TextIO) -> None:
+def _show(label: str | Callable[[], str], done: threading.Event, stream: TextIO) -> None:
     start, line = time.monotonic(), ''
     wait = _AFTER
     while not done.wait(wait):
-        text = what if isinstance(what, str) else what()
+        text = label if isinstance(label, str) else label()
         before, line = line, f'{text}: {time.monotonic() - start:.0f} s'
         print(f'\r{line.ljust(len(before))}', end='', file=stream, flush=True)
         wait = _EVERY

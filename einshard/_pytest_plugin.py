@@ -65,7 +65,7 @@ def einshard_golden(request: pytest.FixtureRequest) -> Iterator[Callable[..., No
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    reports = [report for some in terminalreporter.stats.values() for report in some]
+    reports = [report for group in terminalreporter.stats.values() for report in group]
     properties = [pair for report in reports for pair in getattr(report, 'user_properties', ())]
     written = dict.fromkeys(line for name, line in properties if name == _WRITTEN)
     if written:

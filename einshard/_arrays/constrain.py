@@ -52,9 +52,9 @@ def constrain(x: Any, placement: Placement) -> Any:
 
 def _note_names(expression: Expression, without_rule: tuple[str, ...]) -> None:
     """Records the axis names for the user's line, and for the line that calls that function."""
-    found = constraints_of_trace.get()
-    if found is not None:
-        found.append(expression)
+    expressions = constraints_of_trace.get()
+    if expressions is not None:
+        expressions.append(expression)
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
     for frame in filter(None, (user, user.f_back)):
         line = f'{frame.f_code.co_filename}:{frame.f_lineno}'

@@ -104,10 +104,10 @@ def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
     try:
         return jax.device_put(x, sharding, donate=donate)
     except jax.errors.JaxRuntimeError as error:
-        ours = error_of_topology(error)
-        if ours is None:
+        converted = error_of_topology(error)
+        if converted is None:
             raise
-        raise ours from None
+        raise converted from None
 
 
 def error_of_topology(error: Exception) -> EinshardError | None:

@@ -249,7 +249,7 @@ def _unevenly_sharded(
     placement: Placement, axis: int, array: Any, shards: Mapping[int, frozenset[int]]
 ) -> EinshardError:
     name, terms = terms_of_axis(placement.expression, axis, array.ndim)
-    numbers = {process: ', '.join(map(str, sorted(mine))) for process, mine in shards.items()}
+    numbers = {process: ', '.join(map(str, sorted(local))) for process, local in shards.items()}
     return placement.expression.error(
         f"axis '{name}' is split unevenly across processes, so its global size is unknown",
         terms,

@@ -26,18 +26,18 @@ MAX_SHOWN_BYTES = 1024  # of each array in an error
 
 def check_same_plan(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:
     """Raises the same error in every process of `mesh` if their lists of planned arrays differ."""
-    mine = ['\0'.join(array) for array in arrays]
+    records = ['\0'.join(array) for array in arrays]
 
     def differ(n: int) -> bool:
         """Whether the first n arrays differ between processes."""
-        digest = hashlib.blake2b('\n'.join(mine[:n]).encode(), digest_size=16)
+        digest = hashlib.blake2b('\n'.join(records[:n]).encode(), digest_size=16)
         return len(set(_all_gather_bytes(digest.digest(), mesh).values())) > 1
 
     if not differ(MAX_COMPARED):
         return
     # all processes see the same digests, so their binary searches take the same steps
     first = bisect.bisect_left(range(MAX_COMPARED), True, key=differ) - 1
-    text = mine[first] if first < len(mine) else 'no more arrays'
+    text = records[first] if first < len(records) else 'no more arrays'
     shown = _all_gather_bytes(text.encode()[:MAX_SHOWN_BYTES].ljust(MAX_SHOWN_BYTES, b'\0'), mesh)
     texts = {p: row.rstrip(b'\0').decode(errors='ignore') for p, row in shown.items()}
     raise _difference({process: text.split('\0') for process, text in texts.items()})
@@ -48,9 +48,9 @@ def check_same_contents(arrays: Sequence[tuple[PlannedArray, Any]], mesh: Mesh) 
 
     Compares digests of the contents, as well as what `check_same_plan` compares.
     """
-    mine = [(f'{text}, contents {_digest(x)}', expression) for (text, expression), x in arrays]
+    records = [(f'{text}, contents {_digest(x)}', expression) for (text, expression), x in arrays]
     try:
-        check_same_plan(mine, mesh)
+        check_same_plan(records, mesh)
     except EinshardError as error:
         facts = {**error.facts, 'expected': 'the same full array in every process'}
         facts['for local rows'] = 'from_local(x, ...) joins the rows of all processes'
@@ -64,12 +64,12 @@ def _digest(x: Any) -> str:
     return hashlib.blake2b(data.data, digest_size=4).hexdigest()
 
 
-def _all_gather_bytes(mine: bytes, mesh: Mesh) -> dict[int, bytes]:
+def _all_gather_bytes(data: bytes, mesh: Mesh) -> dict[int, bytes]:
     """Sends bytes to all processes, of the same length in each; returns them by process."""
     rows = _process_rows(mesh)
-    row = np.frombuffer(mine, np.uint8)[None]
+    row = np.frombuffer(data, np.uint8)[None]
     one_each = NamedSharding(rows, PartitionSpec('row'))
-    sharded = jax.make_array_from_callback((rows.shape['row'], len(mine)), one_each, lambda _: row)
+    sharded = jax.make_array_from_callback((rows.shape['row'], len(data)), one_each, lambda _: row)
     # This takes 2.1 ms on 8 simulated devices in 2 processes. multihost_utils.process_allgather
     # takes 2.6 ms and waits for processes outside the mesh. One device per process would take
     # 0.4 ms, but the TPU compiler aborts with one device per host of a v5e:4x4.

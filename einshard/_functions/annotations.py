@@ -172,8 +172,8 @@ class _ByPath:
         hints = [self.hint]
         for key in keys:
             hints = [inner for hint in hints for inner in _step(hint, key)]
-        found = (_placed(member) for hint in hints for member in _members(hint))
-        return next((placed.spec for placed in found if placed is not None), None)
+        metadata = (_placed(member) for hint in hints for member in _members(hint))
+        return next((placed.spec for placed in metadata if placed is not None), None)
 
 
 def _members(hint: Any) -> list[Any]:

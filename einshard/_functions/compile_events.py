@@ -59,13 +59,13 @@ def is_listening() -> bool:
     return _thread.heard
 
 
-def _on_event(event: str, duration_secs: float, **given: Any) -> None:
+def _on_event(event: str, duration_secs: float, **fields: Any) -> None:
     if event == _PING:
         _thread.heard = True
     if not _thread.watchers or event not in (LOWERED, COMPILED):
         return
     before, _thread.newest = _thread.newest, {}
-    name = str(given.get('fun_name', 'the program'))
+    name = str(fields.get('fun_name', 'the program'))
     texts: list[str] = []
     for platform, programs in _loaded():
         if programs:

@@ -165,9 +165,9 @@ def _operands(frames: Sequence[_Frame]) -> list[Any]:
     """Returns the traced arguments of the outermost frame that has any."""
     for frame, _ in frames:
         arguments = [frame.f_locals[name] for name in _parameters(frame.f_code)]
-        found = {id(x): x for x in jtu.tree_leaves(arguments) if isinstance(x, Tracer)}
-        if found:
-            return [*found.values()]
+        tracers = {id(x): x for x in jtu.tree_leaves(arguments) if isinstance(x, Tracer)}
+        if tracers:
+            return [*tracers.values()]
     return []
 
 
@@ -180,8 +180,8 @@ def _axes_in_message(message: str, mesh: AnyMesh) -> set[str]:
     """Returns the mesh axes that a message of JAX names; if it names none, all mesh axes."""
     message = re.sub(r'AbstractMesh\(.*?axis_types=\(.*?\).*?\)', '', message)
     names = {str(name) for name in mesh.axis_names}
-    found = {a for a in names if re.search(rf"""[@'"(,]{re.escape(a)}['"),\]]""", message)}
-    return found or names
+    mentioned = {a for a in names if re.search(rf"""[@'"(,]{re.escape(a)}['"),\]]""", message)}
+    return mentioned or names
 
 
 def _operand_text(operand: Any, leaf: _Leaf | None, mesh_axes: set[str]) -> str:
@@ -229,13 +229,13 @@ def _sizes_that_differ(leaves: Iterator[_Leaf], message: str) -> Iterator[str]:
     for leaf in leaves:
         for axis, i in leaf.axes.items():
             spec = leaf.name.split('/')[0], str(leaf.expression)
-            size, known = leaf.value.shape[i], named.setdefault(axis, {})
-            if known.setdefault(spec, (size, leaf.name))[0] != size:
+            size, sizes_by_spec = leaf.value.shape[i], named.setdefault(axis, {})
+            if sizes_by_spec.setdefault(spec, (size, leaf.name))[0] != size:
                 mixed.add((axis, spec))
     in_message = {*map(int, re.findall(r'\b\d+\b', message))}
-    for axis, known in named.items():
+    for axis, sizes_by_spec in named.items():
         first: dict[int, str] = {}
-        for spec, (size, name) in known.items():
+        for spec, (size, name) in sizes_by_spec.items():
             if size in in_message and (axis, spec) not in mixed:
                 first.setdefault(size, f"{size} in '{name}'")
         if len(first) > 1:

@@ -196,10 +196,10 @@ class Declaration:
         self.parameters = parameters
         self.static = static
         self.donated = donated
-        both = sorted(static & donated)
-        if both:
+        in_both = sorted(static & donated)
+        if in_both:
             raise EinshardError(
-                f"parameter '{both[0]}' is both static and donated; only arrays can be donated"
+                f"parameter '{in_both[0]}' is both static and donated; only arrays can be donated"
             )
         self.specs = {name: self._read(name, spec) for name, spec in specs.items()}
         self.indivisible: Fallback = indivisible

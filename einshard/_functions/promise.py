@@ -132,15 +132,17 @@ def check_memory(name: str, compiled: Any, limit: int) -> None:
     ) from None
 
 
-def more_than(allowed: Allowed, found: Sequence[Collective]) -> list[Collective]:
+def more_than(allowed: Allowed, collectives: Sequence[Collective]) -> list[Collective]:
     """Returns all collectives of the kinds that exceed their limits."""
-    counts = Counter(one.kind for one in found)
-    return [one for one in found if counts[one.kind] > allowed.get(one.kind, 0)]
+    counts = Counter(one.kind for one in collectives)
+    return [one for one in collectives if counts[one.kind] > allowed.get(one.kind, 0)]
 
 
-def counts_text(found: Sequence[Collective]) -> str:
+def counts_text(collectives: Sequence[Collective]) -> str:
     """Formats the number of collectives by kind: '2 all-reduces, 1 all-gather'."""
-    return ', '.join(plural(n, kind) for kind, n in Counter(one.kind for one in found).items())
+    return ', '.join(
+        plural(n, kind) for kind, n in Counter(one.kind for one in collectives).items()
+    )
 
 
 def program_text(name: str, compiled: Any) -> str:
@@ -164,9 +166,9 @@ def allowed_text(allowed: Allowed) -> str:
     return ', '.join(texts) or 'no collectives'
 
 
-def _rows(found: Sequence[Collective]) -> dict[str, str]:
+def _rows(collectives: Sequence[Collective]) -> dict[str, str]:
     """Formats each collective as a fact; identical collectives share one."""
-    alike = Counter((one.kind, _row(one)) for one in found)
+    alike = Counter((one.kind, _row(one)) for one in collectives)
     kinds = Counter(kind for kind, _ in alike)
     seen: Counter[str] = Counter()
     rows: dict[str, str] = {}
@@ -215,11 +217,11 @@ class Budget:
         if self._warned or is_staging():
             return
         self._warned = True
-        given = 'memory=' if self.limits.collectives is None else 'collectives='
+        option = 'memory=' if self.limits.collectives is None else 'collectives='
         warnings.warn(
-            f'{given} of {self.name} is not checked inside jax.grad, jax.vmap or another '
+            f'{option} of {self.name} is not checked inside jax.grad, jax.vmap or another '
             'transformation that runs outside jax.jit; use '
-            f'sharded(..., {given}...)(jax.grad({self.name}))',
+            f'sharded(..., {option}...)(jax.grad({self.name}))',
             stacklevel=depth_of_user(),
         )
 

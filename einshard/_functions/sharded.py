@@ -181,10 +181,10 @@ class ShardedFunction(Generic[P, R]):
         except (ValueError, RuntimeError) as error:
             return self._retry(error, program.called, call, values, get_method)
         except AttributeError as error:
-            ours = error_of_topology(error)
-            if ours is None:
+            converted = error_of_topology(error)
+            if converted is None:
                 raise
-            raise ours.about(function=self._setup.name) from None
+            raise converted.about(function=self._setup.name) from None
         as_written = len(values) == len(args) + len(kwargs)
         is_ambiguous = self._programs.need_full_lookup
         slow = is_ambiguous or entered_scope() or is_tracing() or program.must_be_placed()
@@ -344,16 +344,16 @@ def _is_function(x: Any) -> bool:
 
 
 def called_too_early(
-    decorator: str, given: Sequence[Any], in_specs: Sequence[Spec]
+    decorator: str, arguments: Sequence[Any], in_specs: Sequence[Spec]
 ) -> EinshardError:
     """Returns the error for a decorator, such as `sharded(...)`, that got no function."""
-    found = reprlib.repr(given[0]) if len(given) == 1 else plural(len(given), 'argument')
+    got = reprlib.repr(arguments[0]) if len(arguments) == 1 else plural(len(arguments), 'argument')
     facts: dict[str, Any] = {}
     if in_specs and _is_function(in_specs[-1]):
         name = name_of(in_specs[-1])
         facts['note'] = f'the same call has other arguments, so {name} was read as a spec'
         facts['try'] = f'{decorator}(...)({name})'
-    return EinshardError(f'{decorator} must decorate one function, got {found}', facts=facts)
+    return EinshardError(f'{decorator} must decorate one function, got {got}', facts=facts)
 
 
 def _decorate(
@@ -383,8 +383,8 @@ def _decorate(
             mesh = tuple(mesh)  # a copy: the list may change
         if mesh is None:
             mesh = mesh_of([declaration.specs, declaration.result.spec])
-        found = read_limits(*limits)
-        budget = found and Budget(name, found)
+        parsed_limits = read_limits(*limits)
+        budget = parsed_limits and Budget(name, parsed_limits)
     except EinshardError as error:
         raise error.about(function=name) from None
     return ShardedFunction(Setup(function, name, declaration, mesh, reshard, options, budget))

@@ -234,17 +234,17 @@ def _axes(made: Instruction, before: Instruction, array: ArrayType) -> Sequence[
     if made.opcode == 'bitcast' and len(shape) == len(axes):
         axis_of = dict(zip(_layout(made), _layout(before), strict=True))
         axes = [axis_of[axis] for axis in axes]
-    same = len(shape) == len(axes) and all(
+    has_same_shape = len(shape) == len(axes) and all(
         shape[i] == array.shape[axis] for i, axis in enumerate(axes)
     )
-    return axes if same else None
+    return axes if has_same_shape else None
 
 
 def _layout(made: Instruction) -> Sequence[int]:
     """Returns the axes in memory order, fastest first."""
-    found = re.search(r'\{([\d,]+)', made.type)
+    match = re.search(r'\{([\d,]+)', made.type)
     rank = len(made.results[0].shape)
-    return [int(axis) for axis in found[1].split(',')] if found else range(rank)[::-1]
+    return [int(axis) for axis in match[1].split(',')] if match else range(rank)[::-1]
 
 
 def _carried(here: Computation, made: Instruction) -> int | None:

@@ -189,7 +189,7 @@ _PHASE = re.compile(r'custom_call_target="AsyncCollective(\w+)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
-_Found = tuple[tuple[int, ...], Place, Collective]  # first the offsets of its path, for sorting
+_Record = tuple[tuple[int, ...], Place, Collective]  # first the offsets of its path, for sorting
 
 
 class _Finder:
@@ -205,15 +205,15 @@ class _Finder:
     def find(self) -> tuple[Collective, ...]:
         executions = Executions(self.module)
         candidates = [
-            (place, what, path)
-            for place, what in self.instructions()
+            (place, fields, path)
+            for place, fields in self.instructions()
             if (path := self.module.path(place.here)) is not None
         ]
         links = self.links([place for place, _, _ in candidates], executions)
-        found: list[_Found] = []
-        for place, what, path in candidates:
+        records: list[_Record] = []
+        for place, fields, path in candidates:
             one = Collective(
-                **what,
+                **fields,
                 name=place.made.name,
                 executions=executions.of(place.here),
                 n_devices=self.slices.n_devices,
@@ -222,14 +222,14 @@ class _Finder:
             )
             if one.group_size > 1 and place.start not in links:
                 order = (*(site.start for site in path), place.start)
-                found.append((order, place, self.with_callers(path, place, one)))
-        permutes = {place: one.group_size for _, place, one in found if one.kind == _PERMUTE}
-        pieces = {place: (order, place, one) for order, place, one in found if place in permutes}
+                records.append((order, place, self.with_callers(path, place, one)))
+        permutes = {place: one.group_size for _, place, one in records if one.kind == _PERMUTE}
+        pieces = {place: (order, place, one) for order, place, one in records if place in permutes}
         ordered: list[tuple[tuple[int, ...], Collective]] = []
         for form, here, places in collective_einsums(self.module, permutes):
-            several = [pieces.pop(place) for place in places]
-            ordered.append(_merged(several, form, executions.of(here)))
-        rest = (*(x for x in found if x[1] not in permutes), *pieces.values())
+            parts = [pieces.pop(place) for place in places]
+            ordered.append(_merged(parts, form, executions.of(here)))
+        rest = (*(x for x in records if x[1] not in permutes), *pieces.values())
         ordered += [(order, one) for order, _, one in rest]
         return tuple(one for _, one in sorted(ordered, key=lambda pair: pair[0]))
 
@@ -237,9 +237,9 @@ class _Finder:
         """Yields the instructions that communicate, each with fields of `Collective`."""
         meetings: dict[tuple[str, str], list[Place]] = {}
         for place in self.module.find(*MARKS):
-            what = self.read(place)
-            if what is not None:
-                yield place, what
+            fields = self.read(place)
+            if fields is not None:
+                yield place, fields
             elif meeting := _MEETING.search(place.made.attributes):
                 meetings.setdefault((place.here.name, meeting[1]), []).append(place)
         for places in meetings.values():
@@ -269,11 +269,11 @@ class _Finder:
             kind, results = 'collective-permute', operands
         pairs: tuple[tuple[int, int], ...] = ()
         groups: Groups = ()
-        if found := _PAIRS.search(made.attributes):
-            pairs = tuple((a, b) for a, b in self.slices.within(read_groups(found[1])))
+        if match := _PAIRS.search(made.attributes):
+            pairs = tuple((a, b) for a, b in self.slices.within(read_groups(match[1])))
             groups = connected(pairs)
-        elif found := _GROUPS.search(made.attributes):
-            groups = self.slices.within(read_groups(found[1]))
+        elif match := _GROUPS.search(made.attributes):
+            groups = self.slices.within(read_groups(match[1]))
         if not (groups or is_kernel or 'channel_id=' in made.attributes):
             groups = (tuple(range(self.slices.n_devices)),)
         return {
@@ -362,14 +362,14 @@ class _Finder:
 
 
 def _merged(
-    several: Sequence[_Found], form: str, executions: int | None
+    records: Sequence[_Record], form: str, executions: int | None
 ) -> tuple[tuple[int, ...], Collective]:
     """Merges the permutes of a collective einsum into one collective."""
-    permutes = [one for _, _, one in several]
+    permutes = [one for _, _, one in records]
     piece = max((one.operands for one in permutes), key=lambda arrays: sum(a.bytes for a in arrays))
     n = max(one.group_size for one in permutes)
     sent = [(one.network_bytes or 0) * (one.executions or 1) for one in permutes]
-    order, _, first = several[0]
+    order, _, first = records[0]
     return order, replace(
         max(permutes, key=lambda one: one.executions or 0),
         name=first.name,

@@ -31,9 +31,9 @@ def spell_out_elements(text: str) -> str:
     if not elements:
         return text
 
-    def with_elements(found: re.Match[str]) -> str:
-        name, types = found[1], _PART.findall(found[2])
-        return found[0] + ''.join(
+    def with_elements(match: re.Match[str]) -> str:
+        name, types = match[1], _PART.findall(match[2])
+        return match[0] + ''.join(
             f'\n  %{name}#{i} = {types[i]} get-tuple-element(%{name}), index={i}'
             for i in sorted(elements.get(name, ()))
             if i < len(types)

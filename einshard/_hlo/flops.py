@@ -104,8 +104,8 @@ def _of_dot(place: Place, contracted: str) -> int:
     left = place.here[place.made.operands[0]].results[0]
     sizes = [left.shape[int(axis)] for axis in re.findall(r'\d+', contracted)]
     # multiplying and adding complex numbers takes 4 real products and 4 real sums
-    each = 8 if left.dtype in ('c64', 'c128') else 2
-    return each * prod(place.made.results[0].shape) * prod(sizes)
+    per_product = 8 if left.dtype in ('c64', 'c128') else 2
+    return per_product * prod(place.made.results[0].shape) * prod(sizes)
 
 
 def _of_reduce(place: Place) -> int:
@@ -196,9 +196,9 @@ def _pairs(
     inputs: int, kernel: int, output: int, stride: int, pad: int, dilated: int, kernel_dilated: int
 ) -> int:
     """Counts the (output, kernel) positions whose input is not padding."""
-    found = 0
+    count = 0
     for i in range(kernel):
         for j in range(output):
             position = j * stride - pad + i * kernel_dilated
-            found += position % dilated == 0 and 0 <= position // dilated < inputs
-    return found
+            count += position % dilated == 0 and 0 <= position // dilated < inputs
+    return count

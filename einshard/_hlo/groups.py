@@ -101,10 +101,10 @@ def connected(pairs: Iterable[tuple[int, int]]) -> Groups:
     """
     group_of: dict[int, list[int]] = {}
     for pair in pairs:
-        ours, theirs = (group_of.setdefault(device, [device]) for device in pair)
-        if ours is not theirs:
-            ours += theirs
-            group_of.update(dict.fromkeys(theirs, ours))
+        group_a, group_b = (group_of.setdefault(device, [device]) for device in pair)
+        if group_a is not group_b:
+            group_a += group_b
+            group_of.update(dict.fromkeys(group_b, group_a))
     return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
 
 

@@ -175,14 +175,14 @@ def find_chip(device_kind: str) -> Chip | None:
     return None
 
 
-def as_chip(given: Chip | str) -> Chip:
+def as_chip(value: Chip | str) -> Chip:
     """Returns the chip itself, or the chip in the table with this name."""
-    if isinstance(given, Chip):
-        return given
+    if isinstance(value, Chip):
+        return value
     chips = {chip.name: chip for _, chip in (*_TPUS, *_GPUS)}
-    if given not in chips:
+    if value not in chips:
         raise EinshardError(
-            f'chip={given!r} is not a known chip',
+            f'chip={value!r} is not a known chip',
             facts={'known chips': ', '.join(chips), 'other chips': 'pass a Chip(...)'},
         )
-    return chips[given]
+    return chips[value]

@@ -44,13 +44,18 @@ def _is_written(module: Module, value: Value) -> bool:
         value = value.beside(made.operands[0])
         made = value.made
     if made.opcode == 'get-tuple-element':
-        several = value.beside(made.operands[0])
-        here = module.called(several.made)
-        if several.made.opcode == 'while':
-            here = module.computation(several.made.body)
+        tuple_value = value.beside(made.operands[0])
+        here = module.called(tuple_value.made)
+        if tuple_value.made.opcode == 'while':
+            here = module.computation(tuple_value.made.body)
         if here is None or here[''].opcode != 'tuple':
-            return several.made.opcode not in ('parameter', 'conditional', 'custom-call', 'while')
-        return _is_written(module, several.inside(here, here[''].operands[made.element]))
+            return tuple_value.made.opcode not in (
+                'parameter',
+                'conditional',
+                'custom-call',
+                'while',
+            )
+        return _is_written(module, tuple_value.inside(here, here[''].operands[made.element]))
     if made.opcode == 'fusion' and (called := module.called(made)):
         return _is_written(module, value.inside(called))
     in_place = ('conditional', 'dynamic-update-slice', 'parameter', 'scatter')
@@ -199,8 +204,8 @@ def _count_disjoint(starts: Iterable[int], size: int) -> int:
 
 def _sliced(made: Instruction, user: Instruction) -> _Region:
     """Returns the region that a slice with constant limits reads."""
-    found = _SLICE.search(user.attributes)
-    limits = re.findall(r'\[(\d+):(\d+)(?::(\d+))?\]', found[1] if found else '')
+    match = _SLICE.search(user.attributes)
+    limits = re.findall(r'\[(\d+):(\d+)(?::(\d+))?\]', match[1] if match else '')
     box = tuple((int(start), int(end)) for start, end, _ in limits)
     steps = [int(step or 1) for _, _, step in limits]
     n = prod(-(-(end - start) // step) for (start, end), step in zip(box, steps, strict=True))

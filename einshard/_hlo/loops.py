@@ -57,8 +57,8 @@ class Executions:
 def trip_count(module: Module, loop: Place) -> int | None:
     """Returns the trip count of a loop; None if it is unknown."""
     made = loop.made
-    if known := _KNOWN.search(made.attributes + made.metadata):
-        return int(known[1])
+    if match := _KNOWN.search(made.attributes + made.metadata):
+        return int(match[1])
     counter = find_counter(module, Value(loop.here, made.name))
     return counter.trips if counter else None
 
@@ -67,7 +67,7 @@ def find_counter(module: Module, loop: Value) -> Counter | None:
     """Finds the counter of a loop; None if the trip count cannot be computed from one."""
     made = loop.made
     names = dict(re.findall(r'\b(condition|body)=%?([^\s,]+)', made.attributes))
-    condition, body = (Value(module.computation(names[what])) for what in ('condition', 'body'))
+    condition, body = (Value(module.computation(names[part])) for part in ('condition', 'body'))
     return _Loop(module, loop.beside(made.operands[0]), condition, body).counter()
 
 
@@ -95,8 +95,8 @@ class Counter:
         if made.opcode not in ARITHMETIC:
             return None
         operands = [self.values(value.beside(operand)) for operand in made.operands]
-        known = [n for n in operands if n is not None]
-        return ARITHMETIC[made.opcode](*known) if len(known) == len(operands) else None
+        evaluated = [n for n in operands if n is not None]
+        return ARITHMETIC[made.opcode](*evaluated) if len(evaluated) == len(operands) else None
 
 
 # (index of an element of the loop state, constant) for their sum; (None, constant) for a constant
@@ -119,17 +119,17 @@ class _Loop:
         sums = [self.sum(compared.beside(operand)) for operand in comparison.operands]
         if not direction or len(sums) != 2:
             return None
-        how = direction[1]
+        operator = direction[1]
         left, right = (self.unless_changed(sum_) for sum_ in sums)
         if left and left[0] is None:
-            left, right, how = right, left, _MIRRORED.get(how, how)
+            left, right, operator = right, left, _MIRRORED.get(operator, operator)
         if not left or not right or left[0] is None or right[0] is not None:
             return None
         counter, ahead = left[0], left[1]
         start, after = self.sum(self.state, counter), self.sum(self.body, counter)
         if not start or start[0] is not None or not after or after[0] != counter:
             return None
-        trips = _runs(start[1] + ahead, after[1], how, right[1])
+        trips = _runs(start[1] + ahead, after[1], operator, right[1])
         return None if trips is None else Counter(self, counter, start[1], after[1], trips)
 
     def unless_changed(self, sum_: _Sum | None) -> _Sum | None:

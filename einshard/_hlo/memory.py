@@ -59,20 +59,20 @@ def read_memory(compiled: Any, capacity: int | None = None) -> Memory | None:
     )
 
 
-def parse_bytes(given: object, given_as: str) -> int:
+def parse_bytes(value: object, given_as: str) -> int:
     """Parses a number of bytes, or a text such as '15 GB' (10**9) or '15 GiB' (2**30).
 
     >>> from einshard._hlo.memory import parse_bytes
     >>> parse_bytes('1.5 kB', 'memory='), parse_bytes('2 GiB', 'memory=')
     (1500, 2147483648)
     """
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
-        return given
-    found = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B\s*', str(given))
-    if not isinstance(given, str) or found is None:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B\s*', str(value))
+    if not isinstance(value, str) or match is None:
         raise EinshardError(
-            f'{given_as} must be a size in bytes, not {given!r}',
+            f'{given_as} must be a size in bytes, not {value!r}',
             facts={'expected': "'15 GB', '14.5 GiB' or a number of bytes"},
         )
-    number, prefix, binary = found.groups()
+    number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** ' KMGT'.index(prefix.upper() or ' '))

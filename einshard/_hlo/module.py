@@ -101,8 +101,8 @@ class Instruction(NamedTuple):
     @property
     def callee(self) -> str:
         """The name of the computation that a fusion or call runs, or ''."""
-        found = _CALLEE.search(self.attributes)
-        return found[1] if found else ''
+        match = _CALLEE.search(self.attributes)
+        return match[1] if match else ''
 
     @property
     def callees(self) -> list[str]:
@@ -120,14 +120,14 @@ class Instruction(NamedTuple):
     @property
     def body(self) -> str:
         """The name of the computation that a loop repeats, or ''."""
-        found = _BODY.search(self.attributes)
-        return found[1] if found else ''
+        match = _BODY.search(self.attributes)
+        return match[1] if match else ''
 
     @property
     def element(self) -> int:
         """The index of a get-tuple-element; -1 for others."""
-        found = re.match(r'index=(\d+)', self.attributes)
-        return int(found[1]) if found else -1
+        match = re.match(r'index=(\d+)', self.attributes)
+        return int(match[1]) if match else -1
 
     @property
     def op_name(self) -> str:
@@ -136,10 +136,10 @@ class Instruction(NamedTuple):
 
 
 def read_instruction(line: str) -> Instruction:
-    found = _INSTRUCTION.match(line)
-    if not found:
+    match = _INSTRUCTION.match(line)
+    if not match:
         raise ValueError(f'not an HLO instruction: {line}')
-    name, type_, opcode, rest = found.groups()
+    name, type_, opcode, rest = match.groups()
     # types of operands contain parentheses too, but never '), '
     given, closing, attributes = rest.partition('), ')
     if not closing:
@@ -182,8 +182,8 @@ class Computation:
         return [self[user] for user in self._users.get(name, ())]
 
     def parameters(self) -> Iterator[Instruction]:
-        for found in _PARAMETER.finditer(self._text, *self._span):
-            start = self._text.rindex('\n', 0, found.start()) + 1
+        for match in _PARAMETER.finditer(self._text, *self._span):
+            start = self._text.rindex('\n', 0, match.start()) + 1
             yield read_instruction(self._text[start : self._text.index('\n', start)])
 
     def parameter(self, number: int) -> str:
@@ -194,25 +194,25 @@ class Computation:
     def _lines(self) -> dict[str, int]:
         """The offset of each instruction's line."""
         lines: dict[str, int] = {}
-        for found in _LINE.finditer(self._text, *self._span):
-            lines[found[2]] = found.start() + 1
-            if found[1]:
-                lines[''] = found.start() + 1
+        for match in _LINE.finditer(self._text, *self._span):
+            lines[match[2]] = match.start() + 1
+            if match[1]:
+                lines[''] = match.start() + 1
         return lines
 
     @functools.cached_property
     def _users(self) -> dict[str, list[str]]:
         users: dict[str, list[str]] = {}
         names = {name: name for name in self._lines}  # to save memory, one string for each name
-        for found in _LINE.finditer(self._text, *self._span):
-            start, end = found.end(), self._text.index('\n', found.end())
+        for match in _LINE.finditer(self._text, *self._span):
+            start, end = match.end(), self._text.index('\n', match.end())
             if self._text.startswith('((', start):  # a nested type contains '), ' too
-                given = read_instruction(self._text[found.start() + 1 : end]).given
+                given = read_instruction(self._text[match.start() + 1 : end]).given
             else:
                 given = self._text[start:end].partition('), ')[0]
             for operand in _OPERAND.findall(given):
                 name = names.get(operand) or operand
-                users.setdefault(name, []).append(names[found[2]])
+                users.setdefault(name, []).append(names[match[2]])
         return users
 
 
@@ -272,7 +272,7 @@ class Module:
 
     def __init__(self, text: str):
         if 'kernel_metadata={\n' in text:
-            text = _PALLAS_METADATA.sub(lambda found: found[0].replace('\n', ' '), text)
+            text = _PALLAS_METADATA.sub(lambda match: match[0].replace('\n', ' '), text)
         text = spell_out_elements(text)
         self.text = text
         headers = list(_HEADER.finditer(text))
@@ -288,8 +288,8 @@ class Module:
     @property
     def name(self) -> str:
         """The name of the jitted function, or ''."""
-        found = re.match(r'HloModule (?:jit_)?([^\s,]+)', self.head)
-        return found[1] if found else ''
+        match = re.match(r'HloModule (?:jit_)?([^\s,]+)', self.head)
+        return match[1] if match else ''
 
     @property
     def n_partitions(self) -> int:
@@ -360,10 +360,10 @@ class Module:
     def _references(self) -> dict[str, list[int]]:
         """The offsets of the lines that refer to each computation, by name."""
         lines: dict[str, list[int]] = {}
-        for found in _REFERENCE.finditer(self.text, len(self.head)):
-            for name in (found[1] or found[2]).replace('%', '').split(', '):
+        for match in _REFERENCE.finditer(self.text, len(self.head)):
+            for name in (match[1] or match[2]).replace('%', '').split(', '):
                 if name in self._numbers:
-                    start = self.text.rindex('\n', 0, found.start()) + 1
+                    start = self.text.rindex('\n', 0, match.start()) + 1
                     lines.setdefault(name, []).append(start)
         return lines
 

@@ -65,15 +65,15 @@ class _Uses:
 
     def outputs(self, here: Computation, names: Iterable[str]) -> set[int]:
         """Returns the indices of the program outputs computed from values of a computation."""
-        found = self.reached_by(here, names)
-        if here.is_entry or not found:
-            return found
+        elements = self.reached_by(here, names)
+        if here.is_entry or not elements:
+            return elements
         outputs: set[int] = set()
         for _, caller, call in self._module.call_sites(here):
             if call.opcode == 'while':
-                outputs |= self.outputs(caller, _elements(caller, call, found))
+                outputs |= self.outputs(caller, _elements(caller, call, elements))
             elif call.opcode in ('fusion', 'call'):
-                made = _elements(caller, call, found) if call.type[0] == '(' else [call.name]
+                made = _elements(caller, call, elements) if call.type[0] == '(' else [call.name]
                 outputs |= self.outputs(caller, made)
         return outputs
 

@@ -44,10 +44,10 @@ def find_sliced_sum(module: Module, place: Place) -> SlicedSum | None:
     shape = made.results[0].shape
     value = Value(place.here, made.name)
     uses = list(_Finder(module, shape).uses(value, (), range(len(shape)), True))
-    known = [use for use in uses if use is not None]
-    if not known or len(known) < len(uses) or len({use.parts for use in known}) > 1:
+    slices = [use for use in uses if use is not None]
+    if not slices or len(slices) < len(uses) or len({use.parts for use in slices}) > 1:
         return None
-    return SlicedSum(known[0].parts, all(use.is_direct for use in known))
+    return SlicedSum(slices[0].parts, all(use.is_direct for use in slices))
 
 
 class _Finder:

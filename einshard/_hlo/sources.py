@@ -152,16 +152,16 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 def op_name(metadata: str) -> str:
     """Reads and unescapes the op_name: the JAX operation of an instruction; '' if none."""
-    found = _OP_NAME.search(metadata)
-    escaped = found[1].encode() if found else b''
+    match = _OP_NAME.search(metadata)
+    escaped = match[1].encode() if match else b''
     return re.sub(rb'\\([0-7]{3}|.)', _unescaped, escaped).decode(errors='replace')
 
 
-def _unescaped(found: re.Match[bytes]) -> bytes:
-    return bytes([int(found[1], 8)]) if len(found[1]) == 3 else found[1]
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    return bytes([int(match[1], 8)]) if len(match[1]) == 3 else match[1]
 
 
 def number_of(name: str, text: str) -> int:
     """Reads the number after 'name='; 0 if there is none."""
-    found = re.search(rf'\b{name}=(\d+)', text)
-    return int(found[1]) if found else 0
+    match = re.search(rf'\b{name}=(\d+)', text)
+    return int(match[1]) if match else 0

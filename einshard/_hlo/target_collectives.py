@@ -46,14 +46,14 @@ def target_collectives(module: Module, collectives: Sequence[Collective]) -> lis
     """
     places = {place.made.name: place for place in module.find(*MARKS)} if collectives else {}
     seen: set[tuple[str, ...]] = set()
-    found: list[Collective] = []
+    kept: list[Collective] = []
     for one in collectives:
         made = places[one.name].made
         key = places[one.name].here.name, made.given, _CHANNEL.sub('', made.attributes)
         if not (one.kind == 'all-gather' and key in seen):
-            found.append(one)
+            kept.append(one)
         seen.add(key)
-    return list(_Reductions(module, places, found).merged(found))
+    return list(_Reductions(module, places, kept).merged(kept))
 
 
 class _Use(NamedTuple):
@@ -98,9 +98,9 @@ class _Reductions:
         for one in collectives:
             parts: dict[tuple[str, Groups], list[ArrayType]] = {}
             for i in range(len(one.operands)):
-                each = self._known.get((one.name, i))
-                if each is not None:
-                    parts.setdefault((each.kind, each.groups), []).append(each.array)
+                reduction = self._known.get((one.name, i))
+                if reduction is not None:
+                    parts.setdefault((reduction.kind, reduction.groups), []).append(reduction.array)
             for (kind, groups), arrays in parts.items():
                 if kind:
                     yield replace(one, kind=kind, groups=groups, operands=tuple(arrays))

@@ -90,9 +90,9 @@ def _labels(
     names = {int(made.given): re.split(r'[\[.]', made.op_name)[0] for made in parameters}
     used = [path for path, s in zip(paths, shardings, strict=True) if s is not None]
     labels = {path[1].idx: names.get(i, '') for i, path in enumerate(used) if path[0].idx == 0}
-    known = [label for label in labels.values() if label]
+    named = [label for label in labels.values() if label]
     # all values of *args have the name 'args'
-    return {i: label for i, label in labels.items() if label and known.count(label) == 1}
+    return {i: label for i, label in labels.items() if label and named.count(label) == 1}
 
 
 def _signature_labels(
@@ -122,15 +122,15 @@ def _names(spec: AnySpec | None, n_dims: int) -> tuple[str, ...] | None:
 
 def array_row(array: ProgramArray) -> ArrayRow:
     sharding, shape = array.sharding, array.shape
-    held = shape if sharding is None else sharding.shard_shape(shape)
+    shard_shape = shape if sharding is None else sharding.shard_shape(shape)
     is_term = isinstance(sharding, NamedSharding) and bool(sharding.spec.unreduced)
     return ArrayRow(
         path=array.path,
         shape=shape,
         dtype=str(array.dtype),
         placement=_placement(array),
-        bytes=0 if sharding is None else math.prod(held) * array.dtype.itemsize,
-        sharded=is_term or held != shape,
+        bytes=0 if sharding is None else math.prod(shard_shape) * array.dtype.itemsize,
+        sharded=is_term or shard_shape != shape,
     )
 
 

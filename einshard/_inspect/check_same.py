@@ -79,8 +79,8 @@ def check_same(
     _check(fn, name, args, kwargs)
     call = make_call(fn, name, args, kwargs)
     result = call.run()
-    alone = call.function if reference is None else reference
-    comparison = _compare(call, result, alone, gradients)
+    single_function = call.function if reference is None else reference
+    comparison = _compare(call, result, single_function, gradients)
     if not comparison.same:
         raise _different(comparison) from None
     return comparison

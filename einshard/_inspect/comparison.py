@@ -75,8 +75,8 @@ class Comparison(Display):
     def same(self) -> bool:
         """Whether all differences are within their tolerance.
 
-        Rounding alone can change an array entirely: a sum of zero, for example. The table lists
-        such arrays below it.
+        Rounding alone can change an array completely, such as a sum whose terms cancel. Such arrays
+        are listed below the table.
         """
         return all(row.same for row in self.rows)
 

@@ -50,7 +50,7 @@ class Diff:
             yield f'  {path}: {before or "none"}  =>  {after or "none"}'
         if len(folded) > _MAX_ROWS:
             yield f'  .. and {plural(len(folded) - _MAX_ROWS, "other change")} of placements'
-        for (what, before, after), (sent, lines) in zip(
+        for (text, before, after), (sent, lines) in zip(
             self.collectives[:_MAX_ROWS], self.details, strict=False
         ):
             sign = '+' if before == 0 else '-' if after == 0 else ' '
@@ -58,7 +58,7 @@ class Diff:
             runs = ' => '.join(counts)
             notes = [f'{"+" if sent > 0 else "-"}{format_bytes(abs(sent))}'] if sent else []
             notes += [f'at {lines}'] if lines else []
-            yield f'{sign} {what}: {runs}{" (" * bool(notes)}{", ".join(notes)}{")" * bool(notes)}'
+            yield f'{sign} {text}: {runs}{" (" * bool(notes)}{", ".join(notes)}{")" * bool(notes)}'
         if len(self.collectives) > _MAX_ROWS:
             others = self.details[_MAX_ROWS:]
             more, less = (sum(n for n, _ in others if (n > 0) == up) for up in (True, False))
@@ -127,12 +127,12 @@ def _collectives(rows: Sequence[CollectiveRow]) -> dict[str, _Sum]:
     sums: dict[str, _Sum] = {}
     for row in rows:
         along = f' along {row.along}' if row.along else ''
-        what = (
+        text = (
             f'{row.kind} {short_arrays(row.arrays)}, {row.groups or "?"} of {row.group_size}{along}'
         )
-        so_far = sums.get(what, _NONE)
+        so_far = sums.get(text, _NONE)
         unknown = so_far.executions is None or row.executions is None
-        sums[what] = _Sum(
+        sums[text] = _Sum(
             None if unknown else (so_far.executions or 0) + (row.executions or 0),
             so_far.sent + row.total_bytes,
             (*so_far.lines, row.source),

@@ -47,9 +47,9 @@ def golden_text(report: Report) -> str:
 
 
 def _array_lines(rows: Sequence[ArrayRow]) -> list[str]:
-    things = [f'{row.array}  {_portable(row.placement)}' for row in rows]
-    folded = fold([row.path for row in rows], things)
-    return [f'  {path}: {things[numbers[0]]}' for path, numbers in folded]
+    values = [f'{row.array}  {_portable(row.placement)}' for row in rows]
+    folded = fold([row.path for row in rows], values)
+    return [f'  {path}: {values[numbers[0]]}' for path, numbers in folded]
 
 
 def _portable(placement: str) -> str:

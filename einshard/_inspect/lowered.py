@@ -160,10 +160,10 @@ def _hide_our_source_lines() -> None:
 def _given(stage: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any) -> Stages:
     kind = type(stage).__name__
     if args or kwargs or mesh is not None:
-        given = 'arguments' if args or kwargs else 'mesh='
+        option = 'arguments' if args or kwargs else 'mesh='
         raise EinshardError(
-            f'a {kind} already has its arguments and devices, so {given} cannot be given',
-            facts={'instead': f'leave out {given}, or pass the function'},
+            f'a {kind} already has its arguments and devices, so {option} cannot be given',
+            facts={'instead': f'leave out {option}, or pass the function'},
         )
     if isinstance(stage, Compiled):
         return Stages('', compiled=stage)

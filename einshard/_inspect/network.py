@@ -71,10 +71,10 @@ class Network:
         crossing: dict[_Pattern, Any] = {}
         for pattern, needs in self._all_needs(collectives):
             crossing[pattern] = crossing.get(pattern, 0) + needs
-        found = [_longest(needs, self.rates((pattern,))) for pattern, needs in crossing.items()]
-        if len(found) > 1:  # all over the links of all of them
-            found.append(_longest(sum(crossing.values()), self.rates(tuple(crossing))))
-        return max(found, default=0.0)
+        bounds = [_longest(needs, self.rates((pattern,))) for pattern, needs in crossing.items()]
+        if len(bounds) > 1:  # all over the links of all of them
+            bounds.append(_longest(sum(crossing.values()), self.rates(tuple(crossing))))
+        return max(bounds, default=0.0)
 
     def seconds_per_byte(self, kind: str, groups: Sequence[Ints]) -> float:
         """The least time of a collective in these groups, for each byte of its array."""
@@ -280,10 +280,10 @@ class _Links:
             into += np.roll(plus, 1, axis) + minus.astype(int)
             out += plus + np.roll(minus, 1, axis).astype(int)
         places = (network.slices, *network.at.T)
-        found = [np.zeros(int(network.chips.max()) + 1, int) for _ in range(2)]
-        for links, numbers in zip(found, (into, out), strict=True):
+        counts = [np.zeros(int(network.chips.max()) + 1, int) for _ in range(2)]
+        for links, numbers in zip(counts, (into, out), strict=True):
             links[network.chips] = numbers[places]
-        return found[0], found[1]
+        return counts[0], counts[1]
 
     def across(self, axis: int, start: int, end: int, wraps: bool) -> tuple[int, int]:
         """Returns the number of links into, and out of, the range of positions start to end."""
@@ -302,8 +302,8 @@ class _Links:
             others = tuple(i for i in range(links.ndim) if i != axis + 1)
             return links.sum(others).tolist()
 
-        both = enumerate(zip(self.plus, self.minus, strict=True))
-        return [(count(plus, axis), count(minus, axis)) for axis, (plus, minus) in both]
+        pairs = enumerate(zip(self.plus, self.minus, strict=True))
+        return [(count(plus, axis), count(minus, axis)) for axis, (plus, minus) in pairs]
 
 
 @functools.lru_cache(maxsize=4096)

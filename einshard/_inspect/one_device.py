@@ -143,10 +143,10 @@ def _moved(array: Any, device: Device) -> Any:
 
 def sharding_on(sharding: Any, device: Device) -> NamedSharding:
     """Returns a sharding on one device, over the same mesh axes with size 1."""
-    alone = device_mesh([device])
+    single_mesh = device_mesh([device])
     if not isinstance(sharding, NamedSharding):
-        return NamedSharding(alone, PartitionSpec())
-    return NamedSharding(of_size_one(sharding.mesh, alone), sharding.spec)
+        return NamedSharding(single_mesh, PartitionSpec())
+    return NamedSharding(of_size_one(sharding.mesh, single_mesh), sharding.spec)
 
 
 @contextmanager

@@ -122,18 +122,18 @@ def _dumped(stages: Stages, mesh: AnyMesh) -> tuple[Any, ...] | None:
     kept = _kept(stages, len(leaves))
     if len(kept) != len(parameters):
         return None
-    found = {
+    argument_shardings = {
         i: shardings_in(made, [len(leaves[i].shape)], mesh)[0]
         for i, made in zip(kept, parameters, strict=True)
     }
     results, out_tree = jtu.tree_flatten(lowered.out_info)
-    held = shardings_in(module.entry[''], [len(one.shape) for one in results], mesh)
-    if None in found.values() or None in held:
+    result_shardings = shardings_in(module.entry[''], [len(one.shape) for one in results], mesh)
+    if None in argument_shardings.values() or None in result_shardings:
         return None
-    shardings = treedef.unflatten([found.get(i) for i in range(len(leaves))])
+    shardings = treedef.unflatten([argument_shardings.get(i) for i in range(len(leaves))])
     out_info = out_tree.unflatten(
         jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding)
-        for one, sharding in zip(results, held, strict=True)
+        for one, sharding in zip(results, result_shardings, strict=True)
     )
     return lowered.args_info, shardings, out_info, after, read_sizes(buffers)
 
@@ -155,10 +155,10 @@ def _kept(stages: Stages, n_leaves: int) -> Sequence[int]:
 def read_sizes(buffers: str) -> Any:
     """Sums the sizes of buffers; returns an object with the fields of `memory_analysis()`."""
     sizes = {'argument': 0, 'output': 0, 'temp': 0, 'alias': 0, 'generated_code': 0}
-    for size, what in _ALLOCATION.findall(buffers):
-        if 'color ' in what:  # other memory, such as VMEM
+    for size, description in _ALLOCATION.findall(buffers):
+        if 'color ' in description:  # other memory, such as VMEM
             continue
-        is_argument, is_output = 'parameter ' in what, 'maybe-live-out' in what
+        is_argument, is_output = 'parameter ' in description, 'maybe-live-out' in description
         for kind, counts in (
             ('argument', is_argument),
             ('output', is_output),

@@ -1,8 +1,8 @@
-"""How far results may differ that are rounded differently.
+"""Computes how much results may differ because of rounding.
 
-Two programs that add the same n numbers in different orders differ by about sqrt(n) roundings. Sums
-of narrower types than float32 are accumulated in float32 on a device, so there every operation
-rounds once, and each all-reduce once for every device.
+Two programs that add the same n numbers in different orders differ by about sqrt(n) roundings. For
+narrower types than float32, each device accumulates sums in float32, so every operation rounds
+once, and an all-reduce once per device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-_SAFETY = 4  # differences are the largest of many elements
+_SAFETY = 4  # because only the largest difference of many elements is compared
 # float32 products on these platforms round their operands, unless precision= says otherwise
 _PRODUCTS = {'tpu': ('bfloat16', 2.0**-8), 'gpu': ('tfloat32', 2.0**-11)}
 
@@ -24,10 +24,11 @@ class Rounding:
     """The roundings of the longest sum of a program.
 
     Attributes:
-        dtype: the dtype that is rounded to, such as 'bfloat16'.
+        dtype: the dtype to which numbers are rounded, such as 'bfloat16'.
         unit: the largest relative error of one rounding.
-        terms: the number of terms of the sum, with loops multiplied; for types that are narrower
-            than float32, the number of roundings.
+        terms: the number of terms of the sum, multiplied by loop trip counts; for types that are
+            narrower than float32, the number of roundings.
+        is_narrow: whether the dtype is narrower than float32.
     """
 
     dtype: str
@@ -37,7 +38,7 @@ class Rounding:
 
     @property
     def tolerance(self) -> float:
-        """The relative difference that roundings explain."""
+        """The largest relative difference that rounding explains."""
         return _SAFETY * self.unit * math.sqrt(self.terms)
 
     def __str__(self) -> str:
@@ -48,7 +49,7 @@ class Rounding:
 
 
 def largest_rounding(jaxpr: Any, n_devices: int, platform: str) -> Rounding:
-    """Finds the operation of a traced function whose rounding explains the largest difference."""
+    """Finds the operation of a traced function whose rounding gives the largest tolerance."""
     found = [Rounding('float32', rounding_unit(jnp.float32), 1)]
     for eqn, loop in _equations(jaxpr, 1):
         for variable in eqn.outvars:
@@ -65,14 +66,14 @@ def largest_rounding(jaxpr: Any, n_devices: int, platform: str) -> Rounding:
 
 
 def rounding_unit(dtype: Any) -> float:
-    """The largest relative error of rounding a number to a dtype; 0 for integers."""
+    """Returns the largest relative error of rounding a number to a dtype; 0 for integers."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
     return float(jnp.finfo(dtype).eps) / 2
 
 
 def _equations(jaxpr: Any, loop: int) -> Iterator[tuple[Any, int]]:
-    """Yields all equations, and how often the loops around each run as far as known."""
+    """Yields all equations, each with the product of the known trip counts of its loops."""
     for eqn in jaxpr.eqns:
         yield eqn, loop
         times = eqn.params['length'] if eqn.primitive.name == 'scan' else 1
@@ -84,7 +85,7 @@ def _equations(jaxpr: Any, loop: int) -> Iterator[tuple[Any, int]]:
 
 
 def _terms(eqn: Any) -> int:
-    """The number of terms of the sums of an operation; 1 if it does not add."""
+    """Returns the number of terms that an operation adds up for each result; 1 if none."""
     name, operands = eqn.primitive.name, [variable.aval for variable in eqn.invars]
     if name == 'dot_general':
         (contracted, _), _ = eqn.params['dimension_numbers']

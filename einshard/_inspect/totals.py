@@ -36,13 +36,13 @@ def network_lines(rows: Collectives) -> Iterator[str]:
     branches = _ALL_BRANCHES * any(row.in_branch for row in rows)
     yield f'sent in one run: {at_least}{format_bytes(total)}{branches}{": " * bool(parts)}{parts}'
     axes, passes = rows.bytes_by('along'), rows.bytes_by('is_backward')
-    for what, parted in (
+    for preposition, parted in (
         ('along', {key or 'unknown axes': n for key, n in axes.items()}),
         ('for', rows.bytes_by('role')),
         ('in', {f'{"backward" if key else "forward"} pass': n for key, n in passes.items()}),
     ):
         if parts := _parts(parted, total):
-            yield f'sent {what}: {parts}'
+            yield f'sent {preposition}: {parts}'
     if any(row.widened for row in rows):
         yield '(f32): the compiler runs these collectives in f32; bytes are for bf16'
 

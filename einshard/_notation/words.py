@@ -141,7 +141,7 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
 
 
 def _signed_name(text: str, start: int, at: int, end: int) -> EinshardError:
-    """The error for a sign right before a name, as in +tp."""
+    """Returns the error for a sign right before a name, as in '+tp'."""
     sign, rest = text[start], text[at:end]
     fix = Suggestion(f'{text[:start]}{sign}@{rest}{text[end:]}') if is_mesh_axis(rest) else None
     return EinshardError(

@@ -104,18 +104,20 @@ def per_device(
         if isinstance(function, staticmethod | classmethod):
             return type(function)(decorate(function.__func__))
         if not callable(function):
-            given = [*functions, *unexpected.values()]
-            raise called_too_early('per_device', given, in_specs)
-        its_specs = {name: spec for name, spec in named.items() if name not in JIT_OPTIONS}
+            arguments = [*functions, *unexpected.values()]
+            raise called_too_early('per_device', arguments, in_specs)
+        specs_by_name = {name: spec for name, spec in named.items() if name not in JIT_OPTIONS}
         options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
-        mapped = _Mapped(function, in_specs, its_specs, out, mesh, spec_mesh, axis_names, check_vma)
+        mapped = _Mapped(
+            function, in_specs, specs_by_name, out, mesh, spec_mesh, axis_names, check_vma
+        )
         return sharded(
             *map(mapped.lazy, in_specs),
             out=mapped.lazy(out),
             mesh=spec_mesh or mesh,
             reshard=reshard,
             collectives=collectives,
-            **{name: mapped.lazy(spec) for name, spec in its_specs.items()},
+            **{name: mapped.lazy(spec) for name, spec in specs_by_name.items()},
             **options,
         )(mapped.global_function())
 
@@ -128,17 +130,17 @@ def _as_expressions(specs: Any) -> Any:
     def text(spec: Any) -> Any:
         if not isinstance(spec, NamedSharding | PartitionSpec):
             return spec
-        known = as_leaf_spec(spec)
-        check_constrained(known)
-        if known.memory_kind is not None:
+        leaf_spec = as_leaf_spec(spec)
+        check_constrained(leaf_spec)
+        if leaf_spec.memory_kind is not None:
             raise EinshardError(
-                f'per_device does not move arrays to {known.memory_kind} memory',
+                f'per_device does not move arrays to {leaf_spec.memory_kind} memory',
                 facts={
                     'spec': repr(spec),
                     'instead': 'move them before the call: einshard(x, ..., memory_kind=...)',
                 },
             )
-        return known.expression.text
+        return leaf_spec.expression.text
 
     return jtu.tree_map(text, specs, is_leaf=is_none)
 
@@ -263,49 +265,49 @@ class _Mapped:
         traced = [i for i, value in enumerate(values) if _is_traced(value)]
         arguments = [values[i] for i in traced]
 
-        def each(*its_values: Any) -> Any:
+        def body(*traced_values: Any) -> Any:
             row = list(values)
-            for i, value in zip(traced, its_values, strict=True):
+            for i, value in zip(traced, traced_values, strict=True):
                 row[i] = value
             n = len(args)
             result = self.function(*row[:n], **dict(zip(kwargs, row[n:], strict=True)))
             self._result_leaves(view, result)  # raises clearer errors than JAX
             return result
 
-        each.__name__ = each.__qualname__ = self.name
+        body.__name__ = body.__qualname__ = self.name
         in_specs = tuple(self._argument_specs(view, labels[i], values[i]) for i in traced)
         shard_map = functools.partial(jax.shard_map, mesh=view.mesh, axis_names=self.manual)
-        mapped = functools.partial(shard_map, each, in_specs=in_specs)
+        mapped = functools.partial(shard_map, body, in_specs=in_specs)
         try:
             out_specs = self._out_specs(view, mapped, arguments)
             return mapped(out_specs=out_specs, check_vma=self.check_vma)(*arguments)
         except EinshardError:
             raise
         except (NameError, AssertionError, KeyError, ValueError) as error:
-            ours = self._unbound(view, mapped, arguments)
+            clearer = self._unbound(view, mapped, arguments)
             varying = read_varying(error)
             if varying is not None:
-                facts = suggest_replication(varying, each, in_specs, arguments, shard_map)
-                ours = varying.error(self.name, facts)
-            if ours is None:
+                facts = suggest_replication(varying, body, in_specs, arguments, shard_map)
+                clearer = varying.error(self.name, facts)
+            if clearer is None:
                 raise
-            raise ours from None
+            raise clearer from None
 
     def _argument_specs(self, view: View, label: str, value: Any) -> Any:
         spec = self.parameters.spec_for(label, self.specs)
         if spec is None and label in self.parameters.names[: self.parameters.instance]:
             spec = _REPLICATED
         leaves, treedef = jtu.tree_flatten(value)
-        found: list[PartitionSpec] = []
+        specs: list[PartitionSpec] = []
         for text, leaf in zip(leaf_specs(value, leaves, spec), leaves, strict=True):
             if isinstance(text, str):
-                found.append(view.partition_spec(text, np.ndim(leaf), self.manual))
+                specs.append(view.partition_spec(text, np.ndim(leaf), self.manual))
             elif view.infers_specs(self.manual):
-                found.append(view.inferred_spec(leaf, self.manual))
+                specs.append(view.inferred_spec(leaf, self.manual))
             else:
                 raise _no_spec(f"parameter '{label}' of {self.name}", leaf)
             self._check_axes(view, label, leaf)
-        return jtu.tree_unflatten(treedef, found)
+        return jtu.tree_unflatten(treedef, specs)
 
     def _check_axes(self, view: View, label: str, leaf: Any) -> None:
         """Raises if an argument's type has mesh axes that the mesh lacks."""
@@ -329,8 +331,8 @@ class _Mapped:
             # any out_specs will do to find the ranks
             unplaced = mapped(out_specs=PartitionSpec(), check_vma=False)
             shapes = jax.eval_shape(unplaced, *arguments)
-            found = self._result_leaves(view, shapes)
-            specs = [view.result_spec(text, ndim, self.manual) for text, ndim in found]
+            rows = self._result_leaves(view, shapes)
+            specs = [view.result_spec(text, ndim, self.manual) for text, ndim in rows]
             return jtu.tree_unflatten(jtu.tree_structure(shapes), specs)
         return jtu.tree_map(lambda text: view.partition_spec(text, None, self.manual), self.out)
 
@@ -341,18 +343,18 @@ class _Mapped:
             texts = leaf_specs(result, leaves, self.out)
         except EinshardError as error:
             raise error.about(value=f'result of {self.name}') from None
-        found: list[tuple[str, int]] = []
+        rows: list[tuple[str, int]] = []
         for text, (path, leaf) in zip(texts, jtu.tree_leaves_with_path(result), strict=True):
-            which = f" '{path_text(path)}'" if path else ''
-            of = f'the result{which} of {self.name}'
+            suffix = f" '{path_text(path)}'" if path else ''
+            of = f'the result{suffix} of {self.name}'
             if not isinstance(text, str):
                 raise _no_spec(of, leaf)
             try:
                 axis_positions(view.expression(text), np.ndim(leaf))
             except EinshardError as error:
                 raise error.about(array=f'{array_text(leaf)} per device, {of}') from None
-            found.append((text, np.ndim(leaf)))
-        return found
+            rows.append((text, np.ndim(leaf)))
+        return rows
 
     def _unbound(
         self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]
@@ -363,8 +365,8 @@ class _Mapped:
             unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
             jax.eval_shape(unchecked, *arguments)
         except NameError as error:
-            found = re.search(r'unbound axis name: ([^\s,.]+)', str(error))
-            return found and self._no_axis(view, found[1])
+            match = re.search(r'unbound axis name: ([^\s,.]+)', str(error))
+            return match and self._no_axis(view, match[1])
         except Exception:
             return None  # the caller reraises its own error
         return None

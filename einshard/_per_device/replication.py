@@ -47,10 +47,10 @@ class Varying:
 
 def read_varying(error: Exception) -> Varying | None:
     """Parses JAX's error; returns None if it is not about replication."""
-    found = _REPLICATED.search(str(error)) if isinstance(error, ValueError) else None
-    if found is None:
+    match = _REPLICATED.search(str(error)) if isinstance(error, ValueError) else None
+    if match is None:
         return None
-    key, axis, axes = found.groups()
+    key, axis, axes = match.groups()
     return Varying(key, (axis,) if axis else tuple(axes.split(',')))
 
 

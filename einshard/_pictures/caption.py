@@ -17,9 +17,9 @@ def meaning(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> s
     sharded = [axis for axis, count in enumerate(blocks.parts) if count > 1]
     array = '' if blocks.sizes is None else f', {dtype}{shape_text(blocks.sizes)}'
     if not sharded:
-        thing = 'scalar' if blocks.sizes == () else 'full array'
+        noun = 'scalar' if blocks.sizes == () else 'full array'
         holders = 'the one device' if replicas == 1 else f'each of the {replicas} devices'
-        return f'nothing is sharded: {holders} holds the {thing}{array if blocks.sizes else ""}'
+        return f'nothing is sharded: {holders} holds the {noun}{array if blocks.sizes else ""}'
     clauses: list[str] = []
     for i, axis in enumerate(sharded):
         verb = ' is in' if i == 0 else ' in'
@@ -46,18 +46,18 @@ def device_order(
     array_axis = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}
     dimensions: list[tuple[str, Any, int]] = []
     for axis, size in mesh.items():
-        what = (
+        label = (
             f'parts of {array_axis[axis]}' if axis in array_axis else _REPLICAS[signs.get(axis, '')]
         )
-        if size > 1 and dimensions and dimensions[-1][0] == what and not named:
-            dimensions[-1] = (what, axis, dimensions[-1][2] * size)
+        if size > 1 and dimensions and dimensions[-1][0] == label and not named:
+            dimensions[-1] = (label, axis, dimensions[-1][2] * size)
         elif size > 1:
-            dimensions.append((what, axis, size))
+            dimensions.append((label, axis, size))
     if not signs and (len(dimensions) < 2 or not array_axis):
         return []
-    texts = [f'{axis} ({n} {what})' if named else f'{n} {what}' for what, axis, n in dimensions]
-    thing = 'mesh axes' if named else 'devices'
-    return [f'{thing}, slowest first: {(", " if named else " x ").join(texts)}']
+    texts = [f'{axis} ({n} {label})' if named else f'{n} {label}' for label, axis, n in dimensions]
+    noun = 'mesh axes' if named else 'devices'
+    return [f'{noun}, slowest first: {(", " if named else " x ").join(texts)}']
 
 
 _REPLICAS = {

@@ -82,7 +82,7 @@ def axis_names(expression: Expression, ndim: int) -> tuple[str, ...]:
     return tuple(names.get(i, ELLIPSIS) for i in range(ndim))
 
 
-def _device_count(expression: Expression, given: Any) -> int:
+def _device_count(expression: Expression, devices: Any) -> int:
     """Returns the given number of devices, or the number that the counts use."""
     by_name = [term for term in expression.right if term.mesh_axes]
     if by_name:
@@ -92,7 +92,7 @@ def _device_count(expression: Expression, given: Any) -> int:
             expected='devices=mesh, a Mesh or AbstractMesh',
             command_line='--mesh data=4 tp=2',
         )
-    if given is None:
+    if devices is None:
         stars = [term for term in expression.right if term.star]
         if stars:
             raise expression.error(
@@ -104,12 +104,12 @@ def _device_count(expression: Expression, given: Any) -> int:
         n_devices = math.prod(term.factor for term in expression.right)
     else:
         try:
-            n_devices = 0 if isinstance(given, bool) else operator.index(given)
+            n_devices = 0 if isinstance(devices, bool) else operator.index(devices)
         except TypeError:
             n_devices = 0
         if n_devices < 1:
             raise EinshardError(
-                f'devices= must be a number of devices, not {given!r}',
+                f'devices= must be a number of devices, not {devices!r}',
                 facts={'expected': 'a positive integer, a Mesh, an AbstractMesh or devices'},
             )
     check_drawable(n_devices, 0, expression.text)

@@ -29,10 +29,10 @@ def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str
             'only one mesh axis may have size -1',
             facts={'got': _text(sizes)},
         )
-    known = {name: size for name, size in sizes.items() if size != -1}
-    product = math.prod(known.values())
+    known_sizes = {name: size for name, size in sizes.items() if size != -1}
+    product = math.prod(known_sizes.values())
     if n_devices % product or (not unknown and product != n_devices):
-        raise _wrong_sizes(sizes, known, n_devices, call)
+        raise _wrong_sizes(sizes, known_sizes, n_devices, call)
     return {name: n_devices // product if size == -1 else size for name, size in sizes.items()}
 
 
@@ -48,18 +48,18 @@ def _check(name: str, size: object) -> None:
 
 
 def _wrong_sizes(
-    sizes: Mapping[str, int], known: Mapping[str, int], n_devices: int, call: str
+    sizes: Mapping[str, int], known_sizes: Mapping[str, int], n_devices: int, call: str
 ) -> EinshardError:
-    product = math.prod(known.values())
-    if len(known) < len(sizes):
-        divisor = f'{product} ({_text(known)})'
+    product = math.prod(known_sizes.values())
+    if len(known_sizes) < len(sizes):
+        divisor = f'{product} ({_text(known_sizes)})'
         sentence = f'the number of devices ({n_devices}) is not divisible by {divisor}'
     else:
         need = 'needs' if len(sizes) == 1 else 'need'
         sentence = f'{_text(sizes)} {need} {product} devices, but there are {n_devices}'
     fitting = sorted(_fitting(sizes, n_devices), key=lambda one: _distance(sizes, one))
     facts = {'sizes that fit': '; '.join(_text(one) for one in fitting[:_MAX_SHOWN])}
-    if len(known) == len(sizes) and product < n_devices and call == 'device_mesh(':
+    if len(known_sizes) == len(sizes) and product < n_devices and call == 'device_mesh(':
         facts[f'on {product} devices'] = f'{call}jax.devices()[:{product}], {_text(sizes)})'
     return EinshardError(sentence, facts=facts, fix=f'{call}{_text(fitting[0])})')
 

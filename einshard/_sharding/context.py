@@ -114,15 +114,15 @@ def current_context(mesh: MeshLike | None = None) -> Context:
         rules, on_one_device = enclosing.axis_rules, enclosing.on_one_device
         return make_context(mesh_in_context, True, rules, on_one_device)
     check_mesh(mesh)
-    given = mesh if isinstance(mesh, Mesh | AbstractMesh) else device_mesh(mesh)
+    given_mesh = mesh if isinstance(mesh, Mesh | AbstractMesh) else device_mesh(mesh)
     if enclosing.on_one_device:
-        given = of_size_one(given, enclosing.lowering_mesh)
-    if AxisType.Manual in ambient.axis_types and given != ambient:
+        given_mesh = of_size_one(given_mesh, enclosing.lowering_mesh)
+    if AxisType.Manual in ambient.axis_types and given_mesh != ambient:
         raise EinshardError(
             'inside shard_map, mesh= must match the mesh in context',
-            facts={'mesh=': mesh_fact(given), 'mesh in context': mesh_fact(ambient)},
+            facts={'mesh=': mesh_fact(given_mesh), 'mesh in context': mesh_fact(ambient)},
         )
-    return make_context(given, False, enclosing.axis_rules, enclosing.on_one_device)
+    return make_context(given_mesh, False, enclosing.axis_rules, enclosing.on_one_device)
 
 
 def context_on(mesh: AnyMesh, context: Context) -> Context:
@@ -333,21 +333,21 @@ NOT_THE_USERS = tuple(
 
 
 def _out_of_step() -> EinshardError:
-    scope, theirs = entered.get(), _rules_text(_in_cache_keys.value)
-    ours = _rules_text(None if scope is None else scope.key)
+    scope, jax_rules = entered.get(), _rules_text(_in_cache_keys.value)
+    task_rules = _rules_text(None if scope is None else scope.key)
     if _thread.scopes:
         return EinshardError(
             'axis_rules cannot span an await: another task in this thread has entered other rules',
             facts={
-                'rules in this task': ours,
-                'rules in the other task': theirs,
+                'rules in this task': task_rules,
+                'rules in the other task': jax_rules,
                 'instead': 'enter axis_rules in a function that does not await',
             },
         )
     return EinshardError(
         "this thread runs in a copied contextvars context, whose axis_rules JAX's cache keys lack",
         facts={
-            'rules': ours,
+            'rules': task_rules,
             'instead': 'enter axis_rules in the function that the thread runs',
         },
     )

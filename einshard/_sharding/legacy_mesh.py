@@ -29,9 +29,9 @@ def noted(error: EinshardError, mesh: object) -> EinshardError:
     """Adds a note to an error about mesh axes if the only mesh is that of `with mesh:`."""
     if mesh is not None or '@' not in (error.expression or ''):
         return error
-    found: list[bool] = []
-    jax.eval_shape(lambda: found.append(_is_entered()))
-    return error.about(note=_NOTE) if found[0] else error
+    results: list[bool] = []
+    jax.eval_shape(lambda: results.append(_is_entered()))
+    return error.about(note=_NOTE) if results[0] else error
 
 
 def _is_entered() -> bool:

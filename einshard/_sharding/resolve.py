@@ -270,8 +270,7 @@ def _check_explicit(expression: Expression, mesh: AnyMesh) -> None:
             'axes are all Explicit',
             signed,
             mesh=mesh_fact(mesh),
-            expected='a mesh with axis_types=(AxisType.Explicit, ...), as mesh=mesh or in '
-            'jax.set_mesh(mesh)',
+            expected='a mesh with axis_types=(AxisType.Explicit, ...)',
         )
 
 
@@ -291,8 +290,8 @@ def _leave_free(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
 
 def _hints(mesh: AnyMesh) -> dict[str, str]:
     """On a machine with only one CPU device, returns a fact that tells how to simulate more."""
-    alone = mesh.size == 1 and isinstance(mesh, Mesh) and jax.device_count() == 1
-    if not alone or jax.default_backend() != 'cpu':
+    has_one_device = mesh.size == 1 and isinstance(mesh, Mesh) and jax.device_count() == 1
+    if not has_one_device or jax.default_backend() != 'cpu':
         return {}
     simulated = 'XLA_FLAGS=--xla_force_host_platform_device_count=8'
     return {'to_simulate_8': f'set {simulated} before JAX starts'}

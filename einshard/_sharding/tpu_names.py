@@ -62,11 +62,11 @@ def _respelled(name: str) -> str | None:
 
 
 def _known_name(name: str) -> str:
-    found = _CLOUD_NAME.fullmatch(name)
-    if found is None:
+    match = _CLOUD_NAME.fullmatch(name)
+    if match is None:
         _check_shape(name)
         return name
-    generation, count = found['generation'], int(found['count'])
+    generation, count = match['generation'], int(match['count'])
     cores = _CORES_PER_CHIP[generation]
     chips, rest = divmod(count, cores)
     generation = generation.replace('v5litepod', 'v5e')
@@ -108,16 +108,16 @@ def _check_shape(name: str) -> None:
                 'mostly the same collectives',
             },
         )
-    found = _NAME.fullmatch(name)
-    generation = found['generation'] if found else ''
-    if found is None or generation not in _GENERATIONS:
+    match = _NAME.fullmatch(name)
+    generation = match['generation'] if match else ''
+    if match is None or generation not in _GENERATIONS:
         what = (
             f"'{generation}' is not a TPU generation"
-            if found
+            if match
             else f"'{name}' is not a valid topology name"
         )
         raise EinshardError(what, facts=known_names())
-    sizes = found['sizes'].split('x')
+    sizes = match['sizes'].split('x')
     if any(int(size) == 0 for size in sizes):  # libtpu would divide by zero
         raise EinshardError(f"'{name}' has no chips", facts=known_names())
     n_dims, dims = _GENERATIONS[generation], len(sizes)

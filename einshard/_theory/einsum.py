@@ -119,12 +119,12 @@ def _with_working_fix(
     return keep_working_suggestions(error, with_fix, on_devices)
 
 
-def _path(given: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+def _path(path: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     """Converts a contraction path to tuples, which are hashable."""
-    steps = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in given]
+    steps = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in path]
     if not all(isinstance(operand, int) for step in steps for operand in step):
         raise EinshardError(
-            f'optimize= must be a contraction path, not {given!r}',
+            f'optimize= must be a contraction path, not {path!r}',
             facts={
                 'expected': "'greedy', 'optimal', or the operands of each step: [(0, 1), (0, 1)]"
             },
@@ -186,8 +186,8 @@ def _check_terms(contraction: Contraction, operands: Sequence[Any], placement: P
         # JAX would choose the sharding of each product, as with Auto axes
         raise contraction.error('a partial sum needs an einsum of one or two operands', spans)
     mesh = placement.sharding.mesh
-    found = {axis for _, _, axes in _contracted(contraction, operands) for axis in axes}
-    axes = tuple(axis for axis in mesh.axis_names if axis in found)
+    sharded_axes = {axis for _, _, axes in _contracted(contraction, operands) for axis in axes}
+    axes = tuple(axis for axis in mesh.axis_names if axis in sharded_axes)
     if {*axes} == {*placement.sharding.spec.unreduced}:
         return
     (start, end), text = spans[0], contraction.text

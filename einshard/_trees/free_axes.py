@@ -146,15 +146,15 @@ ZERO = Option('zero=', 'must be True or names of mesh axes', 'zero={}', 'zero=Tr
 LARGEST = Option('shard_largest', 'takes names of mesh axes', 'shard_largest({})', 'shard_largest')
 
 
-def read_mesh_axes(given: object, option: Option) -> MeshAxes:
+def read_mesh_axes(value: object, option: Option) -> MeshAxes:
     """Reads the mesh axes that an option names; raises if it is invalid."""
-    if isinstance(given, bool):
-        return given or ()
-    names = (given,) if isinstance(given, str) else given
+    if isinstance(value, bool):
+        return value or ()
+    names = (value,) if isinstance(value, str) else value
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         examples = [option.call.format(axes) for axes in ("'data'", "('data', 'fsdp')")]
         raise EinshardError(
-            f'{option.name} {option.values}, not {given!r}',
+            f'{option.name} {option.values}, not {value!r}',
             facts={'example': ', '.join([f'{option.for_all} (all mesh axes)', *examples])},
         )
     return tuple(names)
