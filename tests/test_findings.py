@@ -1,6 +1,9 @@
 """The findings of explain: each planted mistake is found, and fixed as suggested."""
 
+import importlib
+import lzma
 import re
+import time
 from pathlib import Path
 
 import held_out
@@ -9,7 +12,8 @@ import jax.numpy as jnp
 import mistakes
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from hlo import llama
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mistakes import BOTH, FSDP, MEGATRON, Choices, arguments, make_step
 
 from einshard import (
@@ -22,6 +26,8 @@ from einshard import (
     sharded,
     topology,
 )
+from einshard._inspect.lowered import Stages
+from einshard._inspect.oversized import Oversized
 
 QUICKLY = {'compiler_options': {'xla_backend_optimization_level': 0}}
 ALONG_S = 'b s d -> b@data s@tensor d'
@@ -426,7 +432,8 @@ def test_collectives_without_a_constraint_are_inserted():
     gathered = {
         row.cause for row in report_of(CORRECT['FSDP']).collectives if row.role == 'weights'
     }
-    assert 'inserted' in gathered
+    if jax.__version_info__ < (0, 12):  # later, they have only the name of the argument
+        assert 'inserted' in gathered
     assert 'requested' not in gathered
 
 
@@ -450,3 +457,72 @@ def test_a_constraint_of_an_argument_is_not_the_choice_of_the_compiler(platform)
 
     report = explain(gathered, floats(64, 64))
     assert {row.cause for row in report.collectives} <= {'requested', 'unknown'}
+
+
+# --- several slices, and a real model -----------------------------------------------------------
+
+
+def between_slices(**axes):
+    pytest.importorskip('libtpu')
+    if jax.__version_info__ < (0, 9):
+        pytest.skip('libtpu gives this JAX no lines')
+
+    @sharded('b@data d', 'd f@tensor', 'f@tensor d', mesh=topology('v5e:2x4', n_slices=2, **axes))
+    def gradients(x, w_in, w_out):
+        def loss(w):
+            y = einshard(jnp.tanh(x @ w[0]) @ w[1], 'b d -> b@data d')
+            return jnp.mean(jnp.tanh(y) ** 2)
+
+        return jax.grad(loss)((w_in, w_out))
+
+    return explain(gradients, floats(4096, 256), floats(256, 256), floats(256, 256))
+
+
+def test_a_mesh_axis_between_slices_that_sends_more_than_another():
+    wrong = between_slices(tensor=2, data=2, unused=4)
+    (finding,) = [one for one in wrong.findings if one.kind == 'slow network']
+    assert 'are sent along tensor between slices, and ' in finding.text
+    assert finding.suggestion == 'exchange the two mesh axes: data=2, tensor=2, unused=4'
+    fixed = between_slices(data=2, tensor=2, unused=4)
+    assert 'slow network' not in found_in(fixed)
+    assert fixed.network_bytes == wrong.network_bytes
+
+
+def test_a_train_step_of_64_layers_for_256_devices(monkeypatch):
+    """The program that libtpu compiled; only the diagnosis is measured."""
+    pytest.importorskip('libtpu')
+    mesh, c = topology('v5e:16x16', data=32, tensor=8), llama.Config(layers=64)
+    with jax.set_mesh(mesh):
+        traced = llama.train_step(mesh, c).trace(*llama.arguments(c))
+        lowered = traced.lower()
+    (path,) = Path(llama.__file__).parent.glob('v5e_16x16-llama64-*.txt.xz')
+    with lzma.open(path, 'rt', encoding='utf-8') as file:
+        text = file.read().replace('tests/hlo/llama.py', llama.__file__)
+    specs = {name: NamedSharding(mesh, spec) for name, (_, spec) in llama.SHAPES.items()}
+    replicated = NamedSharding(mesh, PartitionSpec())
+    state = {'params': specs, 'm': specs, 'v': specs, 'n': replicated}
+    placed = ((state, NamedSharding(mesh, PartitionSpec(None, 'data'))), {})
+    out = jax.tree.map(
+        lambda one, sharding: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding),
+        lowered.out_info,
+        (state, replicated),
+    )
+    compiled = Oversized(lowered.args_info, placed, out, text, None, 0)
+    seconds = []
+
+    def timed(diagnose):
+        def measured(facts):
+            start = time.perf_counter()
+            found = diagnose(facts)
+            seconds.append(time.perf_counter() - start)
+            return found
+
+        return measured
+
+    module = importlib.import_module('einshard._inspect.explain')
+    for name in ('with_causes', 'find_findings', 'find_notes'):
+        monkeypatch.setattr(module, name, timed(getattr(module, name)))
+    report = module.explain_stages(Stages('step', compiled=compiled, traced=traced), mesh)
+    assert found_in(report) == []
+    assert len(report.collectives) > 40
+    assert sum(seconds) < 2

@@ -36,13 +36,7 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
     total = sum(row.flops for row in facts.products)
     groups: dict[tuple[int, tuple[str, ...]], list[_Line]] = {}
     for times, line in _repeated_lines(facts):
-        largest = line.products[0]
-        used = largest.left.mesh | largest.right.mesh
-        free = tuple(
-            str(name)
-            for name in facts.mesh.axis_names
-            if name not in used and facts.mesh.shape[name] > 1
-        )
+        free = _unused(facts, line.products[0])
         groups.setdefault((times, free), []).append(line)
     for (times, free), lines in groups.items():
         wasted = sum(line.wasted for line in lines)
@@ -57,6 +51,14 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
             0,
             _suggestion(facts, free, lines),
         )
+
+
+def _unused(facts: Facts, product: Product) -> tuple[str, ...]:
+    """The mesh axes that shard no operand of a product."""
+    assert facts.mesh is not None
+    used = product.left.mesh | product.right.mesh
+    names = (str(name) for name in facts.mesh.axis_names if facts.mesh.shape[name] > 1)
+    return tuple(name for name in names if name not in used)
 
 
 def _repeated_lines(facts: Facts) -> Iterator[tuple[int, _Line]]:
@@ -92,6 +94,8 @@ def _suggestion(facts: Facts, free: tuple[str, ...], lines: Sequence[_Line]) -> 
     if not free:
         # what the products read is sharded over all mesh axes, but the compiler replicates it
         product, line = lines[0].products[0], lines[0].line
+        if any(_unused(facts, one) for one in lines[0].products):  # several products in a line
+            return ''
         placement = expression_of(product.result.axes, facts.mesh)
         return f"constrain the result of the product in {short_source(line)}: '{placement}'"
     if not any(set(free) & value.mesh for value in facts.values):
