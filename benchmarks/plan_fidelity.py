@@ -49,7 +49,7 @@ def attention(p, x):
     scores = jnp.einsum('bqhe,bkhe->bhqk', q, k) * HEAD**-0.5
     weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(v.dtype)
     y = einshard(jnp.einsum('bhqk,bkhe->bqhe', weights, v), 'batch attn_seq heads head')
-    return einshard(jnp.einsum('bshe,hed->bsd', y, p['o']), 'batch seq act')
+    return einshard(jnp.einsum('bshe,hed->bsd', y, p['out']), 'batch seq act')
 
 
 def block(p, x):
@@ -65,7 +65,7 @@ def layers(p, x):
 def moe(p, x):
     s = x.shape[1]
     capacity = 2 * s // EXPERTS
-    gates = jax.nn.softmax(jnp.einsum('bsd,de->bse', x, p['router']).astype(jnp.float32))
+    gates = jax.nn.softmax(jnp.einsum('bsd,de->bse', x, p['gates']).astype(jnp.float32))
     chosen = jax.nn.one_hot(jnp.argmax(gates, -1), EXPERTS)
     place = jnp.cumsum(chosen, 1) * chosen - 1
     slots = jax.nn.one_hot(place.astype(jnp.int32), capacity, dtype=x.dtype)
@@ -84,8 +84,8 @@ RULES = Rules(
         ('up', '... embed mlp'),
         ('down', '... mlp embed'),
         ('[qkv]', '... embed heads head'),
-        ('o', '... heads head embed'),
-        ('router', 'embed expert'),
+        ('out', '... heads head embed'),
+        ('gates', 'embed expert'),
         ('w1', 'expert embed mlp'),
         ('w2', 'expert mlp embed'),
     ]
@@ -105,8 +105,8 @@ SIZES = {
 }
 WEIGHTS = {
     'mlp': {'up': 'embed mlp', 'down': 'mlp embed'},
-    'attention': {**dict.fromkeys('qkv', 'embed heads head'), 'o': 'heads head embed'},
-    'moe': {'router': 'embed expert', 'w1': 'expert embed mlp', 'w2': 'expert mlp embed'},
+    'attention': {**dict.fromkeys('qkv', 'embed heads head'), 'out': 'heads head embed'},
+    'moe': {'gates': 'embed expert', 'w1': 'expert embed mlp', 'w2': 'expert mlp embed'},
 }
 WEIGHTS['block'] = WEIGHTS['layers'] = {**WEIGHTS['attention'], **WEIGHTS['mlp']}
 ACTIVATIONS = {

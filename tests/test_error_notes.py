@@ -236,6 +236,10 @@ def test_exceptions_of_the_user_stay_as_they_are(error):
     assert not notes_of(error)
 
 
+def test_our_own_errors_have_no_note():
+    assert not notes_of(raised(mlp, X[:31], W_IN, W_OUT))
+
+
 # ---------------------------------------------------------------------- sizes that do not match
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beartype import beartype
 from counting import program
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
@@ -143,6 +144,18 @@ def test_annotations():
         return x
 
     np.testing.assert_array_equal(f(einshard(A, 'a@x b +@y')), A)
+
+
+def test_annotations_that_beartype_checks():
+    @beartype
+    def same(x: Sharded[Array, 'a@x b =@y']):
+        return x
+
+    x = einshard(A, 'a@x b =@y')
+    assert same(x) is x
+    for other in ('a@x b', 'a@x b +@y'):
+        error = refusal(same, einshard(A, other))
+        assert error.sentence.startswith(f"the array is sharded as 'a b -> {other}'")
 
 
 # --- placing and resharding ---------------------------------------------------------------------

@@ -32,7 +32,8 @@ def gather(tree: T) -> T:
 
     Args:
         tree: a pytree. Leaves that are not JAX arrays are returned as they are. A `jax.Ref` is
-            read, and PRNG keys are returned as key data (see `jax.random.wrap_key_data`).
+            read, partial sums are added up, and PRNG keys are returned as key data (see
+            `jax.random.wrap_key_data`).
 
     Returns:
         The same pytree of NumPy arrays. For ordinary arrays, `einshard(gather(x), describe(x))`

@@ -172,9 +172,10 @@ class Network:
         for i, group in enumerate(groups):
             np.add.at(counts[i], at[list(group)], 1)
         n = counts.sum(1)
+        moves = bool((np.count_nonzero(counts, axis=1) > 1).any())
         for start, length in self._ranges(axis):
             part = np.arange(start, start + length) % size
-            if not groups:
+            if not moves:  # nothing goes along this dimension
                 yield np.zeros(2)
             elif kind == 'collective-permute':
                 ends = np.isin(at[np.array(groups)], part)

@@ -123,8 +123,14 @@ def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[s
     folder.cleanup()
 
 
-# the CPU backend computes bf16 in f32, with twice the bytes
-_IN_BF16 = '--xla_disable_hlo_passes=float-normalization-bf16,all-reduce-promotion'
+# The CPU backend computes bf16 in f32, with twice the bytes, and combines all-reduces, whose arrays
+# then take memory at the same time.
+_PASSES = (
+    'float-normalization-bf16',
+    'all-reduce-promotion',
+    'all-reduce-combiner',
+    'cpu-all-reduce-combiner',
+)
 
 
 def _environment(n_devices: int) -> dict[str, str]:
@@ -135,7 +141,8 @@ def _environment(n_devices: int) -> dict[str, str]:
     return {
         **kept,
         'PYTHONPATH': os.pathsep.join(filter(None, sys.path)),
-        'XLA_FLAGS': f'--xla_force_host_platform_device_count={n_devices} {_IN_BF16}',
+        'XLA_FLAGS': f'--xla_force_host_platform_device_count={n_devices} '
+        f'--xla_disable_hlo_passes={",".join(_PASSES)}',
         'JAX_PLATFORMS': 'cpu',
         'JAX_ENABLE_X64': str(int(jax.config.jax_enable_x64)),  # type: ignore[reportAttributeAccessIssue]
         'JAX_USE_SHARDY_PARTITIONER': str(int(shardy)),

@@ -98,12 +98,16 @@ class Partitioner:
 
     def judge(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
         """Judges candidates in order, tracing each while the one before compiles."""
-        for candidate in candidates:
-            self.submit(candidate)
-            if len(self._waiting) > 1:
+        try:
+            for candidate in candidates:
+                self.submit(candidate)
+                if len(self._waiting) > 1:
+                    yield self.result()
+            while self._waiting:
                 yield self.result()
-        while self._waiting:
-            yield self.result()
+        finally:
+            if self._waiting:  # no one has asked for the others
+                self.close()
 
     def submit(self, candidate: Candidate) -> None:
         """Traces a candidate, and sends it to the worker."""

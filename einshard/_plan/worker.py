@@ -85,20 +85,29 @@ def _compile(
     with jax.set_mesh(mesh):  # for arguments and results without a sharding
         lowered = jitted.lower(*args)
     with tempfile.TemporaryDirectory() as folder:
-        options = {
-            'xla_backend_optimization_level': '0',
-            'xla_llvm_disable_expensive_passes': True,
-            'xla_dump_to': folder,
-            'xla_dump_hlo_as_text': True,
-        }
-        try:
-            lowered.compile(compiler_options=options)
-        except jax.errors.JaxRuntimeError:
-            if not _written(folder, BUFFERS):
-                raise
+        for scheduler in SCHEDULERS:
+            options = {**OPTIONS, **scheduler, 'xla_dump_to': folder}
+            try:
+                lowered.compile(compiler_options=options)
+            except jax.errors.JaxRuntimeError as error:
+                # the CPU backend cannot emit products in bf16, but has written the program before
+                if not (_written(folder, BUFFERS) or 'No such compile option' in str(error)):
+                    raise
+            if _written(folder, BUFFERS):
+                break
         return {'text': _written(folder, OPTIMIZED), 'buffers': _written(folder, BUFFERS)}
 
 
+OPTIONS: dict[str, Any] = {
+    'xla_backend_optimization_level': '0',
+    'xla_llvm_disable_expensive_passes': True,
+    'xla_dump_hlo_as_text': True,
+}
+# a schedule for little memory, as on TPU; the option of JAX 0.8 has another name
+SCHEDULERS: tuple[dict[str, Any], ...] = (
+    {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'},
+    {'xla_cpu_enable_concurrency_optimized_scheduler': False},
+)
 OPTIMIZED, BUFFERS = '.cpu_after_optimizations.txt', '-buffer-assignment.txt'
 
 
