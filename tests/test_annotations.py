@@ -67,20 +67,6 @@ def test_the_mesh_is_that_of_each_call():
             assert f(X).sharding.device_set == set(devices)
 
 
-def test_parameters_of_every_kind():
-    def f(x: W, /, y: V, n, *rest: W, z: V, default: float = 1.0, **more: W) -> V:
-        return (x + y + z) * default
-
-    g = on_eight(f)
-    assert g.in_shardings(X, X, 1, X, X, z=X, other=X) == {
-        'x': ROWS, 'y': COLUMNS, 'n': None, 'rest[0]': ROWS, 'rest[1]': ROWS, 'other': ROWS,
-        'z': COLUMNS,
-    }  # fmt: skip
-    result = g(X, n=1, y=X, z=X, default=2.0)
-    np.testing.assert_array_equal(result, 6 * X)
-    assert result.sharding == COLUMNS
-
-
 class Layer(NamedTuple):
     w: Sharded[Float[Array, 'i o'], 'i o*']
     b: Sharded[Float[Array, 'o'], 'o*']
@@ -207,40 +193,50 @@ def test_equinox_modules():
     assert result.sharding == COLUMNS
 
 
-def test_annotations_of_callable_objects_and_methods():
-    class Scaler:
-        def __call__(self, x: W, scale=2.0) -> V:
-            return scale * x
-
-        def method(self, x: W) -> V:
-            return 3 * x
-
-    for f in (Scaler(), Scaler().method, functools.partial(Scaler(), scale=3.0)):
-        assert on_eight(f).in_shardings(X) == {'x': ROWS}
-        assert on_eight(f)(X).sharding == COLUMNS
+def every_kind(x: W, /, y: V, n, *rest: W, z: V, default: float = 1.0, **more: W) -> V:
+    return (x + y + z) * n * default
 
 
-def test_keywords_of_a_typed_dict():
-    def f(x, **more: Unpack[Behind]):
-        return x
-
-    found = on_eight(f).in_shardings(X, required=X, not_required=X)
-    assert found == {'x': None, 'required': ROWS, 'not_required': ROWS}
+def with_typed_dict(x, **more: Unpack[Behind]) -> V:
+    return x
 
 
-def test_partials():
-    def f(x: W, y: V, z: W = 1.0) -> V:
-        return x + y + z
+def add(x: W, y: V, z: W = 1.0) -> V:
+    return x + y + z
 
-    first = on_eight(functools.partial(f, X))
-    assert first.in_shardings(X, z=X) == {'y': COLUMNS, 'z': ROWS}
-    by_name = on_eight(functools.partial(functools.partial(f, z=2.0), X))
-    assert by_name.in_shardings(X) == {'y': COLUMNS}
-    np.testing.assert_array_equal(by_name(X), 2 * X + 2)
+
+class Scaler:
+    def __call__(self, x: W, scale=2.0) -> V:
+        return scale * x
+
+    def method(self, x: W) -> V:
+        return 3 * x
+
+
+@pytest.mark.parametrize(
+    ('function', 'args', 'kwargs', 'expected'),
+    [
+        (every_kind, (X, X, 1, X, X), {'z': X, 'other': X},
+         {'x': ROWS, 'y': COLUMNS, 'n': None, 'rest[0]': ROWS, 'rest[1]': ROWS, 'other': ROWS,
+          'z': COLUMNS}),
+        (with_typed_dict, (X,), {'required': X, 'not_required': X},
+         {'x': None, 'required': ROWS, 'not_required': ROWS}),
+        (Scaler(), (X,), {}, {'x': ROWS}),
+        (Scaler().method, (X,), {}, {'x': ROWS}),
+        (functools.partial(Scaler(), scale=3.0), (X,), {}, {'x': ROWS}),
+        (functools.partial(add, X), (X,), {'z': X}, {'y': COLUMNS, 'z': ROWS}),
+        (functools.partial(functools.partial(add, z=2.0), X), (X,), {}, {'y': COLUMNS}),
+    ],
+)  # fmt: skip
+def test_functions(function, args, kwargs, expected):
+    f = on_eight(function)
+    assert f.in_shardings(*args, **kwargs) == expected
+    np.testing.assert_array_equal(f(*args, **kwargs), function(*args, **kwargs))
+    assert f(*args, **kwargs).sharding == COLUMNS
 
 
 def test_annotations_are_left_alone_where_specs_are_given():
-    def f(x: Sharded[Array, 'a* b'], y=0.0) -> Sharded[Array, 'a* b']:
+    def f(x: W, y=0.0) -> Sharded[Array, 'a* b']:
         return x + y
 
     assert sharded('a b*', mesh=EIGHT)(f).in_shardings(X) == {'x': COLUMNS}
@@ -249,7 +245,7 @@ def test_annotations_are_left_alone_where_specs_are_given():
 
 
 def test_annotations_beside_options_of_jit():
-    def f(x: Sharded[Array, 'a* b'], n: int) -> Sharded[Array, 'a b*']:
+    def f(x: W, n: int) -> V:
         return x * n
 
     g = sharded(mesh=EIGHT, static_argnames='n', donate_argnames='x')(f)

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import held_out
 import jax
 import jax.numpy as jnp
 import mistakes
@@ -32,6 +33,8 @@ def mesh_for(c, platform='cpu'):
     axes = {'data': 4, 'tensor': 4} if 'tensor' in str(c) else {'data': 16}
     if platform == 'tpu':
         pytest.importorskip('libtpu')
+        if jax.__version_info__ < (0, 9):
+            pytest.skip('libtpu gives this JAX no lines')
         return topology('v5e:4x4', **axes)
     return device_mesh(jax.devices()[:16], **axes)
 
@@ -78,6 +81,10 @@ def test_correct_programs_have_no_findings(name):
 def test_correct_programs_for_tpus_have_no_findings(name):
     c = CORRECT[name]
     assert found_in(report_of(c, mesh_for(c, 'tpu'))) == []
+
+
+def test_frozen_weights_that_are_gathered_are_not_activations():
+    assert found_in(held_out.adapters()) == []
 
 
 # --- planted mistakes ---------------------------------------------------------------------------
@@ -292,6 +299,8 @@ def test_an_all_reduce_of_which_devices_keep_a_slice(platform):
 
         return explain(scores, floats(512, 1024), floats(1024, 256))
 
+    if jax.__version_info__ < (0, 9):
+        pytest.skip('XLA reduces in windows, which are not followed')
     mesh = mesh_for('tensor', platform)
     wrong = build('b d -> b d')
     (finding,) = [one for one in wrong.findings if one.kind == 'sliced all-reduce']
@@ -388,9 +397,7 @@ def test_a_finding_is_printed_with_its_line_and_suggestion():
     page = ' '.join(str(report).partition('\nfindings\n')[2].split())
     line = line_of("@ w['down']")
     assert page.startswith(f"- {line}: axis 'f' is summed over")
-    assert page.endswith("Shard state/w/layers/0-1/down with 'f d -> f@tensor d'") or (
-        "shard state/w/layers/0-1/down with 'f d -> f@tensor d'" in page
-    )
+    assert page.endswith("Shard state/w/layers/0-1/down with 'f d -> f@tensor d'.")
     assert report.to_dict()['findings'][0]['suggestion'] == report.findings[0].suggestion
 
 

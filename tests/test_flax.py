@@ -30,12 +30,14 @@ RULES = Rules(
     default='... -> * ...',
 )
 ROWS = 'batch d -> batch8 d 2'
-CUT = {
+SHARDED = {
     'up/kernel': P(None, 'tp'),
     **dict.fromkeys(('up/bias', 'norm/bias', 'norm/scale', 'norm/mean', 'norm/var'), P('tp')),
     'down/kernel': P('tp'),
 }
-CUT_NNX = {f'{path}/value': spec for path, spec in CUT.items()}  # each array is in a Variable
+SHARDED_NNX = {
+    f'{path}/value': spec for path, spec in SHARDED.items()
+}  # each array is in a Variable
 
 
 # ------------------------------------------------------------------------------------------ NNX
@@ -81,13 +83,13 @@ def unsharded():
 def test_state_of_a_module_is_placed_in_it(unsharded):
     before, *_ = unsharded
     placed = einshard(before, RULES)
-    check_placed(placed, CUT_NNX)
+    check_placed(placed, SHARDED_NNX)
     check_equal(placed, before)
     assert isinstance(placed['up']['kernel'], nnx.Param)
     assert isinstance(placed['norm']['mean'], nnx.BatchStat)
     model = nnx.eval_shape(lambda: MLP(nnx.Rngs(0)))
     nnx.update(model, placed)
-    check_placed(nnx.state(model), CUT_NNX)
+    check_placed(nnx.state(model), SHARDED_NNX)
     # a part of the state
     check_placed(
         einshard(nnx.state(model, nnx.BatchStat), RULES),
@@ -113,7 +115,7 @@ def placed_by_constraint():
 )
 def test_modules_are_born_sharded(born, unsharded):
     state = born()
-    check_placed(state, CUT_NNX)
+    check_placed(state, SHARDED_NNX)
     check_equal(state, unsharded[0], rtol=1e-6)
 
 
@@ -156,7 +158,7 @@ def test_training_keeps_shardings(trained, unsharded):
     _, expected, expected_state = unsharded
     losses = []
     for state, loss in trained():
-        check_placed(state, CUT_NNX)
+        check_placed(state, SHARDED_NNX)
         losses.append(loss)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     check_equal(state, expected_state, **CLOSE)
@@ -201,13 +203,13 @@ def test_stacks_and_lists_of_modules():
     )
     model = nnx.jit(lambda: Deep(nnx.Rngs(0)))()
     nnx.update(model, einshard(nnx.state(model), rules))
-    cut = {
+    specs_of = {
         'stacked/linear/kernel/value': P(None, None, 'tp'),
         'listed/0/linear/kernel/value': P(None, 'tp'),
         'listed/1/linear/kernel/value': P(None, 'tp'),
         'stacked/drop/rngs/key/value': P('tp'),
     }
-    check_placed(nnx.state(model), cut)
+    check_placed(nnx.state(model), specs_of)
     assert nnx.state(model)['stacked']['drop']['rngs']['key'].shape == (4,)
     expected = X
     for kernel in (*model.stacked.linear.kernel[...], *(b.linear.kernel for b in model.listed)):
@@ -230,12 +232,12 @@ def test_tied_weights():
     nnx.update(model, einshard(nnx.state(model), rules))
     assert model.again is model.embed
     assert model.two.kernel is model.one.kernel
-    cut = {'embedding/value': P(('data', 'tp')), 'kernel/value': P(None, 'tp')}
-    check_placed(nnx.state(model), cut)
+    specs_of = {'embedding/value': P(('data', 'tp')), 'kernel/value': P(None, 'tp')}
+    check_placed(nnx.state(model), specs_of)
     # and in the state from a compiled function
     model = nnx.merge(*sharded(out=(None, rules))(lambda: nnx.split(Tied(nnx.Rngs(0))))())
     assert model.two.kernel is model.one.kernel
-    check_placed(nnx.state(model), cut)
+    check_placed(nnx.state(model), specs_of)
 
 
 def test_methods_of_a_module():
@@ -261,7 +263,7 @@ def short_form(spec):
     return ' '.join(name or free for name, free in zip(spec, 'abcdefgh', strict=False)) or '...'
 
 
-NAMED_CUT = {'up/kernel': P(None, 'tp'), 'down/kernel': P('tp')}
+NAMED_SHARDED = {'up/kernel': P(None, 'tp'), 'down/kernel': P('tp')}
 
 
 def short_forms(names):
@@ -288,7 +290,7 @@ def test_names_of_axes_of_nnx():
         with axis_rules(mlp='@tp'):
             again = einshard(init(), specs, mesh=MESH)
     for placed in (state, again):
-        check_placed(placed, {f'{path}/value': spec for path, spec in NAMED_CUT.items()})
+        check_placed(placed, {f'{path}/value': spec for path, spec in NAMED_SHARDED.items()})
     check_equal(again, state, rtol=1e-6)
 
 
@@ -312,7 +314,7 @@ def test_names_of_axes_of_linen():
         specs = short_forms(nn.get_partition_spec(boxed))
         assert specs['params']['down'] == {'kernel': 'mlp b', 'bias': '...'}
         variables = einshard(nn.unbox(boxed), specs)
-        check_placed(variables, NAMED_CUT)
+        check_placed(variables, NAMED_SHARDED)
         y = sharded(specs, 'batch embed', out='batch embed')(model.apply)(variables, X)
         check_placed(y, {'': P('data')})
     expected = nn.unbox(boxed)['params']
@@ -381,7 +383,7 @@ def linen_step(state, x):
 def test_variables_of_linen_are_born_sharded():
     model = LinenMLP()
     variables = sharded(None, '* b d', out=RULES)(model.init)(jax.random.key(0), X)
-    check_placed(variables, CUT)
+    check_placed(variables, SHARDED)
     expected = jax.jit(LinenMLP(hidden=None).init)(jax.random.key(0), X)
     check_equal(variables, expected, rtol=1e-6)
     y = sharded(RULES, ROWS, out=ROWS)(model.apply)(variables, X)
@@ -393,22 +395,22 @@ def test_frozen_dicts():
     variables = flax.core.freeze(jax.jit(LinenMLP().init)(jax.random.key(0), X))
     placed = einshard(variables, RULES)
     assert type(placed) is flax.core.FrozenDict
-    check_placed(placed, CUT)
+    check_placed(placed, SHARDED)
     specs = flax.core.freeze({'params': RULES, 'batch_stats': 'f -> * f2'})
-    check_placed(einshard(variables, specs), CUT)
+    check_placed(einshard(variables, specs), SHARDED)
 
 
 def test_a_train_state_keeps_its_shardings():
     model, unsharded = LinenMLP(), LinenMLP(hidden=None)
     state, expected = sharded(out=RULES)(linen_state(model))(), jax.jit(linen_state(unsharded))()
-    check_placed(state, CUT)
+    check_placed(state, SHARDED)
     body = counted(linen_step)
     step = sharded(RULES, ROWS, out=(RULES, None), donate_argnames='state')(body)
     unsharded_step = jax.jit(linen_step)
     for _ in range(4):
         state, loss = step(state, X)
         expected, expected_loss = unsharded_step(expected, X)
-        check_placed(state, CUT)
+        check_placed(state, SHARDED)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     assert body.runs == 1
     assert int(state.step) == 4

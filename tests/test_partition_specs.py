@@ -337,6 +337,10 @@ REFUSALS = [
     ),
     (lambda: einshard(X, ON_HOST, memory_kind='device'), "has memory kind 'pinned_host', but"),
     (lambda: per_device(ON_HOST, out=P()), 'does not move arrays to pinned_host memory'),
+    (
+        lambda: Rules([('', P(P.UNCONSTRAINED))]).table({'x': X}, mesh=AUTO),
+        'only for values in a traced function',
+    ),
     (lambda: axis_rules(batch=P(P.UNCONSTRAINED)), 'but a rule is for one array axis'),
     (lambda: axis_rules(batch=P('data', unreduced={'tensor'})), 'but a rule is for one array axis'),
 ]

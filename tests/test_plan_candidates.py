@@ -92,7 +92,7 @@ def test_tensor_parallelism_for_few_tokens():
 
 
 def test_fsdp_and_tensor_parallelism():
-    c = Sizes(8, 4096, heads=32, kv=32, head=128, mlp=16384, vocab=1024, seq=1024, batch=64)
+    c = Sizes(8, 4096, heads=32, kv=32, head=128, mlp=16384, vocab=1024, seq=1024, batch=32)
     mesh = ('x', 8), ('y', 4)
     found = find(model_of(transformer_step(c)), tpus(8, 4), memory=3 * GIB, mesh=mesh).found
     axes = dict(found[0][0].axes)
@@ -157,11 +157,11 @@ def test_what_does_not_fit_comes_last():
     assert memories == sorted(memories)
 
 
-def test_pins():
-    model = model_of(mlp_step())
-    for one, _ in find(model, DEVICES, pinned=read_pins({'embed': '@y', 'batch': ''})).found:
-        assert dict(one.axes)['embed'] == ('y',)
-        assert dict(one.axes)['batch'] == ()
+@pytest.mark.parametrize(('pin', 'axes'), [('@y', ('y',)), ('@(x,z)', ('x', 'z'))])
+def test_pins(pin, axes):
+    found = find(model_of(mlp_step()), DEVICES, pinned=read_pins({'embed': pin, 'act': ''})).found
+    assert {dict(one.axes)['embed'] for one, _ in found} == {axes}
+    assert {dict(one.axes)['act'] for one, _ in found} == {()}
 
 
 def test_named_mesh():

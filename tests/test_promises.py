@@ -28,7 +28,7 @@ from einshard import (
 EIGHT = jax.devices()[:8]
 X, W = np.ones((8, 64), np.float32), np.ones((64, 16), np.float32)
 NARROW, WIDE = np.ones((8, 8), np.float32), np.ones((8, 16), np.float32)
-WHOLE, CUT = (einshard(W, spec, mesh=EIGHT) for spec in ('* y z', 'y* z'))
+W_REPLICATED, W_SHARDED = (einshard(W, spec, mesh=EIGHT) for spec in ('* y z', 'y* z'))
 HERE = pathlib.Path(__file__).name
 
 
@@ -119,20 +119,20 @@ PROGRAMS = {
     'other shapes': (limited('a* b')(gathers_if_wide), [(NARROW,)], [(WIDE,)]),
     'an argument without a spec': (
         limited('x* y', None)(product),
-        [(X, W), (X, jnp.asarray(W)), (X, WHOLE)],
-        [(X, CUT)],
+        [(X, W), (X, jnp.asarray(W)), (X, W_REPLICATED)],
+        [(X, W_SHARDED)],
     ),
     'a leaf without a spec': (
         limited('x* y', {'u': '* y z', 'v': None})(of_leaves),
-        [(X, {'u': WHOLE, 'v': WHOLE})],
-        [(X, {'u': WHOLE, 'v': CUT})],
+        [(X, {'u': W_REPLICATED, 'v': W_REPLICATED})],
+        [(X, {'u': W_REPLICATED, 'v': W_SHARDED})],
     ),
     'a leaf without a spec, by a function': (
         limited('x* y', lambda path, leaf: '* y z' if path == 'u' else None)(of_leaves),
-        [(X, {'u': WHOLE, 'v': WHOLE})],
-        [(X, {'u': WHOLE, 'v': CUT})],
+        [(X, {'u': W_REPLICATED, 'v': W_REPLICATED})],
+        [(X, {'u': W_REPLICATED, 'v': W_SHARDED})],
     ),
-    'a method': (Layer.product, [(Layer(W), X)], [(Layer(CUT), X)]),
+    'a method': (Layer.product, [(Layer(W), X)], [(Layer(W_SHARDED), X)]),
     'annotations': (annotated, [], [(np.ones((16, 16), np.float32),)]),
 }
 
@@ -177,7 +177,7 @@ def test_each_placement_is_compiled_once():
     body = counted(product)
     f = limited('x* y', collectives='all-gather')(body)
     with counting() as counts:
-        for w in (WHOLE, CUT, W, WHOLE, W, CUT):
+        for w in (W_REPLICATED, W_SHARDED, W, W_REPLICATED, W, W_SHARDED):
             np.testing.assert_array_equal(f(X, w), X @ W)
     assert counts.compiled.count('jit(product)') == body.runs == 3
 

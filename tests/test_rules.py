@@ -1,10 +1,8 @@
 """Rules: which rule a leaf gets, its sharding, and errors."""
 
-import concurrent.futures
 import copy
 import pickle
 import re
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -307,21 +305,18 @@ def test_an_explicit_mesh():
         assert jax.typeof(placed['v/w']).sharding.spec == P(('d0', 'd1', 'd2'), None)
 
 
-def test_threads_agree():
+def test_threads_agree(in_threads):
     trees = [{f'layer{i}': {'w': W, 'b': B} for i in range(n)} for n in range(1, 20)]
     rules = Rules([('w$', ROWS), ('b$', 'o*')])
-    together = threading.Barrier(8)
 
     def work(seed):
-        together.wait(timeout=30)
         for i in np.random.default_rng(seed).permutation(len(trees)):
             for leaf in jax.tree.leaves(einshard(trees[i], rules)):
                 assert leaf.sharding.spec == P(ALL)
             if seed == 0:
                 clear_caches()
 
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))  # raises what a thread raises
+    in_threads(8, work)
 
 
 @pytest.mark.parametrize(

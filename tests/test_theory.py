@@ -83,8 +83,8 @@ def test_the_compiler_does_the_first_choice(einsum, devices8):
 def test_a_sum_that_is_asked_for_in_parts(einsum, devices8):
     """A reduce-scatter; XLA for CPU adds up everywhere, and each device keeps its part.
 
-    Along an axis of both operands that is cut already, it also gathers the result over that axis
-    before it cuts it anew.
+    Along a sharded axis of both operands, it also gathers the result over that axis before it
+    shards it again.
     """
     contraction = read_contraction(einsum)
     names = contraction.names

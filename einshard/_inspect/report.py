@@ -164,7 +164,8 @@ def _listed(findings: Sequence[Finding]) -> tuple[str, ...]:
 
 def _finding_text(one: Finding) -> str:
     line = f'{short_source(one.source)}: ' if one.source else ''
-    return f'{line}{one.text}{". " * bool(one.suggestion)}{one.suggestion}'
+    suggestion = f'. {one.suggestion[0].upper()}{one.suggestion[1:]}.' if one.suggestion else ''
+    return f'{line}{one.text}{suggestion}'
 
 
 def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:

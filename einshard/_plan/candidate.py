@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -34,7 +35,8 @@ class Candidate:
 
     def mesh_of(self, devices: Mesh) -> Mesh:
         """Returns the mesh of this shape, of the devices of a mesh."""
-        return device_mesh(devices, **dict(self.mesh))
+        sizes: dict[str, Any] = dict(self.mesh)
+        return device_mesh(devices, **sizes)
 
     @contextmanager
     def scope(self, devices: Mesh) -> Generator[Mesh, None, None]:

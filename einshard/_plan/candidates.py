@@ -113,7 +113,7 @@ class _Search:
         for plan in plans:
             if not self.space.is_valid(plan):
                 self.pruned['the size is not divisible'] += 1
-            elif self.space.mesh is None and self.merged(plan) != plan:
+            elif self.merged(plan) != plan:
                 self.pruned['equal with one mesh axis less'] += 1
             else:
                 self.totals(plan)
@@ -142,10 +142,12 @@ class _Search:
             fewer = (*roles[:axis], roles[axis] - {name}, *roles[axis + 1 :])
             if fewer[axis] and self.key((sizes, fewer)) <= self.key((sizes, roles)):
                 roles = fewer
-        return (sizes, roles) if self.space.mesh is not None else self.merged((sizes, roles))
+        return self.merged((sizes, roles))
 
     def merged(self, plan: Plan) -> Plan:
         """Makes one mesh axis of those that shard the same names, except the axis of slices."""
+        if self.space.mesh is not None or any(self.space.pinned.values()):
+            return plan  # its mesh axes have names
         sizes: dict[tuple[Role, bool], int] = {}
         for i, (size, role) in enumerate(zip(*plan, strict=True)):
             key = role, i == 0 and self.space.n_slices > 1

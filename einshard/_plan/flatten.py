@@ -74,7 +74,7 @@ class Program:
 def flatten(closed: Any) -> Program:
     """Flattens a ClosedJaxpr; leaves out operations whose results are not used."""
     reader = _Reader()
-    jaxpr = closed.jaxpr
+    jaxpr = _open(closed)
     program = reader.program
     program.arguments = [reader.new(var.aval) for var in jaxpr.invars]
     constants = [reader.new(var.aval) for var in jaxpr.constvars]
@@ -124,9 +124,9 @@ class _Reader:
         if name == 'cond':
             return self.cond(eqn, ins)
         body = next(_bodies(params), None)
-        if body is not None and len(body.jaxpr.invars) == len(ins) and name != 'pallas_call':
-            constants = [self.new(var.aval) for var in body.jaxpr.constvars]
-            found = self.read(body.jaxpr, [*constants, *ins])
+        if body is not None and len(body.invars) == len(ins) and name != 'pallas_call':
+            constants = [self.new(var.aval) for var in body.constvars]
+            found = self.read(body, [*constants, *ins])
             if len(found) == len(eqn.outvars):
                 return found
         outs = [self.new(var.aval) for var in eqn.outvars]
@@ -171,9 +171,11 @@ class _Reader:
         return () if value is None else self.program.values[value].shape
 
     def scan(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
-        params, body = eqn.params, eqn.params['jaxpr'].jaxpr
-        n_consts, n_carry = params['num_consts'], params['num_carry']
-        n_before = n_consts + n_carry
+        body, length = _open(eqn.params['jaxpr']), eqn.params['length']
+        # JAX 0.12 has no `num_consts` and `num_carry`; what is scanned over has one more axis
+        n_carry = sum(map(_same_rank, body.outvars, eqn.outvars))
+        n_before = sum(map(_same_rank, body.invars, eqn.invars))
+        n_consts = n_before - n_carry
         outs = [self.new(var.aval) for var in eqn.outvars]
         number = self.n_scopes + 1
         inner = [self.new(var.aval) for var in body.invars]
@@ -183,7 +185,7 @@ class _Reader:
         for old, new in zip(ins[n_before:], inner[n_before:], strict=True):
             self.connect('scan_input', old, new, (1, 0), number)
         constants = [self.new(var.aval) for var in body.constvars]
-        found = self.body(body, [*constants, *inner], params['length'])
+        found = self.body(body, [*constants, *inner], length)
         for i, (old, new) in enumerate(zip(found, outs, strict=True)):
             if i < n_carry:
                 self.connect('carry', old, inner[n_consts + i], (0, 0))
@@ -201,7 +203,7 @@ class _Reader:
     def while_loop(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
         params = eqn.params
         n_cond, n_body = params['cond_nconsts'], params['body_nconsts']
-        body = params['body_jaxpr'].jaxpr
+        body = _open(params['body_jaxpr'])
         consts, carry = ins[n_cond : n_cond + n_body], ins[n_cond + n_body :]
         inner = [self.new(var.aval) for var in body.invars[n_body:]]
         outs = [self.new(var.aval) for var in eqn.outvars]
@@ -216,9 +218,9 @@ class _Reader:
 
     def cond(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
         outs = [self.new(var.aval) for var in eqn.outvars]
-        for branch in eqn.params['branches']:
-            constants = [self.new(var.aval) for var in branch.jaxpr.constvars]
-            found = self.read(branch.jaxpr, [*constants, *ins[1:]])
+        for branch in map(_open, eqn.params['branches']):
+            constants = [self.new(var.aval) for var in branch.constvars]
+            found = self.read(branch, [*constants, *ins[1:]])
             for old, new in zip(found, outs, strict=True):
                 self.connect('carry', old, new, (0, 0))
         return outs
@@ -234,17 +236,19 @@ class _Reader:
 
 
 def _bodies(params: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the jaxprs in the parameters of an equation, closed or not, with `.jaxpr`."""
-    for value in params.values():
-        if hasattr(value, 'jaxpr') and hasattr(value.jaxpr, 'eqns'):
-            yield value
-        elif hasattr(value, 'eqns') and hasattr(value, 'invars'):
-            yield _Closed(value)
+    """Yields the jaxprs in the parameters of an equation."""
+    opened = map(_open, params.values())
+    return (value for value in opened if hasattr(value, 'eqns') and hasattr(value, 'invars'))
 
 
-@dataclass(frozen=True)
-class _Closed:
-    jaxpr: Any
+def _open(jaxpr: Any) -> Any:
+    """Returns the jaxpr in a ClosedJaxpr."""
+    return getattr(jaxpr, 'jaxpr', jaxpr)
+
+
+def _same_rank(one: Any, other: Any) -> bool:
+    shapes = [getattr(atom.aval, 'shape', ()) for atom in (one, other)]
+    return len(shapes[0]) == len(shapes[1])
 
 
 def entries_of(spec: Any, shape: Shape) -> tuple[tuple[str, ...], ...]:

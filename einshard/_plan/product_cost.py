@@ -98,15 +98,12 @@ def cheapest_way(product: Product, axes: Axes, flop_seconds: float, rate: Rate) 
 def _choices(axis: MeshAxis, sides: Sequence[_Sharded], product: Product) -> list[int | None]:
     """The indices that a mesh axis may shard: the one that it shards in two arrays, as in XLA.
 
-    Otherwise those that it shards in one; and None, if all its devices may compute the same. XLA
-    would rather add partial sums than gather an operand along a contracted index.
+    Otherwise those that it shards in one; and None, if all its devices may compute the same.
     """
     held = [side.holds[axis] for side in sides if axis in side.holds]
     for index in held:
         if held.count(index) > 1:
             return [index]
-    if len(held) == 1 and product.flops and held[0] not in product.out.indices:
-        return [*held]
     return [*dict.fromkeys(held), *([None] if product.kind == 'product' else [])]
 
 

@@ -71,7 +71,9 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
     """
     flagged: dict[frozenset[str], list[Sent]] = {}
     for sent in sent_at_products(facts):
-        if sent.row.role == 'activations' and _is_instead_of_weight(facts, sent):
+        # an argument that is gathered may be a frozen weight
+        is_activation = sent.row.role == 'activations' and not sent.row.of
+        if is_activation and _is_instead_of_weight(facts, sent):
             flagged.setdefault(sent.along, []).append(sent)
     for along, several in flagged.items():
         collectives = {sent.one.name: sent for sent in several}.values()

@@ -67,7 +67,7 @@ class _Constrained:
             if constraint.before.argument is not None:
                 self.paths.add(facts.arguments[constraint.before.argument].path)
         for eqn in _products_before_constraints(jaxpr):
-            self.lines.add(line_of(eqn))
+            self.lines.add(line_of(eqn, facts.innermost_lines))
 
 
 def _products_before_constraints(jaxpr: Any) -> Iterator[Any]:

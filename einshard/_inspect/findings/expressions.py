@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..._notation.expression import axis_letters
 from ..._sharding.describe import describe_named
 from ..._sharding.mesh import AnyMesh
-from .values import Axis
+from .values import Axis, unique
 
 
 def expression_of(axes: Sequence[Axis], mesh: AnyMesh) -> str:
@@ -17,7 +17,7 @@ def expression_of(axes: Sequence[Axis], mesh: AnyMesh) -> str:
 
     Of axes with the same name, such as two positions of a sequence, only the first keeps it.
     """
-    spec = PartitionSpec(*(axis.mesh or None for axis in axes))
+    spec = PartitionSpec(*(axis.mesh or None for axis in unique(axes)))
     return describe_named(NamedSharding(mesh, spec), len(axes), names_of(axes))
 
 

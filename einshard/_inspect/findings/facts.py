@@ -93,7 +93,13 @@ class Facts:
         """What the traced function does; None if it is unknown, as for a `Compiled`."""
         if self.stages.traced is None or self.mesh is None:
             return None
-        return read_trace(self.stages.traced.jaxpr.jaxpr, self.values, self.mesh)
+        jaxpr = self.stages.traced.jaxpr.jaxpr
+        return read_trace(jaxpr, self.values, self.mesh, self.innermost_lines)
+
+    @functools.cached_property
+    def innermost_lines(self) -> bool:
+        """Whether the HLO has innermost lines only, which may be in libraries."""
+        return not self.module.sources.has_lines
 
     @functools.cached_property
     def values(self) -> Sequence[Value]:

@@ -11,12 +11,20 @@ _FRAMES = 100  # innermost frames to look at
 _FRAME = re.compile(r'(.*?):(\d+)\b')
 
 
-def line_of(eqn: Any) -> str:
-    """Returns the line of an equation, such as 'model.py:12', as HLO has it; '' if unknown."""
+def line_of(eqn: Any, innermost: bool = False) -> str:
+    """Returns the line of an equation, such as 'model.py:12', as HLO has it; '' if unknown.
+
+    Args:
+        eqn: the equation.
+        innermost: whether the line may be in a library, such as Flax; else it is the user's. HLO of
+            JAX 0.8 has only the innermost line.
+    """
     # imported here because it loads modules that nothing else needs
     from jax.extend.source_info_util import summarize
 
     stack = summarize(eqn.source_info, _FRAMES).split('\n')
     found = (_FRAME.match(frame.strip()) for frame in reversed(stack))
+    if innermost:
+        return next((f'{frame[1]}:{frame[2]}' for frame in found if frame), '')
     frames = [(frame[1], frame[2]) for frame in found if frame]
     return users_line(frames) or ''

@@ -43,6 +43,7 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
         )
 
 
+_LARGE = 0.02  # part of all bytes sent
 _SMALL = 1024  # bytes; smaller sums are not worth a change
 
 
@@ -54,7 +55,8 @@ def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum
         return ''
     (result,), ((dim, parts),) = results, found.parts
     mesh = tuple(str(name) for name in facts.mesh.axis_names if name in along)
-    if dim >= len(result.axes) or parts != prod(facts.mesh.shape[name] for name in mesh):
+    is_all = parts == prod(facts.mesh.shape[name] for name in mesh)
+    if dim >= len(result.axes) or not is_all or along & result.mesh:
         return ''
     axes = [
         replace(axis, mesh=(*axis.mesh, *mesh)) if i == dim else axis
@@ -84,6 +86,8 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
             found.setdefault((loop.line, row.along), []).append((row, sent_bytes(one)))
     for (line, along), rows in found.items():
         n_bytes, n = sum(sent for _, sent in rows), loops[line].length
+        if n_bytes < _LARGE * sum(map(sent_bytes, facts.collectives)):  # as of scales of norms
+            continue
         paths = list(dict.fromkeys(path for row, _ in rows for path in row.of))
         folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
         yield Finding(

@@ -54,22 +54,26 @@ class _Where(NamedTuple):
     call: Any = None  # the equation that calls the jaxpr
 
 
-def read_trace(jaxpr: Any, arguments: Sequence[Value], mesh: AnyMesh) -> Trace:
+def read_trace(
+    jaxpr: Any, arguments: Sequence[Value], mesh: AnyMesh, innermost_lines: bool = False
+) -> Trace:
     """Reads the products, constraints and loops of a jaxpr.
 
     Args:
         jaxpr: of the traced function.
         arguments: its arguments.
         mesh: the mesh of the arguments.
+        innermost_lines: whether lines may be in libraries.
     """
-    reader = _Reader(Trace(), mesh)
+    reader = _Reader(Trace(), mesh, innermost_lines)
     reader.read(jaxpr, arguments, _Where())
     return reader.trace
 
 
 class _Reader:
-    def __init__(self, trace: Trace, mesh: AnyMesh):
+    def __init__(self, trace: Trace, mesh: AnyMesh, innermost_lines: bool):
         self.trace = trace
+        self.innermost_lines = innermost_lines
         self.mesh_axes = dict(mesh.shape)
 
     def read(self, jaxpr: Any, arguments: Sequence[Value], where: _Where) -> list[Value]:
@@ -118,6 +122,9 @@ class _Reader:
             return [RULES[name](eqn, values)]
         return [_passed_on(v, values) for v in eqn.outvars]
 
+    def line_of(self, eqn: Any) -> str:
+        return line_of(eqn, self.innermost_lines)
+
     def product(self, eqn: Any, values: list[Value], where: _Where) -> Value:
         product = product_of(eqn, values)
         if product is None:
@@ -126,7 +133,7 @@ class _Reader:
         self.trace.products.append(
             replace(
                 product,
-                line=line_of(eqn) or (line_of(where.call) if where.call else ''),
+                line=self.line_of(eqn) or (self.line_of(where.call) if where.call else ''),
                 flops=None if where.runs is None else flops * where.runs,
                 is_backward=where.is_backward,
                 in_shard_map=where.n_manual > 0,
@@ -156,15 +163,18 @@ class _Reader:
         return after
 
     def scan(self, eqn: Any, values: list[Value], where: _Where) -> Sequence[Value]:
-        params, n, inner = eqn.params, eqn.params['num_consts'], eqn.params['jaxpr'].jaxpr
-        n_carry, length = params['num_carry'], params['length']
+        inner, length = jaxpr_in(eqn.params['jaxpr']), eqn.params['length']
+        # newer JAX does not have the numbers of constants and of carried values in `params`; unlike
+        # these, what is scanned over and what is stacked have another axis outside
+        n_carry = _n_alike(eqn.outvars, inner.outvars)
+        n = _n_alike(eqn.invars, inner.invars) - n_carry
         where = where._replace(runs=None if where.runs is None else where.runs * length)
         slices = [value.with_axes(value.axes[1:]) for value in values[n + n_carry :]]
         carry = values[n : n + n_carry]
         results = self.read(inner, [*values[:n], *carry, *slices], where)
         sums = _sums(inner, n, n_carry)
         self.trace.loops.append(
-            Loop(line_of(eqn), length, tuple(results[i] for i in range(n_carry) if i in sums))
+            Loop(self.line_of(eqn), length, tuple(results[i] for i in range(n_carry) if i in sums))
         )
         after = [
             merged([value, made], len(value.axes))
@@ -178,14 +188,16 @@ class _Reader:
         n_cond, n_body = params['cond_nconsts'], params['body_nconsts']
         carry = values[n_cond + n_body :]
         inside = [*values[n_cond : n_cond + n_body], *carry]
-        results = self.read(params['body_jaxpr'].jaxpr, inside, where._replace(runs=None))
+        results = self.read(jaxpr_in(params['body_jaxpr']), inside, where._replace(runs=None))
         return [
             merged([value, made], len(value.axes))
             for value, made in zip(carry, results, strict=True)
         ]
 
     def branches(self, eqn: Any, values: list[Value], where: _Where) -> Sequence[Value]:
-        results = [self.read(branch.jaxpr, values[1:], where) for branch in eqn.params['branches']]
+        results = [
+            self.read(jaxpr_in(branch), values[1:], where) for branch in eqn.params['branches']
+        ]
         return [merged(several, len(several[0].axes)) for several in zip(*results, strict=True)]
 
 
@@ -248,11 +260,22 @@ def _only_jaxpr(eqn: Any) -> Any:
     if eqn.primitive.name == 'pallas_call':
         return None
     for parameter in eqn.params.values():
-        inner = getattr(parameter, 'jaxpr', parameter)
+        inner = jaxpr_in(parameter)
         if hasattr(inner, 'eqns') and hasattr(inner, 'invars'):
             same = len(inner.outvars) == len(eqn.outvars)
             return inner if same and len(inner.invars) <= len(eqn.invars) else None
     return None
+
+
+def jaxpr_in(parameter: Any) -> Any:
+    """The jaxpr of a closed jaxpr; other things as they are."""
+    return getattr(parameter, 'jaxpr', parameter)
+
+
+def _n_alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """The number of values that have as many axes outside a scan as inside."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(len(v.aval.shape) == len(other.aval.shape) for v, other in pairs)
 
 
 def inner_jaxprs(parameters: Any) -> Iterator[Any]:
