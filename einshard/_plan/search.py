@@ -20,7 +20,7 @@ CompileAll: TypeAlias = Callable[[Sequence[Candidate]], Generator[Judgement, Non
 
 _FINALISTS = 3  # best plans for the target's compiler; one contrast is added
 _MOST_FINALISTS = 5
-_MARGIN = 1.1  # the partitioner's memory may be this much above that of the target's compiler
+_MARGIN = 1.2  # the memory of the partitioner was up to 17 % above that of the TPU compiler
 
 
 @dataclass(frozen=True, slots=True)
