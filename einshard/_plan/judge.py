@@ -35,7 +35,7 @@ class Function:
     """A function with the arguments of a call, to be compiled for candidates.
 
     Attributes:
-        devices: the mesh of the target, whose devices each candidate arranges anew.
+        devices: the devices of the target, which each candidate arranges in a mesh of its own.
         chip: the chip of the devices; None if unknown, as for CPUs.
     """
 
@@ -48,7 +48,7 @@ class Function:
     def trace(self, candidate: Candidate) -> Stages:
         """Traces the function on the candidate's mesh, with its axis rules."""
         with candidate.scope(self.devices):
-            return trace_call(self._anew(), *self._shapes(), mesh=None)
+            return trace_call(self._copy(), *self._shapes(), mesh=None)
 
     def compile_all(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
         """Judges candidates in order by the compiler of the target."""
@@ -61,8 +61,8 @@ class Function:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, 'shape') else x, given
         )
 
-    def _anew(self) -> Any:
-        """The function without its programs, so that those of candidates do not add up in it."""
+    def _copy(self) -> Any:
+        """A copy of a `sharded` function, which would otherwise keep the candidates' programs."""
         made, bound = self.fn, ()
         if isinstance(made, BoundMethod):
             made, bound = made.func, made.args
@@ -73,7 +73,7 @@ class Function:
 
 
 class Partitioner:
-    """Judges candidates by what XLA's partitioner makes of them, for simulated CPU devices.
+    """Judges candidates by compiling them for simulated CPU devices, with XLA's partitioner.
 
     `submit` traces a candidate while the worker compiles those before; `result` judges them in
     order. A program that cannot be lowered for CPU is judged by the target's compiler.
@@ -106,7 +106,7 @@ class Partitioner:
             while self._waiting:
                 yield self.result()
         finally:
-            if self._waiting:  # no one has asked for the others
+            if self._waiting:  # the caller has stopped early
                 self.close()
 
     def submit(self, candidate: Candidate) -> None:
@@ -131,7 +131,7 @@ class Partitioner:
             try:
                 with candidate.scope(function.devices):
                     request, kept = export(stages, axes)
-            except Exception:  # a kernel for other platforms, a host callback
+            except Exception:  # such as a kernel for another platform, or a host callback
                 return compile_on_target(function, candidate)
             self._worker.submit(request)
             return _Program.of(stages, kept)
@@ -173,7 +173,7 @@ def _sum(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
 
 @dataclass(frozen=True)
 class _Program:
-    """What is known of a program before it is compiled.
+    """The arguments and results of a program that the worker compiles.
 
     Attributes:
         inputs: the path and the dtype of each argument that it uses.
