@@ -51,7 +51,10 @@ def constrain(x: Any, placement: Placement) -> Any:
 
 
 def _note_names(expression: Expression, without_rule: tuple[str, ...]) -> None:
-    """Records the axis names for the user's line, and for the line that calls that function."""
+    """Records the axis names of a constrained value, by the line of the constraint.
+
+    Also by the line that calls the function with the constraint, which may be a helper.
+    """
     expressions = constraints_of_trace.get()
     if expressions is not None:
         expressions.append(expression)
@@ -71,10 +74,10 @@ def place_constant(x: Any, placement: Placement) -> Any:
         # device_put fails for a numpy array and P.UNCONSTRAINED
         if isinstance(sharding.mesh, AbstractMesh) or placement.is_unconstrained:
             return _constrain_in_jit(x, sharding)
-        # under jit, device_put returns a tracer and places nothing; under jax.grad or jax.vmap
-        # outside jit, it returns a placed array
         if is_partial(sharding):
             return _constrain_in_jit(x, sharding)
+        # under jit, device_put returns a tracer and places nothing; under jax.grad or jax.vmap
+        # outside jit, it returns a placed array
         moved = jax.device_put(x, sharding)
         return _constrain(moved, sharding) if isinstance(moved, Tracer) else moved
     except ValueError as error:

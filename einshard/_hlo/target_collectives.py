@@ -135,7 +135,11 @@ class _Reductions:
                 yield from self._uses(here, user.name, frozenset([key]))
 
     def _uses(self, here: Computation, name: str, terms: frozenset[_Key]) -> Iterator[_Use]:
-        """Yields the uses of a value after moves and sums of all-reduces, also inside fusions."""
+        """Yields the instructions that use a value, or what moves and sums make of it.
+
+        Sums are followed if they add all-reduces with equal groups. Fusions and calls are entered,
+        and left through their results.
+        """
         for user in here.users(name):
             called = self._module.called(user) if user.opcode in ('fusion', 'call') else None
             added = self._terms(here, user.name) if user.opcode == 'add' else None

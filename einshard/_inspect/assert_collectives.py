@@ -6,7 +6,7 @@ from typing import Any
 
 from .._functions.promise import Promise, check_promise, read_promise
 from .._sharding.mesh import MeshLike
-from .lowered import lower
+from .lowered import trace_call
 
 
 def assert_collectives(
@@ -39,5 +39,5 @@ def assert_collectives(
             compile.
     """
     promise = read_promise(allowed, 'allowed=')
-    stages = lower(fn, args, kwargs, mesh)
+    stages = trace_call(fn, args, kwargs, mesh)
     check_promise(stages.name or 'the program', stages.compile(), promise)

@@ -25,7 +25,7 @@ from .findings.causes import with_causes
 from .findings.facts import Facts
 from .findings.find import find_findings, find_notes
 from .intermediates import find_intermediates
-from .lowered import Stages, compiled_shardings, lower
+from .lowered import Stages, compiled_shardings, trace_call
 from .oversized import Oversized, compile_stages, given_mesh
 from .report import Report
 from .report_rows import ArrayRow, CollectiveRow, Collectives
@@ -80,7 +80,7 @@ def explain(
             does not expose the program. A program that is too large for a TPU gets a report.
     """
     given = None if chip is None else as_chip(chip)
-    stages = lower(fn, args, kwargs, mesh)
+    stages = trace_call(fn, args, kwargs, mesh)
     of = given_mesh(stages, (args, kwargs), mesh)
     return explain_stages(stages, of, given, replicated_above, intermediates)
 

@@ -1,4 +1,4 @@
-"""Lowers a function for `explain`, and keeps the user's names for its arguments."""
+"""Traces, lowers and compiles a function for `explain`, and keeps the names of its arguments."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class Stages:
         return self.traced.lower()
 
     def compile(self) -> Compiled:
-        """Compiles the program; calls of the function reuse it."""
+        """Compiles the program. JAX caches the executable, so later calls do not compile again."""
         if self.compiled is not None:
             return self.compiled
         try:
             lowered = self.lower()
             with progress(f'compiling {self.name or "the program"}'):
                 return lowered.compile()
-        except EinshardError:  # of expect_collectives
+        except EinshardError:  # raised by expect_collectives
             raise
         except (RuntimeError, TypeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
             raise EinshardError(
@@ -121,7 +121,9 @@ def compiled_shardings(compiled: Compiled) -> tuple[list[Sharding | None], Any]:
         return shardings, jtu.tree_unflatten(compiled.out_tree, structs)
 
 
-def lower(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLike | None) -> Stages:
+def trace_call(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLike | None
+) -> Stages:
     """Traces a call of a function of any kind. `fn` may also be a stage, such as a `Lowered`."""
     if isinstance(fn, Compiled | Lowered | Traced):
         return _given(fn, args, kwargs, mesh)

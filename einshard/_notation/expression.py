@@ -274,7 +274,7 @@ def _check_right(expression: Expression) -> None:
         groups = [term for term in expression.right if term.sign == sign]
         if len(groups) > 1:
             raise expression.error(
-                f"'{sign}' appears {len(groups)} times; it can appear once, for all its devices",
+                f"'{sign}' appears {len(groups)} times; write it once, with all its mesh axes",
                 groups,
                 example=f"'{sign}@(data,tp)'",
             )

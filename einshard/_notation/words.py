@@ -53,11 +53,13 @@ def read_digits(text: str, start: int, end: int) -> str:
 def read_mesh_axes(text: str, at: int, end: int, span: Span, counted: bool) -> tuple[str, ...]:
     """Returns the mesh axes after the '@' at `at`; raises if a count comes before it."""
     if counted:
+        word = text[slice(*span)]
+        facts = {'by count': "'b4'  'b*'", 'by name': "'b@data'  'b@(data,fsdp)'"}
         raise EinshardError(
-            f"'{text[slice(*span)]}' has both a count and mesh axes; use one or the other",
+            f"'{word}' has both a count and mesh axes; use one or the other",
             expression=text,
             spans=[span],
-            facts={'by count': "'b4'  'b*'", 'by name': "'b@data'  'b@(data,fsdp)'"},
+            facts=_sign_examples(word[0]) if word[0] in SIGNS else facts,
         )
     written = text[at + 1 : end].strip()
     grouped = written.startswith('(') and written.endswith(')')
@@ -119,10 +121,13 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
         sentence = f"'{character}' alone is not part of the notation; the arrow is '->'"
         span = (at, at + 1)
     elif character in '/:=' and at > start and len(rest) > 1 and rest[1] != '@':
-        span = (at, at + 1)
         is_count = re.fullmatch(r'[0-9]*\*?', rest[1:]) is not None
         instead = 'a count comes right after the name' if is_count else "mesh axes come after '@'"
-        sentence = f"'{character}' is not part of the notation; {instead}"
+        if character == '=':  # a sign, but not between a name and a count
+            sentence = f"'{word}' is not a valid term; {instead}"
+        else:
+            sentence = f"'{character}' is not part of the notation; {instead}"
+            span = (at, at + 1)
         fix = Suggestion(f'{text[:at]}{"" if is_count else "@"}{text[at + 1 :]}')
     elif character in SIGNS and at > start:
         sentence = f"'{word}' is not a valid term: put a space before '{character}'"
@@ -148,9 +153,13 @@ def _signed_name(text: str, start: int, at: int, end: int) -> EinshardError:
         f"'{text[start:end]}' is not a valid term: '{sign}' is for devices, not for array axes",
         expression=text,
         spans=[(start, end)],
-        facts={'by count': f"'{sign}2'  '{sign}*'", 'by name': f"'{sign}@tp'"},
+        facts=_sign_examples(sign),
         fix=fix,
     )
+
+
+def _sign_examples(sign: str) -> dict[str, str]:
+    return {'by count': f"'{sign}2'  '{sign}*'", 'by name': f"'{sign}@tp'"}
 
 
 def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:

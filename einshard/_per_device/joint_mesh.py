@@ -154,15 +154,30 @@ class _Specs:
             for name, term in spec.defines.items():
                 if not term.star:
                     add(name, term.factor, spec)
+        self.check_stars(sources)
         written = {name: count for name, (count, _) in sources.items()}
         for spec in self.specs:
             if spec.spells_out_replicas and not spec.uses:
                 solved = dict(spec.grid(written, self.n_devices))
                 for name in spec.defines:
                     add(name, solved.get(name, 1), spec)
+        self.check_stars(sources)
         counts = {name: count for name, (count, _) in sources.items()}
         counts |= self.solve_stars(counts)
         return {name: counts[name] for spec in self.specs for name in spec.defines}
+
+    def check_stars(self, sources: Mapping[str, tuple[int, SpecAxes]]) -> None:
+        """Raises if a term such as 'b3*' does not divide the shards of another expression."""
+        for spec in self.specs:
+            for name, term in spec.defines.items():
+                count, source = sources.get(name, (term.factor, spec))
+                if term.star and count % term.factor:
+                    raise spec.expression.error(
+                        f"'{term}' needs a multiple of {term.factor} shards, "
+                        f"but '{name}' has {count} in another expression",
+                        [term],
+                        **_texts([spec, source]),
+                    )
 
     def solve_stars(self, counts: Mapping[str, int]) -> dict[str, int]:
         """Returns the sizes of starred axes that `counts` lacks; they share the other devices."""

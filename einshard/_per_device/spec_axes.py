@@ -51,11 +51,6 @@ class SpecAxes:
         terms: list[Term] = []
         for term in self.expression.right:
             count = counts.get(str(term.name)) if term.star else None
-            if count is not None and count % term.factor:
-                raise self.error(
-                    f"'{term}' needs a multiple of {term.factor} shards, not {count}",
-                    [term],
-                )
             terms.append(term if count is None else replace(term, count=count, star=False))
         if not self.spells_out_replicas:
             return tuple((name, counts[name]) for name in self.defines if counts[name] > 1)
@@ -89,8 +84,9 @@ class SpecAxes:
         names = [term.name for term in terms]
         repeated = [term for term in terms if names.count(term.name) > 1]
         if repeated:
+            name = repeated[0].name
             raise self.error(
-                f"axis '{repeated[0].name}' is sharded twice, but can name only one mesh axis",
+                f"axis '{name}' is sharded twice, but only one mesh axis can be called '{name}'",
                 repeated,
                 instead="pass a mesh with named axes, and use them: 'i@(p,q)'",
             )
@@ -98,7 +94,8 @@ class SpecAxes:
         for axis, term in self.uses.items():
             if axis not in defined:
                 raise self.error(
-                    f"'{term}' uses mesh axis '{axis}', but no expression shards '{axis}'",
+                    f"'{term}' names '{axis}', but there is no mesh with this axis, "
+                    f"and no expression shards an array axis '{axis}'",
                     [term],
                     sharded=', '.join(f"'{name}'" for name in sorted(defined)) or 'none',
                     instead=f"use a mesh with an axis '{axis}': mesh=mesh or jax.set_mesh(mesh)",

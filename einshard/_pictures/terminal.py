@@ -69,8 +69,10 @@ def text_lines(blocks: Blocks, width: int) -> list[Line]:
     return lines
 
 
-# Forms of column labels, from clearest to shortest: (whether labels include the axis name, which
-# else is in the corner; padding around labels; whether only some columns have labels, like ticks)
+# Styles of column labels, from clearest to shortest:
+#   whether each label includes the axis name; if not, the name is in the corner
+#   the number of spaces on each side of a label
+#   whether only some columns are labeled, like the ticks of a ruler
 _HEADINGS = (
     (True, 1, False),
     (False, 1, False),

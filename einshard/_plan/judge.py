@@ -22,7 +22,7 @@ from .._inspect.bounds import NO_BOUNDS, find_bounds
 from .._inspect.carried import find_carried, find_weights
 from .._inspect.collective_axes import along, mesh_axes_of
 from .._inspect.explain import explain_stages
-from .._inspect.lowered import Stages, lower
+from .._inspect.lowered import Stages, trace_call
 from .._inspect.totals import product_rows
 from .._sharding.mesh import partition_spec
 from .._trees.paths import path_text
@@ -50,7 +50,7 @@ class Function:
     def trace(self, candidate: Candidate) -> Stages:
         """Traces the function on the candidate's mesh, with its axis rules."""
         with candidate.scope(self.devices) as mesh:
-            return lower(self._anew(), *self._shapes(candidate, mesh), mesh=None)
+            return trace_call(self._anew(), *self._shapes(candidate, mesh), mesh=None)
 
     def compile_all(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
         """Judges candidates in order by the compiler of the target."""

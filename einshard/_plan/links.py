@@ -1,8 +1,8 @@
-"""Which array axes of an operation are the same axis: for each JAX primitive, by its parameters.
+"""Links the dimensions of operands and results that can share a sharding, for each JAX primitive.
 
-A dimension of a result is linked to the dimensions of operands that have the same index in it, so
-that one sharding serves both. Products and reductions also have an index for every dimension, as
-the letters of an einsum.
+In `a + b`, dimension 0 of `a`, of `b` and of the sum are linked: if they are sharded in the same
+way, every device has what it needs. Products and reductions also get an index for each dimension,
+like the letters of an einsum.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class Einsum:
     """The indices of a product, a reduction or a lookup, as the letters of an einsum.
 
     Attributes:
-        operands: the operands of the operation that it multiplies; one for a reduction.
-        indices: the indices of each of them.
+        operands: the numbers of the operands that are multiplied or reduced; other operands of
+            the operation, such as the array that a scatter adds to, have no indices.
+        indices: the indices of each of these operands.
         out: the indices of the result.
         flops: the flops of one execution.
     """
@@ -113,8 +114,8 @@ def _einsum(ins: Shapes, dims: Sequence[Mapping[int, int]], out: Indices, flops:
     indices = tuple(tuple(of[d] for d in range(len(ins[i]))) for i, of in enumerate(dims))
     sizes = {
         index: size
-        for its, shape in zip(indices, ins, strict=False)
-        for index, size in zip(its, shape, strict=True)
+        for operand_indices, shape in zip(indices, ins, strict=False)
+        for index, size in zip(operand_indices, shape, strict=True)
     }
     for size in sizes.values():
         flops *= size
@@ -125,23 +126,23 @@ def _einsum(ins: Shapes, dims: Sequence[Mapping[int, int]], out: Indices, flops:
 def _links_of(einsum: Einsum) -> tuple[Link, ...]:
     return tuple(
         (i, dim, 0, einsum.out.index(index))
-        for i, its in zip(einsum.operands, einsum.indices, strict=True)
-        for dim, index in enumerate(its)
+        for i, indices in zip(einsum.operands, einsum.indices, strict=True)
+        for dim, index in enumerate(indices)
         if index in einsum.out
     )
 
 
 def _conv(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """A convolution adds over the input features, and over positions if the window covers them."""
+    """A convolution adds over input features, and over positions if its window is the full image."""
     numbers, rhs, out = params['dimension_numbers'], ins[1], outs[0]
     groups = params['feature_group_count'] * params['batch_group_count']
     new = itertools.count(3)
     of_lhs, of_rhs, of_out = {}, {}, {}
-    batch, features, products = 0, 1, 2
+    batch, in_features, out_features = 0, 1, 2
     of_lhs[numbers.lhs_spec[0]] = of_out[numbers.out_spec[0]] = batch
-    of_lhs[numbers.lhs_spec[1]] = features
-    of_rhs[numbers.rhs_spec[0]] = of_out[numbers.out_spec[1]] = products
-    of_rhs[numbers.rhs_spec[1]] = features if groups == 1 else next(new)
+    of_lhs[numbers.lhs_spec[1]] = in_features
+    of_rhs[numbers.rhs_spec[0]] = of_out[numbers.out_spec[1]] = out_features
+    of_rhs[numbers.rhs_spec[1]] = in_features if groups == 1 else next(new)
     flops = 2 * rhs[numbers.rhs_spec[1]]
     for size in out:
         flops *= size
@@ -149,7 +150,8 @@ def _conv(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     for of_image, of_window, of_result in spatial:
         at = of_lhs[of_image] = next(new)
         flops *= rhs[of_window]
-        # in a gradient by the kernel, the window is as large as the image
+        # the gradient with respect to the kernel is a convolution whose window is as large as the
+        # image: it adds over positions of the image, and its result has positions of the kernel
         slides = rhs[of_window] <= out[of_result]
         of_rhs[of_window] = next(new) if slides else at
         of_out[of_result] = at if slides else next(new)
@@ -187,7 +189,11 @@ def _reshape(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 
 
 def major_axes(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
-    """Yields the axes of a reshaped array that are split, merged or kept, by their major axes."""
+    """Yields pairs of an old and a new axis that start at the same element of a reshaped array.
+
+    Each axis that is kept, split or merged is paired once, by its major axis: (8, 6) reshaped to
+    (2, 4, 6) gives (0, 0) and (1, 2), and reshaped to (48,) gives (0, 0).
+    """
     i = j = 0
     while i < len(old) and j < len(new):
         if old[i] == 1 or new[j] == 1:
@@ -208,7 +214,7 @@ def major_axes(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
 
 
 def _same_sizes(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Axes of which a part is taken or added are not sharded."""
+    """Links axes that keep their size; axes that are sliced, padded or extended stay unsharded."""
     links: list[Link] = []
     unsharded: list[tuple[int, int]] = []
     for (i, shape), (o, out) in itertools.product(enumerate(ins), enumerate(outs)):
@@ -228,7 +234,7 @@ def _update(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 
 
 def _window(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Pooling: neighbors along a sharded axis exchange the edges of their shards, which is free."""
+    """Pooling: neighbors exchange the edges of their shards, which the plan counts as free."""
     same = (i for i, shape in enumerate(ins) if len(shape) == len(outs[0]))
     return Relation(tuple((i, d, 0, d) for i in same for d in range(len(outs[0]))))
 
@@ -261,7 +267,7 @@ def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
         of_table[d] = at
     dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = (d for d in range(len(table)) if d not in dropped)
-    # a part of an axis has another index
+    # an axis of which the lookup takes only a part is not linked: it gets a new index
     windows = (of_table[d] if sizes[d] == table[d] else next(new) for d in kept)
     rest = iter(range(len(positions) - 1))
     out = [next(windows if d in numbers.offset_dims else rest) for d in range(len(outs[0]))]

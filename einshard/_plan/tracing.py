@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh
 from .._arrays.constrain import constraints_of_trace
 from .._errors import EinshardError
 from .._functions.sharded import ShardedFunction, sharded
-from .._inspect.lowered import Stages, lower
+from .._inspect.lowered import Stages, trace_call
 from .._notation.expression import ELLIPSIS, Expression, Term
 from .._sharding.axis_rules import axis_rules
 from .._sharding.context import current_context, mesh_scope
@@ -89,8 +89,8 @@ def _trace(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Stages:
     args, kwargs = jtu.tree_map(_struct, (tuple(args), dict(kwargs)))
     if isinstance(fn, ShardedFunction) or not hasattr(fn, 'trace'):
         # it raises an error for a function that has its own mesh
-        return lower(fn, args, kwargs, current_context().lowering_mesh)
-    return lower(fn, args, kwargs, None)
+        return trace_call(fn, args, kwargs, current_context().lowering_mesh)
+    return trace_call(fn, args, kwargs, None)
 
 
 def _struct(leaf: Any) -> Any:

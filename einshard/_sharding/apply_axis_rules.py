@@ -72,7 +72,8 @@ def _placed(
     except EinshardError as error:
         raise error.about(
             before_axis_rules=f"'{expression.text}'",
-            instead="leave one of the axes unsharded: name it without a rule; or use taken='next'",
+            instead='leave one of the axes unsharded: give it a name that has no rule; '
+            "or use taken='next'",
         ) from None
     return placed
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from .._errors import EinshardError, quoted
 from .._notation.expression import Expression
 from .._notation.layout import fit, lay_out, mesh_text, prime_factors
-from .contraction import Contraction, is_placed
+from .contraction import Contraction, is_placed, operand_text
 
 
 def device_axes(
@@ -59,10 +59,13 @@ def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, 
     layout = lay_out(operand, len(operand.names), math.prod(devices.values()), devices)
     fitted = fit(layout, devices)
     if fitted is None:
+        counts = _grid_text(split.count for split in layout.splits if not split.mesh_axes)
         raise operand.error(
-            'the counts do not match the axes of the mesh',
+            f'the counts {counts} do not match the device axes',
             [term for term in operand.right if term.takes_devices],
-            mesh=mesh_text(devices),
+            device_axes=mesh_text(devices),
+            made_of='the sizes given by name; the other devices come first, in prime factors',
+            expected='counts that are products of consecutive device axis sizes, in order',
         )
     return {
         axis: None if split.axis is None else operand.names[split.axis]
@@ -103,15 +106,21 @@ def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str,
             raise contraction.error('a star needs the number of devices', example='devices=8')
         n_devices = max(math.prod(term.factor for term in one.right) for one in counted)
     steps = {1, n_devices}
+    grids: dict[str, object] = {}
     for operand in placed:
         layout = lay_out(operand, len(operand.names), n_devices)
         steps.update(itertools.accumulate((s.count for s in layout.splits), operator.mul))
+        grids[f"'{operand_text(operand)}'"] = _grid_text(split.count for split in layout.splits)
     in_order = sorted(steps)
     ratios = [(after, before) for before, after in itertools.pairwise(in_order)]
     if any(after % before for after, before in ratios):
         raise contraction.error(
-            'the device grids of the operands do not match',
+            f'the expressions split the {n_devices} devices differently',
             [term.span for one in placed for term in one.right if term.takes_devices],
-            devices=n_devices,
+            **{f'device grid of {text}': grid for text, grid in grids.items()},
         )
     return {f'd{i}': after // before for i, (after, before) in enumerate(ratios)}
+
+
+def _grid_text(counts: Iterable[int]) -> str:
+    return ' x '.join(map(str, counts))

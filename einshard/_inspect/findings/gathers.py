@@ -106,7 +106,7 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
 
 
 def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
-    """Notes weights that are gathered several times, folded over layers."""
+    """Notes weights that are gathered several times; folds paths: 'layers/{gate,up}'."""
     groups: dict[str, dict[str, _Again]] = {}
     for one in _gathered_again(facts):
         if one.is_weight:

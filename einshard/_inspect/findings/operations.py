@@ -99,7 +99,10 @@ def flops_of(eqn: Any) -> int:
 
 
 def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
-    """The product or lookup of an equation, without its line; None for another gather."""
+    """Reads an equation as a product or a lookup of rows; None for a gather of anything else.
+
+    The line and the flops of the product are left to the caller.
+    """
     if eqn.primitive.name == 'gather':
         return _lookup(eqn, values)
     if eqn.primitive.name == 'conv_general_dilated':

@@ -121,7 +121,7 @@ def _suggestion(facts: Facts, free: tuple[str, ...], lines: Sequence[_Line]) -> 
 
 
 def _shard_batch(facts: Facts, free: tuple[str, ...]) -> str:
-    """Shards the batch over mesh axes that shard nothing."""
+    """Suggests to shard the batch over the mesh axes `free` too; '' if its size does not divide."""
     assert facts.mesh is not None
     for array, value in zip(facts.arguments, facts.values, strict=True):
         batch = value.axes[0] if value.is_data and value.axes else Axis()

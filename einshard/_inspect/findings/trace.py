@@ -77,7 +77,7 @@ class _Reader:
         self.mesh_axes = dict(mesh.shape)
 
     def read(self, jaxpr: Any, arguments: Sequence[Value], where: _Where) -> list[Value]:
-        """Reads a jaxpr; returns its results."""
+        """Reads a jaxpr that is called with `arguments`, and returns the values of its results."""
         known: dict[int, Value] = dict(
             zip(map(id, jaxpr.invars), arguments, strict=False),
         )
