@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType
 
 from .._errors import EinshardError
 from .._sharding.context import (
@@ -20,11 +20,12 @@ from .._sharding.context import (
     mesh_scope,
 )
 from .._sharding.legacy_mesh import warn_if_ignored
-from .._sharding.mesh import AnyMesh, MeshLike, is_partial
+from .._sharding.mesh import AnyMesh, MeshLike
 from .._trees.specs import is_none
 from .error_notes import ErrorNotes
 from .parameters import CallSignature, Declaration, positional_signature
 from .promise import Budget, CheckedJit
+from .sharding_trees import abstract_mesh, has_terms, same_shardings, shardings_of
 from .value_spec import ValueSpec
 
 
@@ -148,7 +149,7 @@ class TracedFunction:
         context = self.setup.context()
         rows = zip(self.arguments, values, self.in_shardings, strict=True)
         return all(
-            _same_shardings(argument.shardings(value, context), shardings)
+            same_shardings(argument.shardings(value, context), shardings)
             for argument, value, shardings in rows
             if argument.needs_leaves(context)
         )
@@ -202,7 +203,7 @@ class TracedFunction:
                 result = self.setup.function(*args, **kwargs)
             self._check_result(result, context)
             explicit = AxisType.Explicit in self.mesh.axis_types
-            if explicit and _has_terms(self.result.shardings(result, context)):
+            if explicit and has_terms(self.result.shardings(result, context)):
                 return self.result.constrain(result, context)  # JAX 0.8.1 would multiply it
             return result
 
@@ -213,7 +214,7 @@ class TracedFunction:
             self.result.place(result, context)
         elif self.out_shardings is not ANY:
             needed = self.result.shardings(result, context)
-            if not _same_shardings(needed, self.out_shardings):
+            if not same_shardings(needed, self.out_shardings):
                 raise OtherShardings
 
 
@@ -273,7 +274,7 @@ class Program:
         """
         if is_tracing():
             return self.traced.mesh_is_ambient and not is_staging()
-        return _has_terms(self.traced.in_shardings)
+        return has_terms(self.traced.in_shardings)
 
     def clear_cache(self) -> None:
         self.jitted.clear_cache()
@@ -370,38 +371,3 @@ def _is_unplaced(traced: TracedFunction, i: int) -> bool:
     """Whether an argument, or a leaf of it, has no spec."""
     shardings = jtu.tree_leaves(traced.in_shardings[i], is_leaf=is_none)
     return i not in traced.static and any(map(is_none, shardings))
-
-
-def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, ...]:
-    """Returns the shardings of all leaves of the values at these positions; None for host data.
-
-    Returns () while tracing.
-    """
-    if not positions or is_tracing():
-        return ()
-    # not `committed`, which would double the time: jit rejects the arrays for which it matters
-    leaves = [leaf for i in positions for leaf in jtu.tree_leaves(values[i])]
-    return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
-
-
-def _has_terms(shardings: Any) -> bool:
-    """Whether a pytree of shardings has partial sums."""
-    return any(map(is_partial, jtu.tree_leaves(shardings)))
-
-
-def _same_shardings(a: Any, b: Any) -> bool:
-    """Whether pytrees of shardings are equal, except for the devices of their meshes."""
-    a_leaves, a_treedef = jtu.tree_flatten(a, is_leaf=is_none)
-    b_leaves, b_treedef = jtu.tree_flatten(b, is_leaf=is_none)
-    return a_treedef == b_treedef and all(
-        x is y is None or (x and y and _without_devices(x) == _without_devices(y))
-        for x, y in zip(a_leaves, b_leaves, strict=True)
-    )
-
-
-def _without_devices(sharding: NamedSharding) -> Any:
-    return abstract_mesh(sharding.mesh), sharding.spec
-
-
-def abstract_mesh(mesh: AnyMesh) -> AbstractMesh:
-    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh

@@ -13,7 +13,8 @@ import jax.tree_util as jtu
 from .._sharding.context import AxisRules, Context, is_tracing
 from .._sharding.mesh import AnyMesh
 from .parameters import CallSignature, Declaration
-from .program import Program, Setup, make_program, shardings_of
+from .program import Program, Setup, make_program
+from .sharding_trees import shardings_of
 
 # call signature; mesh and whether it is ambient, from `mesh_key`; axis rules; on one device
 _Key: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules, bool]

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from .._errors import EinshardError
 from .._functions.bound_method import BoundMethod
@@ -24,10 +24,12 @@ from .._inspect.collective_axes import along, mesh_axes_of
 from .._inspect.explain import explain_stages
 from .._inspect.lowered import Stages, trace_call
 from .._inspect.totals import product_rows
+from .._sharding.mesh import partition_spec
 from .._trees.paths import path_text
 from .candidate import Candidate
 from .compile import Compiled, Worker, check_flatbuffers, export
 from .judgement import Judge, Judgement
+from .metadata import metadata_names
 
 
 @dataclass(frozen=True)
@@ -47,19 +49,39 @@ class Function:
 
     def trace(self, candidate: Candidate) -> Stages:
         """Traces the function on the candidate's mesh, with its axis rules."""
-        with candidate.scope(self.devices):
-            return trace_call(self._copy(), *self._shapes(), mesh=None)
+        with candidate.scope(self.devices) as mesh:
+            return trace_call(self._copy(), *self._shapes(candidate, mesh), mesh=None)
 
     def compile_all(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
         """Judges candidates in order by the compiler of the target."""
         for candidate in candidates:
             yield compile_on_target(self, candidate)
 
-    def _shapes(self) -> Any:
+    def _shapes(self, candidate: Candidate, mesh: Mesh) -> Any:
+        """The shapes of the arguments; those with Flax axis names are sharded by them."""
         given = tuple(self.args), dict(self.kwargs)
-        return jtu.tree_map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, 'shape') else x, given
-        )
+        leaves, treedef = jtu.tree_flatten(given)
+        axes = dict(candidate.axes)
+        # the specs of a sharded function say how its arguments are sharded
+        of_flax = [None] * len(leaves) if self._is_sharded else metadata_names(given)
+        shapes: list[Any] = []
+        for x, names in zip(leaves, of_flax, strict=True):
+            sharding = None
+            if names is not None:
+                entries = (
+                    tuple(a for name in one or () for a in axes.get(name, ())) for one in names
+                )
+                sharding = NamedSharding(mesh, partition_spec(entries))
+            is_array = hasattr(x, 'shape')
+            shapes.append(
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array else x
+            )
+        return treedef.unflatten(shapes)
+
+    @property
+    def _is_sharded(self) -> bool:
+        function = self.fn.func if isinstance(self.fn, BoundMethod) else self.fn
+        return isinstance(function, ShardedFunction)
 
     def _copy(self) -> Any:
         """A copy of a `sharded` function, which would otherwise keep the candidates' programs."""

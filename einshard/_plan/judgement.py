@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from .._inspect.bounds import NO_BOUNDS, Bounds
+from .._text import format_bytes
 from .candidate import Candidate
 
 Objective: TypeAlias = Literal['bound', 'bytes', 'memory']
@@ -42,6 +43,12 @@ class Judgement:
     @property
     def network_bytes(self) -> int:
         return sum(self.sent.values())
+
+    @property
+    def sent_text(self) -> str:
+        """Formats `sent`: '56.0 MiB along y, 32.0 MiB along x'."""
+        sent = self.sent.items()
+        return ', '.join(f'{format_bytes(n)} along {axes or "unknown axes"}' for axes, n in sent)
 
     @property
     def seconds(self) -> tuple[float, float]:

@@ -60,7 +60,6 @@ def _network(worse: Judgement, better: Judgement) -> str:
     growth = {key: worse.sent_by[key] - better.sent_by.get(key, 0) for key in kinds}
     kind, carries = key = max(growth, key=growth.__getitem__)
     if growth[key] <= 0:  # the same bytes, along slower mesh axes
-        where = ', '.join(f'{format_bytes(n)} along {axes}' for axes, n in worse.sent.items())
-        return f'sends {where}'
+        return f'sends {worse.sent_text}'
     sent, instead = format_bytes(worse.sent_by[key]), format_bytes(better.sent_by.get(key, 0))
     return f'{_VERBS.get(kind, "sends")} {sent} of {carries} per run (instead of {instead})'

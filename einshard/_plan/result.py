@@ -188,7 +188,6 @@ class Plan(Display):
     def _row(self, i: int, one: Judgement) -> tuple[str, ...]:
         least, most = one.seconds
         largest = one.bounds.largest
-        sent = ', '.join(f'{axes} {format_bytes(n)}' for axes, n in one.sent.items())
         mesh = ' '.join(f'{axis}={size}' for axis, size in one.candidate.mesh)
         placed = one.candidate.placements
         return (
@@ -200,7 +199,7 @@ class Plan(Display):
             '' if largest is None else f'{largest.resource} {largest.along}'.strip(),
             one.judge,
             ' '.join(f'{name}{text}' for name, text in placed.items() if text) or 'replicated',
-            sent,
+            one.sent_text,
             reason(one, self.best, self.limit) if i else '',
         )
 
@@ -219,7 +218,7 @@ _COLUMNS = (
     Column('dominated by'),
     Column('judge'),
     Column('axes', below=True),
-    Column('sent along', below=True),
+    Column('sends', below=True),
     Column('loses:', below=True),
 )
 

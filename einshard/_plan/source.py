@@ -29,14 +29,21 @@ def _assigned(name: str, spec: Spec, axes: Mapping[str, tuple[str, ...]]) -> Ite
         yield f'{name} = Rules(['
         for pattern, one in spec.rules:
             if isinstance(one, LEAF_SPECS):
-                yield f'    (r{pattern!r}, {expanded(one, axes)!r}),'
-        yield '])'
+                yield f'    ({_raw(pattern)}, {expanded(one, axes)!r}),'
+        default = spec.default if isinstance(spec.default, LEAF_SPECS) else None
+        yield '])' if default is None else f'], default={expanded(default, axes)!r})'
     elif isinstance(spec, LEAF_SPECS):
         yield f'{name} = {expanded(spec, axes)!r}'
     elif spec is not None and not callable(spec):
         leaves, treedef = jtu.tree_flatten(spec, is_leaf=lambda one: isinstance(one, Rules))
         if all(isinstance(leaf, LEAF_SPECS) for leaf in leaves):
             yield f'{name} = {jtu.tree_unflatten(treedef, [expanded(one, axes) for one in leaves])}'
+
+
+def _raw(pattern: str) -> str:
+    """Writes a pattern as a raw string, if it has backslashes."""
+    quoted = repr(pattern)
+    return f'r{quoted}'.replace('\\\\', '\\') if '\\' in pattern else quoted
 
 
 def expanded(spec: Any, axes: Mapping[str, tuple[str, ...]]) -> str:

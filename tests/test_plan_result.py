@@ -1,0 +1,160 @@
+"""The plan that `plan` returns: code to paste, comparisons, reports and limits."""
+
+import jax
+import numpy as np
+import planned
+import pytest
+from jax import ShapeDtypeStruct as Shape
+
+from einshard import (
+    EinshardError,
+    Rules,
+    axis_rules,
+    describe,
+    device_mesh,
+    einshard,
+    plan,
+    sharded,
+)
+from einshard.__main__ import main
+
+EIGHT = device_mesh(jax.devices()[:8])
+CHIP = 'TPU v5e'
+
+
+@pytest.fixture(scope='module')
+def found():
+    step, args = planned.mlp_step(8192, 512, 2048)
+    return plan(step, *args, mesh=EIGHT, chip=CHIP, compilations=8)
+
+
+def test_the_rules_run(found):
+    step, (weights, x) = planned.mlp_step(8192, 512, 2048)
+    with jax.set_mesh(found.mesh), axis_rules(found.rules):
+        placed = einshard(
+            jax.tree.map(lambda s: np.ones(s.shape, s.dtype), weights), planned.MLP_RULES
+        )
+        updated, _ = step(placed, np.ones(x.shape, x.dtype))
+    assert describe(updated) == describe(einshard(weights, rules_of(found), mesh=found.mesh))
+
+
+def rules_of(found):
+    """The rules that the plan prints."""
+    lines = [line for line in found.code if not line.startswith('x = ')]
+    return eval('\n'.join(lines).removeprefix('weights = '), {'Rules': Rules})
+
+
+def test_code_to_paste():
+    rules = Rules([(r'\bw$', 'embed mlp'), ('b', 'mlp')], default='... -> * ...')
+
+    @sharded(rules, ('batch embed', 'batch'))
+    def f(weights, xs):
+        return xs[0] @ weights['w'] + weights['b'] + xs[1][:, None]
+
+    args = (
+        {'w': Shape((64, 64), 'f4'), 'b': Shape((64,), 'f4')},
+        (Shape((64, 64), 'f4'), Shape((64,), 'f4')),
+    )
+    found = plan(
+        f, *args, mesh=EIGHT, chip=CHIP, pin={'batch': '@x', 'mlp': '', 'embed': ''}, compilations=1
+    )
+    assert found.code == (
+        'weights = Rules([',
+        r"    (r'\bw$', 'embed mlp'),",
+        "    ('b', 'mlp'),",
+        "], default='... -> * ...')",
+        "xs = ('batch@x embed', 'batch@x')",
+    )
+    assert found.rules == {'embed': '', 'mlp': '', 'batch': '@x'}
+
+
+def test_plans_are_compared(found):
+    assert found.fits
+    best, second = found.choices[:2]
+    assert best.cost('bound') <= second.cost('bound')
+    names = [name for name, *_ in found.diff(1).arrays if name != 'mesh']
+    ours, theirs = best.candidate.placements, second.candidate.placements
+    assert set(names) == {name for name in ours if ours[name] != theirs[name]}
+    report = found.explain()
+    assert report.n_devices == 8
+    assert dict(report.mesh) == dict(best.candidate.mesh)
+    assert str(found.why('mlp')).startswith(f'mlp{found.rules["mlp"]}: bound')
+    assert found.plot().count('<circle') == len(found.choices)
+    data = found.to_dict()
+    assert (data['rules'], data['fits'], len(data['choices'])) == (found.rules, True, 8)
+    for wrong in (lambda: found.explain(99), lambda: found.why('nothing')):
+        with pytest.raises(EinshardError):
+            wrong()
+
+
+def test_nothing_fits():
+    step, args = planned.mlp_step(8192, 512, 2048)
+    found = plan(step, *args, mesh=EIGHT, chip=CHIP, memory='1 MB', compilations=2)
+    assert not found.fits
+    assert found.warnings[0].startswith('no plan fits: this one is closest, and needs')
+
+
+def test_a_table_of_the_user_is_judged_alongside():
+    step, args = planned.mlp_step(8192, 512, 2048)
+    table = {'data': 4, 'tensor': 2}, {'batch': '@data', 'mlp': '@tensor', 'heads': '@tensor'}
+    found = plan(step, *args, mesh=EIGHT, objective='bytes', candidates=[table], compilations=2)
+    meshes = [dict(one.candidate.mesh) for one in found.choices]
+    assert {'data': 4, 'tensor': 2} in meshes
+    assert found.choices[0].network_bytes == min(one.network_bytes for one in found.choices)
+
+
+def test_command(capsys, monkeypatch, tmp_path):
+    (tmp_path / 'planned_model.py').write_text(
+        'import jax\nfrom einshard import sharded\n\n\n'
+        "@sharded('batch embed', 'embed mlp')\ndef up(x, w):\n    return x @ w\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr('einshard.__main__.mesh_of', lambda *_: EIGHT)
+    arguments = ['plan', 'planned_model:up', '--args', 'f32[64,64]', 'f32[64,64]', '--devices', '8']
+    assert (
+        main(
+            [
+                *arguments,
+                '--objective',
+                'bytes',
+                '--pin',
+                'batch=@x',
+                'embed=',
+                '--compilations',
+                '1',
+            ]
+        )
+        == 0
+    )
+    assert "x = 'batch@x embed'" in capsys.readouterr().out
+
+
+def test_names_of_flax_shard_the_arguments():
+    nn = pytest.importorskip('flax.linen')
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.initializers.lecun_normal()
+            up = nn.with_logical_partitioning(init, ('embed', 'mlp'))
+            down = nn.with_logical_partitioning(init, ('mlp', 'embed'))
+            h = nn.relu(nn.Dense(512, use_bias=False, kernel_init=up)(x))
+            return nn.Dense(256, use_bias=False, kernel_init=down)(h)
+
+    x = Shape((128, 256), np.float32)
+    params = jax.eval_shape(Model().init, jax.random.key(0), x)
+    found = plan(
+        lambda params, x: Model().apply(params, x),
+        params,
+        x,
+        mesh=EIGHT,
+        objective='memory',
+        pin={'embed': '', 'mlp': '@x'},
+        compilations=1,
+    )
+    rows = {row.path: row for row in found.explain().arguments if 'Dense' in row.path}
+    shards = {row.array: row.bytes for row in rows.values()}
+    assert shards == {
+        'float32[256,512]': 256 * 512 // 8 * 4,
+        'float32[512,256]': 512 * 256 // 8 * 4,
+    }
