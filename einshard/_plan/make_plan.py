@@ -86,6 +86,6 @@ def _warnings(best: Judgement, search: Search, model: Model) -> Iterator[str]:
     yield (
         f'no plan fits: this one is closest, and needs {format_bytes(needs)} of '
         f'{format_bytes(search.limit)}. To fit, use a smaller batch or more accumulation steps, '
-        f'jax.checkpoint around each layer, or more chips (the arguments that are kept take '
+        f'jax.checkpoint around each layer, or more chips (weights and other state take '
         f'{format_bytes(state)} in total)'
     )
