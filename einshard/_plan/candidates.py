@@ -1,8 +1,9 @@
 """Lists the candidates of a model that are worth compiling, the best estimate first.
 
-The role of a mesh axis is the set of axis names that it shards. A small space is enumerated. In a
-large one, a beam search changes the role of one mesh axis at a time; then mesh axes are split in
-two, and single names are added and removed. The search is deterministic.
+Mesh shape and names are searched together: each mesh axis has a role, the names that it shards. A
+small space is listed in full. In a large one, the roles of one mesh axis are tried with the best
+roles of the others, in turn; then mesh axes are split in two, and single names change. The order is
+fixed, so the result is the same each time.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from .estimate import Estimator, Totals
 from .judgement import Objective
 from .space import Plan, Role, Sizes, Space
 
-# spaces of up to this many plans are enumerated; each plan takes 0.1 ms
+# a space of at most this many plans is listed in full: 0.1 ms each
 FULL = 20_000
-# the number of plans that the search starts from, for each mesh shape
+# the plans that the search starts from, for each mesh shape
 STARTS = 2000
-# the number of plans that each step of the search keeps
+# the plans that each step of the search goes on with
 BEAM = 12
 
 
@@ -32,8 +33,8 @@ class Candidates:
 
     Attributes:
         found: each with its estimate; those that need too much memory come last.
-        pruned: how many plans, or roles of mesh axes, were left out, by reason.
-        is_complete: whether the space was enumerated.
+        pruned: the number of plans, or parts of them, that are not in it, by reason.
+        is_complete: whether it has all plans but the pruned ones.
     """
 
     found: tuple[tuple[Candidate, Totals], ...]
@@ -56,18 +57,18 @@ def find_candidates(
         limit: the number of candidates to return.
     """
     search = _Search(space, estimator, memory, objective)
-    is_complete = search.n_plans() <= FULL
+    is_complete = search.size() <= FULL
     if is_complete:
-        search.add(search.all_plans())
+        search.add(search.everything())
     else:
-        search.vary_roles()
+        search.in_turn()
         search.split()
         search.refine()
     ranked = search.ranked()
     simple = list(dict.fromkeys(search.simplified(plan) for plan in ranked[:limit]))
     simple.sort(key=search.key)
     pruned = Counter(space.pruned) + search.pruned
-    pruned['without effect'] += len(ranked[:limit]) - len(simple)
+    pruned['nothing changes'] += len(ranked[:limit]) - len(simple)
     return Candidates(
         tuple((space.candidate(plan), search.known[plan]) for plan in simple),
         {reason: n for reason, n in pruned.items() if n},
@@ -87,7 +88,7 @@ class _Search:
         self.keys: dict[Plan, tuple[float, ...]] = {}
         self.pruned: Counter[str] = Counter()
 
-    # --- costs --------------------------------------------------------------------------------
+    # --- what plans cost ----------------------------------------------------------------------
 
     def totals(self, plan: Plan) -> Totals:
         known = self.known.get(plan)
@@ -106,16 +107,16 @@ class _Search:
         totals = self.totals(plan)
         over = max(totals.memory - self.memory, 0)
         first = {'bound': totals.seconds, 'bytes': totals.sent, 'memory': totals.memory}
-        # rounded, because equal sums of many numbers may differ in their last digits
+        # sums of many numbers may differ in their last digits
         numbers = (first[self.objective], totals.memory, totals.sent)
         return (over, *(float(f'{number:.9g}') for number in numbers), len(plan[0]))
 
     def add(self, plans: Iterable[Plan]) -> None:
         for plan in plans:
             if not self.space.is_valid(plan):
-                self.pruned['indivisible'] += 1
+                self.pruned['the size is not divisible'] += 1
             elif self.merged(plan) != plan:
-                self.pruned['same as with fewer mesh axes'] += 1
+                self.pruned['equal with one mesh axis less'] += 1
             else:
                 self.totals(plan)
 
@@ -124,13 +125,13 @@ class _Search:
         return sorted(dict.fromkeys(kept), key=self.key)[:n]
 
     def ranked(self) -> list[Plan]:
-        """All plans, best first; of plans that differ only in the names of mesh axes, one."""
+        """All plans, the best first; of those that differ in the names of axes, one."""
         found: dict[object, Plan] = {}
         for plan in sorted(self.known, key=self.key):
             same = tuple(sorted((size, sorted(role)) for size, role in zip(*plan, strict=True)))
             same = plan[0], str(same)
             if same in found:
-                self.pruned['same after renaming mesh axes'] += 1
+                self.pruned['equal but for the names of mesh axes'] += 1
             found.setdefault(same, plan)
         return list(found.values())
 
@@ -147,7 +148,7 @@ class _Search:
         return self.merged((sizes, roles))
 
     def merged(self, plan: Plan) -> Plan:
-        """Merges mesh axes that shard the same names, except the axis between slices."""
+        """Makes one mesh axis of those that shard the same names, except the axis of slices."""
         if self.space.mesh is not None or any(self.space.pinned.values()):
             return plan  # its mesh axes have names
         sizes: dict[tuple[Role, bool], int] = {}
@@ -158,8 +159,8 @@ class _Search:
 
     # --- the steps ----------------------------------------------------------------------------
 
-    def n_plans(self) -> int:
-        """The number of plans in the space."""
+    def size(self) -> int:
+        """The number of plans."""
         return sum(
             math.prod(len(self.space.roles(sizes, axis)) for axis in range(len(sizes)))
             for n_axes in self.axis_counts
@@ -170,14 +171,14 @@ class _Search:
     def axis_counts(self) -> range:
         return range(1, max(len(self.space.mesh_axes), 1) + 1)
 
-    def all_plans(self) -> Iterator[Plan]:
+    def everything(self) -> Iterator[Plan]:
         for n_axes in self.axis_counts:
             for sizes in self.space.shapes(n_axes):
                 roles = [self.space.roles(sizes, axis) for axis in range(n_axes)]
                 yield from ((sizes, chosen) for chosen in itertools.product(*roles))
 
-    def vary_roles(self) -> None:
-        """Tries all roles of one mesh axis, with the best roles of the others, for each axis."""
+    def in_turn(self) -> None:
+        """Tries all roles of one mesh axis with the best roles of the others."""
         counts = self.axis_counts if self.space.mesh else self.axis_counts[:2]
         for n_axes in counts:
             for sizes in self.space.shapes(n_axes):
@@ -192,7 +193,7 @@ class _Search:
                     found = self.best([*found, *changed], BEAM)
 
     def starts(self, sizes: Sizes) -> list[Plan]:
-        """Combines the roles that are best for each mesh axis alone, by time, memory and bytes."""
+        """Plans in which all mesh axes have one role, and those in which one axis has another."""
         alone: list[list[Role]] = []
         most = int(STARTS ** (1 / len(sizes)))
         for axis, size in enumerate(sizes):
@@ -206,7 +207,7 @@ class _Search:
         return [(sizes, roles) for roles in itertools.product(*alone)]
 
     def split(self) -> None:
-        """Splits a mesh axis of the best plans; one half gets a role from another good plan."""
+        """Splits a mesh axis in two, of which one gets another role."""
         if self.space.mesh is not None:
             return
         ranked = self.ranked()

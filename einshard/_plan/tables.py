@@ -1,4 +1,4 @@
-"""Reads the shardings that users pass to `plan` as `candidates=`."""
+"""Reads the shardings that users give to `plan`, and pins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Propagates array axes from the operands of JAX operations to their results."""
+"""How JAX's operations pass on the axes of their operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shardings of values in a traced function, as its arguments and constraints imply them."""
+"""How the values of a traced function are sharded, as far as its arguments and constraints tell."""
 
 from __future__ import annotations
 
