@@ -133,7 +133,7 @@ def _links_of(einsum: Einsum) -> tuple[Link, ...]:
 
 
 def _conv(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """A convolution adds over input features, and over positions if its window is the full image."""
+    """A convolution adds over input features, and over positions if its window is the image."""
     numbers, rhs, out = params['dimension_numbers'], ins[1], outs[0]
     groups = params['feature_group_count'] * params['batch_group_count']
     new = itertools.count(3)
