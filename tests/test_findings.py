@@ -482,7 +482,7 @@ def test_a_mesh_axis_between_slices_that_sends_more_than_another():
     wrong = between_slices(tensor=2, data=2, unused=4)
     (finding,) = [one for one in wrong.findings if one.kind == 'slow network']
     assert 'are sent along tensor between slices, and ' in finding.text
-    assert finding.suggestion == 'exchange the two mesh axes: data=2, tensor=2, unused=4'
+    assert finding.suggestion == 'swap the two mesh axes: data=2, tensor=2, unused=4'
     fixed = between_slices(data=2, tensor=2, unused=4)
     assert 'slow network' not in found_in(fixed)
     assert fixed.network_bytes == wrong.network_bytes

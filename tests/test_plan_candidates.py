@@ -135,9 +135,9 @@ def test_no_mesh_axis_twice_and_all_sizes_divide():
 def test_pruned():
     model = model_of(mlp_step(tokens=6))
     pruned = find(model, DEVICES).pruned
-    assert pruned['the size is not divisible'] > 0  # of 6 tokens by 4 and 8
-    assert pruned['one mesh axis twice in an array'] > 0
-    assert pruned['equal with one mesh axis less'] > 0
+    assert pruned['indivisible'] > 0  # of 6 tokens by 4 and 8
+    assert pruned['two axes of an array over one mesh axis'] > 0
+    assert pruned['same as with fewer mesh axes'] > 0
 
 
 def test_objectives():
@@ -193,8 +193,8 @@ def test_nothing_to_shard_by():
         ({'enbed': '@x'}, None, "pin= has 'enbed', which step does not use"),
         ({'embed': '@data'}, None, "pin= shards 'embed' over 'data', but the mesh axes are"),
         ({'embed': '@x', 'mlp': '@x'}, None, "'mlp' and 'embed' of one array over 'x'"),
-        ({'embed': '@x', 'batch': '@y'}, None, 'pin= contradicts the sizes'),
-        ({'embed': '@a'}, (('a', 8),), 'pin= contradicts the sizes'),
+        ({'embed': '@x', 'batch': '@y'}, None, 'pin= fits no mesh shape'),
+        ({'embed': '@a'}, (('a', 8),), 'pin= fits no mesh shape'),
         ({'embed': '4'}, None, "embed='4', but mesh sizes are what `plan` looks for"),
     ],
 )

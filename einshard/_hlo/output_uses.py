@@ -128,11 +128,7 @@ class _Uses:
             outputs = self.reached_by(callee, map(callee.parameter, at))
         if not user.type.startswith('('):
             return [user.name] if outputs else []
-        if user.opcode not in (
-            'fusion',
-            'call',
-            *KINDS,
-        ):  # such as copy-start
+        if user.opcode not in ('fusion', 'call', *KINDS):  # such as copy-start
             return [user.name] if len(user.operands) == 1 else []
         return _elements(here, user, outputs)
 

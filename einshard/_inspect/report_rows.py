@@ -163,7 +163,7 @@ class Finding:
     """A likely mistake in a program, and what to write instead.
 
     Attributes:
-        kind: such as 'unsharded batch' or 'gathered again'; docs/explain.md lists them all.
+        kind: such as 'missing constraint' or 'gathered again'; docs/explain.md lists them all.
         text: a sentence about it, with the arrays in the user's names.
         source: 'model.py:12', or None.
         bytes: bytes per device that it concerns in one run: those sent, or those of the array.

@@ -34,7 +34,7 @@ class Candidate:
         return {name: str(Term('', mesh_axes=axes)) if axes else '' for name, axes in self.axes}
 
     def mesh_of(self, devices: Mesh) -> Mesh:
-        """Returns the mesh of this shape, of the devices of a mesh."""
+        """Arranges the devices of a mesh in the shape of this candidate."""
         sizes: dict[str, Any] = dict(self.mesh)
         return device_mesh(devices, **sizes)
 

@@ -1,9 +1,8 @@
 """Lists the candidates of a model that are worth compiling, the best estimate first.
 
-Mesh shape and names are searched together: each mesh axis has a role, the names that it shards. A
-small space is listed in full. In a large one, the roles of one mesh axis are tried with the best
-roles of the others, in turn; then mesh axes are split in two, and single names change. The order is
-fixed, so the result is the same each time.
+The role of a mesh axis is the set of axis names that it shards. A small space is enumerated. In a
+large one, a beam search changes the role of one mesh axis at a time; then mesh axes are split in
+two, and single names are added and removed. The search is deterministic.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from .estimate import Estimator, Totals
 from .judgement import Objective
 from .space import Plan, Role, Sizes, Space
 
-# a space of at most this many plans is listed in full: 0.1 ms each
+# spaces of up to this many plans are enumerated; each plan takes 0.1 ms
 FULL = 20_000
-# the plans that the search starts from, for each mesh shape
+# the number of plans that the search starts from, for each mesh shape
 STARTS = 2000
-# the plans that each step of the search goes on with
+# the number of plans that each step of the search keeps
 BEAM = 12
 
 
@@ -33,8 +32,8 @@ class Candidates:
 
     Attributes:
         found: each with its estimate; those that need too much memory come last.
-        pruned: the number of plans, or parts of them, that are not in it, by reason.
-        is_complete: whether it has all plans but the pruned ones.
+        pruned: how many plans, or roles of mesh axes, were left out, by reason.
+        is_complete: whether the space was enumerated.
     """
 
     found: tuple[tuple[Candidate, Totals], ...]
@@ -57,18 +56,18 @@ def find_candidates(
         limit: the number of candidates to return.
     """
     search = _Search(space, estimator, memory, objective)
-    is_complete = search.size() <= FULL
+    is_complete = search.n_plans() <= FULL
     if is_complete:
-        search.add(search.everything())
+        search.add(search.all_plans())
     else:
-        search.in_turn()
+        search.vary_roles()
         search.split()
         search.refine()
     ranked = search.ranked()
     simple = list(dict.fromkeys(search.simplified(plan) for plan in ranked[:limit]))
     simple.sort(key=search.key)
     pruned = Counter(space.pruned) + search.pruned
-    pruned['nothing changes'] += len(ranked[:limit]) - len(simple)
+    pruned['without effect'] += len(ranked[:limit]) - len(simple)
     return Candidates(
         tuple((space.candidate(plan), search.known[plan]) for plan in simple),
         {reason: n for reason, n in pruned.items() if n},
@@ -88,7 +87,7 @@ class _Search:
         self.keys: dict[Plan, tuple[float, ...]] = {}
         self.pruned: Counter[str] = Counter()
 
-    # --- what plans cost ----------------------------------------------------------------------
+    # --- costs --------------------------------------------------------------------------------
 
     def totals(self, plan: Plan) -> Totals:
         known = self.known.get(plan)
@@ -107,16 +106,16 @@ class _Search:
         totals = self.totals(plan)
         over = max(totals.memory - self.memory, 0)
         first = {'bound': totals.seconds, 'bytes': totals.sent, 'memory': totals.memory}
-        # sums of many numbers may differ in their last digits
+        # rounded, because equal sums of many numbers may differ in their last digits
         numbers = (first[self.objective], totals.memory, totals.sent)
         return (over, *(float(f'{number:.9g}') for number in numbers), len(plan[0]))
 
     def add(self, plans: Iterable[Plan]) -> None:
         for plan in plans:
             if not self.space.is_valid(plan):
-                self.pruned['the size is not divisible'] += 1
+                self.pruned['indivisible'] += 1
             elif self.merged(plan) != plan:
-                self.pruned['equal with one mesh axis less'] += 1
+                self.pruned['same as with fewer mesh axes'] += 1
             else:
                 self.totals(plan)
 
@@ -125,13 +124,13 @@ class _Search:
         return sorted(dict.fromkeys(kept), key=self.key)[:n]
 
     def ranked(self) -> list[Plan]:
-        """All plans, the best first; of those that differ in the names of axes, one."""
+        """All plans, best first; of plans that differ only in the names of mesh axes, one."""
         found: dict[object, Plan] = {}
         for plan in sorted(self.known, key=self.key):
             same = tuple(sorted((size, sorted(role)) for size, role in zip(*plan, strict=True)))
             same = plan[0], str(same)
             if same in found:
-                self.pruned['equal but for the names of mesh axes'] += 1
+                self.pruned['same after renaming mesh axes'] += 1
             found.setdefault(same, plan)
         return list(found.values())
 
@@ -148,7 +147,7 @@ class _Search:
         return self.merged((sizes, roles))
 
     def merged(self, plan: Plan) -> Plan:
-        """Makes one mesh axis of those that shard the same names, except the axis of slices."""
+        """Merges mesh axes that shard the same names, except the axis between slices."""
         if self.space.mesh is not None or any(self.space.pinned.values()):
             return plan  # its mesh axes have names
         sizes: dict[tuple[Role, bool], int] = {}
@@ -159,8 +158,8 @@ class _Search:
 
     # --- the steps ----------------------------------------------------------------------------
 
-    def size(self) -> int:
-        """The number of plans."""
+    def n_plans(self) -> int:
+        """The number of plans in the space."""
         return sum(
             math.prod(len(self.space.roles(sizes, axis)) for axis in range(len(sizes)))
             for n_axes in self.axis_counts
@@ -171,14 +170,14 @@ class _Search:
     def axis_counts(self) -> range:
         return range(1, max(len(self.space.mesh_axes), 1) + 1)
 
-    def everything(self) -> Iterator[Plan]:
+    def all_plans(self) -> Iterator[Plan]:
         for n_axes in self.axis_counts:
             for sizes in self.space.shapes(n_axes):
                 roles = [self.space.roles(sizes, axis) for axis in range(n_axes)]
                 yield from ((sizes, chosen) for chosen in itertools.product(*roles))
 
-    def in_turn(self) -> None:
-        """Tries all roles of one mesh axis with the best roles of the others."""
+    def vary_roles(self) -> None:
+        """Tries all roles of one mesh axis, with the best roles of the others, for each axis."""
         counts = self.axis_counts if self.space.mesh else self.axis_counts[:2]
         for n_axes in counts:
             for sizes in self.space.shapes(n_axes):
@@ -193,7 +192,7 @@ class _Search:
                     found = self.best([*found, *changed], BEAM)
 
     def starts(self, sizes: Sizes) -> list[Plan]:
-        """Plans in which all mesh axes have one role, and those in which one axis has another."""
+        """Combines the roles that are best for each mesh axis alone, by time, memory and bytes."""
         alone: list[list[Role]] = []
         most = int(STARTS ** (1 / len(sizes)))
         for axis, size in enumerate(sizes):
@@ -207,7 +206,7 @@ class _Search:
         return [(sizes, roles) for roles in itertools.product(*alone)]
 
     def split(self) -> None:
-        """Splits a mesh axis in two, of which one gets another role."""
+        """Splits a mesh axis of the best plans; one half gets a role from another good plan."""
         if self.space.mesh is not None:
             return
         ranked = self.ranked()

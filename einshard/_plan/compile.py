@@ -25,11 +25,11 @@ from .._hlo.memory import Memory, read_memory
 from .._inspect.lowered import Stages
 from .._inspect.oversized import read_sizes
 
-_PREFIX = 'jit(call)/call_exported/'  # of the operations' names
+_PREFIX = 'jit(call)/call_exported/'  # jax.export adds it to op names
 
 
 class Compiled(NamedTuple):
-    """The optimized program, with the names of operations as in the user's function."""
+    """The optimized program, with op names as in the user's function."""
 
     text: str
     memory: Memory | None
@@ -56,13 +56,13 @@ class Worker:
         """Sends a program; returns at once."""
         if self._process is None:
             self._start()
-        with contextlib.suppress(BrokenPipeError):  # it has ended; `result` says why
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; `result` raises
             stream = self._pipes[0]
             pickle.dump(request, stream)
             stream.flush()
 
     def result(self) -> Compiled | str:
-        """Waits for the next compiled program, or for the error of its compiler."""
+        """Waits for the next program; returns it compiled, or the error of the compiler."""
         try:
             answer = pickle.load(self._pipes[1])
         except (EOFError, pickle.UnpicklingError):
@@ -72,7 +72,7 @@ class Worker:
                 f'the process that compiles for {self.n_devices} simulated devices has ended',
                 facts={'it says': said or 'nothing; it may have run out of memory'},
             ) from None
-        except BaseException:  # such as Ctrl-C: the rest of the answer would be read as the next
+        except BaseException:  # such as Ctrl-C, which leaves a part of the answer unread
             self.close()
             raise
         if isinstance(answer, str):
@@ -123,8 +123,8 @@ def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[s
     folder.cleanup()
 
 
-# The CPU backend computes bf16 in f32, with twice the bytes, and combines all-reduces, whose arrays
-# then take memory at the same time.
+# Passes of the CPU backend to disable. They compute bf16 in f32, which doubles the bytes, and
+# combine all-reduces, so that all their arrays are in memory at the same time.
 _PASSES = (
     'float-normalization-bf16',
     'all-reduce-promotion',
@@ -134,9 +134,9 @@ _PASSES = (
 
 
 def _environment(n_devices: int) -> dict[str, str]:
-    """The environment of this process, without its settings of JAX and XLA."""
-    theirs = ('JAX_', 'XLA_', 'TF_', 'PYTHONWARNINGS')
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+    """This process's environment, with JAX and XLA set to compile for simulated CPU devices."""
+    replaced = ('JAX_', 'XLA_', 'TF_', 'PYTHONWARNINGS')
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(replaced)}
     shardy = getattr(jax.config, 'jax_use_shardy_partitioner', True)
     return {
         **kept,
@@ -155,7 +155,7 @@ def _environment(n_devices: int) -> dict[str, str]:
 
 
 class _Wrapped:
-    """Gives `jax.export` a function that is traced already."""
+    """Lets `jax.export` take a traced function; it expects a jitted one."""
 
     def __init__(self, traced: Any):
         self._traced = traced

@@ -2,7 +2,7 @@
 
 Compute: the flops of every product, over the devices that share them. Network: for every product
 the cheapest way to bring its operands together and to add up its result. HBM: arguments are read
-and results are written once. Memory: arguments, results, and the arrays that live at the same time.
+and results are written once. Memory: arguments, results, and the intermediate arrays of the peak.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .names import Names
 from .product_cost import Axes, Sent, Way, cheapest_way, mesh_axes, shards
 from .products import Product, Side
 
-# ways are chosen by time; without a chip, by the rates of this one, which is in the middle
+# the chip for choosing the cheapest way to compute a product, if the user's is unknown
 _TYPICAL = 'TPU v5e'
 
 
@@ -60,7 +60,7 @@ class Estimator:
 
     Args:
         devices: a mesh of them, or a list in hardware order.
-        chip: of the devices; None if it is unknown, for judgements without bounds.
+        chip: the chip of the devices; if None, judgements have no bounds.
     """
 
     def __init__(self, model: Model, devices: Mesh | Sequence[Any], chip: Chip | None):
@@ -77,7 +77,7 @@ class Estimator:
         self._known: list[dict[Any, _Cost]] = [{} for _ in self.products]
 
     def totals(self, axes: Axes) -> Totals:
-        """The costs of a device, with these mesh axes for every name."""
+        """The costs of a device if these mesh axes shard each name."""
         compute = network = sent = gathered = 0.0
         for one in self._costs(axes):
             compute += one[0]
@@ -105,7 +105,7 @@ class Estimator:
                 rate = self.network.seconds_per_byte(one.kind, one.axes)
                 seconds[along] += product.executions * one.bytes * rate  # type: ignore[reportArgumentType]
         bounds = [Bound('compute', '', totals.compute), Bound('HBM', '', totals.hbm)]
-        bounds += [Bound('network', along, its) for along, its in seconds.items()]
+        bounds += [Bound('network', along, time) for along, time in seconds.items()]
         known = Bounds(bound for bound in bounds if bound.seconds)
         return Judgement(
             candidate,
@@ -117,10 +117,10 @@ class Estimator:
         )
 
     def axes(self, candidate: Candidate) -> Axes:
-        """The mesh axes of every name of a candidate, and of every mesh axis."""
+        """The mesh axes that shard each name; the names include the mesh axes, for given specs."""
         sizes = [size for _, size in candidate.mesh]
         of = {name: axis for (name, _), axis in zip(candidate.mesh, mesh_axes(sizes), strict=True)}
-        by_name = {name: tuple(of[axis] for axis in its) for name, its in candidate.axes}
+        by_name = {name: tuple(of[axis] for axis in used) for name, used in candidate.axes}
         return {name: (axis,) for name, axis in of.items()} | by_name
 
     def _costs(self, axes: Axes) -> list[_Cost]:

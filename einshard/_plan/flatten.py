@@ -14,10 +14,10 @@ from .links import Relation, Shape, relate
 
 @dataclass(slots=True)
 class Value:
-    """An array of the program. The body of a loop has one for all iterations.
+    """An array of the program; in the body of a loop, it stands for those of all iterations.
 
     Attributes:
-        spec: the mesh axes of each axis that a sharding constraint gives; None without one.
+        spec: the mesh axes of each array axis, from a sharding constraint; None without one.
     """
 
     shape: Shape
@@ -34,12 +34,12 @@ class Op:
     """An operation of the program.
 
     Attributes:
-        primitive: its name in JAX; 'scan_input', 'scan_output' and 'carry' connect a loop with its
-            body.
+        primitive: its name in JAX; 'scan_input', 'scan_output', 'scan_axis' and 'carry' connect a
+            loop with its body.
         ins, outs: values, by number; None for a scalar.
         executions: how often it runs: the product of the lengths of the loops around it.
-        scope: the innermost body of a loop around it, by number; 0 for the outermost.
-        body: the loop that a 'scan_input' or 'scan_output' belongs to.
+        scope: the number of the innermost loop around it; 0 outside of loops.
+        body: the number of the loop that a 'scan_input' or 'scan_output' belongs to; else 0.
         source: 'model.py:12', or ''.
     """
 
@@ -55,13 +55,13 @@ class Op:
 
 @dataclass(slots=True)
 class Program:
-    """A program without control flow.
+    """A program whose loops, branches and calls are flattened.
 
     Attributes:
         values: all arrays; operations refer to them by number.
         ops: in order.
-        parents: of every scope, by number, the one around it.
-        arguments, results: values, by number; None for what is not an array.
+        parents: for each scope, the number of the scope around it.
+        arguments, results: values, by number; None for a scalar.
     """
 
     values: list[Value] = field(default_factory=list[Value])
@@ -157,7 +157,10 @@ class _Reader:
     def connect(
         self, name: str, old: int | None, new: int | None, shift: tuple[int, int], body: int = 0
     ) -> None:
-        """Adds an operation between a value in a loop and one outside, with this shift of axes."""
+        """Adds an operation that passes a value into or out of a loop, or to the next iteration.
+
+        `shift` has the first axis to link, of the old and of the new value.
+        """
         if old is None or new is None:
             return
         n = min(len(self.shape(old)) - shift[0], len(self.shape(new)) - shift[1])
@@ -192,7 +195,7 @@ class _Reader:
                 self.connect('carry', old, new, (0, 0))
             else:
                 self.connect('scan_output', old, new, (0, 1), number)
-        # what is stacked has the same first axis as what is scanned over
+        # the first axis of stacked and of scanned arrays is the same: the iterations
         scanned = next((value for value in ins[n_before:] if value is not None), None)
         for new in outs[n_carry:]:
             if scanned is not None and new is not None:
@@ -268,7 +271,7 @@ def _source(eqn: Any) -> str:
 
 
 def _used(program: Program) -> list[Op]:
-    """Leaves out operations whose results are not used. A loop's carry may be used by its body."""
+    """Lists the operations whose results are used; repeatedly, as a body may use its own carry."""
     used: set[int | None] = {value for value in program.results if value is not None}
     kept: set[int] = set()
     n_before = -1

@@ -37,7 +37,7 @@ class Function:
     """A function with the arguments of a call, to be compiled for candidates.
 
     Attributes:
-        devices: the mesh of the target, whose devices each candidate arranges anew.
+        devices: the devices of the target, which each candidate arranges in a mesh of its own.
         chip: the chip of the devices; None if unknown, as for CPUs.
     """
 
@@ -50,7 +50,7 @@ class Function:
     def trace(self, candidate: Candidate) -> Stages:
         """Traces the function on the candidate's mesh, with its axis rules."""
         with candidate.scope(self.devices) as mesh:
-            return trace_call(self._anew(), *self._shapes(candidate, mesh), mesh=None)
+            return trace_call(self._copy(), *self._shapes(candidate, mesh), mesh=None)
 
     def compile_all(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
         """Judges candidates in order by the compiler of the target."""
@@ -58,7 +58,7 @@ class Function:
             yield compile_on_target(self, candidate)
 
     def _shapes(self, candidate: Candidate, mesh: Mesh) -> Any:
-        """The shapes of the arguments; those with names of Flax are sharded by these."""
+        """The shapes of the arguments; those with Flax axis names are sharded by them."""
         given = tuple(self.args), dict(self.kwargs)
         leaves, treedef = jtu.tree_flatten(given)
         axes = dict(candidate.axes)
@@ -83,8 +83,8 @@ class Function:
         function = self.fn.func if isinstance(self.fn, BoundMethod) else self.fn
         return isinstance(function, ShardedFunction)
 
-    def _anew(self) -> Any:
-        """The function without its programs, so that those of candidates do not add up in it."""
+    def _copy(self) -> Any:
+        """A copy of a `sharded` function, which would otherwise keep the candidates' programs."""
         made, bound = self.fn, ()
         if isinstance(made, BoundMethod):
             made, bound = made.func, made.args
@@ -95,7 +95,7 @@ class Function:
 
 
 class Partitioner:
-    """Judges candidates by what XLA's partitioner makes of them, for simulated CPU devices.
+    """Judges candidates by compiling them for simulated CPU devices, with XLA's partitioner.
 
     `submit` traces a candidate while the worker compiles those before; `result` judges them in
     order. A program that cannot be lowered for CPU is judged by the target's compiler.
@@ -128,7 +128,7 @@ class Partitioner:
             while self._waiting:
                 yield self.result()
         finally:
-            if self._waiting:  # no one has asked for the others
+            if self._waiting:  # the caller has stopped early
                 self.close()
 
     def submit(self, candidate: Candidate) -> None:
@@ -153,7 +153,7 @@ class Partitioner:
             try:
                 with candidate.scope(function.devices):
                     request, kept = export(stages, axes)
-            except Exception:  # a kernel for other platforms, a host callback
+            except Exception:  # such as a kernel for another platform, or a host callback
                 return compile_on_target(function, candidate)
             self._worker.submit(request)
             return _Program.of(stages, kept)
@@ -195,7 +195,7 @@ def _sum(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
 
 @dataclass(frozen=True)
 class _Program:
-    """What is known of a program before it is compiled.
+    """The arguments and results of a program that the worker compiles.
 
     Attributes:
         inputs: the path and the dtype of each argument that it uses.

@@ -21,7 +21,7 @@ class Judgement:
 
     Attributes:
         candidate: the sharding.
-        judge: who says so.
+        judge: what these costs come from.
         bounds: lower bounds on the time of one run; empty if the chip is unknown.
         memory: bytes per device; None if unknown.
         sent: bytes that a device sends in one run, by mesh axes: {'x': 10, 'x,y': 20}.

@@ -10,9 +10,9 @@ from typing import TypeAlias
 from .flatten import Op, Program
 from .names import Names
 
-# an array by the names of its axes, and its bytes
+# an array: the names of each axis, and the bytes
 Stored: TypeAlias = tuple[tuple[Names, ...], int]
-# arrays that are in memory at the same time, each with its number
+# arrays that are in memory at the same time, and how many there are of each
 Peak: TypeAlias = tuple[tuple[Stored, int], ...]
 
 # operations whose result is another view of their operand, or is written over it
@@ -31,7 +31,7 @@ class _Buffer:
 
 
 class Roots:
-    """Finds the value that others are views of."""
+    """Finds the value whose memory a view uses."""
 
     def __init__(self, program: Program, views: frozenset[str] = VIEWS):
         self.of = list(range(len(program.values)))
@@ -48,10 +48,10 @@ class Roots:
 
 
 def find_peaks(program: Program, names: Sequence[tuple[Names, ...]]) -> tuple[Peak, ...]:
-    """Returns sets of arrays that are in memory at the same time, the largest ones.
+    """Returns the largest sets of arrays that are in memory at the same time.
 
     Only what has to be in memory counts: results of products and lookups, their operands, and what
-    loops stack and carry. All others may be fused. Arguments do not count.
+    loops stack and carry. Other values may be fused. Arguments are left out.
     """
     roots = Roots(program)
     kept = {roots(value) for value in _in_memory(program.ops)}

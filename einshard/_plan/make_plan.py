@@ -1,4 +1,4 @@
-"""Makes a Plan of a finished search."""
+"""Makes a Plan from a finished search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .source import spec_lines
 
 
 def is_simulated(devices: Mesh) -> bool:
-    """Whether the devices are CPUs, so that the partitioner's compiler is that of the target."""
+    """Whether the devices are CPUs; then the partitioner is part of the target's compiler."""
     return devices.devices.flat[0].platform == 'cpu'
 
 
@@ -70,12 +70,12 @@ def _notes(choices: list[Judgement], search: Search) -> Iterator[str]:
     alike = indistinguishable(choices)
     if alike > 1:
         yield (
-            f'plans 0 to {alike - 1} cannot be told apart by their bounds: the intervals from '
-            'full overlap to none overlap. They are in order of the sum'
+            f'the bounds do not tell plans 0 to {alike - 1} apart: their ranges, from full overlap '
+            'to none, intersect. They are ordered by the upper end'
         )
     by_target = [one for one in choices if one.judge == 'compiler']
     if search.by_compiler is not None and not by_target:
-        yield "the target's compiler was not asked; the partitioner's memory may be 20 % too high"
+        yield "the target's compiler was not used; the partitioner's memory may be 20 % too high"
 
 
 def _warnings(best: Judgement, search: Search, model: Model) -> Iterator[str]:
@@ -86,6 +86,6 @@ def _warnings(best: Judgement, search: Search, model: Model) -> Iterator[str]:
     yield (
         f'no plan fits: this one is closest, and needs {format_bytes(needs)} of '
         f'{format_bytes(search.limit)}. To fit, use a smaller batch or more accumulation steps, '
-        f'jax.checkpoint around each layer, or more chips (the arguments that are kept take '
+        f'jax.checkpoint around each layer, or more chips (weights and other state take '
         f'{format_bytes(state)} in total)'
     )

@@ -13,10 +13,10 @@ from .product_cost import MeshAxis
 
 
 class MeshNetwork:
-    """The network between devices, by the axes of meshes of them.
+    """The rates of collectives along the axes of any mesh of some devices.
 
     Args:
-        devices: in hardware order; meshes divide this order row by row.
+        devices: in hardware order; a mesh is a row-major reshape of them.
     """
 
     def __init__(self, devices: Sequence[Any], chip: Chip):
@@ -38,9 +38,9 @@ class MeshNetwork:
         return found
 
     def _without_copies(self, groups: Any) -> Any:
-        """Leaves out the groups in other rows or planes of a torus: they use other links.
+        """Keeps one of the groups in parallel rows or planes of a torus: they share no links.
 
-        With them, a pattern of 8,192 devices takes 100 ms.
+        With all of them, a pattern of 8,192 devices takes 100 ms.
         """
         network = self.network
         if not network.has_coords or len(set(network.slices[groups].ravel().tolist())) > 1:

@@ -49,11 +49,11 @@ class Model:
     Attributes:
         name: of the function.
         names: the names, in order of appearance, with their sizes (the largest, if several).
-        divisors: the number that the shards of each name must divide.
+        divisors: for each name, the number that its number of shards must divide.
         together: the axis names of every array with a spec or a constraint.
         arrays: the arguments.
         results: the results that take new memory.
-        products: what may communicate.
+        products: the operations that may communicate.
         peaks: the arrays that are in memory at the same time, in addition to the arguments.
     """
 
@@ -114,7 +114,7 @@ def _or_known(
     specified: list[AxisNames | None], known: list[AxisNames | None]
 ) -> list[AxisNames | None]:
     """Returns the names in the specs of leaves, or else those in their metadata."""
-    if len(specified) != len(known):  # the arguments have static ones
+    if len(specified) != len(known):  # `known` has static arguments too
         return specified
     both = zip(specified, known, strict=True)
     return [other if names is None else names for names, other in both]
@@ -135,7 +135,7 @@ def _leaves(stages: Stages) -> list[tuple[str, Any]]:
 def _sizes(
     program: Program, axes: Sequence[tuple[Names, ...]], names: Sequence[str]
 ) -> tuple[dict[str, int], dict[str, int], tuple[tuple[str, ...], ...]]:
-    """Returns the sizes of the names, their divisors, and the names that an array has together."""
+    """Returns the sizes of the names, their divisors, and the names of each array."""
     sizes, divisors = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     together: dict[tuple[str, ...], None] = {}
     fixed = [value for value in program.arguments if value is not None]
@@ -158,7 +158,8 @@ def _arrays(
 ) -> tuple[Array, ...]:
     returned = Counter((tuple(one.shape), str(one.dtype)) for one in results)
     per_argument = Counter(path.partition('/')[0] for path, _ in leaves)
-    # a function that returns one array may not be a step that updates its argument
+    # without donation, arguments with the shape of a result count as updated; but if there is only
+    # one result, an equal shape may be a coincidence
     updates = any(info.donated for _, info in leaves) or len(results) < 2
     found: list[Array] = []
     for (path, info), names in zip(leaves, axes, strict=True):

@@ -1,9 +1,9 @@
 """Propagates axis names through a flattened program.
 
 An axis has the names that its sharding comes from: `('embed',)`, or `()` for an axis that is not
-sharded, or None if nothing says. Names come from arguments and constraints. They go forward through
+sharded, or None if unknown. Names come from arguments and constraints. They go forward through
 all operations; and backward from constraints and results to the product that makes the value, which
-can add its partial sums right into that sharding.
+can sum its partial results directly into that sharding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def name_axes(
     demanded = _Table(program)
     for value, names in zip(program.results, results, strict=True):
         demanded.set(value, names)
-    # twice: what a loop carries is known after the first time
+    # twice: the names of a loop's carry are known only after the first pass
     for _ in range(2):
         for op in reversed(program.ops):
             _demand(op, demanded)
@@ -57,7 +57,7 @@ class _Table:
 
 
 def _demand(op: Op, demanded: _Table) -> None:
-    """Sets the names that the consumers of the operands ask for."""
+    """Sets the names of the operands to those that their consumers need."""
     if op.primitive == _CONSTRAINT:
         demanded.set(op.ins[0], (op.outs[0] is not None and demanded.specs[op.outs[0]]) or ())
     elif op.relation.einsum is None and op.primitive != 'scan_axis':

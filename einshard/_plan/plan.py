@@ -77,7 +77,7 @@ def plan(
         chip: the chip for the lower bounds, as in `explain`. Default: that of the devices.
         memory: bytes per device that a plan may use, such as '14 GB'. Default: those of the chip.
         objective: what to minimize: 'bound', the sum of the lower bounds; 'bytes' that a device
-            sends; or 'memory'. Ties go to memory, then bytes.
+            sends; or 'memory'. Ties are broken by memory, then bytes.
         pin: placements that are fixed, by name: {'embed': '@x', 'layers': ''}.
         candidates: shardings of your own to judge alongside, as pairs of mesh sizes and
             placements: `({'data': 16, 'tensor': 16}, {'batch': '@data', 'mlp': '@tensor'})`.
@@ -98,7 +98,7 @@ def plan(
     chip = as_chip(chip) if chip is not None else find_chip(devices.devices.flat[0].device_kind)
     if objective == 'bound' and chip is None:
         raise EinshardError(
-            "objective='bound' needs a chip, and these devices are not of a known one",
+            "objective='bound' needs a chip, but the chip of these devices is unknown",
             facts={
                 'devices': devices.devices.flat[0].device_kind,
                 'instead': "chip='TPU v5e', mesh=topology('v5e:4x4'), or objective='bytes'",

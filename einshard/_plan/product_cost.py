@@ -1,9 +1,9 @@
 """The cheapest way to compute one product whose arrays are sharded over mesh axes.
 
-Every mesh axis shards one index of the product, or none. What an operand has along it in another
-form is gathered or exchanged first. Along an axis that shards a contracted index, devices have
-partial sums, which are added afterwards. This is what `parallelism` lists for an einsum; here it
-takes a few microseconds, because a search asks for many thousands.
+Every mesh axis shards one index of the product, or none. An operand that it shards along another
+index is gathered or exchanged first. If it shards a contracted index, the devices have partial
+sums, which are added afterwards. `parallelism` lists the same for an einsum; this takes only
+microseconds, because a search needs many thousands.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Sent(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A way to compute a product: per execution, and for one device.
+    """A way to compute a product, and its costs per execution and device.
 
     Attributes:
         parts: the number of devices that share the flops.
-        gathered: the bytes of the operands that collectives make.
+        gathered: the bytes of gathered or exchanged operands.
     """
 
     seconds: float
@@ -63,7 +63,7 @@ def mesh_axes(sizes: Sequence[int]) -> tuple[MeshAxis, ...]:
 
 
 def shards(names: Sequence[Names], axes: Axes) -> dict[MeshAxis, int]:
-    """Returns the array axis that each mesh axis shards. A mesh axis shards one, the first."""
+    """Returns the array axis that each mesh axis shards: the first one, if several name it."""
     found: dict[MeshAxis, int] = {}
     for at, several in enumerate(names):
         for name in several:
@@ -96,9 +96,9 @@ def cheapest_way(product: Product, axes: Axes, flop_seconds: float, rate: Rate) 
 
 
 def _choices(axis: MeshAxis, sides: Sequence[_Sharded], product: Product) -> list[int | None]:
-    """The indices that a mesh axis may shard: the one that it shards in two arrays, as in XLA.
+    """The indices that a mesh axis may shard; among them None if its devices may repeat work.
 
-    Otherwise those that it shards in one; and None, if all its devices may compute the same.
+    If it shards an index in two of the arrays, it shards that index, as in XLA.
     """
     held = [side.holds[axis] for side in sides if axis in side.holds]
     for index in held:
@@ -130,9 +130,9 @@ class _Sharded:
         sent.append(Sent(kind, self.role, tuple(axes), n_bytes * self.share))
 
     def bring(self, plan: Mapping[MeshAxis, int], sent: list[Sent]) -> float:
-        """Adds the collectives that bring an operand to a plan; returns the bytes that they make.
+        """Adds the collectives that reshard an operand for a plan; returns the bytes of the result.
 
-        Slices are free, and come first.
+        Slicing is free, and comes first.
         """
         new = {axis: index for axis, index in plan.items() if index in self.indices}
         gathered = [axis for axis in self.holds if axis not in new]

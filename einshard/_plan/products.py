@@ -58,7 +58,7 @@ def find_products(
 ) -> tuple[Product, ...]:
     """Returns the operations that may communicate or compute much; equal ones are merged.
 
-    `states` are the arguments, by value, that are weights or other state.
+    `states` are the values of arguments that are weights or other state.
     """
     shares = _Shares(program, names, states)
     counts: Counter[Product] = Counter()
@@ -93,13 +93,13 @@ def _products(
     is_product = len(values) > 1
     sides = tuple(
         Side(
-            its,
+            operand_indices,
             names[value],
             program.values[value].bytes,
             shares.of_operand(op, value) if is_product else 1.0,
             shares.role(value),
         )
-        for value, its in zip(values, einsum.indices, strict=True)
+        for value, operand_indices in zip(values, einsum.indices, strict=True)
     )
     result = Side(
         einsum.out,

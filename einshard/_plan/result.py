@@ -38,7 +38,7 @@ class Plan(Display):
         choices: the compiled plans, best first, each a `Judgement`.
         code: the specs of the function with the placements of the best plan, as source text.
         n_candidates: how many candidates were estimated.
-        pruned: why others were not: {'indivisible': 120}.
+        pruned: how many others were left out, by reason: {'indivisible': 120}.
         stopped: why the search ended early, or ''.
         notes: what to know about the result, such as plans that cannot be told apart.
         warnings: why the result may not be usable.

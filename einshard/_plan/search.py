@@ -19,7 +19,7 @@ from .judgement import Judgement, Objective
 CompileAll: TypeAlias = Callable[[Sequence[Candidate]], Generator[Judgement, None, None]]
 
 _FINALISTS = 3  # best plans for the target's compiler; one contrast is added
-_MOST_FINALISTS = 5
+_MAX_FINALISTS = 5
 _MARGIN = 1.2  # the memory of the partitioner was up to 17 % above that of the TPU compiler
 
 
@@ -43,7 +43,7 @@ class Search:
     Attributes:
         estimates: the candidates left after pruning, in order of their estimates.
         extra: candidates of the user, which are always compiled.
-        by_partitioner, by_compiler: the judgements of XLA's partitioner and of the target's
+        by_partitioner, by_compiler: judge candidates by XLA's partitioner and by the target's
             compiler. Either may be None if it cannot be used.
         limit: the memory of a device in bytes; None if unknown.
         judged: the last judgement of each compiled candidate.
@@ -141,7 +141,7 @@ class Search:
         best = next(iter(self.ranking()), None)
         if best is not None and best.candidate != finalists[0] and not self.stopped:
             more = [c for c in others if c not in self._by_target()]
-            self._compile(compile_all, more[: _MOST_FINALISTS - len(self._by_target())])
+            self._compile(compile_all, more[: _MAX_FINALISTS - len(self._by_target())])
 
     def _may_fit(self, judgement: Judgement) -> bool:
         if judgement.error:

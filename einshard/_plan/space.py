@@ -17,7 +17,7 @@ from .model import Model
 from .product_cost import MeshAxis, mesh_axes
 
 Sizes: TypeAlias = tuple[int, ...]
-# the axis names that one mesh axis shards; of an array, it shards at most one axis
+# the axis names that one mesh axis shards: at most one of them in each array
 Role: TypeAlias = frozenset[str]
 Plan: TypeAlias = tuple[Sizes, tuple[Role, ...]]  # a mesh shape, and the role of every mesh axis
 
@@ -32,8 +32,8 @@ class Space:
 
     Attributes:
         n_devices: their number.
-        n_slices: the number of slices; several are the first mesh axis, which only the names in
-            `across_slices` may use.
+        n_slices: the number of TPU slices. If there are several, they are the first mesh axis, and
+            only the names in `across_slices` may be sharded over it.
         mesh: the user's mesh axes with their sizes; None to try all factorizations.
         pinned: names with their mesh axes, which do not change.
     """
@@ -112,29 +112,30 @@ class Space:
     def _find_roles(self, size: int, is_slow: bool, must: Role) -> list[Role]:
         names = [name for name in self.model.names if name not in self.pinned]
         divided = [name for name in names if self.model.divisors[name] % size == 0]
-        self.pruned['the size is not divisible'] += len(names) - len(divided)
+        self.pruned['indivisible'] += len(names) - len(divided)
         if is_slow:
             across = self.across_slices()
-            self.pruned['on the slow network'] += sum(name not in across for name in divided)
+            within = sum(name not in across for name in divided)
+            self.pruned['another axis than the batch across slices'] += within
             divided = [name for name in divided if name in across]
-        apart = self._conflicts()
+        conflicts = self._conflicts()
         roles: list[Role] = [must]
         for name in divided:
             if len(roles) < MAX_ROLES:
-                more = [role | {name} for role in roles if role.isdisjoint(apart[name])]
-                self.pruned['one mesh axis twice in an array'] += len(roles) - len(more)
+                more = [role | {name} for role in roles if role.isdisjoint(conflicts[name])]
+                self.pruned['two axes of an array over one mesh axis'] += len(roles) - len(more)
                 roles += more
-        # a mesh axis that shards nothing, only if nothing can be sharded
+        # a mesh axis may shard nothing only if there is nothing that it can shard
         return [role for role in roles if role] or [frozenset()]
 
     def _conflicts(self) -> dict[str, set[str]]:
         """The names that are in one array with each name."""
-        apart: dict[str, set[str]] = {name: set() for name in self.model.names}
+        found: dict[str, set[str]] = {name: set() for name in self.model.names}
         for together in self.model.together:
             for name, other in itertools.permutations(together, 2):
-                if name in apart:
-                    apart[name].add(other)
-        return apart
+                if name in found:
+                    found[name].add(other)
+        return found
 
     def _fits_pins(self, sizes: Sizes) -> bool:
         known: dict[str, int] = dict(zip(AXES, sizes, strict=False))
@@ -165,7 +166,7 @@ class Space:
                 if twice:
                     raise EinshardError(
                         f"pin= shards '{name}' and '{other}' of one array over '{min(twice)}'",
-                        facts={'an array has': ' '.join(together)},
+                        facts={'axes of the array': ' '.join(together)},
                     )
         if self.pinned and not any(self.shapes(n) for n in range(1, 1 + len(self.mesh_axes))):
             self._raise_indivisible()
@@ -183,7 +184,7 @@ class Space:
         sizes = [f'{name} {self.model.divisors[name]}' for name in self.pinned]
         mesh = mesh_text(dict(self.mesh)) if self.mesh else plural(self.n_devices, 'device')
         raise EinshardError(
-            'pin= contradicts the sizes: no mesh has axes that divide them',
+            'pin= fits no mesh shape: the sizes are not divisible',
             facts={'sizes': ', '.join(sizes), 'mesh': mesh},
         )
 

@@ -1,4 +1,4 @@
-"""Reads the shardings that users give to `plan`, and pins."""
+"""Reads the shardings that users pass to `plan` as `candidates=`."""
 
 from __future__ import annotations
 

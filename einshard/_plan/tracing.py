@@ -88,7 +88,7 @@ def _names_of(specs: Sequence[AnySpec | None], leaves: Sequence[Any]) -> list[Ax
 def _trace(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Stages:
     args, kwargs = jtu.tree_map(_struct, (tuple(args), dict(kwargs)))
     if isinstance(fn, ShardedFunction) or not hasattr(fn, 'trace'):
-        # it raises an error for a function that has its own mesh
+        # trace_call raises for a function that has its own mesh
         return trace_call(fn, args, kwargs, current_context().lowering_mesh)
     return trace_call(fn, args, kwargs, None)
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the user's process, which stops it
     answers = os.fdopen(os.dup(1), 'wb')
-    os.dup2(2, 1)  # whatever is printed must not get between the answers
+    os.dup2(2, 1)  # printed text must not mix with the answers
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sys.stdin.buffer, requests), daemon=True).start()
     while True:

@@ -106,7 +106,7 @@ def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str,
             raise contraction.error('a star needs the number of devices', example='devices=8')
         n_devices = max(math.prod(term.factor for term in one.right) for one in counted)
     steps = {1, n_devices}
-    grids: dict[str, object] = {}
+    grids: dict[str, str] = {}
     for operand in placed:
         layout = lay_out(operand, len(operand.names), n_devices)
         steps.update(itertools.accumulate((s.count for s in layout.splits), operator.mul))

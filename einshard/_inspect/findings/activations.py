@@ -1,4 +1,4 @@
-"""Finds activations that are sent although their weights, or nothing, should be."""
+"""Finds activations that are sent needlessly, because another sharding needs fewer bytes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Sent(NamedTuple):
     """A collective in the line of a product of data and a weight.
 
     Attributes:
+        one, row: the collective, as the compiler wrote it and as a row of the report.
         product: the product.
         weight: the operand that is a part of a weight.
         data: the other operand.
@@ -66,8 +67,8 @@ def weight_and_data(product: Product) -> tuple[Value, Value] | None:
 def missing_constraint(facts: Facts) -> Iterator[Finding]:
     """Reports activations that are sent along the mesh axes of the batch, instead of weights.
 
-    As in fully sharded data parallelism without a constraint of the activations: the compiler
-    shards them like the weights, along other axes than the batch.
+    This happens in fully sharded data parallelism (FSDP) without constraints on the activations:
+    the compiler shards them like the weights, along other axes than the batch.
     """
     flagged: dict[frozenset[str], list[Sent]] = {}
     for sent in sent_at_products(facts):
@@ -141,14 +142,14 @@ def _first_conflict(
 def contracted_axes(facts: Facts) -> Iterator[Finding]:
     """Reports contracted axes that are sharded on the side of the data only.
 
-    If the sharding comes from the table of a lookup, as of an embedding sharded over d, that is
-    where to change it, once. Otherwise it is the weight that should be sharded alike.
+    If the activations inherit the sharding of a lookup table, such as an embedding sharded over d,
+    it suggests to constrain the result of the lookup. Otherwise, to shard the weight like the data.
     """
     if facts.trace is None:
         return
     inherited: dict[tuple[int, frozenset[str]], list[Sent]] = {}
     unlike: dict[tuple[str, str, str], list[Sent]] = {}
-    changed: set[int] = set()  # weights that findings want to change
+    changed: set[int] = set()  # weights that another finding changes
     order = {id(product): i for i, product in enumerate(facts.trace.products)}
     for sent in sorted(sent_at_products(facts), key=lambda sent: order[id(sent.product)]):
         for axis, of_weight in _mismatched(facts, sent):

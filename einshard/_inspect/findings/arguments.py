@@ -85,7 +85,7 @@ def less_sharded_results(facts: Facts) -> Iterator[Finding]:
 def _folded(
     kind: str, pairs: Sequence[tuple[ArrayRow, ArrayRow]], text: str, suggestion: str
 ) -> Iterator[Finding]:
-    """Makes one finding of pairs of arrays whose second is sharded."""
+    """Yields one finding for all pairs of arrays (replicated, sharded)."""
     if not pairs:
         return
     lefts, rights = ([pair[i] for pair in pairs] for i in (0, 1))

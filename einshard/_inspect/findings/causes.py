@@ -13,7 +13,7 @@ from .lines import line_of
 from .operations import PRODUCTS
 from .trace import inner_jaxprs
 
-_OF_SHARD_MAP = frozenset(
+_SHARD_MAP_COLLECTIVES = frozenset(
     (
         *('all_gather', 'all_gather_invariant', 'all_gather_reduced', 'all_to_all', 'pbroadcast'),
         *('pmax', 'pmin', 'ppermute', 'psum', 'psum2', 'psum_invariant', 'psum_scatter'),
@@ -33,7 +33,7 @@ def with_causes(facts: Facts) -> Collectives:
 
 def _cause(one: Collective, row: CollectiveRow, constrained: _Constrained) -> str:
     path, _, operation = one.op_name.rpartition('/')
-    if operation in _CONSTRAINTS or ('shard_map' in path and operation in _OF_SHARD_MAP):
+    if operation in _CONSTRAINTS or ('shard_map' in path and operation in _SHARD_MAP_COLLECTIVES):
         return 'requested'
     if not constrained.is_known:
         return 'unknown'
@@ -48,11 +48,11 @@ def _cause(one: Collective, row: CollectiveRow, constrained: _Constrained) -> st
 
 
 class _Constrained:
-    """What constraints, and shardings of results, request.
+    """The products and arguments that the user's code constrains.
 
     Attributes:
-        is_known: whether the traced function is.
-        lines: the lines of products whose result is constrained.
+        is_known: whether there is a traced function to read them from.
+        lines: the lines of products whose result is constrained, or is a result of a jaxpr.
         paths: the arguments that are constrained.
     """
 
@@ -71,7 +71,7 @@ class _Constrained:
 
 
 def _products_before_constraints(jaxpr: Any) -> Iterator[Any]:
-    """Yields the products whose result is constrained, or leaves the jaxpr, in any jaxpr inside."""
+    """Yields products whose result is constrained or returned, also in nested jaxprs."""
     made_by = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     left = [id(v) for v in jaxpr.outvars]
     for eqn in jaxpr.eqns:
@@ -83,7 +83,7 @@ def _products_before_constraints(jaxpr: Any) -> Iterator[Any]:
 
 
 def _products_behind(left: Sequence[int], made_by: dict[int, Any]) -> Iterator[Any]:
-    """Yields the last products that values come from."""
+    """Yields the nearest products that values are computed from."""
     stack, seen = list(left), set(left)
     while stack:
         eqn = made_by.get(stack.pop())

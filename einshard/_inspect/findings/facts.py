@@ -38,14 +38,14 @@ class Facts:
         platform: such as 'cpu' or 'tpu'.
         n_devices: the number of devices that run it.
         slices: the TPU slice of each device.
-        meshes: those of its arguments and results.
-        arguments, results: its arrays, those that it does not use too.
+        meshes: the meshes of its arguments and results.
+        arguments, results: its arrays, including unused ones.
         argument_rows, result_rows: the same, as rows of the report.
         collectives, rows: its collectives, as the compiler wrote them and as rows of the report.
-        all_gathers: those with a single operand, by the name of the instruction.
+        all_gathers: its all-gathers with a single operand, by the name of the instruction.
         weights: whether a parameter of the program, by number, is a weight or optimizer state.
         products: its matrix products by line.
-        replicated_above: note replicated arrays of more bytes than this.
+        replicated_above: replicated arrays of more bytes than this are noted.
     """
 
     stages: Stages

@@ -1,4 +1,4 @@
-"""How JAX's operations pass on the axes of their operands."""
+"""Propagates array axes from the operands of JAX operations to their results."""
 
 from __future__ import annotations
 

@@ -43,12 +43,12 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
         )
 
 
-_LARGE = 0.02  # part of all bytes sent
+_LARGE = 0.02  # fraction of all bytes sent
 _SMALL = 1024  # bytes; smaller sums are not worth a change
 
 
 def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum) -> str:
-    """The constraint of the product in a line that gives each device its slice at once."""
+    """Suggests a constraint on the product of a line, so that its sum is reduce-scattered."""
     products = facts.trace.products if facts.trace else ()
     results = {one.result for one in products if one.line == line and not one.is_backward}
     if len(results) != 1 or len(found.parts) != 1 or facts.mesh is None:
@@ -75,7 +75,8 @@ def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum
 def summed_in_loop(facts: Facts) -> Iterator[Finding]:
     """Reports all-reduces of gradients in a loop that only adds them up.
 
-    Not if the weights are sharded over the same mesh axes: the full sum would take their memory.
+    Weights sharded over the same mesh axes are left out: the unsharded sum would take the
+    memory that sharding saves.
     """
     loops = {
         loop.line: loop
@@ -89,7 +90,7 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
             found.setdefault((loop.line, row.along), []).append((row, sent_bytes(one)))
     for (line, along), rows in found.items():
         n_bytes, n = sum(sent for _, sent in rows), loops[line].length
-        if n_bytes < _LARGE * sum(map(sent_bytes, facts.collectives)):  # as of scales of norms
+        if n_bytes < _LARGE * sum(map(sent_bytes, facts.collectives)):  # such as scales of norms
             continue
         paths = list(dict.fromkeys(path for row, _ in rows for path in row.of))
         folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))

@@ -17,7 +17,7 @@ from .facts import Facts
 from .values import Axis, Product, Value
 
 _REPEATED = 1.5  # flops of all devices, relative to those of the traced function
-_LARGE = 0.05  # part of all flops; less is not reported, such as the router of experts
+_LARGE = 0.05  # fraction of all flops; less, such as in the router of experts, is not reported
 
 
 class _Line(NamedTuple):
@@ -140,7 +140,11 @@ def _axis_to_shard(
     free: tuple[str, ...],
     chosen: Mapping[str, None],
 ) -> Axis | None:
-    """The axis of a weight to shard: a contracted one that an earlier weight makes, or its own."""
+    """Chooses an axis of a weight to shard: a contracted one that is sharded already, or its own.
+
+    Contracted axes are sharded already if an earlier weight, whose result this one reads, is in
+    `chosen`.
+    """
     assert facts.mesh is not None
     assert weight.argument is not None
     side = 0 if product.left is weight else 1

@@ -11,7 +11,7 @@ from .facts import Facts, sent_bytes
 
 
 def slow_network(facts: Facts) -> Iterator[Finding]:
-    """Reports a mesh axis between slices that sends more than one of its size within them."""
+    """Reports a mesh axis between slices if an equally large axis within them carries less."""
     mesh = facts.mesh
     if mesh is None or len(set(facts.slices)) < 2:
         return
@@ -42,5 +42,5 @@ def slow_network(facts: Facts) -> Iterator[Finding]:
                 f'{format_bytes(sent[least])} along {least} within them',
                 None,
                 sent[axis],
-                f'exchange the two mesh axes: {sizes}',
+                f'swap the two mesh axes: {sizes}',
             )

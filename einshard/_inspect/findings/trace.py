@@ -46,12 +46,18 @@ class Trace:
 
 
 class _Where(NamedTuple):
-    """How often a jaxpr runs (None: unknown), in which pass, and on how many devices apart."""
+    """Where a jaxpr is called.
+
+    Attributes:
+        runs: how often it runs; None if unknown.
+        n_manual: the number of devices that a `shard_map` around it runs on; 0 without one.
+        call: the equation that calls it.
+    """
 
     runs: int | None = 1
     is_backward: bool = False
     n_manual: int = 0
-    call: Any = None  # the equation that calls the jaxpr
+    call: Any = None
 
 
 def read_trace(

@@ -1,4 +1,4 @@
-"""How the values of a traced function are sharded, as far as its arguments and constraints tell."""
+"""The shardings of values in a traced function, as its arguments and constraints imply them."""
 
 from __future__ import annotations
 
