@@ -84,7 +84,7 @@ def test_readme_runs():
     pytest.importorskip('libtpu')
     names, printed = run(ROOT / 'README.md')
     shown = re.search(r'```\n(collectives\n.*?)```', README, re.DOTALL)[1]
-    printed = re.sub(r'README\.md:\d+', 'model.py:16', printed)
+    printed = re.sub(r'README\.md:\d+', 'model.py:15', printed)
     for part in shown.split('..\n'):
         assert ' '.join(part.split()) in ' '.join(printed.split())
     shapes = [jax.ShapeDtypeStruct(names[x].shape, np.float32) for x in ('x', 'w_in', 'w_out')]

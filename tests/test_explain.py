@@ -854,7 +854,10 @@ def test_meshes_that_cannot_be_used():
     assert text.startswith('step has its own mesh, so mesh= cannot be given\n')
     text, _ = failing(jax.jit(step), floats(2, 2), floats(2, 2), mesh=jax.devices()[:8])
     assert text.startswith('step is already jitted, so mesh= cannot be given\n')
-    assert 'mesh= must be a mesh, not 3' in failing(spec, floats(16, 2), mesh=3)[0]
+    assert (
+        'mesh= must be a mesh or a sequence of devices, not 3'
+        in failing(spec, floats(16, 2), mesh=3)[0]
+    )
 
 
 # --- parts --------------------------------------------------------------------------------------

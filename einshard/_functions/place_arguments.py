@@ -182,7 +182,7 @@ def _is_host_data(leaf: Any, sharding: NamedSharding) -> bool:
 
 
 def _must_agree(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether an argument is host data of each process that will be sharded across processes."""
+    """Whether all processes must pass the same value: host data to be sharded across processes."""
     if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return False
     is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable

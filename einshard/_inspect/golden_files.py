@@ -84,7 +84,10 @@ class Goldens:
     _used: set[Path] = field(default_factory=set[Path], init=False)
 
     def differs(self, report: Report, name: str | None = None) -> str | None:
-        """Compares a report with its file, or writes it. Returns the difference, if any."""
+        """Returns the difference between a report and its golden file, if any.
+
+        With `--einshard-update`, writes the file instead.
+        """
         if not isinstance(report, Report):
             raise EinshardError(
                 f'einshard_golden takes a Report, not {type(report).__name__}',

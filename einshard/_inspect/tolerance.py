@@ -26,8 +26,8 @@ class Rounding:
     Attributes:
         dtype: the dtype to which numbers are rounded, such as 'bfloat16'.
         unit: the largest relative error of one rounding.
-        terms: the number of terms of the sum, multiplied by loop trip counts; for types that are
-            narrower than float32, the number of roundings.
+        terms: how many roundings count: the terms of the sum, times loop trip counts; for dtypes
+            narrower than float32, the roundings themselves.
         is_narrow: whether the dtype is narrower than float32.
     """
 

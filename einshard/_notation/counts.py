@@ -54,9 +54,10 @@ def solve_counts(
         left = n // math.prod(term.factor for term in counted)
         factors = [term.factor for term in stars]
         ratio = f'counts in the ratio {":".join(map(str, factors))}'
+        noun = 'remaining device' if left < n * devices.taken else 'device'
         raise expression.error(
             f'{quoted(map(str, stars))} cannot have '
-            f'{"equal counts" if len(set(factors)) == 1 else ratio} on {plural(left, "device")}',
+            f'{"equal counts" if len(set(factors)) == 1 else ratio} on {plural(left, noun)}',
             stars,
             fix=_first_star_takes_all(expression, stars, left),
             **devices.hints,

@@ -22,7 +22,7 @@ Role: TypeAlias = frozenset[str]
 Plan: TypeAlias = tuple[Sizes, tuple[Role, ...]]  # a mesh shape, and the role of every mesh axis
 
 AXES = ('x', 'y', 'z')
-# with more names, only the roles of the names that come first are listed
+# once a mesh axis has this many roles, the remaining names are not considered for it
 MAX_ROLES = 2000
 
 
@@ -31,7 +31,7 @@ class Space:
     """All candidates of a model on a number of devices.
 
     Attributes:
-        n_devices: their number.
+        n_devices: the number of devices.
         n_slices: the number of TPU slices. If there are several, they are the first mesh axis, and
             only the names in `across_slices` may be sharded over it.
         mesh: the user's mesh axes with their sizes; None to try all factorizations.
@@ -81,7 +81,7 @@ class Space:
         return all(self.model.divisors[name] % n == 0 for name, n in shards.items())
 
     def axes(self, plan: Plan) -> dict[str, tuple[MeshAxis, ...]]:
-        """The mesh axes of every name, and of the user's mesh axes."""
+        """The mesh axes that shard each name; for the name of a user's mesh axis, that axis."""
         found: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(self.model.names, ())
         of_mesh = mesh_axes(plan[0])
         for axis, role in zip(of_mesh, plan[1], strict=True):
@@ -102,7 +102,7 @@ class Space:
         )
 
     def across_slices(self) -> frozenset[str]:
-        """The names that may be sharded across slices: those of the batch."""
+        """The names that may be sharded across slices: the first name of each batch array."""
         return frozenset(
             next((name for one in array.names for name in one), '')
             for array in self.model.arrays
@@ -129,7 +129,7 @@ class Space:
         return [role for role in roles if role] or [frozenset()]
 
     def _conflicts(self) -> dict[str, set[str]]:
-        """The names that are in one array with each name."""
+        """For each name, the names that share an array with it."""
         found: dict[str, set[str]] = {name: set() for name in self.model.names}
         for together in self.model.together:
             for name, other in itertools.permutations(together, 2):

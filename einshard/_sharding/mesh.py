@@ -261,7 +261,7 @@ def is_partial(sharding: Sharding) -> bool:
 
 
 def are_equivalent(sharding: Sharding, other: Sharding, ndim: int) -> bool:
-    """Whether two shardings are equivalent; JAX itself ignores reduced mesh axes."""
+    """Whether two shardings are equivalent, including reduced mesh axes, which JAX ignores."""
     same = partial_axes(sharding) == partial_axes(other)
     return same and sharding.is_equivalent_to(other, ndim)
 
@@ -344,7 +344,9 @@ def check_mesh(mesh: Any, option: str = 'mesh=') -> None:
     if make_mesh or not is_sequence:
         facts = {'expected': 'a Mesh, an AbstractMesh or a sequence of devices'}
         facts |= {'try': make_mesh} if make_mesh else {}
-        raise EinshardError(f'{option} must be a mesh, not {mesh!r}', facts=facts)
+        raise EinshardError(
+            f'{option} must be a mesh or a sequence of devices, not {mesh!r}', facts=facts
+        )
 
 
 _NAMES = 'xyzuvw'

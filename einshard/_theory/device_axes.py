@@ -64,7 +64,7 @@ def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, 
             f'the counts {counts} do not match the device axes',
             [term for term in operand.right if term.takes_devices],
             device_axes=mesh_text(devices),
-            made_of='the sizes given by name; the other devices come first, in prime factors',
+            how_built='the prime factors of the other devices, then the sizes given by name',
             expected='counts that are products of consecutive device axis sizes, in order',
         )
     return {

@@ -43,7 +43,7 @@ def repeated_constraints(facts: Facts) -> Iterator[Finding]:
 
 
 def _idle(facts: Facts) -> Iterator[tuple[Finding, bool]]:
-    """Yields findings, and whether the constraint repeats a known sharding."""
+    """Yields a finding for each constraint without effect, and whether the sharding was known."""
     if facts.stages.traced is None:
         return
     jaxpr = facts.stages.traced.jaxpr.jaxpr

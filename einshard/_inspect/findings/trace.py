@@ -50,7 +50,7 @@ class _Where(NamedTuple):
 
     Attributes:
         runs: how often it runs; None if unknown.
-        n_manual: the number of devices that a `shard_map` around it runs on; 0 without one.
+        n_manual: the number of devices that run it separately in a `shard_map`; 0 outside of one.
         call: the equation that calls it.
     """
 
@@ -170,8 +170,9 @@ class _Reader:
 
     def scan(self, eqn: Any, values: list[Value], where: _Where) -> Sequence[Value]:
         inner, length = jaxpr_in(eqn.params['jaxpr']), eqn.params['length']
-        # newer JAX does not have the numbers of constants and of carried values in `params`; unlike
-        # these, what is scanned over and what is stacked have another axis outside
+        # newer JAX has no num_consts and num_carry in `params`. Constants and carried values have
+        # the same rank inside and outside; scanned inputs and stacked outputs have one more axis
+        # outside
         n_carry = _n_alike(eqn.outvars, inner.outvars)
         n = _n_alike(eqn.invars, inner.invars) - n_carry
         where = where._replace(runs=None if where.runs is None else where.runs * length)
@@ -248,7 +249,7 @@ def _passed_on(v: Any, values: Sequence[Value]) -> Value:
 
 
 def _typed(v: Any, value: Value) -> Value:
-    """Takes the sharding of a value's type along explicit mesh axes."""
+    """Returns the value with the sharding in its type, if the mesh has explicit axes."""
     sharding = getattr(v.aval, 'sharding', None)
     types = getattr(getattr(sharding, 'mesh', None), 'axis_types', ())
     if AxisType.Explicit not in types or len(value.axes) != v.aval.ndim:
