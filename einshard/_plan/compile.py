@@ -161,7 +161,7 @@ class _Wrapped:
         self._traced = traced
 
     def __call__(self, *_: Any) -> Any:
-        raise NotImplementedError
+        raise TypeError('jax.export traces and lowers this function, and does not call it')
 
     def trace(self, *_: Any) -> Any:
         return self._traced
