@@ -85,8 +85,9 @@ def test_readme_runs():
     names, printed = run(ROOT / 'README.md')
     shown = re.search(r'```\n(collectives\n.*?)```', README, re.DOTALL)[1]
     printed = re.sub(r'README\.md:\d+', 'model.py:15', printed)
-    for part in shown.split('..\n'):
-        assert ' '.join(part.split()) in ' '.join(printed.split())
+    if jax.__version_info__ >= (0, 10):  # before, programs of a newer libtpu have no lines
+        for part in shown.split('..\n'):
+            assert ' '.join(part.split()) in ' '.join(printed.split())
     shapes = [jax.ShapeDtypeStruct(names[x].shape, np.float32) for x in ('x', 'w_in', 'w_out')]
     ours, theirs = names['mlp'].lower(*shapes), names['by_hand'].lower(*shapes)
     assert counting.program(ours.compile()) == counting.program(theirs.compile())
