@@ -54,7 +54,7 @@ def test_there_are_pages():
 PACKAGES = {
     'coming_from': ['flax'],
     'explain': ['libtpu'],
-    'explicit_sharding': ['flax', 'optax'],
+    'meshes': ['flax', 'optax'],
     'packages': ['equinox', 'flax', 'optax', 'orbax'],
     'whole_models': ['optax'],
 }
