@@ -55,8 +55,7 @@ PACKAGES = {
     'coming_from': ['flax'],
     'explain': ['libtpu'],
     'meshes': ['flax', 'optax'],
-    'packages': ['equinox', 'flax', 'optax', 'orbax'],
-    'whole_models': ['optax'],
+    'whole_models': ['equinox', 'flax', 'optax', 'orbax'],
 }
 
 
