@@ -15,8 +15,6 @@ import pytest
 from test_docs import DOCS, code_of
 from test_hlo import assert_same_program, compiled
 
-pytest.importorskip('optax', reason='the page shows a train state of optax')
-
 PAGE = DOCS / 'real_code.md'
 PROGRAMS = {
     'Constrain values by logical names',
