@@ -566,7 +566,7 @@ def test_notebooks_show_svg_and_text():
 def test_saved_files_support_light_and_dark(tmp_path):
     show('a b -> a2 b2').save(tmp_path / 'picture.svg')
     text = (tmp_path / 'picture.svg').read_text()
-    assert 'prefers-color-scheme: dark' in text
+    assert 'color-scheme: light dark; color: CanvasText; background: Canvas' in text
     assert boxes_of(text) == [(0,), (1,), (2,), (3,)]
 
 

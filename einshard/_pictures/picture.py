@@ -60,7 +60,7 @@ class Picture(ColorRepr):
         return svg_text(self.blocks)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes an SVG file for light and dark backgrounds."""
+        """Writes an SVG file, which is light or dark as the reader prefers."""
         Path(path).write_text(_standalone(self.svg), encoding='utf-8')
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class Gallery(ColorRepr):
 
 
 def _standalone(svg: str) -> str:
-    """Adds a style for dark backgrounds; an SVG inside a page has the style of the page."""
-    dark = '@media (prefers-color-scheme: dark) { svg { color: #ddd } }'
+    """Adds light and dark colors; an SVG inside a page has those of the page."""
+    style = 'svg { color-scheme: light dark; color: CanvasText; background: Canvas }'
     start = svg.index('>') + 1
-    return f'{svg[:start]}<style>{dark}</style>{svg[start:]}\n'
+    return f'{svg[:start]}<style>{style}</style>{svg[start:]}\n'
