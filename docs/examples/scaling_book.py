@@ -30,8 +30,8 @@ from einshard import Chip, Rules, einsum, explain, make_sharding, parallelism, s
 # | $A[I_{XY}, J]$ | `i@(x,y) j` | `f32[8@(x,y),4]` |
 # | $A[I, J]\ \{U_X\}$ | `i j +@x` | `f32[8,4]{U:x}` |
 #
-# In the notation, lower-case words name array axes, and an `@` comes before mesh axes. A mesh with
-# Explicit axes has these shardings in its types:
+# In the notation, lower-case words name array axes, and an `@` comes before mesh axes. A mesh
+# with Explicit axes has these shardings in its types:
 
 # %%
 mesh = topology('v5e:4x4', x=4, y=4, axis_types=AxisType.Explicit)
@@ -50,8 +50,8 @@ def product(a, b):
 product.eval_shape(bf16(32, 8), bf16(8, 16))
 
 # %% [markdown]
-# **Quiz of chapter 3.** How much memory does `int8[128, 2048]` with sharding $A[I_{XY}, J]$ take on
-# a mesh with X = 2, Y = 8, Z = 2?
+# **Quiz of chapter 3.** How much memory does `int8[128, 2048]` with sharding $A[I_{XY}, J]$ take
+# on a mesh with X = 2, Y = 8, Z = 2?
 
 # %%
 mesh = topology('v5e:4x8', x=2, y=8, z=2)
@@ -83,9 +83,9 @@ for case, operands in CASES.items():
 # %% [markdown]
 # ## How long a collective takes
 #
-# `explain` compiles for a TPU slice, and computes a lower bound on the time of each collective from
-# the links of the slice. The book's rates are 10 % below Google's, which `explain` uses by default,
-# so this page passes them as `chip=`. `link` is the rate of one link in one direction.
+# `explain` compiles for a TPU slice, and computes a lower bound on the time of each collective
+# from the links of the slice. The book's rates are 10 % below Google's, which `explain` uses by
+# default, so this page passes them as `chip=`. `link` is the rate of one link in one direction.
 
 # %%
 v5e = Chip('v5e', {'bf16': 1.97e14}, 16e9, 8.1e11, link=4.5e10, torus=2, wraps_at=16)
@@ -94,8 +94,8 @@ v4 = Chip('v4', {'bf16': 2.75e14}, 32e9, 1.2e12, link=4.5e10, torus=3, wraps_at=
 
 
 def microseconds(spec, out, shape, mesh, chip):
-    """The lower bound on the network time of a reshard."""
-    report = explain(sharded(spec, out=out, mesh=mesh)(jnp.asarray), bf16(*shape), chip=chip)
+    """The lower bound on the network time of -x, with a result of another sharding."""
+    report = explain(sharded(spec, out=out, mesh=mesh)(jnp.negative), bf16(*shape), chip=chip)
     times = {bound.along: bound.seconds for bound in report.bounds if bound.resource == 'network'}
     print(f"'{spec}' to '{out}':", {axes: f'{1e6 * time:.0f} us' for axes, time in times.items()})
     return 1e6 * sum(times.values())
@@ -111,9 +111,9 @@ time = microseconds('e@y f', 'e f', (2048, 8192), slice_8x4, v5e)
 assert round(time, -1) == 560
 
 # %% [markdown]
-# **Question 2 of chapter 3**: collectives of `bf16[1024, 4096]`, on a v4 slice of 4 by 4 by 4. A v4 chip
-# can be two devices, so this uses the same torus of v5p chips, with the rates of v4. The book leaves
-# out that a device has one of the 4 shards already (a factor of 3/4, or 15/16):
+# **Question 2 of chapter 3**: collectives of `bf16[1024, 4096]`, on a v4 slice of 4 by 4 by 4. A
+# v4 chip can be two devices, so this uses the same torus of v5p chips, with the rates of v4. The
+# book leaves out that a device has one of the 4 shards already (a factor of 3/4, or 15/16):
 
 # %%
 cube = topology('v5p:4x4x4', x=4, y=4, z=4)
@@ -125,9 +125,9 @@ assert int(time / (15 / 16)) == 46
 # %% [markdown]
 # ## Where data, FSDP and tensor parallelism stop scaling
 #
-# Chapter 5 compares the time of the products of an MLP, `x[B, D] @ W_in[D, F] @ W_out[F, D]`, with the
-# time of its collectives. `parallelism` has their bytes. A ring sends in both directions, so a
-# collective of V bytes along n dimensions of the torus takes V / (2 n link).
+# Chapter 5 compares the time of the products of an MLP, `x[B, D] @ W_in[D, F] @ W_out[F, D]`,
+# with the time of its collectives. `parallelism` has their bytes. A ring sends in both
+# directions, so a collective of V bytes along n dimensions of the torus takes V / (2 n link).
 
 # %%
 flops = v5p.flops['bf16']
@@ -146,8 +146,8 @@ print(f'{intensity:.0f} operations per byte')
 assert round(intensity) == 2550
 
 # %% [markdown]
-# **FSDP** gathers each weight before its product. The products take longer than the collectives if
-# a device has more than 2550 / n tokens:
+# **FSDP** gathers each weight before its product. The products take longer than the collectives
+# if a device has more than 2550 / n tokens:
 
 # %%
 D, F = 8192, 32768
@@ -166,15 +166,15 @@ for n, chips in enumerate((4, 16, 64), 1):
     assert math.isclose(limit, intensity / n)
 
 # %% [markdown]
-# **Tensor parallelism** gathers and scatters activations. Its limit is n F / 2550 chips, whatever the
-# batch:
+# **Tensor parallelism** gathers and scatters activations. Its limit is n F / 2550 chips, whatever
+# the batch:
 
 # %%
 B = 2**16
 
 
 def tensor_chips(hidden, n, chips=4):
-    """The number of chips at which a tensor parallel MLP is limited by compute and network alike."""
+    """The chips at which a tensor parallel MLP is limited by compute and network alike."""
     up, down = f'b d{chips}, d f{chips} -> b f{chips}', f'b f{chips}, f{chips} d -> b d{chips}'
     sizes = {'b': B, 'd': D, 'f': hidden}
     sent = collective_bytes(up, 'all-gather', **sizes)
@@ -190,8 +190,8 @@ assert int(tensor_chips(49_152, 1)) == 19  # the book's number for Gemma
 
 # %% [markdown]
 # **FSDP and tensor parallelism together.** FSDP sends weights, which are smaller with more tensor
-# parallelism; tensor parallelism sends activations, which are smaller with more FSDP. On 64 v5p chips
-# with 48 Ki tokens, the best mix is 16 by 4:
+# parallelism; tensor parallelism sends activations, which are smaller with more FSDP. On 64 v5p
+# chips with 48 Ki tokens, the best mix is 16 by 4:
 
 
 # %%
@@ -251,8 +251,8 @@ assert round(parameters / 1e9) in (70, 71)  # the book: 70.4
 
 # %% [markdown]
 # FSDP alone, over the batch and the sequence, leaves 468 tokens per chip of 8,960, where 850 are
-# needed. A mix with tensor parallelism is limited by compute. The book rounds its formula to FSDP over
-# 2,048 chips and tensor parallelism over 4; these are 8,192 chips of the pod:
+# needed. A mix with tensor parallelism is limited by compute. The book rounds its formula to FSDP
+# over 2,048 chips and tensor parallelism over 4; these are 8,192 chips of the pod:
 
 # %%
 BATCH = 4 * 2**20
@@ -280,7 +280,5 @@ rules = Rules(
 pod = AbstractMesh((2048, 4), ('fsdp', 'tensor'), axis_types=(AxisType.Auto,) * 2)
 table = rules.table(shapes, mesh=pod)
 weights = table.bytes_per_device
-print(
-    f'{weights / 2**20:.1f} MiB of weights; with gradients and moments {6 * weights / 2**20:.0f} MiB'
-)
+print(f'{weights / 2**20:.1f} MiB of weights, {6 * weights / 2**20:.0f} MiB in total')
 assert weights * pod.size == 2 * parameters  # nothing is replicated
