@@ -25,7 +25,7 @@ nb_execution_in_temp = True  # in an empty folder, as whoever downloads a notebo
 nb_execution_timeout = 120
 nb_merge_streams = True
 
-myst_enable_extensions = ['colon_fence']
+myst_enable_extensions = ['colon_fence', 'dollarmath']
 myst_heading_anchors = 3
 
 default_role = 'code'
