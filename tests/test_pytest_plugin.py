@@ -20,8 +20,8 @@ from refusal import refusal
 
 import einshard
 from einshard import explain, sharded
+from einshard._inspect.collectives import Collectives
 from einshard._inspect.golden_files import Goldens, file_name, golden_text
-from einshard._inspect.report_rows import Collectives
 
 try:
     from einshard import _pytest_plugin
