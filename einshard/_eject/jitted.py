@@ -1,0 +1,174 @@
+"""Writes the `jax.jit` call of a function, and the constraints inside it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax.tree_util as jtu
+from jax.sharding import AxisType, NamedSharding
+
+from .._arrays.constrain import names_at
+from .._errors import EinshardError, quoted
+from .._functions.program import TracedFunction
+from .._inspect.findings.lines import line_of
+from .._inspect.findings.trace import inner_jaxprs
+from .._inspect.lowered import Stages
+from .._sharding.mesh import adds_terms
+from .._text import array_text, short_source
+from .._trees.paths import path_text
+from .._trees.specs import is_none
+from .path_rules import Tables, find_path_rules
+from .shardings import Writer
+from .source import Brackets, Code, labeled, lines
+
+_CONSTRAINTS = {
+    'sharding_constraint': 'jax.lax.with_sharding_constraint',
+    'reshard': 'jax.sharding.reshard',
+}
+_MAX_LITERAL = 8  # the most shardings of a pytree that are written as a pytree
+# names that the text may use for other things than a parameter
+_TAKEN = re.compile(
+    'function|shardings|hardware_order|jax|np|re|P|AxisType|Mesh|NamedSharding'
+    r'|(mesh|devices)(_\d+)?'
+)
+
+
+def jit_function(program: TracedFunction, writer: Writer, tables: Tables) -> list[str]:
+    """Writes a function that jits the user's function as `sharded` does."""
+    setup, static = program.setup, program.static
+    trees = _Trees(writer, tables)
+    arguments: list[Code] = ['function']
+    dynamic = [(name, s) for i, (name, s) in enumerate(_arguments(program)) if i not in static]
+    if any(shardings is not None for _, shardings in dynamic):
+        _check_positional(program)
+        codes = [trees.code(shardings, name) for name, shardings in dynamic]
+        arguments.append(Brackets('in_shardings=(', tuple(codes)))
+    if program.out_shardings is not None:
+        arguments.append(labeled('out_shardings=', trees.code(program.out_shardings, 'result')))
+    numbers = {
+        'static_argnums': static,
+        'donate_argnums': program.positions(setup.declaration.donated),
+    }
+    options = {option: tuple(found) for option, found in numbers.items() if found}
+    options |= {name: value for name, value in setup.options.items() if _is_literal(value)}
+    arguments += [f'{name}={value!r}' for name, value in options.items()]
+    body = [f'    """Jits {setup.name}({", ".join(program.names)})."""']
+    if trees.parameters:
+        body.append(f'    # {", ".join(trees.parameters)}: arrays, or shapes of jax.eval_shape')
+    if others := [name for name in setup.options if name not in options]:
+        body.append(f'    # sharded also has {", ".join(others)}=')
+    if AxisType.Explicit in program.mesh.axis_types:
+        body.append('    # before a call, enter jax.set_mesh(mesh) and place the arguments')
+    head = Brackets(f'def jit_{_identifier(setup.name)}(', ('function', *trees.parameters), '):')
+    call = Brackets('return jax.jit(', tuple(arguments))
+    return ['\n'.join([*lines(head), *body, *lines(call, indent=4)])]
+
+
+def _arguments(program: TracedFunction) -> Iterator[tuple[str, Any]]:
+    return zip(program.names, program.in_shardings, strict=True)
+
+
+class _Trees:
+    """Writes pytrees of shardings.
+
+    Attributes:
+        parameters: names for the trees whose shardings are found by path, when the text runs.
+    """
+
+    def __init__(self, writer: Writer, tables: Tables):
+        self.parameters: list[str] = []
+        self._writer = writer
+        self._tables = tables
+
+    def code(self, shardings: Any, name: str) -> Code:
+        """Writes the shardings of an argument: as a pytree, or as a call that finds them."""
+        leaves = jtu.tree_leaves(shardings, is_leaf=is_none)
+        if leaves and all(leaf == leaves[0] for leaf in leaves):
+            return self._writer.sharding(leaves[0])
+        if len(leaves) <= _MAX_LITERAL:
+            literal = self._literal(shardings)
+            if literal is not None:
+                return literal
+        parameter = _identifier(name)
+        while _TAKEN.fullmatch(parameter) or parameter in self.parameters:
+            parameter += '_'
+        self.parameters.append(parameter)
+        with_paths, _ = jtu.tree_flatten_with_path(shardings, is_leaf=is_none)
+        rules = find_path_rules([(path_text(path), leaf) for path, leaf in with_paths])
+        table = self._tables.add(f'{parameter.upper()}_RULES', rules)
+        return f'shardings({table}, {parameter})'
+
+    def _literal(self, tree: Any) -> Code | None:
+        """Writes a pytree of dicts, lists and tuples; None if it has other nodes."""
+        if tree is None or isinstance(tree, NamedSharding):
+            return self._writer.sharding(tree)
+        if type(tree) is dict and all(isinstance(key, str | int) for key in tree):
+            items = [(f'{key!r}: ', self._literal(value)) for key, value in tree.items()]
+            start, end = '{}'
+        elif type(tree) in (list, tuple):
+            items = [('', self._literal(value)) for value in tree]
+            start, end = '[]' if type(tree) is list else '()'
+        else:
+            return None
+        codes = [labeled(label, code) for label, code in items if code is not None]
+        return Brackets(start, tuple(codes), end) if len(codes) == len(items) else None
+
+
+def _check_positional(program: TracedFunction) -> None:
+    """Raises if a call has keyword-only arguments, which jit with in_shardings rejects."""
+    if program.call.keywords:
+        raise EinshardError(
+            f'{program.setup.name} has arguments by keyword, which jax.jit with in_shardings '
+            'does not take',
+            facts={
+                'arguments': quoted(program.call.keywords),
+                'instead': 'make these parameters positional',
+            },
+        )
+
+
+def _is_literal(value: object) -> bool:
+    try:
+        return ast.literal_eval(repr(value)) == value
+    except (ValueError, SyntaxError):
+        return False
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r'\W+', '_', name).strip('_') or 'function'
+
+
+def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
+    """Writes the sharding constraints inside a function as a comment, by source line."""
+    assert stages.traced is not None, 'a function was traced'
+    found: dict[tuple[str, str], str] = {}
+    for eqn in _constraints(stages.traced.jaxpr.jaxpr):
+        sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
+        if isinstance(sharding, NamedSharding) and adds_terms(sharding.spec):
+            line, aval = line_of(eqn), eqn.outvars[0].aval
+            if not line:  # of the arguments
+                continue
+            names = names_at.get(line, ())
+            what = f' {" ".join(names)!r}' if len(names) == len(aval.shape) > 0 else ''
+            call = f'{_CONSTRAINTS[eqn.primitive.name]}(x, {writer.sharding(sharding)})'
+            found.setdefault((line, call), f'{array_text(aval)}{what}')
+    comment = [f'# Constraints inside {stages.name}, instead of einshard(x, ...):']
+    for (line, call), what in found.items():
+        comment += ['#', f'# {short_source(line)}, {what}', f'#     x = {call}']
+    return ['\n'.join(comment)] if found else []
+
+
+def _constraints(jaxpr: Any) -> Iterator[Any]:
+    """Yields the constraints of a jaxpr, except those of the backward pass."""
+    for eqn in jaxpr.eqns:
+        is_backward = 'transpose(' in str(eqn.source_info.name_stack)
+        if eqn.primitive.name in _CONSTRAINTS and not is_backward:
+            specs = [v.aval.sharding.spec for v in (eqn.invars[0], eqn.outvars[0])]
+            # JAX adds reshards without effect, to gradients
+            if eqn.primitive.name != 'reshard' or specs[0] != specs[1]:
+                yield eqn
+        for inner in inner_jaxprs(eqn.params.values()):
+            yield from _constraints(inner)
