@@ -143,15 +143,21 @@ def test_an_abstract_mesh():
     assert canonical == to_jax('a* b')
 
 
-@pytest.mark.parametrize('terms', ['+@tp', '+@(data,tp)', '=@data', 'a@data +@tp', '+@data =@tp'])
-def test_partial_sums(terms):
-    text = f'a b -> {terms}'.replace('-> a@data', '-> a@data b').replace('-> ', '-> a b ')
-    text = text.replace('a b a@data b', 'a@data b')
+def test_an_explicit_canonical_mesh(devices):
+    mesh = device_mesh(devices, axis_types=AxisType.Explicit)
+    for text in ('a b -> a* b', 'a b -> a b +*'):
+        assert sharding_of(to_jax(text, mesh=mesh)) == make_sharding(text, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    'text',
+    ['a b +@tp', 'a b +@(data,tp)', 'a b =@data', 'a@data b +@tp', 'a b +@data =@tp'],
+)
+def test_partial_sums(text):
     made, expected = sharding_of(to_jax(text, mesh=EXPLICIT)), make_sharding(text, mesh=EXPLICIT)
     assert made == expected
-    assert (made.spec.unreduced, made.spec.reduced) == (
-        expected.spec.unreduced, expected.spec.reduced,
-    )  # fmt: skip
+    axes = [(spec.unreduced, spec.reduced) for spec in (made.spec, expected.spec)]
+    assert axes[0] == axes[1] != (frozenset(), frozenset())
 
 
 def test_memory_kinds():
@@ -324,9 +330,9 @@ def of_mlp(constraint, **names):
     return names['mlp']
 
 
-def constraints_in(text):
+def constraints_in(text, line=r'\S+:\d+'):
     """The calls in the comment, by the line above each."""
-    return re.findall(r'^# (\S+:\d+, .*)\n#     x = (.*)$', text, re.MULTILINE)
+    return re.findall(rf'^# ({line}, .*)\n#     x = (.*)$', text, re.MULTILINE)
 
 
 @pytest.mark.parametrize('mesh', [None, MESH, DEVICES[:8]], ids=['all', 'named', 'eight'])
@@ -420,6 +426,22 @@ def test_a_jitted_function_has_constraints_only():
     assert [where.partition(',')[0] for where, _ in constraints_in(text)] == [
         f'test_eject.py:{lines + 5}', f'test_eject.py:{lines + 3}',
     ]  # fmt: skip
+
+
+def test_a_sharded_function_in_another():
+    @sharded('a b -> a* b', out='a b -> a b*')
+    def inner(x):
+        return einshard(x * 2, 'a b -> a4* b*')
+
+    @sharded('a b -> a* b')
+    def outer(x):
+        return inner(x)
+
+    for function in (outer, jax.jit(lambda x: outer(x)).trace(f32(16, 16))):
+        text = to_jax(function, *[f32(16, 16)] * (function is outer))
+        assert [call[call.index('P(') :] for _, call in constraints_in(text, 'no source line')] == [
+            "P(('d0', 'd1', 'd2'), 'd3')))", "P(None, ('d0', 'd1', 'd2', 'd3'))))",
+        ]  # fmt: skip
 
 
 # --- the text, and the command ------------------------------------------------------------------

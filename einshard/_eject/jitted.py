@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from .._functions.program import TracedFunction
 from .._inspect.findings.lines import line_of
 from .._inspect.findings.trace import inner_jaxprs
 from .._inspect.lowered import Stages
+from .._per_device.per_device import per_device
+from .._sharding.context import depth_of_user
 from .._sharding.mesh import adds_terms
 from .._text import array_text, short_source
 from .._trees.paths import path_text
@@ -39,6 +42,11 @@ _TAKEN = re.compile(
 def jit_function(program: TracedFunction, writer: Writer, tables: Tables) -> list[str]:
     """Writes a function that jits the user's function as `sharded` does."""
     setup, static = program.setup, program.static
+    if getattr(setup.function, '__globals__', {}).get('__name__') == per_device.__module__:
+        raise EinshardError(
+            f'to_jax does not write per-device functions such as {setup.name}',
+            facts={'instead': 'jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)'},
+        )
     trees = _Trees(writer, tables)
     arguments: list[Code] = ['function']
     dynamic = [(name, s) for i, (name, s) in enumerate(_arguments(program)) if i not in static]
@@ -144,20 +152,26 @@ def _identifier(name: str) -> str:
 def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
     """Writes the sharding constraints inside a function as a comment, by source line."""
     assert stages.traced is not None, 'a function was traced'
+    # `sharded` reshards the arguments over Explicit axes: without a line, or on JAX 0.8 in the line
+    # of the call
+    user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
+    not_inside = '', f'{user.f_code.co_filename}:{user.f_lineno}'
     found: dict[tuple[str, str], str] = {}
     for eqn in _constraints(stages.traced.jaxpr.jaxpr):
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
         if isinstance(sharding, NamedSharding) and adds_terms(sharding.spec):
             line, aval = line_of(eqn), eqn.outvars[0].aval
-            if not line:  # of the arguments
+            if eqn.primitive.name == 'reshard' and line in not_inside:
                 continue
             names = names_at.get(line, ())
             what = f' {" ".join(names)!r}' if len(names) == len(aval.shape) > 0 else ''
             call = f'{_CONSTRAINTS[eqn.primitive.name]}(x, {writer.sharding(sharding)})'
             found.setdefault((line, call), f'{array_text(aval)}{what}')
-    comment = [f'# Constraints inside {stages.name}, instead of einshard(x, ...):']
+    comment = [
+        f'# Constraints inside {stages.name or "the function"}, instead of einshard(x, ...):'
+    ]
     for (line, call), what in found.items():
-        comment += ['#', f'# {short_source(line)}, {what}', f'#     x = {call}']
+        comment += ['#', f'# {short_source(line) or "no source line"}, {what}', f'#     x = {call}']
     return ['\n'.join(comment)] if found else []
 
 

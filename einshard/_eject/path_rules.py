@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -60,9 +61,10 @@ def find_path_rules(
     for rules in ([*_by_template(rest), *kept], by_path):
         if all(_first(rules, path) == sharding for path, sharding in leaves):
             return rules
+    counts = Counter(path for path, _ in leaves)
     raise EinshardError(
         'leaves with different shardings have the same path',
-        facts={'paths': first_of([repr(path) for path, _ in leaves], 8)},
+        facts={'paths': first_of([repr(path) for path, n in counts.items() if n > 1], 8)},
     )
 
 

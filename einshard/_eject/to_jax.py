@@ -20,7 +20,7 @@ from .._sharding.context import Context, current_context, mesh_scope
 from .._sharding.leaf_spec import LEAF_SPECS, REPLICATED, as_leaf_spec, lenient, parsed
 from .._sharding.mesh import AnyMesh, MeshLike
 from .._sharding.resolve import resolve
-from .._text import name_of
+from .._text import array_text, name_of
 from .._trees.paths import leaf_paths
 from .._trees.rules import Rules
 from .._trees.shard_largest import shard_largest
@@ -80,8 +80,8 @@ def to_jax(
         The source text, formatted as by `ruff format`.
 
     Raises:
-        EinshardError: a spec does not fit; the rules need a tree; or `jax.jit` cannot have these
-            shardings, because the function has keyword-only arguments.
+        EinshardError: a spec does not fit; the rules need a tree; the call has keyword-only
+            arguments, for which `jax.jit` takes no shardings; or it is a `per_device` function.
     """
     if isinstance(what, Plan):
         _check_none(args, kwargs, mesh, shape, 'a Plan already has its arguments and mesh')
@@ -90,9 +90,11 @@ def to_jax(
     if _is_spec(what):
         if kwargs or len(args) > 1:
             raise EinshardError(
-                f'to_jax takes one pytree for a spec, but got {plural(len(args), "argument")}'
-                + (f' and {", ".join(kwargs)}=' if kwargs else ''),
-                facts={'expected': 'to_jax(spec), or to_jax(spec, tree)'},
+                'to_jax takes at most one pytree for a spec',
+                facts={
+                    'got': ', '.join([*map(array_text, args), *(f'{name}=' for name in kwargs)]),
+                    'expected': 'to_jax(spec), or to_jax(spec, tree)',
+                },
             )
         check_specs(what, expected=_EXPECTED)
         context = current_context(mesh)
@@ -105,7 +107,7 @@ def to_jax(
     stages = trace_call(what, args, kwargs, mesh)
     program = stages.program
     target = current_context(mesh).lowering_mesh if program is None else program.mesh
-    return _of_stages(stages, target, stages.name)
+    return _of_stages(stages, target, stages.name or 'a traced function')
 
 
 def _is_spec(what: Any) -> bool:
@@ -153,7 +155,7 @@ def _of_tree(
     elif isinstance(spec, Rules):
         rules = _rules_of_patterns(spec, context)
     else:
-        raise _needs_tree(f'{type(spec).__name__} gives shardings by path')
+        raise _needs_tree('this spec gives shardings by path')
     if isinstance(spec, Rules):
         replicated = writer.sharding(resolve(REPLICATED, None, context).sharding)
         is_small = f' or leaf.size < {spec.min_size}' if spec.min_size > 1 else ''
