@@ -380,6 +380,30 @@ def test_trees_of_other_types_are_found_by_path():
     assert made['out_shardings'] == step.out_shardings(*args)
 
 
+def test_specs_for_many_subtrees():
+    names = 'abcdefghi'
+    spec = dict.fromkeys(names, 'i o -> i@data o') | {'n': None, 'z': '... -> ...'}
+    tree = {name: [f32(8, 2), f32(4, 2)] for name in names} | {'n': None, 'z': (f32(3), f32())}
+    f = sharded(spec, mesh=MESH)(lambda tree: tree['z'])
+    names = run(to_jax(f, tree))
+    made = names['jit_lambda'](lambda tree: tree['z'], tree).lower(tree)
+    by_leaf = [made.args_info, f.lower(tree).args_info]
+    assert by_leaf[0] == by_leaf[1]
+    shardings = [x.compile().input_shardings for x in (made, f.lower(tree))]
+    assert shardings[0] == shardings[1]
+
+
+def test_keywords_without_specs():
+    @sharded(out='... -> * ...', static_argnames='power', donate_argnames='y')
+    def f(x, *, power, y):
+        return x**power + y
+
+    names = run(to_jax(f, f32(8), power=3, y=f32(8)))
+    made = names['jit_f'](f.__wrapped__).lower(f32(8), power=3, y=f32(8))
+    assert [x.donated for x in jtu.tree_leaves(made.args_info)] == [False, True]
+    assert made.compile().output_shardings == make_sharding('... -> * ...')
+
+
 def test_explicit_axes():
     @sharded('b d -> b@data d', 'd f -> d@tp f', out='b f -> b@data f')
     def f(x, w):

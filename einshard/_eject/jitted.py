@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
@@ -21,7 +21,7 @@ from .._per_device.per_device import per_device
 from .._sharding.context import depth_of_user
 from .._sharding.mesh import adds_terms
 from .._text import array_text, short_source
-from .._trees.paths import path_text
+from .._trees.paths import leaf_paths
 from .._trees.specs import is_none
 from .path_rules import Tables, find_path_rules
 from .shardings import Writer
@@ -39,8 +39,11 @@ _TAKEN = re.compile(
 )
 
 
-def jit_function(program: TracedFunction, writer: Writer, tables: Tables) -> list[str]:
+def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     """Writes a function that jits the user's function as `sharded` does."""
+    program, traced = stages.program, stages.traced
+    if program is None or traced is None:
+        return []
     setup, static = program.setup, program.static
     if getattr(setup.function, '__globals__', {}).get('__name__') == per_device.__module__:
         raise EinshardError(
@@ -49,18 +52,16 @@ def jit_function(program: TracedFunction, writer: Writer, tables: Tables) -> lis
         )
     trees = _Trees(writer, tables)
     arguments: list[Code] = ['function']
-    dynamic = [(name, s) for i, (name, s) in enumerate(_arguments(program)) if i not in static]
-    if any(shardings is not None for _, shardings in dynamic):
+    rows = list(zip(program.in_shardings, program.names, stages.values, strict=True))
+    dynamic = [row for i, row in enumerate(rows) if i not in static]
+    if any(shardings is not None for shardings, _, _ in dynamic):
         _check_positional(program)
-        codes = [trees.code(shardings, name) for name, shardings in dynamic]
-        arguments.append(Brackets('in_shardings=(', tuple(codes)))
+        arguments.append(Brackets('in_shardings=(', tuple(trees.code(*row) for row in dynamic)))
     if program.out_shardings is not None:
-        arguments.append(labeled('out_shardings=', trees.code(program.out_shardings, 'result')))
-    numbers = {
-        'static_argnums': static,
-        'donate_argnums': program.positions(setup.declaration.donated),
-    }
-    options = {option: tuple(found) for option, found in numbers.items() if found}
+        code = trees.code(program.out_shardings, 'result', traced.out_info)
+        arguments.append(labeled('out_shardings=', code))
+    options = _selected('static', static, program)
+    options |= _selected('donate', program.positions(setup.declaration.donated), program)
     options |= {name: value for name, value in setup.options.items() if _is_literal(value)}
     arguments += [f'{name}={value!r}' for name, value in options.items()]
     body = [f'    """Jits {setup.name}({", ".join(program.names)})."""']
@@ -75,8 +76,13 @@ def jit_function(program: TracedFunction, writer: Writer, tables: Tables) -> lis
     return ['\n'.join([*lines(head), *body, *lines(call, indent=4)])]
 
 
-def _arguments(program: TracedFunction) -> Iterator[tuple[str, Any]]:
-    return zip(program.names, program.in_shardings, strict=True)
+def _selected(kind: str, positions: Sequence[int], program: TracedFunction) -> dict[str, Any]:
+    """Returns the options of `jax.jit` for static or donated arguments."""
+    n = program.call.n_positional
+    numbers = tuple(i for i in positions if i < n)
+    names = tuple(program.names[i] for i in positions if i >= n)
+    options = {f'{kind}_argnums': numbers, f'{kind}_argnames': names}
+    return {option: found for option, found in options.items() if found}
 
 
 class _Trees:
@@ -91,8 +97,8 @@ class _Trees:
         self._writer = writer
         self._tables = tables
 
-    def code(self, shardings: Any, name: str) -> Code:
-        """Writes the shardings of an argument: as a pytree, or as a call that finds them."""
+    def code(self, shardings: Any, name: str, value: Any) -> Code:
+        """Writes the shardings of a value: as a pytree, or as a call that finds them by path."""
         leaves = jtu.tree_leaves(shardings, is_leaf=is_none)
         if leaves and all(leaf == leaves[0] for leaf in leaves):
             return self._writer.sharding(leaves[0])
@@ -104,8 +110,12 @@ class _Trees:
         while _TAKEN.fullmatch(parameter) or parameter in self.parameters:
             parameter += '_'
         self.parameters.append(parameter)
-        with_paths, _ = jtu.tree_flatten_with_path(shardings, is_leaf=is_none)
-        rules = find_path_rules([(path_text(path), leaf) for path, leaf in with_paths])
+        # the shardings may be a prefix of the value
+        subtrees = jtu.tree_structure(shardings, is_leaf=is_none).flatten_up_to(value)
+        each = [
+            s for s, subtree in zip(leaves, subtrees, strict=True) for _ in jtu.tree_leaves(subtree)
+        ]
+        rules = find_path_rules(list(zip(leaf_paths(value), each, strict=True)))
         table = self._tables.add(f'{parameter.upper()}_RULES', rules)
         return f'shardings({table}, {parameter})'
 

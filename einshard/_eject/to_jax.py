@@ -219,7 +219,7 @@ def _of_stages(stages: Stages, mesh: AnyMesh, title: str) -> str:
         )
     writer = Writer(mesh)
     tables = Tables(writer)
-    call = [] if stages.program is None else jit_function(stages.program, writer, tables)
+    call = jit_function(stages, writer, tables)
     constraints = constraint_comment(stages, writer)
     if not call and not constraints:
         raise EinshardError(
