@@ -110,8 +110,9 @@ def test_the_command_is_named_as_it_was_called(tmp_path):
     assert run_script(tmp_path, 'explian').stderr.endswith('try: einshard explain\n')
 
 
-def test_shape_may_be_left_out(capsys):
-    assert main(['a b -> a4 b2']) == 0
+@pytest.mark.parametrize('command', [[], ['show']])
+def test_shape_may_be_left_out(command, capsys):
+    assert main([*command, 'a b -> a4 b2']) == 0
     assert capsys.readouterr().out == f'{show("a b -> a4 b2")}\n'
 
 
