@@ -13,7 +13,6 @@ import pytest
 
 from einshard import Rules, device_mesh, einshard, explain, for_optimizer, sharded
 
-QUICKLY = {'compiler_options': {'xla_backend_optimization_level': 0}}
 VOCABULARY, D, F, BATCH, LENGTH = 256, 64, 256, 64, 32
 OPTIMIZER = optax.adamw(1e-3)
 
@@ -92,7 +91,7 @@ def report_of(library, stream, rules, states=None, mesh=None):
     weights = Rules([*rules, ('scale', 'd' if 'data' in mesh.axis_names else '* d')])
     spec = {'params': weights, 'opt': for_optimizer(params, weights) if states is None else states}
 
-    @sharded(spec, tokens_spec(mesh), out=spec, mesh=mesh, **QUICKLY)
+    @sharded(spec, tokens_spec(mesh), out=spec, mesh=mesh)
     def step(state, tokens):
         def loss(params):
             logits = apply(params, tokens[:, :-1])
