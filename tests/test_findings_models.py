@@ -1,5 +1,6 @@
 """The findings of explain on models of Flax and Equinox: planted mistakes and their fixes."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def model_of(library, stream):
     return params, lambda params, tokens: eqx.combine(params, static)(tokens)
 
 
+@functools.cache  # a suggested fix often is the correct program
 def report_of(library, stream, rules, states=None, mesh=None):
     params, apply = model_of(library, stream)
     weights = Rules([*rules, ('scale', 'd' if 'data' in mesh.axis_names else '* d')])
@@ -111,7 +113,8 @@ def tokens_spec(mesh):
 
 
 def rules_of(**specs):
-    return list(specs.items())
+    """In the short form."""
+    return tuple((name, spec.rpartition('-> ')[2]) for name, spec in specs.items())
 
 
 def mesh_of(**axes):
