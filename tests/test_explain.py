@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from counting import counting
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array, Float
 from placed import mesh_of, struct
@@ -554,23 +553,6 @@ def test_intermediates():
 def test_shardings_as_xla_writes_them(text, expression):
     mesh = make_sharding('a -> a*', mesh=EIGHT).mesh
     assert _placement(text, 2, [mesh])[0] == expression
-
-
-@pytest.fixture
-def persistent_cache(tmp_path):
-    options = {
-        'jax_compilation_cache_dir': str(tmp_path),
-        'jax_persistent_cache_min_compile_time_secs': 0,
-        'jax_persistent_cache_min_entry_size_bytes': -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield tmp_path
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 def test_intermediates_of_a_program_in_the_persistent_cache(persistent_cache):
