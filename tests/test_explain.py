@@ -238,6 +238,8 @@ def test_rows_of_arguments(case):
     function, arguments, rows = ARGUMENTS[case]
     report = explain(function, *arguments)
     assert [(row.path, row.placement, row.bytes) for row in report.arguments] == rows
+    if rows[-1][1] == ONE:
+        assert (report.n_devices, report.mesh, report.collectives) == (1, (), ())
 
 
 def step(w, x, *, rate=1.0):
