@@ -106,7 +106,6 @@ def test_program_is_that_of_hand_written_jax(machine, name):
         ('cpu', 'data', True),
         ('cpu', 'tensor', True),
         ('cpu', 'both', False),
-        ('v5e:4x4', 'tensor', False),
         ('v5e:4x4', 'both', True),
         ('v5e:16x16', 'data', True),
     ],
