@@ -162,7 +162,8 @@ def test_no_page_scrolls_sideways(report, tmp_path):
         # frames, because a window of Chromium is at least 500 pixels wide
         for width in (390, 1100):
             wait = 'setTimeout(() => this.title = this.contentDocument.title, 200)'
-            frames += f'<iframe src="{name}.html" width="{width}" onload="{wait}"></iframe>'
+            size = f'width="{width}" height="900"'
+            frames += f'<iframe src="{name}.html" {size} onload="{wait}"></iframe>'
     (tmp_path / 'frames.html').write_text(frames, 'utf-8')
     done = subprocess.run(
         [
