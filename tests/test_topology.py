@@ -1,6 +1,6 @@
 """topology: TPU slices you don't have, and reports of programs compiled for them."""
 
-import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -26,7 +26,7 @@ from einshard import (
     sharded,
     topology,
 )
-from einshard._sharding import topology as module
+from einshard._sharding import libtpu
 
 pytest.importorskip('libtpu', reason='libtpu describes TPUs, and is not installed')
 
@@ -95,7 +95,7 @@ def test_numbers_of_slices(n_slices):
 
 
 def test_without_libtpu(monkeypatch):
-    monkeypatch.setattr(module.importlib.util, 'find_spec', lambda name: None)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     assert str(refusal(topology, 'v5e:2x4')) == (
         'topology() needs libtpu, which is not installed\n'
         "  topology: 'v5e:2x4'\n"
@@ -103,39 +103,54 @@ def test_without_libtpu(monkeypatch):
     )
 
 
+VARIABLES = {
+    'TPU_SKIP_MDS_QUERY': '1',
+    'TPU_WORKER_HOSTNAMES': 'here',
+    'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
+    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+}
 PROGRAM = """
 import os
 import jax
-from einshard import topology
+import numpy as np
+from einshard import einshard, explain, topology
 from jax._src import xla_bridge
-assert topology('v5e:4x4').size == 16
-print({name: value for name, value in os.environ.items() if name.startswith('TPU_')})
+{}
+print({{name: os.environ.get(name) for name in {}}})
 print(xla_bridge.backends_are_initialized())
 """
 
 
-def test_the_environment_is_set_if_unset():
-    """No backend is started, and nothing is printed to standard error."""
-    removed = {*module._WITHOUT_TPU, 'XLA_FLAGS'}
-    kept = {name: value for name, value in os.environ.items() if name not in removed}
-    given = {'ALLOW_MULTIPLE_LIBTPU_LOAD': '1', 'TPU_WORKER_HOSTNAMES': 'here'}
+@pytest.mark.parametrize(
+    ('line', 'starts_a_backend'),
+    [
+        ("assert topology('v5e:4x4').size == 16", False),
+        ("einshard(np.ones(2), 'a*')", True),
+        ('explain(jax.jit(jax.numpy.negative), np.ones(2))', True),
+    ],
+)
+def test_libtpu_prints_nothing_without_tpus(line, starts_a_backend):
+    """Variables that are set keep their values."""
+    unset = {*VARIABLES, 'XLA_FLAGS', 'JAX_PLATFORMS'}
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
     done = subprocess.run(
-        [sys.executable, '-c', PROGRAM], env=kept | given, capture_output=True, text=True
+        [sys.executable, '-c', PROGRAM.format(line, [*VARIABLES])],
+        env={**kept, 'TPU_WORKER_HOSTNAMES': 'here'},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert (done.returncode, done.stderr) == (0, '')
-    variables, started = done.stdout.splitlines()
-    set_ = {'TPU_SKIP_MDS_QUERY': '1', 'TPU_ACCELERATOR_TYPE': 'v5litepod-4'}
-    expected = set_ | {'TPU_WORKER_HOSTNAMES': 'here'}
-    assert ast.literal_eval(variables).items() >= expected.items()
-    assert started == 'False'
+    assert done.stdout.splitlines() == [str(VARIABLES), str(starts_a_backend)]
 
 
 def test_the_environment_of_a_tpu_is_left_alone(monkeypatch):
-    monkeypatch.setattr(module, '_has_tpu', lambda: True)
-    for name in module._WITHOUT_TPU:
+    monkeypatch.setattr(libtpu, '_has_tpu', lambda: True)
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    topology('v6e:2x2')
-    assert not module._WITHOUT_TPU.keys() & os.environ.keys()
+    libtpu.quiet_libtpu.cache_clear()
+    libtpu.quiet_libtpu()
+    assert not VARIABLES.keys() & os.environ.keys()
 
 
 # --- reports of TPU programs ----------------------------------------------------------------------
