@@ -638,6 +638,15 @@ collectives
     assert repr(small) == shown
 
 
+def test_collectives_are_shown_as_in_the_report(small):
+    text = str(small.collectives)
+    assert text == repr(small.collectives)
+    assert f'\n\n{text}\n\n' in str(small)
+    assert text.startswith('collectives\n  runs  kind ')
+    assert small.collectives._repr_html_().count('<table') == 1
+    assert str(type(small.collectives)()) == 'collectives\n  none'
+
+
 def test_to_dict_is_json(small, right):
     for report in (small, right):
         plain = report.to_dict()
