@@ -6,7 +6,8 @@
 
 A two-layer network learns the handwritten digits of scikit-learn: unsharded, with tensor
 parallelism, then with data and tensor parallelism. One expression per array shards the model. The
-losses of all three are equal. Without an accelerator, it runs on eight simulated devices.
+losses of all three are equal up to rounding. Without an accelerator, it runs on eight simulated
+devices.
 """
 
 # %%

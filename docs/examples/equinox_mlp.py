@@ -5,8 +5,8 @@
     python docs/examples/equinox_mlp.py
 
 The model is trained with data and tensor parallelism and Optax. It is a pytree with an activation
-function among its leaves; `einshard` shards it, also in `eqx.filter_jit`. Without an accelerator,
-it runs on eight simulated devices.
+function among its leaves; `einshard` shards it, including inside `eqx.filter_jit`. Without an
+accelerator, it runs on eight simulated devices.
 """
 
 # %%
@@ -30,7 +30,7 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
 # %% [markdown]
 # ## Write the rules
 #
-# The hidden layer is sharded over pairs of neighbors, and the batch over the pairs:
+# The hidden layer is split within each pair of neighboring devices, and the batch over the pairs:
 # `'y x -> * y2 x'` for a weight, which is [out, in]. The rules match the optimizer's moments too,
 # whose paths end like those of their parameters. An odd number of devices makes no pairs: that is
 # data parallelism.

@@ -28,7 +28,7 @@ X, HIDDEN, Z = 16, 128, 4
 # %% [markdown]
 # ## Write the rules
 #
-# The hidden layer is sharded over pairs of neighbors, and the batch over the pairs:
+# The hidden layer is split within each pair of neighboring devices, and the batch over the pairs:
 # `'x y -> * x y2'`. The rules match the optimizer's moments too, whose paths end like those of
 # their parameters. An odd number of devices makes no pairs: that is data parallelism.
 

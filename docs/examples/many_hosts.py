@@ -10,8 +10,8 @@
     python docs/examples/many_hosts.py --processes 2
 
 Each host reads its own rows of every batch. Here the hosts are processes on one machine, which
-share eight simulated devices. On real hosts, leave out `start`: run the same command on each, where
-`jax.distributed.initialize()` needs no arguments.
+share eight simulated devices. On real hosts, call `jax.distributed.initialize()` and `main` on
+each, not `start`.
 
 The notebook needs this script, `many_hosts.py`, next to it: the other processes run it.
 """
@@ -170,7 +170,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 # %% [markdown]
-# Both processes print the same, as would one or four:
+# Both processes print the same losses and norm, as would one or four:
 
 # %% tags=["active-ipynb"]
 # start('many_hosts.py', 2, steps=30)

@@ -6,8 +6,8 @@
 
 [How To Scale Your Model](https://jax-ml.github.io/scaling-book/) explains how large models are
 sharded on TPUs. This page redoes its worked examples in einshard's notation: chapter 3 (sharded
-matrices), chapter 5 (training) and chapter 6 (LLaMA 3). Every number is computed here, by
-`parallelism` or `explain`, and compared with the book's.
+matrices), chapter 5 (training) and chapter 6 (LLaMA 3). Numbers are recomputed here, most with
+`parallelism` and `explain`; assertions compare them with the book's.
 """
 
 # %%
@@ -63,8 +63,9 @@ assert (a_device, all_devices) == (16_384, 512 * 2**10)
 # %% [markdown]
 # ## The four products of sharded matrices
 #
-# `parallelism` gives the cases of chapter 3, and the choices in each. Counts stand for mesh axes:
-# `i4` and `k4` in different operands are different axes.
+# `parallelism` gives the cases of chapter 3, and the choices in each. Counts stand for mesh axes,
+# by position: in `'i4 j 4, 4 j k4'` i and k have different mesh axes, in `'i4 j, j k4'` the same
+# one.
 
 # %%
 CASES = {
@@ -250,9 +251,9 @@ print(f'{parameters / 1e9:.1f} billion parameters')
 assert round(parameters / 1e9) in (70, 71)  # the book: 70.4
 
 # %% [markdown]
-# FSDP alone, over the batch and the sequence, leaves 468 tokens per chip of 8,960, where 850 are
-# needed. A mix with tensor parallelism is limited by compute. The book rounds its formula to FSDP
-# over 2,048 chips and tensor parallelism over 4; these are 8,192 chips of the pod:
+# FSDP alone, over the batch and the sequence, leaves 468 tokens for each of 8,960 chips, where 850
+# are needed. A mix with tensor parallelism is limited by compute. The book rounds its formula to
+# FSDP over 2,048 chips and tensor parallelism over 4; these are 8,192 chips of the pod:
 
 # %%
 BATCH = 4 * 2**20

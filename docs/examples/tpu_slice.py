@@ -94,8 +94,8 @@ print(tensor)
 # ## Compile data and tensor parallelism
 #
 # The batch is sharded over groups of four neighbors, and the hidden units over the four chips of a
-# group. The sums in every layer are now over four chips and a quarter of the rows. New are the sums
-# of gradients over the groups.
+# group. The sums in every layer are now over four chips and a quarter of the rows. The sums of
+# gradients over the groups are new.
 
 # %%
 BOTH = Layout(up='* l d f4', down='* l f4 d', rows='b* 4 d', hidden='b* f4')

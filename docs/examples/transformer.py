@@ -202,7 +202,7 @@ PLACEMENTS = {'data': DATA, 'tensor': TENSOR, 'both': BOTH}
 # %% [markdown]
 # ## Write the model
 #
-# `einshard` constrains the residual stream, the heads and the hidden units.
+# `einshard` constrains the residual stream, the heads, the hidden units and the logits.
 
 
 # %% tags=["hide-cell"]
