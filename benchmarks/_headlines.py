@@ -135,7 +135,7 @@ HEADLINES = (
     Headline(
         'import',
         'import einshard, after import jax',
-        'Import einshard after JAX, against the import of JAX',
+        'Import einshard after JAX; "by hand" is the import of JAX',
         'figure',
         70e-3,
         shown=True,

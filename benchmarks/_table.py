@@ -91,13 +91,15 @@ def ratio_text(row: Row) -> str:
 
 
 def words_of_ratio(row: Row) -> str:
-    """'13% more', '17 times less', 'equal' within the spread; 'none' of no lines that differ"""
+    """'13% more', '1/17', 'equal' within the spread; 'none' of no lines that differ"""
     if row.ratio is None:
         return 'none' if row.figure == 0 else ''
     factor = max(row.ratio, 1 / row.ratio)
     percent = f'{abs(row.ratio - 1):.0%}'
     if abs(row.ratio - 1) <= (row.spread or 0) or percent == '0%':
         return 'equal'
+    if row.ratio <= 0.5:
+        return f'1/{factor:.2g}'
     amount = f'{factor:.2g} times' if factor >= 2 else percent
     return f'{amount} {"more" if row.ratio > 1 else "less"}'
 

@@ -533,7 +533,7 @@ def test_targets(of, at_most, texts):
 @pytest.mark.parametrize(
     ('ratio', 'spread', 'words'),
     [
-        (1 / 17.3, 0.02, '17 times less'),
+        (1 / 17.3, 0.02, '1/17'),
         (56.5, 0.03, '56 times more'),
         (1.13, 0.03, '13% more'),
         (0.742, 0.07, '26% less'),
