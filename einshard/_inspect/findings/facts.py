@@ -136,7 +136,7 @@ class Facts:
     @functools.cached_property
     def places(self) -> Mapping[str, Place]:
         """The instructions of collectives, by name."""
-        return {place.made.name: place for place in self.module.find(*MARKS)}
+        return {place.op.name: place for place in self.module.find(*MARKS)}
 
     @functools.cached_property
     def along(self) -> Sequence[frozenset[str]]:

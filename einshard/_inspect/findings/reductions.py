@@ -125,9 +125,9 @@ def _one_sum(facts: Facts, line: str, along: str) -> str:
 def _loop_around(facts: Facts, name: str, loops: dict[str, Loop]) -> Loop | None:
     """The accumulation loop that a collective is in."""
     place = facts.places.get(name) if loops else None
-    for site in (place and facts.module.path(place.here)) or ():
-        loop = loops.get(facts.module.source(site.made) or '')
-        if loop and site.made.opcode == 'while' and trip_count(facts.module, site) == loop.length:
+    for site in (place and facts.module.path(place.comp)) or ():
+        loop = loops.get(facts.module.source(site.op) or '')
+        if loop and site.op.opcode == 'while' and trip_count(facts.module, site) == loop.length:
             return loop
     return None
 
