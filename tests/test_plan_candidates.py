@@ -193,9 +193,9 @@ def test_nothing_to_shard_by():
         ({'enbed': '@x'}, None, "pin= has 'enbed', which step does not use"),
         ({'embed': '@data'}, None, "pin= shards 'embed' over 'data', but the mesh axes are"),
         ({'embed': '@x', 'mlp': '@x'}, None, "'mlp' and 'embed' of one array over 'x'"),
-        ({'embed': '@x', 'batch': '@y'}, None, 'pin= fits no mesh shape'),
-        ({'embed': '@a'}, (('a', 8),), 'pin= fits no mesh shape'),
-        ({'embed': '4'}, None, "embed='4', but mesh sizes are what `plan` looks for"),
+        ({'embed': '@x', 'batch': '@y'}, None, 'pin= fits no mesh of 8 devices'),
+        ({'embed': '@a'}, (('a', 8),), 'pin= does not fit the mesh: axis'),
+        ({'embed': '4'}, None, "embed='4', but a pin names mesh axes"),
     ],
 )
 def test_bad_pins(pin, mesh, message):

@@ -42,8 +42,8 @@ def _check_dtype(aval: Any, sharding: NamedSharding) -> None:
     is_number = jax.numpy.issubdtype(aval.dtype, jax.numpy.number)
     if (is_key and is_partial(sharding)) or (sharding.spec.unreduced and not is_number):
         raise EinshardError(
-            'only arrays of numbers can be partial sums, or have gradients that are partial sums',
-            facts={'got': array_text(aval), 'spec': partition_text(sharding.spec)},
+            f'{array_text(aval)} does not contain numbers, so it has no partial sums or gradients',
+            facts={'spec': partition_text(sharding.spec)},
         )
 
 

@@ -122,12 +122,14 @@ def _placed_differently(
         text_now = (
             describe(current) if batched else describe_in(placement.expression, current, leaf.ndim)
         )
-        sentence = f"the argument is already sharded differently, as '{text_now}'"
+        is_sum = is_partial(current) and not is_partial(placement.sharding)
+        state = 'a partial sum, sharded' if is_sum else 'already sharded differently,'
+        sentence = f"the argument is {state} as '{text_now}'"
     return placement.expression.error(
         sentence,
         [term for term in placement.expression.right if term.is_sharded],
         array=text,
-        **{'try': 'einshard(x, ...) before the call, or reshard=True'},
+        **{'try': 'reshard=True, or einshard with this expression before the call'},
     )
 
 

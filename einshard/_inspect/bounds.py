@@ -40,7 +40,7 @@ class Bound:
         if self.exposed is None:
             return text
         if not self.exposed:
-            return f'{text}, hidden if overlapped'
+            return f'{text}, none exposed'
         if self.exposed >= self.seconds:
             return f'{text}, exposed'
         return f'{text}, of which {format_seconds(self.exposed)} exposed'

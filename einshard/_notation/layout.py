@@ -285,7 +285,7 @@ def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]
         if needs_rank(expression):
             raise expression.error(
                 f"the position of {quoted(names[before + 1 :])} after '...' depends on the number "
-                'of dimensions, which is not known here',
+                'of dimensions, which is unknown',
                 [t for t in expression.left if t.name == ELLIPSIS],
                 expected='ndim=x.ndim, for an array x',
             )

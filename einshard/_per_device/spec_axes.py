@@ -17,7 +17,7 @@ def read_spec(of: str, text: str) -> SpecAxes:
     read = SpecAxes(of, parse(text))
     signed = [term for term in read.expression.right if term.sign]
     if signed:
-        raise read.error('per_device takes and returns no partial sums', signed)
+        raise read.error('per_device does not support partial sums', signed)
     return read
 
 

@@ -309,10 +309,10 @@ def _check_form(contraction: Contraction) -> None:
             instead="pass a list of einsums: ['a b, b c -> a c', 'a c, c d -> a d']",
         )
     if ELLIPSIS in contraction.names:
-        raise contraction.error("'...' is not supported here; name all axes")
+        raise contraction.error("parallelism does not support '...'; name all axes")
     signed = [term.span for one in contraction.arrays for term in one.right if term.sign]
     if signed:
-        raise contraction.error('partial sums are not supported here', signed)
+        raise contraction.error('parallelism does not support partial sums', signed)
 
 
 def _check_counts(contractions: Sequence[Contraction], counts: Mapping[str, object]) -> None:
