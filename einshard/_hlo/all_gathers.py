@@ -71,14 +71,14 @@ class _Finder:
             dimension = _DIMENSION.search(op.attributes)
             if len(op.operands) != 1 or dimension is None:
                 continue
-            made_in, origin, invariant = self.origin(comp, op.operands[0])
-            is_parameter = made_in.is_entry and origin.opcode == 'parameter'
+            origin_comp, origin, invariant = self.origin(comp, op.operands[0])
+            is_parameter = origin_comp.is_entry and origin.opcode == 'parameter'
             array = op.results[-1]
             yield AllGather(
                 name=op.name,
                 array=array,
                 dimension=int(dimension[1]),
-                origin=(made_in.name, origin.name),
+                origin=(origin_comp.name, origin.name),
                 parameter=int(origin.given) if is_parameter else None,
                 invariant=invariant,
                 kept=self.kept(Value(comp, op.name), array),
@@ -96,8 +96,8 @@ class _Finder:
         if outside is None:
             return comp, op, False
         caller, operand = outside
-        made_in, origin, invariant = self.origin(caller, operand)
-        return made_in, origin, invariant or op.opcode == 'get-tuple-element'
+        origin_comp, origin, invariant = self.origin(caller, operand)
+        return origin_comp, origin, invariant or op.opcode == 'get-tuple-element'
 
     def passes_on(self, op: Instruction) -> bool:
         """Whether an instruction only copies or reshapes its operand, as some fusions do on CPU."""

@@ -65,7 +65,7 @@ def find_products(module: Module) -> Iterator[Product]:
         flops = _flops(place)
         if not flops or module.path(place.comp) is None:
             continue
-        op = _described(module, place)
+        op = _with_source(module, place)
         operands = [array for name in place.op.operands for array in place.comp[name].results]
         yield Product(
             flops=flops,
@@ -77,7 +77,7 @@ def find_products(module: Module) -> Iterator[Product]:
         )
 
 
-def _described(module: Module, place: Place) -> Instruction:
+def _with_source(module: Module, place: Place) -> Instruction:
     """Returns the instruction that has the source line: itself, its fusion, or a user."""
     if module.source(place.op) is not None:
         return place.op

@@ -90,7 +90,7 @@ class Counter:
         if op.opcode == 'parameter' and value.comp is self.loop.body.comp and element is not None:
             if element == self.element:
                 return self.start + self.step * np.arange(self.trips)
-            fixed = self.loop.unless_changed((element, 0))
+            fixed = self.loop.resolve_constant((element, 0))
             return np.array(fixed[1]) if fixed and fixed[0] is None else None
         if op.opcode not in ARITHMETIC:
             return None
@@ -120,7 +120,7 @@ class _Loop:
         if not direction or len(sums) != 2:
             return None
         operator = direction[1]
-        left, right = (self.unless_changed(sum_) for sum_ in sums)
+        left, right = (self.resolve_constant(sum_) for sum_ in sums)
         if left and left[0] is None:
             left, right, operator = right, left, _MIRRORED.get(operator, operator)
         if not left or not right or left[0] is None or right[0] is not None:
@@ -132,7 +132,7 @@ class _Loop:
         trips = _runs(start[1] + ahead, after[1], operator, right[1])
         return None if trips is None else Counter(self, counter, start[1], after[1], trips)
 
-    def unless_changed(self, sum_: _Sum | None) -> _Sum | None:
+    def resolve_constant(self, sum_: _Sum | None) -> _Sum | None:
         """If the element of a sum is a loop-invariant constant, replaces it by its value."""
         if sum_ and sum_[0] is not None and self.sum(self.body, sum_[0]) == (sum_[0], 0):
             outside = self.sum(self.state, sum_[0])

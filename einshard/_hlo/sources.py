@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
-_HERE = str(Path(__file__).parent.parent)  # the folder of this package
-_OF_JAX = re.compile(r'[\\/](?:site|dist)-packages[\\/]jax(?:lib)?[\\/]|[\\/]jax[\\/]_src[\\/]')
+_PACKAGE = str(Path(__file__).parent.parent)  # the folder of this package
+_JAX_FILE = re.compile(r'[\\/](?:site|dist)-packages[\\/]jax(?:lib)?[\\/]|[\\/]jax[\\/]_src[\\/]')
 # libraries such as Flax: the line of the user's model that calls a layer is more useful
-_OF_LIBRARY = re.compile(
+_LIBRARY_FILE = re.compile(
     r'[\\/](?:(?:site|dist)-packages|lib[\\/]python3\.\d+)[\\/]|^<frozen ', re.IGNORECASE
 )
 _Function: TypeAlias = tuple[int, int]  # the numbers of its file and its name
@@ -65,7 +65,7 @@ class Sources:
         if file := re.search(r'source_file="([^"]*)"', metadata):
             return f'{file[1]}:{number_of("source_line", metadata)}'
         stack = self._stack(number_of('stack_frame_id', metadata))
-        return users_line(self._at(place) for _, place in stack)
+        return innermost_user_line(self._at(place) for _, place in stack)
 
     def caller(self, metadata: str) -> str | None:
         """If `line` is in a helper, returns the nearest calling line outside helpers; else None.
@@ -76,7 +76,7 @@ class Sources:
         stack = [
             (frame, place)
             for frame, place in self._stack(number_of('stack_frame_id', metadata))
-            if _is_users(self._at(place)[0]) and frame not in self._outermost
+            if _is_user_file(self._at(place)[0]) and frame not in self._outermost
         ]
         for (_, place), (_, outside) in pairwise(stack):
             if not self._is_helper(self._functions[place]):
@@ -126,7 +126,7 @@ class Sources:
         return uses
 
 
-def users_line(frames: Iterable[tuple[str, int | str]]) -> str | None:
+def innermost_user_line(frames: Iterable[tuple[str, int | str]]) -> str | None:
     """Finds the line of the innermost frame outside libraries, or else outside JAX.
 
     Args:
@@ -135,15 +135,15 @@ def users_line(frames: Iterable[tuple[str, int | str]]) -> str | None:
     innermost = of_library = None
     for file, line in frames:
         innermost = innermost or f'{file}:{line}'
-        if _is_users(file):
+        if _is_user_file(file):
             return f'{file}:{line}'
-        if not (file.startswith(_HERE) or _OF_JAX.search(file)):
+        if not (file.startswith(_PACKAGE) or _JAX_FILE.search(file)):
             of_library = of_library or f'{file}:{line}'
     return of_library or innermost
 
 
-def _is_users(file: str) -> bool:
-    of_library = file.startswith(_HERE) or _OF_JAX.search(file) or _OF_LIBRARY.search(file)
+def _is_user_file(file: str) -> bool:
+    of_library = file.startswith(_PACKAGE) or _JAX_FILE.search(file) or _LIBRARY_FILE.search(file)
     return bool(file) and not of_library
 
 

@@ -48,8 +48,8 @@ def _squeeze(eqn: Any, values: Sequence[Value]) -> Value:
 
 
 def _reduce(eqn: Any, values: Sequence[Value]) -> Value:
-    made = _without(eqn, values, eqn.params['axes'])
-    return Value(tuple(map(without_dim, made.axes)), None, made.is_data)
+    result = _without(eqn, values, eqn.params['axes'])
+    return Value(tuple(map(without_dim, result.axes)), None, result.is_data)
 
 
 def _part(eqn: Any, values: Sequence[Value]) -> Value:
@@ -64,8 +64,8 @@ def _part(eqn: Any, values: Sequence[Value]) -> Value:
 
 
 def _joined(eqn: Any, values: Sequence[Value]) -> Value:
-    made = merged(values, eqn.outvars[0].aval.ndim)
-    return replace(made, argument=None)
+    result = merged(values, eqn.outvars[0].aval.ndim)
+    return replace(result, argument=None)
 
 
 PRODUCTS = ('dot_general', 'conv_general_dilated')

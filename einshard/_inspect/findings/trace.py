@@ -93,8 +93,8 @@ class _Reader:
             return _blank(v) if found is None else found
 
         for eqn in jaxpr.eqns:
-            made = self.apply(eqn, list(map(value_of, eqn.invars)), where)
-            for v, value in zip(eqn.outvars, made, strict=False):
+            results = self.apply(eqn, list(map(value_of, eqn.invars)), where)
+            for v, value in zip(eqn.outvars, results, strict=False):
                 known[id(v)] = _typed(v, value)
         return [value_of(v) for v in jaxpr.outvars]
 
@@ -184,10 +184,10 @@ class _Reader:
             Loop(self.line_of(eqn), length, tuple(results[i] for i in range(n_carry) if i in sums))
         )
         after = [
-            merged([value, made], len(value.axes))
-            for value, made in zip(carry, results, strict=False)
+            merged([value, after], len(value.axes))
+            for value, after in zip(carry, results, strict=False)
         ]
-        stacked = [Value((Axis(), *made.axes), None, made.is_data) for made in results[n_carry:]]
+        stacked = [Value((Axis(), *after.axes), None, after.is_data) for after in results[n_carry:]]
         return [*after, *stacked]
 
     def loop(self, eqn: Any, values: list[Value], where: _Where) -> Sequence[Value]:
@@ -197,8 +197,8 @@ class _Reader:
         inside = [*values[n_cond : n_cond + n_body], *carry]
         results = self.read(jaxpr_in(params['body_jaxpr']), inside, where._replace(runs=None))
         return [
-            merged([value, made], len(value.axes))
-            for value, made in zip(carry, results, strict=True)
+            merged([value, after], len(value.axes))
+            for value, after in zip(carry, results, strict=True)
         ]
 
     def branches(self, eqn: Any, values: list[Value], where: _Where) -> Sequence[Value]:
