@@ -135,7 +135,7 @@ class _Finder:
         return blocks if blocks and any(len(set(of_axis)) > 1 for of_axis in blocks) else None
 
     def slices(self, value: Value, array: ArrayType) -> Iterator[Blocks | None]:
-        """Yields the blocks that devices slice, for each use of an array; None for other uses."""
+        """Yields the blocks that devices slice, for each use of an array; None if not sliced."""
         comp = value.comp
         if value.name == comp.root.name:
             yield None

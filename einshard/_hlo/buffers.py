@@ -11,7 +11,7 @@ from .module import ArrayType, Computation, Instruction, Module
 
 @dataclass(frozen=True, slots=True)
 class Temporary:
-    """An array that a program computes and needs for a while.
+    """An intermediate array in the memory of a device.
 
     Attributes:
         array: the dtype and shape on one device: 'bf16[8,128]'.

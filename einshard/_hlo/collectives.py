@@ -97,7 +97,7 @@ class Collective:
     def n_groups(self) -> int:
         """The number of groups; 0 if the text lists none.
 
-        Devices that a permute does not move are not groups, unless it moves none.
+        Devices that a permute leaves in place do not count, unless it leaves all in place.
         """
         return sum(len(group) > 1 for group in self.groups) or len(self.groups)
 
@@ -192,7 +192,7 @@ _PHASE = re.compile(r'custom_call_target="AsyncCollective(\w+)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
-_Record = tuple[tuple[int, ...], Place, Collective]  # first the offsets of its path, for sorting
+_Record = tuple[tuple[int, ...], Place, Collective]  # first its call sites, to sort by
 
 
 class _Finder:
@@ -251,7 +251,7 @@ class _Finder:
             yield places[0], self.read_transfer(places[0].op, places[-1].op)
 
     def read(self, place: Place) -> dict[str, Any] | None:
-        """Reads fields of `Collective`; None if only a user-given name contains a mark."""
+        """Reads fields of `Collective`; None if only a user-given name matches MARKS."""
         op = place.op
         kind = op.opcode.removesuffix('-start')
         # from jax.lax.psend; GPU programs may also split a permute into send and recv
@@ -310,7 +310,7 @@ class _Finder:
         return self.phases.get(comp.name) or (self.phase(fusions[0].comp) if fusions else '')
 
     def links(self, places: Sequence[Place], executions: Executions) -> set[int]:
-        """Returns the offsets of links of asynchronous chains after the first, to ignore them.
+        """Returns the offsets of all links of asynchronous chains but the first, to ignore them.
 
         Links may be in inner loops. If no link is marked as the start, the start is the link that
         runs least often; of several, the first.
@@ -351,7 +351,7 @@ class _Finder:
         }
 
     def with_callers(self, path: Sequence[Place], place: Place, one: Collective) -> Collective:
-        """Updates a collective with what the instructions that run its computation tell."""
+        """Marks a collective as async, or as a reduce-scatter, if the calling fusions say so."""
         if self.phase(place.comp) == 'Start' or any(_is_async(site.op) for site in path):
             one = replace(one, is_async=True)
         for _, _, op in reversed(path):

@@ -40,7 +40,7 @@ class Product:
 
     @property
     def total(self) -> int:
-        """Flops in one run; a loop with unknown trip count counts as one iteration."""
+        """Flops in one run; a loop with an unknown trip count counts as one iteration."""
         return self.flops * (1 if self.executions is None else self.executions)
 
 
@@ -78,7 +78,7 @@ def find_products(module: Module) -> Iterator[Product]:
 
 
 def _with_source(module: Module, place: Place) -> Instruction:
-    """Returns the instruction that has the source line: itself, its fusion, or a user."""
+    """Returns the nearest instruction with a source line: the product, its fusion, or a user."""
     if module.source(place.op) is not None:
         return place.op
     around = [site for site in module.call_sites(place.comp) if site.op.opcode == 'fusion']
@@ -109,7 +109,7 @@ def _of_dot(place: Place, contracted: str) -> int:
 
 
 def _of_reduce(place: Place) -> int:
-    """Counts the flops of a matrix-vector product, which is a multiply and a reduce on TPU."""
+    """Counts the flops of a matrix-vector product that XLA wrote as a multiply and a reduce."""
     if not place.op.op_name.endswith('/dot_general'):
         return 0
     op = place.comp[place.op.operands[0]]
@@ -138,9 +138,10 @@ _LABELS = re.compile(r'dim_labels=(\w+)_(\w+)->(\w+)')
 
 
 def _of_convolution(place: Place) -> int:
-    """Counts 2 flops for each product with an input outside the padding, as XLA does.
+    """Counts 2 flops for each product of a kernel element and an input element, as XLA does.
 
-    On TPU, every matrix product is a convolution; batch axes are spatial axes with padding.
+    Padding does not count. TPU programs have matrix products as convolutions too, whose batch axes
+    are spatial axes with padding.
     """
     op = place.op
     labels = _LABELS.search(op.attributes)

@@ -155,7 +155,7 @@ class _Reads:
                 return []
             case 'conditional' | 'async':
                 return []
-            case 'pad' if re.search(r'padding=\S*-', user.attributes):  # cuts off
+            case 'pad' if re.search(r'padding=\S*-', user.attributes):  # drops elements
                 return []
             case 'custom-call' if _LIBRARY not in user.attributes:
                 return []
@@ -165,7 +165,7 @@ class _Reads:
                 return [_all_of(array) for array in value.op.results[:1]]
 
     def _through(self, value: Value, used: Value, loop: Value | None) -> list[_Region]:
-        """Returns the regions of an operand that are read, from those of its result in a fusion."""
+        """Returns the regions that a fusion reads of an operand, from those read of its result."""
         array, needed = value.op.results[0], self.of(used, -1, loop)
         if any(region.is_full for region in needed):
             return [_all_of(array)]

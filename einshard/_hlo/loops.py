@@ -82,7 +82,7 @@ class Counter:
     trips: int
 
     def values(self, value: Value) -> Any:
-        """Returns the integer value in the body at each iteration; None if it is unknown."""
+        """Returns an integer of the body at every iteration, as an array; None if it is unknown."""
         value, element = self.loop.find_source(value)
         op = value.op
         if op.opcode == 'constant' and re.fullmatch(r'-?\d+', op.given):
@@ -141,7 +141,7 @@ class _Loop:
         return sum_
 
     def sum(self, value: Value, element: int | None = None) -> _Sum | None:
-        """Converts a value, or an element of a tuple, to a sum; None if it is not one."""
+        """Converts a value, or an element of a tuple, to a `_Sum`; None if it is not one."""
         value, element = self.find_source(value, element)
         op = value.op
         if op.opcode == 'constant':

@@ -127,7 +127,7 @@ class Sources:
 
 
 def innermost_user_line(frames: Iterable[tuple[str, int | str]]) -> str | None:
-    """Finds the line of the innermost frame outside libraries, or else outside JAX.
+    """Finds the line of the innermost frame outside libraries, else outside JAX, else of any.
 
     Args:
         frames: file and line, from the innermost frame out.

@@ -22,7 +22,7 @@ _CHANNEL = re.compile(r'channel_id=\d+')
 
 
 def target_collectives(module: Module, collectives: Sequence[Collective]) -> list[Collective]:
-    """Returns the collectives with reduce-scatters, and without repeated all-gathers.
+    """Merges all-reduces, finds reduce-scatters, and drops repeated all-gathers, as a TPU would.
 
         >>> from einshard._hlo.collectives import find_collectives
         >>> from einshard._hlo.module import Module
@@ -135,7 +135,7 @@ class _Reductions:
                 yield from self._uses(comp, user.name, frozenset([key]))
 
     def _uses(self, comp: Computation, name: str, terms: frozenset[_Key]) -> Iterator[_Use]:
-        """Yields the instructions that use a value, or what moves and sums make of it.
+        """Yields the instructions that use a value, directly or after moves and sums.
 
         Sums are followed if they add all-reduces with equal groups. Fusions and calls are entered,
         and left through their results.
@@ -184,7 +184,7 @@ def _callers(module: Module, comp: Computation) -> list[Place]:
 
 
 def _joined(first: Groups, second: Groups) -> Groups | None:
-    """Returns the groups of an all-reduce of all-reduces; None if the groups do not combine."""
+    """Returns the groups of two successive all-reduces as one; None if they do not combine."""
     pairs = [(group[0], other) for group in (*first, *second) for other in group]
     joined = connected(pairs)
     size = len(first[0]) * len(second[0]) if first and second else 0

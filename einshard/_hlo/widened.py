@@ -1,4 +1,4 @@
-"""Finds collectives that XLA runs in f32, as the CPU backend has none in bf16. Imports no JAX."""
+"""Finds bf16 collectives that XLA runs in f32, as the CPU backend does. Imports no JAX."""
 
 from __future__ import annotations
 

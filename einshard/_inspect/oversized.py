@@ -33,7 +33,7 @@ _ALLOCATION = re.compile(r'^allocation \d+: size (\d+), (.*)', re.MULTILINE)
 
 
 class Oversized:
-    """A program that does not fit into memory, with those methods of `Compiled` that we use.
+    """A program that does not fit into memory, with the methods of `Compiled` that reports use.
 
     Attributes:
         available: bytes that the device has for programs.

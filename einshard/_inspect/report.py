@@ -22,12 +22,12 @@ from .report_rows import ArrayRow, CollectiveRow, Collectives, Finding, Memory, 
 from .totals import compute_line, network_lines
 
 _MAX_ROWS = 40  # of a table in text
-_LARGE = 0.01  # part of all bytes sent; rows with more say what they carry
+_LARGE = 0.01  # fraction of all bytes sent; rows with more say what they carry
 
 
 @dataclass(frozen=True, repr=False)
 class Report(Display):
-    """A report on a compiled function, made by `explain`. Text in print, HTML in notebooks.
+    """A report on a compiled function, made by `explain`. Prints as text; notebooks show HTML.
 
     Text shows the first rows of long tables, HTML all of them: `report.save('report.html')`.
 
@@ -75,7 +75,7 @@ class Report(Display):
     def network_bytes(self) -> int:
         """Bytes that each device sends in one run.
 
-        A loop with unknown trip count counts as one iteration. Custom calls are not included.
+        A loop with an unknown trip count counts as one iteration. Custom calls are not included.
         """
         return sum(self.collectives.network_bytes.values())
 

@@ -96,7 +96,7 @@ class _Search:
         return known
 
     def key(self, plan: Plan) -> tuple[float, ...]:
-        """What plans are sorted by: whether they fit, the objective, then memory and bytes."""
+        """Returns the sort key of a plan: whether it fits, the objective, memory, bytes sent."""
         known = self.keys.get(plan)
         if known is None:
             known = self.keys[plan] = self._key(plan)
@@ -135,7 +135,7 @@ class _Search:
         return list(found.values())
 
     def simplified(self, plan: Plan) -> Plan:
-        """Leaves out names whose sharding changes nothing."""
+        """Returns the plan without the names whose sharding does not lower its cost."""
         sizes, roles = plan
         for axis, name in [(i, name) for i, role in enumerate(roles) for name in sorted(role)]:
             if name in self.space.pinned:

@@ -49,7 +49,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """The process that runs now, or None."""
+        """The id of the worker process; None if it is not running."""
         return None if self._process is None else self._process.pid
 
     def submit(self, request: dict[str, Any]) -> None:

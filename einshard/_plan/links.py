@@ -240,7 +240,7 @@ def _window(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 
 
 def _along(parameter: str) -> Callable[..., Relation]:
-    """A rule for operations along one axis, such as a sort."""
+    """Returns the rule for operations along one axis, such as a sort; `parameter` names it."""
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
         axis = params.get(parameter, -1) % max(len(ins[0]), 1)

@@ -44,7 +44,7 @@ def name_axes(
 
 
 class _Table:
-    """The names of the axes of every value, each set once."""
+    """The axis names of every value; a name that is set does not change."""
 
     def __init__(self, program: Program):
         self.specs = [value.spec for value in program.values]
@@ -57,7 +57,7 @@ class _Table:
 
 
 def _name_operands(op: Op, required: _Table) -> None:
-    """Sets the names of the operands to those that their consumers need."""
+    """Gives each operand the axis names that its consumers require."""
     if op.primitive == _CONSTRAINT:
         required.set(op.ins[0], (op.outs[0] is not None and required.specs[op.outs[0]]) or ())
     elif op.relation.einsum is None and op.primitive != 'scan_axis':
@@ -68,7 +68,7 @@ def _name_operands(op: Op, required: _Table) -> None:
 
 
 def _name_results(op: Op, forward: _Table, required: _Table) -> None:
-    """Sets the names of the results."""
+    """Gives each result the axis names of its constraint, its operands or its consumers."""
     chooses = op.relation.einsum is not None
     for out in op.outs:
         if out is not None and op.primitive == _CONSTRAINT:

@@ -73,7 +73,7 @@ def shards(names: Sequence[Names], axes: Axes) -> dict[MeshAxis, int]:
 
 
 def cheapest_way(product: Product, axes: Axes, flop_seconds: float, rate: Rate) -> Way:
-    """Returns the way that takes the least time: flops and network, one after the other."""
+    """Returns the way with the least time, if flops and network do not overlap."""
     sides = [_Sharded(side, axes) for side in (*product.operands, product.out)]
     used = sorted({axis for side in sides for axis in side.holds})
     *operands, out = sides
@@ -96,7 +96,7 @@ def cheapest_way(product: Product, axes: Axes, flop_seconds: float, rate: Rate) 
 
 
 def _choices(axis: MeshAxis, sides: Sequence[_Sharded], product: Product) -> list[int | None]:
-    """The indices that a mesh axis may shard; among them None if its devices may repeat work.
+    """The indices that a mesh axis may shard; with None if its devices may repeat work.
 
     If it shards an index in two of the arrays, it shards that index, as in XLA.
     """
@@ -132,9 +132,9 @@ class _Sharded:
         sent.append(Sent(kind, self.role, tuple(axes), n_bytes * self.share))
 
     def reshard(self, plan: Mapping[MeshAxis, int], sent: list[Sent]) -> float:
-        """Adds the collectives that reshard an operand for a plan; returns the bytes of the result.
+        """Appends to `sent` the collectives that reshard an operand; returns its new bytes, or 0.
 
-        Slicing is free, and comes first.
+        `plan` has the index that each mesh axis shards. Slicing is free, and comes first.
         """
         new = {axis: index for axis, index in plan.items() if index in self.indices}
         gathered = [axis for axis in self.holds if axis not in new]
@@ -149,7 +149,7 @@ class _Sharded:
         return local
 
     def reduce(self, plan: Mapping[MeshAxis, int], sent: list[Sent]) -> None:
-        """Adds the collectives that add the partial sums of a plan, and reshard the result."""
+        """Appends to `sent` the collectives that add partial sums and reshard the result."""
         computed = {axis: index for axis, index in plan.items() if index in self.indices}
         holds = self.holds
         if computed == holds and len(computed) == len(plan):

@@ -40,8 +40,8 @@ class Product:
         operands, out: the arrays.
         flops: of one execution.
         dtype: of the operands, as in HLO.
-        executions: how often it runs in one run of the function; equal products are counted here.
-        source: the line of one of them.
+        executions: how often it and equal products run in one run of the function.
+        source: the source line of one of these products.
     """
 
     kind: str

@@ -53,7 +53,7 @@ def _by_resource(judgement: Judgement) -> dict[str, float]:
 
 
 def _network(worse: Judgement, better: Judgement) -> str:
-    """Describes what is sent that the better plan sends less of."""
+    """Describes the collectives whose bytes grow most from the better to the worse plan."""
     kinds = [*worse.sent_by]
     if not kinds:
         return f'sends {format_bytes(worse.network_bytes)}'

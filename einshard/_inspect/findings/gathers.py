@@ -52,6 +52,7 @@ def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
 def _from_and_to(
     gather: AllGather, one: Collective, meshes: Sequence[AnyMesh], names: Names
 ) -> tuple[str, str] | None:
+    """Describes the shardings before and after an all-gather of which devices keep a slice."""
     n_dims = len(gather.array.shape)
     assert gather.kept is not None
     held = [[0] * one.n_devices for _ in range(n_dims)]
@@ -122,7 +123,7 @@ def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
 
 
 def _before_loop(facts: Facts, one: _Again) -> str:
-    """The constraint that gathers an argument before the loop."""
+    """Suggests a constraint that gathers an argument before the loop."""
     parameter = one.gather.parameter
     if not one.gather.invariant or parameter is None or facts.mesh is None or not one.along:
         return ''

@@ -11,7 +11,7 @@ from .values import Axis, Product, Value, merged, reshaped, unique, without_dim
 
 
 def elementwise(v: Any, values: Sequence[Value]) -> Value:
-    """The result of an elementwise operation; of another one, only whether it depends on data."""
+    """The result of an elementwise operation; of other operations, with `is_data` only."""
     ndim = getattr(v.aval, 'ndim', 0)
     return merged(values, ndim)
 

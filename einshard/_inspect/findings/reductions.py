@@ -106,7 +106,7 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
 
 
 def _one_sum(facts: Facts, line: str, along: str) -> str:
-    """How to add up the gradients of all devices once, after the loop of a line."""
+    """Suggests how to add up the gradients of all devices once, after the loop of a line."""
     mesh, source = facts.mesh, short_source(line)
     axes = tuple(axis for axis in mesh.axis_names if axis in along.split(',')) if mesh else ()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
