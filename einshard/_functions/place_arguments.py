@@ -78,7 +78,7 @@ def _place(
             current, placement, leaf, argument.leaf_text(path, leaf)
         ) from None
     if current is not None or _is_local(leaf) or _is_host_data(leaf, placement.sharding):
-        return _moved(traced, leaf, placement.sharding)
+        return _reshard(traced, leaf, placement.sharding)
     return leaf
 
 
@@ -96,7 +96,7 @@ def _refused(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Shar
     return None if leaf.sharding.is_equivalent_to(sharding, leaf.ndim) else leaf.sharding
 
 
-def _moved(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
+def _reshard(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
         return reshard_traced(leaf, sharding, traced.for_jit(NamedSharding(sharding.mesh, P())))
     if jax.process_count() > 1 or is_partial(sharding):

@@ -117,14 +117,14 @@ class _Reads:
             regions = [
                 region
                 for user in value.comp.users(value.name)
-                for region in self._by(value, element, user, loop)
+                for region in self._read_by_user(value, element, user, loop)
             ]
             if value.arguments and value.name == value.comp.root.name:
                 regions.append(_all_of(value.op.results[0]))
             self._known[key] = regions
         return self._known[key]
 
-    def _by(
+    def _read_by_user(
         self, value: Value, element: int, user: Instruction, loop: Value | None
     ) -> list[_Region]:
         at, used = user.operands.index(value.name), value.beside(user.name)
@@ -145,12 +145,12 @@ class _Reads:
                 only_moves = _before_moves(used.inside(called)) == inside.name
                 return self.of(used if only_moves else inside, element, loop)
             case 'bitcast' | 'opt-barrier':
-                return self._through(value, used, loop)
+                return self._read_in_fusion(value, used, loop)
             case 'slice':
-                return self._through(value, used, loop) and [_sliced(value.op, user)]
+                return self._read_in_fusion(value, used, loop) and [_constant_slice(value.op, user)]
             case 'dynamic-slice' if at == 0:
-                read = not value.arguments or self._through(value, used, loop)
-                return [self._dynamic(value, used, loop)] if read else []
+                read = not value.arguments or self._read_in_fusion(value, used, loop)
+                return [self._dynamic_slice(value, used, loop)] if read else []
             case 'gather' | 'dynamic-update-slice' | 'scatter' if at == 0:
                 return []
             case 'conditional' | 'async':
@@ -161,10 +161,10 @@ class _Reads:
                 return []
             case _:
                 if value.arguments:
-                    return self._through(value, used, loop)
+                    return self._read_in_fusion(value, used, loop)
                 return [_all_of(array) for array in value.op.results[:1]]
 
-    def _through(self, value: Value, used: Value, loop: Value | None) -> list[_Region]:
+    def _read_in_fusion(self, value: Value, used: Value, loop: Value | None) -> list[_Region]:
         """Returns the regions that a fusion reads of an operand, from those read of its result."""
         array, needed = value.op.results[0], self.of(used, -1, loop)
         if any(region.is_full for region in needed):
@@ -172,7 +172,7 @@ class _Reads:
         n = [region.elements for region in needed if prod(region.shape) == prod(array.shape)]
         return [_Region(array.shape, (), max(n))] if n else []
 
-    def _dynamic(self, value: Value, used: Value, loop: Value | None) -> _Region:
+    def _dynamic_slice(self, value: Value, used: Value, loop: Value | None) -> _Region:
         """Returns the region that a dynamic slice reads; in a loop, during all iterations."""
         array, sizes = value.op.results[0], _SIZES.search(used.op.attributes)
         size = [int(n) for n in sizes[1].split(',') if n] if sizes else []
@@ -202,7 +202,7 @@ def _count_disjoint(starts: Iterable[int], size: int) -> int:
     return n
 
 
-def _sliced(op: Instruction, user: Instruction) -> _Region:
+def _constant_slice(op: Instruction, user: Instruction) -> _Region:
     """Returns the region that a slice with constant limits reads."""
     match = _SLICE.search(user.attributes)
     limits = re.findall(r'\[(\d+):(\d+)(?::(\d+))?\]', match[1] if match else '')

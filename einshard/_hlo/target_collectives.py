@@ -91,7 +91,7 @@ class _Reductions:
             for i, array in enumerate(one.operands)
         }
         for key, one in self._known.items():
-            self._read(key, one)
+            self._classify(key, one)
 
     def merged(self, collectives: Sequence[Collective]) -> Iterator[Collective]:
         """Yields the collectives, with all-reduces split by kind and groups."""
@@ -107,9 +107,9 @@ class _Reductions:
             if not parts:
                 yield one
 
-    def _read(self, key: _Key, one: _Reduction) -> None:
+    def _classify(self, key: _Key, one: _Reduction) -> None:
         place = self._places[key[0]]
-        uses = list(self._uses_of(place, key))
+        uses = list(self._array_uses(place, key))
         terms = {use.terms for use in uses}
         if len(terms) == 1 and min(next(iter(terms))) != key:
             one.kind = ''
@@ -126,7 +126,7 @@ class _Reductions:
             if sizes == {prod(one.array.shape)}:
                 one.kind = 'reduce-scatter'
 
-    def _uses_of(self, place: Place, key: _Key) -> Iterator[_Use]:
+    def _array_uses(self, place: Place, key: _Key) -> Iterator[_Use]:
         op, comp = place.op, place.comp
         if not op.type.startswith('('):
             yield from self._uses(comp, op.name, frozenset([key]))

@@ -239,7 +239,7 @@ def _window(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     return Relation(tuple((i, d, 0, d) for i in same for d in range(len(outs[0]))))
 
 
-def _along(parameter: str) -> Callable[..., Relation]:
+def _unsharded_axis(parameter: str) -> Callable[..., Relation]:
     """Returns the rule for operations along one axis, such as a sort; `parameter` names it."""
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
@@ -324,12 +324,12 @@ _RULES: dict[str, Callable[..., Relation]] = {
     'reduce_window_min': _window,
     'select_and_scatter_add': _window,
     'select_and_gather_add': _window,
-    'sort': _along('dimension'),
-    'top_k': _along('axis'),
-    'cumsum': _along('axis'),
-    'cumprod': _along('axis'),
-    'cummax': _along('axis'),
-    'cummin': _along('axis'),
-    'cumlogsumexp': _along('axis'),
+    'sort': _unsharded_axis('dimension'),
+    'top_k': _unsharded_axis('axis'),
+    'cumsum': _unsharded_axis('axis'),
+    'cumprod': _unsharded_axis('axis'),
+    'cummax': _unsharded_axis('axis'),
+    'cummin': _unsharded_axis('axis'),
+    'cumlogsumexp': _unsharded_axis('axis'),
     'optimization_barrier': _each,
 }

@@ -90,7 +90,7 @@ class _Reader:
 
         def value_of(v: Any) -> Value:
             found = known.get(id(v))
-            return _blank(v) if found is None else found
+            return _unsharded(v) if found is None else found
 
         for eqn in jaxpr.eqns:
             results = self.apply(eqn, list(map(value_of, eqn.invars)), where)
@@ -113,9 +113,9 @@ class _Reader:
             mesh, manual = eqn.params['mesh'], eqn.params.get('manual_axes')
             axes = manual if manual is not None else mesh.axis_names
             n = prod(mesh.shape[axis] for axis in axes)
-            inner = [_blank(v) for v in eqn.params['jaxpr'].invars]
+            inner = [_unsharded(v) for v in eqn.params['jaxpr'].invars]
             self.read(eqn.params['jaxpr'], inner, where._replace(n_manual=max(n, 1)))
-            return [_blank(v, values) for v in eqn.outvars]
+            return [_unsharded(v, values) for v in eqn.outvars]
         if name in ('sharding_constraint', 'reshard', 'mesh_cast') and values:
             return [self.constrain(eqn, values[0], where)]
         if name in (*PRODUCTS, 'gather'):
@@ -126,7 +126,7 @@ class _Reader:
             )
         if name in RULES:
             return [RULES[name](eqn, values)]
-        return [_passed_on(v, values) for v in eqn.outvars]
+        return [elementwise(v, values) for v in eqn.outvars]
 
     def line_of(self, eqn: Any) -> str:
         return line_of(eqn, self.innermost_lines)
@@ -134,7 +134,7 @@ class _Reader:
     def product(self, eqn: Any, values: list[Value], where: _Where) -> Value:
         product = product_of(eqn, values)
         if product is None:
-            return _passed_on(eqn.outvars[0], values)
+            return elementwise(eqn.outvars[0], values)
         flops = flops_of(eqn) * max(where.n_manual, 1)
         self.trace.products.append(
             replace(
@@ -152,7 +152,7 @@ class _Reader:
         if not isinstance(sharding, NamedSharding):
             return before
         if dict(sharding.mesh.shape) != self.mesh_axes:
-            return _blank(eqn.outvars[0], [before])
+            return _unsharded(eqn.outvars[0], [before])
         line = line_of(eqn)
         names = names_at.get(line, ())
         if len(names) != len(before.axes) or ELLIPSIS in names:
@@ -238,14 +238,9 @@ def argument_values(
     return values
 
 
-def _blank(v: Any, values: Sequence[Value] = ()) -> Value:
+def _unsharded(v: Any, values: Sequence[Value] = ()) -> Value:
     ndim = getattr(v.aval, 'ndim', 0)
     return Value((Axis(),) * ndim, None, any(value.is_data for value in values))
-
-
-def _passed_on(v: Any, values: Sequence[Value]) -> Value:
-    """The result of an operation without a rule: elementwise, or unknown."""
-    return elementwise(v, values)
 
 
 def _typed(v: Any, value: Value) -> Value:
