@@ -178,7 +178,7 @@ def _is_local(leaf: Any) -> bool:
 
 
 def _is_host_data(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether an argument is not on devices yet, and jit cannot place it: for a partial sum."""
+    """Whether an argument is host data that jit cannot place: its spec is a partial sum."""
     placed = isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref) or _is_committed(leaf)
     return is_partial(sharding) and not (placed or isinstance(leaf, Tracer))
 

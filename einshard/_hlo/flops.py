@@ -138,10 +138,9 @@ _LABELS = re.compile(r'dim_labels=(\w+)_(\w+)->(\w+)')
 
 
 def _of_convolution(place: Place) -> int:
-    """Counts 2 flops for each product of a kernel element and an input element, as XLA does.
+    """Counts 2 flops for each product of a kernel element and an input that is not padding.
 
-    Padding does not count. TPU programs have matrix products as convolutions too, whose batch axes
-    are spatial axes with padding.
+    TPU programs have matrix products as convolutions too; batch axes are padded spatial axes.
     """
     op = place.op
     labels = _LABELS.search(op.attributes)

@@ -66,7 +66,7 @@ def _is_written(module: Module, value: Value) -> bool:
 
 
 class _Region(NamedTuple):
-    """A part of an array that is read: (start, end) in each dimension, or () if unknown."""
+    """A part of an array that is read; `box` has its (start, end) by dimension, or ()."""
 
     shape: tuple[int, ...]
     box: tuple[tuple[int, int], ...]

@@ -45,7 +45,7 @@ class Executions:
         return self._known[computation.name]
 
     def _runs(self, site: Place, name: str) -> int | None:
-        """Counts how often an instruction runs a computation, when it is executed once."""
+        """Counts how often one execution of an instruction runs a computation."""
         if site.op.opcode != 'while':
             return 1
         trips = trip_count(self._module, site)
@@ -133,7 +133,7 @@ class _Loop:
         return None if trips is None else Counter(self, counter, start[1], after[1], trips)
 
     def resolve_constant(self, sum_: _Sum | None) -> _Sum | None:
-        """If the element of a sum is a loop-invariant constant, replaces it by its value."""
+        """Replaces the element in a sum by its value, if that is a loop-invariant constant."""
         if sum_ and sum_[0] is not None and self.sum(self.body, sum_[0]) == (sum_[0], 0):
             outside = self.sum(self.state, sum_[0])
             if outside and outside[0] is None:

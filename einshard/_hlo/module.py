@@ -114,7 +114,7 @@ class Instruction(NamedTuple):
 
     @property
     def joins_slices(self) -> bool:
-        """Whether it is a custom call on TPU that only joins slices of an array."""
+        """Whether this is a custom call on TPU that only joins slices of an array."""
         return '"ConcatBitcast"' in self.attributes
 
     @property
@@ -304,7 +304,7 @@ class Module:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """For outputs that reuse the memory of a parameter: {output number: parameter number}."""
+        """The parameters whose memory outputs reuse: {output number: parameter number}."""
         line = self.head.partition('\n')[0]
         return {int(o or 0): int(p) for o, p in re.findall(r'\{(\d*)\}: \((\d+), \{\}', line)}
 
@@ -313,7 +313,7 @@ class Module:
         return self.sources.line(op.metadata) if op.metadata else None
 
     def find(self, *marks: str) -> Iterator[Place]:
-        """Finds the instructions whose line contains one of these texts, in program order."""
+        """Finds the instructions whose line contains one of `marks`, in program order."""
         starts: set[int] = set()
         for mark in marks:
             at = self.text.find(mark, len(self.head))

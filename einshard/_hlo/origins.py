@@ -27,7 +27,7 @@ class Origins:
         self._known: dict[tuple[str, str, int], int | None] = {}
 
     def of(self, place: Place) -> int | None:
-        """Returns the number of the parameter that the first operand is a part of, or None."""
+        """Returns the number of the parameter from which the first operand is copied, or None."""
         operands = place.op.operands
         return self._trace(Value(place.comp, operands[0]), -1, _MAX_STEPS) if operands else None
 

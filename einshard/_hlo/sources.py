@@ -114,7 +114,7 @@ class Sources:
 
     @functools.cached_property
     def _lines_and_calls(self) -> dict[_Function, tuple[set[int], set[tuple[_Function, int]]]]:
-        """Returns, by function, its lines in the program, and the (function, line) that call it."""
+        """By function: its lines in the program, and the (function, line) pairs that call it."""
         uses: dict[_Function, tuple[set[int], set[tuple[_Function, int]]]] = {}
         for frame in self._frames:
             stack = [place for _, place in self._stack(frame)]

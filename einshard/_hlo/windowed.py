@@ -84,7 +84,7 @@ def _is_last(place: Place, loop: Place) -> bool:
 
 
 def _origin(comp: Computation, name: str) -> str:
-    """Returns the instruction that computes a value, before copies."""
+    """Returns the name of the instruction that computes a value, before copies."""
     while comp[name].opcode in _MOVES:
         name = comp[name].operands[0]
     return name
@@ -94,7 +94,7 @@ def _origin(comp: Computation, name: str) -> str:
 
 
 def _unrolled(permutes: Sequence[Place]) -> Iterator[tuple[str, list[Place]]]:
-    """Yields the permutes of each product that pass on shards ('ag'), and partial sums ('rs')."""
+    """Yields the permutes of each product that send shards ('ag') or partial sums ('rs')."""
     products: dict[tuple[str, str, tuple[int, ...]], list[Place]] = {}
     for place in permutes:
         op = place.op

@@ -106,7 +106,7 @@ def find_weights(
 def results_in_place(
     arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], module: Module
 ) -> tuple[tuple[str, str], ...]:
-    """Returns (result, argument) for results in the memory of an argument with their sharding."""
+    """Returns path pairs (result, argument) that share their memory and have one sharding."""
     inputs = [row for row in arguments if row.placement != 'not used']
     pairs = [
         (results[output], inputs[parameter])

@@ -124,7 +124,7 @@ class _Search:
         return sorted(dict.fromkeys(kept), key=self.key)[:n]
 
     def ranked(self) -> list[Plan]:
-        """All plans, best first; of plans that differ only in the names of mesh axes, one."""
+        """Returns all plans, best first, without those that only rename the mesh axes."""
         found: dict[object, Plan] = {}
         for plan in sorted(self.known, key=self.key):
             same = tuple(sorted((size, sorted(role)) for size, role in zip(*plan, strict=True)))

@@ -155,7 +155,7 @@ def _environment(n_devices: int) -> dict[str, str]:
 
 
 class _Wrapped:
-    """Lets `jax.export` take a traced function; it expects a jitted one."""
+    """Wraps a traced function for `jax.export`, which expects a jitted one."""
 
     def __init__(self, traced: Any):
         self._traced = traced

@@ -89,7 +89,7 @@ class Estimator:
         return Totals(compute, hbm, network, sent, memory + gathered)
 
     def judge(self, candidate: Candidate) -> Judgement:
-        """Estimates one candidate in detail."""
+        """Estimates the bounds, the memory and the bytes sent of a candidate."""
         axes = self.axes(candidate)
         totals = self.totals(axes)
         sent: Counter[str] = Counter()

@@ -80,7 +80,7 @@ def _elementwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relati
 
 
 def _each(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Every operand has its own result."""
+    """Links each operand to the result with the same number."""
     return Relation(tuple((i, d, i, d) for i, shape in enumerate(ins) for d in range(len(shape))))
 
 
@@ -184,7 +184,7 @@ def _squeeze(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 
 
 def _reshape(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Of merged or split axes, the major one keeps the sharding."""
+    """Links the major axes of a reshape; the other merged or split axes stay unsharded."""
     return Relation(tuple((0, a, 0, b) for a, b in major_axes(ins[0], outs[0])))
 
 

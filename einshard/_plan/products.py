@@ -148,7 +148,7 @@ _SUMS = ('add_any', 'convert_element_type', 'transpose')
 
 
 class _Shares:
-    """Finds the products that share a collective, and what collectives carry."""
+    """Finds the products that share a collective, and the roles of arrays in collectives."""
 
     def __init__(self, program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]):
         self.names = names

@@ -43,7 +43,7 @@ def _shard_by_name(operand: Expression, counts: Mapping[str, int]) -> Expression
 
 
 def _n_replicas(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
-    """Returns the number of replicas: the number of devices, divided by the product of counts."""
+    """Returns the number of devices divided by the product of counts: the replicas."""
     product = math.prod(counts.values())
     if n_devices is not None and n_devices % product:
         raise contraction.error(

@@ -180,7 +180,7 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
 
 
 def _mismatched(facts: Facts, sent: Sent) -> Iterator[tuple[Axis, Axis]]:
-    """Yields contracted axes (of data, of weight) with a sharding that only the data have."""
+    """Yields contracted axes (of data, of weight) that are sharded only in the data."""
     at = (sent.product.right, sent.product.left).index(sent.weight)
     if sent.product.is_backward:
         return
@@ -192,7 +192,7 @@ def _mismatched(facts: Facts, sent: Sent) -> Iterator[tuple[Axis, Axis]]:
 
 
 def _sharded_alike(facts: Facts, sent: Sent, axis: Axis, of_weight: Axis) -> str | None:
-    """The expression that shards the contracted axis of a weight like that of the data."""
+    """Returns the expression that shards a contracted axis of the weight like the data."""
     assert sent.weight.argument is not None
     assert facts.mesh is not None
     array = facts.arguments[sent.weight.argument]

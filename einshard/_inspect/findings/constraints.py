@@ -89,7 +89,7 @@ def _walk(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str | None]]
 
 
 def _only_places(sharding: NamedSharding) -> bool:
-    """Whether it sets only a sharding over Auto axes, not a memory kind."""
+    """Whether a `device_put` to this sharding sets only Auto axes, and no memory kind."""
     return sharding.memory_kind in (None, 'device') and set(sharding.mesh.axis_types) == {
         AxisType.Auto
     }

@@ -53,7 +53,7 @@ def _reduce(eqn: Any, values: Sequence[Value]) -> Value:
 
 
 def _slice_or_update(eqn: Any, values: Sequence[Value]) -> Value:
-    """A slice, or an array with an updated slice; axes of another size lose their sharding."""
+    """The result of a slice or an update; axes whose size changes lose their sharding."""
     value, before = values[0], eqn.invars[0].aval.shape
     after = eqn.outvars[0].aval.shape
     axes = (

@@ -123,7 +123,7 @@ def _one_sum(facts: Facts, line: str, along: str) -> str:
 
 
 def _loop_around(facts: Facts, name: str, loops: dict[str, Loop]) -> Loop | None:
-    """The accumulation loop that a collective is in."""
+    """Returns the accumulation loop around a collective."""
     place = facts.places.get(name) if loops else None
     for site in (place and facts.module.path(place.comp)) or ():
         loop = loops.get(facts.module.source(site.op) or '')
@@ -133,7 +133,7 @@ def _loop_around(facts: Facts, name: str, loops: dict[str, Loop]) -> Loop | None
 
 
 def _is_sharded(facts: Facts, row: CollectiveRow, along: frozenset[str]) -> bool:
-    """Whether results that a collective becomes are sharded along the same mesh axes."""
+    """Whether results computed from a collective are sharded along its mesh axes."""
     for array in facts.results:
         if array.path in row.of and isinstance(array.sharding, NamedSharding):
             entries = mesh_entries(array.sharding, len(array.shape))

@@ -244,7 +244,7 @@ def _unsharded(v: Any, values: Sequence[Value] = ()) -> Value:
 
 
 def _typed(v: Any, value: Value) -> Value:
-    """Returns the value with the sharding in its type, if the mesh has explicit axes."""
+    """Returns the value with the sharding of the type of `v`, if the mesh has explicit axes."""
     sharding = getattr(v.aval, 'sharding', None)
     types = getattr(getattr(sharding, 'mesh', None), 'axis_types', ())
     if AxisType.Explicit not in types or len(value.axes) != v.aval.ndim:
@@ -270,12 +270,12 @@ def _only_jaxpr(eqn: Any) -> Any:
 
 
 def jaxpr_in(parameter: Any) -> Any:
-    """The jaxpr of a closed jaxpr; other things as they are."""
+    """Returns the jaxpr of a closed jaxpr; other parameters unchanged."""
     return getattr(parameter, 'jaxpr', parameter)
 
 
 def _n_alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """The number of values that have as many axes outside a scan as inside."""
+    """Counts the values with as many axes outside a scan as inside."""
     pairs = zip(outside, inside, strict=True)
     return sum(len(v.aval.shape) == len(other.aval.shape) for v, other in pairs)
 
@@ -292,7 +292,7 @@ def inner_jaxprs(parameters: Any) -> Iterator[Any]:
 
 
 def _sums(jaxpr: Any, n_consts: int, n_carry: int) -> set[int]:
-    """The elements of a loop's carry that the body only adds something to."""
+    """Returns the elements of the carry to which the loop body only adds."""
     inputs = {id(v): i for i, v in enumerate(jaxpr.invars[n_consts : n_consts + n_carry])}
     made_by = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     uses: dict[int, int] = {}
