@@ -203,7 +203,7 @@ class TracedFunction:
             self._check_result(result, context)
             explicit = AxisType.Explicit in self.mesh.axis_types
             if explicit and has_terms(self.result.shardings(result, context)):
-                return self.result.constrain(result, context)  # JAX 0.8.1 would multiply it
+                return self.result.constrain(result, context)  # else JAX 0.8.1 multiplies terms
             return result
 
         return wrapper

@@ -27,7 +27,7 @@ class Temporary:
     op_name: str
 
 
-# these allocate no array
+# opcodes that allocate no array
 _NO_ARRAY = frozenset(
     (
         'parameter',

@@ -17,7 +17,7 @@ from .._notation.expression import ELLIPSIS
 from .report_rows import ArrayRow
 
 ROLES = ('weights', 'gradients', 'activations')
-# these only move data; the other collectives also sum
+# kinds that only move data; the others also sum
 _MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permute')
 
 

@@ -113,6 +113,6 @@ def along(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy) ->
         if sum(map(len, chosen)) == len(target) and target == frozenset().union(*chosen):
             first = sorted(chosen, key=lambda part: min(axes.index(axis) for axis in part))
             words = [parts[part] for part in first]
-            if len({*words}) == len(words):  # 'a' may shard one array like 'b' another
+            if len({*words}) == len(words):  # two parts may shard axes of one name
                 return ','.join(words)
     return 'all' if len(axes) == sum(size > 1 for size in mesh.axis_sizes) else ','.join(axes)

@@ -46,7 +46,7 @@ def _held(blocks: Blocks) -> str:
 
 
 def note(blocks: Blocks) -> str:
-    """Returns the line below a drawing whose blocks are on several devices; '' for others."""
+    """Returns the line below a drawing, about partial sums and replicas; '' without them."""
     words = [f'a sum of {blocks.terms} terms'] * (blocks.terms > 1)
     words += [f'hatched: {blocks.replicas} replicas'] * (blocks.replicas > 1)
     return ', '.join(words)

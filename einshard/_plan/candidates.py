@@ -149,7 +149,7 @@ class _Search:
     def merged(self, plan: Plan) -> Plan:
         """Merges mesh axes that shard the same names, except the axis between slices."""
         if self.space.mesh is not None or any(self.space.pinned.values()):
-            return plan  # its mesh axes have names
+            return plan  # the user has named the mesh axes
         sizes: dict[tuple[Role, bool], int] = {}
         for i, (size, role) in enumerate(zip(*plan, strict=True)):
             key = role, i == 0 and self.space.n_slices > 1

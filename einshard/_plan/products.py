@@ -141,9 +141,9 @@ def _hlo_dtype(dtype: object) -> str:
     return name
 
 
-# a part of a weight is a weight
+# operations whose result is a part of their operand: a part of a weight is a weight
 _PARTS = ('scan_input', 'slice', 'dynamic_slice')
-# a gradient may pass these before it is added to others
+# operations between a gradient and its addition to others
 _SUMS = ('add_any', 'convert_element_type', 'transpose')
 
 

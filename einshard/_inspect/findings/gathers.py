@@ -92,7 +92,7 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
     Weights are gathered again in the backward pass, and for each microbatch, because to keep them
     would take the memory that sharding them saves.
     """
-    # a wrong sharding may have activations gathered twice, too; other findings have its cause
+    # activations may be gathered twice because of a wrong sharding, which other findings report
     has_cause = any(itertools.chain(missing_constraint(facts), contracted_axes(facts)))
     for one in _gathered_again(facts):
         line = one.lines[0] if one.lines else None

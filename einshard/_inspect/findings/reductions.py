@@ -63,7 +63,7 @@ def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum
         for i, axis in enumerate(result.axes)
     ]
     used = [name for axis in axes for name in axis.mesh]
-    if len(set(used)) < len(used):  # the compiler shards another axis by it than the trace
+    if len(set(used)) < len(used):  # the trace shards another axis over `mesh`
         return ''
     placement = expression_of(axes, facts.mesh)
     return f"constrain the result of the product in {short_source(line)}: '{placement}'"
