@@ -136,10 +136,10 @@ def test_programs_are_those_of_hand_written_jax(tiny_run):
     assert {row.figure for row in rows} == {0}
 
 
-def test_import_starts_no_backend(tiny_run, tmp_path):
+def test_import_starts_no_backend(tiny_run):
     assert rows_of(tiny_run[0], 'import')[-1].figure == 0
     started = importing.PROGRAM.replace('import einshard\n', 'import einshard; jax.devices()\n')
-    assert importing.one_import(started, str(tmp_path))[2] == 1
+    assert importing.one_import(started, '')[2] == 1
 
 
 def test_bandwidth_is_bytes_per_time(tiny_run):
@@ -185,18 +185,18 @@ def test_devices_are_simulated(monkeypatch, flags, in_jax, expected):
     assert os.environ['XLA_FLAGS'] == expected
 
 
-def test_one_device(tmp_path):
-    file = tmp_path / 'one.json'
-    finish(start('collectives', '--tiny', '--devices', '1', '--json', str(file)))
-    report = read(file)
-    assert (report.rows, report.left_out) == ([], ['collectives: there is one device'])
+def test_one_device(monkeypatch):
+    monkeypatch.setattr(jax, 'device_count', lambda: 1)
+    bench = _measure.Bench('collectives', tiny=True)
+    collectives.run(bench)
+    assert (bench.rows, bench.left_out) == ([], ['collectives: there is one device'])
 
 
 def test_several_processes(tmp_path):
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
         address = f'127.0.0.1:{listener.getsockname()[1]}'
-    options = ['--tiny', '--devices', '4', '--coordinator', address, '--processes', '2']
+    options = ['--tiny', '--devices', '1', '--coordinator', address, '--processes', '2']
     files = [tmp_path / '0.json', tmp_path / '1.json']
     printed = finish(
         *(
@@ -208,7 +208,7 @@ def test_several_processes(tmp_path):
     assert [file.exists() for file in files] == [True, False]
     report = read(files[0])
     assert report.environment['process_count'] == 2
-    assert len(report.rows) == 15
+    assert len(report.rows) == len(collectives.COLLECTIVES)
 
 
 def test_benchmarks_of_several_processes():
@@ -520,14 +520,40 @@ ROW = _report.Row('placement', 'array placed already', 's', 4e-7, 'put', 8e-6, 0
         ('difference', 1e-6, ('<= +1 us', '-7.6 us', 'met')),
     ],
 )
-def test_bounds(of, at_most, texts):
+def test_targets(of, at_most, texts):
     headline = Headline('placement', 'array.*', '', of, at_most)
     judged = _table.judged_text(headline, headline.judged(ROW), 's')
-    assert (_table.bound_text(headline, ROW), judged, _table.met_text(headline, ROW)) == texts
+    assert (_table.target_text(headline, ROW), judged, _table.met_text(headline, ROW)) == texts
     alone = _report.Row('placement', 'array placed already', 's', 1.0)
     if of != 'figure':
         with pytest.raises(ValueError, match='compared with nothing'):
             headline.judged(alone)
+
+
+@pytest.mark.parametrize(
+    ('ratio', 'spread', 'words'),
+    [
+        (1 / 17.3, 0.02, '17 times less'),
+        (56.5, 0.03, '56 times more'),
+        (1.13, 0.03, '13% more'),
+        (0.742, 0.07, '26% less'),
+        (1.032, 0.07, 'equal'),
+        (1.004, 0.001, 'equal'),
+        (1.0, None, 'equal'),
+        (None, None, ''),
+    ],
+)
+def test_ratios_in_words(ratio, spread, words):
+    row = dataclasses.replace(ROW, ratio=ratio, spread=spread)
+    assert _table.words_of_ratio(row) == words
+    same = _report.Row('programs', 'different lines', 'lines', 0)
+    assert _table.words_of_ratio(same) == 'none'
+
+
+def test_headline_without_a_target():
+    headline = Headline('placement', 'array.*', '', 'ratio', None)
+    assert _table.target_text(headline, ROW) == _table.met_text(headline, ROW) == ''
+    assert headline.is_met(ROW)
 
 
 def test_plain_table(capsys):
@@ -588,12 +614,13 @@ def test_page_shows_every_figure(tiny_run):
     with pytest.raises(ValueError, match='--tiny mean nothing'):
         _page.page_of([report])
     page = _page.page_of([dataclasses.replace(report, tiny=False)])
-    headlines = [row for _, _, row in headline_rows(report.rows)]
-    assert headlines
+    shown = [words for headline, words, _ in headline_rows(report.rows) if headline.shown]
+    assert shown
+    above, _, _ = page.partition('<details>')
+    assert all(f'| {words} |' in above for words in shown)
     for row in report.rows:
         name = row.name.replace('*', '\\*')
-        listed = f'| {row.benchmark}: {name} |' if row in headlines else f'| {name} |'
-        assert listed in page
+        assert f'| {row.benchmark} | {name} |' in page
         assert f'| {_table.quantity(row.figure, row.unit)} |' in page, row.name
     for text in report.left_out:
         assert f'* {text}' in page
