@@ -1,10 +1,11 @@
 """Checks `plan` against exhaustive enumeration, on TPU v5e slices of 8 and 16 chips.
 
-    python -m benchmarks.plan_fidelity            # all programs; takes an hour on two cores
+    python -m benchmarks.plan_fidelity                # all programs; takes two hours on two cores
     python -m benchmarks.plan_fidelity mlp v5e:2x4
+    python -m benchmarks.plan_fidelity mlp v5e:2x4 0  # without the compiler for TPU v5e
 
-The partitioner compiles all plans that are left after pruning; of more than 550, the 200 best
-estimates and 100 others at random. The compiler for TPU v5e compiles 30 random ones, and the five
+The partitioner compiles all plans that are left after pruning; of more than 550, the 150 best
+estimates and 50 others at random. The compiler for TPU v5e compiles 30 random ones, and the five
 that the partitioner finds best. Prints the regret of the search by both judges, and Spearman's
 correlations of the costs.
 """
@@ -146,7 +147,7 @@ class Judges:
         yield from (self.known[judge, one] for one in plans)
 
 
-def check(name, slice_name, known=None):
+def check(name, slice_name, n_sampled=30, known=None):
     mesh = topology(slice_name)
     chip = find_chip(mesh.devices.flat[0].device_kind)
     step, args = train_step(name)
@@ -156,37 +157,43 @@ def check(name, slice_name, known=None):
         found = candidates.find_candidates(space, estimator, memory=chip.memory, limit=10**9)
     every = [one for one, _ in found.found]
     mixed = random.Random(0).sample(every, len(every))
-    chosen = every if len(every) < 550 else list(dict.fromkeys([*every[:200], *mixed]))[:300]
+    chosen = every if len(every) < 550 else list(dict.fromkeys([*every[:150], *mixed]))[:200]
     function = Function(step, args, {}, mesh, chip)
     with Partitioner(function) as partitioner:
         judges = Judges(function, partitioner, known)
-        searched = search(space, estimator, judges)
+        searched = search(space, estimator, judges.fast, judges.slow if n_sampled else None)
         by_cost = sorted(judges.fast(chosen), key=cost)
         fast = {one.candidate: one for one in by_cost if not one.error}
-        sample = [one for one in mixed if one in fast][:30]
-        slow = {one.candidate: one for one in judges.slow([*sample, *list(fast)[:5]])}
+        sample = [one for one in mixed if one in fast][:n_sampled]
+        best = list(fast)[:5] if sample else []
+        slow = {one.candidate: one for one in judges.slow([*sample, *best])}
     print(f'{name} on {slice_name}, {len(fast)} of {len(every)} plans:')
     mine = min(cost(judges.known['partitioner', one]) for one in searched.judged)
     print(f'  regret by the partitioner {mine / min(map(cost, judges.of("partitioner"))) - 1:.1%}')
+    estimates = [cost(estimator.judge(one)) for one in fast]
+    print(
+        f'  estimates as the partitioner: {rho(estimates, map(cost, fast.values())):.2f}',
+        flush=True,
+    )
+    if not sample:
+        return
     n = sum(one.judge == 'compiler' for one in searched.judged.values())
     mine = cost(searched.ranking()[0])
     print(
         f'  by the compiler {mine / min(map(cost, judges.of("compiler"))) - 1:.1%}, for {n} plans'
     )
-    estimates = [cost(estimator.judge(one)) for one in fast]
-    print(f'  estimates as the partitioner: {rho(estimates, map(cost, fast.values())):.2f}')
     both = [(fast[one], slow[one]) for one in sample if not slow[one].error]
     for what, of in FIGURES.items():
         text = f'  the partitioner as the compiler, {what} of {len(both)}:'
         print(text, f'{rho(*zip(*((of(a), of(b)) for a, b in both), strict=True)):.2f}', flush=True)
 
 
-def search(space, estimator, judges):
+def search(space, estimator, fast, slow):
     """Searches as `plan` does."""
     memory = int(estimator.chip.memory)
     found = candidates.find_candidates(space, estimator, memory=memory)
     estimates = [estimator.judge(one) for one, _ in found.found]
-    made = Search(estimates, [], judges.fast, judges.slow, 'bound', memory, Budget(40))
+    made = Search(estimates, [], fast, slow, 'bound', memory, Budget(40))
     made.run()
     return made
 
@@ -202,11 +209,11 @@ def rho(ours, theirs):
 FIGURES = {'bound': cost, 'bytes': lambda one: one.network_bytes, 'memory': lambda one: one.memory}
 
 
-def main(name='', slice_name=''):
+def main(name='', slice_name='', n_sampled='30'):
     for one in PROGRAMS:
         for other in SLICES:
             if name in ('', one) and slice_name in ('', other):
-                check(one, other)
+                check(one, other, int(n_sampled))
 
 
 if __name__ == '__main__':
