@@ -33,6 +33,7 @@ PACKAGES = {
     'test_flax.py': ('flax', 'optax'),
     'test_optimizer.py': ('optax',),
     'test_orbax.py': ('flax', 'optax', 'orbax'),
+    'test_real_code.py': ('optax',),
 }
 LACKING = {
     file: [package for package in packages if importlib.util.find_spec(package) is None]

@@ -60,8 +60,13 @@ PACKAGES = {
 }
 
 
-# tests/test_processes.py runs this one, which starts processes
-@pytest.mark.parametrize('page', [p for p in PAGES if p.stem != 'many_hosts'], ids=lambda p: p.stem)
+# tests/test_processes.py runs the first, which starts processes, and test_real_code.py the second
+ELSEWHERE = {'many_hosts', 'real_code'}
+
+
+@pytest.mark.parametrize(
+    'page', [p for p in PAGES if p.stem not in ELSEWHERE], ids=lambda p: p.stem
+)
 def test_page_runs(page, monkeypatch):
     for package in PACKAGES.get(page.stem, ()):
         pytest.importorskip(package)

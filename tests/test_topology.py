@@ -1,6 +1,6 @@
 """topology: TPU slices you don't have, and reports of programs compiled for them."""
 
-import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -25,7 +25,7 @@ from einshard import (
     sharded,
     topology,
 )
-from einshard._sharding import topology as module
+from einshard._sharding import libtpu
 
 pytest.importorskip('libtpu', reason='libtpu describes TPUs, and is not installed')
 
@@ -125,7 +125,7 @@ def test_wrong_types(arguments, text):
 
 
 def test_without_libtpu(monkeypatch):
-    monkeypatch.setattr(module.importlib.util, 'find_spec', lambda name: None)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(EinshardError) as caught:
         topology('v5e:2x4')
     assert str(caught.value) == (
@@ -135,52 +135,54 @@ def test_without_libtpu(monkeypatch):
     )
 
 
+VARIABLES = {
+    'TPU_SKIP_MDS_QUERY': '1',
+    'TPU_WORKER_HOSTNAMES': 'here',
+    'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
+    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+}
 PROGRAM = """
 import os
 import jax
-from einshard import topology
+import numpy as np
+from einshard import einshard, explain, topology
 from jax._src import xla_bridge
-assert topology('v5e:4x4').size == 16
-print({name: value for name, value in os.environ.items() if name.startswith('TPU_')})
+{}
+print({{name: os.environ.get(name) for name in {}}})
 print(xla_bridge.backends_are_initialized())
 """
 
 
-def run(**environment):
-    removed = {*module._WITHOUT_TPU, 'XLA_FLAGS'}
-    kept = {name: value for name, value in os.environ.items() if name not in removed}
-    return subprocess.run(
-        [sys.executable, '-c', PROGRAM],
-        env={**kept, 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1', **environment},
+@pytest.mark.parametrize(
+    ('line', 'starts_a_backend'),
+    [
+        ("assert topology('v5e:4x4').size == 16", False),
+        ("einshard(np.ones(2), 'a*')", True),
+        ('explain(jax.jit(jax.numpy.negative), np.ones(2))', True),
+    ],
+)
+def test_libtpu_prints_nothing_without_tpus(line, starts_a_backend):
+    """Variables that are set keep their values."""
+    unset = {*VARIABLES, 'XLA_FLAGS', 'JAX_PLATFORMS'}
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run(
+        [sys.executable, '-c', PROGRAM.format(line, [*VARIABLES])],
+        env={**kept, 'TPU_WORKER_HOSTNAMES': 'here'},
         capture_output=True,
         text=True,
         timeout=120,
     )
-
-
-def test_the_environment_is_set_if_unset():
-    """No backend is started, and nothing is printed to standard error."""
-    done = run(TPU_WORKER_HOSTNAMES='here')
-    assert done.returncode == 0, done.stderr
-    variables, started = done.stdout.splitlines()
-    assert (
-        ast.literal_eval(variables).items()
-        >= {
-            'TPU_WORKER_HOSTNAMES': 'here',
-            'TPU_SKIP_MDS_QUERY': '1',
-            'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
-        }.items()
-    )
-    assert started == 'False'
-    assert done.stderr == ''
+    assert (done.returncode, done.stderr) == (0, '')
+    assert done.stdout.splitlines() == [str(VARIABLES), str(starts_a_backend)]
 
 
 def test_the_environment_of_a_tpu_is_left_alone(monkeypatch):
-    monkeypatch.setattr(module, '_has_tpu', lambda: True)
-    for name in module._WITHOUT_TPU:
+    monkeypatch.setattr(libtpu, '_has_tpu', lambda: True)
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    topology('v6e:2x2')
-    assert not module._WITHOUT_TPU.keys() & os.environ.keys()
+    libtpu.quiet_libtpu.cache_clear()
+    libtpu.quiet_libtpu()
+    assert not VARIABLES.keys() & os.environ.keys()
 
 
 # --- reports of TPU programs ----------------------------------------------------------------------

@@ -25,6 +25,7 @@ from .._functions.sharded import ShardedFunction
 from .._progress import progress
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import AnySpec
+from .._sharding.libtpu import quiet_libtpu
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact
 from .._text import array_text, name_of
 from .._trees.specs import leaf_specs
@@ -133,6 +134,7 @@ def trace_call(
             facts={'expected': 'a function, or a lowered function: f.lower(...)'},
         )
     _hide_our_source_lines()
+    quiet_libtpu()
     name = name_of(fn)
     check_arguments(fn, name, args, kwargs)
     target = None if mesh is None else concrete(current_context(mesh).lowering_mesh, 'compile for')

@@ -107,7 +107,7 @@ class Report(Display):
             'mesh': dict(self.mesh),
             'counts': dict(self.collectives.counts),
             'network_bytes': self.network_bytes,
-            'warnings': plain((*self.findings, *self.notes)),  # until 0.4
+            'warnings': plain((*self.findings, *self.notes)),  # until 0.5
         }
 
     def _page(self) -> Page:

@@ -61,17 +61,18 @@ def show(
 
         >>> from einshard import show
         >>> show('a b -> 2 a2* b*', (4, 8), 16)
-                b 0:4    b 4:8
-              ┌────────┬────────┐
-        a 0:1 │  0,8   │  1,9   │
-              ├────────┼────────┤
-        a 1:2 │  2,10  │  3,11  │
-              ├────────┼────────┤
-        a 2:3 │  4,12  │  5,13  │
-              ├────────┼────────┤
-        a 3:4 │  6,14  │  7,15  │
-              └────────┴────────┘
-        a is in 4 parts, b in 2; each shard is on 2 devices; a device holds [1,4], 1/8 of the array
+                    b 0:4           b 4:8
+              ┌───────────────┬───────────────┐
+        a 0:1 │      0,8      │      1,9      │
+              ├───────────────┼───────────────┤
+        a 1:2 │     2,10      │     3,11      │
+              ├───────────────┼───────────────┤
+        a 2:3 │     4,12      │     5,13      │
+              ├───────────────┼───────────────┤
+        a 3:4 │     6,14      │     7,15      │
+              └───────────────┴───────────────┘
+        a is in 4 parts, b in 2; each shard is replicated on 2 devices;
+        a device holds [1,4], 1/8 of the array
         devices, slowest first: 2 replicas x 4 parts of a x 2 parts of b
 
     Drawing an expression needs no devices and starts no JAX backend. Devices are numbered from 0,

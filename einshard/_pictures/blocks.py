@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import colorsys
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+# Blocks are darker the higher their first device, so that they differ in gray print and for
+# color-blind readers. Black text has a contrast of at least 4.5 on all of these.
+_COLORS = ((255, 244, 184), (172, 224, 178), (105, 192, 190), (94, 151, 205), (128, 104, 190))
 
 
 @dataclass(frozen=True)
@@ -19,26 +23,58 @@ class Blocks:
         parts: the number of shards of each array axis.
         names: the names of the array axes.
         sizes: the sizes of the array axes; None if the shape is unknown.
+        terms: the number of terms of a partial sum; the devices of a block are grouped by term.
     """
 
     devices: Sequence[int]
     parts: tuple[int, ...]
     names: tuple[str, ...]
     sizes: tuple[int, ...] | None
-
-    @property
-    def replicas(self) -> int:
-        """The number of devices with a replica of each block."""
-        return len(self.devices) // self.n_blocks
+    terms: int = 1
 
     @property
     def n_blocks(self) -> int:
         return math.prod(self.parts)
 
+    @property
+    def n_holders(self) -> int:
+        """The number of devices that hold each block, or a term of it."""
+        return len(self.devices) // self.n_blocks
+
+    @property
+    def replicas(self) -> int:
+        """The number of devices with a replica of each block, or of each term of it."""
+        return self.n_holders // self.terms
+
+    @property
+    def aspect(self) -> float:
+        """Height by width of a picture. Depends on the shape alone, not on the placement."""
+        if self.sizes is None or len(self.parts) != 2:
+            return 0.5 if len(self.parts) > 1 else 0.1
+        high, wide = (max(1, size) for size in self.sizes)
+        return min(max(high / wide, 0.5), 2.0)
+
     def holders(self, block: int) -> Sequence[int]:
         """Returns the devices that hold a block."""
         # not stored: a list per block would take 2 s for a million blocks
-        return self.devices[block * self.replicas : (block + 1) * self.replicas]
+        return self.devices[block * self.n_holders : (block + 1) * self.n_holders]
+
+    def label(self, holders: Sequence[int], most: int = 4) -> str:
+        """Lists devices: '0,8', '0-7', '0,8,..,56'; '0,8,..' if `most` is 2; terms as '0+8'."""
+        step = len(holders) // self.terms
+        groups = (holders[i : i + step] for i in range(0, len(holders), step))
+        return _shortened([_device_list(group, most) for group in groups], '+', most)
+
+    def color(self, first: int) -> str:
+        """Returns the color of the block whose first device is `first`, as '#rrggbb'."""
+        at = self._ranks[first] / max(self.n_blocks - 1, 1) * (len(_COLORS) - 1)
+        i = min(int(at), len(_COLORS) - 2)
+        ends = zip(_COLORS[i], _COLORS[i + 1], strict=True)
+        return '#' + ''.join(f'{round(a + (b - a) * (at - i)):02x}' for a, b in ends)
+
+    @functools.cached_property
+    def _ranks(self) -> dict[int, int]:
+        return {first: i for i, first in enumerate(sorted(self.devices[:: self.n_holders]))}
 
     def head(self, axis: int, part: int) -> str:
         """Labels a shard of an axis: '0:2', or 'part 0' if the size is unknown."""
@@ -57,6 +93,7 @@ def blocks_on_mesh(
     entries: Sequence[Sequence[Any]],
     names: tuple[str, ...],
     sizes: tuple[int, ...] | None,
+    signs: Mapping[Any, str],
 ) -> Blocks:
     """Splits an array over a mesh whose devices are numbered in row-major order.
 
@@ -65,6 +102,7 @@ def blocks_on_mesh(
         entries: for each array axis, the mesh axes that shard it, major to minor.
         names: the names of the array axes.
         sizes: the sizes of the array axes; None if unknown.
+        signs: by mesh axis, the sign of its replicas: '+' for terms of a sum.
     """
     steps: dict[Any, range] = {}
     stride = math.prod(mesh.values())
@@ -72,11 +110,12 @@ def blocks_on_mesh(
         steps[axis] = range(0, stride, stride // size)
         stride //= size
     sharded = [axis for entry in entries for axis in entry]
+    summed = [axis for axis in mesh if signs.get(axis) == '+']
     devices = [0]
-    for axis in [*sharded, *(axis for axis in mesh if axis not in sharded)]:
+    for axis in dict.fromkeys([*sharded, *summed, *mesh]):
         devices = [first + step for first in devices for step in steps[axis]]
     parts = tuple(math.prod(mesh[axis] for axis in entry) for entry in entries)
-    return Blocks(devices, parts, names, sizes)
+    return Blocks(devices, parts, names, sizes, math.prod(mesh[axis] for axis in summed))
 
 
 @dataclass(frozen=True)
@@ -133,30 +172,19 @@ def slices_of(blocks: Blocks) -> Slices:
     return Slices(blocks, row_axis, column_axis, titles)
 
 
-def device_list(devices: Sequence[int], tight: bool = False) -> str:
-    """Abbreviates a list of device numbers: '0,8', '0-7', '0,8,..,120'; if tight, '0,8,..'."""
-    if len(devices) <= (2 if tight else 4):
-        return ','.join(map(str, devices))
-    runs = [f'{first}-{last}' if first < last else f'{first}' for first, last in _runs(devices)]
-    if len(runs) > (2 if tight else 3):
-        runs[2:] = ['..'] if tight else ['..', runs[-1]]
-    return ','.join(runs)
+def _device_list(devices: Sequence[int], most: int) -> str:
+    runs = devices if len(devices) <= most else _runs(devices)
+    return _shortened([str(run) for run in runs], ',', most)
 
 
-def _runs(devices: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields the first and last of each run of consecutive numbers."""
-    first = last = devices[0]
-    for device in devices[1:]:
-        if device != last + 1:
-            yield first, last
-            first = device
-        last = device
-    yield first, last
+def _shortened(texts: list[str], sign: str, most: int) -> str:
+    if len(texts) > most:
+        texts = [*texts[:2], '..', texts[-1]] if most > 2 else [*texts[:most], '..']
+    return sign.join(texts)
 
 
-def color(device: int) -> str:
-    """Returns the color of a device as '#rrggbb', light enough for black text."""
-    # steps of the golden ratio give neighbors distinct hues for any number of devices
-    hue = device * 0.6180339887 % 1
-    rgb = colorsys.hls_to_rgb(hue, 0.74 if device % 2 else 0.82, 0.75)
-    return '#' + ''.join(f'{round(255 * value):02x}' for value in rgb)
+def _runs(devices: Sequence[int]) -> Iterator[str]:
+    """Yields runs of consecutive numbers: '3', '4-7'."""
+    for _, run in itertools.groupby(enumerate(devices), lambda item: item[1] - item[0]):
+        (_, first), *rest = run
+        yield f'{first}-{rest[-1][1]}' if rest else f'{first}'

@@ -6,20 +6,23 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .._errors import plural
 from .._text import display_width, shape_text
 from .blocks import Blocks
 
 
 def meaning(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> str:
     """Describes the shards in a sentence; `entries` are the mesh axes of each array axis, or []."""
-    n_shards, replicas = blocks.n_blocks, blocks.replicas
+    n_shards = blocks.n_blocks
     sharded = [axis for axis, count in enumerate(blocks.parts) if count > 1]
     array = '' if blocks.sizes is None else f', {dtype}{shape_text(blocks.sizes)}'
     if not sharded:
         noun = 'scalar' if blocks.sizes == () else 'full array'
-        holders = 'the one device' if replicas == 1 else f'each of the {replicas} devices'
-        return f'nothing is sharded: {holders} holds the {noun}{array if blocks.sizes else ""}'
+        array = array if blocks.sizes else ''
+        if blocks.terms > 1:
+            return f'nothing is sharded: the {noun}{array and array + ","} {_held(blocks)}'
+        n = blocks.replicas
+        holds = 'the one device holds' if n == 1 else f'each of the {n} devices holds a replica of'
+        return f'nothing is sharded: {holds} the {noun}{array}'
     clauses: list[str] = []
     for i, axis in enumerate(sharded):
         verb = ' is in' if i == 0 else ' in'
@@ -31,8 +34,22 @@ def meaning(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> s
     if blocks.sizes is not None:
         sizes = zip(blocks.sizes, blocks.parts, strict=True)
         shard = f'{dtype}{shape_text([size // count for size, count in sizes])}, {shard}'
-    on = 'one device' if replicas == 1 else plural(replicas, 'device')
-    return f'{", ".join(clauses)}; each shard is on {on}; a device holds {shard}'
+    return f'{", ".join(clauses)}; each shard {_held(blocks)}; a device holds {shard}'
+
+
+def _held(blocks: Blocks) -> str:
+    terms, replicas = blocks.terms, blocks.replicas
+    if terms == 1:
+        return f'is replicated on {replicas} devices' if replicas > 1 else 'is on one device'
+    each = f', each replicated on {replicas} devices' if replicas > 1 else f' on {terms} devices'
+    return f'is a sum of {terms} terms{each}'
+
+
+def note(blocks: Blocks) -> str:
+    """Says below a drawing if its blocks are on several devices; otherwise empty."""
+    words = [f'a sum of {blocks.terms} terms'] * (blocks.terms > 1)
+    words += [f'hatched: {blocks.replicas} replicas'] * (blocks.replicas > 1)
+    return ', '.join(words)
 
 
 def device_order(

@@ -42,7 +42,7 @@ def draw(
         signs: by mesh axis, the sign of its replicas: '+' for terms of a sum.
     """
     check_drawable(math.prod(mesh.values()), len(names))
-    blocks = blocks_on_mesh(mesh, entries, names, sizes)
+    blocks = blocks_on_mesh(mesh, entries, names, sizes, signs)
     words = [meaning(blocks, dtype, entries if named else [])]
     return Picture(blocks, (*words, *device_order(mesh, named, names, entries, signs)))
 

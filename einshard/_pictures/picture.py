@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._errors import plural
-from .blocks import Blocks, color
+from .blocks import Blocks
 from .caption import wrapped
 from .svg import svg_text
 from .terminal import text_lines
@@ -43,8 +43,8 @@ class Picture(ColorRepr):
     """A picture of a placement, made by `show`.
 
     `str` is plain text; `repr` adds color on a terminal if rich is installed; notebooks show an
-    SVG. A device has the same color in every picture. A replicated block has the colors of all its
-    devices in the SVG, and the color of its first device in text.
+    SVG. Each block has the color of its first device, and lists all of them; replicated blocks are
+    hatched in the SVG. Arrays of the same shape have the same size in all pictures.
 
     Attributes:
         blocks: the blocks of the array and their devices.
@@ -60,7 +60,7 @@ class Picture(ColorRepr):
         return svg_text(self.blocks)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes an SVG file for light and dark backgrounds."""
+        """Writes an SVG file, which is light or dark as the reader prefers."""
         Path(path).write_text(_standalone(self.svg), encoding='utf-8')
 
     def __str__(self) -> str:
@@ -75,7 +75,8 @@ class Picture(ColorRepr):
         for line in text_lines(self.blocks, width):
             text = Text()
             for segment, device in line:
-                text.append(segment, '' if device is None else f'black on {color(device)}')
+                color = '' if device is None else f'black on {self.blocks.color(device)}'
+                text.append(segment, color)
             yield text
         for line in wrapped(self.words, width):
             yield Text(line)
@@ -117,7 +118,7 @@ class Gallery(ColorRepr):
     def _repr_html_(self) -> str:
         figures = ''.join(
             '<figure style="margin: 0; text-align: left; overflow-x: auto">'
-            '<figcaption style="font: 13px sans-serif; margin-bottom: 6px">'
+            '<figcaption style="font: 13px sans-serif; margin-bottom: 6px; text-align: left">'
             f'{html.escape(caption)}</figcaption>{picture.svg}</figure>'
             for caption, picture in self.pictures
         )
@@ -129,7 +130,7 @@ class Gallery(ColorRepr):
 
 
 def _standalone(svg: str) -> str:
-    """Adds a style for dark backgrounds; an SVG inside a page has the style of the page."""
-    dark = '@media (prefers-color-scheme: dark) { svg { color: #ddd } }'
+    """Adds light and dark colors; an SVG inside a page has those of the page."""
+    style = 'svg { color-scheme: light dark; color: CanvasText; background: Canvas }'
     start = svg.index('>') + 1
-    return f'{svg[:start]}<style>{dark}</style>{svg[start:]}\n'
+    return f'{svg[:start]}<style>{style}</style>{svg[start:]}\n'

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .._text import display_width
-from .blocks import Blocks, Slices, color, device_list, slices_of
+from .blocks import Blocks, Slices, slices_of
+from .caption import note
 
-_WIDTH, _HEIGHT = 480, 360  # pixels, for the blocks of one slice or of all slices
-_MAX_BOX_WIDTH, _MAX_BOX_HEIGHT = 120, 60
-_FONT, _MIN_FONT = 12, 7
+_SIDE = 290  # pixels, of a square array; all matrices have the same area
+_SCALAR, _LOWEST = 100, 40  # the width of a scalar; the height of scalars and vectors
+_MIN_SLICE = 60
+_FONT, _MIN_FONT = 12, 9
 _CHARACTER = 0.62  # the width of a monospaced character, in font sizes
 _GAP = 18
-_MIN_STRIPE = 5  # pixels; thinner stripes blur to gray
-_MIN_SCALE = 0.7  # smaller text is unreadable, so narrow pages scroll the picture instead
+_LINE = '#444'
+_HATCH = 8  # pixels between the lines
 _MAX_BOXES = 20_000
 
 
@@ -25,132 +27,157 @@ class _Sheet:
     """Sizes in pixels, the same for all slices."""
 
     slices: Slices
-    box_width: float
-    box_height: float
+    beside: int  # the number of slices in a row
+    width: float  # of the blocks of a slice
+    height: float
     margin: float  # on the left, for row labels
     top: float  # for the title and column labels
-    reach: float  # width of titles and column labels, from the margin
-    digits: int  # of the largest device number: all numbers use one font size
+    reach: float  # width of the picture without the margin
+    most: int  # as many devices, or ranges of them, are in the list of a block
+    font: tuple[float, int, int]  # of these lists; every k-th row and column has them
 
     @property
-    def width(self) -> float:
-        return self.margin + max(self.slices.n_columns * self.box_width, self.reach)
+    def box_width(self) -> float:
+        return self.width / self.slices.n_columns
 
     @property
-    def height(self) -> float:
-        return self.top + self.slices.n_rows * self.box_height
+    def box_height(self) -> float:
+        return self.height / self.slices.n_rows
 
 
 def svg_text(blocks: Blocks) -> str:
-    """Draws blocks in the colors of their devices; a replicated block has a stripe per device.
+    """Draws blocks in the colors of their first devices; replicated blocks are hatched.
 
     An array with more than two sharded axes is drawn as several slices.
     """
     slices = slices_of(blocks)
+    sheet = _sheet(slices)
     n_slices = len(slices.titles)
-    # as many slices per row as fit, with at most twice as many columns as rows
-    beside = min(n_slices, math.ceil(math.sqrt(2 * n_slices)))
-    while (sheet := _sheet(slices, beside)).width * beside > 2 * _WIDTH and beside > 1:
-        beside -= 1
     if blocks.n_blocks > _MAX_BOXES:
         n_slices = min(n_slices, max(1, _MAX_BOXES // (slices.n_rows * slices.n_columns)))
     parts: list[str] = []
+    bottom = 0.0
     for i in range(n_slices):
-        left = i % beside * (sheet.width + _GAP)
-        above = i // beside * (sheet.height + _GAP)
+        left = sheet.margin + i % sheet.beside * (sheet.width + _GAP)
+        top = i // sheet.beside * (sheet.top + sheet.height + _GAP) + sheet.top
+        bottom = top + sheet.height
         drawing = ''.join(_slice(sheet, i))
-        parts.append(f'<g transform="translate({_px(left)} {_px(above)})">{drawing}</g>')
-    width = beside * (sheet.width + _GAP) - _GAP + 1
-    height = math.ceil(n_slices / beside) * (sheet.height + _GAP) - _GAP + 1
+        parts.append(f'<g transform="translate({_px(left)} {_px(top)})">{drawing}</g>')
+    if below := note(blocks):
+        bottom += 1.5 * _FONT
+        parts.append(_text(below, sheet.margin, bottom - 0.3 * _FONT, 'start'))
+    width, height = sheet.margin + sheet.reach + 1, bottom + 1
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_px(width)}" height="{_px(height)}" '
         f'viewBox="-0.5 -0.5 {_px(width)} {_px(height)}" fill="currentColor" '
-        f'style="max-width: 100%; min-width: {_px(_MIN_SCALE * width)}px; height: auto; '
-        'overflow: visible" '
+        'style="max-width: 100%; height: auto; overflow: visible" '
         f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="{_FONT}">'
         f'{"".join(parts)}</svg>'
     )
 
 
-def _sheet(slices: Slices, beside: int) -> _Sheet:
-    blocks, n_rows, n_columns = slices.blocks, slices.n_rows, slices.n_columns
-    below = math.ceil(len(slices.titles) / beside)
-    sizes = blocks.sizes or blocks.parts
-    high, wide = (
-        1 if axis is None else max(1, sizes[axis]) for axis in (slices.row_axis, slices.column_axis)
-    )
-    # close to the aspect ratio of the array, within limits
-    ratio = min(max(high / wide, 1 / 6), 2.0)
-    width = min(_WIDTH / beside, _HEIGHT / below / ratio)
-    last_column = range(n_columns - 1, blocks.n_blocks, n_columns)
-    label = max(len(device_list(blocks.holders(block), tight=True)) for block in last_column)
-    least = label * _MIN_FONT * _CHARACTER + 4
-    box_width, box_height = width / n_columns, width * ratio / n_rows
-    scale = min(1, _MAX_BOX_WIDTH / box_width, _MAX_BOX_HEIGHT / box_height)
-    last = slices.column_head(n_columns - 1)
-    head = _text_width(last) + 8 if last and n_columns <= 4 else 0
-    # make room for labels, up to twice the width and height
-    box_width = max(scale * box_width, min(max(least, head), 2 * _WIDTH / n_columns / beside))
-    box_height = max(scale * box_height, min(16, 2 * _HEIGHT / n_rows / below))
-    margin = max(_text_width(slices.row_head(row)) for row in range(n_rows))
+def _sheet(slices: Slices) -> _Sheet:
+    blocks, n_slices = slices.blocks, len(slices.titles)
+    full_width = _SIDE / math.sqrt(max(blocks.aspect, 0.5)) if blocks.parts else _SCALAR
+    full_height = max(full_width * blocks.aspect, _LOWEST)
+    title = max(map(_text_width, slices.titles))
+    # at most twice as many columns as rows of slices
+    fitting = max(1, int((full_width + _GAP) / (title + _GAP)))
+    below = math.ceil(n_slices / min(fitting, math.ceil(math.sqrt(2 * n_slices))))
+    beside = math.ceil(n_slices / below)
+    width = (full_width + _GAP) / beside - _GAP
+    height = max(full_height / below, min(_FONT * slices.n_rows, _MIN_SLICE))
+    margin = max(_text_width(slices.row_head(row)) for row in range(slices.n_rows))
     margin += 6 * bool(margin)
-    reach = max(map(_text_width, slices.titles))
-    top = (bool(reach) + (slices.column_axis is not None)) * 1.5 * _FONT
-    for text, center in _column_heads(slices, box_width):
+    reach = max(title, _text_width(note(blocks)), full_width)
+    for text, center in _column_heads(slices, width / slices.n_columns):
         half = _text_width(text) / 2
-        margin, reach = max(margin, half - center), max(reach, center + half)
-    digits = len(str(max(blocks.devices)))
-    return _Sheet(slices, box_width, box_height, margin, top, reach, digits)
+        margin = max(margin, half - center)
+        reach = max(reach, full_width - width + center + half)
+    top = (bool(title) + (slices.column_axis is not None)) * 1.5 * _FONT
+    font = _font(blocks, width / slices.n_columns, height / slices.n_rows)
+    return _Sheet(slices, beside, width, height, margin, top, reach, *font)
 
 
 def _slice(sheet: _Sheet, n: int) -> Iterator[str]:
-    slices = sheet.slices
+    """Draws a slice; the corner of its first block is the origin."""
+    slices, blocks = sheet.slices, sheet.slices.blocks
     if title := slices.titles[n]:
-        yield _text(title, sheet.margin, _FONT, 'start')
+        yield _text(title, 0, _FONT - sheet.top, 'start')
     for text, center in _column_heads(slices, sheet.box_width):
-        yield _text(text, sheet.margin + center, sheet.top - 0.5 * _FONT, 'middle')
-    for row in _thinned(_FONT + 2, sheet.box_height, slices.n_rows):
-        at = sheet.top + (row + 0.5) * sheet.box_height + 0.35 * _FONT
-        yield _text(slices.row_head(row), sheet.margin - 6, at, 'end')
+        yield _text(text, center, -0.5 * _FONT, 'middle')
+    if n % sheet.beside == 0:
+        for row in _thinned(_FONT + 1, sheet.box_height, slices.n_rows):
+            at = (row + 0.5) * sheet.box_height + 0.35 * _FONT
+            yield _text(slices.row_head(row), -6, at, 'end')
+    size = f'width="{_px(sheet.box_width)}" height="{_px(sheet.box_height)}"'
+    small = min(sheet.box_width, sheet.box_height) < 6  # dark lines would hide them
     for row in range(slices.n_rows):
         for column in range(slices.n_columns):
-            yield from _box(sheet, row, column, slices.holders(n, row, column))
+            holders = slices.holders(n, row, column)
+            many = len(holders) > 1024
+            numbers = blocks.label(holders) if many else ', '.join(map(str, holders))
+            x, y = _px(column * sheet.box_width), _px(row * sheet.box_height)
+            color = blocks.color(holders[0])
+            yield f'<rect x="{x}" y="{y}" {size} fill="{color}" '
+            yield f'stroke="{color if small else _LINE}"><title>device {numbers}</title></rect>'
+    if blocks.replicas > 1:
+        yield _hatching(sheet.width, sheet.height)
+    yield from _labels(sheet, n)
 
 
-def _box(sheet: _Sheet, row: int, column: int, holders: Sequence[int]) -> Iterator[str]:
-    """Draws a block: a stripe for each device, and the device numbers if there is room."""
-    x, y = sheet.margin + column * sheet.box_width, sheet.top + row * sheet.box_height
-    width, height = sheet.box_width, sheet.box_height
-    stripes = holders if width / len(holders) >= _MIN_STRIPE else holders[:1]
-    step = width / len(stripes)
-    for i, device in enumerate(stripes):
-        yield (
-            f'<rect x="{_px(x + i * step)}" y="{_px(y)}" width="{_px(step)}" '
-            f'height="{_px(height)}" fill="{color(device)}"/>'
-        )
-    numbers = ', '.join(map(str, holders)) if len(holders) <= 1024 else device_list(holders)
-    about = f'<title>device {numbers}</title>'
-    line = 'stroke="#555"' if width >= 6 and height >= 6 else 'stroke="none"'
-    yield f'<rect x="{_px(x)}" y="{_px(y)}" width="{_px(width)}" height="{_px(height)}" '
-    yield f'fill="none" pointer-events="all" {line}>{about}</rect>'
-    middle = y + height / 2
-    size = min(_FONT, height * 0.8, (step - 2) / sheet.digits / _CHARACTER)
-    if size >= _MIN_FONT and len(stripes) == len(holders):
-        for i, device in enumerate(stripes):
-            yield _label(str(device), x + (i + 0.5) * step, middle, size)
-        return
-    for tight in (False, True):
-        text = device_list(holders, tight)
-        size = min(_FONT, height * 0.8, (width - 2) / len(text) / _CHARACTER)
+def _hatching(width: float, height: float) -> str:
+    # a single path, as patterns need ids, which must be unique in a page
+    lines: list[str] = []
+    for at in range(_HATCH // 2, int(width + height), _HATCH):
+        low, high = min(at, height), max(0, at - width)
+        lines.append(f'M{_px(at - low)} {_px(low)}L{_px(at - high)} {_px(high)}')
+    return f'<path d="{"".join(lines)}" stroke="#000" opacity="0.3" pointer-events="none"/>'
+
+
+def _labels(sheet: _Sheet, n: int) -> Iterator[str]:
+    """Writes devices into blocks; if they do not fit, into some, from the corner of each."""
+    slices, blocks, (size, rows, columns) = sheet.slices, sheet.slices.blocks, sheet.font
+    anchor = 'middle' if columns == 1 else 'start'
+    yield (
+        f'<g font-size="{_px(size)}" fill="#000" text-anchor="{anchor}" stroke-width="4" '
+        'stroke-linejoin="round" paint-order="stroke" pointer-events="none">'
+    )
+    for row in range(0, slices.n_rows, rows):
+        for column in range(0, slices.n_columns, columns):
+            holders = slices.holders(n, row, column)
+            text = blocks.label(holders, sheet.most)
+            x = column * sheet.box_width + (2 if columns > 1 else sheet.box_width / 2)
+            y = row * sheet.box_height + max(size, sheet.box_height) / 2
+            if columns > 1 and x + len(text) * _CHARACTER * size > sheet.width:
+                continue
+            if rows > 1 and y + size / 2 > sheet.height:
+                continue
+            halo = rows > 1 or columns > 1 or blocks.replicas > 1
+            color = f' stroke="{blocks.color(holders[0])}"' if halo else ''
+            yield f'<text x="{_px(x)}" y="{_px(y + 0.35 * size)}"{color}>{text}</text>'
+    yield '</g>'
+
+
+def _font(blocks: Blocks, width: float, height: float) -> tuple[int, tuple[float, int, int]]:
+    """Fits device labels into boxes.
+
+    Returns how many items a list has at most; and the font size, and the steps between the rows and
+    between the columns that have labels.
+    """
+    holders = [blocks.holders(i) for i in range(min(blocks.n_blocks, _MAX_BOXES))]
+    needed = {
+        most: _CHARACTER * max(len(blocks.label(devices, most)) for devices in holders)
+        for most in (4, 2, 1)
+    }
+    for most in needed:
+        size = min(_FONT, 0.95 * height, (width - 1) / needed[most])
         if size >= _MIN_FONT:
-            room = len(text) * _CHARACTER * size + 4
-            yield (
-                f'<rect x="{_px(x + (width - room) / 2)}" y="{_px(middle - 0.6 * size)}" '
-                f'width="{_px(room)}" height="{_px(1.2 * size)}" fill="#fff" opacity="0.75" '
-                'pointer-events="none"/>'
-            )
-            yield _label(text, x + width / 2, middle, size)
-            return
+            return most, (size, 1, 1)
+    least = needed[2] * _MIN_FONT
+    rows = 1 if 0.95 * height >= _MIN_FONT else math.ceil(2 * _MIN_FONT / height)
+    columns = 1 if width - 1 >= least else math.ceil(2 * least / width)
+    return 2, (_MIN_FONT, rows, columns)
 
 
 def _column_heads(slices: Slices, box_width: float) -> Iterator[tuple[str, float]]:
@@ -163,14 +190,7 @@ def _column_heads(slices: Slices, box_width: float) -> Iterator[tuple[str, float
 
 def _thinned(needed: float, box: float, n: int) -> range:
     """Returns the indices of every k-th of n labels, so that each has the space it needs."""
-    return range(0, n, math.ceil(needed / box))
-
-
-def _label(text: str, x: float, y: float, size: float) -> str:
-    return (
-        f'<text x="{_px(x)}" y="{_px(y + 0.35 * size)}" text-anchor="middle" '
-        f'font-size="{_px(size)}" fill="#000" pointer-events="none">{text}</text>'
-    )
+    return range(0, n, max(1, math.ceil(needed / box)))
 
 
 def _text_width(text: str) -> float:

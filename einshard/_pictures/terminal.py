@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from .._text import display_width
-from .blocks import Blocks, Slices, device_list, slices_of
+from .blocks import Blocks, Slices, slices_of
 
 Segment: TypeAlias = tuple[str, int | None]  # text, and a device for its color
 Line: TypeAlias = list[Segment]
@@ -17,8 +17,7 @@ _MAX_SLICES = 8
 _MAX_ROWS = 64
 _FIRST_ROWS, _LAST_ROWS = 24, 8  # the rows that longer pictures show
 _MAX_RULED_ROWS = 16  # no lines between rows if there are more
-_MAX_BOX_WIDTH, _MAX_BOX_HEIGHT = 20, 5
-_MAX_STRETCHED_WIDTH = 72  # stretched to proportion up to this width
+_COLUMNS, _LINES = 32, 8  # of a matrix, if its labels fit
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,8 @@ def _boxes(slices: Slices, width: int) -> _Boxes | None:
         return None
     rows = _kept(slices.n_rows)
     title = max(map(display_width, slices.titles))
-    for tight in (False, True):
-        cells = [[_cells(slices, n, row, tight) for row in rows] for n in range(len(slices.titles))]
+    for most in (4, 2, 1):
+        cells = [[_cells(slices, n, row, most) for row in rows] for n in range(len(slices.titles))]
         label = max(len(text) for one in cells for row in one for text, _ in row)
         for named, padding, thin in _HEADINGS:
             heads, corner = _column_heads(slices, named)
@@ -99,7 +98,7 @@ def _boxes(slices: Slices, width: int) -> _Boxes | None:
                 continue
             if thin:
                 return replace(boxes, column_heads=_thinned(heads, boxes.box_width))
-            return _in_proportion(boxes, width)
+            return _enlarged(boxes, width)
     return None
 
 
@@ -110,11 +109,11 @@ def _kept(n: int) -> list[int | None]:
     return [*range(_FIRST_ROWS), None, *range(n - _LAST_ROWS, n)]
 
 
-def _cells(slices: Slices, n: int, row: int | None, tight: bool) -> Line:
+def _cells(slices: Slices, n: int, row: int | None, most: int) -> Line:
     if row is None:
         return [('..', None)] * slices.n_columns
     row_devices = [slices.holders(n, row, column) for column in range(slices.n_columns)]
-    return [(device_list(devices, tight), devices[0]) for devices in row_devices]
+    return [(slices.blocks.label(devices, most), devices[0]) for devices in row_devices]
 
 
 def _column_heads(slices: Slices, named: bool) -> tuple[list[str], str]:
@@ -135,23 +134,16 @@ def _thinned(heads: Sequence[str], box_width: int) -> list[str]:
     return [head if i % step == 0 and i <= last else '' for i, head in enumerate(heads)]
 
 
-def _in_proportion(boxes: _Boxes, width: int) -> _Boxes:
-    """Scales boxes to the proportions of the blocks; a character is twice as high as wide."""
+def _enlarged(boxes: _Boxes, width: int) -> _Boxes:
+    """Enlarges boxes so that an array has one size however it is sharded, if its labels fit."""
     slices = boxes.slices
-    row_axis, column_axis = slices.row_axis, slices.column_axis
-    if row_axis is None or column_axis is None or not boxes.ruled or len(slices.titles) > 1:
+    if not slices.blocks.parts or not boxes.ruled or len(slices.titles) > 1:
         return boxes
-    parts = slices.blocks.parts
-    sizes = slices.blocks.sizes or (1,) * len(parts)
-    rows, cols = (max(sizes[i], 1) / parts[i] for i in (row_axis, column_axis))
-    height = round(boxes.box_width * rows / cols / 2)
-    height = min(height, _MAX_BOX_HEIGHT, 2 * _MAX_RULED_ROWS // len(boxes.rows))
+    room = (width - 1 - boxes.margin) // slices.n_columns - 1
+    box_width = max(boxes.box_width, min(_COLUMNS // slices.n_columns - 1, room))
+    height = _LINES // slices.n_rows - 1 if len(slices.blocks.parts) > 1 else 1
     height -= height % 2 == 0  # odd, so that labels are centered
-    box = boxes.box_width
-    if height <= 1:
-        room = (min(_MAX_STRETCHED_WIDTH, width - 1) - boxes.margin) // slices.n_columns - 1
-        box = max(box, min(round(2 * cols / rows), _MAX_BOX_WIDTH, room))
-    return replace(boxes, box_width=box, box_height=max(height, 1))
+    return replace(boxes, box_width=box_width, box_height=max(height, 1))
 
 
 def _slice_lines(boxes: _Boxes, n: int) -> list[Line]:
@@ -232,7 +224,7 @@ def _table_row(blocks: Blocks, axes: Sequence[int], block: int | None) -> Line:
     for axis in axes:
         part = block // math.prod(blocks.parts[axis + 1 :]) % blocks.parts[axis]
         heads.append(blocks.head(axis, part))
-    return [*((head, None) for head in heads), (device_list(devices), devices[0])]
+    return [*((head, None) for head in heads), (blocks.label(devices), devices[0])]
 
 
 def _left(text: str, width: int) -> str:

@@ -10,6 +10,7 @@ the mesh shape.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
@@ -21,6 +22,7 @@ from .._cache import cached
 from .._errors import EinshardError
 from .._notation.layout import mesh_text, prime_factors
 from .axis_sizes import solve_sizes
+from .libtpu import quiet_libtpu
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 Device: TypeAlias = Any  # a jax.Device, for which JAX has no static type
@@ -106,11 +108,14 @@ def _canonical_mesh(devices: MeshLike | None, axis_types: AxisType | None) -> An
     if isinstance(devices, Mesh):
         return _device_mesh(tuple(devices.devices.flat), axis_type)
     check_mesh(devices, 'devices=')
-    chosen = tuple(jax.devices() if devices is None else devices)
+    if devices is None:
+        quiet_libtpu()
+        devices = jax.devices()
+    chosen = tuple(devices)
     for device in chosen:
         if not isinstance(device, jax.Device):
             raise EinshardError(
-                f'a device mesh must contain jax.Device objects, got {device!r}',
+                f'a device mesh must contain jax.Device objects, got {reprlib.repr(device)}',
                 facts={'expected': 'a sequence of jax.Device, a Mesh or an AbstractMesh'},
             )
     return _device_mesh(chosen, axis_type)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -12,17 +9,9 @@ from jax.sharding import AxisType, Mesh
 
 from .._cache import cached
 from .._errors import EinshardError
+from .libtpu import has_libtpu, quiet_libtpu
 from .mesh import device_mesh, named_mesh
 from .tpu_names import known_names, topology_name
-
-# Without these variables, and without a TPU, libtpu waits for a metadata server, prints its failure
-# to standard error, and locks out other processes.
-_WITHOUT_TPU = {
-    'TPU_SKIP_MDS_QUERY': '1',
-    'TPU_WORKER_HOSTNAMES': 'localhost',
-    'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
-    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-}
 
 
 def topology(
@@ -72,14 +61,12 @@ def topology(
 
 @cached
 def _topology(name: str, n_slices: int) -> Mesh:
-    if importlib.util.find_spec('libtpu') is None:
+    if not has_libtpu():
         raise EinshardError(
             'topology() needs libtpu, which is not installed',
             facts={'topology': f"'{name}'", 'install': 'pip install libtpu'},
         )
-    if not _has_tpu():
-        for variable, value in _WITHOUT_TPU.items():
-            os.environ.setdefault(variable, value)
+    quiet_libtpu()
     # imported here because it loads modules that nothing else needs
     from jax.experimental.topologies import get_topology_desc
 
@@ -92,11 +79,3 @@ def _topology(name: str, n_slices: int) -> Mesh:
             facts={'libtpu says': str(error).splitlines()[0], **known_names()},
         ) from None
     return device_mesh(description.devices)
-
-
-def _has_tpu() -> bool:
-    """Whether this machine has TPUs, by their device files."""
-    vfio = Path('/dev/vfio')
-    return Path('/dev/accel0').exists() or (
-        vfio.is_dir() and any(entry.name.isdecimal() for entry in vfio.iterdir())
-    )

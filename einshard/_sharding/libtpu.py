@@ -1,0 +1,37 @@
+"""The environment variables of libtpu on a machine without TPUs."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from pathlib import Path
+
+# Without these variables, and without a TPU, libtpu waits for a metadata server, prints its failure
+# to standard error, and locks out other processes.
+_WITHOUT_TPU = {
+    'TPU_SKIP_MDS_QUERY': '1',
+    'TPU_WORKER_HOSTNAMES': 'localhost',
+    'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
+    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+}
+
+
+def has_libtpu() -> bool:
+    return importlib.util.find_spec('libtpu') is not None
+
+
+@functools.cache
+def quiet_libtpu() -> None:
+    """Sets the variables that are unset, before JAX loads libtpu on a machine without TPUs."""
+    if has_libtpu() and not _has_tpu():
+        for variable, value in _WITHOUT_TPU.items():
+            os.environ.setdefault(variable, value)
+
+
+def _has_tpu() -> bool:
+    """Whether this machine has TPUs, by their device files."""
+    vfio = Path('/dev/vfio')
+    return Path('/dev/accel0').exists() or (
+        vfio.is_dir() and any(entry.name.isdecimal() for entry in vfio.iterdir())
+    )
