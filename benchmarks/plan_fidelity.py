@@ -167,25 +167,25 @@ def check(name, slice_name, n_sampled=30, known=None):
         sample = [one for one in mixed if one in fast][:n_sampled]
         best = list(fast)[:5] if sample else []
         slow = {one.candidate: one for one in judges.slow([*sample, *best])}
-    print(f'{name} on {slice_name}, {len(fast)} of {len(every)} plans:')
+    print(f'{name} on {slice_name}, {len(fast)} of {len(every)} plans compiled')
     mine = min(cost(judges.known['partitioner', one]) for one in searched.judged)
-    print(f'  regret by the partitioner {mine / min(map(cost, judges.of("partitioner"))) - 1:.1%}')
+    least = min(map(cost, judges.of('partitioner')))
     estimates = [cost(estimator.judge(one)) for one in fast]
-    print(
-        f'  estimates as the partitioner: {rho(estimates, map(cost, fast.values())):.2f}',
-        flush=True,
-    )
-    if not sample:
-        return
+    figure = rho(estimates, map(cost, fast.values()))
+    print(f'  regret {mine / least - 1:.1%}, estimates and partitioner: {figure:.2f}', flush=True)
+    if sample:
+        compare(searched, judges, [(fast[one], slow[one]) for one in sample if not slow[one].error])
+
+
+def compare(searched, judges, both):
+    """Compares the partitioner with the compiler for TPU, and prints the regret by the latter."""
+    least = min(map(cost, judges.of('compiler')))
     n = sum(one.judge == 'compiler' for one in searched.judged.values())
-    mine = cost(searched.ranking()[0])
-    print(
-        f'  by the compiler {mine / min(map(cost, judges.of("compiler"))) - 1:.1%}, for {n} plans'
-    )
-    both = [(fast[one], slow[one]) for one in sample if not slow[one].error]
+    regret = cost(searched.ranking()[0]) / least - 1
+    print(f'  regret by the TPU compiler, which judged {n} plans: {regret:.1%}')
     for what, of in FIGURES.items():
-        text = f'  the partitioner as the compiler, {what} of {len(both)}:'
-        print(text, f'{rho(*zip(*((of(a), of(b)) for a, b in both), strict=True)):.2f}', flush=True)
+        figure = rho(*zip(*((of(a), of(b)) for a, b in both), strict=True))
+        print(f'  partitioner and TPU compiler, {what} of {len(both)}: {figure:.2f}', flush=True)
 
 
 def search(space, estimator, fast, slow):
