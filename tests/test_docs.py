@@ -72,7 +72,7 @@ def test_page_runs(page, monkeypatch):
         pytest.importorskip(package)
     monkeypatch.chdir(DOCS)
     names, _ = run(page)
-    assert page.stem in ('api', 'notebooks', 'performance') or len(names) > 2
+    assert page.stem in ('api', 'notebooks', 'performance', 'playground') or len(names) > 2
 
 
 def test_every_example_is_offered_as_page_script_and_notebook():
