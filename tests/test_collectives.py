@@ -482,6 +482,7 @@ def test_permute(line, pairs, groups, sent):
         module(f'ROOT %p = f32[8,4]{{1,0}} collective-permute(%x), source_target_pairs={line}')
     )
     assert (c.pairs, c.groups, c.network_bytes) == (pairs, groups, sent)
+    assert c.n_groups == sum(len(group) == 2 for group in groups)
 
 
 def test_send():

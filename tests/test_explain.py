@@ -24,6 +24,7 @@ from einshard import (
     EinshardError,
     Sharded,
     assert_collectives,
+    device_mesh,
     einshard,
     explain,
     make_sharding,
@@ -31,7 +32,12 @@ from einshard import (
 )
 from einshard._hlo.module import Module
 from einshard._hlo.output_uses import output_uses
-from einshard._inspect.collective_axes import along, mesh_axes_of, sharding_of
+from einshard._inspect.collective_axes import (
+    along,
+    mesh_axes_between,
+    mesh_axes_of,
+    sharding_of,
+)
 from einshard._inspect.fold_layers import fold
 from einshard._inspect.golden_files import golden_text
 from einshard._inspect.intermediates import _placement
@@ -891,6 +897,35 @@ def test_groups_along_no_mesh_axes():
     assert mesh_axes_of(((0, 2), (1, 3), (4, 6), (5, 7)), mesh) is None  # half of a
     assert mesh_axes_of(((0, 3), (1, 2), (4, 7), (5, 6)), mesh) is None
     assert mesh_axes_of(((0,), (1,)), mesh) is None
+
+
+@pytest.mark.parametrize(
+    ('pairs', 'expected'),
+    [
+        (((0, 1), (2, 3)), ('b',)),
+        (((0, 2), (2, 4)), ('a',)),  # device 6 sends nothing
+        (((0, 1), (2, 4)), ('a', 'b')),
+        (((0, 3),), ('a', 'b')),
+        (((5, 5),), ()),
+    ],
+)
+def test_mesh_axes_between_the_devices_of_a_permute(pairs, expected):
+    assert mesh_axes_between(pairs, AbstractMesh((4, 1, 2), ('a', 'one', 'b'))) == expected
+
+
+@pytest.mark.parametrize(
+    ('before', 'after', 'expected'),
+    [
+        ('a b -> a@(x,y) b', 'a b -> a@(y,x) b', 'x,y'),
+        ('a b -> a4 b4', 'a b -> b4 a4', 'all'),
+    ],
+)
+def test_permute_that_transposes_the_devices(before, after, expected):
+    """The devices of the diagonal stay; the other twelve are six pairs."""
+    mesh = device_mesh(x=4, y=4) if '@' in before else device_mesh()
+    [row] = explain(sharded(before, out=after, mesh=mesh)(jnp.copy), floats(16, 16)).collectives
+    assert (row.kind, row.groups, row.group_size) == ('collective-permute', 6, 2)
+    assert row.along == expected
 
 
 def test_mesh_axes_in_words():

@@ -95,8 +95,11 @@ class Collective:
 
     @property
     def n_groups(self) -> int:
-        """The number of groups; 0 if the text lists none."""
-        return len(self.groups)
+        """The number of groups; 0 if the text lists none.
+
+        Devices that a permute does not move are not groups, unless it moves none.
+        """
+        return sum(len(group) > 1 for group in self.groups) or len(self.groups)
 
     @property
     def bytes(self) -> int:

@@ -47,6 +47,22 @@ def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, .
     return tuple(axes[i][0] for i in varying)
 
 
+def mesh_axes_between(pairs: Sequence[tuple[int, int]], mesh: AnyMesh) -> tuple[str, ...]:
+    """Finds the mesh axes along which the sources and targets of a permute differ.
+
+    Devices are numbered in mesh order.
+
+        >>> import jax
+        >>> from einshard._inspect.collective_axes import mesh_axes_between
+        >>> mesh = jax.sharding.AbstractMesh((2, 4), ('data', 'tp'))
+        >>> mesh_axes_between(((0, 1), (1, 2), (5, 5)), mesh)
+        ('tp',)
+    """
+    places = np.array(np.unravel_index(np.array(pairs), mesh.axis_sizes))  # [axis, pair, end]
+    differ = (places[..., 0] != places[..., 1]).any(axis=1).tolist()
+    return tuple(str(name) for name, n in zip(mesh.axis_names, differ, strict=True) if n)
+
+
 def sharding_of(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding | None:
     """Finds the sharding in which devices have these blocks; None if the mesh has none.
 
@@ -96,5 +112,7 @@ def along(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy) ->
     for chosen in itertools.chain(*(itertools.combinations(parts, n) for n in (2, 3))):
         if sum(map(len, chosen)) == len(target) and target == frozenset().union(*chosen):
             first = sorted(chosen, key=lambda part: min(axes.index(axis) for axis in part))
-            return ','.join(parts[part] for part in first)
+            words = [parts[part] for part in first]
+            if len({*words}) == len(words):  # 'a' may shard one array like 'b' another
+                return ','.join(words)
     return 'all' if len(axes) == sum(size > 1 for size in mesh.axis_sizes) else ','.join(axes)

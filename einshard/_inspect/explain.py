@@ -20,7 +20,7 @@ from .._sharding.mesh import AnyMesh, MeshLike, is_device_mesh, spec_axes
 from .arrays import ProgramArray, array_row, find_arguments, find_results
 from .bounds import NO_BOUNDS, find_bounds
 from .carried import Carried, find_carried, find_weights, results_in_place
-from .collective_axes import ShardedBy, along, mesh_axes_of
+from .collective_axes import ShardedBy, along, mesh_axes_between, mesh_axes_of
 from .findings.causes import with_causes
 from .findings.facts import Facts
 from .findings.find import find_findings, find_notes
@@ -222,19 +222,13 @@ def _output_paths(
 def _collective_row(
     one: Collective, what: Carried, meshes: Sequence[Any], sharded_by: ShardedBy
 ) -> CollectiveRow:
-    words = ''
-    for mesh in meshes if one.groups else ():
-        axes = mesh_axes_of(one.groups, mesh)
-        if axes is not None:
-            words = along(axes, mesh, sharded_by)
-            break
     return CollectiveRow(
         kind=one.kind,
         arrays=one.shape_text,
         bytes=one.bytes,
         group_size=one.group_size,
         groups=one.n_groups,
-        along=words,
+        along=_along(one, meshes, sharded_by),
         executions=one.executions,
         network_bytes=one.network_bytes,
         is_async=one.is_async,
@@ -248,6 +242,17 @@ def _collective_row(
         called_at=one.called_at,
         in_branch=one.in_branch,
     )
+
+
+def _along(one: Collective, meshes: Sequence[Any], sharded_by: ShardedBy) -> str:
+    for mesh in meshes if one.groups else ():
+        axes = mesh_axes_of(one.groups, mesh)
+        if axes is not None:
+            return along(axes, mesh, sharded_by)
+    # the pairs of a permute may not connect all devices along its axes
+    for mesh in meshes[:1] if one.pairs else ():
+        return along(mesh_axes_between(one.pairs, mesh), mesh, sharded_by)
+    return ''
 
 
 def _mesh_axes(meshes: Sequence[Any]) -> tuple[tuple[str, int], ...]:

@@ -53,7 +53,8 @@ class CollectiveRow:
         groups: the number of groups; 0 if the program does not list them, as for a custom call, and
             with JAX 0.8 and a newer libtpu. Bytes are then those of one group of all devices.
         along: the mesh axes that it runs along, on a user's mesh; else the array axes sharded over
-            the same devices: 'b,x' is both axes, 'h|k' is either one. '' if unknown.
+            the same devices: 'b,x' is both axes, 'h|k' is either one. '' if unknown. For a permute,
+            the axes along which senders and receivers differ.
         executions: how often it runs in one run of the program; None if a loop has an unknown trip
             count.
         network_bytes: bytes that a device sends per execution; None for a custom call.
