@@ -100,6 +100,11 @@ part('copy').addEventListener('click', async () => {
 })
 window.addEventListener('hashchange', follow)
 
-show('loading', 'Loading Python, 6 MB …')
+show('loading', 'Loading Python, up to 14 MB …')
+// Pyodide never returns if its download fails
+setTimeout(() => {
+  if (root.dataset.state === 'loading')
+    show('loading', 'Still loading Python. Reload the page if nothing happens.')
+}, 60e3)
 follow()
 if (fields.every((field) => field.value === first[field.name])) showResult(first.result)

@@ -20,8 +20,8 @@ started.then(
 )
 
 onmessage = async ({ data }) => {
-  const answer = await started
   try {
+    const answer = await started
     postMessage(JSON.parse(answer(...data)))
   } catch (error) {
     postMessage({ failed: String(error) })
