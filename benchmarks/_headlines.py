@@ -1,4 +1,4 @@
-"""The headline figures: each against hand-written JAX, and with a bound."""
+"""The headline figures, each against hand-written JAX, and their targets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from ._report import Row
 
 
 class Headline(NamedTuple):
-    """A figure of the performance page, and the bound that einshard sets itself."""
+    """A figure with a target, or one that the performance page shows first, or both."""
 
     benchmark: str
     pattern: str  # of the row's name
     words: str  # what is compared; {0} is the pattern's first group
-    of: Literal['ratio', 'figure', 'difference']  # what is bounded
-    at_most: float
+    of: Literal['ratio', 'figure', 'difference']  # what the target limits
+    at_most: float | None  # the target
+    shown: bool = False  # in the table above the folds
 
     def judged(self, row: Row) -> float:
         """The number that must not exceed the bound."""
@@ -27,25 +28,33 @@ class Headline(NamedTuple):
         return row.ratio if self.of == 'ratio' else row.figure - row.other
 
     def is_met(self, row: Row) -> bool:
-        return self.judged(row) <= self.at_most
+        return self.at_most is None or self.judged(row) <= self.at_most
 
 
 HEADLINES = (
     Headline(
         'programs',
         'transformer, training step: different lines',
-        'Lines of compiled HLO that differ from hand-written sharding, in a training step of a '
-        'transformer',
+        'Program of a training step of a transformer: lines that differ from hand-written sharding',
         'figure',
         0,
     ),
     Headline(
         'tpu',
         '(.*), transformer, training step: different lines',
-        'Lines of compiled HLO that differ from hand-written sharding, in that step compiled for '
-        'TPU {0}',
+        'Program of a training step of a transformer for TPU {0}: lines that differ from '
+        'hand-written sharding',
         'figure',
         0,
+        shown=True,
+    ),
+    Headline(
+        'tpu',
+        '(.*), transformer, training step: trace and compile',
+        'Trace and compile that step for TPU {0}, against hand-written sharding',
+        'ratio',
+        None,
+        shown=True,
     ),
     Headline(
         'placement',
@@ -53,6 +62,7 @@ HEADLINES = (
         'Place an array that is already placed, against `jax.device_put`',
         'ratio',
         1 / 15,
+        shown=True,
     ),
     Headline(
         'placement',
@@ -67,6 +77,7 @@ HEADLINES = (
         'Place a pytree of 1,000 {0} arrays, against one `jax.device_put` with ready shardings',
         'ratio',
         1.05,
+        shown=True,
     ),
     Headline(
         'dispatch',
@@ -75,6 +86,7 @@ HEADLINES = (
         'hand-written shardings',
         'difference',
         0.5e-6,
+        shown=True,
     ),
     Headline(
         'dispatch',
@@ -89,6 +101,7 @@ HEADLINES = (
         'Call a `sharded` function with a pytree of 200 arrays on {0}, against `jax.jit`',
         'ratio',
         1.03,
+        shown=True,
     ),
     Headline(
         'dispatch',
@@ -114,10 +127,10 @@ HEADLINES = (
     Headline(
         'expressions',
         'make_sharding, a new expression, (9,216) devices',
-        'Parse and lay out a new expression for {0} devices, against '
-        '`NamedSharding(mesh, PartitionSpec(..))`',
+        'Parse a new expression for {0} devices, against `NamedSharding(mesh, PartitionSpec(..))`',
         'figure',
         100e-6,
+        shown=True,
     ),
     Headline(
         'import',
@@ -125,6 +138,7 @@ HEADLINES = (
         'Import einshard after JAX, against the import of JAX',
         'figure',
         70e-3,
+        shown=True,
     ),
 )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ._headlines import Headline, find_headline
 from ._report import Detail, Row
 
-HEADINGS = ('what', 'einshard', 'compared with', 'ratio', 'bound')
+HEADINGS = ('what', 'einshard', 'compared with', 'ratio', 'target')
 PREFIXES = {
     's': ((1.0, 's'), (1e-3, 'ms'), (1e-6, 'us'), (1e-9, 'ns')),
     'bytes': ((2**30, 'GiB'), (2**20, 'MiB'), (2**10, 'KiB'), (1, 'bytes')),
@@ -55,15 +55,19 @@ def print_plain(title: str, lines: Sequence[Sequence[str]]) -> None:
 def cells(row: Row) -> list[str]:
     what = '; '.join([row.name, *map(detail_text, row.details.items())])
     headline = find_headline(row)
-    bound = f'{bound_text(headline, row)} {met_text(headline, row)}' if headline else ''
-    return [what, quantity(row.figure, row.unit), other_text(row), ratio_text(row), bound]
+    target = f'{target_text(headline, row)} {met_text(headline, row)}' if headline else ''
+    return [what, quantity(row.figure, row.unit), other_text(row), ratio_text(row), target.strip()]
 
 
-def bound_text(headline: Headline, row: Row) -> str:
-    return f'<= {judged_text(headline, headline.at_most, row.unit)}'
+def target_text(headline: Headline, row: Row) -> str:
+    """'<= 1.050'; '' for a headline without a target"""
+    limit = headline.at_most
+    return '' if limit is None else f'<= {judged_text(headline, limit, row.unit)}'
 
 
 def met_text(headline: Headline, row: Row) -> str:
+    if headline.at_most is None:
+        return ''
     return 'met' if headline.is_met(row) else 'missed'
 
 
@@ -84,6 +88,18 @@ def ratio_text(row: Row) -> str:
         return ''
     spread = '' if row.spread is None else f' ± {row.spread:.0%}'
     return ratio_digits(row.ratio) + spread
+
+
+def words_of_ratio(row: Row) -> str:
+    """'13% more', '17 times less', 'equal' within the spread; 'none' of no lines that differ"""
+    if row.ratio is None:
+        return 'none' if row.figure == 0 else ''
+    factor = max(row.ratio, 1 / row.ratio)
+    percent = f'{abs(row.ratio - 1):.0%}'
+    if abs(row.ratio - 1) <= (row.spread or 0) or percent == '0%':
+        return 'equal'
+    amount = f'{factor:.2g} times' if factor >= 2 else percent
+    return f'{amount} {"more" if row.ratio > 1 else "less"}'
 
 
 def ratio_digits(ratio: float) -> str:

@@ -29,8 +29,8 @@ nb_execution_in_temp = True  # in an empty folder, as whoever downloads a notebo
 nb_execution_timeout = 120
 nb_merge_streams = True
 
-myst_enable_extensions = ['colon_fence']
-myst_heading_anchors = 2
+myst_enable_extensions = ['colon_fence', 'dollarmath']
+myst_heading_anchors = 3
 
 default_role = 'code'
 highlight_language = 'none'  # a page that means Python says so, or runs it

@@ -12,10 +12,12 @@ Inspect programs: `explain`, `topology`, `Chip`, `assert_collectives`, `expect_c
 Check results: `check_same`.
 Without compiling: `parallelism`.
 Find shardings: `plan`.
+Write them as plain JAX: `to_jax`.
 Errors: `EinshardError`, `UnexpectedCollectives`, `MemoryExceeded`, `DifferentResults`.
 Caches: `clear_caches`.
 """
 
+import importlib
 import typing
 
 from ._arrays.from_local import from_local as from_local
@@ -50,17 +52,18 @@ from ._trees.shard_largest import shard_largest as shard_largest
 from ._version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
+    from ._eject.to_jax import to_jax as to_jax
     from ._plan.plan import plan as plan
 else:
+    # imported when first used: they have more code than the rest needs to start
+    _LATER = {'plan': '._plan.plan', 'to_jax': '._eject.to_jax'}
 
     def __getattr__(name: str) -> typing.Any:
-        """Imports `plan` when it is first used: it has more code than the rest needs to start."""
-        if name != 'plan':
+        if name not in _LATER:
             raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-        from ._plan.plan import plan
-
-        globals()['plan'] = plan
-        return plan
+        value = getattr(importlib.import_module(_LATER[name], __name__), name)
+        globals()[name] = value
+        return value
 
     def __dir__() -> list[str]:
-        return [*globals(), 'plan']
+        return [*globals(), *_LATER]

@@ -1,4 +1,4 @@
-"""The command `einshard`: draws expressions, explains and plans functions, shows rules."""
+"""The command `einshard`: draws expressions, explains and plans functions, and more."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ other commands:
   {prog} explain --help     compile a function and list its collectives
   {prog} plan --help        find the sharding of a function
   {prog} table --help       show how rules shard the arrays of a model
+  {prog} eject --help       write a sharding as plain JAX
 """
 _EXPLAIN_EXAMPLES = """\
 examples:
@@ -47,6 +48,13 @@ examples:
   {prog} table model:rules model:init_params --devices 8
   {prog} table model:rules model:init_params --args 'u32[2]' --mesh data=4 tp=2
 """
+_EJECT_EXAMPLES = """\
+examples:
+  {prog} eject 'a b -> a2* b*' --devices 8
+  {prog} eject 'b d -> b@data d@tp' --mesh data=4 tp=2
+  {prog} eject model:rules --args model:init_params --mesh data=4 tp=2
+  {prog} eject model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
+"""
 _ARGUMENT = (
     "arguments of the call: 'f32[8,128]' for an array, a Python number, or module:name for a value "
     'or a function that returns it; name=... passes an argument by keyword'
@@ -60,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments:
         _show_parser().print_help()
         return 0
-    commands = {'explain': _explain, 'plan': _plan, 'table': _table}
+    commands = {'explain': _explain, 'plan': _plan, 'table': _table, 'eject': _eject}
     try:
         if arguments[0] in commands:
             text = commands[arguments[0]](arguments[1:])
@@ -205,8 +213,45 @@ def _table(arguments: Sequence[str]) -> str:
         raise EinshardError(f'{options.tree} is of type {kind}, which takes no arguments')
     mesh = None if options.mesh is None else abstract_mesh(options.mesh)
     if options.devices is not None:
-        mesh = device_mesh(AbstractMesh((options.devices,), ('d0',), axis_types=(AxisType.Auto,)))
+        mesh = _abstract_devices(options.devices)
     return str(rules.table(tree, mesh=mesh))
+
+
+def _eject(arguments: Sequence[str]) -> str:
+    parser = _parser(
+        'eject',
+        'Writes an expression, rules or a sharded function as plain JAX, without einshard.',
+        _EJECT_EXAMPLES,
+        'devices, which do not have to exist',
+    )
+    parser.add_argument('what', help='an expression, or module:name for rules or a function')
+    parser.add_argument('--shape', type=int, nargs='*', metavar='SIZE', help='of the array')
+    parser.add_argument(
+        '--args',
+        nargs='*',
+        default=[],
+        metavar='ARG',
+        help=f'the pytree that rules shard, or {_ARGUMENT}',
+    )
+    parser.add_argument('--topology', metavar='NAME', help='a TPU slice such as v5e:4x4')
+    options = parser.parse_args(arguments)
+    from ._eject.to_jax import to_jax
+
+    is_expression = ':' not in options.what
+    if is_expression and options.topology is None:
+        mesh = None if options.mesh is None else abstract_mesh(options.mesh)
+        if options.devices is not None:
+            mesh = _abstract_devices(options.devices)
+    else:
+        mesh = mesh_of(options.devices, options.mesh, options.topology)
+    what = options.what if is_expression else load(options.what)
+    args, kwargs = read_arguments(options.args)
+    return to_jax(what, *args, mesh=mesh, shape=options.shape, **kwargs).rstrip()
+
+
+def _abstract_devices(n_devices: int) -> AbstractMesh:
+    """Returns the canonical mesh of some devices, which do not have to exist."""
+    return device_mesh(AbstractMesh((n_devices,), ('d0',), axis_types=(AxisType.Auto,)))
 
 
 def _count(text: str) -> int:

@@ -520,14 +520,40 @@ ROW = _report.Row('placement', 'array placed already', 's', 4e-7, 'put', 8e-6, 0
         ('difference', 1e-6, ('<= +1 us', '-7.6 us', 'met')),
     ],
 )
-def test_bounds(of, at_most, texts):
+def test_targets(of, at_most, texts):
     headline = Headline('placement', 'array.*', '', of, at_most)
     judged = _table.judged_text(headline, headline.judged(ROW), 's')
-    assert (_table.bound_text(headline, ROW), judged, _table.met_text(headline, ROW)) == texts
+    assert (_table.target_text(headline, ROW), judged, _table.met_text(headline, ROW)) == texts
     alone = _report.Row('placement', 'array placed already', 's', 1.0)
     if of != 'figure':
         with pytest.raises(ValueError, match='compared with nothing'):
             headline.judged(alone)
+
+
+@pytest.mark.parametrize(
+    ('ratio', 'spread', 'words'),
+    [
+        (1 / 17.3, 0.02, '17 times less'),
+        (56.5, 0.03, '56 times more'),
+        (1.13, 0.03, '13% more'),
+        (0.742, 0.07, '26% less'),
+        (1.032, 0.07, 'equal'),
+        (1.004, 0.001, 'equal'),
+        (1.0, None, 'equal'),
+        (None, None, ''),
+    ],
+)
+def test_ratios_in_words(ratio, spread, words):
+    row = dataclasses.replace(ROW, ratio=ratio, spread=spread)
+    assert _table.words_of_ratio(row) == words
+    same = _report.Row('programs', 'different lines', 'lines', 0)
+    assert _table.words_of_ratio(same) == 'none'
+
+
+def test_headline_without_a_target():
+    headline = Headline('placement', 'array.*', '', 'ratio', None)
+    assert _table.target_text(headline, ROW) == _table.met_text(headline, ROW) == ''
+    assert headline.is_met(ROW)
 
 
 def test_plain_table(capsys):
@@ -588,12 +614,13 @@ def test_page_shows_every_figure(tiny_run):
     with pytest.raises(ValueError, match='--tiny mean nothing'):
         _page.page_of([report])
     page = _page.page_of([dataclasses.replace(report, tiny=False)])
-    headlines = [row for _, _, row in headline_rows(report.rows)]
-    assert headlines
+    shown = [words for headline, words, _ in headline_rows(report.rows) if headline.shown]
+    assert shown
+    above, _, _ = page.partition('<details>')
+    assert all(f'| {words} |' in above for words in shown)
     for row in report.rows:
         name = row.name.replace('*', '\\*')
-        listed = f'| {row.benchmark}: {name} |' if row in headlines else f'| {name} |'
-        assert listed in page
+        assert f'| {row.benchmark} | {name} |' in page
         assert f'| {_table.quantity(row.figure, row.unit)} |' in page, row.name
     for text in report.left_out:
         assert f'* {text}' in page

@@ -153,6 +153,14 @@ def test_the_mesh_in_context(types):
         assert jax.sharding.get_mesh() == before
 
 
+def test_an_explicit_mesh_of_the_function():
+    """NumPy arrays get the mesh of the other arrays, as JAX requires of Explicit axes."""
+    mesh = einshard.device_mesh(EIGHT, axis_types=AxisType.Explicit, data=8)
+    f = sharded('b@data x', 'x y', mesh=mesh)(product)
+    assert check_same(f, X, jnp.asarray(W)).same
+    assert check_same(f, jnp.asarray(X), W, reference=lambda x, w: x @ w, gradients=False).same
+
+
 def test_axis_rules():
     f = sharded(mesh=NAMED)(lambda x, w: einshard.einshard(x @ w, 'b y'))
     with axis_rules(b='@data', y='4'):

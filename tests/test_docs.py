@@ -19,10 +19,15 @@ import einshard
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / 'docs'
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
-PAGES = sorted(DOCS.glob('*.md'))
+PAGES = sorted([*DOCS.glob('*.md'), *DOCS.glob('recipes/*.md')])
 
 # the opening fence of a cell or of Python in the README, up to the closing one
 _CODE = re.compile(r'^```(?:python|\{code-cell\}[^\n]*)\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+
+
+def name_of(page):
+    """'recipes/lora' for docs/recipes/lora.md."""
+    return page.relative_to(DOCS).with_suffix('').as_posix()
 
 
 def code_of(page):
@@ -46,33 +51,40 @@ def run(page):
 
 
 def test_there_are_pages():
-    pages = {'index', 'notation', 'functions', 'how_it_works'}
-    assert {page.stem for page in PAGES} >= pages
+    pages = {'index', 'notation', 'functions', 'how_it_works', 'recipes/index'}
+    assert {name_of(page) for page in PAGES} >= pages
 
 
 # what pages show, of packages that the extra `test` brings
 PACKAGES = {
     'coming_from': ['flax'],
     'explain': ['libtpu'],
-    'explicit_sharding': ['flax', 'optax'],
-    'packages': ['equinox', 'flax', 'optax', 'orbax'],
-    'whole_models': ['optax'],
+    'meshes': ['flax', 'optax'],
+    'recipes/experts': ['optax'],
+    'recipes/flax_nnx_scan': ['flax', 'optax'],
+    'recipes/fsdp_tensor': ['optax'],
+    'recipes/gradient_accumulation': ['optax'],
+    'recipes/lora': ['optax'],
+    'recipes/orbax_restore': ['optax', 'orbax'],
+    'recipes/pallas': ['libtpu'],
+    'recipes/ring_attention': ['optax'],
+    'recipes/zero1': ['optax'],
+    'whole_models': ['equinox', 'flax', 'optax', 'orbax'],
 }
 
 
 # tests/test_processes.py runs the first, which starts processes, and test_real_code.py the second
 ELSEWHERE = {'many_hosts', 'real_code'}
+WITHOUT_CODE = {'api', 'notebooks', 'performance', 'playground', 'recipes/index'}
 
 
-@pytest.mark.parametrize(
-    'page', [p for p in PAGES if p.stem not in ELSEWHERE], ids=lambda p: p.stem
-)
+@pytest.mark.parametrize('page', [p for p in PAGES if name_of(p) not in ELSEWHERE], ids=name_of)
 def test_page_runs(page, monkeypatch):
-    for package in PACKAGES.get(page.stem, ()):
+    for package in PACKAGES.get(name_of(page), ()):
         pytest.importorskip(package)
     monkeypatch.chdir(DOCS)
     names, _ = run(page)
-    assert page.stem in ('api', 'notebooks', 'performance', 'playground') or len(names) > 2
+    assert name_of(page) in WITHOUT_CODE or len(names) > 2
 
 
 def test_every_example_is_offered_as_page_script_and_notebook():
@@ -113,13 +125,17 @@ def test_links_lead_somewhere(page):
             assert (page.parent / link).exists(), f'{page.name} links to {link}'
 
 
+def listed_in(index):
+    """The names of the pages in the tables of contents of a page."""
+    trees = re.findall(r'^```\{toctree\}\n(.*?)^```$', index.read_text(), re.MULTILINE | re.DOTALL)
+    lines = {line for tree in trees for line in tree.split() if not line.startswith(':')}
+    return {name_of(index.parent / f'{line}.md') for line in lines}
+
+
 def test_every_page_is_in_the_table_of_contents():
-    trees = re.findall(
-        r'^```\{toctree\}\n(.*?)^```$', (DOCS / 'index.md').read_text(), re.MULTILINE | re.DOTALL
-    )
-    listed = {line for tree in trees for line in tree.split() if not line.startswith(':')}
+    listed = listed_in(DOCS / 'index.md') | listed_in(DOCS / 'recipes' / 'index.md')
     examples = {f'examples/{path.stem}' for path in (DOCS / 'examples').glob('*.py')}
-    assert {page.stem for page in PAGES} - {'index'} | examples <= listed
+    assert {name_of(page) for page in PAGES} - {'index'} | examples <= listed
 
 
 def public_names():

@@ -689,6 +689,15 @@ collectives
     assert repr(small) == shown
 
 
+def test_collectives_are_shown_as_in_the_report(small):
+    text = str(small.collectives)
+    assert text == repr(small.collectives)
+    assert f'\n\n{text}\n\n' in str(small)
+    assert text.startswith('collectives\n  runs  kind ')
+    assert small.collectives._repr_html_().count('<table') == 1
+    assert str(type(small.collectives)()) == 'collectives\n  none'
+
+
 def test_control_characters_do_not_reach_the_terminal():
     x = einshard(np.ones(16, np.float32), 'a*')
     tree = {'a\x1b[31m': x, 'b\nc': x}

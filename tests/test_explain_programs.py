@@ -13,8 +13,8 @@ from einshard._hlo.collectives import read_collectives
 from einshard._hlo.flops import find_products
 from einshard._hlo.module import Module
 from einshard._inspect.carried import Carried
+from einshard._inspect.collectives import Collectives
 from einshard._inspect.explain import _collective_row
-from einshard._inspect.report_rows import Collectives
 from einshard._inspect.totals import network_lines
 
 B, D, T = 64, 256, 32

@@ -28,8 +28,8 @@ from einshard._hlo.collectives import find_collectives, read_collectives
 from einshard._hlo.flops import find_products
 from einshard._hlo.module import Module
 from einshard._inspect.carried import find_carried, find_weights
+from einshard._inspect.collectives import Collectives
 from einshard._inspect.report import _page
-from einshard._inspect.report_rows import Collectives
 from einshard._inspect.totals import product_rows
 from einshard._page import page_text
 from einshard._text import format_bytes

@@ -22,7 +22,7 @@ JAX = jax.__version_info__
 
 
 def test_default_of_make_mesh():
-    # docs/explicit_sharding.md says since when
+    # docs/meshes.md says since when
     warned = pytest.warns(DeprecationWarning, match='axis_types')
     with warned if JAX < (0, 9) else contextlib.nullcontext():
         mesh = jax.make_mesh((4, 2), ('data', 'tensor'), devices=jax.devices()[:8])
@@ -40,7 +40,7 @@ def total(x, start):
     return scan(lambda total, row: total + row, start, x)
 
 
-# the table of docs/explicit_sharding.md: what fails, and what to write instead
+# the table of docs/meshes.md: what fails, and what to write instead
 OPERATIONS = {
     'product': (lambda x, y: x @ y, lambda x, y: einsum('a b, b c -> a@data c', x, y)),
     'product, by out_sharding': (

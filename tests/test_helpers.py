@@ -1,4 +1,4 @@
-"""What docs/helpers.md shows, where the page's own assertions are not enough: values by hand."""
+"""Values by hand, where the assertions of coming_from.md and whole_models.md are not enough."""
 
 import math
 import re

@@ -1,5 +1,8 @@
 """The plan that `plan` returns: code to paste, comparisons, reports and limits."""
 
+import re
+from unittest import mock
+
 import jax
 import numpy as np
 import planned
@@ -13,8 +16,10 @@ from einshard import (
     describe,
     device_mesh,
     einshard,
+    make_sharding,
     plan,
     sharded,
+    to_jax,
 )
 from einshard.__main__ import main
 
@@ -42,6 +47,25 @@ def rules_of(found):
     """The rules that the plan prints."""
     lines = [line for line in found.code if not line.startswith('x = ')]
     return eval('\n'.join(lines).removeprefix('weights = '), {'Rules': Rules})
+
+
+def test_plain_jax(found):
+    names = {}
+    text = to_jax(found)
+    exec(text, names)
+    step, args = planned.mlp_step(8192, 512, 2048)
+    assert names['mesh'] == found.mesh
+    with jax.set_mesh(found.mesh), axis_rules(found.rules):
+        expected = step.in_shardings(*args)
+        constraint = make_sharding('batch mlp')
+    with mock.patch.object(jax, 'jit', lambda f, **options: options):
+        made = names['jit_step'](None)['in_shardings']
+    assert made == tuple(expected.values())
+    [call] = re.findall("'batch mlp'\n#     x = (.*)", text)
+    with mock.patch.object(jax.lax, 'with_sharding_constraint', lambda x, sharding: sharding):
+        assert eval(call, names, {'x': None}) == constraint
+    with pytest.raises(EinshardError, match='a Plan already has its arguments and mesh'):
+        to_jax(found, *args)
 
 
 def test_code_to_paste():

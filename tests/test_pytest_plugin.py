@@ -20,8 +20,8 @@ from refusal import refusal
 
 import einshard
 from einshard import explain, sharded
+from einshard._inspect.collectives import Collectives
 from einshard._inspect.golden_files import Goldens, file_name, golden_text
-from einshard._inspect.report_rows import Collectives
 
 try:
     from einshard import _pytest_plugin
@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
 import transformer
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / 'docs' / 'testing.md').read_text(encoding='utf-8')
+PAGE = (ROOT / 'docs' / 'explain.md').read_text(encoding='utf-8')
 ARGUMENTS = np.ones((8, 64)), np.ones((64, 8))
 PRODUCT = """\
 product on 8 devices

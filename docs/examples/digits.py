@@ -1,14 +1,12 @@
 # %% [markdown]
-"""# Handwritten digits
+"""# Train on handwritten digits
 
     pip install '.[demo]'
     python docs/examples/digits.py
 
-A perceptron of two layers learns the handwritten digits that come with scikit-learn: unsharded, by
-tensor parallelism, then by data and tensor parallelism together. Where there is no accelerator, the
-processor stands in for eight devices. One line for each array shares the model out: `sharded` puts
-them to the arguments of the training step, `einshard` to a value inside it. The sharded model
-learns just what the unsharded one does.
+A two-layer network learns the handwritten digits of scikit-learn: unsharded, with tensor
+parallelism, then with data and tensor parallelism. One expression per array shards the model. The
+losses of all three are equal. Without an accelerator, it runs on eight simulated devices.
 """
 
 # %%
@@ -16,8 +14,7 @@ import os
 import time
 from typing import NamedTuple
 
-# Before JAX starts. A count that you have set yourself stands later in the line and wins; where
-# there is an accelerator, JAX uses that and the flag does nothing.
+# before JAX starts; a later count of your own wins, and accelerators ignore the flag
 os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count=8 {os.getenv("XLA_FLAGS", "")}'
 
 import jax
@@ -36,18 +33,17 @@ LEARNING_RATE, MOMENTUM = 0.05, 0.9
 TOLERANCE = 1e-5  # relative, on the loss of every step
 
 # %% [markdown]
-# ## What lives where
+# ## Choose a layout
 #
 # The network multiplies the images, `[batch, x]`, by `w1`, `[x, y]`, and the hidden layer by `w2`,
-# `[y, z]`. A layout is an expression for each array. In the first one every device holds all the
-# images and a slice of both weights, those columns of `w1` and rows of `w2` that belong to its
-# share of the hidden layer. The hidden layer needs no communication; the products with `w2` are
-# partial sums that the devices add up.
+# `[y, z]`. A layout is an expression for each array. With tensor parallelism, every device holds
+# all images, and the columns of `w1` and rows of `w2` of its part of the hidden layer. The hidden
+# layer needs no communication; the products with `w2` are partial sums that the devices add up.
 
 
 # %%
 class Layout(NamedTuple):
-    """Where everything lives: an expression for each array; None leaves it on one device."""
+    """An expression for each array; None leaves it on one device."""
 
     name: str
     images: str | None = None
@@ -74,14 +70,14 @@ TENSOR = Layout(
 # show(TENSOR.w2, devices=8)
 
 # %% [markdown]
-# In the second one, the devices form groups of two. The groups share the images, which is data
-# parallelism; the two members of a group share the hidden layer. Groups stand on the left, where
-# the network is slow, for they meet only once a step, to add up the gradients.
+# With data and tensor parallelism, the images are sharded over groups of two devices, and the
+# hidden layer over the two devices of a group. Groups are on the left, where the network is slow:
+# they communicate once a step, to add up the gradients.
 
 
 # %%
 def data_and_tensor(n_devices: int) -> Layout:
-    """Groups of two devices. A group has its share of the images, a device half a hidden layer.
+    """Images over groups of two devices, the hidden layer over the two devices of a group.
 
     On eight devices there are four groups: 'b x -> b4 x 2', 'x y -> 4 x y2', 'y z -> 4 y2 z'. An
     odd number of devices makes groups of one, which is data parallelism alone.
@@ -105,9 +101,9 @@ def data_and_tensor(n_devices: int) -> Layout:
 # show(data_and_tensor(8).w1, devices=8)
 
 # %% [markdown]
-# ## Images and weights
+# ## Load images and initialize weights
 #
-# Both are on the host, as numpy.
+# Both are numpy arrays on the host.
 
 
 # %%
@@ -117,7 +113,7 @@ class Digits(NamedTuple):
 
 
 def load() -> tuple[Digits, Digits]:
-    """1,440 digits to learn from, and the other 357, held out; the same ones each time."""
+    """1,440 digits for training, and the other 357, held out; the same ones each time."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     images, labels = np.float32(images[order] / 16), np.int32(labels[order])
@@ -134,16 +130,15 @@ def init() -> dict[str, np.ndarray]:
 
 
 # %% [markdown]
-# ## The model knows little of it
+# ## Write the model and the training step
 #
-# The layout meets the program in two places. Within the model there is one constraint, on the
-# hidden layer. And the training step is decorated with the expressions of its arguments and
-# results, so that weights and batches come to it from the host as they are.
+# The layout appears in two places: a constraint on the hidden layer, and the specs of the training
+# step, which places weights and batches from the host.
 
 
 # %%
 def scores(weights, images, layout: Layout = UNSHARDED) -> jax.Array:
-    """How much each image looks like each digit, [images, 10]."""
+    """Logits, [images, 10]."""
     hidden = jax.nn.relu(images @ weights['w1'])
     return einshard(hidden, layout.hidden) @ weights['w2']
 
@@ -155,7 +150,7 @@ def mean_loss(weights, images, labels, layout: Layout) -> jax.Array:
 
 
 def make_step(layout: Layout):
-    """One step of gradient descent with momentum, its arguments and results in a layout."""
+    """A step of gradient descent with momentum, with its arguments and results in a layout."""
     w = {'w1': layout.w1, 'w2': layout.w2}  # of the weights, and of their velocity
 
     @sharded(w, w, layout.images, layout.labels, out=(w, w, None))
@@ -168,7 +163,7 @@ def make_step(layout: Layout):
 
 
 # %% [markdown]
-# ## Training
+# ## Train
 #
 # All runs start from the same weights and see the same batches in the same order.
 
@@ -183,7 +178,7 @@ class Run(NamedTuple):
 
 
 def train(layout: Layout, epochs: int = EPOCHS, on_step=lambda loss: None) -> Run:
-    """Trains from the same weights on the same batches, whatever the layout."""
+    """Trains from the same weights on the same batches in every layout."""
     digits, held_out = load()
     start = time.perf_counter()
     step = make_step(layout)
@@ -208,21 +203,18 @@ def difference(run: Run, other: Run) -> float:
 
 
 # %% [markdown]
-# ## Sharded and unsharded learn the same
-#
-# The rest is what the demo shows meanwhile.
+# ## Compare sharded and unsharded training
 
 
 # %% tags=["hide-cell"]
 def main(console: Console | None = None, epochs: int = EPOCHS) -> list[Run]:
-    """Trains unsharded and with both layouts, tells how it went, and returns the runs."""
+    """Trains unsharded and with both layouts, prints a summary, and returns the runs."""
     console = console or Console(highlight=False)
     devices = jax.devices()
     kind = 'simulated' if devices[0].platform == 'cpu' else devices[0].device_kind
     console.print(f'[bold]Handwritten digits[/], devices: {len(devices)} {kind}')
     runs = []
-    # All in float32: left to themselves, accelerators round the factors of a product, and the
-    # comparison would be about that.
+    # accelerators round the factors of a product by default, which would drown the comparison
     with jax.default_matmul_precision('float32'):
         for layout in (UNSHARDED, TENSOR, data_and_tensor(len(devices))):
             console.print(f'\n[bold cyan]{layout.name}')
@@ -239,7 +231,7 @@ def main(console: Console | None = None, epochs: int = EPOCHS) -> list[Run]:
 
 
 def pictures(layout: Layout, n_devices: int) -> Table:
-    """Which devices hold which part of the images and the weights, side by side."""
+    """Pictures of the images and the weights, side by side."""
     arrays = {'images': layout.images, 'w1': layout.w1, 'w2': layout.w2}
     grid = Table.grid(*(Column(ratio=ratio) for ratio in (3, 4, 3)), padding=(0, 2), expand=True)
     grid.add_row(*(f"[bold]{name}[/] [green]'{text}'" for name, text in arrays.items()))
@@ -270,9 +262,8 @@ def summary(runs: list[Run]) -> Table:
 
 # %% [markdown]
 # The last column is the largest relative difference between the loss of a step and the loss of the
-# same step without sharding, over all steps. It is not zero, because sums over shards are taken in
-# another order, and floating-point numbers mind the order. The new weights are where the layout has
-# them:
+# same step without sharding, over all steps. It is not zero, because floating-point sums over
+# shards are taken in another order. The new weights are sharded as the layout says:
 
 # %% tags=["active-ipynb"]
 # from einshard import describe

@@ -1,18 +1,18 @@
 # %% [markdown]
-"""# An Equinox model
+"""# Shard an Equinox model
 
     pip install '.[examples]'
     python docs/examples/equinox_mlp.py
 
-It is trained by data and tensor parallelism, with optax. Where there is no accelerator, the
-processor stands in for eight devices. The model is a tree, with its activation function among the
-leaves; `einshard` takes it as it is, in `eqx.filter_jit` too.
+The model is trained with data and tensor parallelism and Optax. It is a pytree with an activation
+function among its leaves; `einshard` shards it, also in `eqx.filter_jit`. Without an accelerator,
+it runs on eight simulated devices.
 """
 
 # %%
 import os
 
-# before JAX starts; a count of your own stands later in the line and wins
+# before JAX starts; a later count of your own wins, and accelerators ignore the flag
 os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count=8 {os.getenv("XLA_FLAGS", "")}'
 
 import equinox as eqx
@@ -28,12 +28,12 @@ X, HIDDEN, Z = 16, 128, 4
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
 
 # %% [markdown]
-# ## What lives where
+# ## Write the rules
 #
-# Pairs of devices share the hidden layer, the pairs share the batch: `'y x -> * y2 x'` for a
-# weight, which is [out, in], is two halves of y on neighbors, and the same on every pair. The
-# rules find the optimizer's moments too, whose paths end as those of their parameters do. An odd
-# number of devices makes no pairs; then each stands alone, and that is data parallelism.
+# The hidden layer is sharded over pairs of neighbors, and the batch over the pairs:
+# `'y x -> * y2 x'` for a weight, which is [out, in]. The rules match the optimizer's moments too,
+# whose paths end like those of their parameters. An odd number of devices makes no pairs: that is
+# data parallelism.
 
 # %%
 MEMBERS = 2 if jax.device_count() % 2 == 0 else 1
@@ -49,15 +49,15 @@ RULES = Rules(
 ROWS = f'batch d -> batch* d {MEMBERS}'
 
 # %% [markdown]
-# ## The training step
+# ## Constrain the model in `filter_jit`
 #
-# Model and optimizer are constrained where they are made and where a step ends.
+# The model and the optimizer state are constrained when they are initialized, and after each step.
 
 
 # %%
 @eqx.filter_jit
 def init(key):
-    """The model and the state of its optimizer, born in shards."""
+    """The model and the state of its optimizer, sharded."""
     model = eqx.nn.MLP(X, Z, HIDDEN, depth=1, key=key)
     return einshard((model, OPTIMIZER.init(eqx.filter(model, eqx.is_array))), RULES)
 
@@ -77,12 +77,12 @@ def step(model, state, x, z):
 
 
 # %% [markdown]
-# ## Training
+# ## Train
 
 
 # %%
 def batches():
-    """What to learn: sines of sums of the inputs."""
+    """Inputs, and sines of their weighted sums."""
     rng = np.random.default_rng(0)
     weights = rng.normal(scale=0.25, size=(X, Z))
     for _ in range(STEPS):

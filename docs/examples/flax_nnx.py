@@ -1,17 +1,17 @@
 # %% [markdown]
-"""# A Flax NNX model
+"""# Shard a Flax NNX model
 
     pip install '.[examples]'
     python docs/examples/flax_nnx.py
 
-It is born in shards, and trained by data and tensor parallelism. Where there is no accelerator, the
-processor stands in for eight devices.
+The model is initialized sharded, and trained with data and tensor parallelism. Without an
+accelerator, it runs on eight simulated devices.
 """
 
 # %%
 import os
 
-# before JAX starts; a count of your own stands later in the line and wins
+# before JAX starts; a later count of your own wins, and accelerators ignore the flag
 os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count=8 {os.getenv("XLA_FLAGS", "")}'
 
 import jax
@@ -26,12 +26,11 @@ STEPS, BATCH = 60, 240
 X, HIDDEN, Z = 16, 128, 4
 
 # %% [markdown]
-# ## What lives where
+# ## Write the rules
 #
-# Pairs of devices share the hidden layer, the pairs share the batch: `'x y -> * x y2'` for a kernel
-# is two halves of y on neighbors, and the same on every pair. The rules find the optimizer's
-# moments too, whose paths end as those of their parameters do. An odd number of devices makes no
-# pairs; then each stands alone, and that is data parallelism.
+# The hidden layer is sharded over pairs of neighbors, and the batch over the pairs:
+# `'x y -> * x y2'`. The rules match the optimizer's moments too, whose paths end like those of
+# their parameters. An odd number of devices makes no pairs: that is data parallelism.
 
 # %%
 MEMBERS = 2 if jax.device_count() % 2 == 0 else 1
@@ -47,9 +46,7 @@ RULES = Rules(
 ROWS = f'batch d -> batch* d {MEMBERS}'
 
 # %% [markdown]
-# ## The model
-#
-# One line in it is about shards, the constraint on the hidden layer.
+# ## Constrain the hidden layer
 
 
 # %%
@@ -67,14 +64,14 @@ class MLP(nnx.Module):
 
 
 # %% [markdown]
-# ## The training step
+# ## Shard the training step
 #
-# It is a function of the state of model and optimizer, as NNX has it for `jax.jit`.
+# The step is a function of the state of the model and the optimizer.
 
 
 # %%
 def init():
-    """The model and its optimizer, as what is static of them and their state."""
+    """The model and its optimizer, as graph definition and state."""
     model = MLP(nnx.Rngs(0))
     return nnx.split((model, nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)))
 
@@ -93,14 +90,14 @@ def step(graphdef, state, x, z):
 
 
 # %% [markdown]
-# ## Training
+# ## Train
 #
-# Where `init` is sharded too, no device ever has a whole kernel.
+# `init` is sharded too, so no device ever holds an unsharded kernel.
 
 
 # %%
 def batches():
-    """What to learn: sines of sums of the inputs."""
+    """Inputs, and sines of their weighted sums."""
     rng = np.random.default_rng(0)
     weights = rng.normal(scale=0.25, size=(X, Z))
     for _ in range(STEPS):

@@ -5,16 +5,15 @@
 # ---
 
 # %% [markdown]
-"""# Several hosts, each with its own rows of every batch
+"""# Train on several hosts
 
     python docs/examples/many_hosts.py --processes 2
 
-Here the hosts are processes on one machine, which share eight simulated devices. Everything but
-`start` is what a program on real hosts has too: there the same command runs on each of them, and
-`jax.distributed.initialize()` finds out by itself who the others are.
+Each host reads its own rows of every batch. Here the hosts are processes on one machine, which
+share eight simulated devices. On real hosts, leave out `start`: run the same command on each, where
+`jax.distributed.initialize()` needs no arguments.
 
-As a notebook it needs a file beside it: this program as a script, `many_hosts.py`, which is what
-the other processes run.
+The notebook needs this script, `many_hosts.py`, next to it: the other processes run it.
 """
 
 # %%
@@ -36,10 +35,10 @@ N_DEVICES = 8
 BATCH = 64  # rows, of all processes together
 
 # %% [markdown]
-# ## What lives where
+# ## Write the rules
 #
-# Groups of two neighbors, which are on one host: a group has its share of the batch, and each of
-# the two has half of the hidden units. Between hosts there is only the sum of the gradients.
+# The hidden units are sharded over two neighbors, which are on one host, and the batch over those
+# pairs. Only the sums of the gradients cross hosts.
 
 # %%
 PARAMETERS = Rules(
@@ -53,14 +52,14 @@ PARAMETERS = Rules(
 ROWS = 'batch x -> batch* x 2'
 
 # %% [markdown]
-# ## What each process makes and reads
+# ## Initialize parameters and read rows
 #
-# All have the same parameters from the same seed, and rows of their own.
+# All processes have the same parameters, from the same seed, and rows of their own.
 
 
 # %%
 def init() -> dict[str, Any]:
-    """The same numbers in every process, so that none has to send them to the others."""
+    """The same numbers in every process."""
     rng = np.random.default_rng(0)
 
     def dense(n_in: int, n_out: int) -> dict[str, np.ndarray]:
@@ -70,14 +69,14 @@ def init() -> dict[str, Any]:
 
 
 def own_rows(step: int, process: int, n_processes: int) -> dict[str, np.ndarray]:
-    """What the input pipeline of one host reads: some rows of each batch, and no others."""
+    """The rows of each batch that the input pipeline of one host reads."""
     rows = np.arange(BATCH).reshape(n_processes, -1)[process]
     x = np.stack([np.random.default_rng([step, row]).normal(size=16) for row in rows])
     return {'x': x, 'y': np.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:3]}
 
 
 # %% [markdown]
-# ## The training step
+# ## Shard the training step
 
 
 # %%
@@ -95,7 +94,7 @@ def train_step(parameters: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Ar
 
 
 # %% [markdown]
-# ## Training
+# ## Train
 #
 # `from_local` makes one batch of the rows of all processes.
 
@@ -108,7 +107,7 @@ def train(steps: int) -> tuple[Any, np.ndarray]:
     losses: list[float] = []
     for step in range(steps):
         rows = own_rows(step, process, n_processes)
-        # all batches have as many rows, so to compare the first will do
+        # all batches have equal sizes, so the first one is enough to compare
         batch = from_local(rows, ROWS, check=step == 0)
         parameters, loss = train_step(parameters, **batch)
         losses.append(float(loss))
@@ -129,12 +128,12 @@ def main(steps: int) -> None:
 
 
 # %% [markdown]
-# ## Starting the processes
+# ## Start the processes
 
 
 # %%
 def start(program: str, n_processes: int, steps: int) -> None:
-    """Runs this program in several processes at once, and shows what they print."""
+    """Runs this program in several processes, and prints their output."""
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
         address = f'127.0.0.1:{listener.getsockname()[1]}'
@@ -148,7 +147,7 @@ def start(program: str, n_processes: int, steps: int) -> None:
     ]
     for process in processes:
         said, _ = process.communicate()
-        # gloo, which here is the network, says on the same stream whom it has connected
+        # gloo, the network of simulated devices, prints its connections too
         print(*(line for line in said.splitlines() if line.startswith('process')), sep='\n')
     if any(process.returncode for process in processes):
         raise SystemExit('A process has failed.')
@@ -171,7 +170,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 # %% [markdown]
-# Two processes say the same, and so do one or four:
+# Both processes print the same, as would one or four:
 
 # %% tags=["active-ipynb"]
 # start('many_hosts.py', 2, steps=30)

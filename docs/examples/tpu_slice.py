@@ -1,12 +1,11 @@
 # %% [markdown]
-"""# A slice of sixteen TPUs that is not there
+"""# Compare two layouts on sixteen TPUs you don't have
 
     pip install '.[tpu]'
     python docs/examples/tpu_slice.py
 
-The compiler for TPUs, libtpu, runs on any Linux machine. So what a training step will cost on a
-slice of them can be read before there is one: what the chips send each other, and whether it all
-fits into their memory. No array is made and nothing is trained; only shapes are needed.
+The TPU compiler, libtpu, runs on any Linux machine. So you can see what a training step sends on a
+TPU slice, and whether it fits in memory, before you have one. Only shapes are needed.
 """
 
 # %%
@@ -22,11 +21,11 @@ MEMORY = 16 * 10**9  # bytes of each of them
 LAYERS, D, F, BATCH = 64, 2048, 8192, 4096
 
 # %% [markdown]
-# ## The training step
+# ## Write the training step
 #
-# Layers of two matrices each around a residual stream, of 2.1 billion parameters in all, trained
-# with momentum. The axes are l layers, d model, f hidden, b batch. A layout is an expression for
-# each array, in the short form: `'l d f*'` is `'l d f -> l d f*'`.
+# 64 layers of two matrices each, with 2.1 billion parameters in all, trained with momentum. The
+# axes are l layers, d model, f hidden, b batch. A layout is an expression for each array, in the
+# short form: `'l d f*'` is `'l d f -> l d f*'`.
 
 
 # %%
@@ -43,7 +42,7 @@ class State(NamedTuple):
 
 
 def mean_loss(weights, x, y, p: Layout) -> jax.Array:
-    @jax.checkpoint  # keeps the residual stream alone for the backward pass
+    @jax.checkpoint  # keeps only the residual stream for the backward pass
     def layer(x, w):
         hidden = einshard(jax.nn.relu(x @ w['up']), p.hidden)
         return einshard(x + hidden @ w['down'], p.rows), None
@@ -68,7 +67,7 @@ def make_step(p: Layout):
 
 
 def shapes() -> tuple[State, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """The arguments of a step: what they are like, and no numbers."""
+    """The shapes of the arguments of a step."""
     shape = {'up': (LAYERS, D, F), 'down': (LAYERS, F, D)}
     weights = {name: jax.ShapeDtypeStruct(s, jnp.bfloat16) for name, s in shape.items()}
     rows = jax.ShapeDtypeStruct((BATCH, D), jnp.bfloat16)
@@ -80,10 +79,10 @@ def compile_for_slice(p: Layout):
 
 
 # %% [markdown]
-# ## Tensor parallelism
+# ## Compile tensor parallelism
 #
-# All sixteen chips have the whole batch, and each its share of the hidden units. Every layer ends
-# in sums over all of them.
+# The hidden units are sharded over all sixteen chips, and the batch is replicated. Every layer ends
+# in sums over all chips.
 
 # %%
 TENSOR = Layout(up='l d f*', down='l f* d', rows='* b d', hidden='b f*')
@@ -92,11 +91,11 @@ tensor = compile_for_slice(TENSOR)
 print(tensor)
 
 # %% [markdown]
-# ## Data parallelism with it
+# ## Compile data and tensor parallelism
 #
-# Groups of four chips, neighbors, have a quarter of the batch each, and the members of a group
-# share the hidden units. The sums in every layer are now over four chips and a quarter of the
-# rows; those of the gradients, over the groups, are new.
+# The batch is sharded over groups of four neighbors, and the hidden units over the four chips of a
+# group. The sums in every layer are now over four chips and a quarter of the rows. New are the sums
+# of gradients over the groups.
 
 # %%
 BOTH = Layout(up='* l d f4', down='* l f4 d', rows='b* 4 d', hidden='b* f4')
@@ -105,7 +104,7 @@ both = compile_for_slice(BOTH)
 print(both)
 
 # %% [markdown]
-# ## What the change of layout does
+# ## Compare the reports
 #
 # Each chip has four times the weights, and sends less:
 
@@ -113,9 +112,9 @@ print(both)
 print(tensor.diff(both))
 
 # %% [markdown]
-# ## Does it fit?
+# ## Check the memory
 #
-# A report is plain data too, for tests and for scripts that choose.
+# Reports are data for tests and scripts.
 
 # %%
 for name, report in {'tensor': tensor, 'both': both}.items():

@@ -1,15 +1,14 @@
 # %% [markdown]
-"""# A transformer
+"""# Train a transformer and generate text
 
     pip install .
     python docs/examples/transformer.py --parallelism both --steps 120
 
-RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, a tied or an untied head: a
-decoder-only transformer learns to write byte by byte what Python says about itself, its licence and
-its docstrings, and then goes on writing with a cache of keys and values. The model is plain JAX.
-Where everything lives stands in the three tables below, an expression for each array; and however
-the model is sharded, it learns just what the unsharded one does. Where there is no accelerator, the
-processor stands in for eight devices.
+A decoder-only transformer (RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, a tied or
+an untied head) learns Python's license and docstrings byte by byte, and generates text with a cache
+of keys and values. The model is plain JAX. Three tables, with an expression for each array, shard
+it; the losses are those of the unsharded model. Without an accelerator, it runs on eight simulated
+devices.
 """
 
 # %%
@@ -24,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-# Before JAX starts. A count that you have set yourself stands later in the line and wins; where
-# there is an accelerator, JAX uses that and the flag does nothing.
+# before JAX starts; a later count of your own wins, and accelerators ignore the flag
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8 ' + os.environ.get(
     'XLA_FLAGS', ''
 )
@@ -41,18 +39,18 @@ DOCUMENTED = 'builtins argparse collections datetime inspect json logging pathli
 T = TypeVar('T')
 
 # %% [markdown]
-# ## Configuration, weights, state
+# ## Configure the model
 
 
 # %% tags=["hide-cell"]
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model and how it learns. `n_kv_heads` divides `n_heads`; `d_head` is even."""
+    """Sizes and learning rate. `n_heads` is divisible by `n_kv_heads`; `d_head` is even."""
 
     n_layers: int = 2
     d_model: int = 64
     n_heads: int = 16
-    n_kv_heads: int = 8  # each serves n_heads / n_kv_heads heads of queries
+    n_kv_heads: int = 8  # each for n_heads / n_kv_heads heads of queries
     d_head: int = 8
     d_ff: int = 192
     vocab: int = 256  # a token is a byte
@@ -92,7 +90,7 @@ class Cache(NamedTuple):
 
 
 class State(NamedTuple):
-    """What training carries along: the weights, and Adam's two means of their gradients."""
+    """The weights, and Adam's two means of their gradients."""
 
     weights: Any
     mean: Any
@@ -101,22 +99,20 @@ class State(NamedTuple):
 
 
 # %% [markdown]
-# ## Three tables
+# ## Choose a placement
 #
 # The letters are the axes: l layers, v vocabulary, d model, h heads of queries, k of keys and
 # values, e inside a head, f feed-forward; b batch, s positions of a sequence, t positions of the
-# cache. The tables use the short form: `'l d h* e'` is `'l d h e -> l d h* e'`, axes in array
-# order, and a number or a lone star says where among the devices the replicas are.
+# cache. The tables use the short form: `'l d h* e'` is `'l d h e -> l d h* e'`.
 #
-# In data parallelism a device has all the weights and its share of the batch. In tensor parallelism
-# it has the whole batch and its share of everything that comes in numbers: heads, hidden units,
-# vocabulary. What makes such values is cut along the output axis, what reads them along the input
-# axis. The third table has both, in groups of two neighbors.
+# Data parallelism shards the batch and replicates the weights. Tensor parallelism shards heads,
+# hidden units and vocabulary: weights that produce them along the output axis, weights that consume
+# them along the input axis. The third table has both, with tensor parallelism over two neighbors.
 
 
 # %%
 class Placement(NamedTuple):
-    """Where everything lives: an expression for each array; None leaves it on one device."""
+    """An expression for each array; None leaves it on one device."""
 
     tokens: str | None = None  # inputs
     weights: Weights[str] | str | None = None
@@ -129,7 +125,7 @@ class Placement(NamedTuple):
 
 UNSHARDED = Placement()
 
-# Every device has the whole model and its share of the batch.
+# the batch over all devices, weights replicated
 DATA = Placement(
     tokens='b* s',
     weights='... -> * ...',
@@ -140,7 +136,7 @@ DATA = Placement(
     logits='b* s v',
 )
 
-# Every device has the whole batch, and its share of the heads, the hidden units, the vocabulary.
+# heads, hidden units and vocabulary over all devices, the batch replicated
 TENSOR = Placement(
     tokens='* b s',
     weights=Weights(
@@ -166,7 +162,7 @@ TENSOR = Placement(
     logits='b s v*',
 )
 
-# Groups of two devices, neighbors: a group has its share of the batch, a device half the model.
+# the batch over groups of two neighbors, the model over the two devices of a group
 BOTH = Placement(
     tokens='b* 2 s',
     weights=Weights(
@@ -195,7 +191,8 @@ BOTH = Placement(
 PLACEMENTS = {'data': DATA, 'tensor': TENSOR, 'both': BOTH}
 
 # %% [markdown]
-# In the third, the output matrix of attention is cut over heads; the four groups hold copies:
+# In the third table, the output matrix of attention is sharded over heads; the four groups hold
+# replicas:
 
 # %% tags=["active-ipynb"]
 # from einshard import show
@@ -203,14 +200,14 @@ PLACEMENTS = {'data': DATA, 'tensor': TENSOR, 'both': BOTH}
 # show(BOTH.weights.layers.o, devices=8)
 
 # %% [markdown]
-# ## The model
+# ## Write the model
 #
-# Inside, `einshard` says where the residual stream, the heads and the hidden units are.
+# `einshard` constrains the residual stream, the heads and the hidden units.
 
 
 # %% tags=["hide-cell"]
 def init_state(key: jax.Array, c: Config) -> State:
-    """Random weights: of variance 1 / inputs, so that values keep their size."""
+    """Random weights of variance 1 / inputs."""
     keys = iter(jax.random.split(key, 9))
 
     def normal(*shape: int, inputs: int) -> jax.Array:
@@ -320,11 +317,11 @@ def adam(state: State, gradient: Weights[jax.Array], c: Config) -> State:
 
 
 # %% [markdown]
-# ## Four jitted functions
+# ## Shard the four jitted functions
 #
-# Training carries the weights and Adam's two means of their gradients, which live where the weights
-# live: one spec is for all three, and ends early, as specs of trees may. The step gives up the
-# memory of the old state, and decoding that of the old cache.
+# Adam's two means of the gradients are sharded like the weights. Specs are pytree prefixes: the
+# step counter of the state needs none. The training step donates the old state, and decoding the
+# old cache.
 
 
 # %%
@@ -338,7 +335,7 @@ class Model(NamedTuple):
 
 
 def make_model(c: Config, p: Placement, mesh: Any = None) -> Model:
-    """Puts the model where the placement says, over all devices or those given as `mesh`."""
+    """Shards the model by a placement, over all devices or those of `mesh`."""
     state_spec = State(p.weights, p.weights, p.weights)
 
     @sharded(out=state_spec, mesh=mesh)
@@ -367,14 +364,14 @@ def make_model(c: Config, p: Placement, mesh: Any = None) -> Model:
 
 
 # %% [markdown]
-# ## Writing, texts, training
+# ## Generate, read texts, train
 
 
 # %% tags=["hide-cell"]
 def generate(
     model: Model, weights: Weights[jax.Array], prompts: np.ndarray, length: int
 ) -> np.ndarray:
-    """The prompts, [b, s], and the `length` tokens that the model finds likeliest to follow."""
+    """The prompts, [b, s], and the `length` most likely tokens after them."""
     written = [prompts]
     start = 0
     cache = model.empty_cache(len(prompts), prompts.shape[1] + length)
@@ -386,7 +383,7 @@ def generate(
 
 
 def text() -> bytes:
-    """Real text that is on every machine: Python's licence, and docstrings of its library."""
+    """Text that every machine has: Python's license, and docstrings of its library."""
     places = (Path(os.__file__).parent, Path(sys.base_prefix))
     licences = [place / 'LICENSE.txt' for place in places]
     texts = [path.read_text(encoding='utf-8') for path in licences if path.exists()][:1]
@@ -414,7 +411,7 @@ class Run(NamedTuple):
 def train(
     model: Model, c: Config, steps: int, on_step: Callable[[int, float], Any] = lambda *_: None
 ) -> Run:
-    """Trains from the same weights on the same batches, whatever the placement."""
+    """Trains from the same weights on the same batches in every placement."""
     start = time.perf_counter()
     state = model.init(jax.random.key(0))
     losses: list[float] = []
@@ -431,10 +428,10 @@ def difference(run: Run, other: Run) -> float:
 
 
 # %% [markdown]
-# ## A few steps of it
+# ## Compare sharded and unsharded training
 #
-# A smaller model takes ten steps, unsharded and with both parallelisms. The losses are the same, up
-# to the order of the sums.
+# A smaller model takes ten steps, unsharded and with both parallelisms. The losses are equal, up to
+# the order of the sums.
 
 # %% tags=["active-ipynb"]
 # c = Config(n_layers=2, d_model=32, d_ff=64, sequence=32, batch=8)
@@ -445,7 +442,7 @@ def difference(run: Run, other: Run) -> float:
 # difference(both, unsharded)
 
 # %% [markdown]
-# The weights are where the table has them, after every step:
+# After every step, the weights are sharded as the table says:
 
 # %% tags=["active-ipynb"]
 # from einshard import describe
@@ -455,7 +452,7 @@ def difference(run: Run, other: Run) -> float:
 
 # %% tags=["active-py"]
 def main(arguments: Sequence[str] | None = None) -> list[Run]:
-    """Trains unsharded and sharded, tells how it went, and returns the two runs."""
+    """Trains unsharded and sharded, prints the losses, and returns the two runs."""
     devices = jax.devices()
     parser = argparse.ArgumentParser(description=(__doc__ or '').partition('\n')[0].strip('# '))
     best = 'both' if len(devices) % 2 == 0 else 'data'
@@ -474,8 +471,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Run]:
     kind = 'simulated' if devices[0].platform == 'cpu' else devices[0].device_kind
     print(f'Devices: {len(devices)} {kind}. Text: {len(text()) // 1000} kB.')
     runs: list[Run] = []
-    # All in float32: left to themselves, accelerators round the factors of a product, and the
-    # comparison would be about that.
+    # accelerators round the factors of a product by default, which would drown the comparison
     with jax.default_matmul_precision('float32'):
         for name in ('none', options.parallelism):
             placement = PLACEMENTS.get(name, UNSHARDED)

@@ -120,7 +120,7 @@ def _compare(call: Call, result: Any, reference: Callable[..., Any], gradients: 
     n_devices = len(sharding.device_set)
     device = min(sharding.device_set, key=lambda one: one.id)
     mesh: Any = sharding_on(sharding, device).mesh
-    check = _Check(call, on_one_device(call, reference, device), mesh, n_devices)
+    check = _Check(call, on_one_device(call, reference, mesh), mesh, n_devices)
     rows = check.values(results, paths)
     notes: list[str] = []
     weights = {i: x for i, x in enumerate(results) if is_inexact(x)}

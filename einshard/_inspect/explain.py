@@ -21,6 +21,7 @@ from .arrays import ProgramArray, array_row, find_arguments, find_results
 from .bounds import NO_BOUNDS, find_bounds
 from .carried import Carried, find_carried, find_weights, results_in_place
 from .collective_axes import ShardedBy, along, mesh_axes_between, mesh_axes_of
+from .collectives import Collectives
 from .findings.causes import with_causes
 from .findings.facts import Facts
 from .findings.find import find_findings, find_notes
@@ -28,7 +29,7 @@ from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, trace_call
 from .oversized import Oversized, compile_stages, given_mesh
 from .report import Report
-from .report_rows import ArrayRow, CollectiveRow, Collectives
+from .report_rows import ArrayRow, CollectiveRow
 from .totals import product_rows
 
 

@@ -121,8 +121,11 @@ def is_inexact(array: Any) -> bool:
 # --- on one device ------------------------------------------------------------------------------
 
 
-def on_one_device(call: Call, function: Callable[..., Any], device: Device) -> Call:
-    """Returns the call with its arrays on one device and another function, for `Compiled`."""
+def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
+    """Returns the call with its arrays on one device and another function, for `Compiled`.
+
+    `mesh` is the mesh of arrays without one, because arrays on Explicit axes need the same mesh.
+    """
     if isinstance(function, BoundMethod):
         function = function.func
     if isinstance(function, ShardedFunction):
@@ -130,12 +133,15 @@ def on_one_device(call: Call, function: Callable[..., Any], device: Device) -> C
         function = ShardedFunction(function._setup)  # type: ignore[reportPrivateUsage]
     elif isinstance(function, _JITTED):
         function = function.__wrapped__  # type: ignore[reportFunctionMemberAccess]
-    leaves = [_moved(x, device) if i in call.paths else x for i, x in enumerate(call.leaves)]
+    leaves = [_moved(x, mesh) if i in call.paths else x for i, x in enumerate(call.leaves)]
     return replace(call, function=function, leaves=leaves)
 
 
-def _moved(array: Any, device: Device) -> Any:
-    sharding = sharding_on(getattr(array, 'sharding', None), device)
+def _moved(array: Any, mesh: Mesh) -> Any:
+    sharding = getattr(array, 'sharding', None)
+    if not isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(mesh, PartitionSpec())
+    sharding = sharding_on(sharding, mesh.devices.flat[0])
     if sharding.spec.unreduced:
         array, sharding = gather(array), NamedSharding(sharding.mesh, PartitionSpec())
     return jax.device_put(array, sharding)

@@ -13,16 +13,16 @@ from .._display import Display, plain
 from .._errors import plural
 from .._hlo.buffers import Temporary
 from .._page import Column, Page, Section
-from .._text import format_bytes, short_arrays, short_source
+from .._text import format_bytes, short_source
 from .bounds import NO_BOUNDS, Bounds, bounds_section
+from .collectives import Collectives, collective_section
 from .diff import Compared, Diff, make_diff
 from .fold_layers import fold
 from .memory import temporaries_section
-from .report_rows import ArrayRow, CollectiveRow, Collectives, Finding, Memory, ProductRow
+from .report_rows import ArrayRow, Finding, Memory, ProductRow
 from .totals import compute_line, network_lines
 
 _MAX_ROWS = 40  # of a table in text
-_LARGE = 0.01  # part of all bytes sent; rows with more say what they carry
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,24 +123,13 @@ _ARRAYS = (
     Column('on a device', right=True),
 )
 _SOURCE = Column('line')
-_COLLECTIVES = (
-    Column('runs', right=True),
-    Column('kind'),
-    Column('array', elastic='middle'),
-    Column('groups'),
-    Column('along'),
-    Column('sent', right=True),
-    _SOURCE,
-    Column('of', below=True),
-    Column('called at', below=True),
-)
 
 
 def _page(report: Report) -> Page:
     sections = [
         _array_section('arguments', report.arguments),
         _result_section(report),
-        _collective_section(report),
+        collective_section(report.collectives),
     ]
     if report.intermediates is not None:
         sections.insert(2, _intermediates(report.intermediates))
@@ -208,63 +197,6 @@ def _intermediates(rows: Sequence[ArrayRow]) -> Section:
     path = Column('name', elastic='start')
     columns = path, *_ARRAYS[1:], _SOURCE
     return Section('intermediates', columns, tuple(shown), most=_MAX_ROWS)
-
-
-def _collective_section(report: Report) -> Section:
-    groups: dict[object, list[CollectiveRow]] = {}
-    for row in report.collectives:
-        key = (row.kind, row.arrays, row.group_size, row.groups, row.along, row.executions)
-        key = (*key, row.source, row.called_at, row.role, row.axes, row.is_async, row.widened)
-        groups.setdefault(key, []).append(row)
-    in_order = sorted(groups.values(), key=lambda rows: -_sent(rows))
-    least = _LARGE * report.network_bytes
-    shown = [_collective_cells(rows, _sent(rows) > least) for rows in in_order]
-    if not shown:
-        return Section('collectives', words=('none',))
-    # the last two columns, if they are empty
-    empty = {i for i in (-1, -2) if not any(cells[i] for cells in shown)}
-    columns = [c for i, c in enumerate(_COLLECTIVES) if i - len(_COLLECTIVES) not in empty]
-    rows = [tuple(c for i, c in enumerate(r) if i - len(r) not in empty) for r in shown]
-    rest = f': {format_bytes(sum(map(_sent, in_order[_MAX_ROWS - 1 :])))}'
-    return Section('collectives', tuple(columns), tuple(rows), most=_MAX_ROWS, rest=rest)
-
-
-def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:
-    """Formats collectives that look the same as one line."""
-    row = rows[0]
-    n = str(len(rows))
-    if row.executions is None:
-        runs = f'{n} x ?'
-    elif row.executions == 1:
-        runs = n
-    else:
-        runs = str(row.executions) if len(rows) == 1 else f'{n} x {row.executions}'
-    return (
-        runs,
-        f'{row.kind}{" (async)" * row.is_async}{" (f32)" * row.widened}',
-        short_arrays(row.arrays),
-        f'{row.groups} of {row.group_size}' if row.groups else '?',
-        row.along,
-        '?' if row.network_bytes is None else format_bytes(_sent(rows)),
-        short_source(row.source),
-        _of(rows, is_large),
-        short_source(row.called_at),
-    )
-
-
-def _of(rows: Sequence[CollectiveRow], is_large: bool) -> str:
-    """Folds the arrays of several collectives: 'params/0-3/{q,k}'; or says what else they carry."""
-    # skip 'result', which is the entire result
-    paths = list(dict.fromkeys(path for row in rows for path in row.of if path != 'result'))
-    folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
-    if not folded and (rows[0].axes or is_large):
-        axes = f' {rows[0].axes}' if rows[0].axes else ''
-        return f'{rows[0].role}{axes}{" (backward)" * rows[0].is_backward}'
-    return f'{folded} (gradients)' if folded and rows[0].role == 'gradients' else folded
-
-
-def _sent(rows: Sequence[CollectiveRow]) -> int:
-    return sum(row.total_bytes for row in rows)
 
 
 def _resources(report: Report) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from .._hlo.memory import Memory as Memory
@@ -105,37 +104,6 @@ class CollectiveRow:
     def total_bytes(self) -> int:
         """Bytes that a device sends in one run of the program, as far as known."""
         return (self.network_bytes or 0) * (1 if self.executions is None else self.executions)
-
-
-class Collectives(tuple[CollectiveRow, ...]):
-    """The collectives of a program, in order; those in loops appear once."""
-
-    __slots__ = ()
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The number of collectives by kind; one in a loop counts once."""
-        return dict(Counter(row.kind for row in self))
-
-    @property
-    def network_bytes(self) -> dict[str, int]:
-        """Bytes that a device sends in one run of the program, by kind, including loops.
-
-        Custom calls are not included.
-        """
-        return self.bytes_by('kind')
-
-    def bytes_by(self, field: str) -> dict[str, int]:
-        """Bytes that a device sends in one run, by a field of the rows, the largest first.
-
-        `field` is 'kind', 'along', 'role', 'is_backward', 'source', .. Custom calls are not
-        included.
-        """
-        total: Counter[str] = Counter()
-        for row in self:
-            if row.network_bytes is not None:
-                total[getattr(row, field)] += row.total_bytes
-        return dict(total.most_common())
 
 
 @dataclass(frozen=True, slots=True)

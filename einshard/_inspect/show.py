@@ -96,7 +96,7 @@ def show(
             draw, as for a numpy array.
     """
     if shape is not None:
-        shape = _checked_shape(shape)
+        shape = checked_shape(shape)
     if isinstance(x_or_expression, str):
         return _of_text(x_or_expression, shape, devices)
     if devices is not None:
@@ -296,7 +296,8 @@ def _is_sequence(devices: object) -> TypeGuard[Sequence[Any]]:
     return hasattr(devices, '__iter__') and not isinstance(devices, str | Mapping)
 
 
-def _checked_shape(shape: Any) -> tuple[int, ...]:
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """Returns `shape=` as a tuple; raises if it is not a sequence of sizes."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
     except TypeError:

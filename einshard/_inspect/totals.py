@@ -9,7 +9,8 @@ from .._errors import plural
 from .._hlo.flops import find_products
 from .._hlo.module import Module
 from .._text import flops_text, format_bytes, short_source
-from .report_rows import Collectives, ProductRow
+from .collectives import Collectives
+from .report_rows import ProductRow
 
 
 def product_rows(module: Module) -> tuple[ProductRow, ...]:

@@ -57,6 +57,7 @@ def make_plan(search: Search, found: Candidates, model: Model, function: Functio
         notes=tuple(_notes(choices, search)),
         warnings=tuple(_warnings(choices[0], search, model)),
         _explain=lambda candidate: _explain(function, candidate),
+        _trace=function.trace,
     )
 
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from .._display import Display
 from .._errors import EinshardError, plural, quoted
 from .._inspect.diff import Diff
+from .._inspect.lowered import Stages
 from .._inspect.report import Report
 from .._page import Column, Page, Section
 from .._text import format_bytes, format_seconds
@@ -58,6 +59,7 @@ class Plan(Display):
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     _explain: Callable[[Candidate], Report] = field()
+    _trace: Callable[[Candidate], Stages] = field()
 
     @property
     def best(self) -> Judgement:
@@ -81,6 +83,10 @@ class Plan(Display):
     def explain(self, i: int = 0) -> Report:
         """Returns the full report of plan `i`, as `explain` does; this may compile it again."""
         return self._explain(self._choice(i).candidate)
+
+    def trace(self) -> Stages:
+        """Traces the function with the best plan."""
+        return self._trace(self.best.candidate)
 
     def why(self, name: str) -> Why:
         """Compares the best plan with those that shard only this axis differently."""

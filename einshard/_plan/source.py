@@ -29,7 +29,7 @@ def _assigned(name: str, spec: Spec, axes: Mapping[str, tuple[str, ...]]) -> Ite
         yield f'{name} = Rules(['
         for pattern, one in spec.rules:
             if isinstance(one, LEAF_SPECS):
-                yield f'    ({_raw(pattern)}, {expanded(one, axes)!r}),'
+                yield f'    ({raw_string(pattern)}, {expanded(one, axes)!r}),'
         default = spec.default if isinstance(spec.default, LEAF_SPECS) else None
         yield '])' if default is None else f'], default={expanded(default, axes)!r})'
     elif isinstance(spec, LEAF_SPECS):
@@ -40,7 +40,7 @@ def _assigned(name: str, spec: Spec, axes: Mapping[str, tuple[str, ...]]) -> Ite
             yield f'{name} = {jtu.tree_unflatten(treedef, [expanded(one, axes) for one in leaves])}'
 
 
-def _raw(pattern: str) -> str:
+def raw_string(pattern: str) -> str:
     """Writes a pattern as a raw string, if it has backslashes."""
     quoted = repr(pattern)
     return f'r{quoted}'.replace('\\\\', '\\') if '\\' in pattern else quoted

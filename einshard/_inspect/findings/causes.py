@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..._hlo.collectives import Collective
-from ..report_rows import CollectiveRow, Collectives
+from ..collectives import Collectives
+from ..report_rows import CollectiveRow
 from .facts import Facts
 from .lines import line_of
 from .operations import PRODUCTS

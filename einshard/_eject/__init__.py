@@ -1,0 +1,1 @@
+"""Writes shardings as plain JAX: `to_jax`."""

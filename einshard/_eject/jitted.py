@@ -1,0 +1,198 @@
+"""Writes the `jax.jit` call of a function, and the constraints inside it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.tree_util as jtu
+from jax.sharding import AxisType, NamedSharding
+
+from .._arrays.constrain import names_at
+from .._errors import EinshardError, quoted
+from .._functions.program import TracedFunction
+from .._inspect.findings.lines import line_of
+from .._inspect.findings.trace import inner_jaxprs
+from .._inspect.lowered import Stages
+from .._per_device.per_device import per_device
+from .._sharding.context import depth_of_user
+from .._sharding.mesh import adds_terms
+from .._text import array_text, short_source
+from .._trees.paths import leaf_paths
+from .._trees.specs import is_none
+from .path_rules import Tables, find_path_rules
+from .shardings import Writer
+from .source import Brackets, Code, labeled, lines
+
+_CONSTRAINTS = {
+    'sharding_constraint': 'jax.lax.with_sharding_constraint',
+    'reshard': 'jax.sharding.reshard',
+}
+_MAX_LITERAL = 8  # the most shardings of a pytree that are written as a pytree
+# names that the text may use for other things than a parameter
+_TAKEN = re.compile(
+    'function|shardings|hardware_order|jax|np|re|P|AxisType|Mesh|NamedSharding'
+    r'|(mesh|devices)(_\d+)?'
+)
+
+
+def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
+    """Writes a function that jits the user's function as `sharded` does."""
+    program, traced = stages.program, stages.traced
+    if program is None or traced is None:
+        return []
+    setup, static = program.setup, program.static
+    if getattr(setup.function, '__globals__', {}).get('__name__') == per_device.__module__:
+        raise EinshardError(
+            f'to_jax does not write per-device functions such as {setup.name}',
+            facts={'instead': 'jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)'},
+        )
+    trees = _Trees(writer, tables)
+    arguments: list[Code] = ['function']
+    rows = list(zip(program.in_shardings, program.names, stages.values, strict=True))
+    dynamic = [row for i, row in enumerate(rows) if i not in static]
+    if any(shardings is not None for shardings, _, _ in dynamic):
+        _check_positional(program)
+        arguments.append(Brackets('in_shardings=(', tuple(trees.code(*row) for row in dynamic)))
+    if program.out_shardings is not None:
+        code = trees.code(program.out_shardings, 'result', traced.out_info)
+        arguments.append(labeled('out_shardings=', code))
+    options = _selected('static', static, program)
+    options |= _selected('donate', program.positions(setup.declaration.donated), program)
+    options |= {name: value for name, value in setup.options.items() if _is_literal(value)}
+    arguments += [f'{name}={value!r}' for name, value in options.items()]
+    body = [f'    """Jits {setup.name}({", ".join(program.names)})."""']
+    if trees.parameters:
+        body.append(f'    # {", ".join(trees.parameters)}: arrays, or shapes of jax.eval_shape')
+    if others := [name for name in setup.options if name not in options]:
+        body.append(f'    # sharded also has {", ".join(others)}=')
+    if AxisType.Explicit in program.mesh.axis_types:
+        body.append('    # before a call, enter jax.set_mesh(mesh) and place the arguments')
+    head = Brackets(f'def jit_{_identifier(setup.name)}(', ('function', *trees.parameters), '):')
+    call = Brackets('return jax.jit(', tuple(arguments))
+    return ['\n'.join([*lines(head), *body, *lines(call, indent=4)])]
+
+
+def _selected(kind: str, positions: Sequence[int], program: TracedFunction) -> dict[str, Any]:
+    """Returns the options of `jax.jit` for static or donated arguments."""
+    n = program.call.n_positional
+    numbers = tuple(i for i in positions if i < n)
+    names = tuple(program.names[i] for i in positions if i >= n)
+    options = {f'{kind}_argnums': numbers, f'{kind}_argnames': names}
+    return {option: found for option, found in options.items() if found}
+
+
+class _Trees:
+    """Writes pytrees of shardings.
+
+    Attributes:
+        parameters: names for the trees whose shardings are found by path, when the text runs.
+    """
+
+    def __init__(self, writer: Writer, tables: Tables):
+        self.parameters: list[str] = []
+        self._writer = writer
+        self._tables = tables
+
+    def code(self, shardings: Any, name: str, value: Any) -> Code:
+        """Writes the shardings of a value: as a pytree, or as a call that finds them by path."""
+        leaves = jtu.tree_leaves(shardings, is_leaf=is_none)
+        if leaves and all(leaf == leaves[0] for leaf in leaves):
+            return self._writer.sharding(leaves[0])
+        if len(leaves) <= _MAX_LITERAL:
+            literal = self._literal(shardings)
+            if literal is not None:
+                return literal
+        parameter = _identifier(name)
+        while _TAKEN.fullmatch(parameter) or parameter in self.parameters:
+            parameter += '_'
+        self.parameters.append(parameter)
+        # the shardings may be a prefix of the value
+        subtrees = jtu.tree_structure(shardings, is_leaf=is_none).flatten_up_to(value)
+        each = [
+            s for s, subtree in zip(leaves, subtrees, strict=True) for _ in jtu.tree_leaves(subtree)
+        ]
+        rules = find_path_rules(list(zip(leaf_paths(value), each, strict=True)))
+        table = self._tables.add(f'{parameter.upper()}_RULES', rules)
+        return f'shardings({table}, {parameter})'
+
+    def _literal(self, tree: Any) -> Code | None:
+        """Writes a pytree of dicts, lists and tuples; None if it has other nodes."""
+        if tree is None or isinstance(tree, NamedSharding):
+            return self._writer.sharding(tree)
+        if type(tree) is dict and all(isinstance(key, str | int) for key in tree):
+            items = [(f'{key!r}: ', self._literal(value)) for key, value in tree.items()]
+            start, end = '{}'
+        elif type(tree) in (list, tuple):
+            items = [('', self._literal(value)) for value in tree]
+            start, end = '[]' if type(tree) is list else '()'
+        else:
+            return None
+        codes = [labeled(label, code) for label, code in items if code is not None]
+        return Brackets(start, tuple(codes), end) if len(codes) == len(items) else None
+
+
+def _check_positional(program: TracedFunction) -> None:
+    """Raises if a call has keyword-only arguments, which jit with in_shardings rejects."""
+    if program.call.keywords:
+        raise EinshardError(
+            f'{program.setup.name} has arguments by keyword, which jax.jit with in_shardings '
+            'does not take',
+            facts={
+                'arguments': quoted(program.call.keywords),
+                'instead': 'make these parameters positional',
+            },
+        )
+
+
+def _is_literal(value: object) -> bool:
+    try:
+        return ast.literal_eval(repr(value)) == value
+    except (ValueError, SyntaxError):
+        return False
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r'\W+', '_', name).strip('_') or 'function'
+
+
+def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
+    """Writes the sharding constraints inside a function as a comment, by source line."""
+    assert stages.traced is not None, 'a function was traced'
+    # `sharded` reshards the arguments over Explicit axes: without a line, or on JAX 0.8 in the line
+    # of the call
+    user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
+    not_inside = '', f'{user.f_code.co_filename}:{user.f_lineno}'
+    found: dict[tuple[str, str], str] = {}
+    for eqn in _constraints(stages.traced.jaxpr.jaxpr):
+        sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
+        if isinstance(sharding, NamedSharding) and adds_terms(sharding.spec):
+            line, aval = line_of(eqn), eqn.outvars[0].aval
+            if eqn.primitive.name == 'reshard' and line in not_inside:
+                continue
+            names = names_at.get(line, ())
+            what = f' {" ".join(names)!r}' if len(names) == len(aval.shape) > 0 else ''
+            call = f'{_CONSTRAINTS[eqn.primitive.name]}(x, {writer.sharding(sharding)})'
+            found.setdefault((line, call), f'{array_text(aval)}{what}')
+    comment = [
+        f'# Constraints inside {stages.name or "the function"}, instead of einshard(x, ...):'
+    ]
+    for (line, call), what in found.items():
+        comment += ['#', f'# {short_source(line) or "no source line"}, {what}', f'#     x = {call}']
+    return ['\n'.join(comment)] if found else []
+
+
+def _constraints(jaxpr: Any) -> Iterator[Any]:
+    """Yields the constraints of a jaxpr, except those of the backward pass."""
+    for eqn in jaxpr.eqns:
+        is_backward = 'transpose(' in str(eqn.source_info.name_stack)
+        if eqn.primitive.name in _CONSTRAINTS and not is_backward:
+            specs = [v.aval.sharding.spec for v in (eqn.invars[0], eqn.outvars[0])]
+            # JAX adds reshards without effect, to gradients
+            if eqn.primitive.name != 'reshard' or specs[0] != specs[1]:
+                yield eqn
+        for inner in inner_jaxprs(eqn.params.values()):
+            yield from _constraints(inner)

@@ -1,0 +1,160 @@
+"""Writes meshes, PartitionSpecs and NamedShardings as source text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from .._errors import EinshardError
+from .._sharding.mesh import FREE, AnyMesh, Device, device_mesh, is_device_mesh, position, spec_axes
+from .source import Brackets, Code, statement
+
+# `position` of _sharding/mesh.py
+_HARDWARE_ORDER = '''\
+def hardware_order(device):
+    """TPUs are sorted by slice, coordinates and core; others by process and id."""
+    slice_index = getattr(device, 'slice_index', None) or 0
+    coords = getattr(device, 'coords', None)
+    if coords is None:
+        return slice_index, device.process_index, device.id
+    return slice_index, *coords, getattr(device, 'core_on_chip', None) or 0'''
+
+
+class Writer:
+    """Writes shardings, and the meshes that they are on.
+
+    Args:
+        mesh: the mesh in context: traced values are on its abstract mesh.
+    """
+
+    def __init__(self, mesh: AnyMesh) -> None:
+        self._in_context = mesh
+        self._meshes: dict[AnyMesh, str] = {}  # with the name of the variable
+        self._devices: dict[str, str] = {}  # by the call that returns them
+
+    def mesh(self, mesh: AnyMesh) -> str:
+        """Returns the variable of a mesh."""
+        if mesh == getattr(self._in_context, 'abstract_mesh', None):
+            mesh = self._in_context
+        if mesh in self._meshes:
+            return self._meshes[mesh]
+        if not all(isinstance(name, str) for name in mesh.axis_names):
+            raise EinshardError(
+                'the axes of a mesh must be strings to be written as source text',
+                facts={'mesh axes': ', '.join(map(repr, mesh.axis_names))},
+            )
+        self._meshes[mesh] = _numbered('mesh', len(self._meshes))
+        return self._meshes[mesh]
+
+    def sharding(self, sharding: NamedSharding | None) -> Code:
+        """Writes a NamedSharding; None as it is."""
+        if sharding is None:
+            return 'None'
+        items = [self.mesh(sharding.mesh), spec_code(sharding.spec)]
+        if not has_default_memory(sharding):
+            items.append(f'memory_kind={sharding.memory_kind!r}')
+        return Brackets('NamedSharding(', tuple(items))
+
+    def definitions(self) -> list[str]:
+        """Writes the statements that make the meshes."""
+        meshes = [self._definition(mesh, name) for mesh, name in self._meshes.items()]
+        if not self._devices:
+            return meshes
+        devices = [
+            statement(Brackets(f'{name} = sorted(', (call, 'key=hardware_order')))
+            for call, name in self._devices.items()
+        ]
+        return [_HARDWARE_ORDER, '\n'.join([*devices, *meshes])]
+
+    def _definition(self, mesh: AnyMesh, name: str) -> str:
+        types = [f'AxisType.{kind.name}' for kind in mesh.axis_types]
+        in_brackets: Code = Brackets('axis_types=(', tuple(types))
+        if len(set(types)) == 1 < len(types):
+            in_brackets = f'axis_types=({types[0]},) * {len(types)}'
+        axes = Brackets('(', tuple(map(repr, mesh.axis_names)))
+        if _is_of_make_mesh(mesh):
+            sizes = Brackets('(', tuple(map(str, mesh.axis_sizes)))
+            comment = '# jax.make_mesh may reorder the devices of a TPU slice\n'
+            is_known = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == 'tpu'
+            made = statement(Brackets(f'{name} = jax.make_mesh(', (sizes, axes, in_brackets)))
+            return made if is_known else f'{comment}{made}'
+        devices = f'{self._array(mesh)}.reshape({", ".join(map(str, mesh.axis_sizes))})'
+        made = statement(Brackets(f'{name} = Mesh(', (devices, axes, in_brackets)))
+        comment = f'# one axis for each prime factor of {mesh.size}\n'
+        is_canonical = is_device_mesh(mesh) and device_mesh(mesh).axis_sizes == mesh.axis_sizes
+        return f'{comment}{made}' if is_canonical and len(types) > 1 else made
+
+    def _array(self, mesh: AnyMesh) -> str:
+        """Writes the devices of a mesh, in its order."""
+        if isinstance(mesh, AbstractMesh):
+            return f'np.array({self._list("jax.devices()")})'
+        devices: list[Device] = list(mesh.devices.flat)
+        call, available = _available(devices)
+        name = self._list(call)
+        order = [available.index(device) for device in devices]
+        if order != list(range(len(order))):
+            return f'np.array({name})[{order}]'
+        return f'np.array({name}{f"[:{len(order)}]" if len(order) < len(available) else ""})'
+
+    def _list(self, call: str) -> str:
+        return self._devices.setdefault(call, _numbered('devices', len(self._devices)))
+
+
+def _numbered(name: str, n_before: int) -> str:
+    return f'{name}_{n_before + 1}' if n_before else name
+
+
+def _available(devices: Sequence[Device]) -> tuple[str, list[Device]]:
+    """Returns the call that lists the devices of the machine, and these in hardware order.
+
+    Devices of a topology are not in any list: then these devices are all that the machine has.
+    """
+    platform = devices[0].platform
+    for call, arguments in (('jax.devices()', ()), (f'jax.devices({platform!r})', (platform,))):
+        with suppress(RuntimeError):  # the platform of a topology may be unknown
+            available = jax.devices(*arguments)
+            if set(devices) <= set(available):
+                return call, sorted(available, key=position)
+    return 'jax.devices()', sorted(devices, key=position)
+
+
+def _is_of_make_mesh(mesh: AnyMesh) -> bool:
+    """Whether `jax.make_mesh` makes this mesh. An abstract mesh has no other order of devices."""
+    if isinstance(mesh, AbstractMesh) or is_device_mesh(mesh):
+        return not is_device_mesh(mesh)
+    call, available = _available(list(mesh.devices.flat))
+    if call != 'jax.devices()':
+        return False
+    devices = None if available[0] in jax.devices() else available
+    # make_mesh raises NotImplementedError for shapes that do not fit the torus of a TPU slice
+    with suppress(ValueError, NotImplementedError):
+        axes = mesh.axis_sizes, mesh.axis_names
+        return jax.make_mesh(*axes, axis_types=mesh.axis_types, devices=devices) == mesh
+    return False
+
+
+def has_default_memory(sharding: NamedSharding) -> bool:
+    default = NamedSharding(sharding.mesh, PartitionSpec()).memory_kind
+    return sharding.memory_kind in (None, default)
+
+
+def spec_code(spec: PartitionSpec) -> Code:
+    """Writes a PartitionSpec: P('data', None)."""
+    entries: list[Code] = [_entry_code(entry) for entry in spec_axes(spec)]
+    for keyword, axes in (('unreduced', spec.unreduced), ('reduced', spec.reduced)):
+        if axes:
+            entries.append(Brackets(f'{keyword}={{', _reprs(sorted(axes)), '}'))
+    return Brackets('P(', tuple(entries))
+
+
+def _entry_code(axes: tuple[object, ...]) -> Code:
+    if axes == FREE:
+        return 'P.UNCONSTRAINED'
+    return Brackets('(', _reprs(axes)) if len(axes) > 1 else repr(axes[0] if axes else None)
+
+
+def _reprs(values: Iterable[object]) -> tuple[str, ...]:
+    return tuple(map(repr, values))

@@ -1,0 +1,84 @@
+"""Source text: statements, broken into lines as `ruff format` does."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+_WIDTH = 88  # the default of ruff
+_IMPORTS = {
+    're': 'import re\n',
+    'jax': 'import jax',
+    'np': 'import numpy as np',
+    'AxisType Mesh NamedSharding': 'from jax.sharding import {}',
+    'P': 'from jax.sharding import PartitionSpec as P',
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Brackets:
+    """Items in brackets: `start` is what comes before the items, such as 'P(' or "'w': [".
+
+    If they do not fit on one line, the items of a call move to the next line, if they fit there.
+    Otherwise each item has its own line.
+    """
+
+    start: str
+    items: tuple[Code, ...]
+    end: str = ')'
+
+    @property
+    def is_call(self) -> bool:
+        return self.start.endswith('(') and (self.start[:-1] or '=')[-1] not in '= '
+
+    def __str__(self) -> str:
+        is_single = len(self.items) == 1 and self.start.endswith('(') and not self.is_call
+        return f'{self.start}{", ".join(map(str, self.items))}{"," * is_single}{self.end}'
+
+
+Code: TypeAlias = str | Brackets
+
+
+def labeled(label: str, code: Code) -> Code:
+    """Puts text before an expression: 'sharding = ', 'out_shardings='."""
+    if isinstance(code, str):
+        return label + code
+    return Brackets(label + code.start, code.items, code.end)
+
+
+def lines(code: Code, after: str = '', indent: int = 0) -> list[str]:
+    """Returns the lines of an expression or a statement."""
+    pad = ' ' * indent
+    line = f'{pad}{code}{after}'
+    if isinstance(code, str) or not code.items or len(line) <= _WIDTH:
+        return [line]
+    body = [f'{pad}    {", ".join(map(str, code.items))}']
+    if not code.is_call or len(body[0]) > _WIDTH:
+        body = [line for item in code.items for line in lines(item, ',', indent + 4)]
+    return [f'{pad}{code.start}', *body, f'{pad}{code.end}{after}']
+
+
+def statement(code: Code) -> str:
+    """Returns a statement as text."""
+    return '\n'.join(lines(code))
+
+
+def module(header: str, parts: Sequence[str]) -> str:
+    """Joins the parts of a module, below a comment and the imports that they need."""
+    used = {node.id for node in ast.walk(ast.parse('\n'.join(parts))) if isinstance(node, ast.Name)}
+    found = ((text, [n for n in names.split() if n in used]) for names, text in _IMPORTS.items())
+    imports = '\n'.join(text.format(', '.join(names)) for text, names in found if names)
+    return f'# {header}\n{_spaced([imports, *parts])}\n'
+
+
+def _spaced(parts: Iterable[str]) -> str:
+    """Joins parts: one empty line between them, but two around functions."""
+    kept = list(filter(None, parts))
+    gaps = [
+        '\n\n\n' if any(line.startswith('def ') for line in f'{a}\n{b}'.split('\n')) else '\n\n'
+        for a, b in itertools.pairwise(kept)
+    ]
+    return ''.join(text for pair in zip(kept, [*gaps, ''], strict=True) for text in pair)

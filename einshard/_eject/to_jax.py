@@ -1,0 +1,247 @@
+"""to_jax: writes a spec, a `sharded` function or a plan as plain JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.stages import Compiled, Lowered, Traced
+
+from .._arrays.place import einshard
+from .._errors import EinshardError, plural, shown
+from .._inspect.lowered import Stages, trace_call
+from .._inspect.show import checked_shape
+from .._notation.layout import needs_rank
+from .._plan.result import Plan
+from .._sharding.context import Context, current_context, mesh_scope
+from .._sharding.leaf_spec import LEAF_SPECS, REPLICATED, as_leaf_spec, lenient, parsed
+from .._sharding.mesh import AnyMesh, MeshLike
+from .._sharding.resolve import resolve
+from .._text import array_text, name_of
+from .._trees.paths import leaf_paths
+from .._trees.rules import Rules
+from .._trees.shard_largest import shard_largest
+from .._trees.specs import check_specs, is_function
+from .jitted import constraint_comment, jit_function
+from .path_rules import PathRule, Tables, find_path_rules
+from .shardings import Writer
+from .source import labeled, module, statement
+
+_EXPECTED = (
+    'an expression, a PartitionSpec, a NamedSharding, Rules, a pytree of these, a sharded function '
+    'or a Plan'
+)
+
+
+def to_jax(
+    what: Any,
+    *args: Any,
+    mesh: MeshLike | None = None,
+    shape: Sequence[int] | None = None,
+    **kwargs: Any,
+) -> str:
+    """Writes shardings as plain JAX: source text that runs without einshard.
+
+        >>> import jax
+        >>> from einshard import to_jax
+        >>> mesh = jax.sharding.AbstractMesh((4, 2), ('data', 'tp'))
+        >>> text = to_jax('batch d -> batch@data d@tp', mesh=mesh)
+        >>> print(text.splitlines()[-1])
+        sharding = NamedSharding(mesh, P('data', 'tp'))
+
+    What the text defines depends on `what`:
+
+    * An expression, `PartitionSpec` or `NamedSharding`: `sharding`.
+    * `Rules`: `RULES`, a list of patterns with their `PartitionSpec`s, and `shardings(RULES,
+      tree)`, the pytree of shardings for `jax.device_put` or `jax.jit`. Without a tree, each rule
+      must fit arrays of one rank.
+    * A pytree of specs, or `for_optimizer(...)`, with a tree: the same, with patterns of the paths.
+    * A `sharded` function with the arguments of a call: `jit_name(function)`, which calls `jax.jit`
+      with these shardings. A comment lists the constraints inside the function, by source line. Of
+      other functions, only the constraints are listed.
+    * A `Plan`: the same for its function, with the best plan.
+
+    The shardings equal those of einshard: the same `PartitionSpec`s, and meshes of the same devices
+    in the same order. A mesh that `jax.make_mesh` makes is written as such. Other meshes, and the
+    canonical mesh, are arranged in hardware order, by code that works on all machines with as many
+    devices. The checks of einshard are not written.
+
+    Args:
+        what: what to write.
+        args, kwargs: for a spec, a pytree of arrays or shapes; for a function, the arguments of a
+            call, as in `explain`. Pass arguments by position if their names are `mesh` or `shape`.
+        mesh: a mesh or devices, as for `make_sharding`; an `AbstractMesh` needs no devices.
+        shape: the shape of the array, for a single spec.
+
+    Returns:
+        The source text, formatted as by `ruff format`.
+
+    Raises:
+        EinshardError: a spec does not fit; the rules need a tree; the call has keyword-only
+            arguments, for which `jax.jit` takes no shardings; or it is a `per_device` function.
+    """
+    if isinstance(what, Plan):
+        _check_none(args, kwargs, mesh, shape, 'a Plan already has its arguments and mesh')
+        title = f'plan for {what.name}: {what.best.candidate}'
+        return _of_stages(what.trace(), what.mesh, title)
+    if _is_spec(what):
+        if kwargs or len(args) > 1:
+            raise EinshardError(
+                'to_jax takes at most one pytree for a spec',
+                facts={
+                    'got': ', '.join([*map(array_text, args), *(f'{name}=' for name in kwargs)]),
+                    'expected': 'to_jax(spec), or to_jax(spec, tree)',
+                },
+            )
+        check_specs(what, expected=_EXPECTED)
+        context = current_context(mesh)
+        is_leaf = isinstance(what, LEAF_SPECS) and (not args or jtu.all_leaves(args))
+        if is_leaf:
+            return _of_leaf(what, args, shape, context)
+        return _of_tree(what, args, mesh, shape, context)
+    if shape is not None:
+        raise EinshardError('shape= is for a single spec, not for a function')
+    stages = trace_call(what, args, kwargs, mesh)
+    program = stages.program
+    target = current_context(mesh).lowering_mesh if program is None else program.mesh
+    return _of_stages(stages, target, stages.name or 'a traced function')
+
+
+def _is_spec(what: Any) -> bool:
+    if what is shard_largest or hasattr(what, 'for_leaves'):
+        return True
+    return not (is_function(what) or isinstance(what, Lowered | Compiled | Traced))
+
+
+def _check_none(
+    args: Sequence[Any], kwargs: Mapping[str, Any], mesh: object, shape: object, sentence: str
+) -> None:
+    given = ['arguments'] if args or kwargs else []
+    given += [f'{name}=' for name, x in (('mesh', mesh), ('shape', shape)) if x is not None]
+    if given:
+        raise EinshardError(sentence, facts={'got': ', '.join(given), 'try': 'to_jax(plan)'})
+
+
+def _of_leaf(spec: Any, args: Sequence[Any], shape: Any, context: Context) -> str:
+    if shape is not None:
+        if args:
+            raise EinshardError('to_jax got both an array and shape=')
+        shape = checked_shape(shape)
+    elif args:
+        shape = np.shape(args[0])
+    sharding = resolve(parsed(spec), shape, context).sharding
+    writer = Writer(context.lowering_mesh)
+    code = labeled('sharding = ', writer.sharding(sharding))
+    return module(_title(spec, sharding.mesh), [*writer.definitions(), statement(code)])
+
+
+def _of_tree(
+    spec: Any, args: Sequence[Any], mesh: MeshLike | None, shape: Any, context: Context
+) -> str:
+    """Writes rules for the paths of a tree; without a tree, only `Rules`."""
+    if shape is not None:
+        raise EinshardError(
+            'shape= is for a single spec', facts={'instead': 'pass a pytree: to_jax(rules, params)'}
+        )
+    writer = Writer(context.lowering_mesh)
+    tables, conditions = Tables(writer), list[str]()
+    if args:
+        rules, has_others = _rules_of_tree(spec, args[0], mesh, context)
+        if has_others:
+            conditions = ["if not hasattr(leaf, 'shape'):", '    return None']
+    elif isinstance(spec, Rules):
+        rules = _rules_of_patterns(spec, context)
+    else:
+        raise _needs_tree('this spec gives shardings by path')
+    if isinstance(spec, Rules):
+        replicated = writer.sharding(resolve(REPLICATED, None, context).sharding)
+        is_small = f' or leaf.size < {spec.min_size}' if spec.min_size > 1 else ''
+        conditions += [f'if not leaf.shape{is_small}:', f'    return {replicated}']
+    tables.add('RULES', rules)
+    parts = tables.parts(conditions)
+    return module(_title(spec, context.lowering_mesh), [*writer.definitions(), *parts])
+
+
+def _rules_of_tree(
+    spec: Any, tree: Any, mesh: MeshLike | None, context: Context
+) -> tuple[list[PathRule], bool]:
+    """Finds rules for the leaves of a tree; also returns whether it has leaves of no rule."""
+    shapes = jtu.tree_map(_struct, tree)
+    placed = jtu.tree_leaves(einshard(shapes, spec, mesh=mesh))
+    shardings = [getattr(leaf, 'sharding', None) for leaf in placed]
+    leaves = list(zip(leaf_paths(shapes), shardings, strict=True))
+    if not isinstance(spec, Rules):
+        return find_path_rules(leaves), False
+    with mesh_scope(context.mesh):
+        found = spec.find_all(leaf_paths(shapes), jtu.tree_leaves(shapes))
+    labels = [len(spec.rules) if reason == 'default' else reason for reason, _ in found]
+    pairs = [(leaf, i) for leaf, i in zip(leaves, labels, strict=True) if isinstance(i, int)]
+    patterns = [*(pattern for pattern, _ in spec.rules), '']
+    rules = find_path_rules([leaf for leaf, _ in pairs], [i for _, i in pairs], patterns)
+    return rules, 'not an array' in labels
+
+
+def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
+    """Converts each spec of `Rules`; raises if one depends on the arrays."""
+    if rules.indivisible == 'replicate' or context.replicates_indivisible:
+        raise _needs_tree("indivisible='replicate' depends on shapes")
+    default = [] if rules.default is ... else [('', rules.default)]
+    found: list[PathRule] = []
+    for pattern, spec in (*rules.rules, *default):
+        if spec is None:
+            found.append((pattern, None))
+            continue
+        if not isinstance(spec, LEAF_SPECS):
+            raise _needs_tree(f"the spec of '{pattern}' is a function")
+        leaf_spec = lenient(parsed(spec), on_missing=rules.missing, rule=f"'{pattern}'")
+        if needs_rank(leaf_spec.expression):
+            raise _needs_tree(f"the sharding of '{pattern}' depends on the rank of the arrays")
+        found.append((pattern, resolve(leaf_spec, None, context).sharding))
+    return found
+
+
+def _needs_tree(reason: str) -> EinshardError:
+    return EinshardError(
+        f'{reason}, so to_jax needs a pytree',
+        facts={'instead': 'to_jax(rules, params); shapes from jax.eval_shape are enough'},
+    )
+
+
+def _of_stages(stages: Stages, mesh: AnyMesh, title: str) -> str:
+    """Writes the jit call of a sharded function, and the constraints inside any function."""
+    if stages.traced is None:
+        raise EinshardError(
+            'a lowered or compiled function has no constraints to read',
+            facts={'instead': 'pass the function with its arguments, or f.trace(...)'},
+        )
+    writer = Writer(mesh)
+    tables = Tables(writer)
+    call = jit_function(stages, writer, tables)
+    constraints = constraint_comment(stages, writer)
+    if not call and not constraints:
+        raise EinshardError(
+            f'{stages.name or "the function"} has neither specs nor sharding constraints',
+            facts={'expected': 'a sharded function, or constraints in the function'},
+        )
+    parts = [*tables.parts(), *call, *constraints]
+    return module(_on(title, mesh), [*writer.definitions(), *parts])
+
+
+def _struct(leaf: Any) -> Any:
+    """Replaces an array by its shape, so that it is not placed."""
+    is_array = hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
+
+
+def _title(spec: Any, mesh: AnyMesh) -> str:
+    text = name_of(spec)
+    if isinstance(spec, LEAF_SPECS):
+        text = f"'{shown(str(as_leaf_spec(spec)))}'"
+    return _on(text, mesh)
+
+
+def _on(text: str, mesh: AnyMesh) -> str:
+    return f'{text} on {plural(mesh.size, "device")}'

@@ -1,0 +1,120 @@
+"""The collectives of a report, and their table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from .._display import Display
+from .._page import Column, Page, Section
+from .._text import format_bytes, short_arrays, short_source
+from .fold_layers import fold
+from .report_rows import CollectiveRow
+
+_MAX_ROWS = 40  # of the table in text
+_LARGE = 0.01  # part of all bytes sent; rows with more say what they carry
+
+
+class Collectives(Display, tuple[CollectiveRow, ...]):
+    """The collectives of a program, in order; those in loops appear once. Shown as a table."""
+
+    __slots__ = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of collectives by kind; one in a loop counts once."""
+        return dict(Counter(row.kind for row in self))
+
+    @property
+    def network_bytes(self) -> dict[str, int]:
+        """Bytes that a device sends in one run of the program, by kind, including loops.
+
+        Custom calls are not included.
+        """
+        return self.bytes_by('kind')
+
+    def bytes_by(self, field: str) -> dict[str, int]:
+        """Bytes that a device sends in one run, by a field of the rows, the largest first.
+
+        `field` is 'kind', 'along', 'role', 'is_backward', 'source', .. Custom calls are not
+        included.
+        """
+        total: Counter[str] = Counter()
+        for row in self:
+            if row.network_bytes is not None:
+                total[getattr(row, field)] += row.total_bytes
+        return dict(total.most_common())
+
+    def _page(self) -> Page:
+        return Page('', (collective_section(self),))
+
+
+_COLUMNS = (
+    Column('runs', right=True),
+    Column('kind'),
+    Column('array', elastic='middle'),
+    Column('groups'),
+    Column('along'),
+    Column('sent', right=True),
+    Column('line'),
+    Column('of', below=True),
+    Column('called at', below=True),
+)
+
+
+def collective_section(collectives: Collectives) -> Section:
+    """Lists collectives, those of the most bytes first."""
+    groups: dict[object, list[CollectiveRow]] = {}
+    for row in collectives:
+        key = (row.kind, row.arrays, row.group_size, row.groups, row.along, row.executions)
+        key = (*key, row.source, row.called_at, row.role, row.axes, row.is_async, row.widened)
+        groups.setdefault(key, []).append(row)
+    in_order = sorted(groups.values(), key=lambda rows: -_sent(rows))
+    least = _LARGE * sum(collectives.network_bytes.values())
+    shown = [_collective_cells(rows, _sent(rows) > least) for rows in in_order]
+    if not shown:
+        return Section('collectives', words=('none',))
+    # the last two columns, if they are empty
+    empty = {i for i in (-1, -2) if not any(cells[i] for cells in shown)}
+    columns = [c for i, c in enumerate(_COLUMNS) if i - len(_COLUMNS) not in empty]
+    rows = [tuple(c for i, c in enumerate(r) if i - len(r) not in empty) for r in shown]
+    rest = f': {format_bytes(sum(map(_sent, in_order[_MAX_ROWS - 1 :])))}'
+    return Section('collectives', tuple(columns), tuple(rows), most=_MAX_ROWS, rest=rest)
+
+
+def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:
+    """Formats collectives that look the same as one line."""
+    row = rows[0]
+    n = str(len(rows))
+    if row.executions is None:
+        runs = f'{n} x ?'
+    elif row.executions == 1:
+        runs = n
+    else:
+        runs = str(row.executions) if len(rows) == 1 else f'{n} x {row.executions}'
+    return (
+        runs,
+        f'{row.kind}{" (async)" * row.is_async}{" (f32)" * row.widened}',
+        short_arrays(row.arrays),
+        f'{row.groups} of {row.group_size}' if row.groups else '?',
+        row.along,
+        '?' if row.network_bytes is None else format_bytes(_sent(rows)),
+        short_source(row.source),
+        _of(rows, is_large),
+        short_source(row.called_at),
+    )
+
+
+def _of(rows: Sequence[CollectiveRow], is_large: bool) -> str:
+    """Folds the arrays of several collectives: 'params/0-3/{q,k}'; or says what else they carry."""
+    # skip 'result', which is the entire result
+    paths = list(dict.fromkeys(path for row in rows for path in row.of if path != 'result'))
+    folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
+    if not folded and (rows[0].axes or is_large):
+        axes = f' {rows[0].axes}' if rows[0].axes else ''
+        return f'{rows[0].role}{axes}{" (backward)" * rows[0].is_backward}'
+    return f'{folded} (gradients)' if folded and rows[0].role == 'gradients' else folded
+
+
+def _sent(rows: Sequence[CollectiveRow]) -> int:
+    return sum(row.total_bytes for row in rows)
