@@ -25,7 +25,7 @@ examples:
   {prog} 'a b -> a4 b2'
   {prog} 'b d -> b@data d@tp' --shape 32 512 --mesh data=4 tp=2
   {prog} '... -> * ...' --shape --devices 8
-other commands:
+other commands ('show' may be left out):
   {prog} explain --help     compile a function and list its collectives
   {prog} plan --help        find the sharding of a function
   {prog} table --help       show how rules shard the arrays of a model
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments:
         _show_parser().print_help()
         return 0
-    commands = {'explain': _explain, 'plan': _plan, 'table': _table, 'eject': _eject}
+    commands = {'show': _show, 'explain': _explain, 'plan': _plan, 'table': _table, 'eject': _eject}
     try:
         if arguments[0] in commands:
             text = commands[arguments[0]](arguments[1:])

@@ -93,3 +93,22 @@ def in_threads():
         return [results[i] for i in range(n)]
 
     return run
+
+
+@pytest.fixture
+def persistent_cache(tmp_path):
+    """The folder of JAX's persistent compilation cache, which keeps every program."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    options = {
+        'jax_compilation_cache_dir': str(tmp_path),
+        'jax_persistent_cache_min_compile_time_secs': 0,
+        'jax_persistent_cache_min_entry_size_bytes': -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for values in (options, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if values is options:
+            yield tmp_path

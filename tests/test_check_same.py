@@ -1,15 +1,15 @@
 """check_same: what it finds, what it lets pass, and what it says."""
 
 import json
-import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import mesh_of
 
 import einshard
 from einshard import (
@@ -26,7 +26,7 @@ from einshard import (
 from einshard._inspect.tolerance import largest_rounding
 
 EIGHT = jax.devices()[:8]
-NAMED = Mesh(np.array(EIGHT).reshape(2, 4), ('data', 'tp'))
+NAMED = mesh_of(data=2, tp=4)
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(16, 64)).astype(np.float32)
 W = RANDOM.normal(size=(64, 32)).astype(np.float32)
@@ -117,30 +117,24 @@ def test_wrong_functions(case):
 
 def test_replicas_that_differ():
     f = per_device('b* x', out='x -> * x', check_vma=False, mesh=EIGHT)(lambda x: x[0])
-    rows = {}
     with pytest.raises(DifferentResults) as caught:
         check_same(f, X, gradients=False)
-    rows = caught.value.facts
     # the first device has the same as one device
-    assert rows['result'].endswith('; its replicas differ')
+    assert caught.value.facts['result'].endswith('; its replicas differ')
     np.testing.assert_array_equal(f(X).addressable_data(0), X[0])
 
 
 @pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
 def test_the_mesh_in_context(types):
-    mesh = jax.make_mesh((2, 4), ('data', 'tp'), axis_types=(types,) * 2, devices=EIGHT)
+    mesh = mesh_of(types=types, data=2, tp=4)
+
+    specs = {'in_specs': (P('data', 'tp'), P('tp')), 'out_specs': P('data')}
 
     def local(x, w):
-        return jax.shard_map(
-            lambda x, w: jax.lax.psum(x @ w, 'tp'),
-            in_specs=(P('data', 'tp'), P('tp')),
-            out_specs=P('data'),
-        )(x, w)
+        return jax.shard_map(lambda x, w: jax.lax.psum(x @ w, 'tp'), **specs)(x, w)
 
     def unsummed(x, w):
-        return jax.shard_map(
-            product, in_specs=(P('data', 'tp'), P('tp')), out_specs=P('data'), check_vma=False
-        )(x, w)
+        return jax.shard_map(product, **specs, check_vma=False)(x, w)
 
     with jax.set_mesh(mesh):
         x, w = einshard.einshard(X, 'b x -> b@data x@tp'), einshard.einshard(W, 'x y -> x@tp y')
@@ -236,22 +230,16 @@ def test_arguments_stay_usable():
     check_same(f, einshard.einshard(X, 'b x -> 8 b x', mesh=EIGHT))  # placed as for a call
 
 
-def test_in_threads():
-    found = {}
+def test_in_threads(in_threads):
+    wrong, _ = WRONG['a sum over devices is missing']
 
-    def run(name):
-        f, _ = WRONG['a sum over devices is missing'] if name == 'wrong' else (psum, None)
+    def run(i):
         try:
-            found[name] = check_same(f, X, W, gradients=False).same
+            return check_same((psum, wrong, psum)[i], X, W, gradients=False).same
         except DifferentResults:
-            found[name] = False
+            return False
 
-    threads = [threading.Thread(target=run, args=(name,)) for name in ('right', 'wrong', 'again')]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {'right': True, 'wrong': False, 'again': True}
+    assert in_threads(3, run) == [True, False, True]
 
 
 def test_the_function_is_as_before():

@@ -390,69 +390,58 @@ def module(*lines, computations=''):
     return f'HloModule jit_f, num_partitions=4\n\n{SUM}\n{computations}\n{main}'
 
 
-@pytest.mark.parametrize(
-    ('lines', 'kind', 'operand', 'result'),
-    [
-        pytest.param(
-            [
-                '%s = f32[8,4]{1,0} all-reduce-start(%x), channel_id=1, '
-                'replica_groups={{0,1,2,3}}, use_global_device_ids=true, to_apply=%add',
-                'ROOT %d = f32[8,4]{1,0} all-reduce-done(%s)',
-            ],
-            *('all-reduce', 'f32[8,4]', 'f32[8,4]'),
-            id='all-reduce-start',
-        ),
-        pytest.param(
-            [
-                '%s = (f32[8,4]{1,0}, f32[32,4]{1,0}) all-gather-start(%x), channel_id=1, '
-                'replica_groups=[1,4]<=[4], dimensions={0}, use_global_device_ids=true',
-                'ROOT %d = f32[32,4]{1,0} all-gather-done(%s)',
-            ],
-            *('all-gather', 'f32[8,4]', 'f32[32,4]'),
-            id='all-gather-start',
-        ),
-        pytest.param(
-            [
-                '%s = ((f32[8,4]{1,0}), f32[2,4]{1,0}) reduce-scatter-start(%x), channel_id=1, '
-                'replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add',
-                'ROOT %d = f32[2,4]{1,0} reduce-scatter-done(%s)',
-            ],
-            *('reduce-scatter', 'f32[8,4]', 'f32[2,4]'),
-            id='reduce-scatter-start',
-        ),
-        pytest.param(
-            [
-                '%s = (f32[8,4]{1,0}, f32[8,4]{1,0}, u32[], u32[]) collective-permute-start('
-                'f32[8,4]{1,0:T(8,128)} %x), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}',
-                'ROOT %d = f32[8,4]{1,0} collective-permute-done(%s)',
-            ],
-            *('collective-permute', 'f32[8,4]', 'f32[8,4]'),
-            id='collective-permute-start',
-        ),
-        pytest.param(
-            [
-                '%s = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-start(%x), calls=%wrapped, '
-                'metadata={op_name="jit(f)/here" source_file="m.py" source_line=3}',
-                '%u = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-update(%s), calls=%wrapped',
-                'ROOT %d = f32[2,4]{1,0} async-done(%u), calls=%wrapped',
-            ],
-            *('reduce-scatter', 'f32[8,4]', 'f32[2,4]'),
-            id='async-start',
-        ),
-    ],
-)
-def test_asynchronous_pair_is_one_collective(lines, kind, operand, result):
+# types of the start, type of the result, attributes
+STARTS = {
+    'all-reduce': (
+        *('f32[8,4]{1,0}', 'f32[8,4]'),
+        'replica_groups={{0,1,2,3}}, use_global_device_ids=true, to_apply=%add',
+    ),
+    'all-gather': (
+        *('(f32[8,4]{1,0}, f32[32,4]{1,0})', 'f32[32,4]'),
+        'replica_groups=[1,4]<=[4], dimensions={0}, use_global_device_ids=true',
+    ),
+    'reduce-scatter': (
+        *('((f32[8,4]{1,0}), f32[2,4]{1,0})', 'f32[2,4]'),
+        'replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add',
+    ),
+    'collective-permute': (
+        *('(f32[8,4]{1,0}, f32[8,4]{1,0}, u32[], u32[])', 'f32[8,4]'),
+        'source_target_pairs={{0,1},{1,2},{2,3},{3,0}}',
+    ),
+}
+
+
+def check_asynchronous(c, kind, result):
+    assert (c.kind, *map(str, c.operands), *map(str, c.results)) == (kind, 'f32[8,4]', result)
+    assert (c.is_async, c.executions, c.groups) == (True, 1, ((0, 1, 2, 3),))
+
+
+@pytest.mark.parametrize('kind', STARTS)
+def test_asynchronous_pair_is_one_collective(kind):
+    types, result, attributes = STARTS[kind]
+    operand = 'f32[8,4]{1,0:T(8,128)} %x' if kind == 'collective-permute' else '%x'
+    start = f'%s = {types} {kind}-start({operand}), channel_id=1, {attributes}'
+    [c] = read_collectives(module(start, f'ROOT %d = {result}{{1,0}} {kind}-done(%s)'))
+    check_asynchronous(c, kind, result)
+
+
+def test_asynchronous_computation_is_one_collective():
     wrapped = (
         '%wrapped (y: f32[8,4]) -> f32[2,4] {\n'
         '  %y = f32[8,4]{1,0} parameter(0)\n'
         '  ROOT %z = f32[2,4]{1,0} reduce-scatter(%y), replica_groups={{0,1,2,3}}, '
         'dimensions={0}, to_apply=%add\n}\n'
     )
-    [c] = read_collectives(module(*lines, computations=wrapped))
-    assert (c.kind, *map(str, c.operands), *map(str, c.results)) == (kind, operand, result)
-    assert (c.is_async, c.executions, c.groups) == (True, 1, ((0, 1, 2, 3),))
-    if 'calls=%wrapped' in lines[0]:
-        assert (c.op_name, c.source) == ('jit(f)/here', 'm.py:3')
+    text = module(
+        '%s = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-start(%x), calls=%wrapped, '
+        'metadata={op_name="jit(f)/here" source_file="m.py" source_line=3}',
+        '%u = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-update(%s), calls=%wrapped',
+        'ROOT %d = f32[2,4]{1,0} async-done(%u), calls=%wrapped',
+        computations=wrapped,
+    )
+    [c] = read_collectives(text)
+    check_asynchronous(c, 'reduce-scatter', 'f32[2,4]')
+    assert (c.op_name, c.source) == ('jit(f)/here', 'm.py:3')
 
 
 def test_several_arrays_in_one_collective():
@@ -502,13 +491,6 @@ def test_send():
     assert (c.kind, c.shape_text, c.operands) == ('collective-permute', 'f32[8,4]', c.results)
     assert (c.pairs, c.groups, c.network_bytes) == (((0, 1), (1, 2)), ((0, 1, 2),), 128)
     assert (c.source, c.op_name) == ('m.py:3', 'jit(f)/psend')
-
-
-def test_transfer_to_the_host_is_no_collective():
-    send = 'ROOT %s = (f32[8,4]{1,0}, u32[], token[]) send(%x, %t), channel_id=1, '
-    assert not read_collectives(
-        module('%t = token[] after-all()', f'{send}is_host_transfer=true, metadata={{op_name="f"}}')
-    )
 
 
 def test_broadcast_and_ragged():
@@ -620,10 +602,6 @@ def test_links_of_a_chain_in_a_loop_are_its_collective():
     assert [(c.name, c.executions) for c in read_collectives(unmarked)] == [('g.0', 1)]
 
 
-def test_computation_that_nobody_calls_does_not_run():
-    assert read_collectives(module('ROOT %y = f32[8,4]{1,0} copy(%x)', computations=CALLED)) == ()
-
-
 @pytest.mark.parametrize(
     'text',
     [
@@ -703,7 +681,15 @@ def test_names_in_metadata_are_no_attributes():
     assert [c.name for c in read_collectives(text)] == ['z']
 
 
-@pytest.mark.parametrize('text', ['', 'HloModule jit_f\n', SUM])
+TO_HOST = module(
+    '%t = token[] after-all()',
+    'ROOT %s = (f32[8,4]{1,0}, u32[], token[]) send(%x, %t), channel_id=1, is_host_transfer=true, '
+    'metadata={op_name="f"}',
+)
+NEVER_CALLED = module('ROOT %y = f32[8,4]{1,0} copy(%x)', computations=CALLED)
+
+
+@pytest.mark.parametrize('text', ['', 'HloModule jit_f\n', SUM, TO_HOST, NEVER_CALLED])
 def test_no_collectives(text):
     assert read_collectives(text) == ()
 

@@ -7,8 +7,9 @@ import pytest
 from counting import counting
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from refusal import refusal
 
-from einshard import EinshardError, describe, device_mesh, einsum, make_sharding, sharded
+from einshard import describe, device_mesh, einsum, make_sharding, sharded
 
 
 def array(*shape):
@@ -144,16 +145,13 @@ class TestExplicit:
         assert str(jax.typeof(y)) == 'float32[16@(d0,d1,d2,d3),8]'
 
     def test_a_sum_over_a_sharded_axis_needs_one(self):
-        with pytest.raises(EinshardError) as caught:
-            einsum('batch x*, x* y -> batch y', array(4, 16), array(16, 8))
-        assert (
-            f'\n{caught.value}'
-            == """
-contracted axis 'x' is sharded over explicit mesh axes; give the result a placement
-    batch x*, x* y -> batch y
-          ^^
-  operand: 0, float32[4,16@(d0,d1,d2,d3)]
-  try:     'batch x*, x* y -> * batch y'"""
+        error = refusal(einsum, 'batch x*, x* y -> batch y', array(4, 16), array(16, 8))
+        assert str(error) == (
+            "contracted axis 'x' is sharded over explicit mesh axes; give the result a placement\n"
+            '    batch x*, x* y -> batch y\n'
+            '          ^^\n'
+            '  operand: 0, float32[4,16@(d0,d1,d2,d3)]\n'
+            "  try:     'batch x*, x* y -> * batch y'"
         )
         y = einsum('batch x*, x* y -> * batch y', array(4, 16), array(16, 8))
         assert str(jax.typeof(y)) == 'float32[4,8]'
@@ -170,9 +168,7 @@ contracted axis 'x' is sharded over explicit mesh axes; give the result a placem
 )
 def test_letters_that_are_not_apart(text, shapes, fix):
     arrays = [array(*shape) for shape in shapes]
-    with pytest.raises(EinshardError) as caught:
-        einsum(text, *arrays)
-    assert caught.value.fix == f"'{fix}'"
+    assert refusal(einsum, text, *arrays).fix == f"'{fix}'"
     np.testing.assert_allclose(einsum(fix, *arrays), np.einsum(text, *arrays), rtol=1e-5)
 
 
@@ -185,9 +181,7 @@ def test_letters_that_are_not_apart(text, shapes, fix):
     ],
 )
 def test_words_that_letters_do_not_mend(text, shapes):
-    with pytest.raises(EinshardError) as caught:
-        einsum(text, *(array(*shape) for shape in shapes))
-    assert caught.value.fix is None
+    assert refusal(einsum, text, *(array(*shape) for shape in shapes)).fix is None
 
 
 def test_a_path_of_contractions():
@@ -196,9 +190,3 @@ def test_a_path_of_contractions():
     for path in ([(1, 2), (0, 1)], ((0, 1), (0, 1)), [[0, 1], [0, 1]], 'greedy', True):
         found = einsum('a b, b c, c d -> a d', *arrays, optimize=path)
         np.testing.assert_allclose(found, product, rtol=1e-5)
-    with pytest.raises(EinshardError) as caught:
-        einsum('a b, b c, c d -> a d', *arrays, optimize=['greedy'])
-    assert str(caught.value) == (
-        "optimize= must be a contraction path, not ['greedy']\n"
-        "  expected: 'greedy', 'optimal', or the operands of each step: [(0, 1), (0, 1)]"
-    )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from counting import counted
 from jax.sharding import PartitionSpec as P
 from placed import check_equal, check_placed
 
@@ -162,45 +163,47 @@ def test_modules_are_born_sharded_by_sharded():
     assert jax.tree.structure(model) == jax.tree.structure(UNSHARDED(jax.random.key(0))[0])
 
 
-def test_training_by_filter_jit_keeps_shardings(reference):
+def trained_by_filter_jit():
+    """The model and the state after each of four steps, with the loss."""
     model, state = BORN(jax.random.key(0))
-    traces = []
 
-    @eqx.filter_jit(donate='all-except-first')
+    @counted
     def step(x, model, state):
-        traces.append(1)
         model, state, loss = learn(model, state, einshard(x, ROWS))
         return *einshard((model, state), RULES), loss
 
-    losses = []
+    f = eqx.filter_jit(step, donate='all-except-first')
     for _ in range(4):
-        model, state, loss = step(X, model, state)
-        check((model, state))
-        losses.append(float(loss))
-    assert len(traces) == 1
-    np.testing.assert_allclose(losses, reference[0], rtol=1e-5)
-    check_equal(arrays((model, state)), arrays(reference[1]), **CLOSE)
+        model, state, loss = f(X, model, state)
+        yield (model, state), float(loss)
+    assert step.runs == 1
 
 
-def test_training_by_sharded_keeps_shardings(reference):
+def trained_by_sharded():
     model, state = einshard(UNSHARDED(jax.random.key(0)), RULES)
     params, static = eqx.partition(model, eqx.is_array)
-    traces = []
 
-    @sharded(RULES, RULES, ROWS, out=(RULES, RULES, None), donate_argnames=('params', 'state'))
+    @counted
     def step(params, state, x):
-        traces.append(1)
         model, state, loss = learn(eqx.combine(params, static), state, x)
         return eqx.filter(model, eqx.is_array), state, loss
 
-    losses = []
+    options = {'out': (RULES, RULES, None), 'donate_argnames': ('params', 'state')}
+    f = sharded(RULES, RULES, ROWS, **options)(step)
     for _ in range(4):
-        params, state, loss = step(params, state, X)
-        check((params, state))
-        losses.append(float(loss))
-    assert len(traces) == 1
+        params, state, loss = f(params, state, X)
+        yield (params, state), float(loss)
+    assert step.runs == 1
+
+
+@pytest.mark.parametrize('trained', [trained_by_filter_jit, trained_by_sharded])
+def test_training_keeps_shardings(trained, reference):
+    losses = []
+    for tree, loss in trained():
+        check(tree)
+        losses.append(loss)
     np.testing.assert_allclose(losses, reference[0], rtol=1e-5)
-    check_equal((params, arrays(state)), arrays(reference[1]), **CLOSE)
+    check_equal(arrays(tree), arrays(reference[1]), **CLOSE)
 
 
 def test_statistics_of_batch_norm():

@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from contextlib import nullcontext
 
 import counting
 import jax
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import mesh_of
 
 from einshard import (
     EinshardError,
@@ -21,8 +23,7 @@ from einshard import (
     sharded,
 )
 
-EIGHT = jax.devices()[:8]
-MESH = Mesh(np.array(EIGHT).reshape(4, 2), ('data', 'tp'))
+MESH = mesh_of(data=4, tp=2)
 X = np.ones((8, 64), np.float32)
 ON_MESH = NamedSharding(MESH, P('data', 'tp'))
 
@@ -125,51 +126,31 @@ def test_the_inner_block_applies(x):
             f(x)
 
 
-def test_each_thread_has_its_own_promise(x):
-    f, found = jax.jit(total), {}
-    entered = threading.Barrier(3)
+def test_each_thread_has_its_own_promise(x, in_threads):
+    f = jax.jit(total)
+    both_entered, all_called = threading.Barrier(3), threading.Barrier(3)
 
-    def run(name, allowed):
-        entered.wait()
+    def run(i):
         try:
-            if allowed is None:
-                found[name] = float(f(x))
-            else:
-                with expect_collectives(allowed):
-                    entered.wait()
-                    found[name] = float(f(x))
-        except UnexpectedCollectives as error:
-            found[name] = type(error)
-        if allowed is None:
-            entered.wait()
+            with [expect_collectives('all-reduce'), expect_collectives(()), nullcontext()][i]:
+                both_entered.wait(60)
+                return float(f(x))
+        except UnexpectedCollectives:
+            return 'unexpected'
+        finally:
+            all_called.wait(60)
 
-    promises = {'allowed': 'all-reduce', 'not allowed': (), 'no promise': None}
-    threads = [threading.Thread(target=run, args=item) for item in promises.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {
-        'allowed': X.sum(),
-        'not allowed': UnexpectedCollectives,
-        'no promise': X.sum(),
-    }
+    assert in_threads(3, run) == [X.sum(), 'unexpected', X.sum()]
 
 
-def test_one_object_in_several_threads_and_again(x):
-    promise, found = expect_collectives('all-reduce'), []
+def test_one_object_in_several_threads_and_again(x, in_threads):
+    promise = expect_collectives('all-reduce')
 
-    def run():
+    def run(_):
         with promise, promise:
-            found.append(float(jax.jit(total)(x)))
+            return float(jax.jit(total)(x))
 
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    run()
-    for thread in threads:
-        thread.join()
-    assert found == [X.sum()] * 3
+    assert [*in_threads(2, run), run(0)] == [X.sum()] * 3
 
 
 def test_promises_of_functions_still_hold(x):
@@ -216,9 +197,7 @@ def train_step(mesh, rank=3):
 @pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize('sizes', [{'data': 8}, {'data': 4, 'tp': 2}])
 def test_a_train_step(types, sizes):
-    mesh = jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(types,) * len(sizes), devices=EIGHT
-    )
+    mesh = mesh_of(types=types, **sizes)
     step, arguments = train_step(mesh)
     with jax.set_mesh(mesh), expect_collectives('all-reduce'):
         first = step(*arguments)
@@ -247,23 +226,11 @@ def test_a_train_step_on_the_canonical_mesh():
         step(w, x)
 
 
-def test_a_program_from_the_persistent_cache(x, tmp_path):
-    from jax.experimental.compilation_cache import compilation_cache
-
-    names = 'compilation_cache_dir', 'persistent_cache_min_compile_time_secs'
-    before = [getattr(jax.config, f'jax_{name}') for name in names]
-    try:
-        for name, value in zip(names, [str(tmp_path), 0.0], strict=True):
-            jax.config.update(f'jax_{name}', value)
-        compilation_cache.reset_cache()
+def test_a_program_from_the_persistent_cache(x, persistent_cache):
+    jax.jit(total)(x)
+    jax.clear_caches()
+    with pytest.raises(UnexpectedCollectives), expect_collectives(()):
         jax.jit(total)(x)
-        jax.clear_caches()
-        with pytest.raises(UnexpectedCollectives), expect_collectives(()):
-            jax.jit(total)(x)
-    finally:
-        for name, value in zip(names, before, strict=True):
-            jax.config.update(f'jax_{name}', value)
-        compilation_cache.reset_cache()
 
 
 def test_blocks_that_are_not_checked_are_errors(x):
@@ -293,13 +260,3 @@ def test_exits_out_of_order(x):
         inner.__exit__(None, None, None)
     with pytest.raises(UnexpectedCollectives), expect_collectives(()):  # no key is left behind
         f(x)
-
-
-def test_a_block_in_a_traced_function():
-    @jax.jit
-    def f(x):
-        with expect_collectives(()):
-            return x
-
-    with pytest.raises(EinshardError, match='entered in a traced function'):
-        f(X)

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from counting import counting
-from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array, Float
+from placed import mesh_of, struct
+from refusal import refusal
 
 from einshard import (
-    EinshardError,
     Sharded,
     assert_collectives,
     device_mesh,
@@ -46,19 +45,7 @@ from einshard._inspect.report_rows import Finding
 sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
 import transformer
 
-# half the time would go to LLVM, which comes after the HLO
-QUICKLY = {'compiler_options': {'xla_backend_optimization_level': 0}}
-quick = functools.partial(sharded, **QUICKLY)
-
-
-def floats(*shape):
-    return jax.ShapeDtypeStruct(shape, np.float32)
-
-
-def named_mesh(**axes):
-    devices = np.array(jax.devices()[: int(np.prod(list(axes.values())))])
-    grid = devices.reshape(list(axes.values()))
-    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+EIGHT = jax.devices()[:8]
 
 
 def line_of(function, text):
@@ -89,8 +76,8 @@ WHOLE = 4 * X * Z  # bytes of the product
     ],
 )
 def test_matrix_products(n, x, w, out, kind, array, sent, along):
-    product = quick(x, w, out=out, mesh=jax.devices()[:n])(lambda x, w: x @ w)
-    report = explain(product, floats(X, Y), floats(Y, Z))
+    product = sharded(x, w, out=out, mesh=jax.devices()[:n])(lambda x, w: x @ w)
+    report = explain(product, struct(X, Y), struct(Y, Z))
     assert report.n_devices == n
     assert report.network_bytes == sent * (n - 1) // n
     if kind is None:
@@ -106,12 +93,12 @@ def test_matrix_products(n, x, w, out, kind, array, sent, along):
 
 
 def test_groups_are_named_by_the_axes_that_they_are_along():
-    @quick('b x -> b4 2 x', 'x y -> 4 x y2', 'y x -> 4 y2 x', out='b x -> b4 2 x')
+    @sharded('b x -> b4 2 x', 'x y -> 4 x y2', 'y x -> 4 y2 x', out='b x -> b4 2 x')
     def mlp(x, w_in, w_out):
         return jax.nn.relu(x @ w_in) @ w_out
 
-    arguments = (floats(16, 32), floats(32, 64), floats(64, 32))
-    report = explain(mlp, *arguments, mesh=jax.devices()[:8])
+    arguments = (struct(16, 32), struct(32, 64), struct(64, 32))
+    report = explain(mlp, *arguments, mesh=EIGHT)
     (row,) = report.collectives
     assert (row.kind, row.groups, row.group_size, row.along) == ('all-reduce', 4, 2, 'y')
     assert row.arrays == 'f32[4,32]'
@@ -120,8 +107,8 @@ def test_groups_are_named_by_the_axes_that_they_are_along():
     def loss(x, w_in, w_out):
         return jnp.mean(mlp.__wrapped__(x, w_in, w_out) ** 2)
 
-    step = quick('b x -> b4 2 x', 'x y -> 4 x y2', 'y x -> 4 y2 x')(jax.grad(loss, (1, 2)))
-    report = explain(step, *arguments, mesh=jax.devices()[:8])
+    step = sharded('b x -> b4 2 x', 'x y -> 4 x y2', 'y x -> 4 y2 x')(jax.grad(loss, (1, 2)))
+    report = explain(step, *arguments, mesh=EIGHT)
     # the gradients of the weights, over the devices that share the batch
     over_batch = [row for row in report.collectives if row.along == 'b']
     assert {(row.groups, row.group_size) for row in over_batch} == {(2, 4)}
@@ -129,26 +116,16 @@ def test_groups_are_named_by_the_axes_that_they_are_along():
     assert sorted(re.findall(r'f32\[[\d,]*\]', arrays)) == ['f32[32,32]', 'f32[32,32]']
 
 
-def test_both_axes_are_named_where_groups_are_along_both():
-    @quick('b x -> b4 x2')
-    def total(x):
-        return x.sum()
-
-    report = explain(total, floats(8, 8), mesh=jax.devices()[:8])
-    # one over both, or one after the other
-    assert {row.along for row in report.collectives} in ({'b,x'}, {'b', 'x'})
-
-
 def test_loops_are_multiplied():
-    @quick('l x y -> l x y*', 'l y x -> l y* x', 'b x -> * b x', out='b x -> * b x')
+    @sharded('l x y -> l x y*', 'l y x -> l y* x', 'b x -> * b x', out='b x -> * b x')
     def layers(w_in, w_out, x):
         def layer(x, w):
             return jnp.tanh(x @ w[0]) @ w[1], None
 
         return jax.lax.scan(layer, x, (w_in, w_out))[0]
 
-    arguments = (floats(12, 32, 64), floats(12, 64, 32), floats(16, 32))
-    report = explain(layers, *arguments, mesh=jax.devices()[:8])
+    arguments = (struct(12, 32, 64), struct(12, 64, 32), struct(16, 32))
+    report = explain(layers, *arguments, mesh=EIGHT)
     (row,) = report.collectives
     assert (row.kind, row.executions, row.along) == ('all-reduce', 12, 'y')
     with pytest.warns(DeprecationWarning, match='executions'):
@@ -161,25 +138,25 @@ def test_loops_are_multiplied():
 
 
 def test_loops_of_unknown_length_count_as_one_turn():
-    @quick('x y -> x y*', 'y x -> y* x', out='b x -> * b x')
+    @sharded('x y -> x y*', 'y x -> y* x', out='b x -> * b x')
     def until(w_in, w_out):
         x = jnp.ones((8, 32))
         return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ w_in @ w_out, x)
 
-    report = explain(until, floats(32, 64), floats(64, 32), mesh=jax.devices()[:8])
+    report = explain(until, struct(32, 64), struct(64, 32), mesh=EIGHT)
     assert None in {row.executions for row in report.collectives}
     assert report.network_bytes == sum(row.network_bytes for row in report.collectives)
     assert 'sent in one run: at least ' in str(report)
 
 
 def test_named_meshes():
-    mesh = named_mesh(data=4, tp=2)
+    mesh = mesh_of(data=4, tp=2)
 
-    @quick('b x -> b@data x', 'x y -> x@tp y', out='b y -> b@data y', mesh=mesh)
+    @sharded('b x -> b@data x', 'x y -> x@tp y', out='b y -> b@data y', mesh=mesh)
     def product(x, w):
         return einshard(x, 'b x -> b@data x@tp') @ w
 
-    report = explain(product, floats(8, 16), floats(16, 4))
+    report = explain(product, struct(8, 16), struct(16, 4))
     assert report.mesh == (('data', 4), ('tp', 2))
     assert [row.along for row in report.collectives] == ['tp']
     assert [row.placement for row in report.arguments] == [
@@ -193,15 +170,13 @@ def test_named_meshes():
 
 
 def test_arguments_and_results_are_placed_and_named():
-    @quick({'w': 'i o -> i o4 2', 'b': None}, out=('b o -> b8 o', None))
+    @sharded({'w': 'i o -> i o4 2', 'b': None}, out=('b o -> b8 o', None))
     def layer(params, x, *rest, scale=1.0, **more):
         y = x @ params['w'] * scale + rest[1] * more['shift']
         return y, {'sum': y.sum(), 'square': y.T @ y}
 
-    params = {'w': floats(8, 16), 'b': floats(3)}
-    report = explain(
-        layer, params, floats(8, 8), 1.0, 2.0, scale=3.0, shift=4.0, mesh=jax.devices()[:8]
-    )
+    params = {'w': struct(8, 16), 'b': struct(3)}
+    report = explain(layer, params, struct(8, 8), 1.0, 2.0, scale=3.0, shift=4.0, mesh=EIGHT)
     assert [(row.path, row.array, row.placement, row.bytes) for row in report.arguments] == [
         ('params/b', 'float32[3]', 'not used', 0),
         ('params/w', 'float32[8,16]', 'i o -> i o4 2', 4 * 8 * 4),
@@ -217,22 +192,60 @@ def test_arguments_and_results_are_placed_and_named():
     assert (first.placement, first.bytes, first.sharded) == ('b o -> b8 o', 4 * 16, True)
 
 
-def test_names_behind_dots_are_letters_that_are_free():
-    @quick('b ... -> b8 ...', out='... a -> ... a8')
-    def f(x):
-        return x.T
-
-    report = explain(f, floats(8, 4, 8), mesh=jax.devices()[:8])
-    assert report.arguments[0].placement == 'b a c -> b8 a c'
-    assert report.results[0].placement == 'b c a -> b c a8'
+class Model:
+    @sharded('b x -> b* x')
+    def forward(self, x, scale):
+        return x * scale
 
 
-def test_annotations_name_axes():
-    @sharded
-    def f(x: Sharded[Float[Array, 'rows cols'], 'rows cols*']):  # noqa: F722
-        return x + 1
+jax.tree_util.register_static(Model)
 
-    assert explain(f, floats(4, 16)).arguments[0].placement == 'rows cols -> rows cols16'
+
+@sharded
+def annotated(x: Sharded[Float[Array, 'rows cols'], 'rows cols*']):  # noqa: F722
+    return x + 1
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def static(unused, power, x, *several):
+    return x**power + several[0] + several[1]
+
+
+ONE = f'on one device: {jax.devices()[0]}'
+# a function, its arguments, and the rows of the arguments
+ARGUMENTS = {
+    'letters that are free': (
+        sharded('b ... -> b8 ...', mesh=EIGHT)(lambda x: x + 1),
+        (struct(8, 4, 8),),
+        [('x', 'b a c -> b8 a c', 4 * 4 * 8)],
+    ),
+    'annotations': (annotated, (struct(4, 16),), [('x', 'rows cols -> rows cols16', 4 * 4)]),
+    'a method': (
+        Model().forward,
+        (struct(16, 2), 3.0),
+        [('x', 'b x -> b16 x', 4 * 2), ('scale', '... -> 16 ...', 4)],
+    ),
+    'arrays in hand': (lambda x: x * 2, (np.ones((2, 3), np.float32),), [('x', ONE, 24)]),
+    'a key and a number': (
+        lambda key, n: jax.random.bits(key) + n,
+        (jax.random.key(0), 1),
+        [('key', ONE, 8), ('n', ONE, 4)],
+    ),
+    'static and unused arguments': (
+        static,
+        (1.0, 2, struct(3), 4.0, 5.0),
+        [('args[0]', 'not used', 0), ('x', ONE, 12), ('args[2]', ONE, 4), ('args[3]', ONE, 4)],
+    ),
+}
+
+
+@pytest.mark.parametrize('case', ARGUMENTS)
+def test_rows_of_arguments(case):
+    function, arguments, rows = ARGUMENTS[case]
+    report = explain(function, *arguments)
+    assert [(row.path, row.placement, row.bytes) for row in report.arguments] == rows
+    if rows[-1][1] == ONE:
+        assert (report.n_devices, report.mesh, report.collectives) == (1, (), ())
 
 
 def step(w, x, *, rate=1.0):
@@ -247,21 +260,18 @@ ROWS = [('w', 'a b -> 8 a b'), ('x', 'a b -> a8 b'), ('result/y', 'a b -> a8 b')
 )
 def test_every_kind_of_function(of):
     w, x = (
-        jax.ShapeDtypeStruct(
-            shape, np.float32, sharding=make_sharding(spec, mesh=jax.devices()[:8])
-        )
+        jax.ShapeDtypeStruct(shape, np.float32, sharding=make_sharding(spec, mesh=EIGHT))
         for shape, spec in (((4, 2), '... -> * ...'), ((8, 4), 'a b -> a* b'))
     )
     jitted = jax.jit(step)
+    whole = sharded('... -> * ...', out='a b -> a8 b', mesh=EIGHT)
     report = {
         'function': lambda: explain(step, w, x),
         'jitted': lambda: explain(jitted, w, x),
         'traced': lambda: explain(jitted.trace(w, x)),
         'lowered': lambda: explain(jitted.lower(w, x)),
         'compiled': lambda: explain(jitted.lower(w, x).compile()),
-        'sharded': lambda: explain(
-            sharded('... -> * ...', out='a b -> a8 b', mesh=jax.devices()[:8])(step), w, x
-        ),
+        'sharded': lambda: explain(whole(step), w, x),
         'partial': lambda: explain(functools.partial(step, np.ones((4, 2))), x),
         'keywords': lambda: explain(jitted, x=x, w=w),
     }[of]()
@@ -269,41 +279,6 @@ def test_every_kind_of_function(of):
     assert rows == [row for row in ROWS if (of, row[0]) != ('partial', 'w')]
     assert report.name == 'step'
     assert report.collectives == ()
-
-
-def test_static_arguments_and_those_not_used_do_not_shift_names():
-    @functools.partial(jax.jit, static_argnums=1)
-    def f(unused, power, x, *several):
-        return x**power + several[0] + several[1]
-
-    report = explain(f, 1.0, 2, floats(3), 4.0, 5.0)
-    paths = [row.path for row in report.arguments]
-    assert paths == ['args[0]', 'x', 'args[2]', 'args[3]']
-    assert report.arguments[0].placement == 'not used'
-
-
-def test_methods():
-    class Model:
-        @quick('b x -> b* x')
-        def forward(self, x, scale):
-            return x * scale
-
-    jax.tree_util.register_static(Model)
-    report = explain(Model().forward, floats(16, 2), 3.0)
-    assert [row.path for row in report.arguments] == ['x', 'scale']
-    assert report.arguments[0].placement == 'b x -> b16 x'
-
-
-def test_arrays_in_hand_and_one_device():
-    report = explain(lambda x: x * 2, np.ones((2, 3), np.float32))
-    assert (report.n_devices, report.mesh, report.collectives) == (1, (), ())
-    assert report.arguments[0].placement == f'on one device: {jax.devices()[0]}'
-    assert report.arguments[0].bytes == 24
-
-
-def test_keys_and_scalars_have_sizes():
-    report = explain(lambda key, n: jax.random.bits(key) + n, jax.random.key(0), 1)
-    assert [(row.dtype, row.bytes) for row in report.arguments] == [('key<fry>', 8), ('int32', 4)]
 
 
 # --- memory, flops, compilations ----------------------------------------------------------------
@@ -314,8 +289,8 @@ def test_memory_and_flops_agree_with_the_compiler():
     def f(x, w):
         return jnp.tanh(x) @ w, x + 1
 
-    report = explain(f, floats(64, 64), floats(64, 32))
-    compiled = f.lower(floats(64, 64), floats(64, 32)).compile()
+    report = explain(f, struct(64, 64), struct(64, 32))
+    compiled = f.lower(struct(64, 64), struct(64, 32)).compile()
     figures, memory = compiled.memory_analysis(), report.memory
     assert memory.arguments == figures.argument_size_in_bytes
     assert memory.results == figures.output_size_in_bytes
@@ -341,16 +316,16 @@ def test_a_later_call_reuses_the_compilation(decorate):
         explain(reused, x)
         assert counts.of('reused') == (1, 1)
         reused(x)
-        explain(reused, floats(16, 2))
+        explain(reused, struct(16, 2))
         assert counts.of('reused') == (1, 1)
 
 
 def test_a_promise_that_is_broken_is_reported_all_the_same():
-    @quick('x y -> x y*', 'y z -> y* z', collectives=())
+    @sharded('x y -> x y*', 'y z -> y* z', collectives=())
     def product(x, w):
         return x @ w
 
-    assert explain(product, floats(16, 16), floats(16, 16)).collectives.counts == {'all-reduce': 1}
+    assert explain(product, struct(16, 16), struct(16, 16)).collectives.counts == {'all-reduce': 1}
 
 
 # --- findings -----------------------------------------------------------------------------------
@@ -361,11 +336,11 @@ def findings_of(report):
 
 
 def test_large_arrays_on_every_device():
-    @quick('a b -> * a b', 'a b -> a* b')
+    @sharded('a b -> * a b', 'a b -> a* b')
     def f(x, y):
         return x.sum() + y, x * 2
 
-    arguments = (floats(512, 513), floats(512, 513))
+    arguments = (struct(512, 513), struct(512, 513))
     text = 'float32[512,513], is replicated on 16 devices: 1.0 MiB on each'
     report = explain(f, *arguments)
     assert report.results[1].placement == 'a b -> 16 a b'
@@ -375,10 +350,10 @@ def test_large_arrays_on_every_device():
     ]
     assert report.findings == ()  # as in data parallelism
     assert not explain(f, *arguments, replicated_above=4 * 512 * 513).notes
-    assert not explain(jax.jit(lambda x: x * 2), floats(512, 513)).notes  # on one device
+    assert not explain(jax.jit(lambda x: x * 2), struct(512, 513)).notes  # on one device
 
 
-@quick('a b -> a8 b')
+@sharded('a b -> a8 b')
 def moving(x):
     y = jnp.tanh(x)
     y = einshard(y, 'a b -> 2 a b4')
@@ -386,7 +361,7 @@ def moving(x):
 
 
 def test_a_full_rematerialization():
-    report = explain(moving, floats(64, 64), mesh=jax.devices()[:8])
+    report = explain(moving, struct(64, 64), mesh=EIGHT)
     found = {kind: (text, line) for kind, text, line in findings_of(report)}
     # the two groups of four devices multiply the same
     assert set(found) == {'full rematerialization', 'replicated compute'}
@@ -401,17 +376,17 @@ def test_a_full_rematerialization():
 
 
 def test_a_gathered_array_with_other_uses_is_not_a_full_rematerialization():
-    @quick('a b -> a8 b', None, out='a b -> 8 a b')
+    @sharded('a b -> a8 b', None, out='a b -> 8 a b')
     def sliced(x, i):
         x = einshard(x, '... -> * ...')
         return jax.lax.dynamic_slice(x, (i, 0), (4, 64))
 
-    report = explain(sliced, floats(64, 64), 3, mesh=jax.devices()[:8])
+    report = explain(sliced, struct(64, 64), 3, mesh=EIGHT)
     assert report.collectives.counts == {'all-gather': 1}
     assert report.findings == ()
 
 
-@quick('x y -> x* y', 'i y -> i* y')
+@sharded('x y -> x* y', 'i y -> i* y')
 def rematerialized(w, x):
     @jax.checkpoint
     def layer(w, x):
@@ -421,7 +396,7 @@ def rematerialized(w, x):
 
 
 def test_what_is_gathered_several_times():
-    report = explain(rematerialized, floats(64, 64), floats(64, 64), mesh=jax.devices()[:8])
+    report = explain(rematerialized, struct(64, 64), struct(64, 64), mesh=EIGHT)
     n = report.collectives.counts['all-gather']
     assert n > 1
     assert report.findings == ()
@@ -435,7 +410,7 @@ def test_what_is_gathered_several_times():
     )
 
 
-@quick('x y -> x* y')
+@sharded('x y -> x* y')
 def idle(x):
     einshard(x, 'a b -> a b*')
     x = einshard(x, 'a b -> a* b')
@@ -445,7 +420,7 @@ def idle(x):
 
 
 def test_constraints_without_effect():
-    report = explain(idle, floats(16, 16))
+    report = explain(idle, struct(16, 16))
     assert [(one.text, short(one.source)) for one in report.findings] == [
         (
             'the result of this constraint is not used; write x = einshard(x, ...)',
@@ -466,7 +441,7 @@ def test_constraints_without_effect():
 
 
 def test_constraints_in_functions_inside_are_seen():
-    @quick('x y -> x* y')
+    @sharded('x y -> x* y')
     def loop(x):
         def turn(x, _):
             einshard(x, 'a b -> a b*')
@@ -474,14 +449,14 @@ def test_constraints_in_functions_inside_are_seen():
 
         return jax.lax.scan(turn, x, length=2)[0]
 
-    report = explain(loop, floats(16, 16))
+    report = explain(loop, struct(16, 16))
     assert [short(c.source) for c in report.findings if c.kind == 'no effect'] == [
         line_of(loop, "einshard(x, 'a b -> a b*')")
     ]
 
 
 def test_warnings_is_an_old_name_of_findings_and_notes():
-    report = explain(idle, floats(16, 16))
+    report = explain(idle, struct(16, 16))
     with pytest.deprecated_call(match='use .findings'):
         assert report.warnings == (*report.findings, *report.notes)
     assert len(report.to_dict()['warnings']) == 4
@@ -496,9 +471,7 @@ def transformer_report(placement):
     )
     state = jax.eval_shape(lambda: transformer.init_state(jax.random.key(0), c))
     tokens = jax.ShapeDtypeStruct((8, c.sequence + 1), np.int32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformer, 'sharded', quick)
-        model = transformer.make_model(c, placement, mesh=jax.devices()[:8])
+    model = transformer.make_model(c, placement, mesh=EIGHT)
     return explain(model.train_step, state, tokens)
 
 
@@ -535,7 +508,7 @@ def test_a_wrong_sharding_in_the_transformer_is_found_with_its_line(right):
 # --- values in between ----------------------------------------------------------------------------
 
 
-@quick('b x -> b4 x 2', 'x y -> 4 x y2', 'y x -> 4 y2 x')
+@sharded('b x -> b4 x 2', 'x y -> 4 x y2', 'y x -> 4 y2 x')
 def between(x, w_in, w_out):
     def layer(x, _):
         with jax.named_scope('hidden'):
@@ -546,8 +519,8 @@ def between(x, w_in, w_out):
 
 
 def test_intermediates():
-    arguments = floats(16, 32), floats(32, 64), floats(64, 32)
-    report = explain(between, *arguments, mesh=jax.devices()[:8], intermediates=True)
+    arguments = struct(16, 32), struct(32, 64), struct(64, 32)
+    report = explain(between, *arguments, mesh=EIGHT, intermediates=True)
     found = {(row.path.split('/')[-1], row.array, row.placement) for row in report.intermediates}
     assert found == {
         ('dot_general', 'f32[16,64]', 'a b -> a4 b2'),
@@ -558,7 +531,7 @@ def test_intermediates():
     assert (tanh.path.split('/')[-2], tanh.bytes, tanh.sharded) == ('hidden', 4 * 4 * 32, True)
     assert short(tanh.source) == line_of(between, 'tanh')
     assert report == dataclasses.replace(
-        explain(between, *arguments, mesh=jax.devices()[:8]), intermediates=report.intermediates
+        explain(between, *arguments, mesh=EIGHT), intermediates=report.intermediates
     )
     text = str(report)
     assert '\nintermediates\n  name ' in text
@@ -586,48 +559,24 @@ def test_intermediates():
     ],
 )
 def test_shardings_as_xla_writes_them(text, expression):
-    mesh = make_sharding('a -> a*', mesh=jax.devices()[:8]).mesh
+    mesh = make_sharding('a -> a*', mesh=EIGHT).mesh
     assert _placement(text, 2, [mesh])[0] == expression
 
 
-@pytest.fixture
-def persistent_cache(tmp_path):
-    options = {
-        'jax_compilation_cache_dir': str(tmp_path),
-        'jax_persistent_cache_min_compile_time_secs': 0,
-        'jax_persistent_cache_min_entry_size_bytes': -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield tmp_path
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
 def test_intermediates_of_a_program_in_the_persistent_cache(persistent_cache):
-    arguments = floats(16, 32), floats(32, 64), floats(64, 32)
-    reports = [
-        explain(between, *arguments, mesh=jax.devices()[:8], intermediates=True) for _ in range(3)
-    ]
+    arguments = struct(16, 32), struct(32, 64), struct(64, 32)
+    reports = [explain(between, *arguments, mesh=EIGHT, intermediates=True) for _ in range(3)]
     assert len(reports[0].intermediates) == 3
     assert reports[1:] == reports[:1] * 2
     # the cache goes on
     assert jax.config.jax_enable_compilation_cache
     before = len(list(persistent_cache.iterdir()))
-    jax.jit(lambda x: x * 17).lower(floats(3)).compile()
+    jax.jit(lambda x: x * 17).lower(struct(3)).compile()
     assert len(list(persistent_cache.iterdir())) > before
 
 
 def test_intermediates_of_what_has_none():
-    assert explain(lambda x: x + 1, floats(3), intermediates=True).intermediates == ()
-    text, _ = failing(jax.jit(lambda x: x).lower(floats(3)).compile(), intermediates=True)
-    assert text == (
-        'a Compiled has no intermediate values\n'
-        '  instead: pass the function, or the lowered function: f.lower(...)'
-    )
+    assert explain(lambda x: x + 1, struct(3), intermediates=True).intermediates == ()
 
 
 def test_nothing_of_a_program_is_kept():
@@ -636,11 +585,11 @@ def test_nothing_of_a_program_is_kept():
         modules = [str(getattr(type(o), '__module__', '')) for o in gc.get_objects()]
         return [name for name in modules if name.startswith('einshard._hlo')]
 
-    arguments = floats(16, 32), floats(32, 64), floats(64, 32)
-    explain(between, *arguments, mesh=jax.devices()[:8])
+    arguments = struct(16, 32), struct(32, 64), struct(64, 32)
+    explain(between, *arguments, mesh=EIGHT)
     before = len(kept())
-    explain(between, *arguments, mesh=jax.devices()[:8])
-    explain(rematerialized, floats(16, 16), floats(16, 16), mesh=jax.devices()[:8])
+    explain(between, *arguments, mesh=EIGHT)
+    explain(rematerialized, struct(16, 16), struct(16, 16), mesh=EIGHT)
     assert len(kept()) == before
 
 
@@ -653,8 +602,8 @@ def product(x, w):
 
 @pytest.fixture(scope='module')
 def small():
-    decorate = quick('x y -> x* y', 'y z -> y z4 *', out='x z -> x* z', mesh=jax.devices()[:8])
-    return explain(decorate(product), floats(64, 32), floats(32, 16))
+    decorate = sharded('x y -> x* y', 'y z -> y z4 *', out='x z -> x* z', mesh=EIGHT)
+    return explain(decorate(product), struct(64, 32), struct(32, 16))
 
 
 def test_text(small):
@@ -698,19 +647,6 @@ def test_collectives_are_shown_as_in_the_report(small):
     assert str(type(small.collectives)()) == 'collectives\n  none'
 
 
-def test_control_characters_do_not_reach_the_terminal():
-    x = einshard(np.ones(16, np.float32), 'a*')
-    tree = {'a\x1b[31m': x, 'b\nc': x}
-    report = explain(lambda tree: jax.tree.map(jnp.sum, tree), tree)
-    other = explain(lambda tree: tree, tree)
-    texts = [str(report), report._repr_html_(), str(report.diff(other)), golden_text(report)]
-    for text in texts:
-        assert not re.search(r'[\x00-\x09\x0b-\x1f\x7f-\x9f]', text)
-        assert 'a\ufffd[31m' in text
-        assert 'b c' in text
-    assert [row.path for row in report.arguments] == ['tree/a\x1b[31m', 'tree/b\nc']
-
-
 def test_to_dict_is_json(small, right):
     for report in (small, right):
         plain = report.to_dict()
@@ -740,10 +676,7 @@ def test_html(small):
 
 
 def test_rich_has_the_text_in_color(small):
-    import io
-
     console_module = pytest.importorskip('rich.console')
-
     plain, colored = io.StringIO(), io.StringIO()
     console_module.Console(file=plain, width=120).print(small)
     console_module.Console(file=colored, width=120, force_terminal=True).print(small)
@@ -766,7 +699,7 @@ def test_a_model_is_shown_in_few_lines(right):
 def test_diff():
     specs = {'x': 'x y -> x y*', 'out': 'x z -> * x z'}
     before, after = (
-        explain(quick(specs['x'], w, out=specs['out'])(product), floats(16, 32), floats(32, 16))
+        explain(sharded(specs['x'], w, out=specs['out'])(product), struct(16, 32), struct(32, 16))
         for w in ('y z -> y* z', 'y z -> y z*')
     )
     same = before.diff(before)
@@ -787,92 +720,52 @@ def test_diff():
 
 
 def failing(function, *args, **kwargs):
-    with pytest.raises(EinshardError) as caught:
-        explain(function, *args, **kwargs)
-    return str(caught.value), caught.value.__cause__
+    error = refusal(explain, function, *args, **kwargs)
+    return str(error), str(error.__cause__)
 
 
 def test_arguments_that_do_not_match():
-    text, _ = failing(step, floats(3, 4))
-    assert text == (
-        "the arguments do not match the parameters of step: missing a required argument: 'x'\n"
-        '  parameters: w, x, *, rate=1.0\n'
-        '  arguments:  float32[3,4]'
-    )
+    text, _ = failing(step, struct(3, 4))
+    assert text.endswith('  parameters: w, x, *, rate=1.0\n  arguments:  float32[3,4]')
     text, _ = failing(jax.jit(step), 1, 2, 3)
     assert text.startswith('the arguments do not match the parameters of step: too many')
 
 
 def test_functions_that_cannot_be_traced():
-    text, cause = failing(step, floats(3, 4), floats(3, 5))
+    text, cause = failing(step, struct(3, 4), struct(3, 5))
     assert text.startswith('tracing step with these arguments failed\n  JAX says:  ')
     assert text.endswith('\n  arguments: float32[3,4], float32[3,5]')
-    assert 'dot_general' in str(cause)
-    text, cause = failing(jax.jit(lambda x: 1 if x else 2), floats(3))
-    assert isinstance(cause, TypeError | ValueError)
+    assert 'dot_general' in cause
+    assert 'truth value' in failing(jax.jit(lambda x: 1 if x else 2), struct(3))[1]
 
 
 def test_specs_that_do_not_fit_are_errors_as_in_a_call():
-    text, _ = failing(sharded('a b -> a* b')(lambda x: x), floats(15, 2))
-    assert text.startswith("axis 'a' (size 15) is not divisible by 16")
+    f = sharded('a b -> a* b')(lambda x: x)
+    assert failing(f, struct(15, 2))[0].startswith("axis 'a' (size 15) is not divisible by 16")
+    assert failing(f, struct(16, 2), mesh=3)[0].startswith('mesh= must be a mesh or a sequence')
 
 
 def test_functions_that_do_not_compile():
-    @functools.partial(jax.jit, compiler_options={'xla_no_such_option': 1})
-    def f(x):
-        return x
-
-    text, cause = failing(f, floats(2))
-    assert text.startswith('f does not compile\n  the compiler says: ')
+    f = jax.jit(lambda x: x, compiler_options={'xla_no_such_option': 1})
+    text, cause = failing(f, struct(2))
+    assert text.startswith('<lambda> does not compile\n  the compiler says: ')
     assert 'xla_no_such_option' in text
-    assert 'xla_no_such_option' in str(cause)
+    assert 'xla_no_such_option' in cause
 
 
 def test_a_compiler_that_does_not_show_its_program(monkeypatch):
     """As with JAX 0.8 for GPUs that are not there; to report no collectives would be wrong."""
     monkeypatch.setattr(jax.stages.Compiled, 'as_text', lambda self: None)
-    arguments = floats(2, 2), floats(2, 2)
-    unknown = 'the backend does not expose the compiled program'
-    assert failing(step, *arguments)[0] == f'cannot read the collectives of step: {unknown}'
+    arguments = struct(2, 2), struct(2, 2)
     compiled = jax.jit(step).lower(*arguments).compile()
-    assert failing(compiled)[0] == f'cannot read the collectives of the program: {unknown}'
-    with pytest.raises(EinshardError) as caught:
-        assert_collectives(step, *arguments, allowed=())
-    assert str(caught.value) == f'cannot read the collectives of step: {unknown}'
-
-
-def test_what_is_no_function():
-    assert failing(3)[0].startswith('int is not a function\n  expected: a function, or')
-
-
-def test_programs_have_their_arguments_and_devices():
-    lowered = jax.jit(step).lower(floats(2, 2), floats(2, 2))
-    text, _ = failing(lowered, floats(2, 2), floats(2, 2))
-    assert text == (
-        'a Lowered already has its arguments and devices, so arguments cannot be given\n'
-        '  instead: leave out arguments, or pass the function'
-    )
-    assert 'mesh= cannot be given' in failing(lowered.compile(), mesh=jax.devices()[:2])[0]
-
-
-def test_meshes_that_cannot_be_used():
-    mesh = AbstractMesh((8,), ('data',), axis_types=(AxisType.Auto,))
-    spec = sharded('a b -> a* b')(lambda x: x)
-    text, _ = failing(spec, floats(16, 2), mesh=mesh)
-    assert text == (
-        'an abstract mesh has no devices to compile for\n'
-        "  mesh:    'data': 8 (Auto)\n"
-        "  instead: pass a Mesh with devices; for a TPU slice you don't have, topology('v5e:4x4')"
-    )
-    own = sharded('a b -> a* b', mesh=jax.devices()[:4])(step)
-    text, _ = failing(own, floats(16, 2), floats(16, 16), mesh=jax.devices()[:8])
-    assert text.startswith('step has its own mesh, so mesh= cannot be given\n')
-    text, _ = failing(jax.jit(step), floats(2, 2), floats(2, 2), mesh=jax.devices()[:8])
-    assert text.startswith('step is already jitted, so mesh= cannot be given\n')
-    assert (
-        'mesh= must be a mesh or a sequence of devices, not 3'
-        in failing(spec, floats(16, 2), mesh=3)[0]
-    )
+    for name, error in {
+        'step': refusal(explain, step, *arguments),
+        'the program': refusal(explain, compiled),
+        # not an error about collectives that are not allowed
+        'step ': refusal(assert_collectives, step, *arguments, allowed=()),
+    }.items():
+        unknown = 'the backend does not expose the compiled program'
+        assert str(error) == f'cannot read the collectives of {name.strip()}: {unknown}'
 
 
 # --- parts --------------------------------------------------------------------------------------
@@ -932,7 +825,7 @@ def test_mesh_axes_between_the_devices_of_a_permute(pairs, expected):
 def test_permute_that_transposes_the_devices(before, after, expected):
     """The devices of the diagonal stay; the other twelve are six pairs."""
     mesh = device_mesh(x=4, y=4) if '@' in before else device_mesh()
-    [row] = explain(sharded(before, out=after, mesh=mesh)(jnp.copy), floats(16, 16)).collectives
+    [row] = explain(sharded(before, out=after, mesh=mesh)(jnp.copy), struct(16, 16)).collectives
     assert (row.kind, row.groups, row.group_size) == ('collective-permute', 6, 2)
     assert row.along == expected
 
@@ -954,7 +847,7 @@ def test_mesh_axes_in_words():
     'expression', ['a b -> a4 b2', 'a b -> b2 a4', 'a b -> a2 b2 a2', 'a b -> 2 a b4']
 )
 def test_shardings_of_blocks(expression):
-    sharding = make_sharding(expression, mesh=jax.devices()[:8])
+    sharding = make_sharding(expression, mesh=EIGHT)
     indices = sharding.devices_indices_map((8, 8))
     blocks = []
     for axis, step in enumerate(sharding.shard_shape((8, 8))):
@@ -976,12 +869,9 @@ def test_paths_of_equal_things_are_one():
     assert [pattern for pattern, _ in fold(paths[:5], things[:5])] == paths[:5]
 
 
-def test_reports_are_plain_and_frozen(small):
+def test_reports_are_frozen(small):
     with pytest.raises(dataclasses.FrozenInstanceError):
         small.name = 'other'
-    assert small == dataclasses.replace(small)
-    assert isinstance(make_sharding('a -> a*'), NamedSharding)
-    assert P is not None
 
 
 # --- what a collective is of --------------------------------------------------------------------
@@ -1002,9 +892,9 @@ def train(params, x, clip):
 
 @pytest.mark.parametrize('weights', ['i o -> * i o', 'i o -> i* o'])
 def test_what_is_gathered_and_what_sums_become(weights):
-    params = {'layers': [{'w': floats(32, 64)}, {'w': floats(64, 16)}]}
-    step = quick(weights, 'b d -> b* d', None, out=('... -> * ...', weights), mesh=jax.devices())
-    report = explain(step(train), params, floats(64, 32), floats())
+    params = {'layers': [{'w': struct(32, 64)}, {'w': struct(64, 16)}]}
+    step = sharded(weights, 'b d -> b* d', None, out=('... -> * ...', weights), mesh=jax.devices())
+    report = explain(step(train), params, struct(64, 32), struct())
     of = {}
     for row in report.collectives:
         of.setdefault(row.kind, set()).update(row.of)
@@ -1051,11 +941,11 @@ ENTRY %main (g: f32[8], h: f32[8], m: f32[]) -> (f32[8], f32[8]) {
 
 
 def test_a_broken_promise_is_warned_of():
-    f = quick('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-gather')(product)
-    arguments = floats(16, 16), floats(16, 16)
+    f = sharded('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-gather')(product)
+    arguments = struct(16, 16), struct(16, 16)
     text = 'collectives= allows any number of all-gathers, but it has 1 all-reduce'
     assert findings_of(explain(f, *arguments)) == [('promise broken', text, line_of(product, '@'))]
-    kept = quick('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-reduce')
+    kept = sharded('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-reduce')
     assert not explain(kept(product), *arguments).findings
 
 
@@ -1076,19 +966,18 @@ def test_figures_that_look_the_same_are_no_difference():
 
 def test_a_terminal_obeys_nothing_in_paths():
     rich = pytest.importorskip('rich.console')
-    tree = {'\x1b[2Jw\r\n': np.ones((16, 4), np.float32), 'b\x07': np.ones(4, np.float32)}
+    tree = {'\x1b[2Jw\r\n': np.ones((16, 4), np.float32), 'b\nc': np.ones(4, np.float32)}
 
-    def step(params):
-        return jax.tree.map(lambda x: x * 2, params)
+    def report_of(spec, mesh):
+        f = sharded({'\x1b[2Jw\r\n': spec, 'b\nc': None}, mesh=mesh)
+        return explain(f(lambda params: jax.tree.map(jnp.sum, params)), tree)
 
-    report = explain(quick({'\x1b[2Jw\r\n': 'a* b', 'b\x07': None})(step), tree)
-    other = explain(
-        quick({'\x1b[2Jw\r\n': 'a b*', 'b\x07': None})(step), tree, mesh=jax.devices()[:4]
-    )
+    report, other = report_of('a* b', EIGHT), report_of('a b*', EIGHT[:4])
     console = rich.Console(record=True, width=100, file=io.StringIO())
     console.print(report)
-    texts = (str(report), console.export_text(), str(report.diff(other)), golden_text(report))
-    for text in texts:
-        assert all(line.isprintable() for line in text.splitlines())
+    shown = (str(report), report._repr_html_(), console.export_text(), golden_text(report))
+    for text in (*shown, str(report.diff(other))):
+        assert not re.search(r'[\x00-\x09\x0b-\x1f\x7f-\x9f]', text)
         assert '\ufffd[2Jw' in text
-    assert report.arguments[0].path == 'params/\x1b[2Jw\r\n'
+        assert 'b c' in text or text not in shown
+    assert [row.path for row in report.arguments] == ['params/\x1b[2Jw\r\n', 'params/b\nc']

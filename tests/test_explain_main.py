@@ -164,90 +164,76 @@ def test_table(capsys, model):
     assert 'per device on 16 devices' in text
 
 
-@pytest.mark.parametrize(
-    ('arguments', 'text'),
-    [
-        (
-            ['explain', 'MODEL'],
-            "'MODEL' does not have the form module:name\n  example: model:step",
-        ),
-        (
-            ['explain', 'no_module_of_test.inner:f'],
-            "no module named 'no_module_of_test'\n  searched: the current folder and sys.path",
-        ),
-        (
-            ['explain', 'MODEL:layr'],
-            "module 'MODEL' has no 'layr'\n  it has: "
-            'Config, init, layer, plain, rules, shapes, weights',
-        ),
-        (
-            ['explain', 'MODEL:plain', '--args', 'f33[2]'],
-            "'f33' in 'f33[2]' is not a JAX dtype\n"
-            '  dtypes: bf16, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64, c64, pred, or '
-            'the full names, such as float32',
-        ),
-        (
-            ['explain', 'MODEL:plain', '--args', 'f32[2'],
-            "'f32[2' is not a valid argument\n"
-            "  arrays: 'f32[8,128]'\n  values: 0.1, True, module:name",
-        ),
-        (
-            ['explain', 'MODEL:plain'],
-            "the arguments do not match the parameters of plain: missing a required argument: 'x'\n"
-            '  parameters: x\n  arguments:  none',
-        ),
-        (
-            ['explain', 'MODEL:Config.size'],
-            'int is not a function\n  expected: a function, or a lowered function: f.lower(...)',
-        ),
-        (
-            ['explain', 'MODEL:plain', '--args', 'f32[2]', '--mesh', 'a=2', 'a=2'],
-            "--mesh lists axis 'a' more than once",
-        ),
-        (
-            ['explain', 'MODEL:plain', '--args', 'f32[2]', '--devices', '64'],
-            'JAX has already started with 16 CPU devices, so 64 devices cannot be simulated',
-        ),
-        (
-            ['table', 'MODEL:layer', 'MODEL:init'],
-            'MODEL:layer is of type ShardedFunction, not Rules',
-        ),
-        (
-            ['explain', '.MODEL:plain'],
-            "'.MODEL' is a relative import; use the full name of the module\n"
-            '  example: package.model:step',
-        ),
-        (
-            ['table', 'MODEL:rules', 'MODEL:plain'],
-            "the arguments do not match the parameters of plain: missing a required argument: 'x'\n"
-            '  parameters: x\n  arguments:  none',
-        ),
-        (
-            ['explain', 'MODEL:plain', '--args', 'MODEL:plain'],
-            "the arguments do not match the parameters of plain: missing a required argument: 'x'\n"
-            '  parameters: x\n  arguments:  none',
-        ),
-        (
-            ['table', 'MODEL:rules', 'MODEL:init', '--devices', '99999999999999999999'],
-            f"{TOO_MANY}\n  mesh: 'd0': 99999999999999999999 (Auto)",
-        ),
-        (
-            ['table', 'MODEL:rules', 'MODEL:init', '--mesh', 'a=65536', 'b=32768'],
-            f"{TOO_MANY}\n  array: float32[64], leaf 'bias'\n  rule:  default=\n"
-            "  mesh:  'a': 65536, 'b': 32768 (Auto)\n  also:  float32[32,64], leaf 'kernel'",
-        ),
-        (['tabel', 'MODEL:rules'], "'tabel' is not a command\n  try: python -m einshard table"),
-        (['explian'], "'explian' is not a command\n  try: python -m einshard explain"),
-        (
-            ['table', 'MODEL:rules', 'MODEL:shapes', '--args', '3'],
-            'MODEL:shapes is of type dict, which takes no arguments',
-        ),
-    ],
+NO_ARGUMENT = (
+    "the arguments do not match the parameters of plain: missing a required argument: 'x'\n"
+    '  parameters: x\n'
+    '  arguments:  none'
 )
-def test_bad_input(capsys, model, arguments, text):
+# a command, and its error
+BAD_INPUT = [
+    ('explain MODEL', "'MODEL' does not have the form module:name\n  example: model:step"),
+    (
+        'explain no_module_of_test.inner:f',
+        "no module named 'no_module_of_test'\n  searched: the current folder and sys.path",
+    ),
+    (
+        'explain MODEL:layr',
+        "module 'MODEL' has no 'layr'\n"
+        '  it has: Config, init, layer, plain, rules, shapes, weights',
+    ),
+    (
+        'explain MODEL:plain --args f33[2]',
+        "'f33' in 'f33[2]' is not a JAX dtype\n"
+        '  dtypes: bf16, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64, c64, pred, '
+        'or the full names, such as float32',
+    ),
+    (
+        'explain MODEL:plain --args f32[2',
+        "'f32[2' is not a valid argument\n  arrays: 'f32[8,128]'\n  values: 0.1, True, module:name",
+    ),
+    ('explain MODEL:plain', NO_ARGUMENT),
+    (
+        'explain MODEL:Config.size',
+        'int is not a function\n  expected: a function, or a lowered function: f.lower(...)',
+    ),
+    ('explain MODEL:plain --args f32[2] --mesh a=2 a=2', "--mesh lists axis 'a' more than once"),
+    (
+        'explain MODEL:plain --args f32[2] --devices 64',
+        'JAX has already started with 16 CPU devices, so 64 devices cannot be simulated',
+    ),
+    ('table MODEL:layer MODEL:init', 'MODEL:layer is of type ShardedFunction, not Rules'),
+    (
+        'explain .MODEL:plain',
+        "'.MODEL' is a relative import; use the full name of the module\n"
+        '  example: package.model:step',
+    ),
+    ('table MODEL:rules MODEL:plain', NO_ARGUMENT),
+    ('explain MODEL:plain --args MODEL:plain', NO_ARGUMENT),
+    (
+        'table MODEL:rules MODEL:init --devices 99999999999999999999',
+        f"{TOO_MANY}\n  mesh: 'd0': 99999999999999999999 (Auto)",
+    ),
+    (
+        'table MODEL:rules MODEL:init --mesh a=65536 b=32768',
+        f'{TOO_MANY}\n'
+        "  array: float32[64], leaf 'bias'\n"
+        '  rule:  default=\n'
+        "  mesh:  'a': 65536, 'b': 32768 (Auto)\n"
+        "  also:  float32[32,64], leaf 'kernel'",
+    ),
+    ('tabel MODEL:rules', "'tabel' is not a command\n  try: python -m einshard table"),
+    ('explian', "'explian' is not a command\n  try: python -m einshard explain"),
+    (
+        'table MODEL:rules MODEL:shapes --args 3',
+        'MODEL:shapes is of type dict, which takes no arguments',
+    ),
+]
+
+
+@pytest.mark.parametrize(('command', 'text'), BAD_INPUT)
+def test_bad_input(capsys, model, command, text):
     jax.devices()  # started, as by the tests before this one
-    arguments = [argument.replace('MODEL', model) for argument in arguments]
-    assert refused(capsys, *arguments) == text.replace('MODEL', model)
+    assert refused(capsys, *command.replace('MODEL', model).split()) == text.replace('MODEL', model)
 
 
 def test_what_a_module_lacks_itself_is_pythons_error(model):

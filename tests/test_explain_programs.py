@@ -2,11 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import mesh_of
 
 from einshard import explain
 from einshard._hlo.collectives import read_collectives
@@ -23,7 +23,7 @@ B, D, T = 64, 256, 32
 @pytest.fixture(scope='module')
 def shaped():
     """A function that makes shapes on a mesh of 4 x 4 devices."""
-    mesh = Mesh(np.array(jax.devices()[:16]).reshape(4, 4), ('data', 'tensor'))
+    mesh = mesh_of(data=4, tensor=4)
 
     def shape(*sizes, spec=None, dtype='float32'):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec or P()))
@@ -112,7 +112,7 @@ def test_groups_that_the_program_does_not_list():
     """JAX 0.8 prints {} for what a newer libtpu writes; at most, it is one group of all devices."""
     [one] = read_collectives(NO_GROUPS)
     assert (one.n_groups, one.group_size, one.network_bytes) == (0, 16, 60)
-    mesh = Mesh(np.array(jax.devices()[:16]), ('data',))
+    mesh = mesh_of(data=16)
     row = _collective_row(one, Carried('activations', False, (), ''), [mesh], {})
     assert (row.groups, row.along) == (0, '')
     assert next(network_lines(Collectives([row]))) == 'sent in one run: at most 60 B'
@@ -143,19 +143,13 @@ def test_loops_of_unknown_length(shaped):
     def f(w, x, n):
         return lax.fori_loop(0, n, lambda i, x: jnp.tanh(x @ w), x)
 
-    arguments = shaped(D, D), shaped(B, D, spec=P('data')), shaped(dtype='int32')
-    report = explain(jax.jit(f), *arguments, chip='TPU v5e')
+    w, x, n = shaped(D, D), shaped(B, D, spec=P('data')), shaped(dtype='int32')
+    report = explain(jax.jit(f), w, x, n, chip='TPU v5e')
     assert report.flops == 2 * (B // 4) * D * D
     assert 'one run (TPU v5e; loops of unknown length count once)' in str(report)
-
-
-def test_difference_of_a_loop_of_unknown_length(shaped):
-    def f(w, x, n):
-        return lax.fori_loop(0, n, lambda i, x: jnp.tanh(x @ w), x)
-
-    arguments = shaped(D, D, spec=P('tensor')), shaped(B, D, spec=P('data'))
-    unknown = explain(jax.jit(f), *arguments, shaped(dtype='int32'))
-    known = explain(jax.jit(lambda w, x: f(w, x, 5)), *arguments)
+    # with a weight that is gathered in the loop
+    w = shaped(D, D, spec=P('tensor'))
+    unknown, known = explain(jax.jit(f), w, x, n), explain(jax.jit(lambda w, x: f(w, x, 5)), w, x)
     assert [row[1:] for row in unknown.diff(known).collectives] == [(None, 5)]
     assert ': ? => 5 (' in str(unknown.diff(known))
 

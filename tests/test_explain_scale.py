@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hlo import llama
 from hlo.programs import MACHINES, B, D, F, floats
-from jax.sharding import AxisType, Mesh
+from placed import mesh_of
 from test_collectives import kept
 
 from einshard import einshard, explain, sharded
@@ -302,8 +302,7 @@ def test_flops_by_hand(line, flops):
 
 @pytest.fixture(scope='module')
 def report():
-    grid = np.array(jax.devices()).reshape(4, 4)
-    mesh = Mesh(grid, ('data', 'tensor'), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(data=4, tensor=4)
     with jax.set_mesh(mesh):
         return explain(llama.train_step(mesh, llama.SMALL), *llama.arguments(llama.SMALL))
 
@@ -329,7 +328,7 @@ def test_collectives_that_the_cpu_backend_widens(report):
 
 
 def test_what_the_user_widens_is_not_marked():
-    mesh = Mesh(np.array(jax.devices()[:8]), ('x',), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(x=8)
     given, everywhere = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (('x',), ()))
 
     @functools.partial(jax.jit, in_shardings=given, out_shardings=everywhere)

@@ -15,6 +15,7 @@ import pytest
 from hlo import llama
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mistakes import BOTH, FSDP, MEGATRON, Choices, arguments, make_step
+from placed import struct
 
 from einshard import (
     axis_rules,
@@ -29,7 +30,6 @@ from einshard import (
 from einshard._inspect.lowered import Stages
 from einshard._inspect.oversized import Oversized
 
-QUICKLY = {'compiler_options': {'xla_backend_optimization_level': 0}}
 ALONG_S = 'b s d -> b@data s@tensor d'
 WITHOUT_DATA = {name: spec.replace('@data', '') for name, spec in FSDP.items()}
 
@@ -45,8 +45,16 @@ def mesh_for(c, platform='cpu'):
     return device_mesh(jax.devices()[:16], **axes)
 
 
+REPORTS = {}
+
+
 def report_of(c, mesh=None):
-    return explain(make_step(c, mesh or mesh_for(c), **QUICKLY), *arguments())
+    """Of a step with these choices. Tests share reports: a fix often is a correct program."""
+    mesh = mesh or mesh_for(c)
+    key = re.sub("'[^']* -> ", "'", str(c)), mesh  # in the short form
+    if key not in REPORTS:
+        REPORTS[key] = explain(make_step(c, mesh), *arguments())
+    return REPORTS[key]
 
 
 def found_in(report):
@@ -56,10 +64,6 @@ def found_in(report):
 def expressions(finding):
     """The expressions of a suggestion."""
     return re.findall("'([^']*)'", finding.suggestion)
-
-
-def floats(*shape):
-    return jax.ShapeDtypeStruct(shape, np.float32)
 
 
 # --- correct programs ---------------------------------------------------------------------------
@@ -223,7 +227,7 @@ def test_replicated_compute_along_an_unused_mesh_axis():
 
 
 def test_a_compiled_program_is_not_checked_for_replicated_compute():
-    compiled = make_step(CORRECT['data'], mesh_for(FSDP), **QUICKLY).lower(*arguments()).compile()
+    compiled = make_step(CORRECT['data'], mesh_for(FSDP)).lower(*arguments()).compile()
     (note,) = [note for note in explain(compiled).notes if note.kind == 'not checked']
     assert note.text.startswith('replicated compute, constraints and ')
 
@@ -275,12 +279,9 @@ def test_gradients_that_are_reduced_for_each_microbatch():
         "(jax.lax.pcast(.., to='varying')), and reduce the gradients once after it"
     )
 
-    @sharded(
-        {'w': mistakes.tree(c.weights), 'm': mistakes.tree(c.weights)},
-        c.tokens,
-        mesh=mesh,
-        **QUICKLY,
-    )
+    weights = mistakes.tree(c.weights)
+
+    @sharded({'w': weights, 'm': weights}, c.tokens, mesh=mesh)
     def step(state, tokens):
         @per_device('...', 'b@data s', out='...', mesh=mesh)
         def of_device(w, tokens):
@@ -303,7 +304,7 @@ def test_an_all_reduce_of_which_devices_keep_a_slice(platform):
             y = einshard(x @ w, expression)
             return jax.nn.softmax(y, axis=-1)
 
-        return explain(scores, floats(512, 1024), floats(1024, 256))
+        return explain(scores, struct(512, 1024), struct(1024, 256))
 
     if jax.__version_info__ < (0, 9):
         pytest.skip('XLA reduces in windows, which are not followed')
@@ -333,7 +334,7 @@ def decoder(before):
 
         return jax.lax.scan(step, x, length=8)[0]
 
-    return explain(decode, floats(2048, 2048), floats(1024, 2048))
+    return explain(decode, struct(2048, 2048), struct(1024, 2048))
 
 
 def test_a_gather_in_a_loop_that_does_not_change_the_array():
@@ -357,14 +358,14 @@ def test_a_gather_in_a_loop_that_does_not_change_the_array():
 
 
 def ruled(**rules):
-    @sharded('b@data s', 'v d', mesh=mesh_for(FSDP), **QUICKLY)
+    @sharded('b@data s', 'v d', mesh=mesh_for(FSDP))
     def embed(tokens, table):
         with axis_rules(d='', **rules):
             x = einshard(table[tokens], 'batch sequence d')
         return jnp.tanh(x)
 
     tokens = jax.ShapeDtypeStruct((64, 32), np.int32)
-    return explain(embed, tokens, floats(256, 64))
+    return explain(embed, tokens, struct(256, 64))
 
 
 def test_names_without_a_rule():
@@ -386,13 +387,13 @@ def test_names_without_a_rule():
 def test_explicit_axes_have_findings_that_types_do_not_prevent():
     mesh = jax.make_mesh((4, 4), ('data', 'tensor'), axis_types=(AxisType.Explicit,) * 2)
 
-    @sharded({'w': 'd f', 'm': 'd f'}, 'b@data d', mesh=mesh, **QUICKLY)
+    @sharded({'w': 'd f', 'm': 'd f'}, 'b@data d', mesh=mesh)
     def step(state, x):
         g = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(state['w'])
         m = 0.9 * state['m'] + g
         return {'w': state['w'] - m, 'm': m}
 
-    report = explain(step, {'w': floats(64, 128), 'm': floats(64, 128)}, floats(64, 64))
+    report = explain(step, {'w': struct(64, 128), 'm': struct(64, 128)}, struct(64, 64))
     (finding,) = report.findings
     assert finding.kind == 'replicated compute'
     assert finding.suggestion == "shard x with 'b d -> b@(data,tensor) d'"
@@ -419,16 +420,16 @@ def test_collectives_of_a_shard_map_are_requested():
     def product(x, w):
         return jax.lax.psum(x @ w, 'tensor')
 
-    report = explain(product, floats(64, 64), floats(64, 64))
+    report = explain(product, struct(64, 64), struct(64, 64))
     assert causes(report) == {('all-reduce', 'requested')}
 
 
 def test_collectives_without_a_constraint_are_inserted():
-    @sharded('b d@tensor', 'd@tensor f', mesh=mesh_for('tensor'), **QUICKLY)
+    @sharded('b d@tensor', 'd@tensor f', mesh=mesh_for('tensor'))
     def product(x, w):
         return jnp.sum(x @ w)
 
-    assert causes(explain(product, floats(64, 64), floats(64, 64))) == {('all-reduce', 'inserted')}
+    assert causes(explain(product, struct(64, 64), struct(64, 64))) == {('all-reduce', 'inserted')}
     gathered = {
         row.cause for row in report_of(CORRECT['FSDP']).collectives if row.role == 'weights'
     }
@@ -438,12 +439,12 @@ def test_collectives_without_a_constraint_are_inserted():
 
 
 def test_the_cause_is_unknown_if_a_constraint_may_have_lost_its_name():
-    @sharded('b@data d', mesh=mesh_for(FSDP), **QUICKLY)
+    @sharded('b@data d', mesh=mesh_for(FSDP))
     def gathered(x):
         return jnp.tanh(einshard(jnp.cos(x), 'b d -> b d'))
 
-    for what in (gathered, gathered.lower(floats(64, 64))):
-        report = explain(what, *([floats(64, 64)] if what is gathered else []))
+    for what in (gathered, gathered.lower(struct(64, 64))):
+        report = explain(what, *([struct(64, 64)] if what is gathered else []))
         (row,) = report.collectives
         assert row.kind == 'all-gather'
         assert row.cause in ('requested', 'unknown')
@@ -455,7 +456,7 @@ def test_a_constraint_of_an_argument_is_not_the_choice_of_the_compiler(platform)
     def gathered(x):
         return jnp.tanh(einshard(x, 'b d -> b d'))
 
-    report = explain(gathered, floats(64, 64))
+    report = explain(gathered, struct(64, 64))
     assert {row.cause for row in report.collectives} <= {'requested', 'unknown'}
 
 
@@ -475,7 +476,7 @@ def between_slices(**axes):
 
         return jax.grad(loss)((w_in, w_out))
 
-    return explain(gradients, floats(4096, 256), floats(256, 256), floats(256, 256))
+    return explain(gradients, struct(4096, 256), struct(256, 256), struct(256, 256))
 
 
 def test_a_mesh_axis_between_slices_that_sends_more_than_another():

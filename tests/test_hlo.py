@@ -97,11 +97,7 @@ def test_program_is_that_of_hand_written_jax(machine, name):
     arguments = ARGUMENTS[name](len(devices))
     ours = PROGRAMS[name](devices, model)
     by_hand = getattr(handwritten, name)(mesh_by_hand(devices, model))
-    platform = devices[0].platform
-    assert_same_program(
-        compiled(ours, *arguments, platform=platform),
-        compiled(by_hand, *arguments, platform=platform),
-    )
+    assert_same_program(compiled(ours, *arguments), compiled(by_hand, *arguments))
 
 
 @pytest.mark.parametrize(
@@ -110,10 +106,8 @@ def test_program_is_that_of_hand_written_jax(machine, name):
         ('cpu', 'data', True),
         ('cpu', 'tensor', True),
         ('cpu', 'both', False),
-        ('v5e:4x4', 'tensor', False),
         ('v5e:4x4', 'both', True),
         ('v5e:16x16', 'data', True),
-        ('v5e:16x16', 'both', False),
     ],
 )
 def test_transformer_is_that_of_hand_written_jax(name, parallelism, tied):
@@ -135,9 +129,8 @@ def test_transformer_is_that_of_hand_written_jax(name, parallelism, tied):
     tokens = jax.ShapeDtypeStruct((n, c.sequence + 1), np.int32)
     ours = transformer.make_model(c, transformer.PLACEMENTS[parallelism], mesh=devices).train_step
     by_hand = handwritten.transformer_step(c, mesh_by_hand(devices, model))
-    platform = devices[0].platform
-    ours = compiled(ours, state, tokens, platform=platform)
-    assert_same_program(ours, compiled(by_hand, state, tokens, platform=platform))
+    ours = compiled(ours, state, tokens)
+    assert_same_program(ours, compiled(by_hand, state, tokens))
     # nothing is gathered: sums alone, over the devices that share the model or the batch
     row = np.arange(n).reshape(-1, model)
     partners = {str_of(numbers) for numbers in (row, row.T) if numbers.shape[1] > 1}
@@ -158,10 +151,8 @@ class Compiled(NamedTuple):
     shardings: list[tuple[Any, int]]  # of arguments and results, with their ranks
 
 
-def compiled(function, *arguments, platform='cpu'):
-    # on a CPU half the time would go to LLVM, which comes after the HLO
-    options = {'xla_backend_optimization_level': 0} if platform == 'cpu' else None
-    program = function.lower(*arguments).compile(compiler_options=options)
+def compiled(function, *arguments):
+    program = function.lower(*arguments).compile()
     shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
     ranks = [len(leaf.shape) for leaf in jax.tree.leaves((program.in_avals, program.out_info))]
     return Compiled(canonical(program.as_text()), list(zip(shardings, ranks, strict=True)))

@@ -9,15 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import mesh_of
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
-
-
-def mesh_of(shape, names, types=AUTO, devices=None):
-    devices = jax.devices()[: np.prod(shape)] if devices is None else devices
-    grid = np.array(devices, dtype=object).reshape(shape)
-    return Mesh(grid, names, axis_types=(types,) * len(names))
+ONE_AXIS = mesh_of(x=8)
 
 
 def shard_shapes(x):
@@ -64,14 +60,14 @@ def test_get_mesh_refuses_inside_every_transformation(mesh):
     if mesh is None:
         run()
     else:
-        with jax.set_mesh(mesh_of((8,), ('x',), mesh)):
+        with jax.set_mesh(mesh_of(types=mesh, x=8)):
             run()
 
 
 def test_abstract_mesh_in_context_is_empty_outside():
     # _mesh.context_mesh
     assert jax.sharding.get_abstract_mesh().empty
-    mesh = mesh_of((8,), ('x',))
+    mesh = ONE_AXIS
     with jax.set_mesh(mesh):
         assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
         assert jax.sharding.get_mesh() is mesh
@@ -84,27 +80,27 @@ def test_abstract_mesh_in_context_is_empty_outside():
 def test_specs_that_mean_the_same_are_not_equal():
     # _sharding.resolve normalises them
     assert P('x') != P('x', None)
-    mesh = mesh_of((8,), ('x',))
+    mesh = ONE_AXIS
     assert NamedSharding(mesh, P('x')) != NamedSharding(mesh, P('x', None))
     assert NamedSharding(mesh, P('x')) == NamedSharding(mesh, P('x'))
 
 
 def test_shardings_on_equal_meshes_are_equal():
-    one, other = mesh_of((2, 4), ('x', 'y')), mesh_of((2, 4), ('x', 'y'))
+    one, other = mesh_of(x=2, y=4), mesh_of(x=2, y=4)
     assert NamedSharding(one, P('x')) == NamedSharding(other, P('x'))
     assert hash(NamedSharding(one, P('x'))) == hash(NamedSharding(other, P('x')))
-    assert NamedSharding(one, P('x')) != NamedSharding(mesh_of((2, 2, 2), ('x', 'y', 'z')), P('x'))
+    assert NamedSharding(one, P('x')) != NamedSharding(mesh_of(x=2, y=2, z=2), P('x'))
 
 
 def test_default_axis_types():
     # hence axis_types= is given always
-    assert mesh_of((8,), ('x',)).axis_types == (AUTO,)
+    assert ONE_AXIS.axis_types == (AUTO,)
     assert Mesh(np.array(jax.devices()), ('x',)).axis_types == (AUTO,)
 
 
 def test_device_put_in_jit_does_nothing_under_auto():
     # _arrays.constrain is there for it
-    sharding = NamedSharding(mesh_of((8,), ('x',)), P('x'))
+    sharding = NamedSharding(ONE_AXIS, P('x'))
     y = jax.jit(lambda x: jax.device_put(x * 2, sharding))(X)
     assert shard_shapes(y) == {(8, 8)}
     y = jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 2, sharding))(X)
@@ -113,7 +109,7 @@ def test_device_put_in_jit_does_nothing_under_auto():
 
 def test_indivisible_constraint_in_jit_replicates_in_silence():
     # Placement.check is there for it
-    sharding = NamedSharding(mesh_of((8,), ('x',)), P('x'))
+    sharding = NamedSharding(ONE_AXIS, P('x'))
     x = np.ones((7, 8), np.float32)
     y = jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 2, sharding))(x)
     assert shard_shapes(y) == {(7, 8)}
@@ -122,21 +118,21 @@ def test_indivisible_constraint_in_jit_replicates_in_silence():
 
 
 def test_constraint_in_jit_forgets_the_memory_kind():
-    sharding = NamedSharding(mesh_of((8,), ('x',)), P('x'), memory_kind='pinned_host')
+    sharding = NamedSharding(ONE_AXIS, P('x'), memory_kind='pinned_host')
     y = jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 2, sharding))(X)
     assert y.sharding.memory_kind == 'device'
 
 
 def test_jit_forgets_the_sharding_of_a_constant():
     # a placed array inside jit is constrained, though it lies right
-    x = jax.device_put(X, NamedSharding(mesh_of((8,), ('x',)), P('x')))
+    x = jax.device_put(X, NamedSharding(ONE_AXIS, P('x')))
     y = jax.jit(lambda: x + 0)()
     assert len(y.sharding.device_set) == 1
 
 
 def test_constraint_asserts_under_explicit():
     # _arrays.constrain reshards explicit axes
-    mesh = mesh_of((8,), ('x',), EXPLICIT)
+    mesh = mesh_of(types=EXPLICIT, x=8)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P()))
         with pytest.raises(AssertionError, match='reshard'):
@@ -146,18 +142,17 @@ def test_constraint_asserts_under_explicit():
 
 
 def test_reshard_refuses_auto_axes():
-    mesh = mesh_of((8,), ('x',))
+    mesh = ONE_AXIS
     with jax.set_mesh(mesh), pytest.raises(ValueError, match='reshard cannot'):
         jax.jit(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, P('x'))))(X)
 
 
 def test_different_auto_meshes_meet_in_one_jit():
     # what the one mesh, refactored, leans on
-    one = jax.device_put(X, NamedSharding(mesh_of((8,), ('x',)), P('x')))
-    other = jax.device_put(X, NamedSharding(mesh_of((2, 4), ('x', 'y')), P('y', 'x')))
+    one = jax.device_put(X, NamedSharding(ONE_AXIS, P('x')))
+    other = jax.device_put(X, NamedSharding(mesh_of(x=2, y=4), P('y', 'x')))
     np.testing.assert_array_equal(jax.jit(lambda a, b: (a + b).sum())(one, other), 2 * X.sum())
-    devices = jax.devices()[:8][::-1]
-    backwards = mesh_of((8,), ('x',), devices=devices)
+    backwards = mesh_of(jax.devices()[7::-1], x=8)
     another = jax.device_put(X, NamedSharding(backwards, P('x')))
     with pytest.raises(ValueError, match='incompatible devices'):
         jax.jit(lambda a, b: a + b)(one, another)
@@ -166,7 +161,7 @@ def test_different_auto_meshes_meet_in_one_jit():
 @pytest.mark.parametrize('types', [AUTO, EXPLICIT])
 def test_sharding_on_the_abstract_mesh_in_context(types):
     # while tracing, expressions are lowered onto it
-    mesh = mesh_of((2, 4), ('x', 'y'), types)
+    mesh = mesh_of(types=types, x=2, y=4)
 
     @jax.jit
     def f(x):
@@ -183,7 +178,7 @@ def test_sharding_on_the_abstract_mesh_in_context(types):
 
 def test_mesh_axis_named_zero_is_no_axis():
     # _sharding.resolve refuses such a mesh
-    mesh = mesh_of((8,), (0,))
+    mesh = Mesh(np.array(jax.devices()[:8]), (0,))
     assert shard_shapes(jax.device_put(X, NamedSharding(mesh, P(0)))) == {(8, 8)}
 
 
@@ -201,8 +196,8 @@ def test_traced_values_tell_auto_from_explicit():
         seen.append(jax.typeof(x).sharding)
         return x
 
-    f(jax.device_put(X, NamedSharding(mesh_of((8,), ('x',)), P('x'))))
-    mesh = mesh_of((8,), ('x',), EXPLICIT)
+    f(jax.device_put(X, NamedSharding(ONE_AXIS, P('x'))))
+    mesh = mesh_of(types=EXPLICIT, x=8)
     f(jax.device_put(X, NamedSharding(mesh, P('x'))))
     automatic, explicit = seen
     assert EXPLICIT not in automatic.mesh.axis_types
@@ -251,7 +246,7 @@ def test_a_user_context_is_in_the_keys_of_jit_and_of_traces_by_equality():
 def test_programs_with_refs_keep_their_shardings_in_private():
     # _inspect.lowered.compiled_shardings reads them there; if the first two properties work, use
     # them alone
-    mesh = mesh_of((8,), ('x',))
+    mesh = ONE_AXIS
     row, whole = NamedSharding(mesh, P('x')), NamedSharding(mesh, P())
     ref = jax.new_ref(jax.device_put(jnp.ones(8), whole))
 

@@ -181,14 +181,18 @@ def with_state(state):
 STATES = [''.join(state) for state in itertools.product('R01+=', repeat=2)]
 
 
-@pytest.mark.parametrize('state', STATES)
+# The matrix is square: where a mesh axis shards only its columns, it could as well shard its rows.
+FROM = [state for state in STATES if '1' not in state or '0' in state]
+
+
+@pytest.mark.parametrize('state', FROM)
 def test_resharded_from_and_to_everything(state):
     # Directly, JAX 0.8.1 doubles each value that becomes a partial sum, JAX 0.12 multiplies it
-    # from '00' and '11' to '++', and XLA aborts from '+R' to 'R+'.
+    # from '00' to '++', and XLA aborts from '+R' to 'R+'.
     x = with_state(state)
-    for other in (
-        STATES if '+' in state or state in ('00', '01', '11', '==') else ['++', '0+', '=R']
-    ):
+    everything = STATES if '0' in state else FROM
+    few = ['++', '0+', '=R']
+    for other in everything if '+' in state or state in ('00', '01', '==') else few:
         expected = NamedSharding(MESH, spec_of(other))
         y = einshard(x, expected)
         assert y.sharding.is_equivalent_to(expected, 2)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from counting import counted
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import mesh_of
 from refusal import refusal
 
 from einshard import (
@@ -28,7 +29,7 @@ from einshard import (
 DEVICES = jax.devices()
 AUTO = device_mesh(DEVICES[:8], data=4, tensor=2)
 EXPLICIT = device_mesh(AUTO, data=4, tensor=2, axis_types=AxisType.Explicit)
-MIXED = Mesh(AUTO.devices, ('data', 'tensor'), axis_types=(AxisType.Explicit, AxisType.Auto))
+MIXED = mesh_of(types=(AxisType.Explicit, AxisType.Auto), data=4, tensor=2)
 MESHES = pytest.mark.parametrize('mesh', [AUTO, EXPLICIT, MIXED], ids=['auto', 'explicit', 'mixed'])
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 SPECS = [

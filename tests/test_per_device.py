@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from counting import counting
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of, on
 from refusal import refusal
@@ -132,14 +132,12 @@ def test_program_for_a_tpu_slice():
     from jax.experimental.topologies import get_topology_desc
 
     devices = get_topology_desc('v5e:4x4', 'tpu').devices
-    in_order = device_mesh(devices).devices.reshape(4, 4)
-    mesh = Mesh(in_order, ('b', 'x'), axis_types=(AxisType.Auto,) * 2)
+    in_order = device_mesh(devices).devices
+    mesh = mesh_of(in_order, b=4, x=4)
     ours = per_device('b x -> b* x4', 'x y -> x4 y', out='b y -> b* y', mesh=devices)(product)
-    programs = (
-        compiled(f, floats(64, 128), floats(128, 64), platform='tpu')
-        for f in (ours, by_hand(product, mesh))
-    )
-    assert_same_program(*programs)
+    arguments = floats(64, 128), floats(128, 64)
+    hand = by_hand(product, mesh)
+    assert_same_program(compiled(ours, *arguments), compiled(hand, *arguments))
 
 
 # --------------------------------------------------------------------------------- collectives
@@ -487,14 +485,19 @@ OVER_ONE = {
 ONE_BY_EIGHT = [mesh_of(types=types, i=1, j=8) for types in (AxisType.Auto, AxisType.Explicit)]
 
 
-@pytest.mark.parametrize(
-    ('spec', 'out', 'mesh'),
-    [
-        *itertools.product(['i1 j8', 'i* j8'], ['i j8', 'i1 j8', '... j -> ... j8'], [EIGHT]),
-        *itertools.product(['i@i j@j'], ['i@i j@j', 'i j@j'], ONE_BY_EIGHT),
-    ],
-)
-@pytest.mark.parametrize('what', OVER_ONE)
+WRITTEN = [
+    *itertools.product(['i1 j8', 'i* j8'], ['i j8', 'i1 j8', '... j -> ... j8'], [EIGHT]),
+    *itertools.product(['i@i j@j'], ['i@i j@j', 'i j@j'], ONE_BY_EIGHT),
+]
+IN_TURN = [
+    (what, *written)
+    for i, what in enumerate(OVER_ONE)
+    for j, written in enumerate(WRITTEN)
+    if what == 'psum' or (i + j) % 3 == 0
+]
+
+
+@pytest.mark.parametrize(('what', 'spec', 'out', 'mesh'), IN_TURN)
 def test_results_need_not_name_an_axis_of_size_1(what, spec, out, mesh):
     function, expected = OVER_ONE[what]
     x = AT_ONE if mesh is EIGHT else jax.device_put(AT_ONE, NamedSharding(mesh, P('i', 'j')))

@@ -1,6 +1,6 @@
 """collectives= where several threads call, in per_device, and in eager transformations."""
 
-import threading
+import functools
 import warnings
 
 import jax
@@ -15,25 +15,17 @@ X = np.ones((8, 64), np.float32)
 NARROW, WIDE = np.ones((8, 8), np.float32), np.ones((8, 16), np.float32)
 
 
-def together(n, call):
-    """The results or errors of n calls that start together."""
-    start = threading.Barrier(n)
-    outcomes = {}
+@pytest.fixture
+def together(in_threads):
+    """A function that returns the results or errors of n calls that start together."""
 
-    def run(i):
-        start.wait(60)
+    def outcome(call, i):
         try:
-            outcomes[i] = np.asarray(call(i))
+            return np.asarray(call(i))
         except EinshardError as error:
-            outcomes[i] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert sorted(outcomes) == list(range(n))
-    return outcomes
+    return lambda n, call: in_threads(n, functools.partial(outcome, call))
 
 
 def broken():
@@ -48,22 +40,22 @@ def broken_if_wide():
 
 
 @pytest.mark.parametrize('turn', range(5))
-def test_one_new_shape_in_many_threads(turn):
+def test_one_new_shape_in_many_threads(turn, together):
     f = broken()
     for _ in range(2):
         outcomes = together(4, lambda i: f(X) if i % 2 else f(x=X))
-        assert all(isinstance(one, UnexpectedCollectives) for one in outcomes.values()), outcomes
+        assert all(isinstance(one, UnexpectedCollectives) for one in outcomes), outcomes
 
 
 @pytest.mark.parametrize('called_before', [False, True])
 @pytest.mark.parametrize('turn', range(5))
-def test_new_shapes_in_many_threads(turn, called_before):
+def test_new_shapes_in_many_threads(turn, called_before, together):
     f = broken_if_wide()
     if called_before:
         f(np.ones((8, 4), np.float32))
     for _ in range(2):
         outcomes = together(6, lambda i: f((WIDE, NARROW, WIDE[:, :12])[i % 3]))
-        for i, outcome in outcomes.items():
+        for i, outcome in enumerate(outcomes):
             if i % 3 == 1:
                 np.testing.assert_array_equal(outcome, NARROW + 1)
             else:
@@ -71,20 +63,20 @@ def test_new_shapes_in_many_threads(turn, called_before):
 
 
 @pytest.mark.parametrize('turn', range(3))
-def test_a_new_shape_while_another_thread_traces_it(turn):
+def test_a_new_shape_while_another_thread_traces_it(turn, together):
     f = broken_if_wide()
     f(NARROW)
     outcomes = together(4, lambda i: f(WIDE))
-    assert all(isinstance(one, UnexpectedCollectives) for one in outcomes.values()), outcomes
+    assert all(isinstance(one, UnexpectedCollectives) for one in outcomes), outcomes
 
 
-def test_placements_without_a_spec_in_many_threads():
+def test_placements_without_a_spec_in_many_threads(together):
     f = sharded('a* b', None, mesh=EIGHT, collectives=())(lambda x, w: x @ w)
     w = np.ones((64, 16), np.float32)
     whole, cut = einshard(w, '* y z', mesh=EIGHT), einshard(w, 'y* z', mesh=EIGHT)
     for _ in range(2):
         outcomes = together(6, lambda i: f(X, cut if i % 2 else whole))
-        for i, outcome in outcomes.items():
+        for i, outcome in enumerate(outcomes):
             if i % 2:
                 assert isinstance(outcome, UnexpectedCollectives), outcome
             else:
@@ -113,7 +105,7 @@ def test_a_program_that_fails_is_read_when_it_runs_later():
 # ------------------------------------------------------------------------------------ per_device
 
 
-def test_per_device_checks_collectives():
+def test_per_device_checks_collectives(together):
     def body(x):
         return jax.lax.psum(x.sum(), 'a')
 
@@ -126,7 +118,7 @@ def test_per_device_checks_collectives():
         with pytest.raises(UnexpectedCollectives, match='body has unexpected collectives'):
             call()
     outcomes = together(4, lambda i: f(X))
-    assert all(isinstance(one, UnexpectedCollectives) for one in outcomes.values())
+    assert all(isinstance(one, UnexpectedCollectives) for one in outcomes)
 
 
 def test_per_device_methods_and_results_that_need_ranks():

@@ -388,12 +388,8 @@ def test_the_installed_plugin_imports_no_jax():
     subprocess.run([sys.executable, '-c', program], check=True, cwd=Path.home())
 
 
-def test_training_step_of_the_transformer(einshard_golden, monkeypatch):
+def test_training_step_of_the_transformer(einshard_golden):
     """The file shows whether JAX or einshard changes the program."""
-    quickly = functools.partial(
-        transformer.sharded, compiler_options={'xla_backend_optimization_level': 0}
-    )
-    monkeypatch.setattr(transformer, 'sharded', quickly)  # LLVM would take half the time
     c = transformer.Config(n_layers=3, d_model=32, d_ff=64, sequence=12, batch=8)
     model = transformer.make_model(c, transformer.BOTH, mesh=jax.devices()[:8])
     state = jax.eval_shape(functools.partial(transformer.init_state, c=c), jax.random.key(0))

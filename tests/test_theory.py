@@ -88,11 +88,11 @@ def test_a_sum_that_is_asked_for_in_parts(einsum, devices8):
     """
     contraction = read_contraction(einsum)
     names = contraction.names
-    for counts in assignments(names, 8):
+    for counts in assignments(names, 4):
         theory = parallelism(einsum, sizes=dict.fromkeys(names, SIZE), **counts)
         everywhere = total(theory.collectives)
         for choice in theory.choices[1:]:
-            program = compiled(einsum, theory.operands, devices8, out=choice.result)
+            program = compiled(einsum, theory.operands, devices8[:4], out=choice.result)
             made = total(collectives(program))
             scattered = {kind for kind, _ in total(choice.collectives)}
             assert scattered == {'reduce-scatter'}

@@ -14,9 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import struct
+from refusal import refusal
 
 from einshard import (
-    EinshardError,
     UnexpectedCollectives,
     assert_collectives,
     device_mesh,
@@ -28,10 +29,6 @@ from einshard import (
 from einshard._sharding import libtpu
 
 pytest.importorskip('libtpu', reason='libtpu describes TPUs, and is not installed')
-
-
-def floats(*shape):
-    return jax.ShapeDtypeStruct(shape, np.float32)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +58,6 @@ def test_several_slices():
     assert topology('v5e:2x2').size == 4
 
 
-KNOWN = (
-    "  2 dimensions:            v2, v3, v4 lite, v5e, v6e; for example 'v5e:4x4'\n"
-    "  3 dimensions:            v4, v5p, tpu7x; for example 'v5p:2x2x2'\n"
-    "  Cloud accelerator types: v2 to v6e; for example 'v5p-128', 'v5litepod-16'"
-)
-
-
 @pytest.mark.parametrize(
     ('name', 'sentence'),
     [
@@ -77,58 +67,36 @@ KNOWN = (
         ('tpu7x-16', "'tpu7x-16' is not a valid topology name"),
         ('', "'' is not a valid topology name"),
         ('v5e:16', "'v5e:16' has 1 dimension, but v5e slices have 2"),
-        ('v5e:2x2x2', "'v5e:2x2x2' has 3 dimensions, but v5e slices have 2"),
         ('v5e:0x4', "'v5e:0x4' has no chips"),  # libtpu would divide by zero and abort
+        ('v5e:3x3', "libtpu does not know the slice 'v5e:3x3'"),
     ],
 )
 def test_invalid_names(name, sentence):
-    with pytest.raises(EinshardError) as caught:
-        topology(name)
-    assert str(caught.value) == f'{sentence}\n{KNOWN}'
-
-
-def test_slices_unknown_to_libtpu():
-    with pytest.raises(EinshardError) as caught:
-        topology('v5e:3x3')
-    first, says, *known = str(caught.value).splitlines()
-    assert first == "libtpu does not know the slice 'v5e:3x3'"
-    assert says.startswith('  libtpu says:             INVALID_ARGUMENT: ')
-    assert '\n'.join(known) == KNOWN
+    error = refusal(topology, name)
+    assert error.sentence == sentence
+    known = ['2 dimensions', '3 dimensions', 'Cloud accelerator types']
+    if 'libtpu' in sentence:
+        assert error.facts['libtpu says'].startswith('INVALID_ARGUMENT: ')
+        known.insert(0, 'libtpu says')
+    assert list(error.facts) == known
 
 
 @pytest.mark.parametrize('name', ['h100:8', 'cuda', 'A100', 'gpu:2x4'])
 def test_gpu_names(name):
-    with pytest.raises(EinshardError) as caught:
-        topology(name)
-    assert str(caught.value) == (
-        f"'{name}' is not a TPU slice: topology() knows only TPUs\n"
-        '  on a GPU machine: leave out mesh=, or pass mesh=jax.devices()\n'
-        '  without GPUs:     '
-        'simulate as many CPU devices: same layouts, mostly the same collectives'
+    assert refusal(topology, name).sentence == (
+        f"'{name}' is not a TPU slice: topology() knows only TPUs"
     )
 
 
-@pytest.mark.parametrize(
-    ('arguments', 'text'),
-    [
-        ((4,), "the name of a topology must be a string, not 4\n  example: topology('v5e:4x4')"),
-        (('v5e:2x2', 0), 'n_slices= must be a positive integer, not 0'),
-        (('v5e:2x2', True), 'n_slices= must be a positive integer, not True'),
-        (('v5e:2x2', 2.0), 'n_slices= must be a positive integer, not 2.0'),
-    ],
-)
-def test_wrong_types(arguments, text):
-    name, *slices = arguments
-    with pytest.raises(EinshardError) as caught:
-        topology(name, **({'n_slices': slices[0]} if slices else {}))
-    assert str(caught.value) == text
+@pytest.mark.parametrize('n_slices', [0, True, 2.0])
+def test_numbers_of_slices(n_slices):
+    sentence = refusal(topology, 'v5e:2x2', n_slices=n_slices).sentence
+    assert sentence == f'n_slices= must be a positive integer, not {n_slices}'
 
 
 def test_without_libtpu(monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-    with pytest.raises(EinshardError) as caught:
-        topology('v5e:2x4')
-    assert str(caught.value) == (
+    assert str(refusal(topology, 'v5e:2x4')) == (
         'topology() needs libtpu, which is not installed\n'
         "  topology: 'v5e:2x4'\n"
         '  install:  pip install libtpu'
@@ -208,7 +176,7 @@ def summing(x, w):
 )
 def test_matrix_products(name, function, kind, array, share, along):
     mesh = topology(name)
-    report = explain(function, floats(1024, 512), floats(512, 256), mesh=mesh)
+    report = explain(function, struct(1024, 512), struct(512, 256), mesh=mesh)
     assert (report.n_devices, report.device_kind) == (mesh.size, mesh.devices.flat[0].device_kind)
     assert report.collectives.counts == {kind: 1}
     (row,) = report.collectives
@@ -233,7 +201,7 @@ def test_plain_functions_are_traced_for_the_mesh_each_time():
         return einshard(x * 2, 'a b -> a* b')
 
     for mesh in (topology('v5e:4x4'), topology('v5p:2x2x2'), device_mesh()):
-        report = explain(f, floats(64, 128), mesh=mesh)
+        report = explain(f, struct(64, 128), mesh=mesh)
         assert report.device_kind == mesh.devices.flat[0].device_kind
         assert report.results[0].placement == f'a b -> a{mesh.size} b'
 
@@ -243,7 +211,7 @@ def test_a_loop_that_gathers_the_same_in_each_turn():
     def loop(w, x):
         return jax.lax.fori_loop(0, 12, lambda i, x: jnp.tanh(x @ w), x)
 
-    report = explain(loop, floats(64, 64), floats(64, 64), mesh=topology('v5e:2x4'))
+    report = explain(loop, struct(64, 64), struct(64, 64), mesh=topology('v5e:2x4'))
     (row,) = [row for row in report.collectives if row.kind == 'all-gather']
     if row.executions == 1:
         pytest.skip('this libtpu gathers before the loop')
@@ -256,7 +224,7 @@ def test_a_loop_that_gathers_the_same_in_each_turn():
 
 def test_the_same_program_runs_here_afterwards():
     """A function that was explained for TPUs still runs on the local devices."""
-    explain(gathering, floats(1024, 512), floats(512, 256), mesh=topology('v5e:4x4'))
+    explain(gathering, struct(1024, 512), struct(512, 256), mesh=topology('v5e:4x4'))
     x, w = np.ones((32, 16), np.float32), np.ones((16, 32), np.float32)
     assert np.array_equal(gathering(x, w), x @ w)
 

@@ -48,18 +48,13 @@ def placement_of(name):
 @pytest.fixture(scope='module')
 def runs():
     """Models and their training by name, cached."""
-    # LLVM optimizations would take half the time
-    quickly = functools.partial(
-        transformer.sharded, compiler_options={'xla_backend_optimization_level': 0}
-    )
 
     @functools.cache
     def run(name):
         model = transformer.make_model(RUNS[name], placement_of(name), mesh=jax.devices()[:8])
         return model, transformer.train(model, RUNS[name], STEPS)
 
-    with pytest.MonkeyPatch.context() as patch, jax.default_matmul_precision('float32'):
-        patch.setattr(transformer, 'sharded', quickly)
+    with jax.default_matmul_precision('float32'):
         yield run
 
 
@@ -203,7 +198,7 @@ def test_main_output(quick_main, capsys):
 
 
 def test_main_fails_if_losses_differ(quick_main, monkeypatch):
-    monkeypatch.setattr(transformer, 'TOLERANCE', 0.0)
+    monkeypatch.setattr(transformer, 'TOLERANCE', -1.0)  # losses may be equal
     with pytest.raises(SystemExit, match='That is more than'):
         quick_main(['--steps', '2'])
 
