@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from .._cache import cached
-from .._errors import Suggestion, plural, quoted
+from .._errors import EinshardError, Suggestion, plural, quoted
 from .counts import Devices, solve_counts
 from .expression import ELLIPSIS, Expression, Term
 
@@ -216,6 +216,17 @@ def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...],
             return None
         fitted.append(tuple(name for name, _ in free[start:at]))
     return tuple(fitted)
+
+
+def misfit(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
+    """Returns the error for a layout that does not fit the axes of a mesh."""
+    counts = ' x '.join(str(split.count) for split in layout.splits if not split.mesh_axes)
+    return expression.error(
+        f'the counts {counts} do not match the axes of the mesh',
+        [term for term in expression.right if term.takes_devices and not term.mesh_axes],
+        mesh=mesh,
+        expected='counts that are products of consecutive mesh axis sizes, in mesh order',
+    )
 
 
 def refactor(layout: Layout) -> tuple[int, ...]:
