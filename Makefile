@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test bench bench-page lint types docs serve-docs links clean
+.PHONY: demo test bench bench-page lint types docs test-site serve-docs links clean
 
 # an environment of its own: the tests' libtpu would look for a TPU and say so in the demo
 demo: $(VENV)-demo/demo.installed
@@ -38,6 +38,10 @@ types: $(VENV)/dev.installed
 docs: $(VENV)/docs.installed
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	@echo 'docs/_build/html/index.html'
+
+# the playground of the built site, in headless Chromium
+test-site: docs $(VENV)/test.installed
+	@SITE=docs/_build/html $(BIN)/python -m pytest -q tests/test_playground.py
 
 # that links to other sites lead somewhere; needs the network
 links: $(VENV)/docs.installed

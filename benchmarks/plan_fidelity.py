@@ -1,16 +1,20 @@
-"""Compares the two judges of `plan`: the partitioner for CPU, and the compiler for TPU v5e.
+"""Checks `plan` against exhaustive enumeration, on TPU v5e slices of 8 and 16 chips.
 
-    python -m benchmarks.plan_fidelity            # all programs, 8 and 16 devices; takes minutes
-    python -m benchmarks.plan_fidelity mlp v5e:2x4 10
+    python -m benchmarks.plan_fidelity                # all programs; takes two hours on two cores
+    python -m benchmarks.plan_fidelity mlp v5e:2x4
+    python -m benchmarks.plan_fidelity mlp v5e:2x4 0  # without the compiler for TPU v5e
 
-It judges some candidates of each program twice, and prints Spearman's correlation of their bounds,
-bytes and memory, and the candidates whose costs differ most.
+The partitioner compiles all plans that are left after pruning; of more than 550, the 150 best
+estimates and 50 others at random. The compiler for TPU v5e compiles 30 random ones, and the five
+that the partitioner finds best. Prints the regret of the search by both judges, and Spearman's
+correlations of the costs.
 """
 
-import itertools
+import math
 import os
 import random
 import sys
+from unittest import mock
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
@@ -20,14 +24,16 @@ from scipy.stats import spearmanr
 
 from einshard import Rules, einshard, sharded, topology
 from einshard._hlo.hardware import find_chip
-from einshard._plan.candidate import Candidate
-from einshard._plan.judge import Function, Partitioner, compile_on_target
+from einshard._plan import candidates
+from einshard._plan.estimate import Estimator
+from einshard._plan.judge import Function, Partitioner
+from einshard._plan.model import find_model
+from einshard._plan.search import Budget, Search
+from einshard._plan.space import Space
 
 BATCH, SEQ, ACT, HEADS, HEAD, MLP, EXPERTS = 16, 256, 1024, 16, 64, 4096, 16
-MESHES = {
-    'v5e:2x4': [{'x': 8}, {'x': 4, 'y': 2}, {'x': 2, 'y': 4}],
-    'v5e:4x4': [{'x': 16}, {'x': 4, 'y': 4}, {'x': 8, 'y': 2}, {'x': 2, 'y': 8}],
-}
+PROGRAMS = 'mlp', 'attention', 'block', 'moe'
+SLICES = 'v5e:2x4', 'v5e:4x4'
 
 
 def norm(x):
@@ -90,38 +96,13 @@ RULES = Rules(
         ('w2', 'expert mlp embed'),
     ]
 )
-SIZES = {
-    'batch': BATCH,
-    'expert_batch': BATCH,
-    'seq': SEQ,
-    'attn_seq': SEQ,
-    'act': ACT,
-    'embed': ACT,
-    'mlp': MLP,
-    'heads': HEADS,
-    'head': HEAD,
-    'expert': EXPERTS,
-    'capacity': 2 * SEQ // EXPERTS,
-}
+SIZES = {'embed': ACT, 'mlp': MLP, 'heads': HEADS, 'head': HEAD, 'expert': EXPERTS}
 WEIGHTS = {
     'mlp': {'up': 'embed mlp', 'down': 'mlp embed'},
     'attention': {**dict.fromkeys('qkv', 'embed heads head'), 'out': 'heads head embed'},
     'moe': {'gates': 'embed expert', 'w1': 'expert embed mlp', 'w2': 'expert mlp embed'},
 }
 WEIGHTS['block'] = WEIGHTS['layers'] = {**WEIGHTS['attention'], **WEIGHTS['mlp']}
-ACTIVATIONS = {
-    'mlp': ['batch seq act', 'batch seq mlp'],
-    'attention': ['batch seq act', 'batch attn_seq heads head'],
-    'moe': ['batch seq act', 'expert_batch expert act', 'expert_batch expert mlp'],
-}
-ACTIVATIONS['block'] = ACTIVATIONS['layers'] = ACTIVATIONS['attention'] + ACTIVATIONS['mlp']
-FREE = {
-    'mlp': ['batch', 'seq', 'embed', 'mlp'],
-    'attention': ['batch', 'seq', 'embed', 'heads'],
-    'moe': ['batch', 'expert_batch', 'embed', 'mlp', 'expert'],
-    'block': ['batch', 'seq', 'embed', 'mlp', 'heads'],
-}
-FREE['layers'] = FREE['block']
 
 
 def train_step(name):
@@ -144,61 +125,95 @@ def train_step(name):
     return step, (params, jax.ShapeDtypeStruct((BATCH, SEQ, ACT), jnp.bfloat16))
 
 
-def candidates(name, meshes):
-    arrays = [axes.split() for axes in (*WEIGHTS[name].values(), *ACTIVATIONS[name])]
-    for mesh in meshes:
-        ways = [(), *((axis,) for axis in mesh), *([tuple(mesh)] if len(mesh) > 1 else [])]
-        for chosen in itertools.product(ways, repeat=len(FREE[name])):
-            axes = dict(zip(FREE[name], chosen, strict=True))
-            used = [[a for n in names for a in axes.get(n, ())] for names in arrays]
-            divides = all(SIZES[n] % _size(mesh, on) == 0 for n, on in axes.items())
-            if divides and axes['batch'] and all(len(set(a)) == len(a) for a in used):
-                yield Candidate(tuple(mesh.items()), tuple(axes.items()))
+class Judges:
+    """The judges of one program, which remember what they have compiled."""
+
+    def __init__(self, function, partitioner, known=None):
+        self.function, self.partitioner = function, partitioner
+        self.known = {} if known is None else known
+
+    def fast(self, plans):
+        yield from self._judge('partitioner', plans, self.partitioner.judge)
+
+    def slow(self, plans):
+        yield from self._judge('compiler', plans, self.function.compile_all)
+
+    def of(self, judge):
+        return [one for (which, _), one in self.known.items() if which == judge]
+
+    def _judge(self, judge, plans, compile_all):
+        for one in compile_all([one for one in plans if (judge, one) not in self.known]):
+            self.known[judge, one.candidate] = one
+        yield from (self.known[judge, one] for one in plans)
 
 
-def _size(mesh, axes):
-    n = 1
-    for axis in axes:
-        n *= mesh[axis]
-    return n
-
-
-def compare(name, slice_name, n=24):
+def check(name, slice_name, n_sampled=30, known=None):
     mesh = topology(slice_name)
     chip = find_chip(mesh.devices.flat[0].device_kind)
     step, args = train_step(name)
-    every = list(candidates(name, MESHES[slice_name]))
-    chosen = random.Random(0).sample(every, min(n, len(every)))
+    model = find_model(step, args, {})
+    space, estimator = Space(model, mesh.size), Estimator(model, mesh, chip)
+    with mock.patch.object(candidates, 'FULL', math.inf):  # enumerates all plans
+        found = candidates.find_candidates(space, estimator, memory=chip.memory, limit=10**9)
+    every = [one for one, _ in found.found]
+    mixed = random.Random(0).sample(every, len(every))
+    chosen = every if len(every) < 550 else list(dict.fromkeys([*every[:150], *mixed]))[:200]
     function = Function(step, args, {}, mesh, chip)
     with Partitioner(function) as partitioner:
-        fast = list(partitioner.judge(chosen))
-    slow = [compile_on_target(function, candidate) for candidate in chosen]
-    pairs = [(a, b) for a, b in zip(fast, slow, strict=True) if not (a.error or b.error)]
-    failed = [(a, b) for a, b in zip(fast, slow, strict=True) if a.error or b.error]
-    rows = {
-        'bound': lambda one: one.seconds[1] * 1e3,
-        'bytes': lambda one: one.network_bytes / 2**30,
-        'memory': lambda one: (one.memory or 0) / 2**30,
-    }
-    figures = {
-        key: spearmanr(*zip(*((of(a), of(b)) for a, b in pairs), strict=True)).statistic
-        for key, of in rows.items()
-    }
-    text = ', '.join(f'{key} {value:.3f}' for key, value in figures.items())
-    print(f'{name} on {slice_name}, {len(pairs)} of {len(every)} candidates: {text}', flush=True)
-    cost = rows['bound']
-    for a, b in sorted(pairs, key=lambda pair: -abs(1 - cost(pair[0]) / cost(pair[1])))[:4]:
-        both = [f'{cost(one):.2f} ms {dict(one.sent_by)}' for one in (a, b)]
-        print('   ', a.candidate, *both, sep='\n      ')
-    for a, b in failed:
-        print('   ', a.candidate, a.error, b.error, sep='\n      ')
-    return pairs
+        judges = Judges(function, partitioner, known)
+        searched = search(space, estimator, judges.fast, judges.slow if n_sampled else None)
+        by_cost = sorted(judges.fast(chosen), key=cost)
+        fast = {one.candidate: one for one in by_cost if not one.error}
+        sample = [one for one in mixed if one in fast][:n_sampled]
+        best = list(fast)[:5] if sample else []
+        slow = {one.candidate: one for one in judges.slow([*sample, *best])}
+    print(f'{name} on {slice_name}, {len(fast)} of {len(every)} plans compiled')
+    mine = min(cost(judges.known['partitioner', one]) for one in searched.judged)
+    least = min(map(cost, judges.of('partitioner')))
+    estimates = [cost(estimator.judge(one)) for one in fast]
+    figure = rho(estimates, map(cost, fast.values()))
+    print(f'  regret {mine / least - 1:.1%}, estimates and partitioner: {figure:.2f}', flush=True)
+    if sample:
+        compare(searched, judges, [(fast[one], slow[one]) for one in sample if not slow[one].error])
 
 
-def main(name='', slice_name='', n='24'):
-    for one, other in itertools.product(FREE, MESHES):
-        if name in ('', one) and slice_name in ('', other):
-            compare(one, other, int(n))
+def compare(searched, judges, both):
+    """Compares the partitioner with the compiler for TPU, and prints the regret by the latter."""
+    least = min(map(cost, judges.of('compiler')))
+    n = sum(one.judge == 'compiler' for one in searched.judged.values())
+    regret = cost(searched.ranking()[0]) / least - 1
+    print(f'  regret by the TPU compiler, which judged {n} plans: {regret:.1%}')
+    for what, of in FIGURES.items():
+        figure = rho(*zip(*((of(a), of(b)) for a, b in both), strict=True))
+        print(f'  partitioner and TPU compiler, {what} of {len(both)}: {figure:.2f}', flush=True)
+
+
+def search(space, estimator, fast, slow):
+    """Searches as `plan` does."""
+    memory = int(estimator.chip.memory)
+    found = candidates.find_candidates(space, estimator, memory=memory)
+    estimates = [estimator.judge(one) for one, _ in found.found]
+    made = Search(estimates, [], fast, slow, 'bound', memory, Budget(40))
+    made.run()
+    return made
+
+
+def cost(judgement):
+    return judgement.cost('bound')[0]
+
+
+def rho(ours, theirs):
+    return spearmanr(list(ours), list(theirs)).statistic
+
+
+FIGURES = {'bound': cost, 'bytes': lambda one: one.network_bytes, 'memory': lambda one: one.memory}
+
+
+def main(name='', slice_name='', n_sampled='30'):
+    for one in PROGRAMS:
+        for other in SLICES:
+            if name in ('', one) and slice_name in ('', other):
+                check(one, other, int(n_sampled))
 
 
 if __name__ == '__main__':

@@ -1,8 +1,12 @@
 """Sphinx: pages in Markdown whose code is run at every build. `make docs` builds them."""
 
 import os
+import sys
+from pathlib import Path
 
 import einshard
+
+sys.path.insert(0, str(Path(__file__).parent / '_playground'))  # for build_playground
 
 # for the kernels that run the pages, which inherit it: they simulate their devices
 os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -13,8 +17,8 @@ author = 'the einshard authors'
 copyright = 'the einshard authors'
 version = release = einshard.__version__
 
-extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
-exclude_patterns = ['_build', 'jupyter_execute', 'conf.py']
+extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'build_playground']
+exclude_patterns = ['_build', '_playground', 'jupyter_execute', 'conf.py']
 
 # an example is one file: a script, which is its page and its notebook too
 nb_custom_formats = {'.py': ['jupytext.reads', {'fmt': 'py:percent'}]}

@@ -1,4 +1,4 @@
-"""Shows an object as a page: text in print, color with rich, HTML in notebooks and files."""
+"""Shows an object as a page: as text, in color with rich, as HTML in notebooks and files."""
 
 from __future__ import annotations
 

@@ -379,7 +379,7 @@ def test_each_resource_has_one_bound():
     ('exposed', 'text'),
     [
         (None, ''),
-        (0, ', hidden if overlapped'),
+        (0, ', none exposed'),
         (2.0, ', exposed'),
         (0.5, ', of which 500 ms exposed'),
     ],

@@ -75,7 +75,7 @@ PACKAGES = {
 
 # tests/test_processes.py runs the first, which starts processes, and test_real_code.py the second
 ELSEWHERE = {'many_hosts', 'real_code'}
-WITHOUT_CODE = {'api', 'notebooks', 'performance', 'recipes/index'}
+WITHOUT_CODE = {'api', 'notebooks', 'performance', 'playground', 'recipes/index'}
 
 
 @pytest.mark.parametrize('page', [p for p in PAGES if name_of(p) not in ELSEWHERE], ids=name_of)

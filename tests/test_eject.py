@@ -275,7 +275,6 @@ def test_rules_without_a_tree(rules, with_tree):
         {'layers': '... -> ...', 'head': P('data'), 'step': None},
         lambda: for_optimizer(TREE, Rules([('', '... -> ...')]), zero='data'),
     ],
-    ids=str,
 )
 def test_specs_that_depend_on_the_tree(rules):
     check_tree(rules() if getattr(rules, '__name__', '') == '<lambda>' else rules, TREE, MESH)

@@ -93,15 +93,19 @@ def test_tensor_parallelism_for_few_tokens():
 
 def test_fsdp_and_tensor_parallelism():
     c = Sizes(8, 4096, heads=32, kv=32, head=128, mlp=16384, vocab=1024, seq=1024, batch=32)
-    mesh = ('x', 8), ('y', 4)
-    found = find(model_of(transformer_step(c)), tpus(8, 4), memory=3 * GIB, mesh=mesh).found
-    axes = dict(found[0][0].axes)
-    assert axes['batch'] == axes['embed'] == ('x',)
-    assert axes['mlp'] == axes['heads'] == axes['kv'] == ('y',)
+    model = model_of(transformer_step(c))
+    space = {'mesh': (('x', 8), ('y', 4)), 'pinned': {'act': ()}}
+    found = [find(model, tpus(8, 4), memory=n * GIB, **space).found for n in (3, 1.2)]
+    roomy, tight = (dict(one[0][0].axes) for one in found)
+    for axes in (roomy, tight):
+        assert axes['batch'] == axes['embed'] == ('x',)
+        assert axes['mlp'] == axes['heads'] == axes['kv'] == ('y',)
+    # arrays between the layers take a fourth of the memory if their sequences are sharded too
+    assert (roomy['norm_seq'], tight['norm_seq']) == ((), ('y',))
 
 
 def test_experts():
-    assert 'expert@x' in best(model_of(experts_step()), DEVICES)
+    assert best(model_of(experts_step()), DEVICES) == 'x=8: expert@x'
 
 
 # --- the space ------------------------------------------------------------------------------------
@@ -193,9 +197,9 @@ def test_nothing_to_shard_by():
         ({'enbed': '@x'}, None, "pin= has 'enbed', which step does not use"),
         ({'embed': '@data'}, None, "pin= shards 'embed' over 'data', but the mesh axes are"),
         ({'embed': '@x', 'mlp': '@x'}, None, "'mlp' and 'embed' of one array over 'x'"),
-        ({'embed': '@x', 'batch': '@y'}, None, 'pin= fits no mesh shape'),
-        ({'embed': '@a'}, (('a', 8),), 'pin= fits no mesh shape'),
-        ({'embed': '4'}, None, "embed='4', but mesh sizes are what `plan` looks for"),
+        ({'embed': '@x', 'batch': '@y'}, None, 'pin= fits no mesh of 8 devices'),
+        ({'embed': '@a'}, (('a', 8),), 'pin= does not fit the mesh: axis'),
+        ({'embed': '4'}, None, "embed='4', but a pin names mesh axes"),
     ],
 )
 def test_bad_pins(pin, mesh, message):

@@ -118,6 +118,28 @@ def test_the_compiler_has_the_last_word():
     assert {one.judge for one in search.judged.values()} == {'compiler'}
 
 
+def test_the_compiler_decides_whether_a_plan_fits():
+    def compiler(them):
+        for one in them:
+            yield judged(one, 'compiler', TRUE[one], memory=9)
+
+    search, _ = run(by_compiler=compiler, memory=lambda one: 13 if one == BEST else 1)
+    assert search.ranking()[0].candidate == BEST
+
+
+@pytest.mark.parametrize(('best', 'n'), [(1, 4), (2, 5), (8, 9)])
+def test_compiles_more_if_the_judges_disagree(best, n):
+    # the compiler likes plans more, the closer they are to the partitioner's n-th best
+    def compiler(them):
+        for one in them:
+            is_contrast = TRUE[one] == 6  # the best plan with the other mesh shape
+            yield judged(one, 'compiler', 99 if is_contrast else 1 + abs(TRUE[one] - best))
+
+    search, _ = run(compilations=1000, by_compiler=compiler)
+    assert TRUE[search.ranking()[0].candidate] == best
+    assert sum(one.judge == 'compiler' for one in search.judged.values()) == n
+
+
 def test_keeps_what_it_has_when_it_is_interrupted():
     def interrupted(them):
         yield judged(them[0], 'partitioner', 1)

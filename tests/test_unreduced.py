@@ -74,7 +74,7 @@ def test_drawn(mesh, terms):
     text = str(show(terms))
     assert 'mesh axes, slowest first: x (4 parts of a), y (2 terms of a sum)' in text
     assert text.endswith("in the notation: 'a b -> a@x b +@y'")
-    assert str(show(terms.sharding, (8, 8))).count('0,1') == 1
+    assert str(show(terms.sharding, (8, 8))).count('0+1') == 1
     assert "'a b -> a@x b +@y'" in str(show({'t': terms}))
 
 

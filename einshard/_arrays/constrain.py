@@ -85,7 +85,7 @@ def place_constant(x: Any, placement: Placement) -> Any:
 
 
 def warn_replicated(placement: Placement) -> None:
-    """Warns that a short form without a placement replicates a value."""
+    """Warns that an expression without placements and '->' replicates a value."""
     text = placement.expression.text
     warnings.warn(
         f"'{text}' has no placement, and no axis_rules apply: the value is replicated over the "

@@ -20,9 +20,9 @@ _COPIES_TERMS = jax.__version_info__ < (0, 10)
 def reshard(x: Any, sharding: NamedSharding) -> Any:
     """Reshards a value, as `jax.sharding.reshard` does.
 
-    A value that becomes a partial sum is replicated first. Otherwise JAX 0.8.1 to 0.12 return a
-    multiple of it if an axis is sharded over two of the mesh axes, and XLA aborts the process if
-    the value is a partial sum over other mesh axes.
+    A value that becomes a partial sum over mesh axes is replicated over them first. Without this,
+    JAX 0.8.1 to 0.12 multiply some values of which an array axis is sharded over two mesh axes, and
+    XLA aborts the process if the value is a partial sum over other mesh axes.
     """
     aval: Any = jax.typeof(x)
     old, spec = aval.sharding.spec.unreduced, sharding.spec
@@ -42,8 +42,8 @@ def _check_dtype(aval: Any, sharding: NamedSharding) -> None:
     is_number = jax.numpy.issubdtype(aval.dtype, jax.numpy.number)
     if (is_key and is_partial(sharding)) or (sharding.spec.unreduced and not is_number):
         raise EinshardError(
-            'only arrays of numbers can be partial sums, or have gradients that are partial sums',
-            facts={'got': array_text(aval), 'spec': partition_text(sharding.spec)},
+            f'{array_text(aval)} does not contain numbers, so it has no partial sums or gradients',
+            facts={'spec': partition_text(sharding.spec)},
         )
 
 

@@ -161,17 +161,17 @@ class _ByPath:
         self.hint = hint
 
     def __call__(self, path: str, leaf: Any) -> Spec:
-        return self._follow(path.split('/') if path else ())
+        return self._spec_at(path.split('/') if path else ())
 
     def for_tree(self, tree: Any) -> list[Spec]:
         """Returns the specs of all leaves. It uses key paths, as a dict key may contain '/'."""
         paths = [path for path, _ in jtu.tree_leaves_with_path(tree)]
-        return [self._follow([path_text([key]) for key in path]) for path in paths]
+        return [self._spec_at([path_text([key]) for key in path]) for path in paths]
 
-    def _follow(self, keys: Iterable[str]) -> Spec:
+    def _spec_at(self, keys: Iterable[str]) -> Spec:
         hints = [self.hint]
         for key in keys:
-            hints = [inner for hint in hints for inner in _step(hint, key)]
+            hints = [inner for hint in hints for inner in _element_types(hint, key)]
         metadata = (_placed(member) for hint in hints for member in _members(hint))
         return next((placed.spec for placed in metadata if placed is not None), None)
 
@@ -184,16 +184,16 @@ def _members(hint: Any) -> list[Any]:
     return [hint]
 
 
-def _step(hint: Any, key: str) -> list[Any]:
+def _element_types(hint: Any, key: str) -> list[Any]:
     """Returns the type of the element at a key of a container; several types for a union."""
     hint = _unwrapped(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if _placed(hint) is not None:
         return [hint]  # a pytree type: its spec is for all leaves
     if origin is Annotated:
-        return _step(args[0], key)
+        return _element_types(args[0], key)
     if origin in (typing.Union, types.UnionType):
-        return [inner for member in args for inner in _step(member, key)]
+        return [inner for member in args for inner in _element_types(member, key)]
     if origin is tuple and Ellipsis not in args:
         return [args[int(key)]] if key.isdigit() and int(key) < len(args) else []
     if origin is tuple or (isinstance(origin, type) and not _fields(origin)):

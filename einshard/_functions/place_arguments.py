@@ -78,7 +78,7 @@ def _place(
             current, placement, leaf, argument.leaf_text(path, leaf)
         ) from None
     if current is not None or _is_local(leaf) or _is_host_data(leaf, placement.sharding):
-        return _moved(traced, leaf, placement.sharding)
+        return _reshard(traced, leaf, placement.sharding)
     return leaf
 
 
@@ -96,7 +96,7 @@ def _refused(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Shar
     return None if leaf.sharding.is_equivalent_to(sharding, leaf.ndim) else leaf.sharding
 
 
-def _moved(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
+def _reshard(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
         return reshard_traced(leaf, sharding, traced.for_jit(NamedSharding(sharding.mesh, P())))
     if jax.process_count() > 1 or is_partial(sharding):
@@ -122,12 +122,14 @@ def _placed_differently(
         text_now = (
             describe(current) if batched else describe_in(placement.expression, current, leaf.ndim)
         )
-        sentence = f"the argument is already sharded differently, as '{text_now}'"
+        is_sum = is_partial(current) and not is_partial(placement.sharding)
+        state = 'a partial sum, sharded' if is_sum else 'already sharded differently,'
+        sentence = f"the argument is {state} as '{text_now}'"
     return placement.expression.error(
         sentence,
         [term for term in placement.expression.right if term.is_sharded],
         array=text,
-        **{'try': 'einshard(x, ...) before the call, or reshard=True'},
+        **{'try': 'reshard=True, or einshard with this expression before the call'},
     )
 
 
@@ -176,7 +178,7 @@ def _is_local(leaf: Any) -> bool:
 
 
 def _is_host_data(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether an argument is not on devices yet, and jit cannot place it: for a partial sum."""
+    """Whether an argument is host data that jit cannot place: its spec is a partial sum."""
     placed = isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref) or _is_committed(leaf)
     return is_partial(sharding) and not (placed or isinstance(leaf, Tracer))
 

@@ -116,7 +116,6 @@ class TracedFunction:
         return self.result.spec is not None and AxisType.Explicit in self.mesh.axis_types
 
     def positions(self, names: Collection[str]) -> list[int]:
-        """Returns the positions of the values with these names."""
         return [i for i, name in enumerate(self.names) if name in names]
 
     def argument_shardings(self, values: Sequence[Any]) -> list[Any]:
@@ -204,7 +203,7 @@ class TracedFunction:
             self._check_result(result, context)
             explicit = AxisType.Explicit in self.mesh.axis_types
             if explicit and has_terms(self.result.shardings(result, context)):
-                return self.result.constrain(result, context)  # JAX 0.8.1 would multiply it
+                return self.result.constrain(result, context)  # else JAX 0.8.1 multiplies terms
             return result
 
         return wrapper
@@ -248,7 +247,7 @@ class Program:
 
     @property
     def is_abstract(self) -> bool:
-        """Whether its mesh has no devices, so that it can be traced but not run."""
+        """Whether the mesh has no devices, so that the program can be traced but not run."""
         traced = self.traced
         return isinstance(traced.mesh, AbstractMesh) and not traced.mesh_is_ambient
 

@@ -167,7 +167,7 @@ def allowed_text(allowed: Allowed) -> str:
 
 
 def _rows(collectives: Sequence[Collective]) -> dict[str, str]:
-    """Formats each collective as a fact; identical collectives share one."""
+    """Formats each distinct collective as a fact, with the number of equal ones."""
     alike = Counter((one.kind, _row(one)) for one in collectives)
     kinds = Counter(kind for kind, _ in alike)
     seen: Counter[str] = Counter()
@@ -199,7 +199,7 @@ class Budget:
         self._warned = False
 
     def on_one_device(self) -> Budget | None:
-        """Returns the budget for one device, where there are no collectives to check; or None."""
+        """Returns the budget to check without collectives; None if it does not limit memory."""
         return None if self.limits.memory is None else self
 
     def check(self, compiled: Any) -> None:

@@ -131,7 +131,7 @@ class ShardedFunction(Generic[P, R]):
 
     @property
     def has_mesh(self) -> bool:
-        """Whether it was given `mesh=`, so that a mesh in context is not used."""
+        """Whether the decorator has `mesh=`, so that a mesh in context is not used."""
         return self._setup.mesh is not None
 
     @property

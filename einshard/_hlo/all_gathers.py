@@ -67,62 +67,62 @@ class _Finder:
         self.n_devices = n_devices
 
     def find(self) -> Iterator[AllGather]:
-        for _, here, made in self.module.find(' all-gather(', ' all-gather-start('):
-            dimension = _DIMENSION.search(made.attributes)
-            if len(made.operands) != 1 or dimension is None:
+        for _, comp, op in self.module.find(' all-gather(', ' all-gather-start('):
+            dimension = _DIMENSION.search(op.attributes)
+            if len(op.operands) != 1 or dimension is None:
                 continue
-            made_in, origin, invariant = self.origin(here, made.operands[0])
-            is_parameter = made_in.is_entry and origin.opcode == 'parameter'
-            array = made.results[-1]
+            origin_comp, origin, invariant = self.origin(comp, op.operands[0])
+            is_parameter = origin_comp.is_entry and origin.opcode == 'parameter'
+            array = op.results[-1]
             yield AllGather(
-                name=made.name,
+                name=op.name,
                 array=array,
                 dimension=int(dimension[1]),
-                origin=(made_in.name, origin.name),
+                origin=(origin_comp.name, origin.name),
                 parameter=int(origin.given) if is_parameter else None,
                 invariant=invariant,
-                kept=self.kept(Value(here, made.name), array),
+                kept=self.kept(Value(comp, op.name), array),
             )
 
-    def origin(self, here: Computation, name: str) -> tuple[Computation, Instruction, bool]:
+    def origin(self, comp: Computation, name: str) -> tuple[Computation, Instruction, bool]:
         """Finds the computation and instruction that compute an array, through copies and calls.
 
         Also returns whether they are outside the loop that gathers the array.
         """
-        made = here[name]
-        while self.passes_on(made):
-            made = here[made.operands[0]]
-        outside = self.outside(here, made)
+        op = comp[name]
+        while self.passes_on(op):
+            op = comp[op.operands[0]]
+        outside = self.outside(comp, op)
         if outside is None:
-            return here, made, False
+            return comp, op, False
         caller, operand = outside
-        made_in, origin, invariant = self.origin(caller, operand)
-        return made_in, origin, invariant or made.opcode == 'get-tuple-element'
+        origin_comp, origin, invariant = self.origin(caller, operand)
+        return origin_comp, origin, invariant or op.opcode == 'get-tuple-element'
 
-    def passes_on(self, made: Instruction) -> bool:
+    def passes_on(self, op: Instruction) -> bool:
         """Whether an instruction only copies or reshapes its operand, as some fusions do on CPU."""
-        if len(made.operands) != 1 or made.opcode in _PASSES_ON:
-            return len(made.operands) == 1
-        callee = self.module.called(made) if made.opcode == 'fusion' else None
+        if len(op.operands) != 1 or op.opcode in _PASSES_ON:
+            return len(op.operands) == 1
+        callee = self.module.called(op) if op.opcode == 'fusion' else None
         if callee is None:
             return False
-        inner = callee['']
+        inner = callee.root
         while inner.opcode in _PASSES_ON and len(inner.operands) == 1:
             inner = callee[inner.operands[0]]
         return inner.opcode == 'parameter'
 
-    def outside(self, here: Computation, made: Instruction) -> tuple[Computation, str] | None:
+    def outside(self, comp: Computation, op: Instruction) -> tuple[Computation, str] | None:
         """Returns the value that the caller passes to a fusion parameter or a loop invariant."""
-        if made.opcode == 'parameter' and not here.is_entry:
-            for _, caller, call in self.module.call_sites(here):
+        if op.opcode == 'parameter' and not comp.is_entry:
+            for _, caller, call in self.module.call_sites(comp):
                 if 'calls=' in call.attributes:
-                    return caller, call.operands[int(made.given)]
-        at = _carried(here, made)
+                    return caller, call.operands[int(op.given)]
+        at = _carried(comp, op)
         if at is None:
             return None
-        for _, caller, call in self.module.call_sites(here):
+        for _, caller, call in self.module.call_sites(comp):
             start = caller[call.operands[0]]
-            if f'body=%{here.name},' in f'{call.attributes},' and start.opcode == 'tuple':
+            if f'body=%{comp.name},' in f'{call.attributes},' and start.opcode == 'tuple':
                 return caller, start.operands[at]
         return None
 
@@ -135,13 +135,13 @@ class _Finder:
         return blocks if blocks and any(len(set(of_axis)) > 1 for of_axis in blocks) else None
 
     def slices(self, value: Value, array: ArrayType) -> Iterator[Blocks | None]:
-        """Yields the blocks that devices slice, for each use of an array; None for other uses."""
-        here = value.here
-        if value.name == here[''].name:
+        """Yields the blocks that devices slice, for each use of an array; None if not sliced."""
+        comp = value.comp
+        if value.name == comp.root.name:
             yield None
-        for user in here.users(value.name):
+        for user in comp.users(value.name):
             callee = self.module.called(user) if user.opcode == 'fusion' else None
-            axes = _axes(user, here[value.name], array)
+            axes = _axes(user, comp[value.name], array)
             if axes is not None:
                 for blocks in self.slices(value.beside(user.name), user.results[0]):
                     yield blocks and tuple(blocks[axes.index(axis)] for axis in range(len(axes)))
@@ -173,36 +173,36 @@ class _Finder:
 
     def evaluate(self, value: Value, device: int) -> Any:
         """Computes the value of an integer array on a device."""
-        made = value.made
-        if made.opcode in ('partition-id', 'replica-id'):
+        op = value.op
+        if op.opcode in ('partition-id', 'replica-id'):
             return np.array(device)
-        if made.opcode == 'constant':
-            numbers = [int(number) for number in re.findall(r'-?\d+', made.given)]
+        if op.opcode == 'constant':
+            numbers = [int(number) for number in re.findall(r'-?\d+', op.given)]
             if not numbers:
                 raise _Unknown
-            return np.array(numbers).reshape(made.results[0].shape)
-        if made.opcode == 'parameter' and value.given:
-            return self.evaluate(value.given[int(made.given)], device)
-        if made.opcode == 'get-tuple-element':
-            outside = self.outside(value.here, made)
+            return np.array(numbers).reshape(op.results[0].shape)
+        if op.opcode == 'parameter' and value.arguments:
+            return self.evaluate(value.arguments[int(op.given)], device)
+        if op.opcode == 'get-tuple-element':
+            outside = self.outside(value.comp, op)
             if outside is not None:
                 return self.evaluate(Value(*outside), device)
-        operands = (self.evaluate(value.beside(operand), device) for operand in made.operands)
-        callee = self.module.called(made) if made.opcode == 'fusion' else None
+        operands = (self.evaluate(value.beside(operand), device) for operand in op.operands)
+        callee = self.module.called(op) if op.opcode == 'fusion' else None
         if callee is not None:
             return self.evaluate(value.inside(callee), device)
-        if made.opcode in _PASSES_ON:
-            return next(operands).reshape(made.results[0].shape)
-        if made.opcode == 'dynamic-slice' and len(made.operands) == 2:
+        if op.opcode in _PASSES_ON:
+            return next(operands).reshape(op.results[0].shape)
+        if op.opcode == 'dynamic-slice' and len(op.operands) == 2:
             table, start = operands
-            size = made.results[0].shape[0]
+            size = op.results[0].shape[0]
             first = min(max(int(start.reshape(-1)[0]), 0), len(table) - size)
             return table[first : first + size]
-        if made.opcode == 'clamp':
+        if op.opcode == 'clamp':
             low, number, high = operands
             return np.minimum(np.maximum(number, low), high)
-        if made.opcode in ARITHMETIC:
-            return ARITHMETIC[made.opcode](*operands)
+        if op.opcode in ARITHMETIC:
+            return ARITHMETIC[op.opcode](*operands)
         raise _Unknown
 
 
@@ -220,19 +220,19 @@ ARITHMETIC: Mapping[str, Any] = {
 }
 
 
-def _axes(made: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:
+def _axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:
     """Returns, for each axis of a transposed or copied array, the original axis; else None.
 
     On GPU, a bitcast to another layout is a transpose.
     """
-    if made.opcode not in _PASSES_ON:
+    if op.opcode not in _PASSES_ON:
         return None
-    shape, axes = made.results[0].shape, range(len(array.shape))
-    if made.opcode == 'transpose':
-        (dimensions,) = re.findall(r'dimensions=\{([\d,]*)\}', made.attributes)
+    shape, axes = op.results[0].shape, range(len(array.shape))
+    if op.opcode == 'transpose':
+        (dimensions,) = re.findall(r'dimensions=\{([\d,]*)\}', op.attributes)
         return [int(axis) for axis in dimensions.split(',') if axis]
-    if made.opcode == 'bitcast' and len(shape) == len(axes):
-        axis_of = dict(zip(_layout(made), _layout(before), strict=True))
+    if op.opcode == 'bitcast' and len(shape) == len(axes):
+        axis_of = dict(zip(_layout(op), _layout(before), strict=True))
         axes = [axis_of[axis] for axis in axes]
     has_same_shape = len(shape) == len(axes) and all(
         shape[i] == array.shape[axis] for i, axis in enumerate(axes)
@@ -240,21 +240,21 @@ def _axes(made: Instruction, before: Instruction, array: ArrayType) -> Sequence[
     return axes if has_same_shape else None
 
 
-def _layout(made: Instruction) -> Sequence[int]:
+def _layout(op: Instruction) -> Sequence[int]:
     """Returns the axes in memory order, fastest first."""
-    match = re.search(r'\{([\d,]+)', made.type)
-    rank = len(made.results[0].shape)
+    match = re.search(r'\{([\d,]+)', op.type)
+    rank = len(op.results[0].shape)
     return [int(axis) for axis in match[1].split(',')] if match else range(rank)[::-1]
 
 
-def _carried(here: Computation, made: Instruction) -> int | None:
+def _carried(comp: Computation, op: Instruction) -> int | None:
     """Returns the index of a loop-invariant element in the loop state, or None."""
-    root = here['']
-    if made.opcode != 'get-tuple-element' or root.opcode != 'tuple':
+    root = comp.root
+    if op.opcode != 'get-tuple-element' or root.opcode != 'tuple':
         return None
-    at = made.element
-    if here[made.operands[0]].opcode != 'parameter' or at >= len(root.operands):
+    at = op.element
+    if comp[op.operands[0]].opcode != 'parameter' or at >= len(root.operands):
         return None
-    last = here[root.operands[at]]
-    is_unchanged = (last.opcode, last.operands, last.element) == (made.opcode, made.operands, at)
+    last = comp[root.operands[at]]
+    is_unchanged = (last.opcode, last.operands, last.element) == (op.opcode, op.operands, at)
     return at if is_unchanged else None

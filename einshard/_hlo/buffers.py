@@ -11,7 +11,7 @@ from .module import ArrayType, Computation, Instruction, Module
 
 @dataclass(frozen=True, slots=True)
 class Temporary:
-    """An array that a program computes and needs for a while.
+    """An intermediate array in the memory of a device.
 
     Attributes:
         array: the dtype and shape on one device: 'bf16[8,128]'.
@@ -27,7 +27,7 @@ class Temporary:
     op_name: str
 
 
-# these allocate no array
+# opcodes that allocate no array
 _NO_ARRAY = frozenset(
     (
         'parameter',
@@ -55,9 +55,9 @@ def largest_temporaries(module: Module, n: int = 5) -> tuple[Temporary, ...]:
     Several of them may use the same memory, one after another.
     """
     found: dict[tuple[str, str | None], Temporary] = {}
-    for array, made in sorted(_arrays(module), key=lambda pair: -pair[0].bytes):
-        key = str(array), module.source(made)
-        name = made.op_name or made.opcode
+    for array, op in sorted(_arrays(module), key=lambda pair: -pair[0].bytes):
+        key = str(array), module.source(op)
+        name = op.op_name or op.opcode
         found.setdefault(key, Temporary(key[0], array.bytes, key[1], name))
         if len(found) == n:
             break
@@ -66,43 +66,43 @@ def largest_temporaries(module: Module, n: int = 5) -> tuple[Temporary, ...]:
 
 def _arrays(module: Module) -> Iterator[tuple[ArrayType, Instruction]]:
     """Yields the arrays that take memory, each with the instruction that makes it."""
-    for here in _running(module):
-        root = here['']
+    for comp in _running(module):
+        root = comp.root
         # the results of the program and of loop bodies are not temporaries
         outputs = {root.name, *(root.operands if root.opcode == 'tuple' else ())}
-        for made in here.instructions():
-            if made.opcode in _NO_ARRAY or made.opcode.endswith(('-start', '-update')):
+        for op in comp.instructions():
+            if op.opcode in _NO_ARRAY or op.opcode.endswith(('-start', '-update')):
                 continue
-            if made.name in outputs or _MOVED_MEMORY.search(made.type) or _in_place(module, made):
+            if op.name in outputs or _MOVED_MEMORY.search(op.type) or _in_place(module, op):
                 continue
-            arrays = made.results[:1] if made.opcode.endswith('-done') else made.results
-            yield from ((array, made) for array in arrays)
+            arrays = op.results[:1] if op.opcode.endswith('-done') else op.results
+            yield from ((array, op) for array in arrays)
 
 
 def _running(module: Module) -> Iterator[Computation]:
     """Yields the entry computation, and those that loops, conditionals and calls run."""
     seen, left = {module.entry.name}, [module.entry]
     while left:
-        here = left.pop()
-        yield here
-        for made in here.instructions():
-            if made.opcode in ('while', 'conditional', 'call'):
-                for name in made.callees:
+        comp = left.pop()
+        yield comp
+        for op in comp.instructions():
+            if op.opcode in ('while', 'conditional', 'call'):
+                for name in op.callees:
                     if name not in seen:
                         seen.add(name)
                         left.append(module.computation(name))
 
 
-def _unmoved(here: Computation, name: str) -> Instruction:
+def _before_moves(comp: Computation, name: str) -> Instruction:
     """Returns the instruction that computes a value, before copies, converts and bitcasts."""
-    made = here[name]
-    while made.opcode in ('bitcast', 'convert', 'copy'):
-        made = here[made.operands[0]]
-    return made
+    op = comp[name]
+    while op.opcode in ('bitcast', 'convert', 'copy'):
+        op = comp[op.operands[0]]
+    return op
 
 
-def _in_place(module: Module, made: Instruction) -> bool:
+def _in_place(module: Module, op: Instruction) -> bool:
     """Whether an instruction only changes a part of its operand."""
-    while made.opcode == 'fusion' and (called := module.called(made)):
-        made = _unmoved(called, '')
-    return made.opcode in ('dynamic-update-slice', 'scatter')
+    while op.opcode == 'fusion' and (called := module.called(op)):
+        op = _before_moves(called, '')
+    return op.opcode in ('dynamic-update-slice', 'scatter')

@@ -97,7 +97,7 @@ class Collective:
     def n_groups(self) -> int:
         """The number of groups; 0 if the text lists none.
 
-        Devices that a permute does not move are not groups, unless it moves none.
+        Devices that a permute leaves in place do not count, unless it leaves all in place.
         """
         return sum(len(group) > 1 for group in self.groups) or len(self.groups)
 
@@ -192,7 +192,7 @@ _PHASE = re.compile(r'custom_call_target="AsyncCollective(\w+)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
-_Record = tuple[tuple[int, ...], Place, Collective]  # first the offsets of its path, for sorting
+_Record = tuple[tuple[int, ...], Place, Collective]  # first its call sites, to sort by
 
 
 class _Finder:
@@ -201,26 +201,26 @@ class _Finder:
         self.slices = Slices(module.n_partitions, count_slices(module.text), device_ids)
         # 'Start' or 'Done' for the fused computations at the ends of an asynchronous chain
         self.phases: dict[str, str] = {}
-        for _, here, made in module.find('"AsyncCollective'):
-            phase = _PHASE.search(made.attributes)
-            self.phases[here.name] = phase[1] if phase else ''
+        for _, comp, op in module.find('"AsyncCollective'):
+            phase = _PHASE.search(op.attributes)
+            self.phases[comp.name] = phase[1] if phase else ''
 
     def find(self) -> tuple[Collective, ...]:
         executions = Executions(self.module)
         candidates = [
             (place, fields, path)
             for place, fields in self.instructions()
-            if (path := self.module.path(place.here)) is not None
+            if (path := self.module.path(place.comp)) is not None
         ]
         links = self.links([place for place, _, _ in candidates], executions)
         records: list[_Record] = []
         for place, fields, path in candidates:
             one = Collective(
                 **fields,
-                name=place.made.name,
-                executions=executions.of(place.here),
+                name=place.op.name,
+                executions=executions.of(place.comp),
                 n_devices=self.slices.n_devices,
-                in_branch=any(site.made.opcode == 'conditional' for site in path),
+                in_branch=any(site.op.opcode == 'conditional' for site in path),
                 **self.origin(path, place),
             )
             if one.group_size > 1 and place.start not in links:
@@ -229,9 +229,9 @@ class _Finder:
         permutes = {place: one.group_size for _, place, one in records if one.kind == _PERMUTE}
         pieces = {place: (order, place, one) for order, place, one in records if place in permutes}
         ordered: list[tuple[tuple[int, ...], Collective]] = []
-        for form, here, places in collective_einsums(self.module, permutes):
+        for form, comp, places in collective_einsums(self.module, permutes):
             parts = [pieces.pop(place) for place in places]
-            ordered.append(_merged(parts, form, executions.of(here)))
+            ordered.append(_merged(parts, form, executions.of(comp)))
         rest = (*(x for x in records if x[1] not in permutes), *pieces.values())
         ordered += [(order, one) for order, _, one in rest]
         return tuple(one for _, one in sorted(ordered, key=lambda pair: pair[0]))
@@ -243,28 +243,26 @@ class _Finder:
             fields = self.read(place)
             if fields is not None:
                 yield place, fields
-            elif meeting := _MEETING.search(place.made.attributes):
-                meetings.setdefault((place.here.name, meeting[1]), []).append(place)
+            elif meeting := _MEETING.search(place.op.attributes):
+                meetings.setdefault((place.comp.name, meeting[1]), []).append(place)
         for places in meetings.values():
             # the send first, then the receive
-            places.sort(key=lambda place: place.made.opcode != 'send')
-            yield places[0], self.read_transfer(places[0].made, places[-1].made)
+            places.sort(key=lambda place: place.op.opcode != 'send')
+            yield places[0], self.read_transfer(places[0].op, places[-1].op)
 
     def read(self, place: Place) -> dict[str, Any] | None:
-        """Reads fields of `Collective`; None if only a user-given name contains a mark."""
-        made = place.made
-        kind = made.opcode.removesuffix('-start')
+        """Reads fields of `Collective`; None if only a user-given name matches MARKS."""
+        op = place.op
+        kind = op.opcode.removesuffix('-start')
         # from jax.lax.psend; GPU programs may also split a permute into send and recv
-        is_send = kind == 'send' and 'source_target_pairs=' in made.attributes
-        is_kernel = kind == 'custom-call' and _COMMUNICATES in made.attributes + made.metadata
+        is_send = kind == 'send' and 'source_target_pairs=' in op.attributes
+        is_kernel = kind == 'custom-call' and _COMMUNICATES in op.attributes + op.metadata
         if not (is_send or is_kernel or kind in KINDS[:-1]):
             return None
-        operands = tuple(array for name in made.operands for array in place.here[name].results)
-        results = made.results
-        dtypes = widened_dtypes(self.module, place.here, made)
-        if kind != made.opcode and len(results) > len(
-            operands
-        ):  # its type lists the operands first
+        operands = tuple(array for name in op.operands for array in place.comp[name].results)
+        results = op.results
+        dtypes = widened_dtypes(self.module, place.comp, op)
+        if kind != op.opcode and len(results) > len(operands):  # its type lists the operands first
             results = results[len(operands) : 2 * len(operands)]
         if is_send or kind == 'ragged-all-to-all':
             operands = operands[:1]  # the others are offsets, sizes or a token
@@ -272,12 +270,12 @@ class _Finder:
             kind, results = 'collective-permute', operands
         pairs: tuple[tuple[int, int], ...] = ()
         groups: Groups = ()
-        if match := _PAIRS.search(made.attributes):
+        if match := _PAIRS.search(op.attributes):
             pairs = tuple((a, b) for a, b in self.slices.within(read_groups(match[1])))
             groups = connected(pairs)
-        elif match := _GROUPS.search(made.attributes):
+        elif match := _GROUPS.search(op.attributes):
             groups = self.slices.within(read_groups(match[1]))
-        if not (groups or is_kernel or 'channel_id=' in made.attributes):
+        if not (groups or is_kernel or 'channel_id=' in op.attributes):
             groups = (tuple(range(self.slices.n_devices)),)
         return {
             'kind': kind,
@@ -285,7 +283,7 @@ class _Finder:
             'results': narrowed(results, dtypes),
             'groups': groups,
             'pairs': pairs,
-            'is_async': is_send or _is_async(made),
+            'is_async': is_send or _is_async(op),
             'widened': any(dtypes),
         }
 
@@ -306,13 +304,13 @@ class _Finder:
             'is_async': True,
         }
 
-    def phase(self, here: Computation) -> str:
+    def phase(self, comp: Computation) -> str:
         """Returns 'Start' or 'Done' if a computation is an end of an async chain; else ''."""
-        fusions = [site for site in self.module.call_sites(here) if site.made.opcode == 'fusion']
-        return self.phases.get(here.name) or (self.phase(fusions[0].here) if fusions else '')
+        fusions = [site for site in self.module.call_sites(comp) if site.op.opcode == 'fusion']
+        return self.phases.get(comp.name) or (self.phase(fusions[0].comp) if fusions else '')
 
     def links(self, places: Sequence[Place], executions: Executions) -> set[int]:
-        """Returns the offsets of links of asynchronous chains after the first, to ignore them.
+        """Returns the offsets of all links of asynchronous chains but the first, to ignore them.
 
         Links may be in inner loops. If no link is marked as the start, the start is the link that
         runs least often; of several, the first.
@@ -320,31 +318,31 @@ class _Finder:
         chains: dict[tuple[int, str], list[Place]] = {}
         later: set[int] = set()
         for place in places:
-            phase, chain = self.phase(place.here), _chain(place.made)
+            phase, chain = self.phase(place.comp), _chain(place.op)
             if phase == 'Done':
                 later.add(place.start)
-            elif phase or (chain[1] and self.is_fused(place.here)):
+            elif phase or (chain[1] and self.is_fused(place.comp)):
                 chains.setdefault(chain, []).append(place)
         for links in chains.values():
-            start = [place.start for place in links if self.phase(place.here) == 'Start']
+            start = [place.start for place in links if self.phase(place.comp) == 'Start']
             if not start:
-                often = {place.start: executions.of(place.here) for place in links}
+                often = {place.start: executions.of(place.comp) for place in links}
                 start = [min(often, key=lambda at: (often[at] is None, often[at] or 0))]
             later.update(place.start for place in links if place.start not in start)
         return later
 
-    def is_fused(self, here: Computation) -> bool:
-        return any(site.made.opcode == 'fusion' for site in self.module.call_sites(here))
+    def is_fused(self, comp: Computation) -> bool:
+        return any(site.op.opcode == 'fusion' for site in self.module.call_sites(comp))
 
     def origin(self, path: Sequence[Place], place: Place) -> dict[str, Any]:
         """Finds the source line and the JAX operation: of the instruction, its fusion or a user."""
-        described = place.made
-        for _, _, made in reversed(path):
-            if made.opcode not in ('while', 'conditional') and not described.op_name:
-                described = made
+        described = place.op
+        for _, _, op in reversed(path):
+            if op.opcode not in ('while', 'conditional') and not described.op_name:
+                described = op
         line = described
         if self.module.source(line) is None and (not line.op_name or self.module.sources.has_lines):
-            user = user_with_source(self.module, place.here, place.made.name)
+            user = user_with_source(self.module, place.comp, place.op.name)
             line = user or line  # the compiler inserted it
         return {
             'source': self.module.source(line),
@@ -353,14 +351,14 @@ class _Finder:
         }
 
     def with_callers(self, path: Sequence[Place], place: Place, one: Collective) -> Collective:
-        """Updates a collective with what the instructions that run its computation tell."""
-        if self.phase(place.here) == 'Start' or any(_is_async(site.made) for site in path):
+        """Marks a collective as async, or as a reduce-scatter, if the calling fusions say so."""
+        if self.phase(place.comp) == 'Start' or any(_is_async(site.op) for site in path):
             one = replace(one, is_async=True)
-        for _, _, made in reversed(path):
-            called = self.module.called(made) if made.opcode == 'fusion' else None
-            is_sliced = called is not None and called[''].opcode == 'dynamic-slice'
+        for _, _, op in reversed(path):
+            called = self.module.called(op) if op.opcode == 'fusion' else None
+            is_sliced = called is not None and called.root.opcode == 'dynamic-slice'
             if is_sliced and one.kind == 'all-reduce':  # TPU writes a reduce-scatter like this
-                one = replace(one, kind='reduce-scatter', results=made.results)
+                one = replace(one, kind='reduce-scatter', results=op.results)
         return one
 
 
@@ -386,13 +384,13 @@ def _merged(
     )
 
 
-def _chain(made: Instruction) -> tuple[int, str]:
+def _chain(op: Instruction) -> tuple[int, str]:
     """Returns (channel id, chain id), which all links of an asynchronous chain share."""
-    chain = _CHAIN.search(made.attributes)
-    return number_of('channel_id', made.attributes), chain[1] if chain else ''
+    chain = _CHAIN.search(op.attributes)
+    return number_of('channel_id', op.attributes), chain[1] if chain else ''
 
 
-def _is_async(made: Instruction) -> bool:
+def _is_async(op: Instruction) -> bool:
     """Whether an instruction overlaps with other work. JAX 0.8 has synchronous -starts on GPU."""
-    waits = '"is_sync":true' in made.attributes + made.metadata
-    return made.opcode.endswith('-start') and not waits
+    waits = '"is_sync":true' in op.attributes + op.metadata
+    return op.opcode.endswith('-start') and not waits

@@ -40,7 +40,7 @@ class Product:
 
     @property
     def total(self) -> int:
-        """Flops in one run; a loop with unknown trip count counts as one iteration."""
+        """Flops in one run; a loop with an unknown trip count counts as one iteration."""
         return self.flops * (1 if self.executions is None else self.executions)
 
 
@@ -63,59 +63,59 @@ def find_products(module: Module) -> Iterator[Product]:
     executions = Executions(module)
     for place in module.find(' dot(', ' convolution(', ' custom-call(', ' reduce('):
         flops = _flops(place)
-        if not flops or module.path(place.here) is None:
+        if not flops or module.path(place.comp) is None:
             continue
-        made = _described(module, place)
-        operands = [array for name in place.made.operands for array in place.here[name].results]
+        op = _with_source(module, place)
+        operands = [array for name in place.op.operands for array in place.comp[name].results]
         yield Product(
             flops=flops,
-            executions=executions.of(place.here),
+            executions=executions.of(place.comp),
             dtype=operands[0].dtype if operands else '',
-            source=module.source(made),
-            op_name=made.op_name,
-            in_branch=module.in_branch(place.here),
+            source=module.source(op),
+            op_name=op.op_name,
+            in_branch=module.in_branch(place.comp),
         )
 
 
-def _described(module: Module, place: Place) -> Instruction:
-    """Returns the instruction that has the source line: itself, its fusion, or a user."""
-    if module.source(place.made) is not None:
-        return place.made
-    around = [site for site in module.call_sites(place.here) if site.made.opcode == 'fusion']
+def _with_source(module: Module, place: Place) -> Instruction:
+    """Returns the nearest instruction with a source line: the product, its fusion, or a user."""
+    if module.source(place.op) is not None:
+        return place.op
+    around = [site for site in module.call_sites(place.comp) if site.op.opcode == 'fusion']
     for site in around[:1] or [place]:
-        user = user_with_source(module, site.here, site.made.name)
-        return site.made if module.source(site.made) is not None else user or site.made
-    return place.made
+        user = user_with_source(module, site.comp, site.op.name)
+        return site.op if module.source(site.op) is not None else user or site.op
+    return place.op
 
 
 def _flops(place: Place) -> int:
-    made = place.made
-    if made.opcode == 'dot':
-        contracted = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', made.attributes)
+    op = place.op
+    if op.opcode == 'dot':
+        contracted = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', op.attributes)
         return _of_dot(place, contracted[1] if contracted else '')
-    if made.opcode == 'convolution':
+    if op.opcode == 'convolution':
         return _of_convolution(place)
-    if made.opcode == 'reduce':
+    if op.opcode == 'reduce':
         return _of_reduce(place)
-    return _of_custom_call(place) if made.opcode == 'custom-call' else 0
+    return _of_custom_call(place) if op.opcode == 'custom-call' else 0
 
 
 def _of_dot(place: Place, contracted: str) -> int:
-    left = place.here[place.made.operands[0]].results[0]
+    left = place.comp[place.op.operands[0]].results[0]
     sizes = [left.shape[int(axis)] for axis in re.findall(r'\d+', contracted)]
     # multiplying and adding complex numbers takes 4 real products and 4 real sums
     per_product = 8 if left.dtype in ('c64', 'c128') else 2
-    return per_product * prod(place.made.results[0].shape) * prod(sizes)
+    return per_product * prod(place.op.results[0].shape) * prod(sizes)
 
 
 def _of_reduce(place: Place) -> int:
-    """Counts the flops of a matrix-vector product, which is a multiply and a reduce on TPU."""
-    if not place.made.op_name.endswith('/dot_general'):
+    """Counts the flops of a matrix-vector product that XLA wrote as a multiply and a reduce."""
+    if not place.op.op_name.endswith('/dot_general'):
         return 0
-    made = place.here[place.made.operands[0]]
-    while made.opcode in ('bitcast', 'convert', 'copy', 'transpose'):
-        made = place.here[made.operands[0]]
-    return 2 * prod(made.results[0].shape) if made.opcode == 'multiply' else 0
+    op = place.comp[place.op.operands[0]]
+    while op.opcode in ('bitcast', 'convert', 'copy', 'transpose'):
+        op = place.comp[op.operands[0]]
+    return 2 * prod(op.results[0].shape) if op.opcode == 'multiply' else 0
 
 
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')  # cuBLAS calls
@@ -123,7 +123,7 @@ _ESTIMATE = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')  # Pallas kern
 
 
 def _of_custom_call(place: Place) -> int:
-    config = place.made.attributes + place.made.metadata
+    config = place.op.attributes + place.op.metadata
     if contracted := _CONTRACTED.search(config):
         return _of_dot(place, contracted[1])
     if 'custom_call_target="__cudnn$conv' in config:
@@ -138,12 +138,12 @@ _LABELS = re.compile(r'dim_labels=(\w+)_(\w+)->(\w+)')
 
 
 def _of_convolution(place: Place) -> int:
-    """Counts 2 flops for each product with an input outside the padding, as XLA does.
+    """Counts 2 flops for each product of a kernel element and an input that is not padding.
 
-    On TPU, every matrix product is a convolution; batch axes are spatial axes with padding.
+    TPU programs have matrix products as convolutions too; batch axes are padded spatial axes.
     """
-    made = place.made
-    labels = _LABELS.search(made.attributes)
+    op = place.op
+    labels = _LABELS.search(op.attributes)
     if labels is None:
         return 0
     inputs, kernel, output = _sides(place)
@@ -151,7 +151,7 @@ def _of_convolution(place: Place) -> int:
         dict(zip(names, array, strict=False))
         for names, array in zip(labels.groups(), (inputs, kernel, output), strict=True)
     ]
-    window = re.search(r'window=\{([^}]*)\}', made.attributes)
+    window = re.search(r'window=\{([^}]*)\}', op.attributes)
     fields = dict(field.split('=') for field in window[1].split()) if window else {}
     pairs = [
         _pairs(
@@ -163,7 +163,7 @@ def _of_convolution(place: Place) -> int:
         for axis in size[0]
         if axis.isdecimal()
     ]
-    groups = re.search(r'batch_group_count=(\d+)', made.attributes)
+    groups = re.search(r'batch_group_count=(\d+)', op.attributes)
     batch = size[0]['b'] // (int(groups[1]) if groups else 1)
     return 2 * batch * size[1]['i'] * size[1]['o'] * prod(pairs)
 
@@ -173,11 +173,11 @@ def _sides(place: Place) -> tuple[tuple[int, ...], ...]:
 
     The gradient convolutions of cuDNN are labeled like the forward convolution.
     """
-    operands = [place.here[name].results[0].shape for name in place.made.operands[:2]]
-    result = place.made.results[0].shape
-    if '$convBackwardInput' in place.made.attributes:
+    operands = [place.comp[name].results[0].shape for name in place.op.operands[:2]]
+    result = place.op.results[0].shape
+    if '$convBackwardInput' in place.op.attributes:
         return result, operands[1], operands[0]
-    if '$convBackwardFilter' in place.made.attributes:
+    if '$convBackwardFilter' in place.op.attributes:
         return operands[0], result, operands[1]
     return operands[0], operands[1], result
 

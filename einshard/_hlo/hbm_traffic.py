@@ -24,13 +24,13 @@ def bytes_once(module: Module) -> int:
     """
     entry = module.entry
     reads, total = _Reads(module), 0
-    for made in entry.parameters():
-        if not _MOVED_MEMORY.search(made.type):
-            total += _covered(made.results, reads.of(Value(entry, made.name)))
-    root = entry['']
-    for made in [entry[name] for name in root.operands] if root.opcode == 'tuple' else [root]:
-        if not _MOVED_MEMORY.search(made.type) and _is_written(module, Value(entry, made.name)):
-            total += sum(array.bytes for array in made.results)
+    for op in entry.parameters():
+        if not _MOVED_MEMORY.search(op.type):
+            total += _covered(op.results, reads.of(Value(entry, op.name)))
+    root = entry.root
+    for op in [entry[name] for name in root.operands] if root.opcode == 'tuple' else [root]:
+        if not _MOVED_MEMORY.search(op.type) and _is_written(module, Value(entry, op.name)):
+            total += sum(array.bytes for array in op.results)
     return total
 
 
@@ -39,34 +39,34 @@ def bytes_once(module: Module) -> int:
 
 def _is_written(module: Module, value: Value) -> bool:
     """Whether all of a value is written: it is not an argument, or one updated in place."""
-    made = value.made
-    while made.opcode in ('bitcast', 'convert', 'copy') and (value.given or made.opcode[0] == 'b'):
-        value = value.beside(made.operands[0])
-        made = value.made
-    if made.opcode == 'get-tuple-element':
-        tuple_value = value.beside(made.operands[0])
-        here = module.called(tuple_value.made)
-        if tuple_value.made.opcode == 'while':
-            here = module.computation(tuple_value.made.body)
-        if here is None or here[''].opcode != 'tuple':
-            return tuple_value.made.opcode not in (
+    op = value.op
+    while op.opcode in ('bitcast', 'convert', 'copy') and (value.arguments or op.opcode[0] == 'b'):
+        value = value.beside(op.operands[0])
+        op = value.op
+    if op.opcode == 'get-tuple-element':
+        tuple_value = value.beside(op.operands[0])
+        comp = module.called(tuple_value.op)
+        if tuple_value.op.opcode == 'while':
+            comp = module.computation(tuple_value.op.body)
+        if comp is None or comp.root.opcode != 'tuple':
+            return tuple_value.op.opcode not in (
                 'parameter',
                 'conditional',
                 'custom-call',
                 'while',
             )
-        return _is_written(module, tuple_value.inside(here, here[''].operands[made.element]))
-    if made.opcode == 'fusion' and (called := module.called(made)):
+        return _is_written(module, tuple_value.inside(comp, comp.root.operands[op.element]))
+    if op.opcode == 'fusion' and (called := module.called(op)):
         return _is_written(module, value.inside(called))
     in_place = ('conditional', 'dynamic-update-slice', 'parameter', 'scatter')
-    return made.opcode not in in_place and 'output_to_operand_aliasing' not in made.attributes
+    return op.opcode not in in_place and 'output_to_operand_aliasing' not in op.attributes
 
 
 # --- arguments ----------------------------------------------------------------------------------
 
 
 class _Region(NamedTuple):
-    """A part of an array that is read: (start, end) in each dimension, or () if unknown."""
+    """A part of an array that is read; `box` has its (start, end) by dimension, or ()."""
 
     shape: tuple[int, ...]
     box: tuple[tuple[int, int], ...]
@@ -111,28 +111,28 @@ class _Reads:
 
     def of(self, value: Value, element: int = -1, loop: Value | None = None) -> list[_Region]:
         """Returns the regions of a value, or of an element of a tuple, that are read."""
-        key = value.here.name, value.name, element
+        key = value.comp.name, value.name, element
         if key not in self._known:
             self._known[key] = []  # ends the recursion in a loop
             regions = [
                 region
-                for user in value.here.users(value.name)
-                for region in self._by(value, element, user, loop)
+                for user in value.comp.users(value.name)
+                for region in self._read_by_user(value, element, user, loop)
             ]
-            if value.given and value.name == value.here[''].name:
-                regions.append(_all_of(value.made.results[0]))
+            if value.arguments and value.name == value.comp.root.name:
+                regions.append(_all_of(value.op.results[0]))
             self._known[key] = regions
         return self._known[key]
 
-    def _by(
+    def _read_by_user(
         self, value: Value, element: int, user: Instruction, loop: Value | None
     ) -> list[_Region]:
         at, used = user.operands.index(value.name), value.beside(user.name)
         match user.opcode.removesuffix('-start'):
-            case 'tuple' if user.name != value.here[''].name:
+            case 'tuple' if user.name != value.comp.root.name:
                 return self.of(used, at, loop)
             case 'tuple':
-                return [_all_of(value.made.results[0])] if value.given else []
+                return [_all_of(value.op.results[0])] if value.arguments else []
             case 'get-tuple-element':
                 return self.of(used, -1, loop) if user.element == element else []
             case 'while':
@@ -142,42 +142,42 @@ class _Reads:
             case 'fusion' | 'call' if called := self._module.called(user):
                 inside = used.inside(called, called.parameter(at))
                 # on TPU there are fusions of nothing but a bitcast
-                only_moves = _unmoved(used.inside(called)) == inside.name
+                only_moves = _before_moves(used.inside(called)) == inside.name
                 return self.of(used if only_moves else inside, element, loop)
             case 'bitcast' | 'opt-barrier':
-                return self._through(value, used, loop)
+                return self._read_in_fusion(value, used, loop)
             case 'slice':
-                return self._through(value, used, loop) and [_sliced(value.made, user)]
+                return self._read_in_fusion(value, used, loop) and [_constant_slice(value.op, user)]
             case 'dynamic-slice' if at == 0:
-                read = not value.given or self._through(value, used, loop)
-                return [self._dynamic(value, used, loop)] if read else []
+                read = not value.arguments or self._read_in_fusion(value, used, loop)
+                return [self._dynamic_slice(value, used, loop)] if read else []
             case 'gather' | 'dynamic-update-slice' | 'scatter' if at == 0:
                 return []
             case 'conditional' | 'async':
                 return []
-            case 'pad' if re.search(r'padding=\S*-', user.attributes):  # cuts off
+            case 'pad' if re.search(r'padding=\S*-', user.attributes):  # drops elements
                 return []
             case 'custom-call' if _LIBRARY not in user.attributes:
                 return []
             case _:
-                if value.given:
-                    return self._through(value, used, loop)
-                return [_all_of(array) for array in value.made.results[:1]]
+                if value.arguments:
+                    return self._read_in_fusion(value, used, loop)
+                return [_all_of(array) for array in value.op.results[:1]]
 
-    def _through(self, value: Value, used: Value, loop: Value | None) -> list[_Region]:
-        """Returns the regions of an operand that are read, from those of its result in a fusion."""
-        array, needed = value.made.results[0], self.of(used, -1, loop)
+    def _read_in_fusion(self, value: Value, used: Value, loop: Value | None) -> list[_Region]:
+        """Returns the regions that a fusion reads of an operand, from those read of its result."""
+        array, needed = value.op.results[0], self.of(used, -1, loop)
         if any(region.is_full for region in needed):
             return [_all_of(array)]
         n = [region.elements for region in needed if prod(region.shape) == prod(array.shape)]
         return [_Region(array.shape, (), max(n))] if n else []
 
-    def _dynamic(self, value: Value, used: Value, loop: Value | None) -> _Region:
+    def _dynamic_slice(self, value: Value, used: Value, loop: Value | None) -> _Region:
         """Returns the region that a dynamic slice reads; in a loop, during all iterations."""
-        array, sizes = value.made.results[0], _SIZES.search(used.made.attributes)
+        array, sizes = value.op.results[0], _SIZES.search(used.op.attributes)
         size = [int(n) for n in sizes[1].split(',') if n] if sizes else []
         counter = find_counter(self._module, loop) if loop else None
-        names = used.made.operands[1:] if counter else []
+        names = used.op.operands[1:] if counter else []
         values = (counter.values(used.beside(name)) if counter else None for name in names)
         starts = [start for start in values if start is not None]
         n = 1
@@ -202,18 +202,18 @@ def _count_disjoint(starts: Iterable[int], size: int) -> int:
     return n
 
 
-def _sliced(made: Instruction, user: Instruction) -> _Region:
+def _constant_slice(op: Instruction, user: Instruction) -> _Region:
     """Returns the region that a slice with constant limits reads."""
     match = _SLICE.search(user.attributes)
     limits = re.findall(r'\[(\d+):(\d+)(?::(\d+))?\]', match[1] if match else '')
     box = tuple((int(start), int(end)) for start, end, _ in limits)
     steps = [int(step or 1) for _, _, step in limits]
     n = prod(-(-(end - start) // step) for (start, end), step in zip(box, steps, strict=True))
-    return _Region(made.results[0].shape, box, n)
+    return _Region(op.results[0].shape, box, n)
 
 
-def _unmoved(value: Value) -> str:
+def _before_moves(value: Value) -> str:
     """Returns the name of the value before bitcasts, converts and copies."""
-    while value.made.opcode in ('bitcast', 'convert', 'copy'):
-        value = value.beside(value.made.operands[0])
-    return value.made.name
+    while value.op.opcode in ('bitcast', 'convert', 'copy'):
+        value = value.beside(value.op.operands[0])
+    return value.op.name

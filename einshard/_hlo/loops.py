@@ -34,9 +34,9 @@ class Executions:
         if computation.name not in self._known:
             total: int | None = 0
             for site in self._module.call_sites(computation):
-                if self._module.path(site.here) is None:
+                if self._module.path(site.comp) is None:
                     continue
-                outside, runs = self.of(site.here), self._runs(site, computation.name)
+                outside, runs = self.of(site.comp), self._runs(site, computation.name)
                 if total is None or outside is None or runs is None:
                     total = None
                 else:
@@ -45,30 +45,30 @@ class Executions:
         return self._known[computation.name]
 
     def _runs(self, site: Place, name: str) -> int | None:
-        """Counts how often an instruction runs a computation, when it is executed once."""
-        if site.made.opcode != 'while':
+        """Counts how often one execution of an instruction runs a computation."""
+        if site.op.opcode != 'while':
             return 1
         trips = trip_count(self._module, site)
         # the condition runs once more than the body
-        is_condition = f'condition=%{name},' in f'{site.made.attributes},'
+        is_condition = f'condition=%{name},' in f'{site.op.attributes},'
         return trips + 1 if is_condition and trips is not None else trips
 
 
 def trip_count(module: Module, loop: Place) -> int | None:
     """Returns the trip count of a loop; None if it is unknown."""
-    made = loop.made
-    if match := _KNOWN.search(made.attributes + made.metadata):
+    op = loop.op
+    if match := _KNOWN.search(op.attributes + op.metadata):
         return int(match[1])
-    counter = find_counter(module, Value(loop.here, made.name))
+    counter = find_counter(module, Value(loop.comp, op.name))
     return counter.trips if counter else None
 
 
 def find_counter(module: Module, loop: Value) -> Counter | None:
     """Finds the counter of a loop; None if the trip count cannot be computed from one."""
-    made = loop.made
-    names = dict(re.findall(r'\b(condition|body)=%?([^\s,]+)', made.attributes))
+    op = loop.op
+    names = dict(re.findall(r'\b(condition|body)=%?([^\s,]+)', op.attributes))
     condition, body = (Value(module.computation(names[part])) for part in ('condition', 'body'))
-    return _Loop(module, loop.beside(made.operands[0]), condition, body).counter()
+    return _Loop(module, loop.beside(op.operands[0]), condition, body).counter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +82,21 @@ class Counter:
     trips: int
 
     def values(self, value: Value) -> Any:
-        """Returns the integer value in the body at each iteration; None if it is unknown."""
+        """Returns an integer of the body at every iteration, as an array; None if it is unknown."""
         value, element = self.loop.find_source(value)
-        made = value.made
-        if made.opcode == 'constant' and re.fullmatch(r'-?\d+', made.given):
-            return np.array(int(made.given))
-        if made.opcode == 'parameter' and value.here is self.loop.body.here and element is not None:
+        op = value.op
+        if op.opcode == 'constant' and re.fullmatch(r'-?\d+', op.given):
+            return np.array(int(op.given))
+        if op.opcode == 'parameter' and value.comp is self.loop.body.comp and element is not None:
             if element == self.element:
                 return self.start + self.step * np.arange(self.trips)
-            fixed = self.loop.unless_changed((element, 0))
+            fixed = self.loop.resolve_constant((element, 0))
             return np.array(fixed[1]) if fixed and fixed[0] is None else None
-        if made.opcode not in ARITHMETIC:
+        if op.opcode not in ARITHMETIC:
             return None
-        operands = [self.values(value.beside(operand)) for operand in made.operands]
+        operands = [self.values(value.beside(operand)) for operand in op.operands]
         evaluated = [n for n in operands if n is not None]
-        return ARITHMETIC[made.opcode](*evaluated) if len(evaluated) == len(operands) else None
+        return ARITHMETIC[op.opcode](*evaluated) if len(evaluated) == len(operands) else None
 
 
 # (index of an element of the loop state, constant) for their sum; (None, constant) for a constant
@@ -112,7 +112,7 @@ class _Loop:
 
     def counter(self) -> Counter | None:
         compared, _ = self.find_source(self.condition)
-        comparison = compared.made
+        comparison = compared.op
         if comparison.opcode != 'compare':
             return None
         direction = re.search(r'direction=(\w+)', comparison.attributes)
@@ -120,7 +120,7 @@ class _Loop:
         if not direction or len(sums) != 2:
             return None
         operator = direction[1]
-        left, right = (self.unless_changed(sum_) for sum_ in sums)
+        left, right = (self.resolve_constant(sum_) for sum_ in sums)
         if left and left[0] is None:
             left, right, operator = right, left, _MIRRORED.get(operator, operator)
         if not left or not right or left[0] is None or right[0] is not None:
@@ -132,8 +132,8 @@ class _Loop:
         trips = _runs(start[1] + ahead, after[1], operator, right[1])
         return None if trips is None else Counter(self, counter, start[1], after[1], trips)
 
-    def unless_changed(self, sum_: _Sum | None) -> _Sum | None:
-        """If the element of a sum is a loop-invariant constant, replaces it by its value."""
+    def resolve_constant(self, sum_: _Sum | None) -> _Sum | None:
+        """Replaces the element in a sum by its value, if that is a loop-invariant constant."""
         if sum_ and sum_[0] is not None and self.sum(self.body, sum_[0]) == (sum_[0], 0):
             outside = self.sum(self.state, sum_[0])
             if outside and outside[0] is None:
@@ -141,16 +141,16 @@ class _Loop:
         return sum_
 
     def sum(self, value: Value, element: int | None = None) -> _Sum | None:
-        """Converts a value, or an element of a tuple, to a sum; None if it is not one."""
+        """Converts a value, or an element of a tuple, to a `_Sum`; None if it is not one."""
         value, element = self.find_source(value, element)
-        made = value.made
-        if made.opcode == 'constant':
-            return (None, int(made.given)) if re.fullmatch(r'-?\d+', made.given) else None
-        if made.opcode == 'parameter':
+        op = value.op
+        if op.opcode == 'constant':
+            return (None, int(op.given)) if re.fullmatch(r'-?\d+', op.given) else None
+        if op.opcode == 'parameter':
             return None if element is None else (element, 0)
-        if made.opcode in ('add', 'subtract'):
-            a, b = (self.sum(value.beside(operand)) for operand in made.operands)
-            sign = 1 if made.opcode == 'add' else -1
+        if op.opcode in ('add', 'subtract'):
+            a, b = (self.sum(value.beside(operand)) for operand in op.operands)
+            sign = 1 if op.opcode == 'add' else -1
             if a and b and b[0] is None:
                 return a[0], a[1] + sign * b[1]
             if a and b and a[0] is None and sign == 1:
@@ -163,17 +163,17 @@ class _Loop:
         Skips copies, tuples and calls. If that instruction makes a tuple, also returns the element.
         """
         while True:
-            made = value.made
-            if made.opcode in _MOVES:
-                value = value.beside(made.operands[0])
-            elif made.opcode == 'get-tuple-element' and element is None:
-                value, element = value.beside(made.operands[0]), made.element
-            elif made.opcode == 'tuple' and element is not None:
-                value, element = value.beside(made.operands[element]), None
-            elif made.opcode in ('fusion', 'call') and (called := self.module.called(made)):
+            op = value.op
+            if op.opcode in _MOVES:
+                value = value.beside(op.operands[0])
+            elif op.opcode == 'get-tuple-element' and element is None:
+                value, element = value.beside(op.operands[0]), op.element
+            elif op.opcode == 'tuple' and element is not None:
+                value, element = value.beside(op.operands[element]), None
+            elif op.opcode in ('fusion', 'call') and (called := self.module.called(op)):
                 value = value.inside(called)
-            elif made.opcode == 'parameter' and value.given:
-                value = value.given[int(made.given)]
+            elif op.opcode == 'parameter' and value.arguments:
+                value = value.arguments[int(op.given)]
             else:
                 return value, element
 

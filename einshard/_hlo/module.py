@@ -3,7 +3,7 @@
 The text of a large program has tens of megabytes. The reader first finds only the headers of
 computations. It parses a line when a query needs it; most lines are never parsed.
 
-In this folder, `here` is a computation, and `made` is an instruction in it.
+In this folder, `op` is an instruction, and `comp` is the computation that contains it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Instruction(NamedTuple):
 
     @property
     def joins_slices(self) -> bool:
-        """Whether it joins slices of an array that were copied one by one; only on TPU."""
+        """Whether this is a custom call on TPU that only joins slices of an array."""
         return '"ConcatBitcast"' in self.attributes
 
     @property
@@ -165,16 +165,19 @@ class Computation:
         self._parsed: dict[str, Instruction] = {}
 
     def __getitem__(self, name: str) -> Instruction:
-        """Returns the instruction with this name; the root for ''."""
-        made = self._parsed.get(name)
-        if made is None:
+        """Returns the instruction with this name, or the root if the name is ''."""
+        op = self._parsed.get(name)
+        if op is None:
             start = self._lines[name]
             line = self._text[start : self._text.index('\n', start)]
-            made = self._parsed[name] = read_instruction(line)
-        return made
+            op = self._parsed[name] = read_instruction(line)
+        return op
+
+    @property
+    def root(self) -> Instruction:
+        return self['']
 
     def instructions(self) -> Iterator[Instruction]:
-        """All instructions, in order."""
         return (self[name] for name in self._lines if name)
 
     def users(self, name: str) -> list[Instruction]:
@@ -188,7 +191,7 @@ class Computation:
 
     def parameter(self, number: int) -> str:
         """Returns the name of the parameter with this number."""
-        return next(made.name for made in self.parameters() if made.given == str(number))
+        return next(op.name for op in self.parameters() if op.given == str(number))
 
     @functools.cached_property
     def _lines(self) -> dict[str, int]:
@@ -220,19 +223,19 @@ class Value(NamedTuple):
     """The value that an instruction computes.
 
     Attributes:
-        here: the computation of the instruction.
+        comp: the computation of the instruction.
         name: the name of the instruction; '' for the root.
-        given: the values of the parameters of `here`, if a call site is known.
-        made: the instruction.
+        arguments: the values of the parameters of `comp`, if a call site is known.
+        op: the instruction.
     """
 
-    here: Computation
+    comp: Computation
     name: str = ''
-    given: tuple[Value, ...] = ()
+    arguments: tuple[Value, ...] = ()
 
     @property
-    def made(self) -> Instruction:
-        return self.here[self.name]
+    def op(self) -> Instruction:
+        return self.comp[self.name]
 
     def beside(self, name: str) -> Value:
         """Returns another value in the same computation."""
@@ -240,18 +243,18 @@ class Value(NamedTuple):
 
     def inside(self, called: Computation, name: str = '') -> Value:
         """Returns a value in the computation that this instruction calls."""
-        return Value(called, name, tuple(map(self.beside, self.made.operands)))
+        return Value(called, name, tuple(map(self.beside, self.op.operands)))
 
 
 # --- the program --------------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
-    """An instruction `made`, its computation `here`, and the offset of its line."""
+    """An instruction `op`, its computation `comp`, and the offset of its line in the text."""
 
     start: int
-    here: Computation
-    made: Instruction
+    comp: Computation
+    op: Instruction
 
 
 _HEADER = re.compile(r'\n(ENTRY )?%?(\S+) [^\n]*\{(?=\n)')
@@ -301,16 +304,16 @@ class Module:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """For outputs that reuse the memory of a parameter: {output number: parameter number}."""
+        """The parameters whose memory outputs reuse: {output number: parameter number}."""
         line = self.head.partition('\n')[0]
         return {int(o or 0): int(p) for o, p in re.findall(r'\{(\d*)\}: \((\d+), \{\}', line)}
 
-    def source(self, made: Instruction) -> str | None:
+    def source(self, op: Instruction) -> str | None:
         """Returns the user's source line of an instruction, such as 'model.py:12'."""
-        return self.sources.line(made.metadata) if made.metadata else None
+        return self.sources.line(op.metadata) if op.metadata else None
 
     def find(self, *marks: str) -> Iterator[Place]:
-        """Finds the instructions whose line contains one of these texts, in program order."""
+        """Finds the instructions whose line contains one of `marks`, in program order."""
         starts: set[int] = set()
         for mark in marks:
             at = self.text.find(mark, len(self.head))
@@ -321,9 +324,9 @@ class Module:
             if self.text.startswith('  ', start):  # not a header
                 yield self._place(start)
 
-    def called(self, made: Instruction) -> Computation | None:
+    def called(self, op: Instruction) -> Computation | None:
         """Returns the computation that a fusion or call runs, or None."""
-        number = self._numbers.get(made.callee)
+        number = self._numbers.get(op.callee)
         return None if number is None else self._computation(number)
 
     def computation(self, name: str) -> Computation:
@@ -337,7 +340,7 @@ class Module:
             sites = self._call_sites[name] = [
                 site
                 for site in map(self._place, self._references.get(name, ()))
-                if name in site.made.callees and not site.made.opcode.endswith(('-update', '-done'))
+                if name in site.op.callees and not site.op.opcode.endswith(('-update', '-done'))
             ]
         return sites
 
@@ -346,7 +349,7 @@ class Module:
         if computation.is_entry:
             return []
         for site in self.call_sites(computation):
-            path = self.path(site.here)
+            path = self.path(site.comp)
             if path is not None:
                 return [*path, site]
         return None
@@ -354,7 +357,7 @@ class Module:
     def in_branch(self, computation: Computation) -> bool:
         """Whether a computation runs only in a branch of a conditional."""
         sites = self.path(computation) or ()
-        return any(site.made.opcode == 'conditional' for site in sites)
+        return any(site.op.opcode == 'conditional' for site in sites)
 
     @functools.cached_property
     def _references(self) -> dict[str, list[int]]:
@@ -368,13 +371,13 @@ class Module:
         return lines
 
     def _computation(self, i: int) -> Computation:
-        made = self._computations.get(i)
-        if made is None:
-            made = Computation(self._names[i], self.text, self._ends[i], i == self._entry)
-            self._computations[i] = made
-        return made
+        comp = self._computations.get(i)
+        if comp is None:
+            comp = Computation(self._names[i], self.text, self._ends[i], i == self._entry)
+            self._computations[i] = comp
+        return comp
 
     def _place(self, start: int) -> Place:
-        here = self._computation(bisect.bisect(self._ends, start) - 1)
+        comp = self._computation(bisect.bisect(self._ends, start) - 1)
         line = self.text[start : self.text.index('\n', start)]
-        return Place(start, here, read_instruction(line))
+        return Place(start, comp, read_instruction(line))

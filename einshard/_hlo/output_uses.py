@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator
 from .collectives import KINDS, MARKS
 from .module import Computation, Instruction, Module
 
-# operations that are not elementwise, where tracking stops
-_NOT_ELEMENTWISE = {
+# operations that end the tracking; all others are followed, most of them elementwise
+_STOPS = {
     'broadcast',
     'conditional',
     'convolution',
@@ -27,8 +27,8 @@ _NOT_ELEMENTWISE = {
 def output_uses(module: Module, names: Collection[str]) -> dict[str, tuple[int, ...]]:
     """Returns, for each collective, the indices of the program outputs computed from its result.
 
-    Follows only elementwise operations, including inside loops: from the all-reduce of a gradient
-    to the updated weights, but not through matrix products and reductions.
+    Follows all operations except those in `_STOPS`, also in loops: from the all-reduce of a
+    gradient to the updated weights, but not through matrix products and reductions.
 
         >>> from einshard._hlo.module import Module
         >>> from einshard._hlo.output_uses import output_uses
@@ -50,89 +50,92 @@ def output_uses(module: Module, names: Collection[str]) -> dict[str, tuple[int, 
         module: an optimized program.
         names: the names of the collectives' instructions.
     """
-    places = {place.made.name: place for place in module.find(*MARKS)} if names else {}
+    places = {place.op.name: place for place in module.find(*MARKS)} if names else {}
     uses = _Uses(module)
     return {
-        name: tuple(sorted(uses.outputs(places[name].here, [name]))) if name in places else ()
+        name: tuple(sorted(uses.outputs(places[name].comp, [name]))) if name in places else ()
         for name in names
     }
 
 
 class _Uses:
+    """Follows values through a program to its outputs."""
+
     def __init__(self, module: Module):
         self._module = module
         self._known: dict[tuple[str, str], set[int]] = {}
 
-    def outputs(self, here: Computation, names: Iterable[str]) -> set[int]:
+    def outputs(self, comp: Computation, names: Iterable[str]) -> set[int]:
         """Returns the indices of the program outputs computed from values of a computation."""
-        elements = self.reached_by(here, names)
-        if here.is_entry or not elements:
+        elements = self.result_elements(comp, names)
+        if comp.is_entry or not elements:
             return elements
         outputs: set[int] = set()
-        for _, caller, call in self._module.call_sites(here):
+        for _, caller, call in self._module.call_sites(comp):
             if call.opcode == 'while':
-                outputs |= self.outputs(caller, _elements(caller, call, elements))
+                outputs |= self.outputs(caller, _element_names(caller, call, elements))
             elif call.opcode in ('fusion', 'call'):
-                made = _elements(caller, call, elements) if call.type[0] == '(' else [call.name]
-                outputs |= self.outputs(caller, made)
+                is_tuple = call.type[0] == '('
+                values = _element_names(caller, call, elements) if is_tuple else [call.name]
+                outputs |= self.outputs(caller, values)
         return outputs
 
-    def reached_by(self, here: Computation, names: Iterable[str]) -> set[int]:
-        """Returns the elements of a computation's result that are computed from these values."""
-        return set[int]().union(*(self.reached(here, name) for name in names))
+    def result_elements(self, comp: Computation, names: Iterable[str]) -> set[int]:
+        """Returns the elements of a computation's result computed from the named values."""
+        return set[int]().union(*(self.elements_from(comp, name) for name in names))
 
-    def reached(self, here: Computation, name: str) -> set[int]:
-        """Does the same for one value; 0 stands for a result that is not a tuple."""
-        key = here.name, name
+    def elements_from(self, comp: Computation, name: str) -> set[int]:
+        """Returns the elements of the result computed from one value; {0} if it is not a tuple."""
+        key = comp.name, name
         if key not in self._known:
             self._known[key] = set()  # ends the recursion if a value depends on itself
-            self._known[key] = set(self._reached(here, name))
+            self._known[key] = set(self._trace(comp, name))
         return self._known[key]
 
-    def _reached(self, here: Computation, name: str) -> Iterator[int]:
+    def _trace(self, comp: Computation, name: str) -> Iterator[int]:
         seen, left = {name}, [name]
-        root = here['']
+        root = comp.root
         while left:
             value = left.pop()
             if value == root.name and root.opcode != 'tuple':
                 yield 0
-            for user in here.users(value):
+            for user in comp.users(value):
                 at = {i for i, operand in enumerate(user.operands) if operand == value}
                 if user.opcode == 'tuple':
                     if user.name == root.name:
                         yield from at
-                    made = [name for i in at for name in self._of_loops(here, user, i)]
-                elif user.opcode in _NOT_ELEMENTWISE and not user.joins_slices:
+                    values = [name for i in at for name in self._loop_outputs(comp, user, i)]
+                elif user.opcode in _STOPS and not user.joins_slices:
                     continue
                 else:
-                    made = self._made_of(here, user, at)
-                left += set(made) - seen
-                seen.update(made)
+                    values = self._values_of(comp, user, at)
+                left += set(values) - seen
+                seen.update(values)
 
-    def _of_loops(self, here: Computation, state: Instruction, at: int) -> Iterator[str]:
-        """Yields the loop outputs that depend on element `at` of the initial loop state."""
-        for loop in here.users(state.name):
+    def _loop_outputs(self, comp: Computation, state: Instruction, at: int) -> Iterator[str]:
+        """Yields the outputs of loops over `state` that are computed from its element `at`."""
+        for loop in comp.users(state.name):
             body = loop.body if loop.opcode == 'while' else ''
             if body:
                 inside = self._module.computation(body)
-                start = _elements(inside, inside[inside.parameter(0)], {at})
-                yield from _elements(here, loop, self.reached_by(inside, start))
+                start = _element_names(inside, inside[inside.parameter(0)], {at})
+                yield from _element_names(comp, loop, self.result_elements(inside, start))
 
-    def _made_of(self, here: Computation, user: Instruction, at: set[int]) -> list[str]:
-        """Lists the values that a user computes from operands `at`: itself, or its elements."""
+    def _values_of(self, comp: Computation, user: Instruction, at: set[int]) -> list[str]:
+        """Lists the values that `user` computes from its operands `at`: itself, or its elements."""
         outputs = at
         if user.opcode in ('fusion', 'call'):
             callee = self._module.called(user)
             if callee is None:
                 return []
-            outputs = self.reached_by(callee, map(callee.parameter, at))
+            outputs = self.result_elements(callee, map(callee.parameter, at))
         if not user.type.startswith('('):
             return [user.name] if outputs else []
         if user.opcode not in ('fusion', 'call', *KINDS):  # such as copy-start
             return [user.name] if len(user.operands) == 1 else []
-        return _elements(here, user, outputs)
+        return _element_names(comp, user, outputs)
 
 
-def _elements(here: Computation, made: Instruction, at: Collection[int]) -> list[str]:
-    """Returns the names of the instructions that read elements `at` of a tuple."""
-    return [user.name for user in here.users(made.name) if user.element in at]
+def _element_names(comp: Computation, tuple_: Instruction, at: Collection[int]) -> list[str]:
+    """Returns the names of the get-tuple-element instructions of elements `at` of a tuple."""
+    return [user.name for user in comp.users(tuple_.name) if user.element in at]

@@ -38,11 +38,11 @@ class SlicedSum(NamedTuple):
 
 def find_sliced_sum(module: Module, place: Place) -> SlicedSum | None:
     """Finds the slices of an all-reduce; None if the sum has other uses."""
-    made = place.made
-    if len(made.operands) != 1 or made.type.startswith('('):
+    op = place.op
+    if len(op.operands) != 1 or op.type.startswith('('):
         return None
-    shape = made.results[0].shape
-    value = Value(place.here, made.name)
+    shape = op.results[0].shape
+    value = Value(place.comp, op.name)
     uses = list(_Finder(module, shape).uses(value, (), range(len(shape)), True))
     slices = [use for use in uses if use is not None]
     if not slices or len(slices) < len(uses) or len({use.parts for use in slices}) > 1:
@@ -67,62 +67,64 @@ class _Finder:
             axes: for each dimension of the value, the dimension of the sum.
             is_direct: whether the value is the sum itself, up to copies.
         """
-        here, shape = value.here, value.made.results[0].shape
+        comp, shape = value.comp, value.op.results[0].shape
         self.left -= 1
         if self.left < 0:
             yield None
             return
-        if value.name == here[''].name:
+        if value.name == comp.root.name:
             if outside:
                 yield from self.uses(outside[-1], outside[:-1], axes, is_direct)
             else:
                 yield None
-        for user in here.users(value.name):
-            made = value.beside(user.name)
+        for user in comp.users(value.name):
+            op = value.beside(user.name)
             callee = self.module.called(user) if user.opcode == 'fusion' else None
             is_one = not user.type.startswith('(')
             same = is_one and user.results[0].shape == shape
             if user.opcode == 'dynamic-slice' and user.operands[0] == value.name:
-                yield self.slice_of(made, axes, is_direct)
+                yield self.slice_of(op, axes, is_direct)
             elif callee is not None and is_one:
                 for i, operand in enumerate(user.operands):
                     if operand == value.name:
-                        inside = made.inside(callee, callee.parameter(i))
-                        yield from self.uses(inside, (*outside, made), axes, is_direct)
+                        inside = op.inside(callee, callee.parameter(i))
+                        yield from self.uses(inside, (*outside, op), axes, is_direct)
             elif same and user.opcode in _COPIES | _ELEMENTWISE:
-                yield from self.uses(made, outside, axes, is_direct and user.opcode in _COPIES)
+                yield from self.uses(op, outside, axes, is_direct and user.opcode in _COPIES)
             elif is_one and user.opcode == 'reduce' and user.operands[0] == value.name:
                 gone = re.search(r'dimensions=\{([\d,]*)\}', user.attributes)
                 reduced = {int(i) for i in gone[1].split(',')} if gone and gone[1] else set[int]()
                 left = [axis for i, axis in enumerate(axes) if i not in reduced]
-                yield from self.uses(made, outside, left, False)
+                yield from self.uses(op, outside, left, False)
             else:
                 yield None
 
     def slice_of(self, value: Value, axes: Sequence[int], is_direct: bool) -> SlicedSum | None:
-        made = value.made
+        op = value.op
         parts = {
             axis: self.shape[axis] // size
-            for axis, size in zip(axes, made.results[0].shape, strict=True)
+            for axis, size in zip(axes, op.results[0].shape, strict=True)
             if 0 < size < self.shape[axis]
         }
         sliced = [i for i, axis in enumerate(axes) if axis in parts]
         if not parts or not all(
-            self.is_of_device(value.beside(made.operands[1 + i]), _MAX_STEPS) for i in sliced
+            self.is_of_device(value.beside(op.operands[1 + i]), _MAX_STEPS) for i in sliced
         ):
             return None
         return SlicedSum(tuple(sorted(parts.items())), is_direct)
 
     def is_of_device(self, value: Value, left: int) -> bool:
         """Whether an offset is computed from the device number, not from values in a loop."""
-        made = value.made
-        if made.opcode in ('partition-id', 'replica-id'):
+        op = value.op
+        if op.opcode in ('partition-id', 'replica-id'):
             return True
         if not left:
             return False
-        if made.opcode == 'parameter':
-            return bool(value.given) and self.is_of_device(value.given[int(made.given)], left - 1)
-        called: Computation | None = self.module.called(made) if made.opcode == 'fusion' else None
+        if op.opcode == 'parameter':
+            return bool(value.arguments) and self.is_of_device(
+                value.arguments[int(op.given)], left - 1
+            )
+        called: Computation | None = self.module.called(op) if op.opcode == 'fusion' else None
         if called is not None:
             return self.is_of_device(value.inside(called), left - 1)
-        return any(self.is_of_device(value.beside(name), left - 1) for name in made.operands)
+        return any(self.is_of_device(value.beside(name), left - 1) for name in op.operands)

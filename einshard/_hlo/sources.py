@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
-_HERE = str(Path(__file__).parent.parent)  # the folder of this package
-_OF_JAX = re.compile(r'[\\/](?:site|dist)-packages[\\/]jax(?:lib)?[\\/]|[\\/]jax[\\/]_src[\\/]')
+_PACKAGE = str(Path(__file__).parent.parent)  # the folder of this package
+_JAX_FILE = re.compile(r'[\\/](?:site|dist)-packages[\\/]jax(?:lib)?[\\/]|[\\/]jax[\\/]_src[\\/]')
 # libraries such as Flax: the line of the user's model that calls a layer is more useful
-_OF_LIBRARY = re.compile(
+_LIBRARY_FILE = re.compile(
     r'[\\/](?:(?:site|dist)-packages|lib[\\/]python3\.\d+)[\\/]|^<frozen ', re.IGNORECASE
 )
 _Function: TypeAlias = tuple[int, int]  # the numbers of its file and its name
@@ -65,7 +65,7 @@ class Sources:
         if file := re.search(r'source_file="([^"]*)"', metadata):
             return f'{file[1]}:{number_of("source_line", metadata)}'
         stack = self._stack(number_of('stack_frame_id', metadata))
-        return users_line(self._at(place) for _, place in stack)
+        return innermost_user_line(self._file_line(place) for _, place in stack)
 
     def caller(self, metadata: str) -> str | None:
         """If `line` is in a helper, returns the nearest calling line outside helpers; else None.
@@ -76,14 +76,14 @@ class Sources:
         stack = [
             (frame, place)
             for frame, place in self._stack(number_of('stack_frame_id', metadata))
-            if _is_users(self._at(place)[0]) and frame not in self._outermost
+            if _is_user_file(self._file_line(place)[0]) and frame not in self._outermost
         ]
         for (_, place), (_, outside) in pairwise(stack):
             if not self._is_helper(self._functions[place]):
                 return None
             if not self._is_helper(self._functions[outside]) or outside == stack[-1][1]:
-                file, line = self._at(outside)
-                same = self._at(outside) == self._at(stack[0][1])
+                file, line = self._file_line(outside)
+                same = self._file_line(outside) == self._file_line(stack[0][1])
                 return None if same else f'{file}:{line}'
         return None
 
@@ -91,11 +91,11 @@ class Sources:
         """Yields the frames that have a file, each with its location, from the innermost out."""
         while frame in self._frames:
             place, parent = self._frames[frame]
-            if self._at(place)[0]:
+            if self._file_line(place)[0]:
                 yield frame, place
             frame = parent - self._parent_offset
 
-    def _at(self, place: int) -> tuple[str, int]:
+    def _file_line(self, place: int) -> tuple[str, int]:
         file_id, line = self._places.get(place, (0, 0))
         return self._files.get(file_id, ''), line
 
@@ -108,26 +108,26 @@ class Sources:
         return set[int].intersection(*stacks) if stacks else set()
 
     def _is_helper(self, function: _Function) -> bool:
-        lines, calls = self._uses[function]
+        lines, calls = self._lines_and_calls[function]
         callers = Counter(caller for caller, _ in calls)
         return len(lines) == 1 or max(callers.values(), default=0) > 1
 
     @functools.cached_property
-    def _uses(self) -> dict[_Function, tuple[set[int], set[tuple[_Function, int]]]]:
-        """Returns, by function, its lines in the program, and the (function, line) that call it."""
+    def _lines_and_calls(self) -> dict[_Function, tuple[set[int], set[tuple[_Function, int]]]]:
+        """By function: its lines in the program, and the (function, line) pairs that call it."""
         uses: dict[_Function, tuple[set[int], set[tuple[_Function, int]]]] = {}
         for frame in self._frames:
             stack = [place for _, place in self._stack(frame)]
             for place, outside in zip(stack, [*stack[1:], 0], strict=True):
                 lines, calls = uses.setdefault(self._functions[place], (set(), set()))
-                lines.add(self._at(place)[1])
+                lines.add(self._file_line(place)[1])
                 if outside:
-                    calls.add((self._functions[outside], self._at(outside)[1]))
+                    calls.add((self._functions[outside], self._file_line(outside)[1]))
         return uses
 
 
-def users_line(frames: Iterable[tuple[str, int | str]]) -> str | None:
-    """Finds the line of the innermost frame outside libraries, or else outside JAX.
+def innermost_user_line(frames: Iterable[tuple[str, int | str]]) -> str | None:
+    """Finds the line of the innermost frame outside libraries, else outside JAX, else of any.
 
     Args:
         frames: file and line, from the innermost frame out.
@@ -135,15 +135,15 @@ def users_line(frames: Iterable[tuple[str, int | str]]) -> str | None:
     innermost = of_library = None
     for file, line in frames:
         innermost = innermost or f'{file}:{line}'
-        if _is_users(file):
+        if _is_user_file(file):
             return f'{file}:{line}'
-        if not (file.startswith(_HERE) or _OF_JAX.search(file)):
+        if not (file.startswith(_PACKAGE) or _JAX_FILE.search(file)):
             of_library = of_library or f'{file}:{line}'
     return of_library or innermost
 
 
-def _is_users(file: str) -> bool:
-    of_library = file.startswith(_HERE) or _OF_JAX.search(file) or _OF_LIBRARY.search(file)
+def _is_user_file(file: str) -> bool:
+    of_library = file.startswith(_PACKAGE) or _JAX_FILE.search(file) or _LIBRARY_FILE.search(file)
     return bool(file) and not of_library
 
 

@@ -22,7 +22,7 @@ _CHANNEL = re.compile(r'channel_id=\d+')
 
 
 def target_collectives(module: Module, collectives: Sequence[Collective]) -> list[Collective]:
-    """Returns the collectives with reduce-scatters, and without repeated all-gathers.
+    """Merges all-reduces, finds reduce-scatters, and drops repeated all-gathers, as a TPU would.
 
         >>> from einshard._hlo.collectives import find_collectives
         >>> from einshard._hlo.module import Module
@@ -44,12 +44,12 @@ def target_collectives(module: Module, collectives: Sequence[Collective]) -> lis
         module: a program compiled for CPU.
         collectives: the collectives of the program.
     """
-    places = {place.made.name: place for place in module.find(*MARKS)} if collectives else {}
+    places = {place.op.name: place for place in module.find(*MARKS)} if collectives else {}
     seen: set[tuple[str, ...]] = set()
     kept: list[Collective] = []
     for one in collectives:
-        made = places[one.name].made
-        key = places[one.name].here.name, made.given, _CHANNEL.sub('', made.attributes)
+        op = places[one.name].op
+        key = places[one.name].comp.name, op.given, _CHANNEL.sub('', op.attributes)
         if not (one.kind == 'all-gather' and key in seen):
             kept.append(one)
         seen.add(key)
@@ -87,11 +87,11 @@ class _Reductions:
         self._known: dict[_Key, _Reduction] = {
             (one.name, i): _Reduction(array, one.groups)
             for one in collectives
-            if one.kind == 'all-reduce' and len(places[one.name].made.operands) == len(one.operands)
+            if one.kind == 'all-reduce' and len(places[one.name].op.operands) == len(one.operands)
             for i, array in enumerate(one.operands)
         }
         for key, one in self._known.items():
-            self._read(key, one)
+            self._classify(key, one)
 
     def merged(self, collectives: Sequence[Collective]) -> Iterator[Collective]:
         """Yields the collectives, with all-reduces split by kind and groups."""
@@ -107,9 +107,9 @@ class _Reductions:
             if not parts:
                 yield one
 
-    def _read(self, key: _Key, one: _Reduction) -> None:
+    def _classify(self, key: _Key, one: _Reduction) -> None:
         place = self._places[key[0]]
-        uses = list(self._uses_of(place, key))
+        uses = list(self._array_uses(place, key))
         terms = {use.terms for use in uses}
         if len(terms) == 1 and min(next(iter(terms))) != key:
             one.kind = ''
@@ -126,65 +126,65 @@ class _Reductions:
             if sizes == {prod(one.array.shape)}:
                 one.kind = 'reduce-scatter'
 
-    def _uses_of(self, place: Place, key: _Key) -> Iterator[_Use]:
-        made, here = place.made, place.here
-        if not made.type.startswith('('):
-            yield from self._uses(here, made.name, frozenset([key]))
-        for user in here.users(made.name) if made.type.startswith('(') else ():
+    def _array_uses(self, place: Place, key: _Key) -> Iterator[_Use]:
+        op, comp = place.op, place.comp
+        if not op.type.startswith('('):
+            yield from self._uses(comp, op.name, frozenset([key]))
+        for user in comp.users(op.name) if op.type.startswith('(') else ():
             if user.element == key[1]:
-                yield from self._uses(here, user.name, frozenset([key]))
+                yield from self._uses(comp, user.name, frozenset([key]))
 
-    def _uses(self, here: Computation, name: str, terms: frozenset[_Key]) -> Iterator[_Use]:
-        """Yields the instructions that use a value, or what moves and sums make of it.
+    def _uses(self, comp: Computation, name: str, terms: frozenset[_Key]) -> Iterator[_Use]:
+        """Yields the instructions that use a value, directly or after moves and sums.
 
         Sums are followed if they add all-reduces with equal groups. Fusions and calls are entered,
         and left through their results.
         """
-        for user in here.users(name):
+        for user in comp.users(name):
             called = self._module.called(user) if user.opcode in ('fusion', 'call') else None
-            added = self._terms(here, user.name) if user.opcode == 'add' else None
+            added = self._terms(comp, user.name) if user.opcode == 'add' else None
             if added and len({self._known[key].groups for key in added}) == 1:
-                yield from self._uses(here, user.name, added)
+                yield from self._uses(comp, user.name, added)
             elif user.opcode in _MOVES:
-                yield from self._uses(here, user.name, terms)
+                yield from self._uses(comp, user.name, terms)
             else:
                 for i, operand in enumerate(user.operands):
                     if operand == name and called is not None:
                         yield from self._uses(called, called.parameter(i), terms)
                     elif operand == name:
                         yield _Use(user, i, terms)
-        root = here['']
+        root = comp.root
         if name == root.name:
-            outside = _callers(self._module, here)
+            outside = _callers(self._module, comp)
             for site in outside:
-                yield from self._uses(site.here, site.made.name, terms)
+                yield from self._uses(site.comp, site.op.name, terms)
             if not outside:
                 yield _Use(root, -1, terms)
 
-    def _terms(self, here: Computation, name: str) -> frozenset[_Key] | None:
+    def _terms(self, comp: Computation, name: str) -> frozenset[_Key] | None:
         """Returns the all-reduces whose sum is the value; None for other values."""
-        made = here[name]
-        if made.opcode in _MOVES:
-            return self._terms(here, made.operands[0])
-        if made.opcode == 'add':
-            parts = [self._terms(here, operand) for operand in made.operands]
+        op = comp[name]
+        if op.opcode in _MOVES:
+            return self._terms(comp, op.operands[0])
+        if op.opcode == 'add':
+            parts = [self._terms(comp, operand) for operand in op.operands]
             return frozenset[_Key]().union(*filter(None, parts)) if all(parts) else None
-        if made.opcode == 'parameter':
-            sites = _callers(self._module, here)
+        if op.opcode == 'parameter':
+            sites = _callers(self._module, comp)
             if len(sites) == 1:
-                return self._terms(sites[0].here, sites[0].made.operands[int(made.given)])
-        is_element = made.opcode == 'get-tuple-element'
-        key = (made.operands[0], made.element) if is_element else (name, 0)
+                return self._terms(sites[0].comp, sites[0].op.operands[int(op.given)])
+        is_element = op.opcode == 'get-tuple-element'
+        key = (op.operands[0], op.element) if is_element else (name, 0)
         return frozenset([key]) if key in self._known else None
 
 
-def _callers(module: Module, here: Computation) -> list[Place]:
-    sites = [] if here.is_entry else module.call_sites(here)
-    return [site for site in sites if site.made.opcode in ('fusion', 'call')]
+def _callers(module: Module, comp: Computation) -> list[Place]:
+    sites = [] if comp.is_entry else module.call_sites(comp)
+    return [site for site in sites if site.op.opcode in ('fusion', 'call')]
 
 
 def _joined(first: Groups, second: Groups) -> Groups | None:
-    """Returns the groups of an all-reduce of all-reduces; None if the groups do not combine."""
+    """Returns the groups of two successive all-reduces as one; None if they do not combine."""
     pairs = [(group[0], other) for group in (*first, *second) for other in group]
     joined = connected(pairs)
     size = len(first[0]) * len(second[0]) if first and second else 0

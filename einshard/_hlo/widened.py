@@ -1,4 +1,4 @@
-"""Finds collectives that XLA runs in f32, as the CPU backend has none in bf16. Imports no JAX."""
+"""Finds bf16 collectives that XLA runs in f32, as the CPU backend does. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ _MOVES = frozenset(('copy', 'bitcast', 'reshape', 'transpose', 'get-tuple-elemen
 _PROMOTED = re.compile(r'to_apply=%?\S+_promoted\b')  # named so by XLA's all-reduce promotion
 
 
-def widened_dtypes(module: Module, here: Computation, made: Instruction) -> tuple[str, ...]:
+def widened_dtypes(module: Module, comp: Computation, op: Instruction) -> tuple[str, ...]:
     """Returns the original dtype of each operand that XLA widened to f32; '' for the others.
 
     XLA converts the operand before the collective, and the result after it. Its converts have no
     metadata; those of the user's program do.
     """
-    if 'f32[' not in made.type:
-        return ('',) * len(made.operands)
-    promoted = 'bf16' if _PROMOTED.search(made.attributes) else ''
+    if 'f32[' not in op.type:
+        return ('',) * len(op.operands)
+    promoted = 'bf16' if _PROMOTED.search(op.attributes) else ''
     return tuple(
-        _converted(module, here, operand) or promoted if 'f32[' in here[operand].type else ''
-        for operand in made.operands
+        _converted(module, comp, operand) or promoted if 'f32[' in comp[operand].type else ''
+        for operand in op.operands
     )
 
 
-def _converted(module: Module, here: Computation, name: str) -> str:
+def _converted(module: Module, comp: Computation, name: str) -> str:
     """Returns the dtype before XLA's convert of a value; '' if there is no such convert."""
     while True:
-        made = here[name]
-        called = module.called(made) if made.opcode == 'fusion' else None
-        if called is not None and called[''].opcode != 'tuple':
-            here, name = called, ''
-        elif made.opcode == 'convert' and not made.op_name:
-            return narrow if (narrow := here[made.operands[0]].results[0].dtype) in _NARROW else ''
-        elif made.opcode in _MOVES:
-            name = made.operands[0]
+        op = comp[name]
+        called = module.called(op) if op.opcode == 'fusion' else None
+        if called is not None and called.root.opcode != 'tuple':
+            comp, name = called, ''
+        elif op.opcode == 'convert' and not op.op_name:
+            return narrow if (narrow := comp[op.operands[0]].results[0].dtype) in _NARROW else ''
+        elif op.opcode in _MOVES:
+            name = op.operands[0]
         else:
             return ''
 

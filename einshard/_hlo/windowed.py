@@ -38,7 +38,7 @@ def collective_einsums(
     loops = {
         loop.start: (loop, body[1])
         for loop in (module.find(' while(') if permutes else ())
-        if (body := _BODY.search(loop.made.attributes))
+        if (body := _BODY.search(loop.op.attributes))
     }
     looped: dict[int, list[Place]] = {}
     others: list[Place] = []
@@ -47,11 +47,11 @@ def collective_einsums(
         (others if start is None else looped.setdefault(start, [])).append(place)
     for start, places in looped.items():
         loop, form = loops[start]
-        yield form, loop.here, places
+        yield form, loop.comp, places
     for form, places in _unrolled(others):
         n = permutes[places[0]]
         if max(2, n - 1) <= len(places) <= n + 1:  # else permutes of several einsums are mixed
-            yield form, places[0].here, places
+            yield form, places[0].comp, places
 
 
 # --- loops --------------------------------------------------------------------------------------
@@ -59,10 +59,10 @@ def collective_einsums(
 
 def _loop(module: Module, place: Place, loops: Sequence[Place]) -> int | None:
     """Returns the offset of the loop that a permute belongs to, or None."""
-    path = {site.start for site in module.path(place.here) or () if loops}
+    path = {site.start for site in module.path(place.comp) or () if loops}
     for loop in loops:
         # the first or the last step may be outside of the loop
-        is_next_to = loop.here is place.here and (_is_first(place, loop) or _is_last(place, loop))
+        is_next_to = loop.comp is place.comp and (_is_first(place, loop) or _is_last(place, loop))
         if loop.start in path or is_next_to:
             return loop.start
     return None
@@ -70,23 +70,23 @@ def _loop(module: Module, place: Place, loops: Sequence[Place]) -> int | None:
 
 def _is_first(place: Place, loop: Place) -> bool:
     """Whether a permute makes an element of the initial loop state."""
-    state = loop.here[loop.made.operands[0]]
-    return any(_origin(loop.here, operand) == place.made.name for operand in state.operands)
+    state = loop.comp[loop.op.operands[0]]
+    return any(_origin(loop.comp, operand) == place.op.name for operand in state.operands)
 
 
 def _is_last(place: Place, loop: Place) -> bool:
     """Whether a permute sends an output of the loop, possibly after an elementwise fusion."""
-    here, (sent, *_) = place.here, place.made.operands
-    made = here[_origin(here, sent)]
-    is_alike = place.made.op_name == loop.made.op_name != ''
-    sources = made.operands if made.opcode == 'fusion' and is_alike else [made.name]
-    return loop.made.name in [_origin(here, source) for source in sources]
+    comp, (sent, *_) = place.comp, place.op.operands
+    op = comp[_origin(comp, sent)]
+    is_alike = place.op.op_name == loop.op.op_name != ''
+    sources = op.operands if op.opcode == 'fusion' and is_alike else [op.name]
+    return loop.op.name in [_origin(comp, source) for source in sources]
 
 
-def _origin(here: Computation, name: str) -> str:
-    """Returns the instruction that computes a value, before copies."""
-    while here[name].opcode in _MOVES:
-        name = here[name].operands[0]
+def _origin(comp: Computation, name: str) -> str:
+    """Returns the name of the instruction that computes a value, before copies."""
+    while comp[name].opcode in _MOVES:
+        name = comp[name].operands[0]
     return name
 
 
@@ -94,13 +94,13 @@ def _origin(here: Computation, name: str) -> str:
 
 
 def _unrolled(permutes: Sequence[Place]) -> Iterator[tuple[str, list[Place]]]:
-    """Yields the permutes of each product that pass on shards ('ag'), and partial sums ('rs')."""
+    """Yields the permutes of each product that send shards ('ag') or partial sums ('rs')."""
     products: dict[tuple[str, str, tuple[int, ...]], list[Place]] = {}
     for place in permutes:
-        made = place.made
-        if made.op_name.endswith('/dot_general'):  # the user's own permutes are not products
-            line = (number_of(field, made.metadata) for field in ('stack_frame_id', 'source_line'))
-            key = place.here.name, made.op_name, tuple(line)
+        op = place.op
+        if op.op_name.endswith('/dot_general'):  # the user's own permutes are not products
+            line = (number_of(field, op.metadata) for field in ('stack_frame_id', 'source_line'))
+            key = place.comp.name, op.op_name, tuple(line)
             products.setdefault(key, []).append(place)
     for places in products.values():
         forms: dict[str, list[Place]] = {}
@@ -114,23 +114,21 @@ def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
 
     In the form 'ag' permutes pass on a shard, in the form 'rs' a partial sum.
     """
-    here = permutes[0].here
-    by_name = {place.made.name: place for place in permutes}
+    comp = permutes[0].comp
+    by_name = {place.op.name: place for place in permutes}
     chains: list[list[Place]] = []
     sums: list[bool] = []
     starts: list[str] = []
     for place in sorted(permutes, key=lambda place: place.start):
-        sent = _origin(here, place.made.operands[0])
-        made = here[sent]
-        operands = map(functools.partial(_origin, here), made.operands)
+        sent = _origin(comp, place.op.operands[0])
+        op = comp[sent]
+        operands = map(functools.partial(_origin, comp), op.operands)
         added = next((name for name in operands if name in by_name), None)
-        before = by_name.get(sent) or (
-            by_name[added] if added and made.opcode == 'fusion' else None
-        )
+        before = by_name.get(sent) or (by_name[added] if added and op.opcode == 'fusion' else None)
         at = next((i for i, chain in enumerate(chains) if before in chain), None)
         if at is None:
             chains.append([place])
-            sums.append(made.opcode in ('broadcast', 'constant'))
+            sums.append(op.opcode in ('broadcast', 'constant'))
             starts.append(sent)
         else:
             chains[at].append(place)

@@ -40,7 +40,7 @@ class Bound:
         if self.exposed is None:
             return text
         if not self.exposed:
-            return f'{text}, hidden if overlapped'
+            return f'{text}, none exposed'
         if self.exposed >= self.seconds:
             return f'{text}, exposed'
         return f'{text}, of which {format_seconds(self.exposed)} exposed'
@@ -70,12 +70,12 @@ def find_bounds(
 ) -> Bounds:
     """Computes the lower bounds of a program.
 
-    Conditionals do not count. Loops of unknown length count as one iteration.
+    Branches of conditionals do not count. Loops of unknown length count as one iteration.
 
     Args:
         products: the matrix products.
         collectives: the collectives, each with its mesh axes: `along`.
-        is_cpu: whether the program is compiled for CPUs in place of the devices.
+        is_cpu: whether the program is compiled for CPUs that simulate the devices.
     """
     share = chip.share(devices[0])
     network, is_cpu = Network(devices, chip), is_cpu or devices[0].platform == 'cpu'
@@ -104,7 +104,6 @@ def find_bounds(
 
 
 def bounds_section(chip: str, bounds: Bounds, unknown_loops: bool) -> Section:
-    """Formats the bounds as a section of a report."""
     largest = bounds.largest
     several = len(bounds) > 1
     words = [f'{bound}{" (the largest)" * (several and bound is largest)}' for bound in bounds]

@@ -17,7 +17,7 @@ from .._notation.expression import ELLIPSIS
 from .report_rows import ArrayRow
 
 ROLES = ('weights', 'gradients', 'activations')
-# these only move data; the other collectives also sum
+# kinds that only move data; the others also sum
 _MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permute')
 
 
@@ -54,7 +54,7 @@ def find_carried(
         inputs: the paths of the program's parameters.
         outputs: the paths of the program's outputs.
     """
-    places = {place.made.name: place for place in module.find(*MARKS)} if collectives else {}
+    places = {place.op.name: place for place in module.find(*MARKS)} if collectives else {}
     origins, uses = Origins(module), output_uses(module, [one.name for one in collectives])
     for one in collectives:
         sent = origins.of(places[one.name]) if one.kind in _MOVES else None
@@ -84,8 +84,8 @@ def find_weights(
     floating = [bool(re.match(r'b?float', dtype)) for _, dtype in inputs]
     # a program without a backward pass may be the update of an optimizer, which has no products
     is_training = '/transpose(' in module.text or next(find_products(module), None) is None
-    given = {int(made.given): made.results for made in module.entry.parameters()}
-    results = module.entry[''].results
+    given = {int(op.given): op.results for op in module.entry.parameters()}
+    results = module.entry.root.results
     updated = set(module.aliases.values())
     for output, path in outputs.items():
         end = path.partition('/')[2]
@@ -106,7 +106,7 @@ def find_weights(
 def results_in_place(
     arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], module: Module
 ) -> tuple[tuple[str, str], ...]:
-    """Returns (result, argument) for results in the memory of an argument with their sharding."""
+    """Returns path pairs (result, argument) that share their memory and have one sharding."""
     inputs = [row for row in arguments if row.placement != 'not used']
     pairs = [
         (results[output], inputs[parameter])

@@ -41,7 +41,7 @@ def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, .
     others = [i for i in range(len(axes)) if i not in varying]
     rows = grid.transpose([*others, *varying]).reshape(-1, math.prod(axes[i][1] for i in varying))
     possible = {frozenset(row) for row in rows.tolist()}
-    # not all of them: a permute may lack devices that send nothing
+    # a permute may leave out groups of devices that send nothing
     if not all(len(group) > 1 and frozenset(group) in possible for group in groups):
         return None
     return tuple(axes[i][0] for i in varying)
@@ -64,7 +64,7 @@ def mesh_axes_between(pairs: Sequence[tuple[int, int]], mesh: AnyMesh) -> tuple[
 
 
 def sharding_of(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding | None:
-    """Finds the sharding in which devices have these blocks; None if the mesh has none.
+    """Finds the sharding over a mesh in which devices hold these blocks; None if there is none.
 
     For each array axis, `blocks` lists the block index of each device.
     """
@@ -113,6 +113,6 @@ def along(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy) ->
         if sum(map(len, chosen)) == len(target) and target == frozenset().union(*chosen):
             first = sorted(chosen, key=lambda part: min(axes.index(axis) for axis in part))
             words = [parts[part] for part in first]
-            if len({*words}) == len(words):  # 'a' may shard one array like 'b' another
+            if len({*words}) == len(words):  # two parts may shard axes of one name
                 return ','.join(words)
     return 'all' if len(axes) == sum(size > 1 for size in mesh.axis_sizes) else ','.join(axes)

@@ -12,7 +12,7 @@ from .fold_layers import fold
 from .report_rows import CollectiveRow
 
 _MAX_ROWS = 40  # of the table in text
-_LARGE = 0.01  # part of all bytes sent; rows with more say what they carry
+_LARGE = 0.01  # fraction of all bytes sent; rows with more say what they carry
 
 
 class Collectives(Display, tuple[CollectiveRow, ...]):
@@ -106,7 +106,7 @@ def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[st
 
 
 def _of(rows: Sequence[CollectiveRow], is_large: bool) -> str:
-    """Folds the arrays of several collectives: 'params/0-3/{q,k}'; or says what else they carry."""
+    """Formats what collectives carry: their paths, 'params/0-3/{q,k}', or role and axes."""
     # skip 'result', which is the entire result
     paths = list(dict.fromkeys(path for row in rows for path in row.of if path != 'result'))
     folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))

@@ -129,9 +129,9 @@ def compare(path: str, found: jax.Array, reference: Reference, rounding: Roundin
     array = f'{found.dtype}{shape_text(found.shape)}'
     expected, before = _numbers(reference.value), reference.before
     if not jnp.issubdtype(found.dtype, jnp.inexact):
-        difference, tolerance, because = _part(value, expected), 0.0, 'integers'
-        rounded = [_part(_numbers(one), expected) for one in reference.rounded]
-        between = [_part(replica, value) for replica in replicas]
+        difference, tolerance, because = _fraction_different(value, expected), 0.0, 'integers'
+        rounded = [_fraction_different(_numbers(one), expected) for one in reference.rounded]
+        between = [_fraction_different(replica, value) for replica in replicas]
     else:
         # 0 if the array is an argument that did not change
         scale = _largest(expected - before) or _largest(expected)
@@ -165,14 +165,14 @@ def _copies(array: jax.Array) -> Iterator[Any]:
         return
     copies: dict[int, Any] = {}
     for shard in array.addressable_shards:
-        copy = copies.setdefault(shard.replica_id, np.zeros(array.shape, _wide(array.dtype)))
+        copy = copies.setdefault(shard.replica_id, np.zeros(array.shape, _wide_dtype(array.dtype)))
         copy[shard.index] = _numbers(shard.data)
     yield from (copies[i] for i in sorted(copies))
 
 
 def _numbers(array: Any) -> Any:
     """Converts an array to NumPy, in a dtype without further rounding."""
-    return np.asarray(array).astype(_wide(array.dtype))
+    return np.asarray(array).astype(_wide_dtype(array.dtype))
 
 
 def key_data(array: Any) -> Any:
@@ -181,7 +181,7 @@ def key_data(array: Any) -> Any:
     return jax.random.key_data(array) if is_key else array
 
 
-def _wide(dtype: Any) -> Any:
+def _wide_dtype(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return np.complex128
     return np.float64 if jnp.issubdtype(dtype, jnp.floating) else dtype
@@ -209,6 +209,6 @@ def _relative(difference: float, scale: float) -> float:
     return math.inf if difference else 0.0
 
 
-def _part(one: Any, other: Any) -> float:
+def _fraction_different(one: Any, other: Any) -> float:
     """Returns the fraction of elements that differ."""
     return float(np.mean(one != other)) if one.size else 0.0

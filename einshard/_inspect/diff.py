@@ -81,7 +81,6 @@ class Compared:
 
 
 def make_diff(before: Compared, after: Compared) -> Diff:
-    """Compares two reports."""
     old, new = _arrays(before.arrays), _arrays(after.arrays)
     paths = list(dict.fromkeys([*old, *new]))
     old_sums, new_sums = _collectives(before.collectives), _collectives(after.collectives)

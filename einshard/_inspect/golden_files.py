@@ -94,8 +94,8 @@ class Goldens:
                 facts={'example': 'einshard_golden(explain(step, x))'},
             )
         path = self._path(name)
-        here = path.is_relative_to(self.shown_from)
-        shown_path = (path.relative_to(self.shown_from) if here else path).as_posix()
+        is_inside = path.is_relative_to(self.shown_from)
+        shown_path = (path.relative_to(self.shown_from) if is_inside else path).as_posix()
         golden = path.read_text(encoding='utf-8') if path.exists() else None
         text = golden_text(report)
         if text == golden:

@@ -34,7 +34,7 @@ _ELEMENT = re.compile(r'\{((?:[^{}]|\{[^{}]*\})*)\}')
 _OUTERMOST = re.compile(r'jit\([^)]*\)/')
 _TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
 _MESH = re.compile(r'(mesh\[.*?\](?:, device_ids=\(.*?\))?), \[(.*)\]')
-# these do not compute values of the user's code
+# opcodes that compute no value of the user's code
 _NO_VALUES = {'parameter', 'constant', 'tuple', 'get-tuple-element', 'broadcast', 'copy', 'bitcast'}
 
 
@@ -93,18 +93,18 @@ def _no_persistent_cache() -> Generator[None, None, None]:
 def _read(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
     module = Module(text)
     placements: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
-    for _, _, made in module.find(' sharding={'):
-        source, sharding = module.source(made), _SHARDING.search(made.attributes)
-        is_value = made.op_name.startswith('jit(') and made.opcode not in _NO_VALUES
+    for _, _, op in module.find(' sharding={'):
+        source, sharding = module.source(op), _SHARDING.search(op.attributes)
+        is_value = op.op_name.startswith('jit(') and op.opcode not in _NO_VALUES
         if not is_value or source is None or sharding is None:
             continue
-        (array,) = made.results
+        (array,) = op.results
         key = sharding[1], len(array.shape)
         if key not in placements:
             placements[key] = _placement(*key, meshes)
         placement, parts = placements[key]
         yield ArrayRow(
-            path=_OUTERMOST.sub('', made.op_name, count=1),
+            path=_OUTERMOST.sub('', op.op_name, count=1),
             shape=array.shape,
             dtype=array.dtype,
             placement=placement,
@@ -115,12 +115,12 @@ def _read(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
 
 
 def shardings_in(
-    made: Instruction, n_dims: Sequence[int], mesh: AnyMesh
+    op: Instruction, n_dims: Sequence[int], mesh: AnyMesh
 ) -> list[NamedSharding | None]:
     """Reads the shardings of an instruction, for arrays of these ranks; None if not on `mesh`."""
     if mesh.size == 1:
         return [NamedSharding(mesh, PartitionSpec()) for _ in n_dims]
-    _, _, text = made.attributes.partition('sharding=')
+    _, _, text = op.attributes.partition('sharding=')
     texts = _ELEMENT.findall(text[text.startswith('{{') :])[: len(n_dims)]
     texts += [''] * (len(n_dims) - len(texts))
     blocks = [

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import AbstractMesh, Sharding
+from jax.sharding import AbstractMesh, Mesh, Sharding
 from jax.stages import Compiled, Lowered, Traced
 
 from .._errors import EinshardError
@@ -137,7 +137,7 @@ def trace_call(
     quiet_libtpu()
     name = name_of(fn)
     check_arguments(fn, name, args, kwargs)
-    target = None if mesh is None else _concrete(current_context(mesh).lowering_mesh)
+    target = None if mesh is None else concrete(current_context(mesh).lowering_mesh, 'compile for')
     if target is not None:
         # only shapes: arrays cannot be moved to devices that may not exist
         _check_no_refs(name, target, args, kwargs)
@@ -244,10 +244,11 @@ def _check_no_refs(
         )
 
 
-def _concrete(mesh: AnyMesh) -> AnyMesh:
+def concrete(mesh: AnyMesh, use: str) -> Mesh:
+    """Returns the mesh; raises for an abstract one, which has no devices to `use`."""
     if isinstance(mesh, AbstractMesh):
         raise EinshardError(
-            'an abstract mesh has no devices to compile for',
+            f'an abstract mesh has no devices to {use}',
             facts={
                 'mesh': mesh_fact(mesh),
                 'instead': "pass a Mesh with devices; for a TPU slice you don't have, "

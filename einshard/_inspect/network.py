@@ -72,12 +72,12 @@ class Network:
         for pattern, needs in self._all_needs(collectives):
             crossing[pattern] = crossing.get(pattern, 0) + needs
         bounds = [_longest(needs, self.rates((pattern,))) for pattern, needs in crossing.items()]
-        if len(bounds) > 1:  # all over the links of all of them
+        if len(bounds) > 1:  # the bytes of all patterns, over all their links
             bounds.append(_longest(sum(crossing.values()), self.rates(tuple(crossing))))
         return max(bounds, default=0.0)
 
     def seconds_per_byte(self, kind: str, groups: Sequence[Ints]) -> float:
-        """The least time of a collective in these groups, for each byte of its array."""
+        """Returns the minimum time of a collective in these groups, per byte of its array."""
         pattern = _Pattern(False, tuple(map(tuple, groups)))
         return _longest(self.needs(kind, pattern), self.rates((pattern,)))
 
@@ -188,7 +188,7 @@ class Network:
 
 
 class _Pattern(NamedTuple):
-    """Which devices send to each other: the groups, or the pairs of a permute."""
+    """The devices that send to each other: the groups, or the pairs of a permute."""
 
     directed: bool
     groups: tuple[tuple[int, ...], ...]

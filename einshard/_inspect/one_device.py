@@ -133,11 +133,11 @@ def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
         function = ShardedFunction(function._setup)  # type: ignore[reportPrivateUsage]
     elif isinstance(function, _JITTED):
         function = function.__wrapped__  # type: ignore[reportFunctionMemberAccess]
-    leaves = [_moved(x, mesh) if i in call.paths else x for i, x in enumerate(call.leaves)]
+    leaves = [_put(x, mesh) if i in call.paths else x for i, x in enumerate(call.leaves)]
     return replace(call, function=function, leaves=leaves)
 
 
-def _moved(array: Any, mesh: Mesh) -> Any:
+def _put(array: Any, mesh: Mesh) -> Any:
     sharding = getattr(array, 'sharding', None)
     if not isinstance(sharding, NamedSharding):
         sharding = NamedSharding(mesh, PartitionSpec())
@@ -156,7 +156,7 @@ def sharding_on(sharding: Any, device: Device) -> NamedSharding:
 
 
 @contextmanager
-def _only(mesh: Any) -> Generator[None, None, None]:
+def _use_mesh(mesh: Any) -> Generator[None, None, None]:
     """Replaces the mesh in context, and the meshes of expressions, by a mesh of one device."""
     ambient = ambient_mesh()
     with ExitStack() as stack:
@@ -181,7 +181,7 @@ class Compiled:
     def __init__(self, name: str, mesh: Mesh, function: Callable[..., Any], *arguments: Any):
         self._name = name
         self._mesh = mesh
-        with self._only_device():
+        with self._errors_on_one_device():
             traced = jax.jit(function).trace(*arguments)
             self.jaxpr = traced.jaxpr
             lowered = traced.lower()
@@ -191,13 +191,13 @@ class Compiled:
 
     def __call__(self, *arguments: Any) -> Any:
         """Returns the results as NumPy arrays."""
-        with self._only_device():
+        with self._errors_on_one_device():
             return gather(self._compiled(*arguments))
 
     @contextmanager
-    def _only_device(self) -> Generator[None, None, None]:
+    def _errors_on_one_device(self) -> Generator[None, None, None]:
         try:
-            with _only(self._mesh):
+            with _use_mesh(self._mesh):
                 yield
         except EinshardError as error:
             if self._name in error.sentence:

@@ -33,7 +33,7 @@ _ALLOCATION = re.compile(r'^allocation \d+: size (\d+), (.*)', re.MULTILINE)
 
 
 class Oversized:
-    """A program that does not fit into memory, with those methods of `Compiled` that we use.
+    """A program that does not fit into memory, with the methods of `Compiled` that reports use.
 
     Attributes:
         available: bytes that the device has for programs.
@@ -117,17 +117,17 @@ def _dumped(stages: Stages, mesh: AnyMesh) -> tuple[Any, ...] | None:
     if not (before and after and buffers):
         return None
     module = Module(before)
-    parameters = sorted(module.entry.parameters(), key=lambda made: int(made.given))
+    parameters = sorted(module.entry.parameters(), key=lambda op: int(op.given))
     leaves, treedef = jtu.tree_flatten(lowered.args_info)
     kept = _kept(stages, len(leaves))
     if len(kept) != len(parameters):
         return None
     argument_shardings = {
-        i: shardings_in(made, [len(leaves[i].shape)], mesh)[0]
-        for i, made in zip(kept, parameters, strict=True)
+        i: shardings_in(op, [len(leaves[i].shape)], mesh)[0]
+        for i, op in zip(kept, parameters, strict=True)
     }
     results, out_tree = jtu.tree_flatten(lowered.out_info)
-    result_shardings = shardings_in(module.entry[''], [len(one.shape) for one in results], mesh)
+    result_shardings = shardings_in(module.entry.root, [len(one.shape) for one in results], mesh)
     if None in argument_shardings.values() or None in result_shardings:
         return None
     shardings = treedef.unflatten([argument_shardings.get(i) for i in range(len(leaves))])

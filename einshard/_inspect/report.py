@@ -27,7 +27,7 @@ _MAX_ROWS = 40  # of a table in text
 
 @dataclass(frozen=True, repr=False)
 class Report(Display):
-    """A report on a compiled function, made by `explain`. Text in print, HTML in notebooks.
+    """A report on a compiled function, made by `explain`. Prints as text; notebooks show HTML.
 
     Text shows the first rows of long tables, HTML all of them: `report.save('report.html')`.
 
@@ -75,7 +75,7 @@ class Report(Display):
     def network_bytes(self) -> int:
         """Bytes that each device sends in one run.
 
-        A loop with unknown trip count counts as one iteration. Custom calls are not included.
+        A loop with an unknown trip count counts as one iteration. Custom calls are not included.
         """
         return sum(self.collectives.network_bytes.values())
 

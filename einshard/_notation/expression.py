@@ -123,7 +123,7 @@ def _parse(text: str) -> Expression:
     if not text.strip():
         raise EinshardError(
             'the expression is empty',
-            facts={'for a scalar': "'... -> * ...'", 'for a matrix': "'a b -> a* b'"},
+            facts={'to replicate': "'... -> * ...'", 'to shard a matrix': "'a b -> a* b'"},
         )
     if len(arrows) > 1:
         raise EinshardError(
@@ -230,7 +230,7 @@ def _check_sides(expression: Expression) -> None:
     if not right:
         end = len(expression.text)
         raise EinshardError(
-            "the right side is empty; list the placement of every axis after '->'",
+            "the right side is empty; list every axis after '->', and '*' to replicate",
             expression=expression.text,
             spans=[(end, end + 1)],
             fix=Suggestion(' '.join([*map(str, left), '->', '*', *map(str, left)])),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from .._cache import cached
-from .._errors import Suggestion, plural, quoted
+from .._errors import EinshardError, Suggestion, plural, quoted
 from .counts import Devices, solve_counts
 from .expression import ELLIPSIS, Expression, Term
 
@@ -218,6 +218,17 @@ def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...],
     return tuple(fitted)
 
 
+def misfit(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
+    """Returns the error for a layout that does not fit the axes of a mesh."""
+    counts = ' x '.join(str(split.count) for split in layout.splits if not split.mesh_axes)
+    return expression.error(
+        f'the counts {counts} do not match the axes of the mesh',
+        [term for term in expression.right if term.takes_devices and not term.mesh_axes],
+        mesh=mesh,
+        expected='counts that are products of consecutive mesh axis sizes, in mesh order',
+    )
+
+
 def refactor(layout: Layout) -> tuple[int, ...]:
     """Returns mesh axis sizes that fit a layout: the prime factors of each dimension."""
     return tuple(itertools.chain.from_iterable(prime_factors(s.count) for s in layout.splits))
@@ -285,7 +296,7 @@ def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]
         if needs_rank(expression):
             raise expression.error(
                 f"the position of {quoted(names[before + 1 :])} after '...' depends on the number "
-                'of dimensions, which is not known here',
+                'of dimensions, which is unknown',
                 [t for t in expression.left if t.name == ELLIPSIS],
                 expected='ndim=x.ndim, for an array x',
             )

@@ -115,7 +115,7 @@ class _Specs:
         if rest:
             raise self.counts_do_not_fit(counts)
         if left > 1 and not any(spec.spells_out_replicas for spec in self.specs):
-            raise self.left_over(counts)
+            raise self.unused_devices(counts)
         orders = list(itertools.islice(_orders(self.specs, counts, self.n_devices), 2))
         if not orders:
             raise self.no_order(counts)
@@ -242,7 +242,7 @@ class _Specs:
             changed.append(replace(spec, expression=replace(spec.expression, right=right)))
         return replace(self, specs=tuple(changed))
 
-    def left_over(self, counts: Mapping[str, int]) -> EinshardError:
+    def unused_devices(self, counts: Mapping[str, int]) -> EinshardError:
         n_devices = self.n_devices
         sharded = [f'{name}{count}' for name, count in counts.items() if count > 1]
         longest = max(self.specs, key=lambda spec: len(spec.defines))

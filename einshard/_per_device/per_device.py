@@ -217,7 +217,7 @@ class _Mapped:
             ambient = jax.sharding.get_abstract_mesh()
             if {*ambient.axis_types} == {AxisType.Manual}:
                 raise EinshardError(
-                    'the enclosing per-device function uses all mesh axes, so none is left here',
+                    'the enclosing per-device function leaves no mesh axes for this one',
                     facts={
                         'mesh in context': mesh_fact(ambient),
                         'instead': 'limit the mesh axes of the enclosing function with axis_names=',
@@ -374,14 +374,13 @@ class _Mapped:
     def _no_axis(self, view: View, axis: str) -> EinshardError:
         axes = {name: n for name, n in view.axes.items() if not self.manual or name in self.manual}
         facts = {'mesh axes': mesh_text(axes) or 'none'}
+        sentence = f"{self.name} uses mesh axis '{axis}', "
         if axis in view.axes:
-            sentence = f"mesh axis '{axis}' is not in axis_names="
+            sentence += 'which is not in axis_names='
         elif view.by_name:
-            sentence = (
-                f"mesh axis '{axis}' does not exist: no expression shards an axis named '{axis}'"
-            )
+            sentence += f"but no expression shards an axis named '{axis}'"
         else:
-            sentence = f"the mesh has no axis '{axis}'"
+            sentence += 'but the mesh has no such axis'
             facts['note'] = 'if a mesh is passed or in context, collectives use its axis names'
             if axis in view.joint.named_sizes:
                 facts[f"'{axis}' is sharded over"] = view.mesh_axes_of(axis)

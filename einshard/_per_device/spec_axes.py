@@ -17,7 +17,7 @@ def read_spec(of: str, text: str) -> SpecAxes:
     read = SpecAxes(of, parse(text))
     signed = [term for term in read.expression.right if term.sign]
     if signed:
-        raise read.error('per_device takes and returns no partial sums', signed)
+        raise read.error('per_device does not support partial sums', signed)
     return read
 
 
@@ -62,7 +62,7 @@ class SpecAxes:
             raise error.about(spec_of=self.of).with_fix(None) from None
 
     def read(self, grid: tuple[MeshAxis, ...], axis: MeshAxis) -> tuple[MeshAxis, ...] | None:
-        """Returns the grid that is left if `axis` is the next mesh axis; None if it cannot be."""
+        """Returns what is left of the grid after mesh axis `axis`; None if it cannot be next."""
         name, count = axis
         if name in self.uses:
             return grid
@@ -79,7 +79,7 @@ class SpecAxes:
         return grid[1:] if n_replicas == count else ((None, n_replicas // count), *grid[1:])
 
     def check(self, others: Sequence[SpecAxes]) -> None:
-        """Raises if it defines an axis twice, or uses an axis that does not exist."""
+        """Raises if the expression defines an axis twice, or uses an axis that does not exist."""
         terms = [term for term in self.expression.right if _defines_an_axis(term)]
         names = [term.name for term in terms]
         repeated = [term for term in terms if names.count(term.name) > 1]

@@ -38,12 +38,12 @@ class Blocks:
 
     @property
     def n_holders(self) -> int:
-        """The number of devices that hold each block, or a term of it."""
+        """The number of devices that hold each block, or a term of it in a partial sum."""
         return len(self.devices) // self.n_blocks
 
     @property
     def replicas(self) -> int:
-        """The number of devices with a replica of each block, or of each term of it."""
+        """The number of devices that hold the same data: a block, or the same term of it."""
         return self.n_holders // self.terms
 
     @property

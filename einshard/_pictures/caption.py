@@ -46,7 +46,7 @@ def _held(blocks: Blocks) -> str:
 
 
 def note(blocks: Blocks) -> str:
-    """Says below a drawing if its blocks are on several devices; otherwise empty."""
+    """Returns the line below a drawing, about partial sums and replicas; '' without them."""
     words = [f'a sum of {blocks.terms} terms'] * (blocks.terms > 1)
     words += [f'hatched: {blocks.replicas} replicas'] * (blocks.replicas > 1)
     return ', '.join(words)

@@ -33,8 +33,8 @@ class _Sheet:
     margin: float  # on the left, for row labels
     top: float  # for the title and column labels
     reach: float  # width of the picture without the margin
-    most: int  # as many devices, or ranges of them, are in the list of a block
-    font: tuple[float, int, int]  # of these lists; every k-th row and column has them
+    most: int  # the most devices, or ranges of them, that the label of a block lists
+    font: tuple[float, int, int]  # of labels: size, and the steps between labeled rows and columns
 
     @property
     def box_width(self) -> float:
@@ -136,7 +136,7 @@ def _hatching(width: float, height: float) -> str:
 
 
 def _labels(sheet: _Sheet, n: int) -> Iterator[str]:
-    """Writes devices into blocks; if they do not fit, into some, from the corner of each."""
+    """Writes the devices of each block; if they do not fit, of every k-th row and column."""
     slices, blocks, (size, rows, columns) = sheet.slices, sheet.slices.blocks, sheet.font
     anchor = 'middle' if columns == 1 else 'start'
     yield (
@@ -162,8 +162,7 @@ def _labels(sheet: _Sheet, n: int) -> Iterator[str]:
 def _font(blocks: Blocks, width: float, height: float) -> tuple[int, tuple[float, int, int]]:
     """Fits device labels into boxes.
 
-    Returns how many items a list has at most; and the font size, and the steps between the rows and
-    between the columns that have labels.
+    Returns `most` and `font` of a `_Sheet`.
     """
     holders = [blocks.holders(i) for i in range(min(blocks.n_blocks, _MAX_BOXES))]
     needed = {

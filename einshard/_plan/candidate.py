@@ -30,7 +30,7 @@ class Candidate:
 
     @property
     def placements(self) -> dict[str, str]:
-        """The placements as `axis_rules` takes them: {'batch': '@x', 'layers': ''}."""
+        """The placements, for `axis_rules`: {'batch': '@x', 'layers': ''}."""
         return {name: str(Term('', mesh_axes=axes)) if axes else '' for name, axes in self.axes}
 
     def mesh_of(self, devices: Mesh) -> Mesh:

@@ -96,7 +96,7 @@ class _Search:
         return known
 
     def key(self, plan: Plan) -> tuple[float, ...]:
-        """What plans are sorted by: whether they fit, the objective, then memory and bytes."""
+        """Returns the sort key of a plan: whether it fits, the objective, memory, bytes sent."""
         known = self.keys.get(plan)
         if known is None:
             known = self.keys[plan] = self._key(plan)
@@ -124,7 +124,7 @@ class _Search:
         return sorted(dict.fromkeys(kept), key=self.key)[:n]
 
     def ranked(self) -> list[Plan]:
-        """All plans, best first; of plans that differ only in the names of mesh axes, one."""
+        """Returns all plans, best first, without those that only rename the mesh axes."""
         found: dict[object, Plan] = {}
         for plan in sorted(self.known, key=self.key):
             same = tuple(sorted((size, sorted(role)) for size, role in zip(*plan, strict=True)))
@@ -135,7 +135,7 @@ class _Search:
         return list(found.values())
 
     def simplified(self, plan: Plan) -> Plan:
-        """Leaves out names whose sharding changes nothing."""
+        """Returns the plan without the names whose sharding does not lower its cost."""
         sizes, roles = plan
         for axis, name in [(i, name) for i, role in enumerate(roles) for name in sorted(role)]:
             if name in self.space.pinned:
@@ -149,7 +149,7 @@ class _Search:
     def merged(self, plan: Plan) -> Plan:
         """Merges mesh axes that shard the same names, except the axis between slices."""
         if self.space.mesh is not None or any(self.space.pinned.values()):
-            return plan  # its mesh axes have names
+            return plan  # the user has named the mesh axes
         sizes: dict[tuple[Role, bool], int] = {}
         for i, (size, role) in enumerate(zip(*plan, strict=True)):
             key = role, i == 0 and self.space.n_slices > 1

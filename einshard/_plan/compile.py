@@ -49,7 +49,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """The process that runs now, or None."""
+        """The id of the worker process; None if it is not running."""
         return None if self._process is None else self._process.pid
 
     def submit(self, request: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ def _environment(n_devices: int) -> dict[str, str]:
 
 
 class _Wrapped:
-    """Lets `jax.export` take a traced function; it expects a jitted one."""
+    """Wraps a traced function for `jax.export`, which expects a jitted one."""
 
     def __init__(self, traced: Any):
         self._traced = traced

@@ -33,7 +33,7 @@ _TYPICAL = 'TPU v5e'
 
 
 class Totals(NamedTuple):
-    """The costs of a candidate, as a search needs them: seconds and bytes per device."""
+    """The costs of a candidate per device: seconds, and bytes sent and in memory."""
 
     compute: float
     hbm: float
@@ -77,7 +77,7 @@ class Estimator:
         self._known: list[dict[Any, _Cost]] = [{} for _ in self.products]
 
     def totals(self, axes: Axes) -> Totals:
-        """The costs of a device if these mesh axes shard each name."""
+        """Estimates the costs per device if `axes` shard each named axis."""
         compute = network = sent = gathered = 0.0
         for one in self._costs(axes):
             compute += one[0]
@@ -89,7 +89,7 @@ class Estimator:
         return Totals(compute, hbm, network, sent, memory + gathered)
 
     def judge(self, candidate: Candidate) -> Judgement:
-        """Estimates one candidate in detail."""
+        """Estimates the bounds, the memory and the bytes sent of a candidate."""
         axes = self.axes(candidate)
         totals = self.totals(axes)
         sent: Counter[str] = Counter()
@@ -117,7 +117,7 @@ class Estimator:
         )
 
     def axes(self, candidate: Candidate) -> Axes:
-        """The mesh axes that shard each name; the names include the mesh axes, for given specs."""
+        """Returns the mesh axes of each name; specs may name mesh axes, so these are names too."""
         sizes = [size for _, size in candidate.mesh]
         of = {name: axis for (name, _), axis in zip(candidate.mesh, mesh_axes(sizes), strict=True)}
         by_name = {name: tuple(of[axis] for axis in used) for name, used in candidate.axes}
@@ -168,7 +168,7 @@ class _StoredArrays:
         self._known: list[dict[Any, float]] = [{} for _ in self.kinds]
 
     def bytes(self, axes: Axes) -> tuple[float, float]:
-        """The bytes per device that are read and written once, and those in memory at the peak."""
+        """Returns the bytes per device that are read or written once, and the peak memory."""
         parts: list[float] = []
         of = axes.__getitem__
         for (flat, names), known in zip(self.kinds, self._known, strict=True):

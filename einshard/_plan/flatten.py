@@ -91,7 +91,7 @@ class _Reader:
         self.n_scopes = 0
 
     def new(self, aval: Any) -> int | None:
-        """Adds a value; None for a scalar, or for what has no shape."""
+        """Adds a value and returns its number; None for a scalar or a value without a shape."""
         shape = getattr(aval, 'shape', ())
         if not shape:
             return None
@@ -271,7 +271,7 @@ def _source(eqn: Any) -> str:
 
 
 def _used(program: Program) -> list[Op]:
-    """Lists the operations whose results are used; repeatedly, as a body may use its own carry."""
+    """Drops unused operations, until none is left: a loop body may use its own carry."""
     used: set[int | None] = {value for value in program.results if value is not None}
     kept: set[int] = set()
     n_before = -1

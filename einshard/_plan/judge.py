@@ -114,7 +114,6 @@ class Partitioner:
         self.close()
 
     def close(self) -> None:
-        """Ends the worker."""
         self._waiting.clear()
         self._worker.close()
 
@@ -247,5 +246,5 @@ class _Program:
 
 
 def _sent(one: Collective) -> int:
-    """Bytes that a device sends in one run, as far as known."""
+    """Returns the bytes that a device sends in one run; unknown ones count as 0."""
     return (one.network_bytes or 0) * (1 if one.executions is None else one.executions)

@@ -1,4 +1,4 @@
-"""Judgement: what one candidate costs, according to one judge."""
+"""Judgement: the costs of a candidate, estimated or read from a compiled program."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Judge: TypeAlias = Literal['estimate', 'partitioner', 'compiler']
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a candidate costs.
+    """The costs of a candidate.
 
     Attributes:
         candidate: the sharding.
-        judge: what these costs come from.
+        judge: the source of these costs.
         bounds: lower bounds on the time of one run; empty if the chip is unknown.
         memory: bytes per device; None if unknown.
         sent: bytes that a device sends in one run, by mesh axes: {'x': 10, 'x,y': 20}.
-        sent_by: the same bytes, by kind of collective and what it carries:
+        sent_by: the same bytes, by kind of collective and role:
             {('all-gather', 'weights'): 10}.
-        counts: the number of collectives by kind, as `collectives=` takes them.
+        counts: the number of collectives by kind, in the form of `collectives=`.
         error: why it does not compile, or ''.
     """
 
@@ -52,12 +52,12 @@ class Judgement:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """The bound with full overlap (the largest one) and without overlap (the sum)."""
+        """The lower bound if all resources overlap (the largest), and if none do (the sum)."""
         each = [bound.seconds for bound in self.bounds]
         return max(each, default=0.0), sum(each)
 
     def cost(self, objective: Objective) -> tuple[float, float, float]:
-        """What plans are ranked by, smaller first: the objective, then memory, then bytes."""
+        """Returns the sort key of a plan, best first: the objective, memory, bytes sent."""
         memory, sent = float(self.memory or 0), float(self.network_bytes)
         first = {'bound': self.seconds[1], 'bytes': sent, 'memory': memory}[objective]
         return (float('inf') if self.error else first, memory, sent)

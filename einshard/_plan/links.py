@@ -80,7 +80,7 @@ def _elementwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relati
 
 
 def _each(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Every operand has its own result."""
+    """Links each operand to the result with the same number."""
     return Relation(tuple((i, d, i, d) for i, shape in enumerate(ins) for d in range(len(shape))))
 
 
@@ -184,7 +184,7 @@ def _squeeze(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 
 
 def _reshape(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Of merged or split axes, the major one keeps the sharding."""
+    """Links the major axes of a reshape; the other merged or split axes stay unsharded."""
     return Relation(tuple((0, a, 0, b) for a, b in major_axes(ins[0], outs[0])))
 
 
@@ -239,8 +239,8 @@ def _window(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     return Relation(tuple((i, d, 0, d) for i in same for d in range(len(outs[0]))))
 
 
-def _along(parameter: str) -> Callable[..., Relation]:
-    """A rule for operations along one axis, such as a sort."""
+def _unsharded_axis(parameter: str) -> Callable[..., Relation]:
+    """Returns the rule for operations along one axis, such as a sort; `parameter` names it."""
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
         axis = params.get(parameter, -1) % max(len(ins[0]), 1)
@@ -324,12 +324,12 @@ _RULES: dict[str, Callable[..., Relation]] = {
     'reduce_window_min': _window,
     'select_and_scatter_add': _window,
     'select_and_gather_add': _window,
-    'sort': _along('dimension'),
-    'top_k': _along('axis'),
-    'cumsum': _along('axis'),
-    'cumprod': _along('axis'),
-    'cummax': _along('axis'),
-    'cummin': _along('axis'),
-    'cumlogsumexp': _along('axis'),
+    'sort': _unsharded_axis('dimension'),
+    'top_k': _unsharded_axis('axis'),
+    'cumsum': _unsharded_axis('axis'),
+    'cumprod': _unsharded_axis('axis'),
+    'cummax': _unsharded_axis('axis'),
+    'cummin': _unsharded_axis('axis'),
+    'cumlogsumexp': _unsharded_axis('axis'),
     'optimization_barrier': _each,
 }

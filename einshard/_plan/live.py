@@ -120,7 +120,7 @@ def _spans(program: Program) -> dict[int, tuple[int, int]]:
 
 
 def _outermost_within(scope: int, outer: int, parents: Sequence[int]) -> int:
-    """The loop directly in `outer` that contains `scope`; 0 if there is none."""
+    """Returns the outermost loop inside `outer` that contains `scope`; 0 if there is none."""
     found = 0
     while scope != outer and scope:
         found, scope = scope, parents[scope]

@@ -76,7 +76,7 @@ def _notes(choices: list[Judgement], search: Search) -> Iterator[str]:
         )
     by_target = [one for one in choices if one.judge == 'compiler']
     if search.by_compiler is not None and not by_target:
-        yield "the target's compiler was not used; the partitioner's memory may be 20 % too high"
+        yield "the target's compiler was not used; the partitioner's memory may be 40 % too high"
 
 
 def _warnings(best: Judgement, search: Search, model: Model) -> Iterator[str]:

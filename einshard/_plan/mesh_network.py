@@ -13,7 +13,7 @@ from .product_cost import MeshAxis
 
 
 class MeshNetwork:
-    """The rates of collectives along the axes of any mesh of some devices.
+    """Finds the time of collectives along mesh axes, for any mesh shape of the same devices.
 
     Args:
         devices: in hardware order; a mesh is a row-major reshape of them.
@@ -25,7 +25,7 @@ class MeshNetwork:
         self._known: dict[tuple[str, tuple[MeshAxis, ...]], float] = {}
 
     def seconds_per_byte(self, kind: str, axes: Sequence[MeshAxis]) -> float:
-        """The least time of a collective along some mesh axes, for each byte of its array."""
+        """Returns the minimum time of a collective along mesh axes, per byte of its array."""
         kind = 'all-gather' if kind == 'reduce-scatter' else kind  # the same in reverse
         key = kind, tuple(axes)
         found = self._known.get(key)

@@ -1,4 +1,4 @@
-"""Model: what a function computes, by the names of its axes. `find_model` finds it by tracing."""
+"""Model: the arrays and products of a function, with axis names. `find_model` traces for it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Model:
-    """What a function computes, by the names of its axes.
+    """The arrays and products of a function, with the names of their axes.
 
     Attributes:
         name: of the function.
@@ -113,7 +113,7 @@ def find_model(
 def _or_known(
     specified: list[AxisNames | None], known: list[AxisNames | None]
 ) -> list[AxisNames | None]:
-    """Returns the names in the specs of leaves, or else those in their metadata."""
+    """Returns the axis names of leaves: those of their specs, else those in `known`."""
     if len(specified) != len(known):  # `known` has static arguments too
         return specified
     both = zip(specified, known, strict=True)

@@ -25,26 +25,26 @@ def name_axes(
     results: Sequence[AxisNames | None],
 ) -> list[AxisNames]:
     """Returns the names of the axes of every value."""
-    demanded = _Table(program)
+    required = _Table(program)
     for value, names in zip(program.results, results, strict=True):
-        demanded.set(value, names)
+        required.set(value, names)
     # twice: the names of a loop's carry are known only after the first pass
     for _ in range(2):
         for op in reversed(program.ops):
-            _demand(op, demanded)
-    found = _Table(program)
+            _name_operands(op, required)
+    forward = _Table(program)
     for value, names in zip(program.arguments, arguments, strict=True):
-        found.set(value, names)
+        forward.set(value, names)
         if value is not None:
-            found.set(value, demanded.names[value])
+            forward.set(value, required.names[value])
     for _ in range(2):
         for op in program.ops:
-            _name(op, found, demanded)
-    return [tuple(names) for names in found.names]
+            _name_results(op, forward, required)
+    return [tuple(names) for names in forward.names]
 
 
 class _Table:
-    """The names of the axes of every value, each set once."""
+    """The axis names of every value; a name that is set does not change."""
 
     def __init__(self, program: Program):
         self.specs = [value.spec for value in program.values]
@@ -56,33 +56,33 @@ class _Table:
                 self.names[value][axis] = one
 
 
-def _demand(op: Op, demanded: _Table) -> None:
-    """Sets the names of the operands to those that their consumers need."""
+def _name_operands(op: Op, required: _Table) -> None:
+    """Gives each operand the axis names that its consumers require."""
     if op.primitive == _CONSTRAINT:
-        demanded.set(op.ins[0], (op.outs[0] is not None and demanded.specs[op.outs[0]]) or ())
+        required.set(op.ins[0], (op.outs[0] is not None and required.specs[op.outs[0]]) or ())
     elif op.relation.einsum is None and op.primitive != 'scan_axis':
         for i, axis, o, of_out in op.relation.links:
             old, new = op.ins[i], op.outs[o]
-            if old is not None and new is not None and demanded.names[old][axis] is None:
-                demanded.names[old][axis] = demanded.names[new][of_out]
+            if old is not None and new is not None and required.names[old][axis] is None:
+                required.names[old][axis] = required.names[new][of_out]
 
 
-def _name(op: Op, found: _Table, demanded: _Table) -> None:
-    """Sets the names of the results."""
+def _name_results(op: Op, forward: _Table, required: _Table) -> None:
+    """Gives each result the axis names of its constraint, its operands or its consumers."""
     chooses = op.relation.einsum is not None
     for out in op.outs:
         if out is not None and op.primitive == _CONSTRAINT:
-            found.set(out, found.specs[out])
+            forward.set(out, forward.specs[out])
         elif out is not None and chooses:
-            found.set(out, demanded.names[out])
+            forward.set(out, required.names[out])
     for i, axis, o, of_out in op.relation.links:
         old, new = op.ins[i], op.outs[o]
-        if old is not None and new is not None and found.names[new][of_out] is None:
-            found.names[new][of_out] = found.names[old][axis]
+        if old is not None and new is not None and forward.names[new][of_out] is None:
+            forward.names[new][of_out] = forward.names[old][axis]
     if op.primitive not in _CONNECTIONS:
         for out in op.outs:
             if out is not None:
-                found.set(out, demanded.names[out])
+                forward.set(out, required.names[out])
 
 
 # the names of what a loop carries or stacks may come from another operation

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from .._errors import EinshardError
 from .._functions.bound_method import BoundMethod
 from .._functions.sharded import ShardedFunction
 from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import parse_bytes
+from .._inspect.lowered import concrete
 from .._progress import progress
 from .._sharding.axis_rules import Placed, check_option
 from .._sharding.context import current_context
@@ -55,7 +56,7 @@ def plan(
         ...     return jax.nn.relu(x @ w)
         >>> x = jax.ShapeDtypeStruct((1024, 64), jnp.bfloat16)
         >>> w = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)
-        >>> found = plan(up, x, w, mesh=device_mesh(), chip='v5e')  # doctest: +SKIP
+        >>> found = plan(up, x, w, mesh=device_mesh(), chip='TPU v5e')  # doctest: +SKIP
         >>> found.rules  # doctest: +SKIP
         {'batch': '@x', 'embed': '', 'mlp': ''}
 
@@ -95,18 +96,8 @@ def plan(
     check_option('objective', objective, get_args(Objective))
     _check_has_no_mesh(fn)
     devices = _devices(mesh)
-    chip = as_chip(chip) if chip is not None else find_chip(devices.devices.flat[0].device_kind)
-    if objective == 'bound' and chip is None:
-        raise EinshardError(
-            "objective='bound' needs a chip, but the chip of these devices is unknown",
-            facts={
-                'devices': devices.devices.flat[0].device_kind,
-                'instead': "chip='TPU v5e', mesh=topology('v5e:4x4'), or objective='bytes'",
-            },
-        )
-    limit = parse_bytes(memory, 'memory=') if memory is not None else None
-    if limit is None and chip is not None:
-        limit = int(chip.memory * chip.share(devices.devices.flat[0]))
+    chip = _chip(chip, devices, objective)
+    limit = _memory(memory, chip, devices)
     _check_budget(compilations, seconds)
     fixed = None if is_device_mesh(devices) else tuple(devices.shape.items())
     model = find_model(fn, args, kwargs, [axis for axis, _ in fixed or ()])
@@ -133,16 +124,7 @@ def plan(
 
 
 def _devices(mesh: MeshLike | None) -> Mesh:
-    target = current_context(mesh).lowering_mesh
-    if isinstance(target, AbstractMesh):
-        raise EinshardError(
-            'an abstract mesh has no devices to plan for',
-            facts={
-                'mesh': mesh_fact(target),
-                'instead': "a mesh of devices, or of a TPU slice you don't have: "
-                "topology('v5e:4x4')",
-            },
-        )
+    target = concrete(current_context(mesh).lowering_mesh, 'plan for')
     if target.size == 1:
         raise EinshardError(
             'there is nothing to plan for one device',
@@ -153,6 +135,26 @@ def _devices(mesh: MeshLike | None) -> Mesh:
             },
         )
     return target
+
+
+def _chip(chip: Chip | str | None, devices: Mesh, objective: Objective) -> Chip | None:
+    kind = devices.devices.flat[0].device_kind
+    found = as_chip(chip) if chip is not None else find_chip(kind)
+    if objective == 'bound' and found is None:
+        raise EinshardError(
+            "objective='bound' needs a chip, but the chip of these devices is unknown",
+            facts={
+                'devices': kind,
+                'instead': "chip='TPU v5e', mesh=topology('v5e:4x4'), or objective='bytes'",
+            },
+        )
+    return found
+
+
+def _memory(memory: str | int | None, chip: Chip | None, devices: Mesh) -> int | None:
+    if memory is not None:
+        return parse_bytes(memory, 'memory=')
+    return None if chip is None else int(chip.memory * chip.share(devices.devices.flat[0]))
 
 
 def _check_has_no_mesh(fn: Any) -> None:

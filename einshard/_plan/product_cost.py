@@ -73,7 +73,7 @@ def shards(names: Sequence[Names], axes: Axes) -> dict[MeshAxis, int]:
 
 
 def cheapest_way(product: Product, axes: Axes, flop_seconds: float, rate: Rate) -> Way:
-    """Returns the way that takes the least time: flops and network, one after the other."""
+    """Returns the way with the least time, if flops and network do not overlap."""
     sides = [_Sharded(side, axes) for side in (*product.operands, product.out)]
     used = sorted({axis for side in sides for axis in side.holds})
     *operands, out = sides
@@ -83,8 +83,8 @@ def cheapest_way(product: Product, axes: Axes, flop_seconds: float, rate: Rate) 
         sent: list[Sent] = []
         gathered = 0.0
         for operand in operands:
-            gathered += operand.bring(plan, sent)
-        out.sum_up(plan, sent)
+            gathered += operand.reshard(plan, sent)
+        out.reduce(plan, sent)
         parts = _size(plan)
         seconds = flop_seconds / parts
         for one in sent:
@@ -96,7 +96,7 @@ def cheapest_way(product: Product, axes: Axes, flop_seconds: float, rate: Rate) 
 
 
 def _choices(axis: MeshAxis, sides: Sequence[_Sharded], product: Product) -> list[int | None]:
-    """The indices that a mesh axis may shard; among them None if its devices may repeat work.
+    """The indices that a mesh axis may shard; with None if its devices may repeat work.
 
     If it shards an index in two of the arrays, it shards that index, as in XLA.
     """
@@ -126,13 +126,15 @@ class _Sharded:
             axis: side.indices[at] for axis, at in shards(side.names, axes).items() if axis.size > 1
         }
 
-    def send(self, sent: list[Sent], kind: str, axes: list[MeshAxis], n_bytes: float) -> None:
+    def add_collective(
+        self, sent: list[Sent], kind: str, axes: list[MeshAxis], n_bytes: float
+    ) -> None:
         sent.append(Sent(kind, self.role, tuple(axes), n_bytes * self.share))
 
-    def bring(self, plan: Mapping[MeshAxis, int], sent: list[Sent]) -> float:
-        """Adds the collectives that reshard an operand for a plan; returns the bytes of the result.
+    def reshard(self, plan: Mapping[MeshAxis, int], sent: list[Sent]) -> float:
+        """Appends to `sent` the collectives that reshard an operand; returns its new bytes, or 0.
 
-        Slicing is free, and comes first.
+        `plan` has the index that each mesh axis shards. Slicing is free, and comes first.
         """
         new = {axis: index for axis, index in plan.items() if index in self.indices}
         gathered = [axis for axis in self.holds if axis not in new]
@@ -141,30 +143,30 @@ class _Sharded:
             return 0.0
         local = self.bytes / _size(new)
         if exchanged:
-            self.send(sent, 'all-to-all', exchanged, local / _size(gathered))
+            self.add_collective(sent, 'all-to-all', exchanged, local / _size(gathered))
         if gathered:
-            self.send(sent, 'all-gather', gathered, local)
+            self.add_collective(sent, 'all-gather', gathered, local)
         return local
 
-    def sum_up(self, plan: Mapping[MeshAxis, int], sent: list[Sent]) -> None:
-        """Adds the collectives that add the partial sums of a plan, and reshard the result."""
-        made = {axis: index for axis, index in plan.items() if index in self.indices}
+    def reduce(self, plan: Mapping[MeshAxis, int], sent: list[Sent]) -> None:
+        """Appends to `sent` the collectives that add partial sums and reshard the result."""
+        computed = {axis: index for axis, index in plan.items() if index in self.indices}
         holds = self.holds
-        if made == holds and len(made) == len(plan):
+        if computed == holds and len(computed) == len(plan):
             return
-        partial = [axis for axis in plan if axis not in made]
+        partial = [axis for axis in plan if axis not in computed]
         sliced = [axis for axis in holds if axis not in plan]
-        local = self.bytes / (_size(made) * _size(sliced))
+        local = self.bytes / (_size(computed) * _size(sliced))
         scattered = [axis for axis in partial if axis in holds]
         added = [axis for axis in partial if axis not in holds]
         if scattered:
-            self.send(sent, 'reduce-scatter', scattered, local)
+            self.add_collective(sent, 'reduce-scatter', scattered, local)
             local /= _size(scattered)
         if added:
-            self.send(sent, 'all-reduce', added, local)
-        exchanged = [axis for axis, index in made.items() if holds.get(axis, index) != index]
-        gathered = [axis for axis in made if axis not in holds]
+            self.add_collective(sent, 'all-reduce', added, local)
+        exchanged = [axis for axis, index in computed.items() if holds.get(axis, index) != index]
+        gathered = [axis for axis in computed if axis not in holds]
         if exchanged:
-            self.send(sent, 'all-to-all', exchanged, local)
+            self.add_collective(sent, 'all-to-all', exchanged, local)
         if gathered:
-            self.send(sent, 'all-gather', gathered, local * _size(gathered))
+            self.add_collective(sent, 'all-gather', gathered, local * _size(gathered))

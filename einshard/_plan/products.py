@@ -40,8 +40,8 @@ class Product:
         operands, out: the arrays.
         flops: of one execution.
         dtype: of the operands, as in HLO.
-        executions: how often it runs in one run of the function; equal products are counted here.
-        source: the line of one of them.
+        executions: how often it and equal products run in one run of the function.
+        source: the source line of one of these products.
     """
 
     kind: str
@@ -141,14 +141,14 @@ def _hlo_dtype(dtype: object) -> str:
     return name
 
 
-# a part of a weight is a weight
+# operations whose result is a part of their operand: a part of a weight is a weight
 _PARTS = ('scan_input', 'slice', 'dynamic_slice')
-# a gradient may pass these before it is added to others
+# operations between a gradient and its addition to others
 _SUMS = ('add_any', 'convert_element_type', 'transpose')
 
 
 class _Shares:
-    """Finds the products that share a collective, and what collectives carry."""
+    """Finds the products that share a collective, and the roles of arrays in collectives."""
 
     def __init__(self, program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]):
         self.names = names

@@ -1,4 +1,4 @@
-"""Says in one line why a plan is worse than another."""
+"""Explains in one line why a plan is worse than another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VERBS = {
 
 
 def reason(worse: Judgement, better: Judgement, limit: int | None) -> str:
-    """Why `worse` loses: it does not compile or fit, or the resource that it needs more of.
+    """Explains why `worse` loses: it does not compile or fit, or needs more of a resource.
 
     'reduces 1.8 GiB of activations per run (instead of 0 B); needs 24.0 of 15.8 GiB'
     """
@@ -53,7 +53,7 @@ def _by_resource(judgement: Judgement) -> dict[str, float]:
 
 
 def _network(worse: Judgement, better: Judgement) -> str:
-    """Describes what is sent that the better plan sends less of."""
+    """Describes the collectives whose bytes grow most from the better to the worse plan."""
     kinds = [*worse.sent_by]
     if not kinds:
         return f'sends {format_bytes(worse.network_bytes)}'

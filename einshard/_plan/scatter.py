@@ -17,16 +17,16 @@ def scatter_svg(judgements: Sequence[Judgement], limit: int | None) -> str:
 
     The best plan is filled. Each point has its sharding as a tooltip.
     """
-    points = [one for one in judgements if one.memory is not None and not one.error]
+    points = [plan for plan in judgements if plan.memory is not None and not plan.error]
     if not points:
         return ''
-    sent = [math.log2(max(1, one.network_bytes)) for one in points]
+    sent = [math.log2(max(1, plan.network_bytes)) for plan in points]
     low, high = min(sent), max(sent)
-    top = max(one.memory or 0 for one in points) * 1.08
+    top = max(plan.memory or 0 for plan in points) * 1.08
     if limit and top > limit / 4:  # else the points would be too close to each other
         top = max(top, limit * 1.08)
     x_of = [_MARGIN + (x - low) / ((high - low) or 1) * (_WIDTH - 2 * _MARGIN) for x in sent]
-    y_of = [_y(one.memory or 0, top) for one in points]
+    y_of = [_y(plan.memory or 0, top) for plan in points]
     parts = [_axes(2**low, 2**high, top)]
     if limit and limit < top:
         y = _y(limit, top)
@@ -36,11 +36,11 @@ def scatter_svg(judgements: Sequence[Judgement], limit: int | None) -> str:
             f'<text x="{_WIDTH - 8}" y="{y - 4:.1f}" text-anchor="end">'
             f'memory of a device: {format_bytes(limit)}</text>'
         )
-    for i, (one, x, y) in enumerate(zip(points, x_of, y_of, strict=True)):
-        fill = 'currentColor' if one is judgements[0] else 'none'
+    for i, (plan, x, y) in enumerate(zip(points, x_of, y_of, strict=True)):
+        fill = 'currentColor' if plan is judgements[0] else 'none'
         title = html.escape(
-            f'plan {i}: {one.candidate}; memory {format_bytes(one.memory or 0)}, '
-            f'sent {format_bytes(one.network_bytes)}'
+            f'plan {i}: {plan.candidate}; memory {format_bytes(plan.memory or 0)}, '
+            f'sent {format_bytes(plan.network_bytes)}'
         )
         parts.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}" stroke="currentColor">'

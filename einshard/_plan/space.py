@@ -168,25 +168,25 @@ class Space:
                         f"pin= shards '{name}' and '{other}' of one array over '{min(twice)}'",
                         facts={'axes of the array': ' '.join(together)},
                     )
-        if self.pinned and not any(self.shapes(n) for n in range(1, 1 + len(self.mesh_axes))):
-            self._raise_indivisible()
-        if self.mesh is not None and not self._fits_mesh():
-            self._raise_indivisible()
+        if self.mesh is not None:
+            self._check_mesh(dict(self.mesh))
+        elif self.pinned and not any(self.shapes(n) for n in range(1, 1 + len(AXES))):
+            known = self.model.divisors
+            sizes = [f"'{n}' (size {known[n]})" for n, axes in self.pinned.items() if axes]
+            raise EinshardError(
+                f'pin= fits no mesh of {plural(self.n_devices, "device")}: {" or ".join(sizes)} '
+                'is not divisible by its mesh axes',
+            )
 
-    def _fits_mesh(self) -> bool:
-        known = dict(self.mesh or ())
-        return all(
-            self.model.divisors[name] % math.prod(known[axis] for axis in axes) == 0
-            for name, axes in self.pinned.items()
-        )
-
-    def _raise_indivisible(self) -> None:
-        sizes = [f'{name} {self.model.divisors[name]}' for name in self.pinned]
-        mesh = mesh_text(dict(self.mesh)) if self.mesh else plural(self.n_devices, 'device')
-        raise EinshardError(
-            'pin= fits no mesh shape: the sizes are not divisible',
-            facts={'sizes': ', '.join(sizes), 'mesh': mesh},
-        )
+    def _check_mesh(self, mesh: Mapping[str, int]) -> None:
+        for name, axes in self.pinned.items():
+            size, parts = self.model.divisors[name], math.prod(mesh[axis] for axis in axes)
+            if size % parts:
+                raise EinshardError(
+                    f"pin= does not fit the mesh: axis '{name}' (size {size}) is not divisible "
+                    f'by {parts} ({quoted(axes)})',
+                    facts={'mesh': mesh_text(mesh)},
+                )
 
 
 def read_pins(pin: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -197,7 +197,7 @@ def read_pins(pin: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
         axes = tuple(text.strip('@()').split(',')) if text.startswith('@') else ()
         if text and not axes:
             raise EinshardError(
-                f"pin= has {rule.name}='{text}', but mesh sizes are what `plan` looks for",
+                f"pin= has {rule.name}='{text}', but a pin names mesh axes; `plan` chooses sizes",
                 facts={'expected': "mesh axes: '@x' or '@(x,y)'; or '' for not sharded"},
             )
         found[rule.name] = tuple(axis.strip() for axis in axes)

@@ -115,7 +115,7 @@ def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
 
 
 def names_in(expression: Expression) -> list[str]:
-    """Returns the names that axis rules apply to: those without a placement, in short forms.
+    """Returns the names that axis rules apply to: without a placement, in expressions without '->'.
 
     Axes named `_` are left alone.
     """

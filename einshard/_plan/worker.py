@@ -90,7 +90,7 @@ def _compile(
             try:
                 lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
-                # the CPU backend cannot emit products in bf16, but has written the program before
+                # the CPU backend cannot emit products in bf16, but writes the program first
                 if not (_written(folder, BUFFERS) or 'No such compile option' in str(error)):
                     raise
             if _written(folder, BUFFERS):

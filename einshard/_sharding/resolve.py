@@ -15,7 +15,7 @@ from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
 from .._notation.expression import Expression
 from .._notation.hints import mesh_axes_hint, spacing_hint
-from .._notation.layout import Layout, fit, lay_out, refactor, signed_axes, spec_entries
+from .._notation.layout import Layout, fit, lay_out, misfit, refactor, signed_axes, spec_entries
 from .._notation.words import SIGNS
 from .._suggestions import working_fix
 from .apply_axis_rules import apply_axis_rules
@@ -195,13 +195,7 @@ def find_placement(
     _check_explicit(expression, mesh)
     sharding = lower(layout, mesh, context.mesh_is_ambient, memory_kind)
     if sharding is None:
-        counts = ' x '.join(str(split.count) for split in layout.splits if not split.mesh_axes)
-        raise expression.error(
-            f'the counts {counts} do not match the axes of the mesh',
-            [term for term in expression.right if term.takes_devices and not term.mesh_axes],
-            mesh=mesh_fact(mesh),
-            expected='counts that are products of consecutive mesh axis sizes, in mesh order',
-        )
+        raise misfit(expression, layout, mesh_fact(mesh))
     if spec.unconstrained:
         sharding = _leave_free(sharding, spec)
     lacks_placement = (

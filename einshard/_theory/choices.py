@@ -62,7 +62,7 @@ def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
             yield f"'{name}' is sharded differently in operand 0 and operand 1"
             continue
         sharded, replicated = (0, 1) if left_devices else (1, 0)
-        # otherwise already reported
+        # if both are sharded over these devices, the conflict is reported above
         if not any(map(operands[replicated].array_axis, left_devices or right_devices)):
             yield f"'{name}' is sharded in operand {sharded} but not in operand {replicated}"
 

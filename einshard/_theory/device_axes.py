@@ -20,7 +20,7 @@ def device_axes(
     """Returns the device axes with their sizes, and the operands with their placements."""
     if contraction.mesh_axes:
         named = _named_devices(contraction, counts)
-        left = _left(contraction, named, n_devices)
+        left = _n_replicas(contraction, named, n_devices)
         rest = {f'd{i}': factor for i, factor in enumerate(prime_factors(left))}
         return rest | named, contraction.operands
     if any(map(is_placed, contraction.arrays)):
@@ -28,12 +28,12 @@ def device_axes(
             raise _placed_twice(contraction, counts)
         return _joint_devices(contraction, n_devices), contraction.operands
     devices = {name: count for name, count in counts.items() if count > 1}
-    left = _left(contraction, devices, n_devices)
-    operands = tuple(_over_its_name(operand, devices) for operand in contraction.operands)
+    left = _n_replicas(contraction, devices, n_devices)
+    operands = tuple(_shard_by_name(operand, devices) for operand in contraction.operands)
     return {'*': left, **devices} if left > 1 else devices, operands
 
 
-def _over_its_name(operand: Expression, counts: Mapping[str, int]) -> Expression:
+def _shard_by_name(operand: Expression, counts: Mapping[str, int]) -> Expression:
     """Shards each axis of an operand that is in `counts` over the device axis of that name."""
     terms = (
         replace(term, mesh_axes=(str(term.name),)) if term.name in counts else term
@@ -42,8 +42,8 @@ def _over_its_name(operand: Expression, counts: Mapping[str, int]) -> Expression
     return replace(operand, right=tuple(terms))
 
 
-def _left(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
-    """Returns the number of replicas: the number of devices, divided by the product of counts."""
+def _n_replicas(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
+    """Returns the number of devices divided by the product of counts: the replicas."""
     product = math.prod(counts.values())
     if n_devices is not None and n_devices % product:
         raise contraction.error(

@@ -243,7 +243,7 @@ def _read(einsum: str, with_fix: Callable[[str], object]) -> Contraction:
 
 
 def _analyze(contraction: Contraction, n_devices: int | None, *options: Any) -> Parallelism:
-    """Analyzes one einsum. Its errors suggest only what works."""
+    """Analyzes one einsum; errors keep a fix only if it works."""
     try:
         return _analyze_once(contraction, n_devices, *options)
     except EinshardError as error:
@@ -309,10 +309,10 @@ def _check_form(contraction: Contraction) -> None:
             instead="pass a list of einsums: ['a b, b c -> a c', 'a c, c d -> a d']",
         )
     if ELLIPSIS in contraction.names:
-        raise contraction.error("'...' is not supported here; name all axes")
+        raise contraction.error("parallelism does not support '...'; name all axes")
     signed = [term.span for one in contraction.arrays for term in one.right if term.sign]
     if signed:
-        raise contraction.error('partial sums are not supported here', signed)
+        raise contraction.error('parallelism does not support partial sums', signed)
 
 
 def _check_counts(contractions: Sequence[Contraction], counts: Mapping[str, object]) -> None:

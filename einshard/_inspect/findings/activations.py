@@ -54,7 +54,7 @@ def sent_at_products(facts: Facts) -> Iterator[Sent]:
 
 
 def weight_and_data(product: Product) -> tuple[Value, Value] | None:
-    """Tells the weight of a product from the other operand; None if neither is a weight."""
+    """Returns the weight of a product and the other operand; None if neither is a weight."""
     for weight, data in ((product.right, product.left), (product.left, product.right)):
         if weight.argument is not None and not weight.is_data:
             return weight, data
@@ -97,6 +97,7 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
 
 
 def _is_instead_of_weight(facts: Facts, sent: Sent) -> bool:
+    """Whether gathering the weight along the mesh axes of the batch would send fewer bytes."""
     batch = sent.data.axes[0] if sent.data.axes else Axis()
     is_of_data = facts.is_data(batch.by)
     if not is_of_data or not sent.along <= set(batch.mesh):
@@ -124,7 +125,7 @@ def _bytes_to_gather(facts: Facts, sent: Sent) -> int:
 def _first_conflict(
     facts: Facts, along: frozenset[str], several: Sequence[Sent]
 ) -> tuple[str, Sequence[Axis], str]:
-    """Finds where the batch and a weight first meet: a line, the axes of a value, and what it is.
+    """Finds the value to constrain: its line, its axes and a description.
 
     In a lookup, the compiler may shard the result like the table.
     """
@@ -179,7 +180,7 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
 
 
 def _mismatched(facts: Facts, sent: Sent) -> Iterator[tuple[Axis, Axis]]:
-    """Yields contracted axes (of data, of weight) with a sharding that only the data have."""
+    """Yields contracted axes (of data, of weight) that are sharded only in the data."""
     at = (sent.product.right, sent.product.left).index(sent.weight)
     if sent.product.is_backward:
         return
@@ -191,7 +192,7 @@ def _mismatched(facts: Facts, sent: Sent) -> Iterator[tuple[Axis, Axis]]:
 
 
 def _sharded_alike(facts: Facts, sent: Sent, axis: Axis, of_weight: Axis) -> str | None:
-    """The expression that shards the contracted axis of a weight like that of the data."""
+    """Returns the expression that shards a contracted axis of the weight like the data."""
     assert sent.weight.argument is not None
     assert facts.mesh is not None
     array = facts.arguments[sent.weight.argument]
@@ -213,6 +214,7 @@ def _sharded_alike(facts: Facts, sent: Sent, axis: Axis, of_weight: Axis) -> str
 def _inherited(
     facts: Facts, table: int, along: frozenset[str], several: Sequence[Sent]
 ) -> Iterator[Finding]:
+    """Yields the finding about activations that inherit the sharding of a lookup table."""
     assert facts.trace is not None
     assert facts.mesh is not None
     collectives = {sent.one.name: sent for sent in several}.values()

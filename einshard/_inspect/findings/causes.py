@@ -1,4 +1,4 @@
-"""Tells the collectives that the user's code requests from those that the compiler inserts."""
+"""Separates collectives that the user's code requests from those that the compiler inserts."""
 
 from __future__ import annotations
 

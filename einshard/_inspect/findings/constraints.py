@@ -68,17 +68,17 @@ def _walk(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str | None]]
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name == 'sharding_constraint':
-            sharding, made = eqn.params['sharding'], eqn.outvars[0]
+            sharding, result = eqn.params['sharding'], eqn.outvars[0]
             before = known.get(eqn.invars[0])
             why = None
-            if id(made) not in read:
+            if id(result) not in read:
                 why = _UNUSED
-            elif before is not None and before.is_equivalent_to(sharding, made.aval.ndim):
+            elif before is not None and before.is_equivalent_to(sharding, result.aval.ndim):
                 text = sharding
                 if isinstance(sharding, NamedSharding):
-                    text = describe_named(sharding, made.aval.ndim)
+                    text = describe_named(sharding, result.aval.ndim)
                 why = f"the value already is '{text}', so this constraint has no effect"
-            known[made] = sharding
+            known[result] = sharding
             yield line_of(eqn), why
         elif name == 'device_put':
             targets = [s for s in eqn.params['devices'] if isinstance(s, NamedSharding)]
@@ -89,7 +89,7 @@ def _walk(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str | None]]
 
 
 def _only_places(sharding: NamedSharding) -> bool:
-    """Whether it sets only a sharding over Auto axes, not a memory kind."""
+    """Whether a `device_put` to this sharding sets only Auto axes, and no memory kind."""
     return sharding.memory_kind in (None, 'device') and set(sharding.mesh.axis_types) == {
         AxisType.Auto
     }

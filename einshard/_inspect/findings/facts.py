@@ -1,4 +1,4 @@
-"""What the diagnoses know about a program, computed once."""
+"""The facts about a program that diagnoses read, each computed once."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Facts:
 
     @functools.cached_property
     def mesh(self) -> AnyMesh | None:
-        """The mesh of the arguments and results, if they have one in common."""
+        """The mesh that the arguments and results have in common, or None."""
         return self.meshes[0] if len(self.meshes) == 1 and self.meshes[0].size > 1 else None
 
     @functools.cached_property
@@ -127,7 +127,7 @@ class Facts:
         return {table for table in tables if table is not None}
 
     def is_data(self, argument: object) -> bool:
-        """Whether an argument, by number, is one that is not a weight."""
+        """Whether an argument, by number, is data and not a weight."""
         return isinstance(argument, int) and self.values[argument].is_data
 
     def argument_axes(self, argument: int) -> Sequence[Axis]:
@@ -136,7 +136,7 @@ class Facts:
     @functools.cached_property
     def places(self) -> Mapping[str, Place]:
         """The instructions of collectives, by name."""
-        return {place.made.name: place for place in self.module.find(*MARKS)}
+        return {place.op.name: place for place in self.module.find(*MARKS)}
 
     @functools.cached_property
     def along(self) -> Sequence[frozenset[str]]:

@@ -52,6 +52,7 @@ def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
 def _from_and_to(
     gather: AllGather, one: Collective, meshes: Sequence[AnyMesh], names: Names
 ) -> tuple[str, str] | None:
+    """Describes the shardings before and after an all-gather of which devices keep a slice."""
     n_dims = len(gather.array.shape)
     assert gather.kept is not None
     held = [[0] * one.n_devices for _ in range(n_dims)]
@@ -91,7 +92,7 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
     Weights are gathered again in the backward pass, and for each microbatch, because to keep them
     would take the memory that sharding them saves.
     """
-    # a wrong sharding may have activations gathered twice, too; other findings have its cause
+    # activations may be gathered twice because of a wrong sharding, which other findings report
     has_cause = any(itertools.chain(missing_constraint(facts), contracted_axes(facts)))
     for one in _gathered_again(facts):
         line = one.lines[0] if one.lines else None
@@ -122,7 +123,7 @@ def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
 
 
 def _before_loop(facts: Facts, one: _Again) -> str:
-    """The constraint that gathers an argument before the loop."""
+    """Suggests a constraint that gathers an argument before the loop."""
     parameter = one.gather.parameter
     if not one.gather.invariant or parameter is None or facts.mesh is None or not one.along:
         return ''

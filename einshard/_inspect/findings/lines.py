@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..._hlo.sources import users_line
+from ..._hlo.sources import innermost_user_line
 
 _FRAMES = 100  # innermost frames to look at
 _FRAME = re.compile(r'(.*?):(\d+)\b')
@@ -27,4 +27,4 @@ def line_of(eqn: Any, innermost: bool = False) -> str:
     if innermost:
         return next((f'{frame[1]}:{frame[2]}' for frame in found if frame), '')
     frames = [(frame[1], frame[2]) for frame in found if frame]
-    return users_line(frames) or ''
+    return innermost_user_line(frames) or ''

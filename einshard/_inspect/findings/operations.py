@@ -11,7 +11,7 @@ from .values import Axis, Product, Value, merged, reshaped, unique, without_dim
 
 
 def elementwise(v: Any, values: Sequence[Value]) -> Value:
-    """The result of an elementwise operation; of another one, only whether it depends on data."""
+    """The result of an elementwise operation; of other operations, with `is_data` only."""
     ndim = getattr(v.aval, 'ndim', 0)
     return merged(values, ndim)
 
@@ -36,7 +36,7 @@ def _broadcast(eqn: Any, values: Sequence[Value]) -> Value:
     return value.with_axes(axes)
 
 
-def _without(eqn: Any, values: Sequence[Value], dropped: Sequence[int]) -> Value:
+def _drop_axes(eqn: Any, values: Sequence[Value], dropped: Sequence[int]) -> Value:
     value = values[0]
     ndim = len(value.axes)
     gone = {i % ndim for i in dropped} if ndim else set[int]()
@@ -44,16 +44,16 @@ def _without(eqn: Any, values: Sequence[Value], dropped: Sequence[int]) -> Value
 
 
 def _squeeze(eqn: Any, values: Sequence[Value]) -> Value:
-    return _without(eqn, values, eqn.params['dimensions'])
+    return _drop_axes(eqn, values, eqn.params['dimensions'])
 
 
 def _reduce(eqn: Any, values: Sequence[Value]) -> Value:
-    made = _without(eqn, values, eqn.params['axes'])
-    return Value(tuple(map(without_dim, made.axes)), None, made.is_data)
+    result = _drop_axes(eqn, values, eqn.params['axes'])
+    return Value(tuple(map(without_dim, result.axes)), None, result.is_data)
 
 
-def _part(eqn: Any, values: Sequence[Value]) -> Value:
-    """A slice, or an array with an updated slice; axes of another size lose their sharding."""
+def _slice_or_update(eqn: Any, values: Sequence[Value]) -> Value:
+    """The result of a slice or an update; axes whose size changes lose their sharding."""
     value, before = values[0], eqn.invars[0].aval.shape
     after = eqn.outvars[0].aval.shape
     axes = (
@@ -63,9 +63,9 @@ def _part(eqn: Any, values: Sequence[Value]) -> Value:
     return value.with_axes(axes)
 
 
-def _joined(eqn: Any, values: Sequence[Value]) -> Value:
-    made = merged(values, eqn.outvars[0].aval.ndim)
-    return replace(made, argument=None)
+def _concatenate(eqn: Any, values: Sequence[Value]) -> Value:
+    result = merged(values, eqn.outvars[0].aval.ndim)
+    return replace(result, argument=None)
 
 
 PRODUCTS = ('dot_general', 'conv_general_dilated')
@@ -75,9 +75,9 @@ RULES: Mapping[str, Callable[[Any, Sequence[Value]], Value]] = {
     'reshape': _reshape,
     'broadcast_in_dim': _broadcast,
     'squeeze': _squeeze,
-    'concatenate': _joined,
+    'concatenate': _concatenate,
     **dict.fromkeys((*_REDUCTIONS, 'argmax', 'argmin'), _reduce),
-    **dict.fromkeys(('slice', 'dynamic_slice', 'pad', 'dynamic_update_slice'), _part),
+    **dict.fromkeys(('slice', 'dynamic_slice', 'pad', 'dynamic_update_slice'), _slice_or_update),
 }
 
 
@@ -109,9 +109,9 @@ def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
         return _convolution(eqn, values)
     left, right = values[:2]
     contracted, batch = eqn.params['dimension_numbers']
-    joined = [_either(left.axes[i], right.axes[j]) for i, j in zip(*batch, strict=True)]
+    joined = [_merge_pair(left.axes[i], right.axes[j]) for i, j in zip(*batch, strict=True)]
     free = [
-        list(_others(value.axes, (*summed, *kept)))
+        list(_remaining(value.axes, (*summed, *kept)))
         for value, summed, kept in zip((left, right), contracted, batch, strict=True)
     ]
     return Product(
@@ -138,12 +138,12 @@ def _result(left: Value, right: Value, joined: list[Axis], free: list[list[Axis]
     return Value(unique((*joined, *free[0], *free[1])), None, left.is_data or right.is_data)
 
 
-def _either(axis: Axis, other: Axis) -> Axis:
+def _merge_pair(axis: Axis, other: Axis) -> Axis:
     sharded = axis if axis.mesh else other
     return replace(sharded, name=axis.name or other.name)
 
 
-def _others(axes: Sequence[Axis], gone: Sequence[int]) -> Iterator[Axis]:
+def _remaining(axes: Sequence[Axis], gone: Sequence[int]) -> Iterator[Axis]:
     return (axis for i, axis in enumerate(axes) if i not in gone)
 
 

@@ -63,7 +63,7 @@ def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum
         for i, axis in enumerate(result.axes)
     ]
     used = [name for axis in axes for name in axis.mesh]
-    if len(set(used)) < len(used):  # the compiler shards another axis by it than the trace
+    if len(set(used)) < len(used):  # the trace shards another axis over `mesh`
         return ''
     placement = expression_of(axes, facts.mesh)
     return f"constrain the result of the product in {short_source(line)}: '{placement}'"
@@ -106,7 +106,7 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
 
 
 def _one_sum(facts: Facts, line: str, along: str) -> str:
-    """How to add up the gradients of all devices once, after the loop of a line."""
+    """Suggests how to add up the gradients of all devices once, after the loop of a line."""
     mesh, source = facts.mesh, short_source(line)
     axes = tuple(axis for axis in mesh.axis_names if axis in along.split(',')) if mesh else ()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
@@ -123,17 +123,17 @@ def _one_sum(facts: Facts, line: str, along: str) -> str:
 
 
 def _loop_around(facts: Facts, name: str, loops: dict[str, Loop]) -> Loop | None:
-    """The accumulation loop that a collective is in."""
+    """Returns the accumulation loop around a collective."""
     place = facts.places.get(name) if loops else None
-    for site in (place and facts.module.path(place.here)) or ():
-        loop = loops.get(facts.module.source(site.made) or '')
-        if loop and site.made.opcode == 'while' and trip_count(facts.module, site) == loop.length:
+    for site in (place and facts.module.path(place.comp)) or ():
+        loop = loops.get(facts.module.source(site.op) or '')
+        if loop and site.op.opcode == 'while' and trip_count(facts.module, site) == loop.length:
             return loop
     return None
 
 
 def _is_sharded(facts: Facts, row: CollectiveRow, along: frozenset[str]) -> bool:
-    """Whether results that a collective becomes are sharded along the same mesh axes."""
+    """Whether results computed from a collective are sharded along its mesh axes."""
     for array in facts.results:
         if array.path in row.of and isinstance(array.sharding, NamedSharding):
             entries = mesh_entries(array.sharding, len(array.shape))

@@ -89,7 +89,7 @@ def _repeated_lines(facts: Facts) -> Iterator[tuple[int, _Line]]:
 
 
 def _suggestion(facts: Facts, free: tuple[str, ...], lines: Sequence[_Line]) -> str:
-    """The constraint, or the weights to shard, that let the devices share the products."""
+    """Suggests a constraint, or weights to shard, so that the devices share the products."""
     assert facts.mesh is not None
     if not free:
         # what the products read is sharded over all mesh axes, but the compiler replicates it
@@ -158,7 +158,7 @@ def _axis_to_shard(
     for i in contracted:
         if fits[i] and weight.axes[i].name in chosen:
             return weight.axes[i]
-    # the own axes of a weight that reads what an earlier one makes would have to be gathered
+    # to shard a free axis of a weight that reads an earlier result would need a gather
     if chosen and not all(axis.name for axis in weight.axes):
         return None
     for i, axis in enumerate(weight.axes):

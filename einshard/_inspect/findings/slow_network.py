@@ -11,7 +11,7 @@ from .facts import Facts, sent_bytes
 
 
 def slow_network(facts: Facts) -> Iterator[Finding]:
-    """Reports a mesh axis between slices if an equally large axis within them carries less."""
+    """Reports a mesh axis between slices if an equally large axis within them sends less."""
     mesh = facts.mesh
     if mesh is None or len(set(facts.slices)) < 2:
         return

@@ -90,11 +90,11 @@ class _Reader:
 
         def value_of(v: Any) -> Value:
             found = known.get(id(v))
-            return _blank(v) if found is None else found
+            return _unsharded(v) if found is None else found
 
         for eqn in jaxpr.eqns:
-            made = self.apply(eqn, list(map(value_of, eqn.invars)), where)
-            for v, value in zip(eqn.outvars, made, strict=False):
+            results = self.apply(eqn, list(map(value_of, eqn.invars)), where)
+            for v, value in zip(eqn.outvars, results, strict=False):
                 known[id(v)] = _typed(v, value)
         return [value_of(v) for v in jaxpr.outvars]
 
@@ -113,9 +113,9 @@ class _Reader:
             mesh, manual = eqn.params['mesh'], eqn.params.get('manual_axes')
             axes = manual if manual is not None else mesh.axis_names
             n = prod(mesh.shape[axis] for axis in axes)
-            inner = [_blank(v) for v in eqn.params['jaxpr'].invars]
+            inner = [_unsharded(v) for v in eqn.params['jaxpr'].invars]
             self.read(eqn.params['jaxpr'], inner, where._replace(n_manual=max(n, 1)))
-            return [_blank(v, values) for v in eqn.outvars]
+            return [_unsharded(v, values) for v in eqn.outvars]
         if name in ('sharding_constraint', 'reshard', 'mesh_cast') and values:
             return [self.constrain(eqn, values[0], where)]
         if name in (*PRODUCTS, 'gather'):
@@ -126,7 +126,7 @@ class _Reader:
             )
         if name in RULES:
             return [RULES[name](eqn, values)]
-        return [_passed_on(v, values) for v in eqn.outvars]
+        return [elementwise(v, values) for v in eqn.outvars]
 
     def line_of(self, eqn: Any) -> str:
         return line_of(eqn, self.innermost_lines)
@@ -134,7 +134,7 @@ class _Reader:
     def product(self, eqn: Any, values: list[Value], where: _Where) -> Value:
         product = product_of(eqn, values)
         if product is None:
-            return _passed_on(eqn.outvars[0], values)
+            return elementwise(eqn.outvars[0], values)
         flops = flops_of(eqn) * max(where.n_manual, 1)
         self.trace.products.append(
             replace(
@@ -152,7 +152,7 @@ class _Reader:
         if not isinstance(sharding, NamedSharding):
             return before
         if dict(sharding.mesh.shape) != self.mesh_axes:
-            return _blank(eqn.outvars[0], [before])
+            return _unsharded(eqn.outvars[0], [before])
         line = line_of(eqn)
         names = names_at.get(line, ())
         if len(names) != len(before.axes) or ELLIPSIS in names:
@@ -184,10 +184,10 @@ class _Reader:
             Loop(self.line_of(eqn), length, tuple(results[i] for i in range(n_carry) if i in sums))
         )
         after = [
-            merged([value, made], len(value.axes))
-            for value, made in zip(carry, results, strict=False)
+            merged([value, after], len(value.axes))
+            for value, after in zip(carry, results, strict=False)
         ]
-        stacked = [Value((Axis(), *made.axes), None, made.is_data) for made in results[n_carry:]]
+        stacked = [Value((Axis(), *after.axes), None, after.is_data) for after in results[n_carry:]]
         return [*after, *stacked]
 
     def loop(self, eqn: Any, values: list[Value], where: _Where) -> Sequence[Value]:
@@ -197,8 +197,8 @@ class _Reader:
         inside = [*values[n_cond : n_cond + n_body], *carry]
         results = self.read(jaxpr_in(params['body_jaxpr']), inside, where._replace(runs=None))
         return [
-            merged([value, made], len(value.axes))
-            for value, made in zip(carry, results, strict=True)
+            merged([value, after], len(value.axes))
+            for value, after in zip(carry, results, strict=True)
         ]
 
     def branches(self, eqn: Any, values: list[Value], where: _Where) -> Sequence[Value]:
@@ -222,7 +222,7 @@ def mesh_entries(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...] | N
 def argument_values(
     arrays: Sequence[Any], is_data: Mapping[int, bool], mesh: AnyMesh
 ) -> list[Value]:
-    """The arguments of a program, as values."""
+    """Converts the arguments of a program to values; `is_data` says which are not weights."""
     values: list[Value] = []
     for i, array in enumerate(arrays):
         ndim = len(array.shape)
@@ -238,18 +238,13 @@ def argument_values(
     return values
 
 
-def _blank(v: Any, values: Sequence[Value] = ()) -> Value:
+def _unsharded(v: Any, values: Sequence[Value] = ()) -> Value:
     ndim = getattr(v.aval, 'ndim', 0)
     return Value((Axis(),) * ndim, None, any(value.is_data for value in values))
 
 
-def _passed_on(v: Any, values: Sequence[Value]) -> Value:
-    """The result of an operation without a rule: elementwise, or unknown."""
-    return elementwise(v, values)
-
-
 def _typed(v: Any, value: Value) -> Value:
-    """Returns the value with the sharding in its type, if the mesh has explicit axes."""
+    """Returns the value with the sharding of the type of `v`, if the mesh has explicit axes."""
     sharding = getattr(v.aval, 'sharding', None)
     types = getattr(getattr(sharding, 'mesh', None), 'axis_types', ())
     if AxisType.Explicit not in types or len(value.axes) != v.aval.ndim:
@@ -275,12 +270,12 @@ def _only_jaxpr(eqn: Any) -> Any:
 
 
 def jaxpr_in(parameter: Any) -> Any:
-    """The jaxpr of a closed jaxpr; other things as they are."""
+    """Returns the jaxpr of a closed jaxpr; other parameters unchanged."""
     return getattr(parameter, 'jaxpr', parameter)
 
 
 def _n_alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """The number of values that have as many axes outside a scan as inside."""
+    """Counts the values with as many axes outside a scan as inside."""
     pairs = zip(outside, inside, strict=True)
     return sum(len(v.aval.shape) == len(other.aval.shape) for v, other in pairs)
 
@@ -297,7 +292,7 @@ def inner_jaxprs(parameters: Any) -> Iterator[Any]:
 
 
 def _sums(jaxpr: Any, n_consts: int, n_carry: int) -> set[int]:
-    """The elements of a loop's carry that the body only adds something to."""
+    """Returns the elements of the carry to which the loop body only adds."""
     inputs = {id(v): i for i, v in enumerate(jaxpr.invars[n_consts : n_consts + n_carry])}
     made_by = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     uses: dict[int, int] = {}

@@ -40,7 +40,7 @@ class Value:
 
     @property
     def mesh(self) -> set[str]:
-        """The mesh axes that shard it."""
+        """The mesh axes that shard the value."""
         return {name for axis in self.axes for name in axis.mesh}
 
     def with_axes(self, axes: Iterable[Axis]) -> Value:
