@@ -527,3 +527,15 @@ def test_a_train_step_of_64_layers_for_256_devices(monkeypatch):
     assert found_in(report) == []
     assert len(report.collectives) > 40
     assert sum(seconds) < 2
+
+
+def test_the_same_constraint_twice_under_vmap():
+    """JAX 0.8.1 cannot compare such shardings, which have no devices."""
+
+    def twice(row):
+        row = einshard(2 * row, 'd -> d@model')
+        return einshard(row, 'd -> d@model')
+
+    with jax.set_mesh(device_mesh(data=8, model=2)):
+        report = explain(jax.jit(jax.vmap(twice, spmd_axis_name='data')), jnp.ones((8, 8)))
+    assert 'no effect' in {one.kind for one in (*report.findings, *report.notes)}

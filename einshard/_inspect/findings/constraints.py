@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from ..._arrays.constrain import without_rule_at
 from ..._sharding.describe import describe_named
@@ -73,7 +73,7 @@ def _walk(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str | None]]
             why = None
             if id(result) not in read:
                 why = _UNUSED
-            elif before is not None and before.is_equivalent_to(sharding, result.aval.ndim):
+            elif before is not None and _are_equal(before, sharding, result.aval.ndim):
                 text = sharding
                 if isinstance(sharding, NamedSharding):
                     text = describe_named(sharding, result.aval.ndim)
@@ -86,6 +86,14 @@ def _walk(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str | None]]
                 yield line_of(eqn), _PUT
         for inner in inner_jaxprs(eqn.params.values()):
             yield from _walk(inner, {})
+
+
+def _are_equal(before: Sharding, sharding: Sharding, ndim: int) -> bool:
+    has_devices = all(
+        isinstance(one.mesh, Mesh) for one in (before, sharding) if isinstance(one, NamedSharding)
+    )
+    # JAX 0.8.1 cannot compare equivalent shardings on abstract meshes
+    return before == sharding or (has_devices and before.is_equivalent_to(sharding, ndim))
 
 
 def _only_places(sharding: NamedSharding) -> bool:
