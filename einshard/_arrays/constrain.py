@@ -33,7 +33,7 @@ names_at: dict[str, tuple[str, ...]] = register({})
 constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
     'constraints_of_trace', default=None
 )
-# The names without an axis rule, for lines whose constraint replicates a value for want of one.
+# By line: the axis names of a value that is replicated because they have no rule.
 without_rule_at: dict[str, tuple[str, ...]] = register({})
 
 
@@ -53,7 +53,7 @@ def constrain(x: Any, placement: Placement) -> Any:
 def _note_names(expression: Expression, without_rule: tuple[str, ...]) -> None:
     """Records the axis names of a constrained value, by the line of the constraint.
 
-    Also by the line that calls the function with the constraint, which may be a helper.
+    Also by the line of its caller, because the constraint may be in a helper function.
     """
     expressions = constraints_of_trace.get()
     if expressions is not None:
@@ -71,7 +71,7 @@ def place_constant(x: Any, placement: Placement) -> Any:
     _check_context(placement)
     sharding = placement.sharding
     try:
-        # device_put fails for a numpy array and P.UNCONSTRAINED
+        # device_put needs devices, and fails for P.UNCONSTRAINED
         if isinstance(sharding.mesh, AbstractMesh) or placement.is_unconstrained:
             return _constrain_in_jit(x, sharding)
         if is_partial(sharding):
@@ -85,7 +85,7 @@ def place_constant(x: Any, placement: Placement) -> Any:
 
 
 def warn_replicated(placement: Placement) -> None:
-    """Warns that an expression without placements and '->' replicates a value."""
+    """Warns that an expression with neither placements nor '->' replicates a value."""
     text = placement.expression.text
     warnings.warn(
         f"'{text}' has no placement, and no axis_rules apply: the value is replicated over the "

@@ -47,7 +47,7 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     setup, static = program.setup, program.static
     if getattr(setup.function, '__globals__', {}).get('__name__') == per_device.__module__:
         raise EinshardError(
-            f'to_jax does not write per-device functions such as {setup.name}',
+            f"to_jax cannot write '{setup.name}', a per_device function",
             facts={'instead': 'jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)'},
         )
     trees = _Trees(writer, tables)

@@ -353,7 +353,7 @@ def called_too_early(
         name = name_of(in_specs[-1])
         facts['note'] = f'the same call has other arguments, so {name} was read as a spec'
         facts['try'] = f'{decorator}(...)({name})'
-    return EinshardError(f'{decorator} must decorate one function, got {got}', facts=facts)
+    return EinshardError(f'{decorator} must decorate a function, got {got}', facts=facts)
 
 
 def _decorate(

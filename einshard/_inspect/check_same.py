@@ -31,7 +31,7 @@ class DifferentResults(EinshardError):
 DifferentResults.__module__ = 'einshard'
 
 _MAX_ROWS = 8
-_SAMPLES = 2  # runs of the reference with arguments that are rounded differently
+_SAMPLES = 2  # runs of the reference with arguments perturbed by rounding
 
 
 def check_same(
@@ -202,7 +202,7 @@ class _Check:
         ]
 
     def _samples(self, rounding: Rounding) -> list[Arrays]:
-        """Returns the arguments on one device, followed by copies that are rounded differently."""
+        """Returns the arguments on one device, followed by copies perturbed by rounding."""
         arrays = self.alone.arrays
         return [arrays, *(_rounded(arrays, rounding.unit, seed) for seed in range(_SAMPLES))]
 

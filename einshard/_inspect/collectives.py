@@ -12,7 +12,7 @@ from .fold_layers import fold
 from .report_rows import CollectiveRow
 
 _MAX_ROWS = 40  # of the table in text
-_LARGE = 0.01  # fraction of all bytes sent; rows with more say what they carry
+_LARGE = 0.01  # fraction of all bytes sent; larger rows always say what they carry
 
 
 class Collectives(Display, tuple[CollectiveRow, ...]):
@@ -63,7 +63,7 @@ _COLUMNS = (
 
 
 def collective_section(collectives: Collectives) -> Section:
-    """Lists collectives, those of the most bytes first."""
+    """Lists collectives, most bytes first."""
     groups: dict[object, list[CollectiveRow]] = {}
     for row in collectives:
         key = (row.kind, row.arrays, row.group_size, row.groups, row.along, row.executions)
@@ -83,7 +83,7 @@ def collective_section(collectives: Collectives) -> Section:
 
 
 def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:
-    """Formats collectives that look the same as one line."""
+    """Formats a group of identical rows as one line."""
     row = rows[0]
     n = str(len(rows))
     if row.executions is None:

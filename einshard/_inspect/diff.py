@@ -21,10 +21,10 @@ class Diff:
     Attributes:
         arrays: (path, before, after) of changed arguments and results, each with its placement:
             "float32[8,4] 'a b -> a8 b'"; None if the array is missing.
-        collectives: (collective, executions before, executions after), sorted by the change of
+        collectives: (collective, executions before, executions after), sorted by the change in
             bytes, largest first. Executions are None if a loop has an unknown trip count.
         numbers: (name, before, after) of bytes and flops whose printed values differ.
-        details: for each of `collectives`, the increase of the bytes that a device sends in one
+        details: for each of `collectives`, the increase in the bytes that a device sends in one
             run, and the source lines. Lines are not compared.
     """
 

@@ -8,7 +8,8 @@ import unicodedata
 from .._errors import EinshardError, Span, Suggestion
 
 ELLIPSIS = '...'
-SIGNS = '+='  # '+': replicas are terms of a sum; '=': the gradients of replicas are
+# '+': devices hold terms of a sum (JAX: unreduced); '=': the gradient is such a sum (reduced)
+SIGNS = '+='
 _MESH_AXIS = re.compile(r'[^\s(),@*]+')
 
 

@@ -21,7 +21,7 @@ from .source import spec_lines
 
 
 def is_simulated(devices: Mesh) -> bool:
-    """Whether the devices are CPUs; then the partitioner is part of the target's compiler."""
+    """Whether the devices are CPUs, for which the partitioner's programs are the real ones."""
     return devices.devices.flat[0].platform == 'cpu'
 
 
@@ -71,12 +71,12 @@ def _notes(choices: list[Judgement], search: Search) -> Iterator[str]:
     alike = indistinguishable(choices)
     if alike > 1:
         yield (
-            f'the bounds do not tell plans 0 to {alike - 1} apart: their ranges, from full overlap '
-            'to none, intersect. They are ordered by the upper end'
+            f'the bounds do not tell plans 0 to {alike - 1} apart: the ranges between their two '
+            'numbers intersect, so these plans are ordered by the larger number'
         )
     by_target = [one for one in choices if one.judge == 'compiler']
     if search.by_compiler is not None and not by_target:
-        yield "the target's compiler was not used; the partitioner's memory may be 40 % too high"
+        yield "the target's compiler was not used; by the partitioner, memory may be 40 % too high"
 
 
 def _warnings(best: Judgement, search: Search, model: Model) -> Iterator[str]:
@@ -85,7 +85,7 @@ def _warnings(best: Judgement, search: Search, model: Model) -> Iterator[str]:
     needs = best.memory or 0
     state = sum(array.bytes for array in model.arrays if array.role == 'state')
     yield (
-        f'no plan fits: this one is closest, and needs {format_bytes(needs)} of '
+        f'no plan fits: this one is closest, and needs {format_bytes(needs)}, more than '
         f'{format_bytes(search.limit)}. To fit, use a smaller batch or more accumulation steps, '
         f'jax.checkpoint around each layer, or more chips (weights and other state take '
         f'{format_bytes(state)} in total)'

@@ -297,8 +297,8 @@ def lower(
 ) -> NamedSharding | None:
     """Lowers a layout to a sharding; None if its counts do not match the axes of the mesh.
 
-    If the counts do not fit the axis sizes of the canonical mesh, it gets other axis sizes; but not
-    if it is ambient, because JAX rejects arrays on a mesh that differs from the ambient one.
+    Counts that do not fit the canonical mesh get a mesh of the same devices with other axis sizes.
+    An ambient mesh is never replaced, because JAX rejects arrays on any other.
     The cache makes arrays of many shapes share one sharding object, which is faster in device_put.
     """
     fitted = fit(layout, sizes_of(mesh))

@@ -66,7 +66,7 @@ class Space:
         """Returns the layout after a change of device axes.
 
         `array_axes` has the new array axis of each changed device axis; None to replicate over it.
-        The device axis becomes the minor one of its array axis.
+        Each becomes the minormost device axis of its array axis.
         """
         positions = {a: None if n is None else self.names.index(n) for a, n in array_axes.items()}
         splits = [split for split in layout.splits if split.mesh_axes[0] not in positions]

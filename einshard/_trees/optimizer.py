@@ -264,7 +264,7 @@ def _parts(path: str) -> Iterator[tuple[str, Sequence[str]]]:
 def _axis_maps(param_shape: Shape, shape: Shape, keys: Sequence[str]) -> tuple[AxisMap, ...]:
     """Finds all maps from axes of a state array to axes of its parameter that fit the shapes.
 
-    `keys` are those of the state array's path that are not in the parameter's path.
+    `keys`: the keys of the state array's path that the parameter's path lacks.
     """
     n_new = len(shape) - len(param_shape)
     if n_new > 0:
