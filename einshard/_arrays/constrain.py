@@ -40,7 +40,7 @@ without_rule_at: dict[str, tuple[str, ...]] = register({})
 def constrain(x: Any, placement: Placement) -> Any:
     """Constrains a traced value: reshard for explicit mesh axes, a constraint for the others."""
     _check_context(placement)
-    _note_names(placement.expression, placement.without_rule)
+    _note_names(placement.expression, placement.names_without_rule)
     if isinstance(x, jax.Ref):
         return _checked_ref(x, placement)
     try:
