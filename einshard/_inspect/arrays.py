@@ -87,7 +87,7 @@ def _labels(
     The program does not name arguments that it does not use.
     """
     parameters = module.entry.parameters()
-    names = {int(op.given): re.split(r'[\[.]', op.op_name)[0] for op in parameters}
+    names = {op.parameter_number: re.split(r'[\[.]', op.op_name)[0] for op in parameters}
     used = [path for path, s in zip(paths, shardings, strict=True) if s is not None]
     labels = {path[1].idx: names.get(i, '') for i, path in enumerate(used) if path[0].idx == 0}
     named = [label for label in labels.values() if label]

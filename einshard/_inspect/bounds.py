@@ -8,7 +8,7 @@ from typing import Any
 
 from .._hlo.collectives import Collective
 from .._hlo.hardware import Chip
-from .._hlo.hbm_traffic import bytes_once
+from .._hlo.hbm_traffic import min_hbm_bytes
 from .._hlo.module import Module
 from .._page import Section
 from .._text import format_seconds
@@ -94,7 +94,7 @@ def find_bounds(
             '',
             sum(row.flops / rate for row, rate in zip(unconditional, rates, strict=True)),
         ),
-        Bound('HBM', '', bytes_once(module) / (chip.memory_bandwidth * share)),
+        Bound('HBM', '', min_hbm_bytes(module) / (chip.memory_bandwidth * share)),
     ]
     for axes, group in along.items():
         exposed = network.seconds_in_turn(*(one for one in group if not one.is_async))

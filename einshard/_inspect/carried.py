@@ -84,7 +84,7 @@ def find_weights(
     floating = [bool(re.match(r'b?float', dtype)) for _, dtype in inputs]
     # a program without a backward pass may be the update of an optimizer, which has no products
     is_training = '/transpose(' in module.text or next(find_products(module), None) is None
-    given = {int(op.given): op.results for op in module.entry.parameters()}
+    given = {op.parameter_number: op.results for op in module.entry.parameters()}
     results = module.entry.root.results
     updated = set(module.aliases.values())
     for output, path in outputs.items():

@@ -117,7 +117,7 @@ def _dumped(stages: Stages, mesh: AnyMesh) -> tuple[Any, ...] | None:
     if not (before and after and buffers):
         return None
     module = Module(before)
-    parameters = sorted(module.entry.parameters(), key=lambda op: int(op.given))
+    parameters = sorted(module.entry.parameters(), key=lambda op: op.parameter_number)
     leaves, treedef = jtu.tree_flatten(lowered.args_info)
     kept = _kept(stages, len(leaves))
     if len(kept) != len(parameters):
