@@ -151,7 +151,7 @@ def has_type(x: Any, sharding: NamedSharding) -> bool:
     return padded == actual_entries + [()] * (ndim - len(actual_entries))
 
 
-def sharding_refused(x: Any, for_jit: Any) -> Sharding | None:
+def rejected_by_jit(x: Any, for_jit: Any) -> Sharding | None:
     """Returns the sharding of a value if jit with these `in_shardings` rejects it; else None.
 
     Under jax.grad or jax.vmap outside jit, the value is a tracer that does not expose its sharding,

@@ -25,7 +25,7 @@ def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, 
     return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
 
 
-def has_terms(shardings: Any) -> bool:
+def has_partial_sums(shardings: Any) -> bool:
     """Whether a pytree of shardings has partial sums."""
     return any(map(is_partial, jtu.tree_leaves(shardings)))
 

@@ -15,9 +15,9 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .._errors import EinshardError
-from .._functions.parameters import JIT_OPTIONS, CallSignature, Parameters, listed
+from .._functions.parameters import JIT_OPTIONS, CallSignature, Parameters, as_list
 from .._functions.promise import Promise
-from .._functions.sharded import ShardedFunction, called_too_early, sharded
+from .._functions.sharded import ShardedFunction, no_function_error, sharded
 from .._notation.layout import axis_positions, mesh_text
 from .._sharding.context import context_on, current_context
 from .._sharding.leaf_spec import as_leaf_spec, check_constrained
@@ -105,7 +105,7 @@ def per_device(
             return type(function)(decorate(function.__func__))
         if not callable(function):
             arguments = [*functions, *unexpected.values()]
-            raise called_too_early('per_device', arguments, in_specs)
+            raise no_function_error('per_device', arguments, in_specs)
         specs_by_name = {name: spec for name, spec in named.items() if name not in JIT_OPTIONS}
         options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
         mapped = _Mapped(
@@ -171,7 +171,7 @@ class _Mapped:
         self.spec_mesh = spec_mesh  # the mesh of the NamedShardings in the specs
         self.check_vma = check_vma
         try:
-            names = listed(axis_names, str, 'axis_names', 'names of mesh axes', "('x',)")
+            names = as_list(axis_names, str, 'axis_names', 'names of mesh axes', "('x',)")
             self.manual = frozenset(names)
             self.specs = self.parameters.assign(in_specs, named_specs)
             self.spec_axes = tuple(self._spec_axes())
@@ -295,7 +295,7 @@ class _Mapped:
 
     def _argument_specs(self, view: View, label: str, value: Any) -> Any:
         spec = self.parameters.spec_for(label, self.specs)
-        if spec is None and label in self.parameters.names[: self.parameters.instance]:
+        if spec is None and label in self.parameters.names[: self.parameters.n_self]:
             spec = _REPLICATED
         leaves, treedef = jtu.tree_flatten(value)
         specs: list[PartitionSpec] = []
