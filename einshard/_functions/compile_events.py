@@ -1,4 +1,4 @@
-"""Calls a function with every program that this process compiles, before the program runs.
+"""Calls a function with every program that a thread compiles, before the program runs.
 
 `jax.monitoring` reports each compilation, but without the program. So this module looks for the
 program among the loaded programs of the backends, which are listed newest first. An error raised
@@ -36,7 +36,7 @@ _lock = threading.Lock()
 
 
 def watch(watcher: Watcher) -> None:
-    """Adds a watcher to this thread. Only the latest one is called."""
+    """Adds a watcher of this thread's compilations. Only the latest watcher is called."""
     with _lock:
         if not is_listening():
             jax.monitoring.register_event_duration_secs_listener(_on_event)

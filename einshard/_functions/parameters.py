@@ -220,7 +220,7 @@ class Declaration:
 
     @property
     def has_defaults(self) -> bool:
-        """Whether parameters with specs have arrays as defaults; calls pass these as arguments."""
+        """Whether parameters with specs have arrays as defaults."""
         return bool(self._defaults)
 
     def arguments(self, call: CallSignature) -> tuple[ValueSpec, ...]:
@@ -255,7 +255,7 @@ class Declaration:
     def _array_defaults(self) -> dict[str, Any]:
         """Returns defaults that contain arrays, for parameters with specs.
 
-        Calls pass them as arguments.
+        Calls pass them as arguments, so that they are placed as the specs say.
         """
         return {
             name: parameter.default

@@ -90,9 +90,9 @@ def _place(
 def _rejected_sharding(
     traced: TracedFunction, leaf: Any, sharding: NamedSharding
 ) -> Sharding | None:
-    """Returns the sharding of an argument if jit would reject it; otherwise None.
+    """Returns the sharding of an argument if jit would reject it; else None.
 
-    Host data has none: jit places it.
+    None for host data too, which jit places.
     """
     if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
         return rejected_by_jit(leaf, traced.for_jit(sharding))
@@ -141,7 +141,7 @@ def _placed_differently(
 
 
 def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> None:
-    """Raises if an argument without a spec is committed to other devices than the mesh's.
+    """Raises if an argument without a spec is committed to devices other than those of the mesh.
 
     The same devices in another order are an error too.
     """
@@ -199,6 +199,6 @@ def _must_agree(leaf: Any, sharding: NamedSharding) -> bool:
 
 
 def _is_unsharded(sharding: Sharding) -> bool:
-    # JAX 0.8.1 says that terms of a sum are replicated
-    partial = is_partial(sharding)
-    return len(sharding.device_set) == 1 or (sharding.is_fully_replicated and not partial)
+    # JAX 0.8.1 reports a partial sum as replicated
+    is_replicated = sharding.is_fully_replicated and not is_partial(sharding)
+    return len(sharding.device_set) == 1 or is_replicated

@@ -30,7 +30,7 @@ from .value_spec import ValueSpec
 
 
 class WrongShardings(ValueError):
-    """Stops the trace of a program whose arguments need other shardings than it is jitted with.
+    """Stops a trace if the program is jitted with other shardings than the values need.
 
     Callers handle it like jit's ValueErrors about shardings: they look up the right program.
     """
@@ -155,6 +155,7 @@ class TracedFunction:
 
     def matches_result(self, values: Sequence[Any]) -> bool:
         """Whether the result needs the shardings that the function is jitted with."""
+        # if it depends on the leaves of the result, a trace checks it
         if self.result.needs_leaves(self.setup.context()):
             try:
                 self._shapes(*values)
@@ -204,7 +205,8 @@ class TracedFunction:
                 result = self.setup.function(*args, **kwargs)
             self._check_result(result, context)
             if explicit and has_partial_sums(self.result.shardings(result, context)):
-                return self.result.constrain(result, context)  # else JAX 0.8.1 multiplies terms
+                # without this, JAX 0.8.1 returns a sum that is too large
+                return self.result.constrain(result, context)
             return result
 
         return wrapper
@@ -267,10 +269,10 @@ class Program:
         )
 
     def must_place_arguments(self) -> bool:
-        """Whether calls must place the arguments, because jit does not check or place them.
+        """Whether calls must place the arguments, because jit would not.
 
-        In eager jax.grad and jax.vmap, jit accepts any sharding. Host data for a partial sum fails
-        in `device_put`, or is multiplied by JAX 0.8.1.
+        Under jax.grad and jax.vmap outside jit, jit accepts any sharding. Host data for a partial
+        sum is an error in jit; in JAX 0.8.1, the sum is too large.
         """
         if is_tracing():
             return self.traced.mesh_is_ambient and not is_staging()
@@ -287,7 +289,8 @@ class Program:
     ) -> jax.stages.Traced:
         """Traces a call with the keyword arguments `given`.
 
-        `jax.jit` with in_shardings rejects these, so ShapeDtypeStructs have the shardings instead.
+        `jax.jit` with in_shardings rejects keyword arguments, so the shardings are those of
+        ShapeDtypeStructs instead. `order` is the order of keywords and defaults in `values`.
         """
         traced, names = self.traced, dict(enumerate(order, n_args))
         context = traced.setup.context()
@@ -319,7 +322,7 @@ class Program:
 
 
 def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Program:
-    """Makes the program of a call; traces it if the spec of the result needs shapes."""
+    """Makes the program of a call; traces it if the result's shardings depend on its shapes."""
     traced = TracedFunction(setup, call, values)
     traced.out_shardings = traced.result_shardings(values)
     options: dict[str, Any] = {**setup.options, 'static_argnums': tuple(traced.static)}

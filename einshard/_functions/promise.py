@@ -198,7 +198,7 @@ class Budget:
         self._warned = False
 
     def on_one_device(self) -> Budget | None:
-        """Returns the budget to check without collectives; None if it does not limit memory."""
+        """Returns the budget of a program without collectives; None if nothing limits memory."""
         return None if self.limits.memory is None else self
 
     def check(self, compiled: Any) -> None:
@@ -209,9 +209,9 @@ class Budget:
             check_memory(self.name, compiled, limits.memory)
 
     def warn_unchecked(self) -> None:
-        """Warns, only once, if the limits are not checked because a transformation compiles.
+        """Warns once that the limits are not checked under a transformation outside `jax.jit`.
 
-        No warning inside `jax.jit`: the function is part of another program, with its own limits.
+        Inside `jax.jit`, the function is a part of another program, and the limits do not apply.
         """
         if self._warned or is_staging():
             return
@@ -253,7 +253,7 @@ class CheckedJit:
         self._options = options
         self._nested = nested
         self._first_check_lock = threading.RLock()
-        self.call = self._call  # one object, so that `is` works
+        self.call = self._call  # stored, because each access to a method makes a new object
         self._reset()
 
     def _call(self, *values: Any) -> Any:

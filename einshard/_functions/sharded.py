@@ -30,15 +30,15 @@ P = ParamSpec('P')
 Q = ParamSpec('Q')
 R = TypeVar('R')
 
-# Returns the method of a program to call with the arguments: its `run`, its `jitted.lower`, ...
+# Selects what a call runs: `program.run`, `program.jitted.lower`, ...
 _GetMethod: TypeAlias = Callable[[Program], Callable[..., Any]]
 
 
 class ShardedFunction(Generic[P, R]):
     """A function decorated with `sharded`, with the methods of a jitted function."""
 
-    # Wrappers copy `__dict__`, which holds only the attributes of the decorated function. Slots are
-    # also faster to read.
+    # The state is in slots because `functools.wraps` copies `__dict__` to wrappers. `__dict__` has
+    # only the attributes of the decorated function. Slots are also faster to read.
     __slots__ = (
         '__dict__',
         '__weakref__',
@@ -53,7 +53,7 @@ class ShardedFunction(Generic[P, R]):
         self._programs = ProgramCache(setup)
         # Key: the number of arguments; with keywords, a tuple of that number and the keywords as
         # written. Value: the jitted function, the order in which it takes the keywords, and whether
-        # a trace needs another function even if no argument is a tracer.
+        # a call inside a trace must constrain the result, which the jitted function does not.
         self._fast_path: dict[Any, tuple[Any, tuple[str, ...], bool]] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -158,6 +158,7 @@ class ShardedFunction(Generic[P, R]):
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], get_method: _GetMethod) -> Any:
         if entered_scope() and not (in_step() or is_tracing()):
+            # this thread runs in a copied contextvars context, which JAX's cache keys lack
             with copy_into_thread():
                 return self._call(args, kwargs, get_method)
         call, order, values = self._setup.declaration.flatten_call(args, kwargs)
@@ -206,7 +207,10 @@ class ShardedFunction(Generic[P, R]):
         values: Sequence[Any],
         get_method: _GetMethod,
     ) -> Any:
-        """Retries a failed call with the right program or resharded arguments, or raises."""
+        """Retries a call in which the jitted function `failed` raised `error`, or raises.
+
+        Retries with the right program, or with resharded arguments.
+        """
         if isinstance(error, UnexpectedCollectives | MemoryExceeded):
             self._fast_path = {}  # the next program is checked before it runs
         if isinstance(error, EinshardError):
@@ -231,7 +235,7 @@ class ShardedFunction(Generic[P, R]):
     def _traced_function(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[TracedFunction, Sequence[Any]]:
-        """Returns the function and the values of a call. Checks the arguments, as no call does."""
+        """Returns the function and the values of a call. Checks these, as no trace will."""
         call, _, values = self._setup.declaration.flatten_call(args, kwargs)
         program = self._programs.find(call, values)
         program.traced.check(values)
@@ -350,7 +354,7 @@ def _can_decorate(x: Any) -> bool:
 def no_function_error(
     decorator: str, arguments: Sequence[Any], in_specs: Sequence[Spec]
 ) -> EinshardError:
-    """Returns the error for a decorator, such as `sharded(...)`, that got no function."""
+    """Returns the error for a decorator, such as `sharded(...)`, called without a function."""
     got = reprlib.repr(arguments[0]) if len(arguments) == 1 else plural(len(arguments), 'argument')
     facts: dict[str, Any] = {}
     if in_specs and _can_decorate(in_specs[-1]):

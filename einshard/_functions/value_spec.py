@@ -51,7 +51,7 @@ class ValueSpec:
         return self.indivisible != 'error' or context.replicates_indivisible
 
     def find_placements(self, value: Any, context: Context) -> list[PlacedLeaf]:
-        """Finds the placement of every leaf; raises if a rank or size does not fit its spec."""
+        """Finds the placement of every leaf; raises if a leaf does not fit its spec."""
         if self.spec is None:
             return []
         try:
