@@ -174,8 +174,9 @@ class TracedFunction:
         mesh = abstract_mesh(self.mesh)
 
         def convert(sharding: Any) -> Any:
-            is_in_context = sharding is not None and abstract_mesh(sharding.mesh) == mesh
-            return sharding.spec if is_in_context else sharding
+            if sharding is None or abstract_mesh(sharding.mesh) != mesh:
+                return sharding
+            return sharding.spec
 
         return jtu.tree_map(convert, shardings, is_leaf=is_none)
 
