@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from .._arrays.constrain import has_type
+from .._arrays.constrain import type_matches
 from .._errors import EinshardError, plural
 from .._notation.expression import ELLIPSIS, Expression, parse
 from .._sharding.context import current_context
@@ -293,7 +293,7 @@ def _make_check(spec: str) -> Callable[[Any], bool]:
         except EinshardError as error:
             raise _as_annotation_error(error.about(array=array_text(x))) from None
         if mesh is not None:
-            matches = has_type(x, placement.sharding)
+            matches = type_matches(x, placement.sharding)
         else:
             matches = are_equivalent(sharding, placement.sharding, x.ndim)
         if matches:

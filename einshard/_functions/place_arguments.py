@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from .._arrays.constrain import rejected_by_jit, reshard_traced
-from .._arrays.device_put import device_put, movable, put
+from .._arrays.device_put import device_put, make_movable, put
 from .._arrays.place import check_ref
 from .._arrays.process_agreement import PlannedArray, check_same_contents
 from .._errors import EinshardError
@@ -108,7 +108,7 @@ def _reshard(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
         return reshard_traced(leaf, sharding, traced.for_jit(NamedSharding(sharding.mesh, P())))
     if jax.process_count() > 1 or is_partial(sharding):
         return put([leaf], [sharding])[0]
-    leaf = movable(leaf, sharding)
+    leaf = make_movable(leaf, sharding)
     return device_put(leaf, sharding)  # unlike put, accepts an abstract mesh
 
 
