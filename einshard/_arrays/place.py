@@ -164,7 +164,7 @@ def _place_leaves(
     for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         try:
             kind = _kind(type(leaf))
-            placement = _find_placement(leaf, kind, spec, find)
+            placement = _placement_of_leaf(leaf, kind, spec, find)
             if placement is None:
                 continue
             if tracing or kind not in _CONCRETE:
@@ -183,7 +183,7 @@ def _place_leaves(
     return leaves
 
 
-def _find_placement(
+def _placement_of_leaf(
     leaf: Any, kind: int, spec: AnySpec | None, find: Callable[[AnySpec, Shape], Placement]
 ) -> Placement | None:
     """Returns the placement of a leaf, or None if it has no spec or is not an array."""

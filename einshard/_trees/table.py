@@ -1,4 +1,4 @@
-"""Builds the tables that `Rules.table` returns: how rules shard the leaves of a pytree."""
+"""Builds the tables that `Rules.table` and `StateSpec.table` return: how leaves are sharded."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _COLUMNS = (*map(Column, _HEADS), Column('per device', right=True))
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One leaf of the table: the rule that matched its path, its spec, and its shard."""
+    """One leaf of the table: the rule for its path, its spec, and its shard."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
-    rule: str  # the pattern of the rule, or 'default', 'scalar' or 'small'
+    rule: str  # the pattern of the rule; 'default', 'scalar', 'small'; 'as w' for a moment of w
     expression: str | None  # None: no spec
     shard_shape: tuple[int, ...]
     bytes: int  # per device
