@@ -9,17 +9,17 @@ from ._errors import shown
 from ._page import Column, Page, Section
 from ._text import MONO
 
-# Inline styles, as some viewers of notebooks drop style sheets; text in the page's color.
+# Styles are inline, because some notebook viewers drop style sheets.
 _FRAME = 'font: 13px/1.45 system-ui, sans-serif; text-align: left; max-width: 70em'
 _TITLE = 'font-size: 15px; font-weight: 600; margin: 2px 0 8px'
 _SECTION = 'font-weight: 600; margin: 12px 0 2px'
-# Notebooks style all tables. These styles override that, so that text has the page's color, which
-# is readable on light and dark backgrounds.
+# Notebooks style all tables. These styles override that: text has the color of the page, which is
+# readable on light and on dark backgrounds.
 _TABLE = 'border-collapse: collapse; border: none; margin: 0; font-size: 12px; color: inherit'
 _HEAD = 'border: none; padding: 2px 14px 2px 0; font-weight: normal; opacity: 0.65'
 _CELL = 'border: none; border-top: 1px solid rgba(128,128,128,0.3); padding: 2px 14px 2px 0'
 _CODE = f'margin: 4px 0; overflow: auto; font-size: 12px; {MONO}'
-_WORDS = 'list-style: none; margin: 4px 0; padding: 0'
+_LINES = 'list-style: none; margin: 4px 0; padding: 0'
 _WARNING = 'border-left: 3px solid #d9a400; background: rgba(217,164,0,0.12); padding: 3px 10px'
 # Tables of large models have hundreds of rows. In notebooks they scroll, so that totals stay
 # visible.
@@ -93,9 +93,9 @@ def _section(section: Section, style: str) -> str:
         rows = _head(section.columns)
         rows += ''.join(_row(row, section.columns) for row in section.rows)
         parts.append(f'<div style="{style}"><table style="{_TABLE}">{rows}</table></div>')
-    if section.words:
-        words = ''.join(f'<li>{html.escape(words)}</li>' for words in section.words)
-        parts.append(f'<ul style="{_WORDS}">{words}</ul>')
+    if section.lines:
+        items = ''.join(f'<li>{html.escape(line)}</li>' for line in section.lines)
+        parts.append(f'<ul style="{_LINES}">{items}</ul>')
     return ''.join(parts)
 
 

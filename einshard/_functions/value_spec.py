@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._arrays.constrain import constrain, place_constant
-from .._errors import EinshardError, for_arrays
+from .._errors import EinshardError, combine_errors
 from .._sharding.axis_rules import Fallback
 from .._sharding.context import Context
 from .._sharding.leaf_spec import LeafSpec
@@ -75,7 +75,7 @@ class ValueSpec:
                 continue
             placed.append((path, leaf, placement))
         if errors:
-            raise for_arrays(errors) from None
+            raise combine_errors(errors) from None
         return placed
 
     def shardings(self, value: Any, context: Context) -> Any:

@@ -108,4 +108,4 @@ def bounds_section(chip: str, bounds: Bounds, unknown_loops: bool) -> Section:
     several = len(bounds) > 1
     words = [f'{bound}{" (the largest)" * (several and bound is largest)}' for bound in bounds]
     once = '; loops of unknown length count once' * unknown_loops
-    return Section(f'lower bounds on the time of one run ({chip}{once})', words=tuple(words))
+    return Section(f'lower bounds on the time of one run ({chip}{once})', lines=tuple(words))

@@ -73,13 +73,13 @@ def collective_section(collectives: Collectives) -> Section:
     least = _LARGE * sum(collectives.network_bytes.values())
     shown = [_collective_cells(rows, _sent(rows) > least) for rows in in_order]
     if not shown:
-        return Section('collectives', words=('none',))
+        return Section('collectives', lines=('none',))
     # the last two columns, if they are empty
     empty = {i for i in (-1, -2) if not any(cells[i] for cells in shown)}
     columns = [c for i, c in enumerate(_COLUMNS) if i - len(_COLUMNS) not in empty]
     rows = [tuple(c for i, c in enumerate(r) if i - len(r) not in empty) for r in shown]
     rest = f': {format_bytes(sum(map(_sent, in_order[_MAX_ROWS - 1 :])))}'
-    return Section('collectives', tuple(columns), tuple(rows), most=_MAX_ROWS, rest=rest)
+    return Section('collectives', tuple(columns), tuple(rows), max_rows=_MAX_ROWS, omitted=rest)
 
 
 def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:
