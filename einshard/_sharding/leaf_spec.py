@@ -153,7 +153,7 @@ def with_fallbacks(
     on_indivisible: Fallback = 'error',
     rule: str | None = None,
 ) -> LeafSpec:
-    """Sets the options of a spec that are not 'error' here.
+    """Returns the spec with these options; 'error' leaves an option of the spec unchanged.
 
     Sets `rule` unless the spec has one: if rules contain rules, errors show the inner one.
     """
