@@ -171,7 +171,7 @@ def parsed(spec: Any) -> Any:
     return as_leaf_spec(spec) if isinstance(spec, JAX_SPECS) else spec
 
 
-def check_constrained(spec: LeafSpec) -> None:
+def reject_unconstrained(spec: LeafSpec) -> None:
     """Raises if an axis is P.UNCONSTRAINED."""
     if spec.partition is not None and spec.unconstrained:
         raise EinshardError('P.UNCONSTRAINED is only for values in a traced function')
