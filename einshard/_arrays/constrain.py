@@ -40,7 +40,7 @@ constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
 def constrain(x: Any, placement: Placement) -> Any:
     """Constrains a traced value: reshards it over Explicit mesh axes, and constrains Auto ones."""
     _check_context(placement)
-    _record_names(placement.expression, placement.without_rule)
+    _record_names(placement.expression, placement.names_without_rule)
     if isinstance(x, jax.Ref):
         return _checked_ref(x, placement)
     try:

@@ -200,7 +200,7 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
         # else the sets must have the same size and must not overlap
         n_local = len(local_shards)
         is_even = all(len(shard_set) == n_local for shard_set in shard_sets)
-        if not is_even or len(shard_sets) * n_local != placement.layout.parts[axis]:
+        if not is_even or len(shard_sets) * n_local != placement.layout.n_shards[axis]:
             raise _unevenly_sharded(placement, axis, array, by_process)
         if sizes[axis] % n_local:
             raise _indivisible(placement, axis, array, n_local, spec)
@@ -214,7 +214,7 @@ def _shards_by_process(
     sharding: NamedSharding, layout: Layout, ndim: int
 ) -> dict[int, dict[int, frozenset[int]]]:
     """Returns, by sharded axis and by process, the indices of the shards of the process."""
-    counts = layout.parts
+    counts = layout.n_shards
     # with one element per shard, the start of a slice is the index of the shard
     indices = sharding.devices_indices_map(tuple(counts.get(axis, 1) for axis in range(ndim)))
     shards: dict[int, dict[int, frozenset[int]]] = {axis: {} for axis in counts}
@@ -229,7 +229,7 @@ def _shards_by_process(
 def _indivisible(
     placement: Placement, axis: int, array: Any, n_local: int, spec: AnySpec
 ) -> EinshardError:
-    size, n_parts = array.shape[axis], placement.layout.parts[axis]
+    size, n_parts = array.shape[axis], placement.layout.n_shards[axis]
     name, terms = terms_of_axis(placement.expression, axis, array.ndim)
     replicates = as_leaf_spec(spec).on_indivisible == 'replicate'
     return placement.expression.error(

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from .._arrays.device_put import error_of_topology
 from .._errors import EinshardError, hide_inner_frames, plural
 from .._sharding.axis_rules import Fallback, check_option
-from .._sharding.context import copy_into_thread, entered, in_step, is_tracing
+from .._sharding.context import copy_into_thread, innermost_scope, is_tracing, matches_cache_keys
 from .._sharding.mesh import MeshLike, check_mesh, mesh_fact
 from .._text import deferred_kind, name_of
 from .._trees.specs import Spec, check_spec_functions, is_function, mesh_of
@@ -157,7 +157,7 @@ class ShardedFunction(Generic[P, R]):
         return self._call(args, kwargs, get_method)
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], get_method: _GetMethod) -> Any:
-        if entered_scope() and not (in_step() or is_tracing()):
+        if entered_scope() and not (matches_cache_keys() or is_tracing()):
             # this thread runs in a copied contextvars context, which JAX's cache keys lack
             with copy_into_thread():
                 return self._call(args, kwargs, get_method)
@@ -244,7 +244,7 @@ class ShardedFunction(Generic[P, R]):
         return program.traced, values
 
 
-entered_scope = entered.get  # saves 0.04 us per call
+entered_scope = innermost_scope.get  # saves 0.04 us per call
 
 # types of values that are not tracers; array types are added as they appear
 _concrete_types: set[type] = {np.ndarray, bool, int, float, complex}

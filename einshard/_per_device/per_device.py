@@ -21,7 +21,7 @@ from .._functions.sharded import ShardedFunction, no_function_error, sharded
 from .._notation.layout import axis_positions, mesh_text
 from .._sharding.context import context_on, current_context
 from .._sharding.leaf_spec import as_leaf_spec, check_constrained
-from .._sharding.legacy_mesh import noted
+from .._sharding.legacy_mesh import with_legacy_mesh_note
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
@@ -245,7 +245,7 @@ class _PerDeviceFunction:
             return view
         except EinshardError as error:
             # because of this fact, `sharded` does not name the parameter that it is resolving
-            raise noted(error, self.mesh).about(function=self.name) from None
+            raise with_legacy_mesh_note(error, self.mesh).about(function=self.name) from None
 
     def _resolve(self, text: str | None, path: str, leaf: Any) -> str | None:
         """Resolves the spec of one leaf for `sharded`."""

@@ -22,8 +22,8 @@ from .._sharding.leaf_spec import (
     AnySpec,
     LeafSpec,
     as_leaf_spec,
-    lenient,
     of_rank,
+    with_fallbacks,
 )
 from .._sharding.mesh import MeshLike
 from .._text import array_text, first_of
@@ -184,7 +184,7 @@ class Rules:
             name = f"'{pattern}'"
         leaf_spec = _spec_for(spec, path, leaf, name)
         if leaf_spec is not None:
-            leaf_spec = lenient(
+            leaf_spec = with_fallbacks(
                 leaf_spec, on_missing=self.missing, on_indivisible=self.indivisible, rule=name
             )
         result: _RuleAndSpec = ('default' if number is None else number, leaf_spec)
