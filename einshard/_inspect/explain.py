@@ -17,10 +17,10 @@ from .._hlo.collectives import Collective, find_collectives
 from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import read_memory
 from .._hlo.module import Module
+from .._sharding.collective_axes import ShardedBy, axes_text, mesh_axes_between, mesh_axes_of
 from .._sharding.mesh import AnyMesh, Device, MeshLike, is_device_mesh, spec_axes
 from .arrays import ProgramArray, array_row, find_arguments, find_results
 from .bounds import NO_BOUNDS, find_bounds
-from .collective_axes import ShardedBy, axes_text, mesh_axes_between, mesh_axes_of
 from .findings.causes import with_causes
 from .findings.facts import Facts
 from .findings.find import find_findings, find_notes

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._sharding.mesh import AnyMesh, is_device_mesh
+from .mesh import AnyMesh, is_device_mesh
 
 # By the name of an array axis, the mesh axes that shard it: one entry for each way in which the
 # expressions of a program shard axes of this name.
@@ -22,7 +22,7 @@ def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, .
     Devices are numbered in mesh order. An empty sequence means one group of all devices.
 
         >>> import jax
-        >>> from einshard._inspect.collective_axes import mesh_axes_of
+        >>> from einshard._sharding.collective_axes import mesh_axes_of
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ('data', 'tp'))
         >>> mesh_axes_of(((0, 4), (1, 5), (2, 6), (3, 7)), mesh)
         ('data',)
@@ -53,7 +53,7 @@ def mesh_axes_between(pairs: Sequence[tuple[int, int]], mesh: AnyMesh) -> tuple[
     Devices are numbered in mesh order.
 
         >>> import jax
-        >>> from einshard._inspect.collective_axes import mesh_axes_between
+        >>> from einshard._sharding.collective_axes import mesh_axes_between
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ('data', 'tp'))
         >>> mesh_axes_between(((0, 1), (1, 2), (5, 5)), mesh)
         ('tp',)
