@@ -194,7 +194,7 @@ def _trace(
                 argument_names=dict(enumerate(names)),
                 program=program,
                 values=values,
-                promise=unbound.promised,
+                promise=unbound.limits,
             )
         if not hasattr(fn, 'trace'):
             fn = jax.jit(fn)

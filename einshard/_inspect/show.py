@@ -21,7 +21,6 @@ from jax.sharding import (
 
 from .._errors import EinshardError, plural, shown
 from .._notation.expression import Expression, axis_letters, parse
-from .._notation.layout import check_divisible
 from .._pictures.blocks import Blocks
 from .._pictures.caption import describe_shards
 from .._pictures.draw import axis_names, check_drawable, draw, draw_expression, rank_drawn
@@ -181,11 +180,8 @@ def _draw_expression(
     if not isinstance(devices, Mesh | AbstractMesh) and not _is_device_sequence(devices):
         return draw_expression(expression, shape, devices)
     ndim = rank_drawn(expression, shape)
-    placement = resolve(expression.text, ndim, current_context(devices))
-    sharding = placement.sharding
-    if shape is not None:
-        check_divisible(expression, placement.layout, shape, sharding.mesh.size)
-    return _draw_named_sharding(sharding, axis_names(expression, ndim), shape)
+    placement = resolve(expression.text, ndim if shape is None else shape, current_context(devices))
+    return _draw_named_sharding(placement.sharding, axis_names(expression, ndim), shape)
 
 
 def _draw_value(x: Any, shape: tuple[int, ...] | None) -> Picture:

@@ -14,7 +14,7 @@ from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import parse_bytes
 from .._inspect.lowered import concrete
 from .._progress import progress
-from .._sharding.axis_rules import Placed, check_option
+from .._sharding.axis_rules import AxisPlacement, check_option
 from .._sharding.context import current_context
 from .._sharding.mesh import MeshLike, is_device_mesh, mesh_fact
 from .._text import name_of
@@ -30,7 +30,7 @@ from .space import Space, read_pins
 from .tables import read_table
 
 # A sharding of the user: the sizes of the mesh axes, and a placement by axis name.
-Given = tuple[Mapping[str, int], Mapping[str, Placed]]
+Given = tuple[Mapping[str, int], Mapping[str, AxisPlacement]]
 
 
 def plan(
