@@ -151,6 +151,11 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
     listed = None
     if intermediates:
         listed = tuple(find_intermediates(facts.stages.lower(), facts.meshes))
+    meshes = tuple(
+        tuple(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
+        for mesh in facts.meshes
+        if not is_device_mesh(mesh)
+    )
     bounds = NO_BOUNDS
     if chip is not None:
         along = [row.along for row in facts.rows]
@@ -160,7 +165,7 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
         name=facts.stages.name or module.name or 'the program',
         n_devices=facts.n_devices,
         device_kind=facts.devices[0].device_kind,
-        mesh=_mesh_axes(facts.meshes),
+        mesh=meshes[0] if meshes else (),
         arguments=tuple(facts.argument_rows),
         results=tuple(facts.result_rows),
         collectives=with_causes(facts),
@@ -174,6 +179,7 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
         temporaries=largest_temporaries(module),
         chip=chip.name if chip else None,
         bounds=bounds,
+        meshes=meshes,
     )
 
 
@@ -271,11 +277,3 @@ def _along(collective: Collective, meshes: Sequence[AnyMesh], sharded_by: Sharde
     for mesh in meshes[:1] if collective.pairs else ():
         return axes_text(mesh_axes_between(collective.pairs, mesh), mesh, sharded_by)
     return ''
-
-
-def _mesh_axes(meshes: Sequence[AnyMesh]) -> tuple[tuple[str, int], ...]:
-    """Returns the axes of a user's mesh; those of the canonical mesh (d0, d1, ..) are omitted."""
-    for mesh in meshes:
-        if not is_device_mesh(mesh):
-            return tuple(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
-    return ()

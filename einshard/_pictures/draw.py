@@ -58,11 +58,10 @@ def draw_expression(
         shape: the shape of the array; if None, '...' stands for no axes.
         n_devices: the number of devices. Default: the number that the counts use.
     """
-    is_named = any(term.mesh_axes for term in expression.right)
-    if n_devices is not None or not is_named:
-        n_devices = _device_count(expression, n_devices)
-    if is_named:
-        raise _no_mesh(expression, shape, n_devices)
+    if any(term.mesh_axes for term in expression.right):
+        given = None if n_devices is None else _device_count(expression, n_devices)
+        raise _no_mesh(expression, shape, given)
+    n_devices = _device_count(expression, n_devices)
     ndim = rank_drawn(expression, shape)
     layout = lay_out(expression, ndim if shape is None else shape, n_devices)
     mesh = {f'd{i}': split.count for i, split in enumerate(layout.splits)}
