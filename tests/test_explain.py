@@ -960,7 +960,7 @@ ENTRY %main (g: f32[8], h: f32[8], m: f32[]) -> (f32[8], f32[8]) {
 def test_a_broken_promise_is_warned_of():
     f = sharded('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-gather')(product)
     arguments = struct(16, 16), struct(16, 16)
-    text = 'collectives= allows any number of all-gathers, but it has 1 all-reduce'
+    text = 'collectives= allows any number of all-gathers, but the program has 1 all-reduce'
     assert findings_of(explain(f, *arguments)) == [('promise broken', text, line_of(product, '@'))]
     kept = sharded('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-reduce')
     assert not explain(kept(product), *arguments).findings

@@ -148,9 +148,9 @@ def _read_program(
 
 def _make_report(facts: Facts, intermediates: bool) -> Report:
     module, chip = facts.module, facts.chip
-    listed = None
+    intermediate_rows = None
     if intermediates:
-        listed = tuple(find_intermediates(facts.stages.lower(), facts.meshes))
+        intermediate_rows = tuple(find_intermediates(facts.stages.lower(), facts.meshes))
     meshes = tuple(
         tuple(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
         for mesh in facts.meshes
@@ -175,7 +175,7 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
         in_place=results_in_place(facts.argument_rows, facts.result_rows, module),
         findings=find_findings(facts),
         notes=find_notes(facts),
-        intermediates=listed,
+        intermediates=intermediate_rows,
         temporaries=largest_temporaries(module),
         chip=chip.name if chip else None,
         bounds=bounds,

@@ -47,7 +47,7 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             'replicated compute',
             f'{times} devices repeat the products in {texts}: {flops_text(wasted)} more on each '
-            f'device in one run than if they shared them',
+            'device in one run than if each computed a part',
             max(lines, key=lambda line: line.wasted).line,
             0,
             _suggestion(facts, free, lines),
