@@ -21,7 +21,7 @@ class Column:
     head: str
     right: bool = False  # align right, for numbers
     elastic: str = ''  # 'middle' or 'start': the part of a cell to omit on a narrow page
-    below: bool = False  # in text, write the cell on a line below its row, for long paths
+    below: bool = False  # write the cell on a line below its row, for long paths
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,7 @@ def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment
             fitted = zip(row, beside, widths, strict=False)
             cells = [_shortened(cell, column, width) for cell, column, width in fitted]
             yield [(indent, ''), (_line(cells, beside, widths), '')]
-            cells = [f'{c.head} {cell}' for cell, c in zip(row[n:], below, strict=True) if cell]
-            for i, line in enumerate(_below('; '.join(cells), width)):
+            for i, line in enumerate(_below(below_text(row[n:], below), width)):
                 yield [(' ' * (10 if i else 8), ''), (line, 'dim')]
     for text in section.lines:
         for i, line in enumerate(_wrapped(text, width)):
@@ -136,6 +135,11 @@ def _wrapped(text: str, width: int | None) -> list[str]:
     if width is None:
         return [text]
     return textwrap.wrap(text, width - 4, break_long_words=False)
+
+
+def below_text(cells: Sequence[str], columns: Sequence[Column]) -> str:
+    """Formats the cells below a row, each with its heading: 'of weights; called at model.py:8'."""
+    return '; '.join(f'{c.head} {cell}' for cell, c in zip(cells, columns, strict=True) if cell)
 
 
 def _below(text: str, width: int | None) -> list[str]:

@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from ._errors import printable
-from ._page import Column, Page, Section
+from ._page import Column, Page, Section, below_text
 from ._text import MONO
 
 # Styles are inline, because some notebook viewers drop style sheets.
@@ -24,6 +24,7 @@ _WARNING = 'border-left: 3px solid #d9a400; background: rgba(217,164,0,0.12); pa
 # Tables of large models have hundreds of rows. In notebooks they scroll, so that totals stay
 # visible.
 _SCROLL = 'overflow: auto; max-height: 32em'
+_BELOW = f'border: none; padding: 0 0 4px 28px; text-align: left; {MONO}; opacity: 0.75'
 # On a narrow page, each row of a table becomes a list of its cells, with their headings. Rules must
 # override inline styles.
 _NARROW = """<style>
@@ -37,7 +38,8 @@ _NARROW = """<style>
 .einshard-page td { display: flex !important; border: none !important; padding: 0 !important;
   text-align: left !important; white-space: normal !important }
 .einshard-page td:empty { display: none !important }
-.einshard-page td::before { content: attr(data-head); flex: 0 0 7.5em; opacity: 0.65;
+.einshard-page tr.below { border: none !important }
+.einshard-page td[data-head]::before { content: attr(data-head); flex: 0 0 8.5em; opacity: 0.65;
   font-family: system-ui, sans-serif }
 }
 </style>"""
@@ -100,19 +102,30 @@ def _section(section: Section, style: str) -> str:
 
 
 def _head(columns: Sequence[Column]) -> str:
-    cells = (f'<th style="{_HEAD}; {_align(c)}">{html.escape(c.head)}</th>' for c in columns)
-    return f'<tr style="background: transparent">{"".join(cells)}</tr>'
-
-
-def _row(row: Sequence[str], columns: Sequence[Column]) -> str:
     cells = (
-        f'<td data-head="{html.escape(column.head)}" '
-        f'style="{_CELL}; {_align(column)}; {MONO}">{html.escape(cell)}</td>'
-        for cell, column in zip(row, columns, strict=True)
+        f'<th style="{_HEAD}; {_align(column)}">{html.escape(column.head)}</th>'
+        for column in columns
+        if not column.below
     )
     return f'<tr style="background: transparent">{"".join(cells)}</tr>'
 
 
+def _row(row: Sequence[str], columns: Sequence[Column]) -> str:
+    beside = [
+        f'<td data-head="{html.escape(column.head)}" '
+        f'style="{_CELL}; {_align(column)}; {MONO}">{html.escape(cell)}</td>'
+        for cell, column in zip(row, columns, strict=True)
+        if not column.below
+    ]
+    below = html.escape(below_text(row[len(beside) :], columns[len(beside) :]))
+    line = ''
+    if below:
+        for separator in '/,':  # paths break there
+            below = below.replace(separator, f'{separator}<wbr>')
+        cell = f'<td colspan="{len(beside)}" style="{_BELOW}">{below}</td>'
+        line = f'<tr class="below" style="background: transparent">{cell}</tr>'
+    return f'<tr style="background: transparent">{"".join(beside)}</tr>{line}'
+
+
 def _align(column: Column) -> str:
-    wraps = 'normal; min-width: 14em' if column.below else 'nowrap'
-    return f'text-align: {"right" if column.right else "left"}; white-space: {wraps}'
+    return f'text-align: {"right" if column.right else "left"}; white-space: nowrap'

@@ -22,7 +22,7 @@ LONG = 'parameters/a_layer_with_a_very_long_name/and_a_matrix_with_a_long_name'
 class Elements(html.parser.HTMLParser):
     """The rows of tables, as lists of cells; asserts that elements nest."""
 
-    VOID = ('meta',)
+    VOID = ('meta', 'wbr')
 
     def __init__(self, text):
         super().__init__()

@@ -52,7 +52,7 @@ def einshard(
     * An array that already has this sharding is returned as it is.
     * Other arrays, NumPy arrays and scalars are moved, in one `jax.device_put` per pytree. On CPU,
       the result may share memory with a NumPy array, so do not overwrite that array later.
-    * An array that is a partial sum, or becomes one ('a b +@tp'), is resharded by `jax.reshard`.
+    * An array that is a partial sum, or becomes one (`'a b +@tp'`), is resharded by `jax.reshard`.
     * A traced value, as inside `jax.jit`, is constrained: by `jax.lax.with_sharding_constraint`,
       or by `jax.reshard` if the mesh axes are explicit.
     * A `jax.ShapeDtypeStruct` is returned with the sharding.
