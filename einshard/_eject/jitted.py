@@ -19,7 +19,7 @@ from .._inspect.findings.trace import inner_jaxprs
 from .._inspect.lowered import Stages
 from .._per_device.per_device import per_device
 from .._sharding.context import depth_of_user
-from .._sharding.mesh import adds_terms
+from .._sharding.mesh import unreduced_kind
 from .._text import array_text, short_source
 from .._trees.paths import leaf_paths
 from .._trees.specs import is_none
@@ -169,7 +169,7 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
     found: dict[tuple[str, str], str] = {}
     for eqn in _constraints(stages.traced.jaxpr.jaxpr):
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
-        if isinstance(sharding, NamedSharding) and adds_terms(sharding.spec):
+        if isinstance(sharding, NamedSharding) and unreduced_kind(sharding.spec) == 'sum':
             line, aval = line_of(eqn), eqn.outvars[0].aval
             if eqn.primitive.name == 'reshard' and line in outside:
                 continue

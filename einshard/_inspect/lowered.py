@@ -193,7 +193,7 @@ def _trace(
                 labels=dict(enumerate(labels)),
                 program=program,
                 values=values,
-                promise=unbound.promised,
+                promise=unbound.limits,
             )
         if not hasattr(fn, 'trace'):
             fn = jax.jit(fn)

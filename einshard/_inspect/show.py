@@ -21,7 +21,6 @@ from jax.sharding import (
 
 from .._errors import EinshardError, plural, shown
 from .._notation.expression import Expression, axis_letters, parse
-from .._notation.layout import check_divisible
 from .._pictures.blocks import Blocks
 from .._pictures.caption import meaning
 from .._pictures.draw import axis_names, check_drawable, draw, draw_expression, rank_drawn
@@ -175,12 +174,9 @@ def _of_expression(
         devices = ambient_mesh()
     if not isinstance(devices, Mesh | AbstractMesh) and not _is_sequence(devices):
         return draw_expression(expression, shape, devices)
-    n_dims = rank_drawn(expression, shape)
-    placement = resolve(expression.text, n_dims, current_context(devices))
-    sharding = placement.sharding
-    if shape is not None:
-        check_divisible(expression, placement.layout, shape, sharding.mesh.size)
-    return _of_named(sharding, axis_names(expression, n_dims), shape)
+    ndim = rank_drawn(expression, shape)
+    placement = resolve(expression.text, ndim if shape is None else shape, current_context(devices))
+    return _of_named(placement.sharding, axis_names(expression, ndim), shape)
 
 
 def _of_value(x: Any, shape: tuple[int, ...] | None) -> Picture:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._sharding.context import NOT_THE_USERS
-from .._sharding.mesh import FREE, spec_axes
+from .._sharding.context import LIBRARY_FOLDERS
+from .._sharding.mesh import UNCONSTRAINED, spec_axes
 from .links import Relation, Shape, relate
 
 
@@ -269,7 +269,7 @@ def _same_rank(one: Any, other: Any) -> bool:
 
 def entries_of(spec: Any, shape: Shape) -> tuple[tuple[str, ...], ...]:
     """Returns the mesh axes of every array axis of a PartitionSpec."""
-    entries = [() if entry == FREE else entry for entry in spec_axes(spec)]
+    entries = [() if entry == UNCONSTRAINED else entry for entry in spec_axes(spec)]
     entries += [()] * (len(shape) - len(entries))
     return tuple(tuple(map(str, entry)) for entry in entries)
 
@@ -278,7 +278,7 @@ def _source(eqn: Any) -> str:
     """Returns the line of the user, as 'model.py:12'; '' if it is unknown."""
     traceback = getattr(getattr(eqn, 'source_info', None), 'traceback', None)
     for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(NOT_THE_USERS):
+        if not frame.file_name.startswith(LIBRARY_FOLDERS):
             return f'{frame.file_name}:{frame.line_num}'
     return ''
 

@@ -9,7 +9,7 @@ from typing import Any
 from .._errors import EinshardError, quoted
 from .._notation.expression import Term, parse
 from .._notation.layout import mesh_text
-from .._sharding.axis_rules import Placed, axis_rules
+from .._sharding.axis_rules import AxisPlacement, axis_rules
 from .candidate import Candidate
 from .model import Model
 
@@ -17,7 +17,7 @@ from .model import Model
 MeshAxesOf = Mapping[str, tuple[str, ...]]
 
 
-def read_pins(pin: Mapping[str, Placed], mesh_axes: Collection[str]) -> MeshAxesOf:
+def read_pins(pin: Mapping[str, AxisPlacement], mesh_axes: Collection[str]) -> MeshAxesOf:
     """Reads `pin=`, such as {'embed': '@x', 'mlp': '@(x,y)', 'layers': ''}."""
     return _read_placements('pin=', pin, mesh_axes)
 
@@ -59,7 +59,7 @@ def check_divisible(label: str, placed: MeshAxesOf, model: Model, mesh: Mapping[
 
 
 def _read_placements(
-    label: str, given: Mapping[str, Placed], mesh_axes: Collection[str]
+    label: str, given: Mapping[str, AxisPlacement], mesh_axes: Collection[str]
 ) -> MeshAxesOf:
     found: dict[str, tuple[str, ...]] = {}
     for rule in axis_rules(given).rules:

@@ -13,7 +13,7 @@ from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import parse_bytes
 from .._inspect.lowered import concrete
 from .._progress import progress
-from .._sharding.axis_rules import Placed, check_option
+from .._sharding.axis_rules import AxisPlacement, check_option
 from .._sharding.context import current_context
 from .._sharding.mesh import MeshLike, is_device_mesh, mesh_fact
 from .._text import name_of
@@ -29,7 +29,7 @@ from .search import Search
 from .space import AXES, Space
 
 # A sharding to judge: the sizes of the mesh axes, and the placement of each axis name.
-GivenSharding: TypeAlias = tuple[Mapping[str, int], Mapping[str, Placed]]
+GivenSharding: TypeAlias = tuple[Mapping[str, int], Mapping[str, AxisPlacement]]
 
 
 def plan(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .._notation.expression import Term
-from .._notation.layout import Layout, Split, merged, with_unsharded, without_axes
+from .._notation.layout import Layout, Split, merge_neighbors, with_unsharded, without_axes
 from .._text import old_name
 
 
@@ -108,7 +108,7 @@ class Blocks:
 
     def parts(self, name: str) -> int:
         """Returns the number of shards of an array axis."""
-        return self.layout.parts.get(self.space.names.index(name), 1)
+        return self.layout.n_shards.get(self.space.names.index(name), 1)
 
     @property
     def block(self) -> str:
@@ -133,7 +133,9 @@ class Blocks:
         axes = {split.mesh_axes[0]: split.axis for split in self.layout.splits}
         splits = [Split(size, axes[axis]) for axis, size in devices.items() if size > 1]
         names = [*self.space.names, None]  # the last name is for replicas
-        terms = [Term(names[-1 if s.axis is None else s.axis], s.count) for s in merged(splits)]
+        terms = [
+            Term(names[-1 if s.axis is None else s.axis], s.count) for s in merge_neighbors(splits)
+        ]
         return f'{left} -> {" ".join(map(str, with_unsharded(terms, self.names)))}'.strip()
 
     def communication(self, kind: str, over: Sequence[str]) -> Communication:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..._functions.promise import allowed_text, counts_text, more_than
+from ..._functions.promise import allowed_text, counts_text, exceeding
 from ..._text import format_bytes
 from ..oversized import Oversized
 from ..report_rows import Finding
@@ -34,7 +34,7 @@ def promise_broken(facts: Facts) -> Iterator[Finding]:
     if limits is None:
         return
     if limits.collectives is not None and (
-        too_many := more_than(limits.collectives, facts.collectives)
+        too_many := exceeding(limits.collectives, facts.collectives)
     ):
         allowed, found = allowed_text(limits.collectives), counts_text(too_many)
         text = f'collectives= allows {allowed}, but it has {found}'
