@@ -137,7 +137,7 @@ class Estimator:
 
 
 def _axes_of(candidate: Candidate) -> Axes:
-    """Returns the mesh axes of each name; specs may name mesh axes, so these are names too."""
+    """Returns the mesh axes of each name; names of mesh axes count too, as in specs."""
     sizes = [size for _, size in candidate.mesh]
     of = {name: axis for (name, _), axis in zip(candidate.mesh, mesh_axes(sizes), strict=True)}
     by_name = {name: tuple(of[axis] for axis in used) for name, used in candidate.axes}
