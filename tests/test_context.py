@@ -39,100 +39,96 @@ from einshard import (
 MESH = mesh_of(data=4, tp=2)
 X = np.arange(128, dtype=np.float32).reshape(16, 8) / 128
 
-# Module-level functions: JAX keeps their traces by identity, from one test to the next.
+
+def transformed(place):
+    """Functions that contain a layer, with their values by numpy."""
+
+    def layer(x):
+        return jnp.sin(place(x))
+
+    @jax.custom_vjp
+    def with_vjp(x):
+        return layer(x)
+
+    with_vjp.defvjp(lambda x: (layer(x), x), lambda x, g: (place(g) * jnp.cos(x),))
+
+    @jax.custom_jvp
+    def with_jvp(x):
+        return layer(x)
+
+    with_jvp.defjvp(
+        lambda primals, tangents: (layer(*primals), place(*tangents) * jnp.cos(*primals))
+    )
+
+    def scanned(x, **options):
+        return jax.lax.scan(step, x, None, **options)[0]
+
+    def step(carry, _):
+        return layer(carry), None
+
+    def rematted_step(carry, _):
+        return rematted(carry), None
+
+    def kept(x):
+        return x
+
+    def second(x):
+        return layer(x)
+
+    def looped(x):
+        return jax.lax.while_loop(goes_on, loop_step, (0, x))[1]
+
+    def goes_on(state):
+        return state[0] < 1
+
+    def loop_step(state):
+        return state[0] + 1, layer(state[1])
+
+    def counted_step(i, x):
+        return layer(x)
+
+    nested, rematted = jax.jit(layer), jax.checkpoint(layer)
+    sines = {
+        'jit': nested,
+        'jit in jit': jax.jit(lambda x: nested(x)),
+        'scan': functools.partial(scanned, length=1),
+        'while_loop': looped,
+        'fori_loop': lambda x: jax.lax.fori_loop(0, 1, counted_step, x),
+        'map': lambda x: jax.lax.map(layer, x[None])[0],
+        'cond': lambda x: jax.lax.cond(x.sum() > -1e9, layer, kept, x),
+        'switch': lambda x: jax.lax.switch(jnp.int32(x.sum() > -1e9), [kept, layer, second], x),
+        'checkpoint': rematted,
+        'checkpoint of jit': jax.checkpoint(nested),
+        'custom_vjp': with_vjp,
+        'custom_jvp': with_jvp,
+        'jit of custom_vjp': lambda x: jax.jit(with_vjp)(x),
+        'vmap of jit': lambda x: jax.vmap(nested)(x[None])[0],
+        'scan of checkpoint': lambda x: jax.lax.scan(rematted_step, x, None, 1)[0],
+    }
+
+    def gradient_of(name):
+        return lambda x: jax.grad(lambda x: sines[name](x).sum())(x)
+
+    differentiated = ['jit', 'scan', 'checkpoint', 'custom_vjp', 'custom_jvp', 'jit of custom_vjp']
+    return {
+        **{name: (function, np.sin) for name, function in sines.items()},
+        **{f'grad of {name}': (gradient_of(name), np.cos) for name in differentiated},
+        'unrolled scan': (
+            functools.partial(scanned, length=2, unroll=2),
+            lambda x: np.sin(np.sin(x)),
+        ),
+        'linearize': (lambda x: jax.linearize(nested, x)[1](x), lambda x: np.cos(x) * x),
+        'jacfwd': (lambda x: jax.jacfwd(lambda s: nested(x * s))(1.0), lambda x: np.cos(x) * x),
+        'eval_shape': (
+            lambda x: layer(x) + jax.eval_shape(nested, x).size,
+            lambda x: np.sin(x) + x.size,
+        ),
+    }
 
 
-def place(x):
-    return einshard(x, 'batch d' if RULED else 'batch d -> batch* d')
-
-
-def layer(x):
-    return jnp.sin(place(x))
-
-
-RULED = False
-
-
-@jax.custom_vjp
-def with_vjp(x):
-    return layer(x)
-
-
-with_vjp.defvjp(lambda x: (layer(x), x), lambda x, g: (place(g) * jnp.cos(x),))
-
-
-@jax.custom_jvp
-def with_jvp(x):
-    return layer(x)
-
-
-with_jvp.defjvp(lambda primals, tangents: (layer(*primals), place(*tangents) * jnp.cos(*primals)))
-
-
-def carry_layer(carry, _):
-    return layer(carry), None
-
-
-def counted_layer(i, x):
-    return layer(x)
-
-
-def loop_layer(state):
-    return state[0] + 1, layer(state[1])
-
-
-def goes_on(state):
-    return state[0] < 1
-
-
-def kept(x):
-    return x
-
-
-def second(x):
-    return layer(x)
-
-
-def gradient_of(function):
-    return lambda x: jax.grad(lambda x: function(x).sum())(x)
-
-
-nested = jax.jit(layer)
-rematted = jax.checkpoint(layer)
-
-SINES = {
-    'jit': nested,
-    'jit in jit': jax.jit(lambda x: nested(x)),
-    'scan': lambda x: jax.lax.scan(carry_layer, x, None, length=1)[0],
-    'while_loop': lambda x: jax.lax.while_loop(goes_on, loop_layer, (0, x))[1],
-    'fori_loop': lambda x: jax.lax.fori_loop(0, 1, counted_layer, x),
-    'map': lambda x: jax.lax.map(layer, x[None])[0],
-    'cond': lambda x: jax.lax.cond(x.sum() > -1e9, layer, kept, x),
-    'switch': lambda x: jax.lax.switch(jnp.int32(x.sum() > -1e9), [kept, layer, second], x),
-    'checkpoint': rematted,
-    'checkpoint of jit': jax.checkpoint(nested),
-    'custom_vjp': with_vjp,
-    'custom_jvp': with_jvp,
-    'jit of custom_vjp': lambda x: jax.jit(with_vjp)(x),
-    'vmap of jit': lambda x: jax.vmap(nested)(x[None])[0],
-    'scan of checkpoint': lambda x: jax.lax.scan(lambda y, _: (rematted(y), None), x, None, 1)[0],
-}
-DIFFERENTIATED = ['jit', 'scan', 'checkpoint', 'custom_vjp', 'custom_jvp', 'jit of custom_vjp']
-# what contains the layer, and the values by numpy
-TRANSFORMED = {
-    **{name: (function, np.sin) for name, function in SINES.items()},
-    **{f'grad of {name}': (gradient_of(SINES[name]), np.cos) for name in DIFFERENTIATED},
-    'unrolled scan': (
-        lambda x: jax.lax.scan(carry_layer, x, None, length=2, unroll=2)[0],
-        lambda x: np.sin(np.sin(x)),
-    ),
-    'linearize': (lambda x: jax.linearize(nested, x)[1](x), lambda x: np.cos(x) * x),
-    'jacfwd': (lambda x: jax.jacfwd(lambda s: nested(x * s))(1.0), lambda x: np.cos(x) * x),
-    'eval_shape': (
-        lambda x: layer(x) + jax.eval_shape(nested, x).size,
-        lambda x: np.sin(x) + x.size,
-    ),
-}
+# JAX keeps their traces by identity, from one test to the next
+BY_COUNTS = transformed(lambda x: einshard(x, 'batch d -> batch* d'))
+BY_RULES = transformed(lambda x: einshard(x, 'batch d'))
 
 
 def constraints(program):
@@ -150,35 +146,23 @@ def has_equations(node):
     return hasattr(getattr(node, 'jaxpr', node), 'eqns')
 
 
-@pytest.fixture
-def ruled(monkeypatch):
-    """`layer` has the short form, which axis rules place."""
-    monkeypatch.setattr(f'{__name__}.RULED', True)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-
-
-@pytest.mark.parametrize('name', TRANSFORMED)
+@pytest.mark.parametrize('name', BY_COUNTS)
 def test_traces_know_the_mesh_of_the_enclosing_sharded(name):
-    transformed, expected = TRANSFORMED[name]
-    for n in (4, 8, 16, 4, 8):
-        step = sharded(mesh=jax.devices()[:n])(lambda x: transformed(x))
+    function, expected = BY_COUNTS[name]
+    for n in (4, 8, 4):
+        step = sharded(mesh=jax.devices()[:n])(lambda x: function(x))
         assert {sharding.mesh.size for sharding in constraints(step.trace(X).jaxpr)} == {n}
         y = step(X)
         np.testing.assert_allclose(y, expected(X), rtol=1e-5, atol=1e-5)
         assert len(y.sharding.device_set) == n
 
 
-RULES = [('@data', 'data'), ('@tp', 'tp'), ('@(tp,data)', ('tp', 'data'))]
-
-
 @pytest.mark.parametrize('around', ['jit', 'sharded'])
-@pytest.mark.parametrize('name', TRANSFORMED)
-def test_traces_know_the_axis_rules(name, around, ruled):
-    transformed, expected = TRANSFORMED[name]
-    step = jax.jit(transformed) if around == 'jit' else sharded(mesh=MESH)(lambda x: transformed(x))
-    for rule, entry in RULES * 2:
+@pytest.mark.parametrize('name', BY_RULES)
+def test_traces_know_the_axis_rules(name, around):
+    function, expected = BY_RULES[name]
+    step = jax.jit(function) if around == 'jit' else sharded(mesh=MESH)(lambda x: function(x))
+    for rule, entry in [('@data', 'data'), ('@(tp,data)', ('tp', 'data')), ('@data', 'data')]:
         in_context = jax.set_mesh(MESH) if around == 'jit' else contextlib.nullcontext()
         with in_context, axis_rules(batch=rule):
             found = constraints(step.trace(X).jaxpr)
@@ -187,9 +171,13 @@ def test_traces_know_the_axis_rules(name, around, ruled):
             np.testing.assert_allclose(step(X), expected(X), rtol=1e-5, atol=1e-5)
 
 
+NESTED, _ = BY_COUNTS['jit']
+SCANNED, _ = BY_COUNTS['scan']
+
+
 @sharded('batch d -> batch* d', out='batch d -> batch* d')
 def trained(x):
-    return SINES['scan'](x) + nested(x)
+    return SCANNED(x) + NESTED(x)
 
 
 def test_explain_on_other_devices_leaves_no_trace_behind():
@@ -197,7 +185,7 @@ def test_explain_on_other_devices_leaves_no_trace_behind():
         assert explain(trained, X, mesh=devices).n_devices == len(devices)
         np.testing.assert_allclose(trained(X), 2 * np.sin(X), rtol=1e-5, atol=1e-5)
         assert trained(X).sharding.mesh.size == 16
-        plain = explain(lambda x: trained(x) + nested(x), X, mesh=devices)
+        plain = explain(lambda x: trained(x) + NESTED(x), X, mesh=devices)
         assert plain.n_devices == len(devices)
 
 
@@ -207,7 +195,7 @@ def test_explain_for_a_tpu_and_then_run():
     np.testing.assert_allclose(trained(X), 2 * np.sin(X), rtol=1e-5, atol=1e-5)
 
 
-def test_per_device_in_a_cached_trace(ruled):
+def test_per_device_in_a_cached_trace():
     @per_device('batch d', out='batch d')
     def doubled(x):
         seen.append(x.shape)

@@ -1,5 +1,6 @@
 """python -m einshard: what it prints and how it exits."""
 
+import io
 import os
 import subprocess
 import sys
@@ -44,35 +45,31 @@ def test_a_wrong_expression_exits_2():
     assert 'Traceback' not in done.stderr
 
 
-def test_output_without_box_characters():
-    done = run('a b -> a2 b2', '--shape', '4', '4', PYTHONIOENCODING='cp1252')
-    assert done.returncode == 0, done.stderr
-    assert '|       0       |' in done.stdout
-    assert '+-' in done.stdout
+def test_output_without_box_characters(monkeypatch):
+    printed = io.TextIOWrapper(io.BytesIO(), encoding='cp1252')
+    monkeypatch.setattr(sys, 'stdout', printed)
+    assert main(['a b -> a2 b2', '--shape', '4', '4']) == 0
+    printed.seek(0)
+    text = printed.read()
+    assert '|       0       |' in text
+    assert '+-' in text
 
 
 @pytest.mark.skipif(sys.platform == 'win32', reason='needs a pseudo-terminal')
-def test_a_terminal_has_color():
+def test_a_terminal_has_color(monkeypatch):
     pytest.importorskip('rich')
     import pty
 
-    ours, theirs = pty.openpty()
-    environment = {k: v for k, v in os.environ.items() if k not in ('NO_COLOR', 'FORCE_COLOR')}
-    with subprocess.Popen(
-        [sys.executable, '-m', 'einshard', 'a b -> a2 b2'],
-        stdout=theirs,
-        env=environment | {'TERM': 'xterm-256color', 'COLUMNS': '80'},
-    ) as process:
-        os.close(theirs)
-        output = b''
-        try:
-            while chunk := os.read(ours, 65536):
-                output += chunk
-        except OSError:  # how Linux says that the other end is closed
-            pass
-    os.close(ours)
-    assert process.returncode == 0
-    assert b'\x1b[30;48;' in output
+    for name in ('NO_COLOR', 'FORCE_COLOR'):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv('TERM', 'xterm-256color')
+    reader, writer = pty.openpty()
+    with open(writer, 'w', encoding='utf-8') as terminal:
+        monkeypatch.setattr(sys, 'stdout', terminal)
+        assert main(['a b -> a2 b2']) == 0
+        terminal.flush()
+        assert b'\x1b[30;48;' in os.read(reader, 65536)
+    os.close(reader)
 
 
 def test_the_command_of_the_package():
@@ -95,6 +92,16 @@ def test_the_command_finds_modules_in_the_current_folder(tmp_path):
         check=False,
     )
     assert done.stdout.startswith('double on '), done.stderr
+
+
+def test_the_reader_may_close_the_pipe():
+    """As in `einshard ... | head`, if head exits before einshard prints."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, '-m', 'einshard', 'a b -> a4 b2']
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b'')
 
 
 def test_the_command_is_named_as_it_was_called(monkeypatch, capsys):

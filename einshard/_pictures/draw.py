@@ -12,7 +12,7 @@ from .._errors import EinshardError
 from .._notation.expression import ELLIPSIS, Expression
 from .._notation.layout import axis_positions, lay_out, spec_entries
 from .blocks import blocks_on_mesh
-from .caption import device_order, meaning
+from .caption import describe_device_order, describe_shards
 from .picture import Picture
 
 _MAX_DEVICES = 1_000_000
@@ -43,8 +43,8 @@ def draw(
     """
     check_drawable(math.prod(mesh.values()), len(names))
     blocks = blocks_on_mesh(mesh, entries, names, sizes, signs)
-    words = [meaning(blocks, dtype, entries if named else [])]
-    return Picture(blocks, (*words, *device_order(mesh, named, names, entries, signs)))
+    words = [describe_shards(blocks, dtype, entries if named else [])]
+    return Picture(blocks, (*words, *describe_device_order(mesh, named, names, entries, signs)))
 
 
 def draw_expression(

@@ -19,10 +19,10 @@ from .._hlo.hardware import Chip
 from .._hlo.module import Module
 from .._hlo.target_collectives import target_collectives
 from .._inspect.bounds import NO_BOUNDS, find_bounds
-from .._inspect.carried import find_carried, find_weights
-from .._inspect.collective_axes import along, mesh_axes_of
+from .._inspect.collective_axes import axes_text, mesh_axes_of
 from .._inspect.explain import explain_stages
 from .._inspect.lowered import Stages, trace_call
+from .._inspect.payloads import find_payloads, find_weights
 from .._inspect.report import Report
 from .._inspect.totals import product_rows
 from .._sharding.mesh import partition_spec
@@ -186,16 +186,17 @@ class _Program:
         mesh = self.candidate.mesh_of(function.devices)
         collectives = target_collectives(module, find_collectives(module))
         weights = find_weights(module, self.inputs, self.outputs)
-        paths = [path for path, _ in self.inputs]
-        carried = find_carried(module, collectives, weights, paths, self.outputs)
-        axes = [along(mesh_axes_of(one.groups, mesh), mesh, {}) for one in collectives]
+        payloads = find_payloads(module, collectives, weights, self.inputs, self.outputs)
+        axes = [axes_text(mesh_axes_of(one.groups, mesh), mesh, {}) for one in collectives]
         sent = [_sent_bytes(one) for one in collectives]
         bounds, chip = NO_BOUNDS, function.chip
         if chip is not None:
             devices = list(mesh.devices.flat)
             rows = list(zip(collectives, axes, strict=True))
             bounds = find_bounds(chip, devices, module, product_rows(module), rows, is_cpu=True)
-        kinds = ((one.kind, what.role) for one, what in zip(collectives, carried, strict=True))
+        kinds = [
+            (one.kind, payload.role) for one, payload in zip(collectives, payloads, strict=True)
+        ]
         return Judgement(
             self.candidate,
             'partitioner',

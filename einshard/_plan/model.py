@@ -125,7 +125,7 @@ def _or_known(
 def _leaves(stages: Stages) -> list[tuple[str, Any]]:
     """Returns the path and the shape of every argument leaf."""
     assert stages.traced is not None, 'a function was traced'
-    labels = stages.labels or dict(enumerate(stages.parameters))
+    labels = stages.argument_names or dict(enumerate(stages.parameters))
     found: list[tuple[str, Any]] = []
     for (_, first, *rest), info in jtu.tree_leaves_with_path(stages.traced.args_info):
         index = getattr(first, 'idx', None)
