@@ -142,7 +142,9 @@ class _Reader:
         outs = self.new_values(eqn.outvars)
         if name == 'sharding_constraint':
             self.constrain(outs[0], params['sharding'])
-        self.add(name, params, ins, outs, eqn)
+        relation = relate(name, params, list(map(self.shape, ins)), list(map(self.shape, outs)))
+        source = _source(eqn) if relation.einsum and relation.einsum.flops else ''
+        self.append(Op(name, tuple(ins), tuple(outs), relation, source=source))
         return outs
 
     def constrain(self, value: int | None, sharding: Any) -> None:
@@ -150,18 +152,8 @@ class _Reader:
         if value is not None and spec is not None:
             self.program.values[value].spec = entries_of(spec, self.shape(value))
 
-    def add(
-        self,
-        name: str,
-        params: Mapping[str, Any],
-        ins: Sequence[int | None],
-        outs: Sequence[int | None],
-        eqn: Any = None,
-    ) -> None:
-        shapes = [[self.shape(value) for value in values] for values in (ins, outs)]
-        op = Op(name, tuple(ins), tuple(outs), relate(name, params, *shapes))
+    def append(self, op: Op) -> None:
         op.executions, op.scope = self.executions, self.scope
-        op.source = _source(eqn) if op.relation.einsum and op.relation.einsum.flops else ''
         self.program.ops.append(op)
 
     def connect(
@@ -178,9 +170,12 @@ class _Reader:
         n = min(len(self.shape(old)) - shift[0], len(self.shape(new)) - shift[1])
         links = tuple((0, d + shift[0], 0, d + shift[1]) for d in range(n))
         unsharded = ((0, 0),) if name == 'scan_input' else ()
-        op = Op(name, (old,), (new,), Relation(links, unsharded=unsharded))
-        op.executions, op.scope, op.body = self.executions, self.scope, body
-        self.program.ops.append(op)
+        self.append(Op(name, (old,), (new,), Relation(links, unsharded=unsharded), body=body))
+
+    def carry(self, olds: Sequence[int | None], news: Sequence[int | None]) -> None:
+        """Connects the values that a loop carries into its body, to the next iteration or out."""
+        for old, new in zip(olds, news, strict=True):
+            self.connect('carry', old, new, (0, 0))
 
     def shape(self, value: int | None) -> Shape:
         return () if value is None else self.program.values[value].shape
@@ -196,23 +191,19 @@ class _Reader:
         number = self.n_scopes + 1
         inner = self.new_values(body.invars)
         inner[:n_consts] = ins[:n_consts]
-        for old, new in zip(ins[n_consts:n_before], inner[n_consts:n_before], strict=True):
-            self.connect('carry', old, new, (0, 0))
+        self.carry(ins[n_consts:n_before], inner[n_consts:n_before])
         for old, new in zip(ins[n_before:], inner[n_before:], strict=True):
             self.connect('scan_input', old, new, (1, 0), number)
         found = self.read_loop(body, inner, length)
-        for i, (old, new) in enumerate(zip(found, outs, strict=True)):
-            if i < n_carry:
-                self.connect('carry', old, inner[n_consts + i], (0, 0))
-                self.connect('carry', old, new, (0, 0))
-            else:
-                self.connect('scan_output', old, new, (0, 1), number)
+        self.carry(found[:n_carry], inner[n_consts:n_before])
+        self.carry(found[:n_carry], outs[:n_carry])
+        for old, new in zip(found[n_carry:], outs[n_carry:], strict=True):
+            self.connect('scan_output', old, new, (0, 1), number)
         # the first axis of stacked and of scanned arrays is the same: the iterations
         scanned = next((value for value in ins[n_before:] if value is not None), None)
         for new in outs[n_carry:]:
             if scanned is not None and new is not None:
-                link = Relation(((0, 0, 0, 0),))
-                self.program.ops.append(Op('scan_axis', (scanned,), (new,), link))
+                self.append(Op('scan_axis', (scanned,), (new,), Relation(((0, 0, 0, 0),))))
         return outs
 
     def while_loop(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
@@ -222,20 +213,17 @@ class _Reader:
         consts, carry = ins[n_cond : n_cond + n_body], ins[n_cond + n_body :]
         inner = self.new_values(body.invars[n_body:])
         outs = self.new_values(eqn.outvars)
-        for old, new in zip(carry, inner, strict=True):
-            self.connect('carry', old, new, (0, 0))
+        self.carry(carry, inner)
         found = self.read_loop(body, [*consts, *inner], 1)
-        for old, again, new in zip(found, inner, outs, strict=True):
-            self.connect('carry', old, again, (0, 0))
-            self.connect('carry', old, new, (0, 0))
+        self.carry(found, inner)
+        self.carry(found, outs)
         return outs
 
     def cond(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
         outs = self.new_values(eqn.outvars)
         for branch in map(_open, eqn.params['branches']):
             found = self.read(branch, ins[1:])
-            for old, new in zip(found, outs, strict=True):
-                self.connect('carry', old, new, (0, 0))
+            self.carry(found, outs)
         return outs
 
     def read_loop(
