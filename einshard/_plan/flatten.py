@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._sharding.context import LIBRARY_FOLDERS
 from .._sharding.mesh import UNCONSTRAINED, spec_axes
 from .links import Relation, Shape, relate
 
@@ -40,7 +39,6 @@ class Op:
         executions: how often it runs: the product of the lengths of the loops around it.
         scope: the number of the innermost loop around it; 0 outside of loops.
         body: the number of the loop that a 'scan_input' or 'scan_output' belongs to; else 0.
-        source: 'model.py:12', or ''.
     """
 
     primitive: str
@@ -50,7 +48,6 @@ class Op:
     executions: int = 1
     scope: int = 0
     body: int = 0
-    source: str = ''
 
     @property
     def arrays_in(self) -> list[int]:
@@ -143,8 +140,7 @@ class _Reader:
         if name == 'sharding_constraint':
             self.constrain(outs[0], params['sharding'])
         relation = relate(name, params, list(map(self.shape, ins)), list(map(self.shape, outs)))
-        source = _source(eqn) if relation.einsum and relation.einsum.flops else ''
-        self.append(Op(name, tuple(ins), tuple(outs), relation, source=source))
+        self.append(Op(name, tuple(ins), tuple(outs), relation))
         return outs
 
     def constrain(self, value: int | None, sharding: Any) -> None:
@@ -260,15 +256,6 @@ def entries_of(spec: Any, shape: Shape) -> tuple[tuple[str, ...], ...]:
     entries = [() if entry == UNCONSTRAINED else entry for entry in spec_axes(spec)]
     entries += [()] * (len(shape) - len(entries))
     return tuple(tuple(map(str, entry)) for entry in entries)
-
-
-def _source(eqn: Any) -> str:
-    """Returns the line of the user, as 'model.py:12'; '' if it is unknown."""
-    traceback = getattr(getattr(eqn, 'source_info', None), 'traceback', None)
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(LIBRARY_FOLDERS):
-            return f'{frame.file_name}:{frame.line_num}'
-    return ''
 
 
 def _used(program: Program) -> list[Op]:

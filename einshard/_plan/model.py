@@ -93,7 +93,7 @@ def find_model(
     of_results = _or_known(of_results, metadata_names(stages.traced.out_info))
     program = flatten(stages.traced.jaxpr)
     found = name_axes(program, of_arguments, of_results)
-    axes = [tuple(names or () for names in of_value) for of_value in found]
+    axes = [tuple(one or () for one in of_value) for of_value in found]
     arguments = [() if value is None else axes[value] for value in program.arguments]
     sizes, divisors, together = _sizes(program, axes, names)
     results = jtu.tree_leaves(stages.traced.out_info)
