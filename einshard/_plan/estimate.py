@@ -154,7 +154,10 @@ def _names_of(sides: Sequence[Side]) -> tuple[str, ...]:
 
 
 class _StoredArrays:
-    """The bytes of the arrays in memory, by names: the same names have the same sharding."""
+    """The bytes of the arrays in memory.
+
+    Those of arrays with the same axis names are added up, because they have the same sharding.
+    """
 
     def __init__(self, model: Model):
         arguments = [(one.names, one.bytes) for one in model.arrays]

@@ -224,7 +224,7 @@ def _update(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 
 
 def _window(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Links all axes of a pooling; its devices exchange edges of shards, which count as free."""
+    """Links all axes of pooling; the exchange of edges between neighbors counts as free."""
     same = (i for i, shape in enumerate(ins) if len(shape) == len(outs[0]))
     return Relation(tuple((i, d, 0, d) for i in same for d in range(len(outs[0]))))
 
