@@ -104,7 +104,6 @@ def test_program_is_that_of_hand_written_jax(machine, name):
     ('name', 'parallelism', 'tied'),
     [
         ('cpu', 'data', True),
-        ('cpu', 'tensor', True),
         ('cpu', 'both', False),
         ('v5e:4x4', 'both', True),
     ],

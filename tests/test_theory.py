@@ -70,11 +70,12 @@ def collectives(program):
 @pytest.mark.parametrize('einsum', EINSUMS)
 def test_the_compiler_does_the_first_choice(einsum, devices8):
     names = read_contraction(einsum).names
-    for counts in assignments(names, 8):
+    for counts in assignments(names, 8 if len(names) < 4 else 4):
         theory = parallelism(einsum, sizes=dict.fromkeys(names, SIZE), **counts)
-        program = compiled(einsum, theory.operands, devices8)
+        devices = devices8[: math.prod(counts.values())]
+        program = compiled(einsum, theory.operands, devices)
         assert total(collectives(program)) == total(theory.collectives), (counts, str(theory))
-        wanted = make_sharding(theory.result, mesh=devices8)
+        wanted = make_sharding(theory.result, mesh=devices)
         n_dims = len(read_contraction(einsum).result.names)
         assert program.output_shardings.is_equivalent_to(wanted, n_dims), counts
 
@@ -134,7 +135,7 @@ def test_the_compiler_does_not_always_do_the_first_choice(i, j, k, devices8):
     assert total(collectives(program)) == total(expected.collectives)
 
 
-@pytest.mark.parametrize('sizes', [(64, 64, 64), (16, 128, 64), (128, 16, 64)], ids=str)
+@pytest.mark.parametrize('sizes', [(16, 128, 64), (128, 16, 64)], ids=str)
 def test_the_compiler_moves_operands_to_where_the_result_is_asked_for(sizes, devices8):
     sizes = dict(zip('bxy', sizes, strict=True))
 
