@@ -9,6 +9,7 @@ model is ours: a transformer with attention in blocks, Adam, and remat of whole 
 
 import os
 import sys
+from contextlib import closing
 from typing import NamedTuple
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -22,11 +23,11 @@ from einshard import Rules, einshard, shard_largest, sharded, topology
 from einshard._hlo.hardware import as_chip
 from einshard._plan.candidates import find_candidates
 from einshard._plan.estimate import Estimator
-from einshard._plan.judge import Function, Partitioner, compile_on_target
+from einshard._plan.judge import Function, Partitioner
 from einshard._plan.model import find_model
-from einshard._plan.search import Budget, Search
+from einshard._plan.placements import read_candidate
+from einshard._plan.search import Search
 from einshard._plan.space import Space
-from einshard._plan.tables import read_table
 
 SEQ, HEAD, BLOCK, DEVICES = 2048, 128, 256, 256
 COMPILATIONS = 12
@@ -150,22 +151,22 @@ def judge_largest(c, mesh):
     model = find_model(*train_step(c), {})
     fsdp = min(c.batch, DEVICES)
     table = {'fsdp': fsdp, 'rest': DEVICES // fsdp}, {'batch': '@fsdp'}
-    candidate = read_table(0, table, model, DEVICES)
-    return compile_on_target(Function(step, args, {}, mesh, as_chip('TPU v5e')), candidate)
+    candidate = read_candidate(0, table, model, DEVICES)
+    return Function(step, args, {}, mesh, as_chip('TPU v5e')).judge(candidate)
 
 
-def search(step, args, mesh, given):
+def find_best(step, args, mesh, given):
     """Searches as `plan` does, up to the partitioner's best plan that fits."""
     chip = as_chip('TPU v5e')
     model = find_model(step, args, {})
     estimator = Estimator(model, mesh, chip)
     found = find_candidates(Space(model, DEVICES), estimator, memory=chip.memory)
     estimates = [estimator.judge(one) for one, _ in found.found]
-    with Partitioner(Function(step, args, {}, mesh, chip)) as fast:
-        limit, budget = int(chip.memory), Budget(COMPILATIONS)
-        made = Search(estimates, given, fast.judge, None, 'bound', limit, budget)
-        made.run()
-    return made.ranking()
+    with closing(Partitioner(Function(step, args, {}, mesh, chip))) as fast:
+        limit = int(chip.memory)
+        search = Search(estimates, given, fast.judge_all, None, 'bound', limit, COMPILATIONS)
+        search.run()
+    return search.ranking()
 
 
 def compare(name):
@@ -174,15 +175,15 @@ def compare(name):
     n = sum(one.size for one in jax.tree.leaves(args[0])) / 1e9
     print(f'{name}: {n:.1f} billion parameters', flush=True)
     model = find_model(step, args, {})
-    given = {label: read_table(0, table, model, DEVICES) for label, table in tables(c)}
-    ranking = search(step, args, mesh, list(given.values()))
+    given = {label: read_candidate(0, table, model, DEVICES) for label, table in tables(c)}
+    ranking = find_best(step, args, mesh, list(given.values()))
     for i, one in enumerate(ranking):
         show(f'{i}', one)
     function = Function(step, args, {}, mesh, as_chip('TPU v5e'))
     if ranking[0].candidate not in given.values():
         given['plan'] = ranking[0].candidate
     for label, candidate in given.items():
-        show(label, compile_on_target(function, candidate))
+        show(label, function.judge(candidate))
     show('shard_largest', judge_largest(c, mesh))
 
 

@@ -14,6 +14,7 @@ import math
 import os
 import random
 import sys
+from contextlib import closing
 from unittest import mock
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -28,7 +29,7 @@ from einshard._plan import candidates
 from einshard._plan.estimate import Estimator
 from einshard._plan.judge import Function, Partitioner
 from einshard._plan.model import find_model
-from einshard._plan.search import Budget, Search
+from einshard._plan.search import Search
 from einshard._plan.space import Space
 
 BATCH, SEQ, ACT, HEADS, HEAD, MLP, EXPERTS = 16, 256, 1024, 16, 64, 4096, 16
@@ -133,10 +134,10 @@ class Judges:
         self.known = {} if known is None else known
 
     def fast(self, plans):
-        yield from self._judge('partitioner', plans, self.partitioner.judge)
+        yield from self._judge('partitioner', plans, self.partitioner.judge_all)
 
     def slow(self, plans):
-        yield from self._judge('compiler', plans, self.function.compile_all)
+        yield from self._judge('compiler', plans, self.function.judge_all)
 
     def of(self, judge):
         return [one for (which, _), one in self.known.items() if which == judge]
@@ -153,13 +154,13 @@ def check(name, slice_name, n_sampled=30, known=None):
     step, args = train_step(name)
     model = find_model(step, args, {})
     space, estimator = Space(model, mesh.size), Estimator(model, mesh, chip)
-    with mock.patch.object(candidates, 'FULL', math.inf):  # enumerates all plans
+    with mock.patch.object(candidates, 'MAX_ENUMERATED', math.inf):  # enumerates all plans
         found = candidates.find_candidates(space, estimator, memory=chip.memory, limit=10**9)
     every = [one for one, _ in found.found]
     mixed = random.Random(0).sample(every, len(every))
     chosen = every if len(every) < 550 else list(dict.fromkeys([*every[:150], *mixed]))[:200]
     function = Function(step, args, {}, mesh, chip)
-    with Partitioner(function) as partitioner:
+    with closing(Partitioner(function)) as partitioner:
         judges = Judges(function, partitioner, known)
         searched = search(space, estimator, judges.fast, judges.slow if n_sampled else None)
         by_cost = sorted(judges.fast(chosen), key=cost)
@@ -191,11 +192,11 @@ def compare(searched, judges, both):
 def search(space, estimator, fast, slow):
     """Searches as `plan` does."""
     memory = int(estimator.chip.memory)
-    found = candidates.find_candidates(space, estimator, memory=memory)
-    estimates = [estimator.judge(one) for one, _ in found.found]
-    made = Search(estimates, [], fast, slow, 'bound', memory, Budget(40))
-    made.run()
-    return made
+    found = candidates.find_candidates(space, estimator, memory=memory).found
+    estimates = [estimator.judge(one) for one, _ in found]
+    searched = Search(estimates, [], fast, slow, 'bound', memory, compilations=40)
+    searched.run()
+    return searched
 
 
 def cost(judgement):

@@ -1,6 +1,7 @@
 """Sphinx: pages in Markdown whose code is run at every build. `make docs` builds them."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -28,6 +29,8 @@ nb_execution_raise_on_error = True
 nb_execution_in_temp = True  # in an empty folder, as whoever downloads a notebook has it
 nb_execution_timeout = 120
 nb_merge_streams = True
+nb_code_prompt_show = 'Show the cell that simulates devices'  # only those are folded
+nb_code_prompt_hide = 'Hide it'
 
 myst_enable_extensions = ['colon_fence', 'dollarmath']
 myst_heading_anchors = 3
@@ -41,7 +44,7 @@ autodoc_preserve_defaults = True
 
 html_theme = 'sphinx_book_theme'
 html_title = 'einshard'
-html_theme_options = {'show_toc_level': 2, 'use_download_button': False, 'navbar_persistent': []}
+html_theme_options = {'show_toc_level': 2, 'navbar_persistent': []}
 html_static_path = ['_static']
 html_css_files = ['page.css']
 
@@ -62,6 +65,21 @@ def without_docstring_of_type(app, what, name, obj, options, lines):
         lines.clear()
 
 
+def offer_notebook(app, pagename, templatename, context, doctree):
+    """Adds the notebook of a page to the theme's download button.
+
+    The theme does so only for pages with a button that launches them elsewhere.
+    """
+    folder = Path(app.outdir)
+    notebook = folder.parent / 'jupyter_execute' / f'{pagename}.ipynb'
+    if doctree and notebook.exists():
+        target = folder / '_sources' / f'{pagename}.ipynb'
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(notebook, target)
+        context['ipynb_source'] = f'{pagename}.ipynb'
+
+
 def setup(app):
+    app.connect('html-page-context', offer_notebook, priority=400)  # before the theme's buttons
     app.connect('autodoc-process-signature', plain_defaults)
     app.connect('autodoc-process-docstring', without_docstring_of_type)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
 from ._command_arguments import abstract_mesh, load, mesh_of, read_arguments, result_shapes
 from ._errors import EinshardError
@@ -65,24 +65,34 @@ _ASCII = str.maketrans('─│┌┬┐├┼┤└┴┘', '-|+++++++++')
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments:
-        _show_parser().print_help()
-        return 0
-    commands = {'show': _show, 'explain': _explain, 'plan': _plan, 'table': _table, 'eject': _eject}
     try:
-        if arguments[0] in commands:
-            text = commands[arguments[0]](arguments[1:])
-        else:
-            # a misspelled command would parse as an expression: one unsharded axis
-            if near := difflib.get_close_matches(arguments[0], commands, n=1, cutoff=0.7):
-                fix = f'{_program()} {near[0]}'
-                raise EinshardError(f"'{arguments[0]}' is not a command", fix=fix)
-            text = _show(arguments)
+        text = _run(arguments) if arguments else _show_parser().format_help()
     except EinshardError as error:
         print(f'einshard.EinshardError: {error}', file=sys.stderr)
         return 2
-    print(_printable(text, sys.stdout.encoding))
+    _print(text.rstrip('\n') + '\n')
     return 0
+
+
+def _run(arguments: Sequence[str]) -> str:
+    """Runs a command, and returns what to print."""
+    commands = {'show': _show, 'explain': _explain, 'plan': _plan, 'table': _table, 'eject': _eject}
+    name = arguments[0]
+    if name in commands:
+        return commands[name](arguments[1:])
+    # a misspelled command would parse as an expression: one unsharded axis
+    if near := difflib.get_close_matches(name, commands, n=1, cutoff=0.7):
+        raise EinshardError(f"'{name}' is not a command", fix=f'{_program()} {near[0]}')
+    return _show(arguments)
+
+
+def _print(text: str) -> None:
+    """Prints text, unless the reader, such as `head`, has closed the pipe."""
+    try:
+        print(_printable(text, sys.stdout.encoding), end='', flush=True)
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def script() -> int:
@@ -162,12 +172,12 @@ def _plan(arguments: Sequence[str]) -> str:
         nargs='+',
         default=[],
         metavar='NAME=@AXIS',
-        help='placements that are fixed; NAME= is not sharded',
+        help='placements that the plan keeps; NAME= for an axis that is not sharded',
     )
     parser.add_argument(
-        '--compilations', type=_count, default=40, metavar='N', help='at most so many candidates'
+        '--compilations', type=_count, default=40, metavar='N', help='compile at most N candidates'
     )
-    parser.add_argument('--seconds', type=float, metavar='S', help='stop after this time')
+    parser.add_argument('--seconds', type=float, metavar='S', help='stop after S seconds')
     options = parser.parse_args(arguments)
     mesh = mesh_of(options.devices, options.mesh, options.topology)
     function = load(options.function)
@@ -211,10 +221,7 @@ def _table(arguments: Sequence[str]) -> str:
     elif args or kwargs:
         kind = type(tree).__name__
         raise EinshardError(f'{options.tree} is of type {kind}, which takes no arguments')
-    mesh = None if options.mesh is None else abstract_mesh(options.mesh)
-    if options.devices is not None:
-        mesh = _abstract_devices(options.devices)
-    return str(rules.table(tree, mesh=mesh))
+    return str(rules.table(tree, mesh=_devices_or_mesh(options)))
 
 
 def _eject(arguments: Sequence[str]) -> str:
@@ -225,7 +232,9 @@ def _eject(arguments: Sequence[str]) -> str:
         'devices, which do not have to exist',
     )
     parser.add_argument('what', help='an expression, or module:name for rules or a function')
-    parser.add_argument('--shape', type=int, nargs='*', metavar='SIZE', help='of the array')
+    parser.add_argument(
+        '--shape', type=int, nargs='*', metavar='SIZE', help='the shape of the array'
+    )
     parser.add_argument(
         '--args',
         nargs='*',
@@ -239,9 +248,7 @@ def _eject(arguments: Sequence[str]) -> str:
 
     is_expression = ':' not in options.what
     if is_expression and options.topology is None:
-        mesh = None if options.mesh is None else abstract_mesh(options.mesh)
-        if options.devices is not None:
-            mesh = _abstract_devices(options.devices)
+        mesh = _devices_or_mesh(options)
     else:
         mesh = mesh_of(options.devices, options.mesh, options.topology)
     what = options.what if is_expression else load(options.what)
@@ -249,14 +256,16 @@ def _eject(arguments: Sequence[str]) -> str:
     return to_jax(what, *args, mesh=mesh, shape=options.shape, **kwargs).rstrip()
 
 
-def _abstract_devices(n_devices: int) -> AbstractMesh:
-    """Returns the canonical mesh of some devices, which do not have to exist."""
-    return device_mesh(AbstractMesh((n_devices,), ('d0',), axis_types=(AxisType.Auto,)))
+def _devices_or_mesh(options: argparse.Namespace) -> AbstractMesh | None:
+    """Returns the mesh for --devices or --mesh, whose devices do not have to exist."""
+    if options.devices is not None:
+        return device_mesh(abstract_mesh([('d0', options.devices)]))
+    return None if options.mesh is None else abstract_mesh(options.mesh)
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a number of devices')
+        raise argparse.ArgumentTypeError(f'{text!r} is not a positive integer')
     return int(text)
 
 
@@ -275,7 +284,9 @@ def _placement(text: str) -> tuple[str, str]:
     """Reads a pin: ('embed', '@x') for 'embed=@x'."""
     name, equals, placement = text.partition('=')
     if not (name and equals):
-        raise argparse.ArgumentTypeError(f'{text!r} is not a name with its placement: embed=@x')
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not an axis name with its placement, such as embed=@x'
+        )
     return name, placement
 
 
@@ -291,7 +302,7 @@ def _compiling_parser(command: str, description: str, examples: str) -> argparse
         help='compile for a TPU slice such as v5e:4x4; --mesh then names the axes of its devices',
     )
     parser.add_argument(
-        '--chip', metavar='NAME', help='the chip for lower bounds on time, such as H100'
+        '--chip', metavar='NAME', help='the chip for the lower bounds on time, such as H100'
     )
     return parser
 

@@ -23,7 +23,7 @@ from ._sharding.mesh import AnyMesh, device_mesh
 from ._sharding.topology import topology
 from ._text import name_of
 
-# this many devices need 2 GB and 12 s to start; 4 times as many need more than 100 s
+# so many simulated devices need 2 GB and 12 s to start; 4 times as many need more than 100 s
 _MAX_SIMULATED = 16_384
 _ARRAY = re.compile(r'(\w+)\[([\d,\s]*)\]')
 _KEYWORD = re.compile(r'([^\W\d]\w*)=(.*)', re.DOTALL)
@@ -73,7 +73,7 @@ def _dtype(name: str, text: str) -> Any:
 
 
 def result_shapes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Evaluates the shapes of a function's result. Arguments that are not arrays are static."""
+    """Evaluates the shapes of a function's result. Arguments other than arrays are static."""
     check_arguments(function, name_of(function), args, kwargs)
     leaves, treedef = jtu.tree_flatten((args, kwargs))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
@@ -112,7 +112,7 @@ def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # an import that fails in the user's module: show its traceback
+        # the module exists, but an import in it fails: show the traceback
         if error.name is None or not f'{name}.'.startswith(f'{error.name}.'):
             raise
         raise EinshardError(
@@ -122,7 +122,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _names_in(owner: Any, module_name: str) -> list[str]:
-    """Lists the public names that a module or class defines; if none, those that it imports."""
+    """Lists the public names that a module or class defines; all public names if there are none."""
 
     def is_imported(value: Any) -> bool:
         if inspect.isroutine(value) or inspect.isclass(value) or hasattr(value, '__wrapped__'):
@@ -146,7 +146,10 @@ def abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:
 def mesh_of(
     n_devices: int | None, axes: Sequence[tuple[str, int]] | None, slice_name: str | None
 ) -> AnyMesh | None:
-    """Builds the mesh for --devices, --mesh and --topology; None without these options."""
+    """Builds the mesh for --devices, --mesh and --topology, and starts simulated devices for it.
+
+    Without these options, it returns None.
+    """
     shape = None if axes is None else abstract_mesh(axes)
     n_devices = n_devices if shape is None else shape.size
     if slice_name is not None:

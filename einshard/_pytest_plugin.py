@@ -15,7 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from einshard._inspect.report import Report
 
-_WRITTEN = 'einshard_golden'
+_WRITTEN = 'einshard_golden'  # the key of user properties that list written files
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -230,11 +230,11 @@ def loads(network, kind, groups, busy):
     """
     for group in groups:
         for a, b in itertools.permutations(group, 2):
-            at = list(network.at[a])
+            at = list(network.positions[a])
             for axis, (size, wraps) in enumerate(zip(network.sizes, network.wraps, strict=True)):
-                ahead = (network.at[b][axis] - at[axis]) % size
-                forward = 2 * ahead <= size if wraps else network.at[b][axis] > at[axis]
-                while at[axis] != network.at[b][axis]:
+                ahead = (network.positions[b][axis] - at[axis]) % size
+                forward = 2 * ahead <= size if wraps else network.positions[b][axis] > at[axis]
+                while at[axis] != network.positions[b][axis]:
                     link = (*at, axis, forward)
                     rounds = 2 if kind == 'all-reduce' else 1
                     busy[link] = busy.get(link, 0) + rounds / len(group)

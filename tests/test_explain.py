@@ -32,7 +32,7 @@ from einshard import (
 from einshard._hlo.module import Module
 from einshard._hlo.output_uses import output_uses
 from einshard._inspect.collective_axes import (
-    along,
+    axes_text,
     mesh_axes_between,
     mesh_axes_of,
     sharding_of,
@@ -423,7 +423,7 @@ def test_constraints_without_effect():
     report = explain(idle, struct(16, 16))
     assert [(one.text, short(one.source)) for one in report.findings] == [
         (
-            'the result of this constraint is not used; write x = einshard(x, ...)',
+            'the result of this constraint is not used; assign it: x = einshard(x, ...)',
             line_of(idle, "einshard(x, 'a b -> a b*')"),
         ),
         (
@@ -833,14 +833,14 @@ def test_permute_that_transposes_the_devices(before, after, expected):
 def test_mesh_axes_in_words():
     mesh = AbstractMesh((2, 2, 2), ('d0', 'd1', 'd2'), axis_types=(AxisType.Auto,) * 3)
     cuts = {'b': [('d0', 'd1')], 'h': [('d2',)], 'k': [('d2',)]}
-    assert along(('d2',), mesh, cuts) == 'h|k'
-    assert along(('d0', 'd1'), mesh, cuts) == 'b'
-    assert along(('d0', 'd1', 'd2'), mesh, cuts) == 'b,h'
-    assert along(('d1',), mesh, cuts) == 'd1'
-    assert along(('d0', 'd1', 'd2'), mesh, {}) == 'all'
-    assert along(None, mesh, cuts) == ''
+    assert axes_text(('d2',), mesh, cuts) == 'h|k'
+    assert axes_text(('d0', 'd1'), mesh, cuts) == 'b'
+    assert axes_text(('d0', 'd1', 'd2'), mesh, cuts) == 'b,h'
+    assert axes_text(('d1',), mesh, cuts) == 'd1'
+    assert axes_text(('d0', 'd1', 'd2'), mesh, {}) == 'all'
+    assert axes_text(None, mesh, cuts) == ''
     many = {name: [('d2',)] for name in 'vwxyz'}
-    assert along(('d2',), mesh, many) == 'v|w|x|..'
+    assert axes_text(('d2',), mesh, many) == 'v|w|x|..'
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from einshard import explain
 from einshard._hlo.collectives import read_collectives
 from einshard._hlo.flops import find_products
 from einshard._hlo.module import Module
-from einshard._inspect.carried import Carried
 from einshard._inspect.collectives import Collectives
 from einshard._inspect.explain import _collective_row
+from einshard._inspect.payloads import Payload
 from einshard._inspect.totals import network_lines
 
 B, D, T = 64, 256, 32
@@ -113,7 +113,7 @@ def test_groups_that_the_program_does_not_list():
     [one] = read_collectives(NO_GROUPS)
     assert (one.n_groups, one.group_size, one.network_bytes) == (0, 16, 60)
     mesh = mesh_of(data=16)
-    row = _collective_row(one, Carried('activations', False, (), ''), [mesh], {})
+    row = _collective_row(one, Payload('activations', False, (), ''), [mesh], {})
     assert (row.groups, row.along) == (0, '')
     assert next(network_lines(Collectives([row]))) == 'sent in one run: at most 60 B'
 

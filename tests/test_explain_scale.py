@@ -27,8 +27,8 @@ from einshard._hlo.all_gathers import find_all_gathers
 from einshard._hlo.collectives import find_collectives, read_collectives
 from einshard._hlo.flops import find_products
 from einshard._hlo.module import Module
-from einshard._inspect.carried import find_carried, find_weights
 from einshard._inspect.collectives import Collectives
+from einshard._inspect.payloads import find_payloads, find_weights
 from einshard._inspect.report import _page
 from einshard._inspect.totals import product_rows
 from einshard._page import page_text
@@ -177,11 +177,10 @@ def test_weights_and_gradients_have_paths():
     ]
     outputs = {i: inputs[i][0] for i in module.aliases}
     weights = find_weights(module, inputs, outputs)
-    paths = [path for path, _ in inputs]
-    carried = list(find_carried(module, collectives, weights, paths, outputs))
+    payloads = list(find_payloads(module, collectives, weights, inputs, outputs))
     matrices = {name for name in llama.SHAPES if 'norm' not in name}
     gathered, summed = set(), set()
-    for one, what in zip(collectives, carried, strict=True):
+    for one, what in zip(collectives, payloads, strict=True):
         if what.role == 'weights':
             assert one.kind == 'all-gather'
             gathered |= {re.sub(r".*\['(\w+)'\]$", r'\1', path) for path in what.of}
@@ -420,7 +419,7 @@ def read(text):
     inputs = [(str(i), 'float32') for i in range(n_inputs)]
     outputs = {i: str(i) for i in module.aliases}
     weights = find_weights(module, inputs, outputs)
-    list(find_carried(module, collectives, weights, [str(i) for i in range(n_inputs)], outputs))
+    list(find_payloads(module, collectives, weights, inputs, outputs))
     product_rows(module)
 
 

@@ -94,6 +94,16 @@ def test_the_command_finds_modules_in_the_current_folder(tmp_path):
     assert done.stdout.startswith('double on '), done.stderr
 
 
+def test_the_reader_may_close_the_pipe():
+    """As in `einshard ... | head`, if head exits before einshard prints."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, '-m', 'einshard', 'a b -> a4 b2']
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b'')
+
+
 def test_the_command_is_named_as_it_was_called(monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['/usr/bin/einshard', 'explain', '--help'])
     with pytest.raises(SystemExit):

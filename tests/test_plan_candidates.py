@@ -13,7 +13,8 @@ from einshard._plan import candidates
 from einshard._plan.candidates import find_candidates
 from einshard._plan.estimate import Estimator
 from einshard._plan.model import find_model
-from einshard._plan.space import Space, read_pins
+from einshard._plan.placements import read_pins
+from einshard._plan.space import AXES, Space
 
 V5E, V5P = as_chip('TPU v5e'), as_chip('TPU v5p')
 GIB = 2**30
@@ -114,10 +115,9 @@ def test_experts():
 def test_a_beam_finds_the_best_of_all(monkeypatch):
     model = model_of(mlp_step(tokens=4096, width=1024, hidden=4096))
     everything = find(model, DEVICES)
-    monkeypatch.setattr(candidates, 'FULL', 0)
+    monkeypatch.setattr(candidates, 'MAX_ENUMERATED', 0)
     beam = find(model, DEVICES)
-    assert everything.is_complete
-    assert not beam.is_complete
+    assert beam.pruned != everything.pruned  # the beam has compared other plans
     assert beam.found[0] == everything.found[0]
     assert find(model, DEVICES).found == beam.found  # deterministic
 
@@ -161,9 +161,12 @@ def test_what_does_not_fit_comes_last():
     assert memories == sorted(memories)
 
 
+@pytest.mark.parametrize('enumerated', [20_000, 0])
 @pytest.mark.parametrize(('pin', 'axes'), [('@y', ('y',)), ('@(x,z)', ('x', 'z'))])
-def test_pins(pin, axes):
-    found = find(model_of(mlp_step()), DEVICES, pinned=read_pins({'embed': pin, 'act': ''})).found
+def test_pins(pin, axes, enumerated, monkeypatch):
+    monkeypatch.setattr(candidates, 'MAX_ENUMERATED', enumerated)
+    pinned = read_pins({'embed': pin, 'act': ''}, AXES)
+    found = find(model_of(mlp_step()), DEVICES, pinned=pinned).found
     assert {dict(one.axes)['embed'] for one, _ in found} == {axes}
     assert {dict(one.axes)['act'] for one, _ in found} == {()}
 
@@ -199,10 +202,10 @@ def test_nothing_to_shard_by():
         ({'embed': '@x', 'mlp': '@x'}, None, "'mlp' and 'embed' of one array over 'x'"),
         ({'embed': '@x', 'batch': '@y'}, None, 'pin= fits no mesh of 8 devices'),
         ({'embed': '@a'}, (('a', 8),), 'pin= does not fit the mesh: axis'),
-        ({'embed': '4'}, None, "embed='4', but a pin names mesh axes"),
+        ({'embed': '4'}, None, "pin= must name the mesh axes of 'embed', not '4'"),
     ],
 )
 def test_bad_pins(pin, mesh, message):
     model = model_of(mlp_step(tokens=5, width=12))
     with pytest.raises(EinshardError, match=message):
-        Space(model, 8, mesh=mesh, pinned=read_pins(pin))
+        Space(model, 8, mesh=mesh, pinned=read_pins(pin, dict(mesh or ()) or AXES))

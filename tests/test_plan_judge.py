@@ -15,7 +15,7 @@ from einshard._hlo.module import Module
 from einshard._hlo.target_collectives import target_collectives
 from einshard._plan.candidate import Candidate
 from einshard._plan.compile import Worker
-from einshard._plan.judge import Function, Partitioner, compile_on_target
+from einshard._plan.judge import Function, Partitioner
 
 BATCH, EMBED, MLP = 64, 32, 128
 WEIGHTS = 2 * 2 * EMBED * MLP  # bytes of both
@@ -58,7 +58,7 @@ def worker():
 
 
 def judge(worker, candidates, *call):
-    return list(Partitioner(function(*call), worker).judge(candidates))
+    return list(Partitioner(function(*call), worker).judge_all(candidates))
 
 
 # what a device sends for groups of 4 or of 2, by the formulas for rings
@@ -153,7 +153,7 @@ def test_what_cannot_be_lowered_for_cpu_is_judged_by_the_target(worker):
 
 def test_the_target_has_its_own_judgement():
     one = candidate(batch='x', embed='x')
-    judged = compile_on_target(function(), one)
+    judged = function().judge(one)
     assert (judged.candidate, judged.judge, judged.error) == (one, 'compiler', '')
     assert judged.sent_by['all-gather', 'weights'] > 0
 

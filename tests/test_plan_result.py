@@ -96,7 +96,7 @@ def test_plans_are_compared(found):
     assert found.fits
     best, second = found.choices[:2]
     assert best.cost('bound') <= second.cost('bound')
-    names = [name for name, *_ in found.diff(1).arrays if name != 'mesh']
+    names = [name for name, *_ in found.diff(1).arrays if name != 'mesh shape']
     ours, theirs = best.candidate.placements, second.candidate.placements
     assert set(names) == {name for name in ours if ours[name] != theirs[name]}
     report = found.explain()

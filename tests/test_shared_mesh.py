@@ -94,7 +94,7 @@ def test_known_meshes(n, texts, expected):
 def test_expression_for_all_devices(n, texts, complete, by_name):
     mesh, expression = shared(n, *texts), parse(texts[0])
     assert mesh.complete(expression) == complete
-    assert mesh.by_name(expression) == by_name
+    assert mesh.use_mesh_axes(expression) == by_name
     parse(complete), parse(by_name)
 
 

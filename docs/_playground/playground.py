@@ -12,13 +12,12 @@ from einshard._errors import EinshardError, Suggestion
 from einshard._notation.expression import Expression, parse
 from einshard._notation.hints import mesh_axes_hint, spacing_hint
 from einshard._notation.layout import (
-    check_divisible,
     fit,
+    fitting_sizes,
     lay_out,
     mesh_text,
     misfit,
     prime_factors,
-    refactor,
     signed_axes,
     spec_entries,
 )
@@ -95,21 +94,25 @@ def find(
     n_devices = math.prod(sizes.values())
     ndim = rank_drawn(expression, shape)
     try:
-        layout = lay_out(expression, ndim, n_devices, sizes if named else None, replicates=named)
+        layout = lay_out(
+            expression,
+            ndim if shape is None else shape,
+            n_devices,
+            sizes if named else None,
+            replicates_by_default=named,
+        )
     except EinshardError as error:
         axes = dict.fromkeys(axis for term in expression.right for axis in term.mesh_axes)
         if named or not axes or error.fix:
             raise
         raise error.about(on_this_page=f'devices {" ".join(f"{a}=2" for a in axes)}') from None
-    if shape is not None:
-        check_divisible(expression, layout, shape, n_devices)
     signs = {term.sign for term in expression.right} - {''}
     kind = 'Explicit' if signs else 'Auto'  # partial sums need Explicit axes
     fitted = fit(layout, sizes)
     if fitted is None:
         if named or signs:
             raise misfit(expression, layout, f'{mesh_text(sizes)} ({kind})')
-        sizes = _canonical(refactor(layout))
+        sizes = _canonical(fitting_sizes(layout))
         fitted = fit(layout, sizes) or ()
     entries = spec_entries(layout, fitted)
     partial = {sign: signed_axes(layout, fitted, sign) for sign in sorted(signs)}

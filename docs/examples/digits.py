@@ -15,7 +15,7 @@ import os
 import time
 from typing import NamedTuple
 
-# before JAX starts; a later count of your own wins, and accelerators ignore the flag
+# before JAX starts. A count in your own XLA_FLAGS wins; accelerators ignore the flag
 os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count=8 {os.getenv("XLA_FLAGS", "")}'
 
 import jax
@@ -29,7 +29,7 @@ from sklearn.datasets import load_digits
 from einshard import einshard, sharded, show
 
 PIXELS, HIDDEN, CLASSES = 64, 480, 10
-TRAINING, BATCH, EPOCHS = 1440, 240, 50  # 480 and 240 divide by most numbers of devices
+TRAINING, BATCH, EPOCHS = 1440, 240, 50  # 480 and 240 are divisible by most numbers of devices
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 TOLERANCE = 1e-5  # relative, on the loss of every step
 
@@ -37,9 +37,10 @@ TOLERANCE = 1e-5  # relative, on the loss of every step
 # ## Choose a layout
 #
 # The network multiplies the images, `[batch, x]`, by `w1`, `[x, y]`, and the hidden layer by `w2`,
-# `[y, z]`. A layout is an expression for each array. With tensor parallelism, every device holds
-# all images, and the columns of `w1` and rows of `w2` of its part of the hidden layer. The hidden
-# layer needs no communication; the products with `w2` are partial sums that the devices add up.
+# `[y, z]`. A layout is an expression for each array. With tensor parallelism, the hidden layer is
+# split over the devices: each holds the columns of `w1` and the rows of `w2` for its part, and all
+# images. The hidden layer needs no communication. The products with `w2` are partial sums, which
+# the devices add up.
 
 
 # %%
@@ -72,8 +73,8 @@ TENSOR = Layout(
 
 # %% [markdown]
 # With data and tensor parallelism, the images are sharded over groups of two devices, and the
-# hidden layer over the two devices of a group. Groups are on the left, where the network is slow:
-# they communicate once a step, to add up the gradients.
+# hidden layer over the two devices of a group. Groups are on the left of an expression, which is
+# for the slow network: they communicate once a step, to add up the gradients.
 
 
 # %%

@@ -12,7 +12,7 @@ accelerator, it runs on eight simulated devices.
 # %%
 import os
 
-# before JAX starts; a later count of your own wins, and accelerators ignore the flag
+# before JAX starts. A count in your own XLA_FLAGS wins; accelerators ignore the flag
 os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count=8 {os.getenv("XLA_FLAGS", "")}'
 
 import equinox as eqx
@@ -30,10 +30,10 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
 # %% [markdown]
 # ## Write the rules
 #
-# The hidden layer is split within each pair of neighboring devices, and the batch over the pairs:
-# `'y x -> * y2 x'` for a weight, which is [out, in]. The rules match the optimizer's moments too,
-# whose paths end like those of their parameters. An odd number of devices makes no pairs: that is
-# data parallelism.
+# The hidden layer is split within each pair of neighboring devices, and the batch over the pairs.
+# So the first weight, which is [out, in], has `'y x -> * y2 x'`. The rules match the optimizer's
+# moments too, whose paths end like those of their parameters. If the number of devices is odd,
+# there are no pairs, and the rules are those of data parallelism.
 
 # %%
 MEMBERS = 2 if jax.device_count() % 2 == 0 else 1

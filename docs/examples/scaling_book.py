@@ -114,7 +114,8 @@ assert round(time, -1) == 560
 # %% [markdown]
 # **Question 2 of chapter 3**: collectives of `bf16[1024, 4096]`, on a v4 slice of 4 by 4 by 4. A
 # v4 chip can be two devices, so this uses the same torus of v5p chips, with the rates of v4. The
-# book leaves out that a device has one of the 4 shards already (a factor of 3/4, or 15/16):
+# book does not count that a device already has one of the 4 or 16 shards, which is a factor of 3/4
+# or 15/16:
 
 # %%
 cube = topology('v5p:4x4x4', x=4, y=4, z=4)
@@ -252,8 +253,8 @@ assert round(parameters / 1e9) in (70, 71)  # the book: 70.4
 
 # %% [markdown]
 # FSDP alone, over the batch and the sequence, leaves 468 tokens for each of 8,960 chips, where 850
-# are needed. A mix with tensor parallelism is limited by compute. The book rounds its formula to
-# FSDP over 2,048 chips and tensor parallelism over 4; these are 8,192 chips of the pod:
+# (2550 / 3) are needed. A mix with tensor parallelism is limited by compute. The book rounds its
+# formula to FSDP over 2,048 chips and tensor parallelism over 4. This uses 8,192 chips of the pod:
 
 # %%
 BATCH = 4 * 2**20
@@ -265,7 +266,8 @@ assert best == (2048, 4)
 assert times[8192, 1] > products > times[2048, 4]
 
 # %% [markdown]
-# What a chip then holds: weights and gradients in bf16, two moments of Adam in f32:
+# A chip then holds weights and gradients in bf16, and two moments of Adam in f32. Together they
+# take six times the memory of the weights:
 
 # %%
 rules = Rules(

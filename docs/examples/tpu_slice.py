@@ -5,7 +5,7 @@
     python docs/examples/tpu_slice.py
 
 The TPU compiler, libtpu, runs on any Linux machine. So you can see what a training step sends on a
-TPU slice, and whether it fits in memory, before you have one. Only shapes are needed.
+TPU slice, and whether it fits in memory, before you have a slice. You need only shapes, not arrays.
 """
 
 # %%
@@ -106,7 +106,7 @@ print(both)
 # %% [markdown]
 # ## Compare the reports
 #
-# Each chip has four times the weights, and sends less:
+# With both, each chip has four times the weights, and sends less:
 
 # %%
 print(tensor.diff(both))

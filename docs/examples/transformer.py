@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-# before JAX starts; a later count of your own wins, and accelerators ignore the flag
+# before JAX starts. A count in your own XLA_FLAGS wins; accelerators ignore the flag
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8 ' + os.environ.get(
     'XLA_FLAGS', ''
 )

@@ -26,21 +26,21 @@ from .._sharding.mesh import (
 from .._sharding.resolve import Placement
 from .reshard import reshard
 
-# The axis names of the value that a line constrains, by 'file:line'; () if a line constrains values
+# By 'file:line', the axis names of the value that the line constrains; () if it constrains values
 # with different names. `explain` needs this, as a compiled program has lines but no axis names.
 names_at: dict[str, tuple[str, ...]] = register({})
-# The expressions of all constraints of a trace, for `plan`; None outside of it.
+# By 'file:line', the axis names that have no axis rule, if the value is replicated for that reason.
+without_rule_at: dict[str, tuple[str, ...]] = register({})
+# The expressions of the constraints that `plan` has traced so far; None if it is not tracing.
 constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
     'constraints_of_trace', default=None
 )
-# By line: the axis names of a value that is replicated because they have no rule.
-without_rule_at: dict[str, tuple[str, ...]] = register({})
 
 
 def constrain(x: Any, placement: Placement) -> Any:
-    """Constrains a traced value: reshard for explicit mesh axes, a constraint for the others."""
+    """Constrains a traced value: reshards it over Explicit mesh axes, and constrains Auto ones."""
     _check_context(placement)
-    _note_names(placement.expression, placement.without_rule)
+    _record_names(placement.expression, placement.names_without_rule)
     if isinstance(x, jax.Ref):
         return _checked_ref(x, placement)
     try:
@@ -50,10 +50,10 @@ def constrain(x: Any, placement: Placement) -> Any:
         raise _cannot_constrain(placement, error) from error
 
 
-def _note_names(expression: Expression, without_rule: tuple[str, ...]) -> None:
-    """Records the axis names of a constrained value, by the line of the constraint.
+def _record_names(expression: Expression, without_rule: tuple[str, ...]) -> None:
+    """Records the axis names of a constrained value for its line.
 
-    Also by the line of its caller, because the constraint may be in a helper function.
+    Records them for the line of the caller too, because the constraint may be in a helper function.
     """
     expressions = constraints_of_trace.get()
     if expressions is not None:
@@ -96,12 +96,9 @@ def warn_replicated(placement: Placement) -> None:
 
 
 def _checked_ref(ref: Any, placement: Placement) -> Any:
-    """Returns a traced `jax.Ref` if its type has this sharding; otherwise raises.
-
-    JAX cannot constrain a Ref.
-    """
+    """Returns a traced `jax.Ref` if its type has this sharding; else raises."""
     sharding = placement.sharding
-    if set(sharding.mesh.axis_types) == {AxisType.Explicit} and has_type(ref, sharding):
+    if set(sharding.mesh.axis_types) == {AxisType.Explicit} and type_matches(ref, sharding):
         return ref
     raise placement.expression.error(
         'a jax.Ref cannot be constrained: its sharding is fixed when it is created',
@@ -139,7 +136,7 @@ def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
     return types | {PartitionSpec.UNCONSTRAINED: AxisType.Auto}
 
 
-def has_type(x: Any, sharding: NamedSharding) -> bool:
+def type_matches(x: Any, sharding: NamedSharding) -> bool:
     """Whether a traced value's type has this sharding along the explicit mesh axes."""
     actual: Any = jax.typeof(x).sharding
     if partial_axes(actual) != partial_axes(sharding):
@@ -151,8 +148,8 @@ def has_type(x: Any, sharding: NamedSharding) -> bool:
     return padded == actual_entries + [()] * (ndim - len(actual_entries))
 
 
-def sharding_refused(x: Any, for_jit: Any) -> Sharding | None:
-    """Returns the sharding of a value if jit with these `in_shardings` rejects it; else None.
+def rejected_by_jit(x: Any, for_jit: Any) -> Sharding | None:
+    """Returns the sharding of a value if jit with `in_shardings=for_jit` rejects it; else None.
 
     Under jax.grad or jax.vmap outside jit, the value is a tracer that does not expose its sharding,
     so this calls jit to find out.
@@ -160,7 +157,7 @@ def sharding_refused(x: Any, for_jit: Any) -> Sharding | None:
     if is_staging():
         return None
     try:
-        jax.jit(_same, in_shardings=for_jit)(x)
+        jax.jit(_identity, in_shardings=for_jit)(x)
     except ValueError:
         shardings: list[Sharding] = []
         jax.debug.inspect_array_sharding(x, callback=shardings.append)
@@ -171,9 +168,9 @@ def sharding_refused(x: Any, for_jit: Any) -> Sharding | None:
 def reshard_traced(x: Any, sharding: NamedSharding, replicated: Any) -> Any:
     """Reshards a value that jit rejects under jax.grad or jax.vmap outside jit.
 
-    `device_put` would shard the wrong axes under jax.vmap, so this uses a constraint. A constraint
-    cannot move a value to other devices, so `device_put` first replicates the value over those
-    devices if necessary.
+    Under jax.vmap `device_put` would shard the wrong axes, so this uses a constraint. A constraint
+    cannot move a value to other devices; if that is necessary, `device_put` first replicates the
+    value over them, with the sharding `replicated`.
     """
     try:
         return _constrain_in_jit(x, sharding)
@@ -181,7 +178,7 @@ def reshard_traced(x: Any, sharding: NamedSharding, replicated: Any) -> Any:
         return _constrain_in_jit(jax.device_put(x, replicated), sharding)
 
 
-def _same(x: Any) -> Any:
+def _identity(x: Any) -> Any:
     return x
 
 

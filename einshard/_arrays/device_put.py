@@ -25,8 +25,8 @@ def is_placed(x: Any, sharding: NamedSharding) -> bool:
     return are_equivalent(x.sharding, sharding, len(x.shape))
 
 
-def movable(x: Any, sharding: NamedSharding) -> Any:
-    """Returns an equal array that `device_put` can move to `sharding`; usually `x` itself."""
+def make_movable(x: Any, sharding: NamedSharding) -> Any:
+    """Returns `x`, or an equal array if `device_put` cannot move `x` to `sharding`."""
     if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
         return x
     mesh = x.sharding.mesh
@@ -54,10 +54,10 @@ def without_partial_axes(x: Any, sharding: NamedSharding) -> Any:
     mesh, entries = x.sharding.mesh, spec_axes(x.sharding.spec)
     if mesh == sharding.mesh:
         entries = spec_axes(sharding.spec)
-    return _resharded(x, NamedSharding(mesh, partition_spec(entries)))
+    return _reshard(x, NamedSharding(mesh, partition_spec(entries)))
 
 
-def _resharded(x: Any, sharding: NamedSharding) -> Any:
+def _reshard(x: Any, sharding: NamedSharding) -> Any:
     # JAX 0.8.1 rejects arrays whose mesh is not the one in context
     mesh: Any = sharding.mesh
     with nullcontext() if is_tracing() else jax.set_mesh(mesh):
@@ -65,12 +65,12 @@ def _resharded(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _put_partial(x: Any, sharding: NamedSharding, donate: bool) -> Any:
-    """Places an array, then gives it unreduced or reduced axes, which `device_put` rejects."""
+    """Places an array without unreduced and reduced axes, which `device_put` rejects; adds them."""
     mesh = sharding.mesh
     if not isinstance(x, jax.Array) or getattr(x.sharding, 'mesh', None) != mesh:
         plain = partition_spec(spec_axes(sharding.spec))
         x = put_array(x, NamedSharding(mesh, plain, memory_kind=sharding.memory_kind), donate)
-    return _resharded(x, sharding)
+    return _reshard(x, sharding)
 
 
 def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False) -> list[Any]:
@@ -81,7 +81,7 @@ def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False)
         return [put_array(x, s, donate) for x, s in zip(leaves, shardings, strict=True)]
     for sharding in shardings:
         _check_devices(sharding)
-    leaves = [movable(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]
+    leaves = [make_movable(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]
     # for a single sharding, device_put flattens no pytree of shardings: 0.7 us less per leaf
     first = shardings[0]
     are_equal = all(sharding is first for sharding in shardings)
@@ -93,7 +93,7 @@ def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
     _check_devices(sharding)
     if is_partial(sharding):
         return _put_partial(x, sharding, donate)
-    x = movable(x, sharding)
+    x = make_movable(x, sharding)
     if jax.process_count() > 1:
         return _put_global(x, sharding, donate)
     return device_put(x, sharding, donate)
@@ -113,13 +113,10 @@ def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
 def error_of_topology(error: Exception) -> EinshardError | None:
     """Converts JAX's errors about arrays on the devices of a topology; None for other errors."""
     text = str(error)
-    # the text of JAX 0.8.1; with several processes, devices of other processes cause it too
-    is_old_text = jax.process_count() == 1 and 'non-addressable device' in text
-    if (
-        not is_old_text
-        and 'compile-only' not in text
-        and "no attribute 'local_devices'" not in text
-    ):
+    parts = ['compile-only', "no attribute 'local_devices'"]
+    if jax.process_count() == 1:  # else the devices of other processes cause this too
+        parts.append('non-addressable device')  # JAX 0.8.1
+    if not any(part in text for part in parts):
         return None
     return EinshardError(
         'the devices of a topology can neither hold arrays nor run programs',

@@ -126,7 +126,7 @@ class _LocalArray(NamedTuple):
 
 @dataclass(slots=True)
 class _Plan:
-    """The global arrays to build, their texts for the comparison, and the first error."""
+    """The global arrays to build, what processes compare about them, and the first error."""
 
     arrays: dict[int, _LocalArray] = field(default_factory=dict[int, _LocalArray])  # by leaf index
     planned: list[PlannedArray] = field(default_factory=list[PlannedArray])
@@ -134,12 +134,12 @@ class _Plan:
 
 
 def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) -> _Plan:
-    """Plans the global arrays. Errors are stored, because the other processes wait for this one."""
+    """Plans the global arrays. Stores errors, because other processes wait for the comparison."""
     plan = _Plan()
     try:
         specs = leaf_specs(batch, leaves, spec, context.mesh)
     except Exception as error:  # callables in specs may raise anything
-        return _Plan(planned=[(_sentence(error), '')], error=error)
+        return _Plan(planned=[(_error_sentence(error), '')], error=error)
     for i, (path, leaf, leaf_spec) in enumerate(zip(leaf_paths(batch), leaves, specs, strict=True)):
         if leaf_spec is None or not isinstance(leaf, _ARRAYS):
             continue
@@ -153,7 +153,7 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
             array = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else as_host(leaf)
             plan.arrays[i] = _local_array(array, leaf_spec, context)
         except Exception as error:
-            sentence = f': {_sentence(error)}'
+            sentence = f': {_error_sentence(error)}'
             if isinstance(error, EinshardError):
                 error = error.about(array=leaf_text(path, array))
             plan.error = plan.error or error
@@ -181,7 +181,7 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
             expression=str(spec),
             facts={'instead': 'use einshard(x, ...) to reshard it'},
         )
-    # the global shape is not known yet: use size 0, which is divisible by any count
+    # the global shape is not known yet: use sizes of 0, which are divisible by any count
     placement = resolve(spec, (0,) * array.ndim, context)
     if is_partial(placement.sharding):
         raise placement.expression.error(
@@ -197,10 +197,10 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
         local_shards, shard_sets = by_process[jax.process_index()], set(by_process.values())
         if len(shard_sets) == 1:
             continue  # every process has the full axis
-        # the sets must have the same size and must not overlap
+        # else the sets must have the same size and must not overlap
         n_local = len(local_shards)
         is_even = all(len(shard_set) == n_local for shard_set in shard_sets)
-        if not is_even or len(shard_sets) * n_local != placement.layout.parts[axis]:
+        if not is_even or len(shard_sets) * n_local != placement.layout.n_shards[axis]:
             raise _unevenly_sharded(placement, axis, array, by_process)
         if sizes[axis] % n_local:
             raise _indivisible(placement, axis, array, n_local, spec)
@@ -214,7 +214,7 @@ def _shards_by_process(
     sharding: NamedSharding, layout: Layout, ndim: int
 ) -> dict[int, dict[int, frozenset[int]]]:
     """Returns, by sharded axis and by process, the indices of the shards of the process."""
-    counts = layout.parts
+    counts = layout.n_shards
     # with one element per shard, the start of a slice is the index of the shard
     indices = sharding.devices_indices_map(tuple(counts.get(axis, 1) for axis in range(ndim)))
     shards: dict[int, dict[int, frozenset[int]]] = {axis: {} for axis in counts}
@@ -229,7 +229,7 @@ def _shards_by_process(
 def _indivisible(
     placement: Placement, axis: int, array: Any, n_local: int, spec: AnySpec
 ) -> EinshardError:
-    size, n_parts = array.shape[axis], placement.layout.parts[axis]
+    size, n_parts = array.shape[axis], placement.layout.n_shards[axis]
     name, terms = terms_of_axis(placement.expression, axis, array.ndim)
     replicates = as_leaf_spec(spec).on_indivisible == 'replicate'
     return placement.expression.error(
@@ -264,6 +264,6 @@ def _build(local: _LocalArray) -> Any:
     return jax.make_array_from_process_local_data(local.sharding, local.array, local.shape)
 
 
-def _sentence(error: Exception) -> str:
+def _error_sentence(error: Exception) -> str:
     is_ours = isinstance(error, EinshardError)
     return error.sentence if is_ours else f'{type(error).__name__}: {error}'

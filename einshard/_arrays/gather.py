@@ -55,7 +55,7 @@ def gather(tree: T) -> T:
     remote = {i: leaf for i, leaf in arrays.items() if not leaf.is_fully_addressable}
     if remote:
         shardings = {i: _replicated(leaf) for i, leaf in remote.items()}
-        replicated = jax.jit(_same, out_shardings=shardings)(remote)
+        replicated = jax.jit(_identity, out_shardings=shardings)(remote)
         arrays |= {i: leaf.addressable_data(0) for i, leaf in replicated.items()}
     for i, host in jax.device_get(arrays).items():
         leaves[i] = host
@@ -73,7 +73,7 @@ def _plain_array(leaf: Any) -> Any:
     return leaf
 
 
-def _same(arrays: T) -> T:
+def _identity(arrays: T) -> T:
     return arrays
 
 

@@ -97,7 +97,7 @@ def einshard(
     try:
         placed = _place_leaves(x, leaves, specs, find, tracing, donate)
     except EinshardError as error:
-        raise error.with_fix(_with_numpy(x, leaves, spec, context) or error.fix) from None
+        raise error.with_fix(_suggest_numpy(x, leaves, spec, context) or error.fix) from None
     return jtu.tree_unflatten(treedef, placed)
 
 
@@ -164,7 +164,7 @@ def _place_leaves(
     for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         try:
             kind = _kind(type(leaf))
-            placement = _find(leaf, kind, spec, find)
+            placement = _placement_of_leaf(leaf, kind, spec, find)
             if placement is None:
                 continue
             if tracing or kind not in _CONCRETE:
@@ -183,7 +183,7 @@ def _place_leaves(
     return leaves
 
 
-def _find(
+def _placement_of_leaf(
     leaf: Any, kind: int, spec: AnySpec | None, find: Callable[[AnySpec, Shape], Placement]
 ) -> Placement | None:
     """Returns the placement of a leaf, or None if it has no spec or is not an array."""
@@ -198,8 +198,8 @@ def _find(
     return placement
 
 
-def _with_numpy(x: Any, leaves: list[Any], spec: Spec, context: Context) -> str | None:
-    """Suggests to place a list of numbers as one array; None if that would not work."""
+def _suggest_numpy(x: Any, leaves: list[Any], spec: Spec, context: Context) -> str | None:
+    """Returns the call that places a list of numbers as one array; None if it would not work."""
     is_numbers = isinstance(x, list | tuple) and {_kind(type(leaf)) for leaf in leaves} == {_SCALAR}
     if not is_numbers or not isinstance(spec, str):
         return None
@@ -240,13 +240,14 @@ def check_ref(ref: Any, placement: Placement) -> None:
         )
 
 
+# kinds of leaves: jax.Array, tracer, NumPy array, Python number, ShapeDtypeStruct, Ref, no array
 _ARRAY, _TRACER, _HOST, _SCALAR, _STRUCT, _REF, _OTHER = range(7)
 _CONCRETE = frozenset({_ARRAY, _HOST, _SCALAR})
 
 
 @cached
 def _kind(leaf_type: type) -> int:
-    """Classifies a leaf by its type."""
+    """Returns the kind of a leaf, by its type."""
     if issubclass(leaf_type, Tracer):
         return _TRACER
     if issubclass(leaf_type, jax.Array):
@@ -263,7 +264,7 @@ def _kind(leaf_type: type) -> int:
 
 
 def check_dtype(expression: Expression, dtype: np.dtype[Any]) -> None:
-    """Raises for a numpy dtype that JAX does not support."""
+    """Raises for a NumPy dtype that JAX does not support."""
     if not _is_dtype_of_jax(dtype):
         raise EinshardError(f'JAX does not support dtype {dtype}', expression=expression.text)
 

@@ -12,32 +12,32 @@ from .._errors import EinshardError
 from .._sharding.mesh import is_partial, partition_spec, partition_text, spec_axes
 from .._text import array_text
 
-# JAX 0.8.1 makes every term of a partial sum the full value, so that the sum is too large. JAX
-# 0.10.2 adds zeros, but XLA crashes for complex numbers.
-_COPIES_TERMS = jax.__version_info__ < (0, 10)
+# When a value becomes a partial sum, JAX 0.8.1 leaves the value on every device, so that the sum is
+# too large. JAX 0.10.2 sets all but one to zero, but XLA crashes for complex numbers.
+_KEEPS_ALL_TERMS = jax.__version_info__ < (0, 10)
 
 
 def reshard(x: Any, sharding: NamedSharding) -> Any:
     """Reshards a value, as `jax.sharding.reshard` does.
 
     A value that becomes a partial sum over mesh axes is replicated over them first. Without this,
-    JAX 0.8.1 to 0.12 multiply some values of which an array axis is sharded over two mesh axes, and
-    XLA aborts the process if the value is a partial sum over other mesh axes.
+    JAX 0.8.1 to 0.12 return sums that are too large for some values with an array axis sharded over
+    two mesh axes, and XLA aborts the process if the value is a partial sum over other mesh axes.
     """
     aval: Any = jax.typeof(x)
     old, spec = aval.sharding.spec.unreduced, sharding.spec
     _check_dtype(aval, sharding)
     if spec.unreduced <= old:
         return jax.sharding.reshard(x, sharding)
-    by_hand = _COPIES_TERMS or jax.numpy.issubdtype(aval.dtype, jax.numpy.complexfloating)
+    by_hand = _KEEPS_ALL_TERMS or jax.numpy.issubdtype(aval.dtype, jax.numpy.complexfloating)
     kept = frozenset[Any]() if by_hand else spec.unreduced & old
     replicated = NamedSharding(sharding.mesh, partition_spec(spec_axes(spec), kept, spec.reduced))
     x = jax.sharding.reshard(x, replicated)
-    return (_as_terms if by_hand else jax.sharding.reshard)(x, sharding)
+    return (_as_partial_sum if by_hand else jax.sharding.reshard)(x, sharding)
 
 
 def _check_dtype(aval: Any, sharding: NamedSharding) -> None:
-    """Raises for PRNG keys, for which JAX fails, and for terms that are not numbers."""
+    """Raises for PRNG keys, for which JAX fails, and for partial sums of what are not numbers."""
     is_key = jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended)
     is_number = jax.numpy.issubdtype(aval.dtype, jax.numpy.number)
     if (is_key and is_partial(sharding)) or (sharding.spec.unreduced and not is_number):
@@ -47,17 +47,17 @@ def _check_dtype(aval: Any, sharding: NamedSharding) -> None:
         )
 
 
-def _as_terms(x: Any, sharding: NamedSharding) -> Any:
-    """Makes a partial sum: the first device of each group has the value, the others have zeros."""
+def _as_partial_sum(x: Any, sharding: NamedSharding) -> Any:
+    """Makes a partial sum: one device of each group has the value, the others have zeros."""
     mesh, entries = sharding.mesh, spec_axes(sharding.spec)
     entries += [()] * (x.ndim - len(entries))
-    devices = tuple(axis for axis in mesh.axis_names if axis in sharding.spec.unreduced)
-    n = math.prod(size for axis, size in mesh.shape.items() if axis in devices)
-    stacked = NamedSharding(mesh, partition_spec([devices, *entries]))
+    summed_over = tuple(axis for axis in mesh.axis_names if axis in sharding.spec.unreduced)
+    n = math.prod(size for axis, size in mesh.shape.items() if axis in summed_over)
+    stacked = NamedSharding(mesh, partition_spec([summed_over, *entries]))
     x = jax.sharding.reshard(x, NamedSharding(mesh, partition_spec(entries)))
     copies = jax.sharding.reshard(jax.lax.broadcast(x, (n,)), stacked)
-    device = jax.sharding.reshard(jax.lax.broadcasted_iota('int32', copies.shape, 0), stacked)
+    position = jax.sharding.reshard(jax.lax.broadcasted_iota('int32', copies.shape, 0), stacked)
     zeros = jax.sharding.reshard(jax.numpy.zeros_like(copies), stacked)
-    terms = jax.lax.select(device == 0, copies, zeros)
+    terms = jax.lax.select(position == 0, copies, zeros)
     summed = NamedSharding(mesh, partition_spec(entries, sharding.spec.unreduced))
     return jax.sharding.reshard(jax.lax.reduce_sum(terms, (0,), out_sharding=summed), sharding)

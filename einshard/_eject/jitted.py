@@ -19,7 +19,7 @@ from .._inspect.findings.trace import inner_jaxprs
 from .._inspect.lowered import Stages
 from .._per_device.per_device import per_device
 from .._sharding.context import depth_of_user
-from .._sharding.mesh import adds_terms
+from .._sharding.mesh import unreduced_kind
 from .._text import array_text, short_source
 from .._trees.paths import leaf_paths
 from .._trees.specs import is_none
@@ -32,7 +32,7 @@ _CONSTRAINTS = {
     'reshard': 'jax.sharding.reshard',
 }
 _MAX_LITERAL = 8  # the most shardings of a pytree that are written as a pytree
-# names that the text may use for other things than a parameter
+# names that the text may define or import, so parameters have other names
 _TAKEN = re.compile(
     'function|shardings|hardware_order|jax|np|re|P|AxisType|Mesh|NamedSharding'
     r'|(mesh|devices)(_\d+)?'
@@ -89,7 +89,7 @@ class _Trees:
     """Writes pytrees of shardings.
 
     Attributes:
-        parameters: names for the trees whose shardings are found by path, when the text runs.
+        parameters: names for the pytrees whose shardings the text finds by path, when it runs.
     """
 
     def __init__(self, writer: Writer, tables: Tables):
@@ -98,7 +98,7 @@ class _Trees:
         self._tables = tables
 
     def code(self, shardings: Any, name: str, value: Any) -> Code:
-        """Writes the shardings of a value: as a pytree, or as a call that finds them by path."""
+        """Writes the shardings of a value: one for all leaves, a pytree, or a search by path."""
         leaves = jtu.tree_leaves(shardings, is_leaf=is_none)
         if leaves and all(leaf == leaves[0] for leaf in leaves):
             return self._writer.sharding(leaves[0])
@@ -139,8 +139,8 @@ def _check_positional(program: TracedFunction) -> None:
     """Raises if a call has keyword-only arguments, which jit with in_shardings rejects."""
     if program.call.keywords:
         raise EinshardError(
-            f'{program.setup.name} has arguments by keyword, which jax.jit with in_shardings '
-            'does not take',
+            f'{program.setup.name} is called with keyword arguments, which jax.jit with '
+            'in_shardings does not take',
             facts={
                 'arguments': quoted(program.call.keywords),
                 'instead': 'make these parameters positional',
@@ -162,16 +162,16 @@ def _identifier(name: str) -> str:
 def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
     """Writes the sharding constraints inside a function as a comment, by source line."""
     assert stages.traced is not None, 'a function was traced'
-    # `sharded` reshards the arguments over Explicit axes: without a line, or on JAX 0.8 in the line
-    # of the call
+    # over Explicit axes, `sharded` reshards the arguments; these constraints have no line, or on
+    # JAX 0.8 that of the user's call
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
-    not_inside = '', f'{user.f_code.co_filename}:{user.f_lineno}'
+    outside = '', f'{user.f_code.co_filename}:{user.f_lineno}'
     found: dict[tuple[str, str], str] = {}
     for eqn in _constraints(stages.traced.jaxpr.jaxpr):
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
-        if isinstance(sharding, NamedSharding) and adds_terms(sharding.spec):
+        if isinstance(sharding, NamedSharding) and unreduced_kind(sharding.spec) == 'sum':
             line, aval = line_of(eqn), eqn.outvars[0].aval
-            if eqn.primitive.name == 'reshard' and line in not_inside:
+            if eqn.primitive.name == 'reshard' and line in outside:
                 continue
             names = names_at.get(line, ())
             what = f' {" ".join(names)!r}' if len(names) == len(aval.shape) > 0 else ''
@@ -191,7 +191,7 @@ def _constraints(jaxpr: Any) -> Iterator[Any]:
         is_backward = 'transpose(' in str(eqn.source_info.name_stack)
         if eqn.primitive.name in _CONSTRAINTS and not is_backward:
             specs = [v.aval.sharding.spec for v in (eqn.invars[0], eqn.outvars[0])]
-            # JAX adds reshards without effect, to gradients
+            # JAX adds reshards of gradients that change nothing
             if eqn.primitive.name != 'reshard' or specs[0] != specs[1]:
                 yield eqn
         for inner in inner_jaxprs(eqn.params.values()):

@@ -17,7 +17,7 @@ from .source import Brackets, Code, statement
 
 # A path with its sharding; None leaves the array to JAX.
 Leaf: TypeAlias = tuple[str, NamedSharding | None]
-# A pattern with the sharding of the leaves for which it is the first that is found in their path.
+# A pattern with a sharding. The first pattern that is found in the path of a leaf applies.
 PathRule: TypeAlias = tuple[str, NamedSharding | None]
 K = TypeVar('K')
 
@@ -38,10 +38,10 @@ def shardings(rules, tree):
 def find_path_rules(
     leaves: Sequence[Leaf], labels: Sequence[int] = (), patterns: Sequence[str] = ()
 ) -> list[PathRule]:
-    """Finds rules for the leaves of a pytree.
+    """Finds rules that give the leaves of a pytree their shardings.
 
-    A pattern is kept if all leaves that it matched have one sharding. For the others, there is a
-    rule for all paths that differ only in numbers, or one for each path.
+    A pattern is kept if all leaves that it matched have the same sharding. The other leaves get a
+    rule for all paths that differ only in numbers, or a rule for each path.
 
     Args:
         leaves: the leaves; each path is different.
@@ -69,7 +69,7 @@ def find_path_rules(
 
 
 def _by_template(leaves: Sequence[Leaf]) -> Iterator[PathRule]:
-    """Yields a rule for all paths that differ only in numbers, if they have one sharding."""
+    """Yields a rule for paths that differ only in numbers, if they have the same sharding."""
     pairs = [(_exactly(path), sharding) for path, sharding in leaves]
     templates = [re.sub(r'\d+', r'\\d+', pattern) for pattern, _ in pairs]
     for template, group in _grouped(pairs, templates).items():
@@ -118,7 +118,8 @@ class Tables:
     def parts(self, conditions: Sequence[str] = ()) -> list[str]:
         """Writes the lists, and the function that applies them.
 
-        `conditions` are the first lines of the function that finds the sharding of a leaf.
+        Args:
+            conditions: the first lines of the inner function, which finds the sharding of a leaf.
         """
         if not self._tables:
             return []

@@ -9,7 +9,15 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._errors import EinshardError
-from .._sharding.mesh import FREE, AnyMesh, Device, device_mesh, is_device_mesh, position, spec_axes
+from .._sharding.mesh import (
+    UNCONSTRAINED,
+    AnyMesh,
+    Device,
+    device_mesh,
+    is_device_mesh,
+    position,
+    spec_axes,
+)
 from .source import Brackets, Code, statement
 
 # `position` of _sharding/mesh.py
@@ -151,7 +159,7 @@ def spec_code(spec: PartitionSpec) -> Code:
 
 
 def _entry_code(axes: tuple[object, ...]) -> Code:
-    if axes == FREE:
+    if axes == UNCONSTRAINED:
         return 'P.UNCONSTRAINED'
     return Brackets('(', _reprs(axes)) if len(axes) > 1 else repr(axes[0] if axes else None)
 

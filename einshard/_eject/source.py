@@ -32,6 +32,7 @@ class Brackets:
 
     @property
     def is_call(self) -> bool:
+        """Whether the bracket follows a name, as in 'P(' but not in 'x = ('."""
         return self.start.endswith('(') and (self.start[:-1] or '=')[-1] not in '= '
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from .._inspect.show import checked_shape
 from .._notation.layout import needs_rank
 from .._plan.result import Plan
 from .._sharding.context import Context, current_context, mesh_scope
-from .._sharding.leaf_spec import LEAF_SPECS, REPLICATED, as_leaf_spec, lenient, parsed
+from .._sharding.leaf_spec import LEAF_SPECS, REPLICATED, as_leaf_spec, parsed, with_fallbacks
 from .._sharding.mesh import AnyMesh, MeshLike
 from .._sharding.resolve import resolve
 from .._text import array_text, name_of
@@ -60,14 +60,14 @@ def to_jax(
       must fit arrays of one rank.
     * A pytree of specs, or `for_optimizer(...)`, with a tree: the same, with patterns of the paths.
     * A `sharded` function with the arguments of a call: `jit_name(function)`, which calls `jax.jit`
-      with these shardings. A comment lists the constraints inside the function, by source line. Of
+      with these shardings. A comment lists the constraints inside the function, by source line. For
       other functions, only the constraints are listed.
     * A `Plan`: the same for its function, with the best plan.
 
     The shardings equal those of einshard: the same `PartitionSpec`s, and meshes of the same devices
-    in the same order. A mesh that `jax.make_mesh` makes is written as such. Other meshes, and the
-    canonical mesh, are arranged in hardware order, by code that works on all machines with as many
-    devices. The checks of einshard are not written.
+    in the same order. If `jax.make_mesh` makes the same mesh, the text calls it. Otherwise it
+    arranges the devices in hardware order, on any machine with the same number of devices. It has
+    none of einshard's checks.
 
     Args:
         what: what to write.
@@ -80,13 +80,14 @@ def to_jax(
         The source text, formatted as by `ruff format`.
 
     Raises:
-        EinshardError: a spec does not fit; the rules need a tree; the call has keyword-only
-            arguments, for which `jax.jit` takes no shardings; or it is a `per_device` function.
+        EinshardError: a spec does not fit; the specs depend on a pytree that is not given; the call
+            has keyword-only arguments, for which `jax.jit` takes no shardings; or it is a
+            `per_device` function.
     """
     if isinstance(what, Plan):
-        _check_none(args, kwargs, mesh, shape, 'a Plan already has its arguments and mesh')
+        _check_no_more(args, kwargs, mesh, shape, 'a Plan already has its arguments and mesh')
         title = f'plan for {what.name}: {what.best.candidate}'
-        return _of_stages(what.trace(), what.mesh, title)
+        return _write_function(what.trace(), what.mesh, title)
     if _is_spec(what):
         if kwargs or len(args) > 1:
             raise EinshardError(
@@ -100,14 +101,14 @@ def to_jax(
         context = current_context(mesh)
         is_leaf = isinstance(what, LEAF_SPECS) and (not args or jtu.all_leaves(args))
         if is_leaf:
-            return _of_leaf(what, args, shape, context)
-        return _of_tree(what, args, mesh, shape, context)
+            return _write_sharding(what, args, shape, context)
+        return _write_rules(what, args, mesh, shape, context)
     if shape is not None:
         raise EinshardError('shape= is for a single spec, not for a function')
     stages = trace_call(what, args, kwargs, mesh)
     program = stages.program
     target = current_context(mesh).lowering_mesh if program is None else program.mesh
-    return _of_stages(stages, target, stages.name or 'a traced function')
+    return _write_function(stages, target, stages.name or 'a traced function')
 
 
 def _is_spec(what: Any) -> bool:
@@ -116,7 +117,7 @@ def _is_spec(what: Any) -> bool:
     return not (is_function(what) or isinstance(what, Lowered | Compiled | Traced))
 
 
-def _check_none(
+def _check_no_more(
     args: Sequence[Any], kwargs: Mapping[str, Any], mesh: object, shape: object, sentence: str
 ) -> None:
     given = ['arguments'] if args or kwargs else []
@@ -125,10 +126,10 @@ def _check_none(
         raise EinshardError(sentence, facts={'got': ', '.join(given), 'try': 'to_jax(plan)'})
 
 
-def _of_leaf(spec: Any, args: Sequence[Any], shape: Any, context: Context) -> str:
+def _write_sharding(spec: Any, args: Sequence[Any], shape: Any, context: Context) -> str:
     if shape is not None:
         if args:
-            raise EinshardError('to_jax got both an array and shape=')
+            raise EinshardError('pass either an array or shape= to to_jax, not both')
         shape = checked_shape(shape)
     elif args:
         shape = np.shape(args[0])
@@ -138,10 +139,10 @@ def _of_leaf(spec: Any, args: Sequence[Any], shape: Any, context: Context) -> st
     return module(_title(spec, sharding.mesh), [*writer.definitions(), statement(code)])
 
 
-def _of_tree(
+def _write_rules(
     spec: Any, args: Sequence[Any], mesh: MeshLike | None, shape: Any, context: Context
 ) -> str:
-    """Writes rules for the paths of a tree; without a tree, only `Rules`."""
+    """Writes the shardings of a pytree by patterns of paths; `Rules` need no pytree."""
     if shape is not None:
         raise EinshardError(
             'shape= is for a single spec', facts={'instead': 'pass a pytree: to_jax(rules, params)'}
@@ -149,13 +150,13 @@ def _of_tree(
     writer = Writer(context.lowering_mesh)
     tables, conditions = Tables(writer), list[str]()
     if args:
-        rules, has_others = _rules_of_tree(spec, args[0], mesh, context)
+        rules, has_others = _rules_write_rules(spec, args[0], mesh, context)
         if has_others:
             conditions = ["if not hasattr(leaf, 'shape'):", '    return None']
     elif isinstance(spec, Rules):
         rules = _rules_of_patterns(spec, context)
     else:
-        raise _needs_tree('this spec gives shardings by path')
+        raise _needs_tree('these specs depend on the paths or shapes of the arrays')
     if isinstance(spec, Rules):
         replicated = writer.sharding(resolve(REPLICATED, None, context).sharding)
         is_small = f' or leaf.size < {spec.min_size}' if spec.min_size > 1 else ''
@@ -165,10 +166,10 @@ def _of_tree(
     return module(_title(spec, context.lowering_mesh), [*writer.definitions(), *parts])
 
 
-def _rules_of_tree(
+def _rules_write_rules(
     spec: Any, tree: Any, mesh: MeshLike | None, context: Context
 ) -> tuple[list[PathRule], bool]:
-    """Finds rules for the leaves of a tree; also returns whether it has leaves of no rule."""
+    """Finds rules for the leaves of a pytree; also returns whether some leaves are not arrays."""
     shapes = jtu.tree_map(_struct, tree)
     placed = jtu.tree_leaves(einshard(shapes, spec, mesh=mesh))
     shardings = [getattr(leaf, 'sharding', None) for leaf in placed]
@@ -187,7 +188,7 @@ def _rules_of_tree(
 def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
     """Converts each spec of `Rules`; raises if one depends on the arrays."""
     if rules.indivisible == 'replicate' or context.replicates_indivisible:
-        raise _needs_tree("indivisible='replicate' depends on shapes")
+        raise _needs_tree("indivisible='replicate' depends on the shapes of the arrays")
     default = [] if rules.default is ... else [('', rules.default)]
     found: list[PathRule] = []
     for pattern, spec in (*rules.rules, *default):
@@ -195,22 +196,22 @@ def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
             found.append((pattern, None))
             continue
         if not isinstance(spec, LEAF_SPECS):
-            raise _needs_tree(f"the spec of '{pattern}' is a function")
-        leaf_spec = lenient(parsed(spec), on_missing=rules.missing, rule=f"'{pattern}'")
+            raise _needs_tree(f"the spec of '{pattern}' is a function of the arrays")
+        leaf_spec = with_fallbacks(parsed(spec), on_missing=rules.missing, rule=f"'{pattern}'")
         if needs_rank(leaf_spec.expression):
-            raise _needs_tree(f"the sharding of '{pattern}' depends on the rank of the arrays")
+            raise _needs_tree(f"the sharding of '{pattern}' depends on the ranks of the arrays")
         found.append((pattern, resolve(leaf_spec, None, context).sharding))
     return found
 
 
 def _needs_tree(reason: str) -> EinshardError:
     return EinshardError(
-        f'{reason}, so to_jax needs a pytree',
-        facts={'instead': 'to_jax(rules, params); shapes from jax.eval_shape are enough'},
+        f'{reason}, so to_jax needs them or their shapes',
+        facts={'expected': 'to_jax(rules, params); params may be shapes from jax.eval_shape'},
     )
 
 
-def _of_stages(stages: Stages, mesh: AnyMesh, title: str) -> str:
+def _write_function(stages: Stages, mesh: AnyMesh, title: str) -> str:
     """Writes the jit call of a sharded function, and the constraints inside any function."""
     if stages.traced is None:
         raise EinshardError(

@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from .._arrays.constrain import has_type
+from .._arrays.constrain import type_matches
 from .._errors import EinshardError, plural
 from .._notation.expression import ELLIPSIS, Expression, parse
 from .._sharding.context import current_context
@@ -73,13 +73,13 @@ else:
             array_type, spec = item
             check_specs(spec)
             if not isinstance(spec, str):
-                return Annotated[array_type, Placed(spec)]
+                return Annotated[array_type, SpecMetadata(spec)]
             _check_names(array_type, parse(spec))
             return Annotated[array_type, _validator(spec)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
+class SpecMetadata:
     """The metadata of `Sharded[...]`: a spec."""
 
     spec: Spec
@@ -112,9 +112,9 @@ def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spe
 def _spec_of(hint: Any) -> Spec:
     """Returns the spec of a type, or None if the type does not contain `Sharded`."""
     hint = _unwrapped(hint)
-    placed = _placed(hint)
-    if placed is not None:
-        return placed.spec
+    metadata = _find_metadata(hint)
+    if metadata is not None:
+        return metadata.spec
     if typing.get_origin(hint) is tuple and Ellipsis not in typing.get_args(hint):
         specs = tuple(_spec_of(item) for item in typing.get_args(hint))
         if not any(isinstance(spec, _ByPath) for spec in specs):
@@ -145,12 +145,12 @@ _QUALIFIERS = {
 }
 
 
-def _placed(hint: Any) -> Placed | None:
+def _find_metadata(hint: Any) -> SpecMetadata | None:
     """Returns the metadata of a `Sharded[...]` type; None for other types."""
     for item in getattr(hint, '__metadata__', ()):
-        placed = _specs_of_validators.get(id(item), item)
-        if isinstance(placed, Placed):
-            return placed
+        metadata = _specs_of_validators.get(id(item), item)
+        if isinstance(metadata, SpecMetadata):
+            return metadata
     return None
 
 
@@ -172,8 +172,8 @@ class _ByPath:
         hints = [self.hint]
         for key in keys:
             hints = [inner for hint in hints for inner in _element_types(hint, key)]
-        metadata = (_placed(member) for hint in hints for member in _members(hint))
-        return next((placed.spec for placed in metadata if placed is not None), None)
+        found = (_find_metadata(member) for hint in hints for member in _members(hint))
+        return next((metadata.spec for metadata in found if metadata is not None), None)
 
 
 def _members(hint: Any) -> list[Any]:
@@ -188,7 +188,7 @@ def _element_types(hint: Any, key: str) -> list[Any]:
     """Returns the type of the element at a key of a container; several types for a union."""
     hint = _unwrapped(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if _placed(hint) is not None:
+    if _find_metadata(hint) is not None:
         return [hint]  # a pytree type: its spec is for all leaves
     if origin is Annotated:
         return _element_types(args[0], key)
@@ -215,12 +215,12 @@ def _fields(cls: Any) -> dict[str, Any]:
 def _mentions_sharded(hint: Any, within: tuple[Any, ...]) -> bool:
     """Whether a type contains `Sharded`. `within` are the types that contain this one."""
     hint = _unwrapped(hint)
-    if _placed(hint) is not None:
+    if _find_metadata(hint) is not None:
         return True
     if hint in within:
         return False  # a type that contains itself
     inner = [*typing.get_args(hint), *_fields(typing.get_origin(hint) or hint).values()]
-    return any(_mentions_sharded(one, (*within, hint)) for one in inner)
+    return any(_mentions_sharded(inner_hint, (*within, hint)) for inner_hint in inner)
 
 
 def _check_names(array_type: Any, expression: Expression) -> None:
@@ -246,8 +246,8 @@ def _dimension(token: str) -> str | None:
     token = token.lstrip('#?')
     if token == ELLIPSIS or token.startswith('*'):
         return ELLIPSIS
-    plain = not token.startswith('_') and re.fullmatch(r'[^\W\d]+', token)
-    return token if plain else None  # _ 3 x+1 n=4, and names with digits
+    is_name = not token.startswith('_') and re.fullmatch(r'[^\W\d]+', token)
+    return token if is_name else None  # such as _ 3 x+1 n=4 x2
 
 
 def _match(names: list[str], dims: list[str | None]) -> bool:
@@ -264,7 +264,7 @@ def _match(names: list[str], dims: list[str | None]) -> bool:
 # Specs by the id of their beartype validator. Beartype ignores validators next to other metadata,
 # so the spec cannot be metadata too, and a validator has no attribute for it. Validators are cached
 # forever, so their ids stay valid.
-_specs_of_validators: dict[int, Placed] = {}
+_specs_of_validators: dict[int, SpecMetadata] = {}
 
 
 @functools.cache
@@ -272,12 +272,12 @@ def _validator(spec: str) -> Any:
     # imported here: it takes 100 ms, and `import einshard` without it only 40 ms
     from beartype.vale import Is
 
-    validator = Is[_checker(spec)]
-    _specs_of_validators[id(validator)] = Placed(spec)
+    validator = Is[_make_check(spec)]
+    _specs_of_validators[id(validator)] = SpecMetadata(spec)
     return validator
 
 
-def _checker(spec: str) -> Callable[[Any], bool]:
+def _make_check(spec: str) -> Callable[[Any], bool]:
     def is_placed(x: Any) -> bool:
         """Raises if an array is not sharded as the type says; otherwise returns True."""
         if not isinstance(x, jax.Array):
@@ -291,15 +291,15 @@ def _checker(spec: str) -> Callable[[Any], bool]:
         try:
             placement = resolve(spec, shape, context)
         except EinshardError as error:
-            raise _misplaced(error.about(array=array_text(x))) from None
+            raise _as_annotation_error(error.about(array=array_text(x))) from None
         if mesh is not None:
-            matches = has_type(x, placement.sharding)
+            matches = type_matches(x, placement.sharding)
         else:
             matches = are_equivalent(sharding, placement.sharding, x.ndim)
         if matches:
             return True
         text = describe_in(placement.expression, sharding, x.ndim)
-        raise _misplaced(
+        raise _as_annotation_error(
             placement.expression.error(
                 f"the array is sharded as '{text}', not as its type says",
                 [term for term in placement.expression.right if term.is_sharded],
@@ -311,7 +311,7 @@ def _checker(spec: str) -> Callable[[Any], bool]:
 
 
 @functools.cache
-def _misplaced_class() -> type[EinshardError]:
+def _annotation_error_class() -> type[EinshardError]:
     from jaxtyping import AnnotationError
 
     # jaxtyping reraises errors of its class AnnotationError. It replaces others by an error that
@@ -320,8 +320,8 @@ def _misplaced_class() -> type[EinshardError]:
     return type(name, bases, {'__module__': 'einshard', '__doc__': EinshardError.__doc__})
 
 
-def _misplaced(error: EinshardError) -> EinshardError:
-    return _misplaced_class()(**error.parts())
+def _as_annotation_error(error: EinshardError) -> EinshardError:
+    return _annotation_error_class()(**error.parts())
 
 
 def _known_sharding(x: Any) -> Any:

@@ -7,7 +7,7 @@ import types
 from typing import Any
 
 # the methods of a sharded function that take the arguments of a call
-CALLED = ('lower', 'trace', 'eval_shape', 'in_shardings', 'out_shardings')
+_METHODS_WITH_ARGUMENTS = ('lower', 'trace', 'eval_shape', 'in_shardings', 'out_shardings')
 
 
 class BoundMethod(functools.partial[Any]):
@@ -39,6 +39,6 @@ class BoundMethod(functools.partial[Any]):
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self.__func__, name)
-        if name in CALLED:
+        if name in _METHODS_WITH_ARGUMENTS:
             return functools.partial(attribute, self.__self__)
         return attribute

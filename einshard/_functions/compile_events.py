@@ -1,4 +1,4 @@
-"""Calls a function with every program that this process compiles, before the program runs.
+"""Calls a function with every program that a thread compiles, before the program runs.
 
 `jax.monitoring` reports each compilation, but without the program. So this module looks for the
 program among the loaded programs of the backends, which are listed newest first. An error raised
@@ -18,7 +18,7 @@ import jax
 
 LOWERED = '/jax/core/compile/jaxpr_to_mlir_module_duration'
 COMPILED = '/jax/core/compile/backend_compile_duration'
-_PING = '/einshard/are_you_there'
+_PING = '/einshard/ping'
 
 # Called with the name of a function, and the texts of the programs that were compiled for it.
 Watcher: TypeAlias = Callable[[str, Sequence[str]], None]
@@ -28,7 +28,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.watchers: list[Watcher] = []
         self.newest: dict[str, Any] = {}  # by backend, the newest program at the last event
-        self.heard = False
+        self.ping_received = False
 
 
 _thread = _Thread()
@@ -36,7 +36,7 @@ _lock = threading.Lock()
 
 
 def watch(watcher: Watcher) -> None:
-    """Adds a watcher to this thread. Only the latest one is called."""
+    """Adds a watcher of this thread's compilations. Only the latest watcher is called."""
     with _lock:
         if not is_listening():
             jax.monitoring.register_event_duration_secs_listener(_on_event)
@@ -54,30 +54,30 @@ def unwatch(watcher: Watcher) -> None:
 
 def is_listening() -> bool:
     """Whether JAX still sends events here; `jax.monitoring.clear_event_listeners` stops it."""
-    _thread.heard = False
+    _thread.ping_received = False
     jax.monitoring.record_event_duration_secs(_PING, 0.0)
-    return _thread.heard
+    return _thread.ping_received
 
 
 def _on_event(event: str, duration_secs: float, **fields: Any) -> None:
     if event == _PING:
-        _thread.heard = True
+        _thread.ping_received = True
     if not _thread.watchers or event not in (LOWERED, COMPILED):
         return
     before, _thread.newest = _thread.newest, {}
     name = str(fields.get('fun_name', 'the program'))
     texts: list[str] = []
-    for platform, programs in _loaded():
+    for platform, programs in _loaded_programs():
         if programs:
             _thread.newest[platform] = programs[0]
         if event == COMPILED:
-            texts += map(_text, _new(programs, name, before.get(platform)))
+            texts += map(_text, _compiled_since(programs, name, before.get(platform)))
     failed = sys.exc_info()[0] is not None
     if event == COMPILED and not (failed and not texts):
         _thread.watchers[-1](re.sub(r'^\w+\((.*)\)$', r'\1', name), texts)
 
 
-def _loaded() -> Iterator[tuple[str, Sequence[Any]]]:
+def _loaded_programs() -> Iterator[tuple[str, Sequence[Any]]]:
     """Yields the loaded programs of each backend, the newest first."""
     # imported here because it would add to the import time
     from jax.extend.backend import backends
@@ -86,7 +86,7 @@ def _loaded() -> Iterator[tuple[str, Sequence[Any]]]:
         yield platform, backend.live_executables()
 
 
-def _new(programs: Sequence[Any], name: str, newest_before: Any) -> Iterator[Any]:
+def _compiled_since(programs: Sequence[Any], name: str, newest_before: Any) -> Iterator[Any]:
     """Yields the programs with this name that were compiled since the last event of this thread.
 
     Other threads may compile meanwhile; their programs with the same name are included.
@@ -94,13 +94,14 @@ def _new(programs: Sequence[Any], name: str, newest_before: Any) -> Iterator[Any
     for program in programs:
         if program is newest_before:
             return
-        if any(_letters(module.name) == _letters(name) for module in program.hlo_modules()):
+        module_names = (_alphanumeric(module.name) for module in program.hlo_modules())
+        if _alphanumeric(name) in module_names:
             yield program
             if newest_before is None:  # no event before: older programs may have the same name
                 return
 
 
-def _letters(name: str) -> str:
+def _alphanumeric(name: str) -> str:
     """Keeps ASCII letters and digits: the program of 'jit(<lambda>)' is called 'jit__lambda'."""
     return re.sub('[^A-Za-z0-9]', '', name)
 

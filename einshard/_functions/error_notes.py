@@ -12,6 +12,7 @@ import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from traceback import walk_tb
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias
@@ -36,6 +37,8 @@ _JAX = frozenset({'jax', 'jaxlib', 'opt_einsum'})  # jnp.einsum checks sizes in 
 _OURS = __name__.split('.')[0]
 _LIBRARIES = tuple(f'{sysconfig.get_path(name)}{os.sep}' for name in ('purelib', 'stdlib'))
 _PREFIX = 'einshard: '
+
+_MAX_OPERANDS = 4
 
 # A frame, and its line number.
 _Frame: TypeAlias = tuple[FrameType, int]
@@ -135,15 +138,15 @@ def _sharding_note(
     outside = [i for i, frame in enumerate(frames) if _package(frame) not in {*_JAX, _OURS}]
     in_user_code = [i for i in outside if not _is_library(frames[i])]
     if in_user_code:
-        facts['line'] = _line(frames[in_user_code[-1]])
+        facts['line'] = _source_line(frames[in_user_code[-1]])
     if outside and outside[-1:] != in_user_code[-1:]:
-        facts['which calls' if in_user_code else 'line'] = _line(frames[outside[-1]])
+        facts['which calls' if in_user_code else 'line'] = _source_line(frames[outside[-1]])
     operands = _operands(frames[outside[-1] + 1 :] if outside else ())
     meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
-    mesh = next((one for one in meshes if one.axis_names), mesh)
+    mesh = next((mesh_of_operand for mesh_of_operand in meshes if mesh_of_operand.axis_names), mesh)
     mesh_axes = _axes_in_message(str(error), mesh)
     by_id = {id(leaf.value): leaf for leaf in leaves}
-    for i, operand in enumerate(operands[:_MOST_OPERANDS]):
+    for i, operand in enumerate(operands[:_MAX_OPERANDS]):
         text = _operand_text(operand, by_id.get(id(operand)), mesh_axes)
         facts[f'operand {i}' if len(operands) > 1 else 'operand'] = text
     facts['try'] = next(fix for part, fix in _FIXES.items() if part in str(error))
@@ -152,10 +155,7 @@ def _sharding_note(
     return str(EinshardError(sentence, facts=facts))
 
 
-_MOST_OPERANDS = 4
-
-
-def _line(frame: _Frame) -> str:
+def _source_line(frame: _Frame) -> str:
     file, number = frame[0].f_code.co_filename, frame[1]
     source = linecache.getline(file, number, frame[0].f_globals).strip()
     return ': '.join(filter(None, [short_source(f'{file}:{number}'), source]))
@@ -172,8 +172,8 @@ def _operands(frames: Sequence[_Frame]) -> list[Any]:
 
 
 def _parameters(code: CodeType) -> tuple[str, ...]:
-    variadic = bool(code.co_flags & 4) + bool(code.co_flags & 8)  # *args, **kwargs
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + variadic]
+    n_variadic = bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + n_variadic]
 
 
 def _axes_in_message(message: str, mesh: AnyMesh) -> set[str]:

@@ -22,7 +22,7 @@ _in_cache_keys: Any = jax.make_user_context(default_value=None)
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # promises that are entered and not yet exited, each with what restores JAX's cache keys
+        # blocks that are entered and not yet exited, each with the context manager for cache keys
         self.entered: list[tuple[expect_collectives, Any]] = []
 
 
@@ -94,16 +94,16 @@ class expect_collectives:
 
     def _leave(self) -> bool:
         """Exits the block; returns whether it was the innermost block of this thread."""
-        promises = [promise for promise, _ in _thread.entered]
-        if self not in promises:
+        blocks = [block for block, _ in _thread.entered]
+        if self not in blocks:
             return False
         unwatch(self._check)
-        i = len(promises) - 1 - promises[::-1].index(self)
+        i = len(blocks) - 1 - blocks[::-1].index(self)
         _, cache_keys = _thread.entered.pop(i)
         if i == len(_thread.entered):
             cache_keys.__exit__(None, None, None)
             return True
-        # the next block restores what this one would have restored
+        # the next block restores the cache keys that this one would have restored
         _thread.entered[i] = _thread.entered[i][0], cache_keys
         return False
 

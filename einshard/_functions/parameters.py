@@ -49,9 +49,9 @@ class Parameters:
     Attributes:
         names: the names of the positional parameters, including `self`.
         instance: 1 if the first parameter is the `self` or `cls` of a method, otherwise 0.
-        by_keyword: the names of the keyword-only parameters.
-        rest: the name of `*args`, or None.
-        rest_keywords: the name of `**kwargs`, or None.
+        keyword_only: the names of the keyword-only parameters.
+        var_positional: the name of `*args`, or None.
+        var_keyword: the name of `**kwargs`, or None.
         options: more keywords that errors may suggest for a misspelled keyword.
     """
 
@@ -66,13 +66,13 @@ class Parameters:
         kinds: dict[Any, list[str]] = {}
         for parameter in self.signature.parameters.values():
             kinds.setdefault(parameter.kind, []).append(parameter.name)
-        only = kinds.get(inspect.Parameter.POSITIONAL_ONLY, [])
-        self.names = (*only, *kinds.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, []))
-        self.positional_only = frozenset(only)
-        self.by_keyword = tuple(kinds.get(inspect.Parameter.KEYWORD_ONLY, []))
-        self.rest = next(iter(kinds.get(inspect.Parameter.VAR_POSITIONAL, [])), None)
-        self.rest_keywords = next(iter(kinds.get(inspect.Parameter.VAR_KEYWORD, [])), None)
-        self.instance = int(_is_method(function) and self.names[:1] in (('self',), ('cls',)))
+        positional_only = kinds.get(inspect.Parameter.POSITIONAL_ONLY, [])
+        self.names = (*positional_only, *kinds.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, []))
+        self.positional_only = frozenset(positional_only)
+        self.keyword_only = tuple(kinds.get(inspect.Parameter.KEYWORD_ONLY, []))
+        self.var_positional = next(iter(kinds.get(inspect.Parameter.VAR_POSITIONAL, [])), None)
+        self.var_keyword = next(iter(kinds.get(inspect.Parameter.VAR_KEYWORD, [])), None)
+        self.n_self = int(_is_method(function) and self.names[:1] in (('self',), ('cls',)))
 
     def flatten_call(
         self, n_args: int, keywords: Iterable[str]
@@ -81,19 +81,18 @@ class Parameters:
 
         Keyword arguments become positional where possible.
         """
-        others = set(keywords)
+        by_keyword = set(keywords)
         for name in self.names[:n_args]:
-            if name in others and name not in self.positional_only:
+            if name in by_keyword and name not in self.positional_only:
                 # Python's error comes before any error about the specs of these values
                 raise TypeError(f"{self.qualname}() got multiple values for argument '{name}'")
-        moved: list[str] = []
+        now_positional: list[str] = []
         for name in self.names[n_args:]:
-            if name not in others or name in self.positional_only:
+            if name not in by_keyword or name in self.positional_only:
                 break
-            moved.append(name)
-        others.difference_update(moved)
-        by_keyword = tuple(sorted(others))
-        return CallSignature(n_args + len(moved), by_keyword), (*moved, *by_keyword)
+            now_positional.append(name)
+        others = tuple(sorted(by_keyword.difference(now_positional)))
+        return CallSignature(n_args + len(now_positional), others), (*now_positional, *others)
 
     def value_names(self, call: CallSignature) -> tuple[str, ...]:
         """Labels each value with its parameter name, or 'args[2]' for an element of `*args`.
@@ -102,22 +101,22 @@ class Parameters:
         "kwargs['x']".
         """
         named = self.names[: call.n_positional]
-        rest = (f'{self.rest}[{i}]' for i in range(call.n_positional - len(named)))
+        rest = (f'{self.var_positional}[{i}]' for i in range(call.n_positional - len(named)))
         taken = self.positional_only
-        given = (f"{self.rest_keywords}['{k}']" if k in taken else k for k in call.keywords)
-        return (*named, *rest, *given)
+        by_keyword = (f"{self.var_keyword}['{k}']" if k in taken else k for k in call.keywords)
+        return (*named, *rest, *by_keyword)
 
     def assign(self, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """Combines specs by position and by name; returns them by parameter label."""
-        names = self.names[self.instance :]
-        if len(specs) > len(names) and self.rest is None:
+        names = self.names[self.n_self :]
+        if len(specs) > len(names) and self.var_positional is None:
             raise EinshardError(
                 f'{self.function} takes {plural(len(names), "positional parameter")}, '
                 f'but got {plural(len(specs), "spec")}',
                 facts={'parameters': ', '.join(names) or 'none'},
             )
-        more = len(specs) - len(names)
-        labels = (*names, *(f'{self.rest}[{i}]' for i in range(more)))
+        n_rest = len(specs) - len(names)
+        labels = (*names, *(f'{self.var_positional}[{i}]' for i in range(n_rest)))
         assigned = dict(zip(labels, specs, strict=False))
         for name, spec in named.items():
             self._check_name(name)
@@ -133,17 +132,17 @@ class Parameters:
         """Returns the spec of a value. The spec of `*args` or `**kwargs` is for all its values."""
         if label in specs:
             return specs[label]
-        if self.rest is not None and label.startswith(f'{self.rest}['):
-            return specs.get(self.rest)
-        if label not in self.names and label not in self.by_keyword:
-            return specs.get(self.rest_keywords) if self.rest_keywords else None
+        if self.var_positional is not None and label.startswith(f'{self.var_positional}['):
+            return specs.get(self.var_positional)
+        if label not in self.names and label not in self.keyword_only:
+            return specs.get(self.var_keyword) if self.var_keyword else None
         return None
 
     def _check_name(self, name: str) -> None:
         """Raises if a keyword is neither a parameter nor an option of jax.jit."""
-        known = [*self.names[self.instance :], *self.by_keyword]
-        known += [rest for rest in (self.rest, self.rest_keywords) if rest is not None]
-        if name in known or self.rest_keywords is not None:
+        known = [*self.names[self.n_self :], *self.keyword_only]
+        known += [rest for rest in (self.var_positional, self.var_keyword) if rest is not None]
+        if name in known or self.var_keyword is not None:
             return
         near = difflib.get_close_matches(name, [*known, *self.options], n=1)
         raise EinshardError(
@@ -154,23 +153,24 @@ class Parameters:
 
     def labels(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
         """Returns the labels of the parameters in `*_argnums` and `*_argnames` options."""
-        labels: set[str] = set(listed(names, str, option, 'names of parameters', "('x',)"))
-        known = (*self.names, *self.by_keyword)
+        labels: set[str] = set(as_list(names, str, option, 'names of parameters', "('x',)"))
+        known = (*self.names, *self.keyword_only)
         for name in labels:
-            if name not in known and self.rest_keywords is None:
+            if name not in known and self.var_keyword is None:
                 raise EinshardError(
                     f"{option} includes '{name}', which is not a parameter of {self.function}",
                     facts={'parameters': ', '.join(known) or 'none'},
                 )
         by_number = option.replace('argnames', 'argnums')
-        for number in listed(numbers, numeric.Integral, by_number, 'indices of parameters', '(0,)'):
-            if self.rest is not None and number >= len(self.names):
-                labels.add(f'{self.rest}[{number - len(self.names)}]')
-            elif -len(self.names) <= number < len(self.names):
-                labels.add(self.names[number])
+        indices = as_list(numbers, numeric.Integral, by_number, 'indices of parameters', '(0,)')
+        for i in indices:
+            if self.var_positional is not None and i >= len(self.names):
+                labels.add(f'{self.var_positional}[{i - len(self.names)}]')
+            elif -len(self.names) <= i < len(self.names):
+                labels.add(self.names[i])
             else:
                 raise EinshardError(
-                    f'{by_number} includes {number}, but {self.function} has '
+                    f'{by_number} includes {i}, but {self.function} has '
                     f'{plural(len(self.names), "positional parameter")}',
                     facts={'parameters': ', '.join(self.names) or 'none'},
                 )
@@ -213,14 +213,14 @@ class Declaration:
         """Returns the signature of a call, the order of its keyword arguments, and all values."""
         if self._defaults:
             taken = self.parameters.names[: len(args)]
-            left = {name: x for name, x in self._defaults.items() if name not in taken}
-            kwargs = {**left, **kwargs}
+            defaults = {name: x for name, x in self._defaults.items() if name not in taken}
+            kwargs = {**defaults, **kwargs}
         call, order = self.parameters.flatten_call(len(args), kwargs)
         return call, order, [*args, *map(kwargs.__getitem__, order)]
 
     @property
     def has_defaults(self) -> bool:
-        """Whether parameters with specs have arrays as defaults; calls pass these as arguments."""
+        """Whether parameters with specs have arrays as defaults."""
         return bool(self._defaults)
 
     def arguments(self, call: CallSignature) -> tuple[ValueSpec, ...]:
@@ -255,7 +255,7 @@ class Declaration:
     def _array_defaults(self) -> dict[str, Any]:
         """Returns defaults that contain arrays, for parameters with specs.
 
-        Calls pass them as arguments.
+        Calls pass them as arguments, so that they are placed as the specs say.
         """
         return {
             name: parameter.default
@@ -290,7 +290,7 @@ def declare(
         )
         for kind in ('static', 'donate')
     )
-    if parameters.instance and 'cls' in parameters.names:
+    if parameters.n_self and 'cls' in parameters.names:
         static |= {'cls'}  # a class is not a pytree
     return options, Declaration(parameters, specs, out, static, donated, indivisible)
 
@@ -311,15 +311,15 @@ def _is_method(function: Any) -> bool:
     return len(parts) > 1 and parts[-2] != '<locals>'
 
 
-def listed(values: Any, single: type, option: str, expected: str, example: str) -> list[Any]:
-    """Returns an option's value or values as a list; raises if one is not of type `single`."""
+def as_list(values: Any, item_type: type, option: str, expected: str, example: str) -> list[Any]:
+    """Returns an option's value or values as a list; raises if one is not of type `item_type`."""
     if values is None:
         return []
     items: list[Any] = [values]
     if not isinstance(values, str):
         with contextlib.suppress(TypeError):  # not iterable, or a 0-dimensional array
             items = [*values]
-    if not all(isinstance(item, single) for item in items):
+    if not all(isinstance(item, item_type) for item in items):
         raise EinshardError(
             f'{option}= must be {expected}, not {values!r}',
             facts={'example': f'{option}={example}'},

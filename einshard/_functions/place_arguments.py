@@ -11,8 +11,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from .._arrays.constrain import reshard_traced, sharding_refused
-from .._arrays.device_put import device_put, movable, put
+from .._arrays.constrain import rejected_by_jit, reshard_traced
+from .._arrays.device_put import device_put, make_movable, put
 from .._arrays.place import check_ref
 from .._arrays.process_agreement import PlannedArray, check_same_contents
 from .._errors import EinshardError
@@ -33,7 +33,7 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
     context = traced.setup.context()
     pairs = [*zip(traced.arguments, values, strict=True)]
     # check all before resharding any
-    leaves = [argument.place(value, context) for argument, value in pairs]
+    leaves = [argument.find_placements(value, context) for argument, value in pairs]
     placed = list(values)
     to_compare: list[tuple[PlannedArray, Any]] = []
     for i, (argument, value) in enumerate(pairs):
@@ -72,23 +72,30 @@ def _place(
         except EinshardError as error:
             raise error.about(array=argument.leaf_text(path, leaf)) from None
         return leaf
-    current = _refused(traced, leaf, placement.sharding)
+    sharding = placement.sharding
+    current = _rejected_sharding(traced, leaf, sharding)
     if current is not None and not (_is_unsharded(current) or traced.setup.reshard):
         raise _placed_differently(
             current, placement, leaf, argument.leaf_text(path, leaf)
         ) from None
-    if current is not None or _is_local(leaf) or _is_host_data(leaf, placement.sharding):
-        return _reshard(traced, leaf, placement.sharding)
+    if (
+        current is not None
+        or _is_multi_process_host_data(leaf)
+        or _is_host_data_for_partial_sum(leaf, sharding)
+    ):
+        return _reshard(traced, leaf, sharding)
     return leaf
 
 
-def _refused(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Sharding | None:
-    """Returns the sharding of an argument if jit would reject it; otherwise None.
+def _rejected_sharding(
+    traced: TracedFunction, leaf: Any, sharding: NamedSharding
+) -> Sharding | None:
+    """Returns the sharding of an argument if jit would reject it; else None.
 
-    Host data has none: jit places it.
+    None for host data too, which jit places.
     """
     if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
-        return sharding_refused(leaf, traced.for_jit(sharding))
+        return rejected_by_jit(leaf, traced.for_jit(sharding))
     # on explicit axes jit rejects uncommitted arrays too
     explicit = AxisType.Explicit in traced.mesh.axis_types
     if not (_is_committed(leaf) or (explicit and isinstance(leaf, jax.Array))):
@@ -101,7 +108,7 @@ def _reshard(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
         return reshard_traced(leaf, sharding, traced.for_jit(NamedSharding(sharding.mesh, P())))
     if jax.process_count() > 1 or is_partial(sharding):
         return put([leaf], [sharding])[0]
-    leaf = movable(leaf, sharding)
+    leaf = make_movable(leaf, sharding)
     return device_put(leaf, sharding)  # unlike put, accepts an abstract mesh
 
 
@@ -134,7 +141,7 @@ def _placed_differently(
 
 
 def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> None:
-    """Raises if an argument without a spec is committed to other devices than the mesh's.
+    """Raises if an argument without a spec is committed to devices other than those of the mesh.
 
     The same devices in another order are an error too.
     """
@@ -172,12 +179,12 @@ def _is_committed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
 
 
-def _is_local(leaf: Any) -> bool:
+def _is_multi_process_host_data(leaf: Any) -> bool:
     """Whether an argument is host data in a multi-process program, which jit does not shard."""
     return jax.process_count() > 1 and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
-def _is_host_data(leaf: Any, sharding: NamedSharding) -> bool:
+def _is_host_data_for_partial_sum(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether an argument is host data that jit cannot place: its spec is a partial sum."""
     placed = isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref) or _is_committed(leaf)
     return is_partial(sharding) and not (placed or isinstance(leaf, Tracer))
@@ -192,6 +199,6 @@ def _must_agree(leaf: Any, sharding: NamedSharding) -> bool:
 
 
 def _is_unsharded(sharding: Sharding) -> bool:
-    # JAX 0.8.1 says that terms of a sum are replicated
-    partial = is_partial(sharding)
-    return len(sharding.device_set) == 1 or (sharding.is_fully_replicated and not partial)
+    # JAX 0.8.1 reports a partial sum as replicated
+    is_replicated = sharding.is_fully_replicated and not is_partial(sharding)
+    return len(sharding.device_set) == 1 or is_replicated

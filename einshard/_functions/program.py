@@ -25,12 +25,12 @@ from .._trees.specs import is_none
 from .error_notes import ErrorNotes
 from .parameters import CallSignature, Declaration, positional_signature
 from .promise import Budget, CheckedJit
-from .sharding_trees import abstract_mesh, has_terms, same_shardings, shardings_of
+from .sharding_trees import abstract_mesh, has_partial_sums, same_shardings, shardings_of
 from .value_spec import ValueSpec
 
 
-class OtherShardings(ValueError):
-    """Stops the trace of a program whose arguments need other shardings than it is jitted with.
+class WrongShardings(ValueError):
+    """Stops a trace if the program is jitted with other shardings than the values need.
 
     Callers handle it like jit's ValueErrors about shardings: they look up the right program.
     """
@@ -75,7 +75,7 @@ class Setup:
         return self.mesh is None and is_mesh_in_context(mesh)
 
 
-ANY: Any = object()  # out_shardings that are not known yet
+UNKNOWN: Any = object()  # out_shardings that are not known yet
 
 
 class TracedFunction:
@@ -87,7 +87,7 @@ class TracedFunction:
         arguments, result: the specs of the arguments and of the result.
         static: the positions of static arguments.
         in_shardings: the sharding, or pytree of shardings, of each argument; None without a spec.
-        out_shardings: the same for the result; `ANY` until the shapes of the result are known.
+        out_shardings: the same for the result; `UNKNOWN` until the shapes of the result are known.
         wrapper: the function for `jax.jit`.
     """
 
@@ -106,8 +106,8 @@ class TracedFunction:
         except EinshardError:
             self.check(values)  # raises an error that names the leaf
             raise
-        self.out_shardings: Any = ANY
-        self.wrapper = self.named(self._make_wrapper())
+        self.out_shardings: Any = UNKNOWN
+        self.wrapper = self.set_names(self._make_wrapper())
         self._shapes = jax.jit(self.wrapper, static_argnums=tuple(self.static)).eval_shape
 
     @property
@@ -120,17 +120,17 @@ class TracedFunction:
 
     def argument_shardings(self, values: Sequence[Any]) -> list[Any]:
         """Returns the shardings of each argument on the current mesh."""
-        return self._map(ValueSpec.shardings, values)
+        return self._for_each_argument(ValueSpec.shardings, values)
 
-    def constrained(self, values: Sequence[Any]) -> list[Any]:
+    def constrain_arguments(self, values: Sequence[Any]) -> list[Any]:
         """Constrains the arguments to their specs."""
-        return self._map(ValueSpec.constrain, values)
+        return self._for_each_argument(ValueSpec.constrain, values)
 
     def check(self, values: Sequence[Any]) -> None:
         """Raises an error for the first argument whose rank or sizes do not fit its spec."""
-        self._map(ValueSpec.place, values)
+        self._for_each_argument(ValueSpec.find_placements, values)
 
-    def _map(
+    def _for_each_argument(
         self, step: Callable[[ValueSpec, Any, Context], Any], values: Sequence[Any]
     ) -> list[Any]:
         context = self.setup.context()
@@ -155,10 +155,11 @@ class TracedFunction:
 
     def matches_result(self, values: Sequence[Any]) -> bool:
         """Whether the result needs the shardings that the function is jitted with."""
+        # if it depends on the leaves of the result, a trace checks it
         if self.result.needs_leaves(self.setup.context()):
             try:
                 self._shapes(*values)
-            except OtherShardings:
+            except WrongShardings:
                 return False
         return True
 
@@ -171,13 +172,15 @@ class TracedFunction:
         if not self.mesh_is_ambient:
             return shardings
         mesh = abstract_mesh(self.mesh)
-        return jtu.tree_map(
-            lambda one: one and (one.spec if abstract_mesh(one.mesh) == mesh else one),
-            shardings,
-            is_leaf=is_none,
-        )
 
-    def named(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        def convert(sharding: Any) -> Any:
+            if sharding is None or abstract_mesh(sharding.mesh) != mesh:
+                return sharding
+            return sharding.spec
+
+        return jtu.tree_map(convert, shardings, is_leaf=is_none)
+
+    def set_names(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
         """Sets the names of a wrapper, which jit shows in programs and errors."""
         wrapper.__name__ = wrapper.__qualname__ = self.setup.name
         wrapper.__wrapped__ = self.setup.function  # type: ignore[attr-defined]
@@ -191,30 +194,31 @@ class TracedFunction:
             if abstract_mesh(mesh) != abstract_mesh(self.mesh) or not self.matches_arguments(
                 values
             ):
-                raise OtherShardings
+                raise WrongShardings
             warn_if_ignored(self.setup.name, context.mesh)
             self.check(values)
-            if AxisType.Explicit in self.mesh.axis_types:
+            explicit = AxisType.Explicit in self.mesh.axis_types
+            if explicit:
                 # in_shardings place the arguments but do not change their types
-                values = tuple(self.constrained(values))
+                values = tuple(self.constrain_arguments(values))
             with ErrorNotes(self.setup.name, self.arguments, values, context), mesh_scope(mesh):
                 args, kwargs = self.call.split(values)
                 result = self.setup.function(*args, **kwargs)
             self._check_result(result, context)
-            explicit = AxisType.Explicit in self.mesh.axis_types
-            if explicit and has_terms(self.result.shardings(result, context)):
-                return self.result.constrain(result, context)  # else JAX 0.8.1 multiplies terms
+            if explicit and has_partial_sums(self.result.shardings(result, context)):
+                # without this, JAX 0.8.1 returns a sum that is too large
+                return self.result.constrain(result, context)
             return result
 
         return wrapper
 
     def _check_result(self, result: Any, context: Context) -> None:
         if not self.result.needs_leaves(context):
-            self.result.place(result, context)
-        elif self.out_shardings is not ANY:
+            self.result.find_placements(result, context)
+        elif self.out_shardings is not UNKNOWN:
             needed = self.result.shardings(result, context)
             if not same_shardings(needed, self.out_shardings):
-                raise OtherShardings
+                raise WrongShardings
 
 
 @dataclass(eq=False)
@@ -229,9 +233,9 @@ class Program:
             them into in_shardings, which reject arrays that are sharded differently.
         called: the function that a call runs: `jitted`, or `checked.call`.
         checked: the function that checks limits; None without a budget.
-        unplaced: with a budget, the positions of arguments without a spec.
-        unplaced_shardings: the shardings of those arguments, the only ones that the program is for:
-            JAX would recompile for others without a new trace, and so without a check of limits.
+        without_spec: with a budget, the positions of arguments without a spec.
+        shardings_without_spec: the shardings of those arguments. The program is only for these:
+            JAX would recompile it for others without a new trace, and so without a check of limits.
         args_checked: whether `place_arguments` has run for a call.
     """
 
@@ -241,8 +245,8 @@ class Program:
     nested: Any
     called: Any
     checked: CheckedJit | None
-    unplaced: Sequence[int]
-    unplaced_shardings: tuple[Any, ...]
+    without_spec: Sequence[int]
+    shardings_without_spec: tuple[Any, ...]
     args_checked: bool = False
 
     @property
@@ -261,19 +265,19 @@ class Program:
         """Whether a call with these values needs the shardings of this program."""
         return (
             self.traced.matches_arguments(values)
-            and shardings_of(values, self.unplaced) == self.unplaced_shardings
+            and shardings_of(values, self.without_spec) == self.shardings_without_spec
             and self.traced.matches_result(values)
         )
 
-    def must_be_placed(self) -> bool:
-        """Whether calls must place the arguments, because jit does not check or place them.
+    def must_place_arguments(self) -> bool:
+        """Whether calls must place the arguments, because jit would not.
 
-        In eager jax.grad and jax.vmap, jit accepts any sharding. Host data for a partial sum fails
-        in `device_put`, or is multiplied by JAX 0.8.1.
+        Under jax.grad and jax.vmap outside jit, jit accepts any sharding. Host data for a partial
+        sum is an error in jit; in JAX 0.8.1, the sum is too large.
         """
         if is_tracing():
             return self.traced.mesh_is_ambient and not is_staging()
-        return has_terms(self.traced.in_shardings)
+        return has_partial_sums(self.traced.in_shardings)
 
     def clear_cache(self) -> None:
         self.jitted.clear_cache()
@@ -286,7 +290,8 @@ class Program:
     ) -> jax.stages.Traced:
         """Traces a call with the keyword arguments `given`.
 
-        `jax.jit` with in_shardings rejects these, so ShapeDtypeStructs have the shardings instead.
+        `jax.jit` with in_shardings rejects keyword arguments, so the shardings are those of
+        ShapeDtypeStructs instead. `order` is the order of keywords and defaults in `values`.
         """
         traced, names = self.traced, dict(enumerate(order, n_args))
         context = traced.setup.context()
@@ -318,7 +323,7 @@ class Program:
 
 
 def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Program:
-    """Makes the program of a call; traces it if the spec of the result needs shapes."""
+    """Makes the program of a call; traces it if the result's shardings depend on its shapes."""
     traced = TracedFunction(setup, call, values)
     traced.out_shardings = traced.result_shardings(values)
     options: dict[str, Any] = {**setup.options, 'static_argnums': tuple(traced.static)}
@@ -329,7 +334,7 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     budget = setup.budget
     dynamic = [s for i, s in enumerate(traced.in_shardings) if i not in traced.static]
     if any(sharding is not None for sharding in dynamic):
-        with_shardings['in_shardings'] = tuple(traced.for_jit(one) for one in dynamic)
+        with_shardings['in_shardings'] = tuple(map(traced.for_jit, dynamic))
         if traced.mesh.size == 1:
             budget = budget and budget.on_one_device()
     nested = _nested(traced, with_shardings)
@@ -340,33 +345,35 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
         traced.out_shardings is None or isinstance(traced.mesh, AbstractMesh)
     ):
         nested = jitted  # no result to constrain
-    called, checked, unplaced = jitted, None, list[int]()
+    called, checked, without_spec = jitted, None, list[int]()
     if budget is not None:
         checked = CheckedJit(budget, traced.wrapper, with_shardings, nested)
         called = checked.call
-        unplaced = [i for i in range(len(values)) if _is_unplaced(traced, i)]
-    unplaced_shardings = shardings_of(values, unplaced)
-    return Program(traced, options, jitted, nested, called, checked, unplaced, unplaced_shardings)
+        without_spec = [i for i in range(len(values)) if _lacks_spec(traced, i)]
+    shardings_without_spec = shardings_of(values, without_spec)
+    return Program(
+        traced, options, jitted, nested, called, checked, without_spec, shardings_without_spec
+    )
 
 
 def _nested(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
     """Returns the version of a program for calls inside other traces: `Program.nested`."""
     # jit caches the inner trace, so the function is traced once, nested or not
-    unplaced: dict[str, Any] = {**options, 'in_shardings': None}
-    inside = jax.jit(traced.wrapper, **dict[str, Any](unplaced, inline=True))
+    without_shardings: dict[str, Any] = {**options, 'in_shardings': None}
+    inside = jax.jit(traced.wrapper, **dict[str, Any](without_shardings, inline=True))
     if traced.mesh_is_ambient:
         # shardings would tie the trace to these devices, but JAX reuses it on other devices
-        options = unplaced
+        options = without_shardings
 
     def nested(*values: Any) -> Any:
         if traced.mesh_is_ambient:
-            values = tuple(traced.constrained(values))
+            values = tuple(traced.constrain_arguments(values))
         return traced.result.constrain(inside(*values), traced.setup.context())
 
-    return jax.jit(traced.named(nested), **options)
+    return jax.jit(traced.set_names(nested), **options)
 
 
-def _is_unplaced(traced: TracedFunction, i: int) -> bool:
+def _lacks_spec(traced: TracedFunction, i: int) -> bool:
     """Whether an argument, or a leaf of it, has no spec."""
     shardings = jtu.tree_leaves(traced.in_shardings[i], is_leaf=is_none)
     return i not in traced.static and any(map(is_none, shardings))

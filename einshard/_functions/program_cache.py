@@ -48,9 +48,9 @@ class ProgramCache:
         self.need_full_lookup |= wrong is not None
         if candidates and not self.need_full_lookup:
             return candidates[0]
-        unplaced = sorted({i for program in candidates for i in program.unplaced})
+        without_spec = sorted({i for program in candidates for i in program.without_spec})
         leaves_key = _leaves_key(self._setup.declaration, call, values, context)
-        inner_key = leaves_key, shardings_of(values, unplaced)
+        inner_key = leaves_key, shardings_of(values, without_spec)
         program = programs.get(inner_key)
         if program is None or program.called is wrong:
             # Only one thread at a time makes a program, which may trace. No lock within a trace: it
@@ -65,7 +65,7 @@ class ProgramCache:
                 programs[inner_key] = program
         # the fast path cannot distinguish meshes, axis rules, or shardings under a budget
         has_several_contexts = len({key[1:] for key in self._programs}) > 1
-        self.need_full_lookup |= has_several_contexts or bool(program.unplaced)
+        self.need_full_lookup |= has_several_contexts or bool(program.without_spec)
         return program
 
     def clear(self) -> None:

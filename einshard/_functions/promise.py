@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import jax
 
 from .._errors import EinshardError, plural
-from .._hlo.buffers import largest_temporaries
+from .._hlo.buffers import Temporary, largest_temporaries
 from .._hlo.collectives import KINDS, Collective, read_collectives
 from .._hlo.memory import parse_bytes, read_memory
 from .._hlo.module import Module
@@ -100,12 +100,12 @@ def check_promise(name: str, compiled: Any, allowed: Allowed) -> None:
 
 def find_unexpected(name: str, text: str, allowed: Allowed) -> UnexpectedCollectives | None:
     """Returns the error for a program with collectives that are not allowed, else None."""
-    too_many = more_than(allowed, read_collectives(text))
+    too_many = exceeding(allowed, read_collectives(text))
     if not too_many:
         return None
     return UnexpectedCollectives(
         f'{name} has unexpected collectives: {counts_text(too_many)}',
-        facts={'allowed': allowed_text(allowed), **_rows(too_many)},
+        facts={'allowed': allowed_text(allowed), **_collective_facts(too_many)},
     )
 
 
@@ -117,32 +117,31 @@ def check_memory(name: str, compiled: Any, limit: int) -> None:
     if memory.total <= limit:
         return
     largest = largest_temporaries(Module(program_text(name, compiled)), 3)
-    rows = (
-        f'{one.array} ({format_bytes(one.bytes)}){", " * bool(one.source)}'
-        f'{short_source(one.source)}'
-        for one in largest
-    )
     raise MemoryExceeded(
         f'{name} needs {format_bytes(memory.total)} of memory on each device',
         facts={
             'allowed': format_bytes(limit),
             **memory.parts,
-            **{f'largest {i}': row for i, row in enumerate(rows, 1)},
+            **{f'largest {i}': _temporary_text(x) for i, x in enumerate(largest, 1)},
         },
     ) from None
 
 
-def more_than(allowed: Allowed, collectives: Sequence[Collective]) -> list[Collective]:
+def _temporary_text(temporary: Temporary) -> str:
+    source = f', {short_source(temporary.source)}' if temporary.source else ''
+    return f'{temporary.array} ({format_bytes(temporary.bytes)}){source}'
+
+
+def exceeding(allowed: Allowed, collectives: Sequence[Collective]) -> list[Collective]:
     """Returns all collectives of the kinds that exceed their limits."""
-    counts = Counter(one.kind for one in collectives)
-    return [one for one in collectives if counts[one.kind] > allowed.get(one.kind, 0)]
+    counts = Counter(x.kind for x in collectives)
+    return [x for x in collectives if counts[x.kind] > allowed.get(x.kind, 0)]
 
 
 def counts_text(collectives: Sequence[Collective]) -> str:
     """Formats the number of collectives by kind: '2 all-reduces, 1 all-gather'."""
-    return ', '.join(
-        plural(n, kind) for kind, n in Counter(one.kind for one in collectives).items()
-    )
+    counts = Counter(x.kind for x in collectives)
+    return ', '.join(plural(n, kind) for kind, n in counts.items())
 
 
 def program_text(name: str, compiled: Any) -> str:
@@ -166,27 +165,27 @@ def allowed_text(allowed: Allowed) -> str:
     return ', '.join(texts) or 'no collectives'
 
 
-def _rows(collectives: Sequence[Collective]) -> dict[str, str]:
+def _collective_facts(collectives: Sequence[Collective]) -> dict[str, str]:
     """Formats each distinct collective as a fact, with the number of equal ones."""
-    alike = Counter((one.kind, _row(one)) for one in collectives)
-    kinds = Counter(kind for kind, _ in alike)
-    seen: Counter[str] = Counter()
-    rows: dict[str, str] = {}
-    for (kind, row), n in alike.items():
-        seen[kind] += 1
-        label = kind if kinds[kind] == 1 else f'{kind} {seen[kind]}'
-        rows[label] = row if n == 1 else f'{n} x {row}'
-    return rows
+    counts = Counter((x.kind, _collective_text(x)) for x in collectives)
+    n_distinct = Counter(kind for kind, _ in counts)
+    number: Counter[str] = Counter()
+    facts: dict[str, str] = {}
+    for (kind, text), n in counts.items():
+        number[kind] += 1
+        label = kind if n_distinct[kind] == 1 else f'{kind} {number[kind]}'
+        facts[label] = text if n == 1 else f'{n} x {text}'
+    return facts
 
 
-def _row(one: Collective) -> str:
+def _collective_text(collective: Collective) -> str:
+    array = f'{short_arrays(collective.shape_text)} ({format_bytes(collective.bytes)})'
+    groups = f'{collective.n_groups} groups of ' if collective.n_groups > 1 else ''
+    among = f'{groups}{plural(collective.group_size, "device")}'
     executions = {1: '', None: ', in a loop of unknown length'}.get(
-        one.executions, f', {one.executions} executions'
+        collective.executions, f', {collective.executions} executions'
     )
-    groups = f'{one.n_groups} groups of ' if one.n_groups > 1 else ''
-    source = f', {short_source(one.source)}' if one.source else ''
-    among = f'{groups}{plural(one.group_size, "device")}'
-    array = f'{short_arrays(one.shape_text)} ({format_bytes(one.bytes)})'
+    source = f', {short_source(collective.source)}' if collective.source else ''
     return f'{array}, {among}{executions}{source}'
 
 
@@ -199,7 +198,7 @@ class Budget:
         self._warned = False
 
     def on_one_device(self) -> Budget | None:
-        """Returns the budget to check without collectives; None if it does not limit memory."""
+        """Returns the budget of a program without collectives; None if nothing limits memory."""
         return None if self.limits.memory is None else self
 
     def check(self, compiled: Any) -> None:
@@ -210,9 +209,9 @@ class Budget:
             check_memory(self.name, compiled, limits.memory)
 
     def warn_unchecked(self) -> None:
-        """Warns, only once, if the limits are not checked because a transformation compiles.
+        """Warns once that the limits are not checked under a transformation outside `jax.jit`.
 
-        No warning inside `jax.jit`: the function is part of another program, with its own limits.
+        Inside `jax.jit`, the function is a part of another program, and the limits do not apply.
         """
         if self._warned or is_staging():
             return
@@ -254,21 +253,21 @@ class CheckedJit:
         self._options = options
         self._nested = nested
         self._first_check_lock = threading.RLock()
-        self.call = self._call  # one object, so that `is` works
-        self._begin()
+        self.call = self._call  # stored, because each access to a method makes a new object
+        self._reset()
 
     def _call(self, *values: Any) -> Any:
         if is_tracing():
             self._budget.warn_unchecked()
             return self._nested(*values)
-        if not self._checked:
+        if not self._first_is_checked:
             self._check_first(values)
         jitted, unchecked = state = self._state
         try:
             result = jitted(*values)
         except BaseException:
             if unchecked:
-                self._begin()  # JAX keeps the trace, but its program was not checked
+                self._reset()  # JAX keeps the trace, but its program was not checked
             raise
         if unchecked or self._state is not state:
             self._check(values)
@@ -277,9 +276,9 @@ class CheckedJit:
     def clear_cache(self) -> None:
         jitted, _ = self._state
         jitted.clear_cache()
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """Starts over with a new jitted function."""
         unchecked = set[int]()  # ids of threads that have traced, but not checked, a program
 
@@ -288,12 +287,12 @@ class CheckedJit:
             unchecked.add(threading.get_ident())
             return self._traced(*values)
 
-        self._checked = False
+        self._first_is_checked = False
         self._state: tuple[Any, set[int]] = jax.jit(record_trace, **self._options), unchecked
 
     def _check_first(self, values: Sequence[Any]) -> None:
         with self._first_check_lock:
-            if not self._checked:
+            if not self._first_is_checked:
                 self._check(values)
 
     def _check(self, values: Sequence[Any]) -> None:
@@ -302,8 +301,8 @@ class CheckedJit:
         try:
             self._budget.check(jitted.trace(*values).lower().compile())
         except BaseException:
-            self._begin()
+            self._reset()
             raise
         unchecked.discard(threading.get_ident())
         if self._state is state:
-            self._checked = True
+            self._first_is_checked = True

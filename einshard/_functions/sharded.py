@@ -15,14 +15,14 @@ from jax.sharding import AbstractMesh, Mesh
 from .._arrays.device_put import error_of_topology
 from .._errors import EinshardError, hide_inner_frames, plural
 from .._sharding.axis_rules import Fallback, check_option
-from .._sharding.context import copy_into_thread, entered, in_step, is_tracing
+from .._sharding.context import copy_into_thread, innermost_scope, is_tracing, matches_cache_keys
 from .._sharding.mesh import MeshLike, check_mesh, mesh_fact
 from .._text import deferred_kind, name_of
 from .._trees.specs import Spec, check_spec_functions, is_function, mesh_of
 from .bound_method import BoundMethod
 from .parameters import CallSignature, declare
 from .place_arguments import place_arguments
-from .program import OtherShardings, Program, Setup, TracedFunction
+from .program import Program, Setup, TracedFunction, WrongShardings
 from .program_cache import ProgramCache
 from .promise import Budget, Limits, MemoryExceeded, Promise, UnexpectedCollectives, read_limits
 
@@ -30,19 +30,19 @@ P = ParamSpec('P')
 Q = ParamSpec('Q')
 R = TypeVar('R')
 
-# Returns the method of a program to call with the arguments: its `run`, its `jitted.lower`, ...
+# Selects what a call runs: `program.run`, `program.jitted.lower`, ...
 _GetMethod: TypeAlias = Callable[[Program], Callable[..., Any]]
 
 
 class ShardedFunction(Generic[P, R]):
     """A function decorated with `sharded`, with the methods of a jitted function."""
 
-    # Wrappers copy `__dict__`, which holds only the attributes of the decorated function. Slots are
-    # also faster to read.
+    # The state is in slots because `functools.wraps` copies `__dict__` to wrappers. `__dict__` has
+    # only the attributes of the decorated function. Slots are also faster to read.
     __slots__ = (
         '__dict__',
         '__weakref__',
-        '_fast',
+        '_fast_path',
         '_programs',
         '_setup',
     )
@@ -53,18 +53,18 @@ class ShardedFunction(Generic[P, R]):
         self._programs = ProgramCache(setup)
         # Key: the number of arguments; with keywords, a tuple of that number and the keywords as
         # written. Value: the jitted function, the order in which it takes the keywords, and whether
-        # a trace needs another function even if no argument is a tracer.
-        self._fast: dict[Any, tuple[Any, tuple[str, ...], bool]] = {}
+        # a call inside a trace must constrain the result, which the jitted function does not.
+        self._fast_path: dict[Any, tuple[Any, tuple[str, ...], bool]] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # This adds 0.5 us to `jax.jit`, which takes 4.3 us on one device. To stay that fast it does
         # not check that the program fits the arguments: if it does not, jit or the trace raises.
         try:
-            entry = self._fast.get((len(args), *kwargs) if kwargs else len(args))
+            entry = self._fast_path.get((len(args), *kwargs) if kwargs else len(args))
             if entry is None or entered_scope() is not None:
                 return self._call(args, kwargs, _run)
-            jitted, order, traced_differs = entry
-            if traced_differs and is_tracing():
+            jitted, order, constrains_result = entry
+            if constrains_result and is_tracing():
                 return self._call(args, kwargs, _run)
             values = (*args, *map(kwargs.__getitem__, order)) if kwargs else args
             for value in values:
@@ -77,8 +77,8 @@ class ShardedFunction(Generic[P, R]):
             except (ValueError, RuntimeError, TypeError) as error:
                 # ValueError: other shardings or another mesh; RuntimeError: no mesh in context;
                 # TypeError: a leaf is not an array
-                call, _, row = self._setup.declaration.flatten_call(args, kwargs)
-                return self._retry(error, jitted, call, row, _run)
+                call, _, flattened = self._setup.declaration.flatten_call(args, kwargs)
+                return self._retry(error, jitted, call, flattened, _run)
         except Exception as error:
             hide_inner_frames(error)
             raise
@@ -121,12 +121,12 @@ class ShardedFunction(Generic[P, R]):
 
     def in_shardings(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
         """Returns the sharding of each argument, by parameter name; None without a spec."""
-        traced, values = self._exact_program(args, kwargs)
+        traced, values = self._traced_function(args, kwargs)
         return dict(zip(traced.names, traced.argument_shardings(values), strict=True))
 
     def out_shardings(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Returns the sharding, or pytree of shardings, of the result; None without `out=`."""
-        traced, values = self._exact_program(args, kwargs)
+        traced, values = self._traced_function(args, kwargs)
         return traced.result_shardings(values)
 
     @property
@@ -135,13 +135,13 @@ class ShardedFunction(Generic[P, R]):
         return self._setup.mesh is not None
 
     @property
-    def promised(self) -> Limits | None:
+    def limits(self) -> Limits | None:
         """The limits that `collectives=` and `memory=` set; None without them."""
         return self._setup.budget and self._setup.budget.limits
 
     def clear_cache(self) -> None:
         """Drops all programs, and what JAX has traced and compiled for them."""
-        self._fast = {}
+        self._fast_path = {}
         self._programs.clear()
 
     def _trace_as_called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.stages.Traced:
@@ -157,7 +157,8 @@ class ShardedFunction(Generic[P, R]):
         return self._call(args, kwargs, get_method)
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], get_method: _GetMethod) -> Any:
-        if entered_scope() and not (in_step() or is_tracing()):
+        if entered_scope() and not (matches_cache_keys() or is_tracing()):
+            # this thread runs in a copied contextvars context, which JAX's cache keys lack
             with copy_into_thread():
                 return self._call(args, kwargs, get_method)
         call, order, values = self._setup.declaration.flatten_call(args, kwargs)
@@ -170,7 +171,7 @@ class ShardedFunction(Generic[P, R]):
                     'try': f'{self._setup.name}.eval_shape(...) or {self._setup.name}.trace(...)',
                 },
             )
-        if get_method is _run and program.must_be_placed():
+        if get_method is _run and program.must_place_arguments():
             values = place_arguments(program.traced, values, not is_tracing())
         elif not (program.args_checked or is_tracing()):
             # jit accepts an array on the same devices in another order, then fails at the next call
@@ -185,12 +186,16 @@ class ShardedFunction(Generic[P, R]):
             if converted is None:
                 raise
             raise converted.about(function=self._setup.name) from None
-        as_written = len(values) == len(args) + len(kwargs)
-        is_ambiguous = self._programs.need_full_lookup
-        slow = is_ambiguous or entered_scope() or is_tracing() or program.must_be_placed()
-        if get_method is _run and as_written and not slow:
+        needs_slow_path = (
+            len(values) > len(args) + len(kwargs)  # defaults were added
+            or self._programs.need_full_lookup
+            or entered_scope()
+            or is_tracing()
+            or program.must_place_arguments()
+        )
+        if get_method is _run and not needs_slow_path:
             key = (len(args), *kwargs) if kwargs else len(args)
-            self._fast[key] = program.called, order, program.traced.constrains_result
+            self._fast_path[key] = program.called, order, program.traced.constrains_result
             _concrete_types.update(type(x) for x in values if isinstance(x, jax.Array))
         return result
 
@@ -202,16 +207,19 @@ class ShardedFunction(Generic[P, R]):
         values: Sequence[Any],
         get_method: _GetMethod,
     ) -> Any:
-        """Retries a failed call with the right program or resharded arguments, or raises."""
+        """Retries a call in which the jitted function `failed` raised `error`, or raises.
+
+        Retries with the right program, or with resharded arguments.
+        """
         if isinstance(error, UnexpectedCollectives | MemoryExceeded):
-            self._fast = {}  # the next program is checked before it runs
+            self._fast_path = {}  # the next program is checked before it runs
         if isinstance(error, EinshardError):
             raise error
         program = self._programs.find(call, values)
         # jit compares shardings and meshes before it traces, so `failed` may be the wrong program
-        is_wrong = isinstance(error, OtherShardings) or program.called is not failed
+        is_wrong = isinstance(error, WrongShardings) or program.called is not failed
         if is_wrong or not program.traced.matches_arguments(values):
-            self._fast = {}
+            self._fast_path = {}
             program = self._programs.find(call, values, failed)
             try:
                 return get_method(program)(*values)
@@ -224,10 +232,10 @@ class ShardedFunction(Generic[P, R]):
             raise error
         return get_method(program)(*placed)
 
-    def _exact_program(
+    def _traced_function(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[TracedFunction, Sequence[Any]]:
-        """Returns the function and the values of a call. Checks the arguments, as no call does."""
+        """Returns the function and the values of a call. Checks these, as no trace will."""
         call, _, values = self._setup.declaration.flatten_call(args, kwargs)
         program = self._programs.find(call, values)
         program.traced.check(values)
@@ -236,7 +244,7 @@ class ShardedFunction(Generic[P, R]):
         return program.traced, values
 
 
-entered_scope = entered.get  # saves 0.04 us per call
+entered_scope = innermost_scope.get  # saves 0.04 us per call
 
 # types of values that are not tracers; array types are added as they appear
 _concrete_types: set[type] = {np.ndarray, bool, int, float, complex}
@@ -326,30 +334,30 @@ def sharded(
     limits = collectives, memory
     options = out, mesh, reshard, indivisible, limits, named
     no_options = out is None and mesh is None and limits == (None, None) and indivisible == 'error'
-    if no_options and not (named or reshard) and len(in_specs) == 1 and _is_function(in_specs[0]):
+    if no_options and not (named or reshard) and len(in_specs) == 1 and _can_decorate(in_specs[0]):
         return _decorate(in_specs[0], (), *options)
     check_spec_functions(in_specs)
 
     def decorate(*functions: Any, **unexpected: Any) -> Any:
-        if len(functions) != 1 or unexpected or not _is_function(functions[0]):
-            raise called_too_early('sharded', [*functions, *unexpected.values()], in_specs)
+        if len(functions) != 1 or unexpected or not _can_decorate(functions[0]):
+            raise no_function_error('sharded', [*functions, *unexpected.values()], in_specs)
         return _decorate(functions[0], in_specs, *options)
 
     return decorate
 
 
-def _is_function(x: Any) -> bool:
+def _can_decorate(x: Any) -> bool:
     is_spec = hasattr(x, 'for_leaves')  # such as Rules, which are callable
     return isinstance(x, staticmethod | classmethod) or (is_function(x) and not is_spec)
 
 
-def called_too_early(
+def no_function_error(
     decorator: str, arguments: Sequence[Any], in_specs: Sequence[Spec]
 ) -> EinshardError:
-    """Returns the error for a decorator, such as `sharded(...)`, that got no function."""
+    """Returns the error for a decorator, such as `sharded(...)`, called without a function."""
     got = reprlib.repr(arguments[0]) if len(arguments) == 1 else plural(len(arguments), 'argument')
     facts: dict[str, Any] = {}
-    if in_specs and _is_function(in_specs[-1]):
+    if in_specs and _can_decorate(in_specs[-1]):
         name = name_of(in_specs[-1])
         facts['note'] = f'the same call has other arguments, so {name} was read as a spec'
         facts['try'] = f'{decorator}(...)({name})'

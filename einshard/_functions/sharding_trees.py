@@ -20,12 +20,12 @@ def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, 
     """
     if not positions or is_tracing():
         return ()
-    # not `committed`, which would double the time: jit rejects the arrays for which it matters
+    # without `committed`, which would double the time: jit rejects the arrays for which it matters
     leaves = [leaf for i in positions for leaf in jtu.tree_leaves(values[i])]
     return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
 
 
-def has_terms(shardings: Any) -> bool:
+def has_partial_sums(shardings: Any) -> bool:
     """Whether a pytree of shardings has partial sums."""
     return any(map(is_partial, jtu.tree_leaves(shardings)))
 

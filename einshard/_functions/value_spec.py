@@ -50,8 +50,8 @@ class ValueSpec:
             return self._needs_leaves
         return self.indivisible != 'error' or context.replicates_indivisible
 
-    def place(self, value: Any, context: Context) -> list[PlacedLeaf]:
-        """Finds the placement of every leaf; raises if a rank or size does not fit its spec."""
+    def find_placements(self, value: Any, context: Context) -> list[PlacedLeaf]:
+        """Finds the placement of every leaf; raises if a leaf does not fit its spec."""
         if self.spec is None:
             return []
         try:
@@ -84,13 +84,13 @@ class ValueSpec:
             return None
         if not self.needs_leaves(context):
             return jtu.tree_map(partial(self._sharding, context), self.spec, is_leaf=is_none)
-        placed = self.place(value, context)
+        placed = self.find_placements(value, context)
         shardings = [placement and placement.sharding for _, _, placement in placed]
         return jtu.tree_unflatten(jtu.tree_structure(value), shardings)
 
     def constrain(self, value: Any, context: Context) -> Any:
         """Constrains every leaf to its spec."""
-        return self._map_leaves(_constrained, value, context)
+        return self._map_leaves(_constrain_leaf, value, context)
 
     def as_structs(self, value: Any, context: Context) -> Any:
         """Replaces each leaf with a spec by a ShapeDtypeStruct with its sharding."""
@@ -113,7 +113,7 @@ class ValueSpec:
             return value
         leaves = [
             leaf if placement is None else change(leaf, placement)
-            for _, leaf, placement in self.place(value, context)
+            for _, leaf, placement in self.find_placements(value, context)
         ]
         return jtu.tree_unflatten(jtu.tree_structure(value), leaves)
 
@@ -152,7 +152,7 @@ def _not_an_array(leaf: Any, text: str, argument: str | None) -> EinshardError |
     )
 
 
-def _constrained(leaf: Any, placement: Placement) -> Any:
+def _constrain_leaf(leaf: Any, placement: Placement) -> Any:
     return (constrain if isinstance(leaf, Tracer) else place_constant)(leaf, placement)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +31,8 @@ class ProgramArray:
     path: str
     shape: tuple[int, ...]
     dtype: Any
-    sharding: Sharding | None  # None: the program does not use it
-    names: tuple[str, ...] | None  # the axis names of its spec; None if it has none
+    sharding: Sharding | None  # None if the program does not use the array
+    names: tuple[str, ...] | None  # the axis names of its spec; None if it has no spec
 
 
 def find_arguments(
@@ -42,16 +43,14 @@ def find_arguments(
 ) -> list[ProgramArray]:
     leaves = jtu.tree_leaves_with_path(compiled.args_info)
     specs = stages.argument_specs() or [None] * len(leaves)
-    labels = stages.labels or _labels([path for path, _ in leaves], shardings, module)
-    labels = _signature_labels(labels, len(compiled.args_info[0]), stages.parameters)
+    names = stages.argument_names
+    if names is None:
+        names = _names_in_program([path for path, _ in leaves], shardings, module)
+        # with a `jax.Ref`, the program has only the names Arg_0, ..
+        if any(name.startswith('Arg_') for name in names.values()):
+            names = _names_in_signature(stages.parameters, len(compiled.args_info[0]))
     return [
-        ProgramArray(
-            '/'.join(filter(None, (_label(path, labels), path_text(path[2:])))),
-            tuple(leaf.shape),
-            leaf.dtype,
-            sharding,
-            _names(spec, len(leaf.shape)),
-        )
+        _array((_argument_name(path, names), path_text(path[2:])), leaf, sharding, spec)
         for (path, leaf), sharding, spec in zip(leaves, shardings, specs, strict=True)
     ]
 
@@ -60,52 +59,46 @@ def find_results(stages: Stages, results: Any) -> list[ProgramArray]:
     leaves = jtu.tree_leaves_with_path(results)
     specs = stages.result_specs(results) or [None] * len(leaves)
     return [
-        ProgramArray(
-            '/'.join(filter(None, ('result', path_text(path)))),
-            tuple(leaf.shape),
-            leaf.dtype,
-            leaf.sharding,
-            _names(spec, len(leaf.shape)),
-        )
+        _array(('result', path_text(path)), leaf, leaf.sharding, spec)
         for (path, leaf), spec in zip(leaves, specs, strict=True)
     ]
 
 
-def _label(path: Sequence[Any], labels: Mapping[Any, str]) -> str:
-    """Labels an argument by its parameter name, or as args[i]."""
+def _array(
+    path: Sequence[str], leaf: Any, sharding: Sharding | None, spec: AnySpec | None
+) -> ProgramArray:
+    shape = tuple(leaf.shape)
+    names = _axis_names(spec, len(shape))
+    return ProgramArray('/'.join(filter(None, path)), shape, leaf.dtype, sharding, names)
+
+
+def _argument_name(path: Sequence[Any], names: Mapping[int, str]) -> str:
+    """Returns the name of the parameter of an argument, or 'args[i]' if it is unknown."""
     by_keyword = path[0].idx == 1
     if by_keyword:
         return str(path[1].key)
-    return labels.get(path[1].idx, f'args[{path[1].idx}]')
+    return names.get(path[1].idx, f'args[{path[1].idx}]')
 
 
-def _labels(
+def _names_in_program(
     paths: Sequence[Sequence[Any]], shardings: Sequence[Sharding | None], module: Module
 ) -> dict[int, str]:
-    """Finds parameter names by position, from the input names in the program.
-
-    The program does not name arguments that it does not use.
-    """
+    """Reads parameter names by position from a program. It lacks those of unused arguments."""
     parameters = module.entry.parameters()
-    names = {int(op.given): re.split(r'[\[.]', op.op_name)[0] for op in parameters}
+    in_program = {int(op.given): re.split(r'[\[.]', op.op_name)[0] for op in parameters}
     used = [path for path, s in zip(paths, shardings, strict=True) if s is not None]
-    labels = {path[1].idx: names.get(i, '') for i, path in enumerate(used) if path[0].idx == 0}
-    named = [label for label in labels.values() if label]
+    names = {path[1].idx: in_program.get(i, '') for i, path in enumerate(used) if path[0].idx == 0}
     # all values of *args have the name 'args'
-    return {i: label for i, label in labels.items() if label and named.count(label) == 1}
+    counts = Counter(names.values())
+    return {i: name for i, name in names.items() if name and counts[name] == 1}
 
 
-def _signature_labels(
-    labels: Mapping[int, str], n_positions: int, parameters: Sequence[str]
-) -> Mapping[int, str]:
-    """Returns names from the signature if JAX has only Arg_0, .., as with a `jax.Ref`."""
-    if not any(label.startswith('Arg_') for label in labels.values()):
-        return labels
-    # with static parameters, the numbers differ
-    return dict(enumerate(parameters if len(parameters) == n_positions else ()))
+def _names_in_signature(parameters: Sequence[str], n_arguments: int) -> Mapping[int, str]:
+    """Returns parameter names by position; none if static parameters shift the positions."""
+    return dict(enumerate(parameters)) if len(parameters) == n_arguments else {}
 
 
-def _names(spec: AnySpec | None, n_dims: int) -> tuple[str, ...] | None:
+def _axis_names(spec: AnySpec | None, ndim: int) -> tuple[str, ...] | None:
     """Returns the axis names of an array; axes in '...' get unused letters."""
     if spec is None:
         return None
@@ -116,21 +109,21 @@ def _names(spec: AnySpec | None, n_dims: int) -> tuple[str, ...] | None:
         return None
     at = names.index(ELLIPSIS)
     free = (letter for letter in axis_letters() if letter not in names)
-    between = itertools.islice(free, n_dims - len(names) + 1)
+    between = itertools.islice(free, ndim - len(names) + 1)
     return (*names[:at], *between, *names[at + 1 :])
 
 
 def array_row(array: ProgramArray) -> ArrayRow:
     sharding, shape = array.sharding, array.shape
     shard_shape = shape if sharding is None else sharding.shard_shape(shape)
-    is_term = isinstance(sharding, NamedSharding) and bool(sharding.spec.unreduced)
+    is_partial_sum = isinstance(sharding, NamedSharding) and bool(sharding.spec.unreduced)
     return ArrayRow(
         path=array.path,
         shape=shape,
         dtype=str(array.dtype),
         placement=_placement(array),
         bytes=0 if sharding is None else math.prod(shard_shape) * array.dtype.itemsize,
-        sharded=is_term or shard_shape != shape,
+        sharded=is_partial_sum or shard_shape != shape,
     )
 
 

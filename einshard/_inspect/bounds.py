@@ -79,25 +79,23 @@ def find_bounds(
     """
     share = chip.share(devices[0])
     network, is_cpu = Network(devices, chip), is_cpu or devices[0].platform == 'cpu'
-    along: dict[str, list[Collective]] = {}
-    for one, axes in collectives:
-        if not one.in_branch:
-            along.setdefault(axes, []).append(one)
+    by_axes: dict[str, list[Collective]] = {}
+    for collective, axes in collectives:
+        if not collective.in_branch:
+            by_axes.setdefault(axes, []).append(collective)
     unconditional = [row for row in products if not row.in_branch]
-    # the CPU backend multiplies bf16 and fp8 in f32 or f16
+    # the CPU backend multiplies bf16 and fp8 in f32 or f16, for which the chip is slower
     narrow = 'f8e4m3fn' if ' f8e' in module.text else 'bf16'
     dtypes = {'f32': narrow, 'f16': narrow} if is_cpu else {}
-    rates = [chip.rate(dtypes.get(row.dtype, row.dtype)) * share for row in unconditional]
+    compute = sum(
+        row.flops / (chip.rate(dtypes.get(row.dtype, row.dtype)) * share) for row in unconditional
+    )
     found = [
-        Bound(
-            'compute',
-            '',
-            sum(row.flops / rate for row, rate in zip(unconditional, rates, strict=True)),
-        ),
+        Bound('compute', '', compute),
         Bound('HBM', '', bytes_once(module) / (chip.memory_bandwidth * share)),
     ]
-    for axes, group in along.items():
-        exposed = network.seconds_in_turn(*(one for one in group if not one.is_async))
+    for axes, group in by_axes.items():
+        exposed = network.seconds_in_turn(*(c for c in group if not c.is_async))
         seconds = max(network.seconds(*group), 0 if is_cpu else exposed)
         found.append(Bound('network', axes, seconds, None if is_cpu else exposed))
     return Bounds(bound for bound in found if bound.seconds)
@@ -105,7 +103,7 @@ def find_bounds(
 
 def bounds_section(chip: str, bounds: Bounds, unknown_loops: bool) -> Section:
     largest = bounds.largest
-    several = len(bounds) > 1
-    words = [f'{bound}{" (the largest)" * (several and bound is largest)}' for bound in bounds]
+    mark = ' (the largest)' * (len(bounds) > 1)
+    words = [f'{bound}{mark * (bound is largest)}' for bound in bounds]
     once = '; loops of unknown length count once' * unknown_loops
     return Section(f'lower bounds on the time of one run ({chip}{once})', words=tuple(words))

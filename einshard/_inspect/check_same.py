@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from .._arrays.gather import gather
 from .._errors import EinshardError, plural
 from .._sharding.context import is_tracing
 from .._text import array_text, name_of
-from .._trees.paths import path_text
+from .._trees.paths import common_end, path_text
 from .comparison import ComparedRow, Comparison, Reference, compare, key_data
 from .lowered import check_arguments
 from .one_device import Arrays, Call, Compiled, is_inexact, make_call, on_one_device, sharding_on
@@ -31,7 +30,7 @@ class DifferentResults(EinshardError):
 DifferentResults.__module__ = 'einshard'
 
 _MAX_ROWS = 8
-_SAMPLES = 2  # runs of the reference with arguments perturbed by rounding
+_SAMPLES = 2  # runs on one device with rounded arguments
 
 
 def check_same(
@@ -55,12 +54,13 @@ def check_same(
         ['result', 'gradient of x', 'gradient of w']
 
     On one device, all mesh axes have size 1, and all counts and stars are 1. So the function must
-    not depend on the number of devices, or use a `NamedSharding` on several devices.
+    not depend on the number of devices, and must not use a `NamedSharding` on several devices.
 
-    The gradients are of a weighted sum of all elements of the results, with fixed random weights. A
-    difference is an error if it is larger than the tolerance: what rounding explains, by the dtype
-    and the length of the longest sum, or the change of the results if the arguments are rounded
-    differently. Replicas of a result must be equal up to this tolerance too.
+    The gradients are those of a weighted sum of all elements of the results, with fixed random
+    weights. A difference is an error if it is larger than the tolerance, which is the larger of
+    two: what rounding explains, by the dtype and the length of the longest sum; and the change of
+    the results if the arguments are rounded. Replicas of a result must be equal up to the same
+    tolerance.
 
     Args:
         fn: a `sharded` or jitted function, or any other function, which is jitted.
@@ -118,7 +118,7 @@ def _compare(call: Call, result: Any, reference: Callable[..., Any], gradients: 
         raise EinshardError(f'{call.name} returns no arrays to compare')
     sharding = arrays[0].sharding
     n_devices = len(sharding.device_set)
-    device = min(sharding.device_set, key=lambda one: one.id)
+    device = min(sharding.device_set, key=lambda d: d.id)
     mesh: Any = sharding_on(sharding, device).mesh
     check = _Check(call, on_one_device(call, reference, mesh), mesh, n_devices)
     rows = check.values(results, paths)
@@ -144,9 +144,9 @@ class _Check:
     """Compares the results and gradients of a call with those of the same call on one device."""
 
     call: Call
-    alone: Call
-    mesh: Mesh
-    n_devices: int
+    single: Call  # on one device
+    mesh: Mesh  # of the one device
+    n_devices: int  # of `call`
 
     @property
     def device(self) -> Any:
@@ -154,9 +154,9 @@ class _Check:
 
     def values(self, results: Sequence[jax.Array], paths: Sequence[str]) -> list[ComparedRow]:
         def leaves(arrays: Arrays) -> list[Any]:
-            return jtu.tree_leaves(self.alone.result(arrays))
+            return jtu.tree_leaves(self.single.result(arrays))
 
-        run = Compiled(self.call.name, self.mesh, leaves, self.alone.arrays)
+        run = Compiled(self.call.name, self.mesh, leaves, self.single.arrays)
         rounding = largest_rounding(run.jaxpr.jaxpr, self.n_devices, self.device.platform)
         samples = self._samples(rounding)
         expected, *rounded = [run(arrays) for arrays in samples]
@@ -164,20 +164,22 @@ class _Check:
         inputs = [gather(arrays) for arrays in samples]
         rows: list[ComparedRow] = []
         for i, (path, result) in enumerate(zip(paths, results, strict=True)):
-            at = self._updated(path, result)
-            before, *rounded_before = [0 if at is None else arrays[at] for arrays in inputs]
-            reference = Reference(expected[i], [one[i] for one in rounded], before, rounded_before)
+            argument = self._updated_argument(path, result)
+            before, *rounded_before = [0 if argument is None else x[argument] for x in inputs]
+            reference = Reference(expected[i], [x[i] for x in rounded], before, rounded_before)
             rows.append(compare(path, result, reference, rounding))
         return rows
 
     def gradients(self, results: Mapping[int, jax.Array]) -> list[ComparedRow]:
         random = np.random.default_rng(0)
         weights = {i: random.normal(size=x.shape).astype(x.dtype) for i, x in results.items()}
-        placed = {i: _put(weights[i], x.sharding) for i, x in results.items()}
-        there = {i: sharding_on(x.sharding, self.device) for i, x in results.items()}
-        alone = {i: jax.device_put(weights[i], sharding) for i, sharding in there.items()}
+        weights_on_devices = {i: _put(weights[i], x.sharding) for i, x in results.items()}
+        weights_on_one = {
+            i: jax.device_put(weights[i], sharding_on(x.sharding, self.device))
+            for i, x in results.items()
+        }
         try:
-            found = jax.jit(self.call.gradients)(self.call.arrays, placed)
+            found = jax.jit(self.call.gradients)(self.call.arrays, weights_on_devices)
         except EinshardError:
             raise
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -188,40 +190,35 @@ class _Check:
                     'try': 'check_same(..., gradients=False)',
                 },
             ) from error
-        run = Compiled(self.call.name, self.mesh, self.alone.gradients, self.alone.arrays, alone)
+        single = self.single
+        run = Compiled(self.call.name, self.mesh, single.gradients, single.arrays, weights_on_one)
         rounding = largest_rounding(run.jaxpr.jaxpr, self.n_devices, self.device.platform)
-        expected, *rounded = [run(arrays, alone) for arrays in self._samples(rounding)]
+        expected, *rounded = [run(arrays, weights_on_one) for arrays in self._samples(rounding)]
         return [
             compare(
                 f'gradient of {self.call.paths[i]}',
                 found[i],
-                Reference(expected[i], [one[i] for one in rounded], 0, [0] * len(rounded)),
+                Reference(expected[i], [x[i] for x in rounded], 0, [0] * len(rounded)),
                 rounding,
             )
             for i in self.call.inputs
         ]
 
     def _samples(self, rounding: Rounding) -> list[Arrays]:
-        """Returns the arguments on one device, followed by copies perturbed by rounding."""
-        arrays = self.alone.arrays
+        """Returns the arguments on one device, followed by rounded copies of them."""
+        arrays = self.single.arrays
         return [arrays, *(_rounded(arrays, rounding.unit, seed) for seed in range(_SAMPLES))]
 
-    def _updated(self, path: str, result: jax.Array) -> int | None:
-        """Returns the argument of which a result seems to be the update; None if there is none.
+    def _updated_argument(self, path: str, result: jax.Array) -> int | None:
+        """Returns the argument whose updated value a result may be; None if there is none.
 
-        For weights, the update is compared instead: it is so small that the rounding of the weights
-        would hide errors in it.
+        For such a result, the change is compared instead of the value: it is so small that the
+        rounding of the value would hide errors in it.
         """
         leaves = self.call.leaves
-        kinds = {i: (leaves[i].shape, leaves[i].dtype) for i in self.call.inputs}
-        candidates = [i for i, kind in kinds.items() if kind == (result.shape, result.dtype)]
-        return max(candidates, key=lambda i: _common_end(path, self.call.paths[i]), default=None)
-
-
-def _common_end(one: str, other: str) -> int:
-    """Counts the equal keys at the end of two paths."""
-    pairs = zip(reversed(one.split('/')), reversed(other.split('/')), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        types = {i: (leaves[i].shape, leaves[i].dtype) for i in self.call.inputs}
+        candidates = [i for i, kind in types.items() if kind == (result.shape, result.dtype)]
+        return max(candidates, key=lambda i: common_end(path, self.call.paths[i]), default=None)
 
 
 def _put(array: Any, sharding: jax.sharding.Sharding) -> Any:
@@ -229,7 +226,7 @@ def _put(array: Any, sharding: jax.sharding.Sharding) -> Any:
 
 
 def _rounded(arrays: Arrays, unit: float, seed: int) -> Arrays:
-    """Changes each number by about one rounding, up or down."""
+    """Changes each number by about one rounding, up or down at random."""
     random = np.random.default_rng(seed)
     changed: dict[int, Any] = dict(arrays)
     for i, x in arrays.items():
@@ -244,7 +241,7 @@ def _check_shapes(name: str, found: Sequence[Any], expected: Sequence[Any]) -> N
     ours, theirs = ([x.shape for x in leaves] for leaves in (map(key_data, found), expected))
     if ours != theirs:
         raise EinshardError(
-            f'{name} returns arrays of other shapes on one device',
+            f'{name} returns arrays of different shapes on one device',
             facts={'on all devices': str(ours), 'on one device': str(theirs)},
         )
 

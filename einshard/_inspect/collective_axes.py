@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._sharding.mesh import AnyMesh, is_device_mesh
 
-# The mesh axes that shard an array axis, by axis name. Expressions may shard axes of one name in
-# different ways.
+# By the name of an array axis, the mesh axes that shard it: one entry for each way in which the
+# expressions of a program shard axes of this name.
 ShardedBy = Mapping[str, Sequence[tuple[str, ...]]]
 
 
@@ -27,7 +27,7 @@ def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, .
         >>> mesh_axes_of(((0, 4), (1, 5), (2, 6), (3, 7)), mesh)
         ('data',)
     """
-    axes = [(str(n), s) for n, s in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if s > 1]
+    axes = [(str(name), size) for name, size in mesh.shape.items() if size > 1]
     if not groups:
         return tuple(name for name, _ in axes)
     grid = np.arange(mesh.size).reshape([size for _, size in axes])
@@ -35,14 +35,14 @@ def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, .
     origin = np.unravel_index(groups[0][0], grid.shape)
     varying: list[int] = []
     for i in range(len(axes)):
-        next_to = (*origin[:i], 1 - min(origin[i], 1), *origin[i + 1 :])
-        if int(grid[next_to]) in first_group:
+        neighbor = (*origin[:i], 1 - min(origin[i], 1), *origin[i + 1 :])
+        if int(grid[neighbor]) in first_group:
             varying.append(i)
     others = [i for i in range(len(axes)) if i not in varying]
     rows = grid.transpose([*others, *varying]).reshape(-1, math.prod(axes[i][1] for i in varying))
-    possible = {frozenset(row) for row in rows.tolist()}
-    # a permute may leave out groups of devices that send nothing
-    if not all(len(group) > 1 and frozenset(group) in possible for group in groups):
+    expected = {frozenset(row) for row in rows.tolist()}
+    # the groups need not cover the mesh: a permute omits devices that send nothing
+    if not all(len(group) > 1 and frozenset(group) in expected for group in groups):
         return None
     return tuple(axes[i][0] for i in varying)
 
@@ -66,12 +66,14 @@ def mesh_axes_between(pairs: Sequence[tuple[int, int]], mesh: AnyMesh) -> tuple[
 def sharding_of(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding | None:
     """Finds the sharding over a mesh in which devices hold these blocks; None if there is none.
 
-    For each array axis, `blocks` lists the block index of each device.
+    Args:
+        blocks: for each array axis, the block index of each device.
+        mesh: the mesh, whose devices are numbered in mesh order.
     """
     sizes = mesh.axis_sizes
     entries: list[tuple[str, ...]] = []
-    for of_axis in blocks:
-        grid = np.asarray(of_axis).reshape(sizes)
+    for block_indices in blocks:
+        grid = np.asarray(block_indices).reshape(sizes)
         steps = {
             i: int(grid[tuple(int(i == j) for j in range(len(sizes)))])
             for i, size in enumerate(sizes)
@@ -79,40 +81,40 @@ def sharding_of(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding
         }
         sharding = sorted((i for i, step in steps.items() if step), key=lambda i: -steps[i])
         # a sharding is row-major over its axes
-        numbers = np.zeros(sizes, int)
+        row_major = np.zeros(sizes, int)
         for i in sharding:
             shape = [sizes[i] if i == j else 1 for j in range(len(sizes))]
-            numbers = numbers * sizes[i] + np.arange(sizes[i]).reshape(shape)
-        if not np.array_equal(numbers, grid):
+            row_major = row_major * sizes[i] + np.arange(sizes[i]).reshape(shape)
+        if not np.array_equal(row_major, grid):
             return None
         entries.append(tuple(mesh.axis_names[i] for i in sharding))
     return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in entries)))
 
 
-def along(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy) -> str:
+def axes_text(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy) -> str:
     """Formats the mesh axes of a collective; on the canonical mesh, as the array axes they shard.
 
-    'b,x': along the mesh axes that shard b, and along those that shard x. 'h|k': along mesh axes
-    that shard h in some arrays, and k in others. '' means unknown.
+    'b,x' stands for the mesh axes that shard b and those that shard x. 'h|k' stands for mesh axes
+    that shard h in some arrays and k in others. If `axes` is None, returns ''.
     """
     if axes is None:
         return ''
     if not is_device_mesh(mesh):
         return ','.join(axes)
     target = frozenset(axes)
-    names = [name for name, several in sharded_by.items() if target in map(frozenset, several)]
+    names = [name for name, entries in sharded_by.items() if target in map(frozenset, entries)]
     if names:
         return '|'.join([*names[:3], *['..'] * (len(names) > 3)])
-    parts = {
-        frozenset(sharding): name
-        for name, several in reversed(list(sharded_by.items()))
-        for sharding in several
-        if target > set(sharding)
+    name_of = {
+        frozenset(entry): name
+        for name, entries in reversed(list(sharded_by.items()))
+        for entry in entries
+        if target > set(entry)
     }
-    for chosen in itertools.chain(*(itertools.combinations(parts, n) for n in (2, 3))):
-        if sum(map(len, chosen)) == len(target) and target == frozenset().union(*chosen):
-            first = sorted(chosen, key=lambda part: min(axes.index(axis) for axis in part))
-            words = [parts[part] for part in first]
-            if len({*words}) == len(words):  # two parts may shard axes of one name
-                return ','.join(words)
+    for entries in itertools.chain(*(itertools.combinations(name_of, n) for n in (2, 3))):
+        if sum(map(len, entries)) == len(target) and target == frozenset().union(*entries):
+            in_order = sorted(entries, key=lambda entry: min(map(axes.index, entry)))
+            names = [name_of[entry] for entry in in_order]
+            if len({*names}) == len(names):  # two entries may shard axes of one name
+                return ','.join(names)
     return 'all' if len(axes) == sum(size > 1 for size in mesh.axis_sizes) else ','.join(axes)

@@ -12,7 +12,7 @@ from .fold_layers import fold
 from .report_rows import CollectiveRow
 
 _MAX_ROWS = 40  # of the table in text
-_LARGE = 0.01  # fraction of all bytes sent; larger rows always say what they carry
+_LARGE = 0.01  # of all bytes sent; rows with a larger fraction always show the role
 
 
 class Collectives(Display, tuple[CollectiveRow, ...]):
@@ -34,10 +34,10 @@ class Collectives(Display, tuple[CollectiveRow, ...]):
         return self.bytes_by('kind')
 
     def bytes_by(self, field: str) -> dict[str, int]:
-        """Bytes that a device sends in one run, by a field of the rows, the largest first.
+        """Bytes that a device sends in one run, by the values of a field, most bytes first.
 
-        `field` is 'kind', 'along', 'role', 'is_backward', 'source', .. Custom calls are not
-        included.
+        `field` names a field of the rows, such as 'kind', 'along', 'role' or 'source'. Custom calls
+        are not included.
         """
         total: Counter[str] = Counter()
         for row in self:
@@ -74,12 +74,13 @@ def collective_section(collectives: Collectives) -> Section:
     shown = [_collective_cells(rows, _sent(rows) > least) for rows in in_order]
     if not shown:
         return Section('collectives', words=('none',))
-    # the last two columns, if they are empty
-    empty = {i for i in (-1, -2) if not any(cells[i] for cells in shown)}
-    columns = [c for i, c in enumerate(_COLUMNS) if i - len(_COLUMNS) not in empty]
-    rows = [tuple(c for i, c in enumerate(r) if i - len(r) not in empty) for r in shown]
+    # omit the last two columns if they are empty
+    n = len(_COLUMNS)
+    kept = [i for i in range(n) if i < n - 2 or any(cells[i] for cells in shown)]
+    columns = tuple(_COLUMNS[i] for i in kept)
+    rows = tuple(tuple(cells[i] for i in kept) for cells in shown)
     rest = f': {format_bytes(sum(map(_sent, in_order[_MAX_ROWS - 1 :])))}'
-    return Section('collectives', tuple(columns), tuple(rows), most=_MAX_ROWS, rest=rest)
+    return Section('collectives', columns, rows, most=_MAX_ROWS, rest=rest)
 
 
 def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:
@@ -106,8 +107,8 @@ def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[st
 
 
 def _of(rows: Sequence[CollectiveRow], is_large: bool) -> str:
-    """Formats what collectives carry: their paths, 'params/0-3/{q,k}', or role and axes."""
-    # skip 'result', which is the entire result
+    """Formats the payload of collectives: the paths, 'params/0-3/{q,k}', or the role and axes."""
+    # 'result' would say nothing: it is the entire result
     paths = list(dict.fromkeys(path for row in rows for path in row.of if path != 'result'))
     folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
     if not folded and (rows[0].axes or is_large):

@@ -19,7 +19,7 @@ from .._page import Column, Page, Section
 from .._text import shape_text
 from .tolerance import Rounding, rounding_unit
 
-_SAFETY = 4  # because arguments are rounded in only a few ways
+_SAFETY = 4  # the few samples of rounded arguments may all change the result little
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class ComparedRow:
     Attributes:
         path: 'result/loss', or 'gradient of params/w'.
         array: 'float32[8,16]'.
-        difference: the largest difference, relative to the largest absolute value; for integers,
-            the fraction of elements that differ. If the array is the update of an argument, it is
-            relative to the largest change of an element.
+        difference: the largest difference, relative to the largest absolute value. If the array is
+            the updated value of an argument: relative to the largest change of an element. For
+            integers: the fraction of elements that differ.
         tolerance: the largest difference that rounding explains.
         because: the reason for the tolerance: 'float32, sums of 512 terms'; or 'rounded arguments',
             if rounding the arguments changes the array more.
@@ -57,7 +57,7 @@ class ComparedRow:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Display):
-    """The results of a function on several devices, compared with one device by `check_same`.
+    """Compares the results of a function on several devices and on one; made by `check_same`.
 
     Attributes:
         name: the name of the function.
@@ -75,8 +75,8 @@ class Comparison(Display):
     def same(self) -> bool:
         """Whether all differences are within their tolerance.
 
-        Rounding alone can change an array completely, such as a sum whose terms cancel. Such arrays
-        are listed below the table.
+        Rounding alone can change an array entirely, such as a sum whose terms cancel. Such arrays
+        count as the same; a line below the table lists them.
         """
         return all(row.same for row in self.rows)
 
@@ -112,8 +112,8 @@ class Reference:
 
     Attributes:
         value: the array.
-        rounded: the array for each set of differently rounded arguments.
-        before: the argument of which the array is the update; 0 if it is not an update.
+        rounded: the array for each sample of rounded arguments.
+        before: the argument whose updated value the array is; 0 if it is not an update.
         rounded_before: `before` for each of `rounded`.
     """
 
@@ -127,26 +127,26 @@ def compare(path: str, found: jax.Array, reference: Reference, rounding: Roundin
     """Compares an array with the same array on one device."""
     value, *replicas = _copies(found)
     array = f'{found.dtype}{shape_text(found.shape)}'
-    expected, before = _numbers(reference.value), reference.before
+    expected = _numbers(reference.value)
     if not jnp.issubdtype(found.dtype, jnp.inexact):
         difference, tolerance, because = _fraction_different(value, expected), 0.0, 'integers'
-        rounded = [_fraction_different(_numbers(one), expected) for one in reference.rounded]
-        between = [_fraction_different(replica, value) for replica in replicas]
+        by_rounding = [_fraction_different(_numbers(x), expected) for x in reference.rounded]
+        between_replicas = [_fraction_different(replica, value) for replica in replicas]
     else:
-        # 0 if the array is an argument that did not change
-        scale = _largest(expected - before) or _largest(expected)
+        # an argument that did not change has no change to compare with
+        scale = _largest(expected - reference.before) or _largest(expected)
         unit = rounding_unit(found.dtype) * _largest(expected)
         difference = _distance(value, expected, scale)
         tolerance = rounding.tolerance + _relative(2 * unit, scale)
         because = str(rounding)
-        rounded = [
-            _distance(_numbers(one) - one_before, expected - before, scale)
-            for one, one_before in zip(reference.rounded, reference.rounded_before, strict=True)
+        by_rounding = [
+            _distance(_numbers(after) - before, expected - reference.before, scale)
+            for after, before in zip(reference.rounded, reference.rounded_before, strict=True)
         ]
-        between = [_distance(replica, value, scale) for replica in replicas]
-    if _SAFETY * max(rounded, default=0.0) > tolerance:
-        tolerance, because = _SAFETY * max(rounded), 'rounded arguments'
-    disagreement = max(between, default=0.0)
+        between_replicas = [_distance(replica, value, scale) for replica in replicas]
+    if _SAFETY * max(by_rounding, default=0.0) > tolerance:
+        tolerance, because = _SAFETY * max(by_rounding), 'rounded arguments'
+    disagreement = max(between_replicas, default=0.0)
     return ComparedRow(
         path,
         array,
@@ -158,7 +158,7 @@ def compare(path: str, found: jax.Array, reference: Reference, rounding: Roundin
 
 
 def _copies(array: jax.Array) -> Iterator[Any]:
-    """Yields the full array once per replica, from the shards of that replica."""
+    """Yields one full array for each replica, made of the shards of that replica."""
     array = key_data(array)
     if isinstance(array.sharding, NamedSharding) and array.sharding.spec.unreduced:
         yield _numbers(gather(array))
@@ -176,7 +176,7 @@ def _numbers(array: Any) -> Any:
 
 
 def key_data(array: Any) -> Any:
-    """Returns the data of an array of PRNG keys; other arrays as they are."""
+    """Returns the data of an array of PRNG keys; other arrays unchanged."""
     is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(array) if is_key else array
 
@@ -192,11 +192,11 @@ def _largest(array: Any) -> float:
     return float(finite.max()) if finite.size else 0.0
 
 
-def _distance(one: Any, other: Any, scale: float) -> float:
+def _distance(a: Any, b: Any, scale: float) -> float:
     """Returns the largest difference relative to `scale`; infinity if NaNs or infinities differ."""
     with np.errstate(invalid='ignore'):
-        differences = np.abs(one - other)
-    same = (one == other) | (np.isnan(one) & np.isnan(other))
+        differences = np.abs(a - b)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
     differences = np.where(same, 0.0, differences)
     if not np.isfinite(differences).all():
         return math.inf
@@ -209,6 +209,6 @@ def _relative(difference: float, scale: float) -> float:
     return math.inf if difference else 0.0
 
 
-def _fraction_different(one: Any, other: Any) -> float:
+def _fraction_different(a: Any, b: Any) -> float:
     """Returns the fraction of elements that differ."""
-    return float(np.mean(one != other)) if one.size else 0.0
+    return float(np.mean(a != b)) if a.size else 0.0

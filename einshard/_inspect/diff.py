@@ -20,9 +20,9 @@ class Diff:
 
     Attributes:
         arrays: (path, before, after) of changed arguments and results, each with its placement:
-            "float32[8,4] 'a b -> a8 b'"; None if the array is missing.
-        collectives: (collective, executions before, executions after), sorted by the change in
-            bytes, largest first. Executions are None if a loop has an unknown trip count.
+            "float32[8,4] 'a b -> a8 b'"; None if a report lacks the array.
+        collectives: (collective, executions before, executions after), the largest change in bytes
+            first. Executions are None if a loop has an unknown trip count.
         numbers: (name, before, after) of bytes and flops whose printed values differ.
         details: for each of `collectives`, the increase in the bytes that a device sends in one
             run, and the source lines. Lines are not compared.
@@ -45,8 +45,8 @@ class Diff:
     def _lines(self) -> Iterator[str]:
         changes = [(before, after) for _, before, after in self.arrays]
         folded = fold([path for path, _, _ in self.arrays], changes)
-        for path, numbers in folded[:_MAX_ROWS]:
-            before, after = changes[numbers[0]]
+        for path, indices in folded[:_MAX_ROWS]:
+            before, after = changes[indices[0]]
             yield f'  {path}: {before or "none"}  =>  {after or "none"}'
         if len(folded) > _MAX_ROWS:
             yield f'  .. and {plural(len(folded) - _MAX_ROWS, "other change")} of placements'
@@ -55,20 +55,22 @@ class Diff:
         ):
             sign = '+' if before == 0 else '-' if after == 0 else ' '
             counts = ['?' if n is None else str(n) for n in (before, after) if n != 0]
-            runs = ' => '.join(counts)
             notes = [f'{"+" if sent > 0 else "-"}{format_bytes(abs(sent))}'] if sent else []
             notes += [f'at {lines}'] if lines else []
-            yield f'{sign} {text}: {runs}{" (" * bool(notes)}{", ".join(notes)}{")" * bool(notes)}'
+            in_brackets = f' ({", ".join(notes)})' if notes else ''
+            yield f'{sign} {text}: {" => ".join(counts)}{in_brackets}'
         if len(self.collectives) > _MAX_ROWS:
             others = self.details[_MAX_ROWS:]
-            more, less = (sum(n for n, _ in others if (n > 0) == up) for up in (True, False))
+            more = sum(sent for sent, _ in others if sent > 0)
+            less = -sum(sent for sent, _ in others if sent < 0)
             yield (
                 f'  .. and {plural(len(others), "other collective")}: '
-                f'+{format_bytes(more)}, -{format_bytes(-less)}'
+                f'+{format_bytes(more)}, -{format_bytes(less)}'
             )
         for name, before, after in self.numbers:
             ratio = f' (x {after / before:.3g})' if before and after else ''
-            yield f'  {name}: {_shown(name, before)} => {_shown(name, after)}{ratio}'
+            texts = _format_number(name, before), _format_number(name, after)
+            yield f'  {name}: {" => ".join(texts)}{ratio}'
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,12 @@ class Compared:
 
 
 def make_diff(before: Compared, after: Compared) -> Diff:
-    old, new = _arrays(before.arrays), _arrays(after.arrays)
+    old, new = _placements(before.arrays), _placements(after.arrays)
     paths = list(dict.fromkeys([*old, *new]))
-    old_sums, new_sums = _collectives(before.collectives), _collectives(after.collectives)
+    old_sums, new_sums = _sums(before.collectives), _sums(after.collectives)
     changed: list[tuple[tuple[str, int | None, int | None], tuple[int, str]]] = []
     for text in dict.fromkeys([*old_sums, *new_sums]):
-        a, b = old_sums.get(text, _NONE), new_sums.get(text, _NONE)
+        a, b = old_sums.get(text, _ZERO), new_sums.get(text, _ZERO)
         if a.executions != b.executions:
             lines = ', '.join(dict.fromkeys(filter(None, map(short_source, b.lines or a.lines))))
             changed.append(((text, a.executions, b.executions), (b.sent - a.sent, lines)))
@@ -98,38 +100,38 @@ def make_diff(before: Compared, after: Compared) -> Diff:
         numbers=tuple(
             (name, number, after.numbers[name])
             for name, number in before.numbers.items()
-            if _shown(name, number) != _shown(name, after.numbers[name])
+            if _format_number(name, number) != _format_number(name, after.numbers[name])
         ),
     )
 
 
-def _shown(name: str, number: int) -> str:
+def _format_number(name: str, number: int) -> str:
     return flops_text(number) if name == 'flops' else format_bytes(number)
 
 
-def _arrays(rows: Sequence[ArrayRow]) -> Mapping[str, str]:
+def _placements(rows: Sequence[ArrayRow]) -> Mapping[str, str]:
     return {row.path: f"{row.array} '{row.placement}'" for row in rows}
 
 
 class _Sum(NamedTuple):
-    """A sum over equal collectives: executions, bytes that a device sends in one run, lines."""
+    """A sum over equal collectives."""
 
     executions: int | None  # None if a loop has an unknown trip count
-    sent: int
+    sent: int  # bytes that a device sends in one run
     lines: tuple[str | None, ...]
 
 
-_NONE = _Sum(0, 0, ())
+_ZERO = _Sum(0, 0, ())
 
 
-def _collectives(rows: Sequence[CollectiveRow]) -> dict[str, _Sum]:
+def _sums(rows: Sequence[CollectiveRow]) -> dict[str, _Sum]:
     sums: dict[str, _Sum] = {}
     for row in rows:
         along = f' along {row.along}' if row.along else ''
         text = (
             f'{row.kind} {short_arrays(row.arrays)}, {row.groups or "?"} of {row.group_size}{along}'
         )
-        so_far = sums.get(text, _NONE)
+        so_far = sums.get(text, _ZERO)
         unknown = so_far.executions is None or row.executions is None
         sums[text] = _Sum(
             None if unknown else (so_far.executions or 0) + (row.executions or 0),

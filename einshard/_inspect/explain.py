@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, Sharding
+from jax.stages import Compiled
 
 from .._functions.promise import program_text
 from .._hlo.all_gathers import AllGather, find_all_gathers
@@ -16,20 +17,19 @@ from .._hlo.collectives import Collective, find_collectives
 from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import read_memory
 from .._hlo.module import Module
-from .._sharding.mesh import AnyMesh, MeshLike, is_device_mesh, spec_axes
+from .._sharding.mesh import AnyMesh, Device, MeshLike, is_device_mesh, spec_axes
 from .arrays import ProgramArray, array_row, find_arguments, find_results
 from .bounds import NO_BOUNDS, find_bounds
-from .carried import Carried, find_carried, find_weights, results_in_place
-from .collective_axes import ShardedBy, along, mesh_axes_between, mesh_axes_of
-from .collectives import Collectives
+from .collective_axes import ShardedBy, axes_text, mesh_axes_between, mesh_axes_of
 from .findings.causes import with_causes
 from .findings.facts import Facts
 from .findings.find import find_findings, find_notes
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, trace_call
-from .oversized import Oversized, compile_stages, given_mesh
+from .oversized import Oversized, compile_stages, find_compile_mesh
+from .payloads import Payload, find_payloads, find_weights, results_in_place
 from .report import Report
-from .report_rows import ArrayRow, CollectiveRow
+from .report_rows import CollectiveRow
 from .totals import product_rows
 
 
@@ -80,10 +80,10 @@ def explain(
         EinshardError: the arguments do not fit the function; it does not compile; or the compiler
             does not expose the program. A program that is too large for a TPU gets a report.
     """
-    given = None if chip is None else as_chip(chip)
+    chip = None if chip is None else as_chip(chip)
     stages = trace_call(fn, args, kwargs, mesh)
-    of = given_mesh(stages, (args, kwargs), mesh)
-    return explain_stages(stages, of, given, replicated_above, intermediates)
+    compile_mesh = find_compile_mesh(stages, (args, kwargs), mesh)
+    return explain_stages(stages, compile_mesh, chip, replicated_above, intermediates)
 
 
 def explain_stages(
@@ -93,101 +93,117 @@ def explain_stages(
     replicated_above: int = 2**20,
     intermediates: bool = False,
 ) -> Report:
-    """Compiles a traced program for a mesh, if that is known, and reports on it."""
-    compiled = compile_stages(stages, mesh)
+    """Compiles a traced program, and reports on it.
+
+    Args:
+        stages: the program.
+        mesh: the mesh that it is compiled for; None if unknown.
+        chip, replicated_above, intermediates: as for `explain`.
+    """
+    facts = _read_program(stages, compile_stages(stages, mesh), chip, replicated_above)
+    return _make_report(facts, intermediates)
+
+
+def _read_program(
+    stages: Stages, compiled: Compiled | Oversized, chip: Chip | None, replicated_above: int
+) -> Facts:
+    """Reads a compiled program: its arrays, collectives, products and memory."""
     module = Module(program_text(stages.name or 'the program', compiled))
-    held, results_info = compiled_shardings(compiled)  # type: ignore[reportArgumentType]
-    arguments = find_arguments(stages, compiled, held, module)
-    results = find_results(stages, results_info)
+    argument_shardings, result_info = compiled_shardings(compiled)  # type: ignore[reportArgumentType]
+    arguments = find_arguments(stages, compiled, argument_shardings, module)
+    results = find_results(stages, result_info)
     shardings = [array.sharding for array in (*arguments, *results)]
     meshes = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
     devices = _devices(shardings)
-    sharded_by = _sharded_by([*arguments, *results])
-    in_rows, out_rows = ([array_row(array) for array in part] for part in (arguments, results))
-    used = [array for array in arguments if array.sharding is not None]
-    paths = [array.path for array in used]
-    outputs = _output_paths(out_rows, paths, module)
-    ids = [device.id for device in devices]
-    collectives, all_gathers = _communication(module, ids, len(used))
-    weights = find_weights(module, [(a.path, str(a.dtype)) for a in used], outputs)
-    carried = find_carried(module, collectives, weights, paths, outputs)
-    products = product_rows(module)
-    rows = Collectives(
-        _collective_row(one, what, meshes, sharded_by)
-        for one, what in zip(collectives, carried, strict=True)
-    )
     chip = chip or find_chip(devices[0].device_kind)
-    capacity = int(chip.memory * chip.share(devices[0])) if chip else None
-    memory = read_memory(
-        compiled, compiled.available if isinstance(compiled, Oversized) else capacity
-    )
-    facts = Facts(
+    inputs = [(a.path, str(a.dtype)) for a in arguments if a.sharding is not None]
+    outputs = _output_paths([array.path for array in results], inputs, module)
+    collectives, all_gathers = _communication(module, [d.id for d in devices], len(inputs))
+    weights = find_weights(module, inputs, outputs)
+    payloads = find_payloads(module, collectives, weights, inputs, outputs)
+    sharded_by = _sharded_by([*arguments, *results])
+    return Facts(
         stages=stages,
         compiled=compiled,
         module=module,
-        memory=memory,
-        platform=devices[0].platform,
-        n_devices=len(devices),
-        slices=[getattr(device, 'slice_index', None) or 0 for device in devices],
+        memory=read_memory(compiled, _memory_capacity(compiled, chip, devices[0])),
+        chip=chip,
+        devices=devices,
         meshes=meshes,
         arguments=arguments,
         results=results,
-        argument_rows=in_rows,
-        result_rows=out_rows,
+        argument_rows=[array_row(array) for array in arguments],
+        result_rows=[array_row(array) for array in results],
         collectives=collectives,
-        rows=rows,
+        rows=[
+            _collective_row(collective, payload, meshes, sharded_by)
+            for collective, payload in zip(collectives, payloads, strict=True)
+        ],
         all_gathers=all_gathers,
         weights=weights,
-        products=products,
+        products=product_rows(module),
         replicated_above=replicated_above,
     )
+
+
+def _make_report(facts: Facts, intermediates: bool) -> Report:
+    module, chip = facts.module, facts.chip
+    listed = None
+    if intermediates:
+        listed = tuple(find_intermediates(facts.stages.lower(), facts.meshes))
+    bounds = NO_BOUNDS
+    if chip is not None:
+        along = [row.along for row in facts.rows]
+        collectives = list(zip(facts.collectives, along, strict=True))
+        bounds = find_bounds(chip, facts.devices, module, facts.products, collectives)
     return Report(
-        name=stages.name or module.name or 'the program',
-        n_devices=len(devices),
-        device_kind=devices[0].device_kind,
-        mesh=_mesh_axes(meshes),
-        arguments=tuple(in_rows),
-        results=tuple(out_rows),
+        name=facts.stages.name or module.name or 'the program',
+        n_devices=facts.n_devices,
+        device_kind=facts.devices[0].device_kind,
+        mesh=_mesh_axes(facts.meshes),
+        arguments=tuple(facts.argument_rows),
+        results=tuple(facts.result_rows),
         collectives=with_causes(facts),
-        memory=memory,
-        flops=sum(row.flops for row in products) or None,
-        products=products,
-        in_place=results_in_place(in_rows, out_rows, module),
+        memory=facts.memory,
+        flops=sum(row.flops for row in facts.products) or None,
+        products=tuple(facts.products),
+        in_place=results_in_place(facts.argument_rows, facts.result_rows, module),
         findings=find_findings(facts),
         notes=find_notes(facts),
-        intermediates=tuple(find_intermediates(stages.lower(), meshes)) if intermediates else None,
+        intermediates=listed,
         temporaries=largest_temporaries(module),
         chip=chip.name if chip else None,
-        bounds=find_bounds(
-            chip,
-            devices,
-            module,
-            products,
-            [(one, row.along) for one, row in zip(collectives, rows, strict=True)],
-        )
-        if chip
-        else NO_BOUNDS,
+        bounds=bounds,
     )
+
+
+def _memory_capacity(
+    compiled: Compiled | Oversized, chip: Chip | None, device: Device
+) -> int | None:
+    """Returns the bytes that programs can use on a device; None if unknown."""
+    if isinstance(compiled, Oversized):
+        return compiled.available
+    return int(chip.memory * chip.share(device)) if chip else None
 
 
 def _communication(
     module: Module, device_ids: Sequence[int], n_inputs: int
 ) -> tuple[Sequence[Collective], dict[str, AllGather]]:
-    """Finds the collectives of a program, and its all-gathers by name.
+    """Finds the collectives of a program, and its all-gathers by instruction name.
 
     Parameters after the inputs belong to `jax.Ref`s that the function closes over.
     """
     collectives = find_collectives(module, device_ids)
-    if all(one.kind != 'all-gather' for one in collectives):
+    if all(collective.kind != 'all-gather' for collective in collectives):
         return collectives, {}
-    all_gathers = {one.name: one for one in find_all_gathers(module, len(device_ids))}
-    for name, one in all_gathers.items():
-        if one.parameter is not None and one.parameter >= n_inputs:
-            all_gathers[name] = replace(one, parameter=None)
+    all_gathers = {gather.name: gather for gather in find_all_gathers(module, len(device_ids))}
+    for name, gather in all_gathers.items():
+        if gather.parameter is not None and gather.parameter >= n_inputs:
+            all_gathers[name] = replace(gather, parameter=None)
     return collectives, all_gathers
 
 
-def _devices(shardings: Sequence[Sharding | None]) -> list[Any]:
+def _devices(shardings: Sequence[Sharding | None]) -> list[Device]:
     """Returns the devices that run the program; one if it has no inputs and outputs."""
     for sharding in shardings:
         if isinstance(sharding, NamedSharding):
@@ -210,53 +226,54 @@ def _sharded_by(arrays: Sequence[ProgramArray]) -> dict[str, list[tuple[str, ...
 
 
 def _output_paths(
-    results: Sequence[ArrayRow], inputs: Sequence[str], module: Module
+    results: Sequence[str], inputs: Sequence[tuple[str, str]], module: Module
 ) -> Mapping[int, str]:
     """Lists the paths of the program outputs: results, followed by final values of refs."""
-    paths = {i: row.path for i, row in enumerate(results)}
+    paths = dict(enumerate(results))
     for output, parameter in module.aliases.items():
         if output not in paths and parameter < len(inputs):
-            paths[output] = inputs[parameter]
+            paths[output] = inputs[parameter][0]
     return paths
 
 
 def _collective_row(
-    one: Collective, what: Carried, meshes: Sequence[Any], sharded_by: ShardedBy
+    collective: Collective, payload: Payload, meshes: Sequence[AnyMesh], sharded_by: ShardedBy
 ) -> CollectiveRow:
     return CollectiveRow(
-        kind=one.kind,
-        arrays=one.shape_text,
-        bytes=one.bytes,
-        group_size=one.group_size,
-        groups=one.n_groups,
-        along=_along(one, meshes, sharded_by),
-        executions=one.executions,
-        network_bytes=one.network_bytes,
-        is_async=one.is_async,
-        source=one.source,
-        of=what.of,
-        op_name=one.op_name,
-        role=what.role,
-        is_backward=what.is_backward,
-        axes=what.axes,
-        widened=one.widened,
-        called_at=one.called_at,
-        in_branch=one.in_branch,
+        kind=collective.kind,
+        arrays=collective.shape_text,
+        bytes=collective.bytes,
+        group_size=collective.group_size,
+        groups=collective.n_groups,
+        along=_along(collective, meshes, sharded_by),
+        executions=collective.executions,
+        network_bytes=collective.network_bytes,
+        is_async=collective.is_async,
+        source=collective.source,
+        of=payload.of,
+        op_name=collective.op_name,
+        role=payload.role,
+        is_backward=payload.is_backward,
+        axes=payload.axes,
+        widened=collective.widened,
+        called_at=collective.called_at,
+        in_branch=collective.in_branch,
     )
 
 
-def _along(one: Collective, meshes: Sequence[Any], sharded_by: ShardedBy) -> str:
-    for mesh in meshes if one.groups else ():
-        axes = mesh_axes_of(one.groups, mesh)
+def _along(collective: Collective, meshes: Sequence[AnyMesh], sharded_by: ShardedBy) -> str:
+    """Formats the axes that a collective runs along, on the first mesh where they are known."""
+    for mesh in meshes if collective.groups else ():
+        axes = mesh_axes_of(collective.groups, mesh)
         if axes is not None:
-            return along(axes, mesh, sharded_by)
+            return axes_text(axes, mesh, sharded_by)
     # the pairs of a permute may not connect all devices along its axes
-    for mesh in meshes[:1] if one.pairs else ():
-        return along(mesh_axes_between(one.pairs, mesh), mesh, sharded_by)
+    for mesh in meshes[:1] if collective.pairs else ():
+        return axes_text(mesh_axes_between(collective.pairs, mesh), mesh, sharded_by)
     return ''
 
 
-def _mesh_axes(meshes: Sequence[Any]) -> tuple[tuple[str, int], ...]:
+def _mesh_axes(meshes: Sequence[AnyMesh]) -> tuple[tuple[str, int], ...]:
     """Returns the axes of a user's mesh; those of the canonical mesh (d0, d1, ..) are omitted."""
     for mesh in meshes:
         if not is_device_mesh(mesh):

@@ -7,13 +7,13 @@ from typing import TypeAlias
 
 _Parts: TypeAlias = tuple[tuple[str, ...], ...]  # the alternatives for each part of a path
 
-_FEW = 12  # up to this many lines are not folded
+_FEW = 12  # up to this many paths are not folded
 
 
 def fold(
     paths: Sequence[str], values: Sequence[Hashable], few: int = _FEW
 ) -> list[tuple[str, list[int]]]:
-    """Folds paths with equal values; returns patterns, each with the indices of its paths.
+    """Folds paths with equal values into patterns; returns each with the indices of its paths.
 
     >>> from einshard._inspect.fold_layers import fold
     >>> fold(['0/w', '0/b', '1/w', '1/b'], ['big', 'small', 'big', 'small'], few=2)
@@ -24,19 +24,19 @@ def fold(
         for i, (path, value) in enumerate(zip(paths, values, strict=True))
     ]
     deepest = max((len(parts) for parts, _, _ in folded), default=0)
-    for at in range(deepest if len(folded) > few else 0):
+    for depth in range(deepest if len(folded) > few else 0):
         merged: dict[Hashable, tuple[_Parts, Hashable, list[int]]] = {}
-        for parts, value, numbers in folded:
-            others = parts[:at], parts[at + 1 :], len(parts), value
+        for parts, value, indices in folded:
+            others = parts[:depth], parts[depth + 1 :], len(parts), value
             previous = merged.get(others)
-            if previous is None or at >= len(parts):
-                merged[others] = parts, value, numbers
+            if previous is None or depth >= len(parts):
+                merged[others] = parts, value, indices
             else:
-                alternatives = (*previous[0][at], *parts[at])
-                joined = (*parts[:at], alternatives, *parts[at + 1 :])
-                merged[others] = joined, value, previous[2] + numbers
+                alternatives = (*previous[0][depth], *parts[depth])
+                joined = (*parts[:depth], alternatives, *parts[depth + 1 :])
+                merged[others] = joined, value, previous[2] + indices
         folded = list(merged.values())
-    return [('/'.join(map(_text, parts)), numbers) for parts, _, numbers in folded]
+    return [('/'.join(map(_text, parts)), indices) for parts, _, indices in folded]
 
 
 def _text(alternatives: tuple[str, ...]) -> str:
@@ -44,7 +44,7 @@ def _text(alternatives: tuple[str, ...]) -> str:
     if len(alternatives) == 1:
         return alternatives[0]
     if all(part.isdecimal() for part in alternatives):
-        numbers = [int(part) for part in alternatives]
+        numbers = list(map(int, alternatives))
         if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
             return f'{numbers[0]}-{numbers[-1]}'
     return f'{{{",".join(alternatives)}}}'

@@ -17,15 +17,15 @@ from .fold_layers import fold
 from .report import Report
 from .report_rows import ArrayRow, CollectiveRow
 
-_LONGEST = 120  # characters of a test name in a file name; systems allow 255 bytes
+_MAX_LENGTH = 120  # characters of a test name in a file name; systems allow 255 bytes
 
 
 def golden_text(report: Report) -> str:
     """Formats a golden file: all placements, and all collectives with their executions.
 
-    It omits what may differ although the program is the same: memory, device names, source lines.
-    Collectives are sorted, because the compiler chooses their order. Text is not aligned in
-    columns, because a longer path would change every line.
+    The file omits what may differ although the program is the same: memory, device names, source
+    lines. Collectives are sorted, because the compiler chooses their order. Columns are not
+    aligned, because a longer path would change every line.
     """
     mesh = ', '.join(f'{name}={size}' for name, size in report.mesh)
     head = f'{report.name} on {plural(report.n_devices, "device")}{": " * bool(mesh)}{mesh}'
@@ -49,7 +49,7 @@ def golden_text(report: Report) -> str:
 def _array_lines(rows: Sequence[ArrayRow]) -> list[str]:
     values = [f'{row.array}  {_portable(row.placement)}' for row in rows]
     folded = fold([row.path for row in rows], values)
-    return [f'  {path}: {values[numbers[0]]}' for path, numbers in folded]
+    return [f'  {path}: {values[indices[0]]}' for path, indices in folded]
 
 
 def _portable(placement: str) -> str:
@@ -84,9 +84,9 @@ class Goldens:
     _used: set[Path] = field(default_factory=set[Path], init=False)
 
     def differs(self, report: Report, name: str | None = None) -> str | None:
-        """Returns the difference between a report and its golden file, if any.
+        """Returns the difference between a report and its golden file; None if they are equal.
 
-        With `--einshard-update`, writes the file instead.
+        With `--einshard-update`, it writes the file and returns None.
         """
         if not isinstance(report, Report):
             raise EinshardError(
@@ -140,9 +140,9 @@ def _difference(report: Report, golden: str, text: str, shown_path: str) -> str:
     added = {line.partition(' x ')[2] for line in lines[2:] if line.startswith('+')}
     rows = [row for row in report.collectives if _collective_text(row) in added]
     sources = sorted({short_source(row.source) for row in rows if row.source})
-    by = [f'  new collectives: from {", ".join(sources)}'] if sources else []
+    origin = [f'  new collectives: from {", ".join(sources)}'] if sources else []
     update = '  to accept the difference: pytest --einshard-update'
-    return '\n'.join([f'{report.name} differs from {shown_path}', *by, update, *lines])
+    return '\n'.join([f'{report.name} differs from {shown_path}', *origin, update, *lines])
 
 
 def file_name(name: str) -> str:
@@ -155,7 +155,7 @@ def file_name(name: str) -> str:
     'test_step-a-b-a-b-8ff2f975'
     """
     plain = re.sub(r'[^\w.]+', '-', name, flags=re.ASCII).strip('-')
-    if plain == name.replace('[', '-', 1).removesuffix(']') and len(plain) <= _LONGEST:
+    if plain == name.replace('[', '-', 1).removesuffix(']') and len(plain) <= _MAX_LENGTH:
         return plain
     mark = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return f'{plain[:_LONGEST]}-{mark}'
+    return f'{plain[:_MAX_LENGTH]}-{mark}'

@@ -1,7 +1,7 @@
 """Finds the placements of intermediate values.
 
 A partitioned program has only the shapes of shards. So this module compiles the function again, and
-makes XLA dump the program before partitioning, when instructions have global shapes and shardings.
+makes XLA dump the program as it is before partitioning, with global shapes and shardings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .._sharding.mesh import AnyMesh, partition_spec, spec_axes
 from .collective_axes import sharding_of
 from .report_rows import ArrayRow
 
-_SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')  # but not of a tuple
+_SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')  # not of a tuple
 _ELEMENT = re.compile(r'\{((?:[^{}]|\{[^{}]*\})*)\}')
 _OUTERMOST = re.compile(r'jit\([^)]*\)/')
 _TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
@@ -43,43 +43,52 @@ def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[Arra
     if not meshes or meshes[0].size == 1:
         return []
     text = _before_partitioning(lowered)
-    if text is None:
+    if not text:
         # the program came from JAX's persistent cache, whose key ignores xla_dump options
         with _no_persistent_cache():
             text = _before_partitioning(lowered)
-    if text is None:
+    if not text:
         raise EinshardError('the compiler did not dump the program before partitioning')
-    return list(dict.fromkeys(_read(text, meshes)))
+    return list(dict.fromkeys(_read_values(text, meshes)))
 
 
-def _before_partitioning(lowered: Lowered) -> str | None:
+def _before_partitioning(lowered: Lowered) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        # a program that does not fit into the memory of a device is dumped before it fails
-        with contextlib.suppress(jax.errors.JaxRuntimeError), progress('compiling again'):
-            lowered.compile(
-                compiler_options={
-                    'xla_dump_to': folder,
-                    'xla_dump_hlo_as_text': True,
-                    'xla_dump_hlo_pass_re': 'spmd-partitioning',
-                }
-            )
-        written = sorted(Path(folder).glob('*before_*spmd-partitioning*.txt'))
-        return written[-1].read_text(encoding='utf-8') if written else None
+        compile_with_dumps(lowered, folder)
+        return newest_dump(folder, 'before_*spmd-partitioning*')
 
 
-_one_at_a_time = threading.Lock()
+def compile_with_dumps(lowered: Lowered, folder: str) -> None:
+    """Compiles again, and makes XLA write the program to `folder` in several stages."""
+    options = {
+        'xla_dump_to': folder,
+        'xla_dump_hlo_as_text': True,
+        'xla_dump_hlo_pass_re': 'spmd-partitioning',
+    }
+    # a program that does not fit into the memory of a device is dumped before compilation fails
+    with contextlib.suppress(jax.errors.JaxRuntimeError), progress('compiling again'):
+        lowered.compile(compiler_options=options)
+
+
+def newest_dump(folder: str, ending: str) -> str:
+    """Reads the newest file whose name ends with a pattern; returns '' if there is none."""
+    files = sorted(Path(folder).glob(f'*{ending}.txt'))
+    return files[-1].read_text(encoding='utf-8') if files else ''
+
+
+_cache_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def _no_persistent_cache() -> Generator[None, None, None]:
     """Disables JAX's persistent compilation cache, also for other threads.
 
-    The resets are needed because JAX checks only once whether the cache is enabled.
+    It resets the cache because JAX checks only once whether the cache is enabled.
     """
     from jax.experimental.compilation_cache import compilation_cache
 
     config: Any = jax.config
-    with _one_at_a_time:
+    with _cache_lock:
         enabled = config.jax_enable_compilation_cache
         config.update('jax_enable_compilation_cache', False)
         compilation_cache.reset_cache()
@@ -90,7 +99,7 @@ def _no_persistent_cache() -> Generator[None, None, None]:
             compilation_cache.reset_cache()
 
 
-def _read(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
+def _read_values(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
     module = Module(text)
     placements: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
     for _, _, op in module.find(' sharding={'):
@@ -114,49 +123,58 @@ def _read(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
         )
 
 
-def shardings_in(
-    op: Instruction, n_dims: Sequence[int], mesh: AnyMesh
+def read_shardings(
+    op: Instruction, ranks: Sequence[int], mesh: AnyMesh
 ) -> list[NamedSharding | None]:
-    """Reads the shardings of an instruction, for arrays of these ranks; None if not on `mesh`."""
+    """Reads the shardings of an instruction's results.
+
+    Args:
+        op: the instruction.
+        ranks: the rank of each result.
+        mesh: the mesh of the program.
+
+    Returns:
+        One sharding for each result; None if it is missing, or not a sharding on the mesh.
+    """
     if mesh.size == 1:
-        return [NamedSharding(mesh, PartitionSpec()) for _ in n_dims]
+        return [NamedSharding(mesh, PartitionSpec()) for _ in ranks]
     _, _, text = op.attributes.partition('sharding=')
-    texts = _ELEMENT.findall(text[text.startswith('{{') :])[: len(n_dims)]
-    texts += [''] * (len(n_dims) - len(texts))
-    blocks = [
-        _blocks(text, n, mesh.size) if text else None for text, n in zip(texts, n_dims, strict=True)
-    ]
-    return [None if one is None else sharding_of(one, mesh) for one in blocks]
+    elements = [*_ELEMENT.findall(text[text.startswith('{{') :]), *[''] * len(ranks)]
+    shardings: list[NamedSharding | None] = []
+    for element, ndim in zip(elements, ranks, strict=False):
+        blocks = _block_indices(element, ndim, mesh.size)
+        shardings.append(None if blocks is None else sharding_of(blocks, mesh))
+    return shardings
 
 
-def _placement(text: str, n_dims: int, meshes: Sequence[AnyMesh]) -> tuple[str, tuple[int, ...]]:
-    """Converts a sharding in HLO text to an expression and the number of shards per axis."""
-    blocks = _blocks(text, n_dims, meshes[0].size)
+def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, tuple[int, ...]]:
+    """Converts a sharding in HLO text to an expression, and the number of shards of each axis."""
+    blocks = _block_indices(text, ndim, meshes[0].size)
     if blocks is None:
-        return text, (1,) * n_dims
-    parts = tuple(max(of_axis) + 1 for of_axis in blocks)
-    terms = _terms(text, n_dims, meshes[0].size)
+        return text, (1,) * ndim
+    parts = tuple(max(indices) + 1 for indices in blocks)
+    terms = _term_indices(text, ndim, meshes[0].size)
     for mesh in meshes:
-        # as if the terms of a sum were stacked along one more axis
+        # as if the terms of a partial sum were stacked along one more axis
         sharding = sharding_of([*blocks, terms], mesh)
         if sharding is None:
             continue
         entries = spec_axes(sharding.spec)
-        axes = entries[n_dims] if len(entries) > n_dims else ()
+        axes = entries[ndim] if len(entries) > ndim else ()
         if not axes or AxisType.Explicit in mesh.axis_types:
-            sharding = NamedSharding(mesh, partition_spec(entries[:n_dims], axes))
-            return describe_named(sharding, n_dims), parts
+            sharding = NamedSharding(mesh, partition_spec(entries[:ndim], axes))
+            return describe_named(sharding, ndim), parts
     return text, parts
 
 
-def _terms(text: str, n_dims: int, n_devices: int) -> list[int]:
-    """Lists which term of a sum each device has; zeros if the value is not a partial sum."""
+def _term_indices(text: str, ndim: int, n_devices: int) -> list[int]:
+    """Lists the term of a partial sum that each device holds; zeros for other values."""
     terms = [0] * n_devices
     kinds = re.search(r'last_tile_dims=\{(.*unreduced.*?)\}', text)
     if kinds and (tiles := _TILES.match(text)):
-        dimension = n_dims + kinds[1].split(', ').index('unreduced')
-        for at, device in np.ndenumerate(_grid(tiles)):
-            terms[device] = at[dimension]
+        dimension = ndim + kinds[1].split(', ').index('unreduced')
+        for tile, device in np.ndenumerate(_grid(tiles)):
+            terms[device] = tile[dimension]
     elif (mesh := _MESH.match(text)) and (axes := re.search(r'unreduced=\{(.*?)\}', text)):
         for group in read_groups(f'{mesh[1]} {{{axes[1]}}}'):
             for term, device in enumerate(group):
@@ -172,21 +190,21 @@ def _grid(tiles: re.Match[str]) -> np.ndarray[Any, Any]:
     return np.array(ids).reshape(shape)
 
 
-def _blocks(text: str, n_dims: int, n_devices: int) -> list[list[int]] | None:
-    """Lists, for each axis, the block index of each device; None if the text does not tell."""
-    blocks = [[0] * n_devices for _ in range(n_dims)]
+def _block_indices(text: str, ndim: int, n_devices: int) -> list[list[int]] | None:
+    """Reads the block index of each device along each axis; None if the sharding is unknown."""
+    blocks = [[0] * n_devices for _ in range(ndim)]
     if text.startswith('replicated') or text.endswith(' replicated'):
         return blocks
     if tiles := _TILES.match(text):
         if 'manual' in text:
             return None
-        for at, device in np.ndenumerate(_grid(tiles)):
-            for axis in range(n_dims):
-                blocks[axis][device] = at[axis]
+        for tile, device in np.ndenumerate(_grid(tiles)):
+            for axis in range(ndim):
+                blocks[axis][device] = tile[axis]
         return blocks
     if mesh := _MESH.match(text):
         axes = re.findall(r'\{([^{}]*)\}', mesh[2])
-        if len(axes) != n_dims or 'manual' in text:
+        if len(axes) != ndim or 'manual' in text:
             return None
         for axis, mesh_axes in enumerate(axes):
             for group in read_groups(f'{mesh[1]} {{{mesh_axes}}}') if mesh_axes else ():

@@ -37,9 +37,10 @@ class Stages:
 
     Attributes:
         name: the name of the function; '' if unknown.
-        compiled, lowered, traced: the stage that was passed or traced; the others are None.
-        labels: argument names by position, or None.
-        parameters: parameter names by position, including static parameters.
+        compiled, lowered, traced: one of them is set: the stage that the user passed, or the traced
+            function.
+        argument_names: by position, for the program of a `sharded` function; else None.
+        parameters: the names of all parameters, static ones too, for other functions.
         program, values: the program of a `sharded` function, and the values of the call.
         promise: the limits on collectives and memory, or None.
     """
@@ -48,7 +49,7 @@ class Stages:
     compiled: Compiled | None = None
     lowered: Lowered | None = None
     traced: Traced | None = None
-    labels: Mapping[int, str] | None = None
+    argument_names: Mapping[int, str] | None = None
     parameters: Sequence[str] = ()
     program: TracedFunction | None = None
     values: tuple[Any, ...] = ()
@@ -60,7 +61,7 @@ class Stages:
             return self.lowered
         if self.traced is None:
             raise EinshardError(
-                'a Compiled has no intermediate values',
+                'a Compiled does not list intermediate values',
                 facts={'instead': 'pass the function, or the lowered function: f.lower(...)'},
             )
         return self.traced.lower()
@@ -103,11 +104,11 @@ class Stages:
 
 
 def compiled_shardings(compiled: Compiled) -> tuple[list[Sharding | None], Any]:
-    """Returns the shardings of all argument leaves (None if unused), and the result as `out_info`.
+    """Returns the sharding of each argument leaf (None if unused), and `out_info`.
 
-    For a program that uses a `jax.Ref`, JAX's `out_info` and `output_shardings` raise, because the
-    final values of refs are outputs but not in `out_tree`; `input_shardings` may be shifted. So
-    this reads JAX's private fields; tests/test_jax_facts.py fails if they change.
+    If a program uses a `jax.Ref`, JAX's `out_info` and `output_shardings` raise, because the final
+    values of refs are outputs but not in `out_tree`; and `input_shardings` may belong to other
+    arguments. So this reads JAX's private fields; tests/test_jax_facts.py fails if they change.
     """
     leaves, treedef = jtu.tree_flatten(compiled.args_info)
     try:
@@ -125,9 +126,9 @@ def compiled_shardings(compiled: Compiled) -> tuple[list[Sharding | None], Any]:
 def trace_call(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLike | None
 ) -> Stages:
-    """Traces a call of a function of any kind. `fn` may also be a stage, such as a `Lowered`."""
+    """Traces a call of a function; `fn` may also be a `Traced`, `Lowered` or `Compiled`."""
     if isinstance(fn, Compiled | Lowered | Traced):
-        return _given(fn, args, kwargs, mesh)
+        return _wrap_stage(fn, args, kwargs, mesh)
     if not callable(fn):
         raise EinshardError(
             f'{type(fn).__name__} is not a function',
@@ -139,9 +140,9 @@ def trace_call(
     check_arguments(fn, name, args, kwargs)
     target = None if mesh is None else concrete(current_context(mesh).lowering_mesh, 'compile for')
     if target is not None:
-        # only shapes: arrays cannot be moved to devices that may not exist
+        # arrays cannot be moved to devices that may not exist
         _check_no_refs(name, target, args, kwargs)
-        args, kwargs = jtu.tree_map(_struct, (tuple(args), dict(kwargs)))
+        args, kwargs = jtu.tree_map(_without_devices, (tuple(args), dict(kwargs)))
     with nullcontext() if target is None else mesh_scope(target):
         stages = _trace(fn, name, args, kwargs, target)
     if stages.program is not None and target is not None and stages.program.setup.mesh is not None:
@@ -161,7 +162,7 @@ def _hide_our_source_lines() -> None:
     register_exclusion(f'{Path(__file__).parent.parent}{os.sep}')
 
 
-def _given(stage: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any) -> Stages:
+def _wrap_stage(stage: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any) -> Stages:
     kind = type(stage).__name__
     if args or kwargs or mesh is not None:
         option = 'arguments' if args or kwargs else 'mesh='
@@ -185,15 +186,15 @@ def _trace(
     try:
         if isinstance(unbound, ShardedFunction):
             # its programs take a flat list of arguments, which may have been placed already
-            program, values, traced = unbound._call(args, kwargs, _trace_with)  # type: ignore[reportPrivateUsage]
-            labels = [p for i, p in enumerate(program.names) if i not in program.static]
+            program, values, traced = unbound._call(args, kwargs, _trace_program)  # type: ignore[reportPrivateUsage]
+            names = [p for i, p in enumerate(program.names) if i not in program.static]
             return Stages(
                 name,
                 traced=traced,
-                labels=dict(enumerate(labels)),
+                argument_names=dict(enumerate(names)),
                 program=program,
                 values=values,
-                promise=unbound.promised,
+                promise=unbound.limits,
             )
         if not hasattr(fn, 'trace'):
             fn = jax.jit(fn)
@@ -211,7 +212,10 @@ def _trace(
     except (TypeError, ValueError) as error:
         raise EinshardError(
             f'tracing {name} with these arguments failed',
-            facts={'JAX says': str(error).partition('\n')[0], 'arguments': _listed(args, kwargs)},
+            facts={
+                'JAX says': str(error).partition('\n')[0],
+                'arguments': _format_call(args, kwargs),
+            },
         ) from error
 
 
@@ -225,7 +229,7 @@ def _parameters(fn: Any, args: Sequence[Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in by_position][: len(args)]
 
 
-def _trace_with(program: Program) -> Callable[..., Any]:
+def _trace_program(program: Program) -> Callable[..., Any]:
     return lambda *values: (program.traced, values, program.jitted.trace(*values))
 
 
@@ -237,7 +241,7 @@ def _check_no_refs(
         raise EinshardError(
             f'{name} takes a jax.Ref, so mesh= cannot be given',
             facts={
-                'arguments': _listed(args, kwargs),
+                'arguments': _format_call(args, kwargs),
                 'mesh=': mesh_fact(mesh),
                 'instead': 'pass an array, and call jax.new_ref inside the function',
             },
@@ -245,7 +249,7 @@ def _check_no_refs(
 
 
 def concrete(mesh: AnyMesh, use: str) -> Mesh:
-    """Returns the mesh; raises for an abstract one, which has no devices to `use`."""
+    """Returns the mesh; raises if it is abstract. `use` says what its devices are needed for."""
     if isinstance(mesh, AbstractMesh):
         raise EinshardError(
             f'an abstract mesh has no devices to {use}',
@@ -264,27 +268,28 @@ def check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # some builtins: leave the check to JAX
         return
-    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    shown = signature.replace(parameters=bare, return_annotation=signature.empty)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
+        bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        shown = signature.replace(parameters=bare, return_annotation=signature.empty)
         raise EinshardError(
             f'the arguments do not match the parameters of {name}: {error}',
             facts={
                 'parameters': str(shown)[1:-1] or 'none',
-                'arguments': _listed(args, kwargs),
+                'arguments': _format_call(args, kwargs),
             },
         ) from None
 
 
-def _struct(leaf: Any) -> Any:
+def _without_devices(leaf: Any) -> Any:
+    """Replaces an array by its shape and dtype."""
     if isinstance(leaf, jax.Array | np.ndarray):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return leaf
 
 
-def _listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Formats arguments: 'float32[8,4], lr=float 0.1'; a pytree is formatted as its type."""
-    named = [f'{name}={array_text(value)}' for name, value in kwargs.items()]
-    return ', '.join([*map(array_text, args), *named]) or 'none'
+def _format_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Formats the arguments of a call: 'float32[8,4], lr=float 0.1'; a pytree is its type."""
+    by_keyword = [f'{name}={array_text(value)}' for name, value in kwargs.items()]
+    return ', '.join([*map(array_text, args), *by_keyword]) or 'none'

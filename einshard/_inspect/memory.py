@@ -16,8 +16,8 @@ def temporaries_section(rows: Sequence[Temporary], memory: Memory | None) -> Sec
     """Lists temporaries of at least 1 MiB, and at least 1% of the memory of the program."""
     least = max(2**20, memory.total // 100 if memory else 0)
     shown = tuple(
-        (one.array, format_bytes(one.bytes), short_source(one.source), one.op_name.split('/')[-1])
-        for one in rows
-        if one.bytes >= least
+        (row.array, format_bytes(row.bytes), short_source(row.source), row.op_name.split('/')[-1])
+        for row in rows
+        if row.bytes >= least
     )
     return Section('largest temporaries', _TEMPORARIES if shown else (), shown)

@@ -1,10 +1,10 @@
 """Lower bounds on the time of collectives, from the positions of their devices in the network.
 
 Take any set of devices. The bytes that collectives must send into it (or out of it) cross the links
-at its border, so these bytes / the bandwidth of these links is a lower bound. This module tries
-every chip, every range of consecutive positions along a dimension of the torus, and every slice or
-node. On a ring of n devices this gives the formulas of the scaling book (chapter 3), but with
-(n-1)/n where the book rounds to 1.
+at its border, so these bytes / the bandwidth of these links is a lower bound on the time. This
+module tries every chip, every range of consecutive positions along a dimension of the torus, and
+every slice or node. On a ring of n devices this gives the formulas of the scaling book (chapter 3),
+but with (n-1)/n where the book rounds to 1.
 
 If collectives run at the same time, their bytes add up at each border, but their times do not: on a
 line, an all-gather and a reduce-scatter need the time of 1.0 array together, and of 1.5 arrays one
@@ -35,6 +35,13 @@ class Network:
     Args:
         devices: the devices in the order of the program. Any two devices without coordinates, such
             as CPUs, may be neighbors.
+        chip: the kind of all devices.
+
+    Attributes:
+        slices: the number of the slice or node of each device.
+        chips: the number of the chip of each device; a chip may have several devices.
+        positions: the torus coordinates of each device, with a column for each dimension.
+        sizes, wraps: for each dimension of the torus, its size and whether it is a ring.
     """
 
     def __init__(self, devices: Sequence[Any], chip: Chip):
@@ -49,65 +56,68 @@ class Network:
             slices = list(ranks // chip.node)
         self.slices: Any = np.unique(slices, return_inverse=True)[1]
         self.sizes: tuple[int, ...] = ()
-        at: Any = np.zeros((n, 0), int)
+        self.positions: Any = np.zeros((n, 0), int)
         if self.has_coords:
-            at = np.array([list(c)[: chip.torus] for c in coords])  # type: ignore[reportArgumentType]
-            at -= at.min(0)
-            self.sizes = tuple(int(size) + 1 for size in at.max(0))
-        self.at = at
-        places = np.concatenate([self.slices[:, None], at], 1) if self.has_coords else np.arange(n)
+            coords = np.array([list(c)[: chip.torus] for c in coords])  # type: ignore[reportArgumentType]
+            self.positions = coords - coords.min(0)
+            self.sizes = tuple(int(size) + 1 for size in self.positions.max(0))
+        places = np.arange(n)
+        if self.has_coords:
+            places = np.concatenate([self.slices[:, None], self.positions], 1)
         self.chips: Any = np.unique(places, axis=0, return_inverse=True)[1].reshape(-1)
         wraps = [size >= chip.wraps_at and size % chip.wraps_at == 0 for size in self.sizes]
         self.wraps = wraps if chip.torus < 3 else [all(wraps)] * len(wraps)
-        self._needs: dict[Any, Any] = {}
-        self._rates: dict[Any, Any] = {}
+        self._crossings: dict[Any, Any] = {}
+        self._bandwidths: dict[Any, Any] = {}
 
     def seconds(self, *collectives: Collective) -> float:
         """Returns the minimum time of collectives that may run at the same time.
 
         Collectives whose senders and receivers are unknown count as 0.
         """
-        # the bytes that cross each border, by the devices that send to each other
-        crossing: dict[_Pattern, Any] = {}
-        for pattern, needs in self._all_needs(collectives):
-            crossing[pattern] = crossing.get(pattern, 0) + needs
-        bounds = [_longest(needs, self.rates((pattern,))) for pattern, needs in crossing.items()]
+        by_pattern: dict[_Pattern, Any] = {}
+        for pattern, n_bytes in self._all_crossings(collectives):
+            by_pattern[pattern] = by_pattern.get(pattern, 0) + n_bytes
+        bounds = [
+            _longest(n_bytes, self.bandwidths((pattern,)))
+            for pattern, n_bytes in by_pattern.items()
+        ]
         if len(bounds) > 1:  # the bytes of all patterns, over all their links
-            bounds.append(_longest(sum(crossing.values()), self.rates(tuple(crossing))))
+            bounds.append(_longest(sum(by_pattern.values()), self.bandwidths(tuple(by_pattern))))
         return max(bounds, default=0.0)
 
     def seconds_per_byte(self, kind: str, groups: Sequence[Ints]) -> float:
         """Returns the minimum time of a collective in these groups, per byte of its array."""
         pattern = _Pattern(False, tuple(map(tuple, groups)))
-        return _longest(self.needs(kind, pattern), self.rates((pattern,)))
+        return _longest(self.crossings(kind, pattern), self.bandwidths((pattern,)))
 
     def seconds_in_turn(self, *collectives: Collective) -> float:
         """Returns the minimum time of collectives that every chip runs one after another."""
-        n, first = (
-            int(self.chips.max()) + 1,
-            2 * (int(self.slices.max()) + int(self.chips.max()) + 2),
-        )
-        busy = np.zeros(n)
-        for pattern, needs in self._all_needs(collectives):
-            seconds = _seconds(needs, self.rates((pattern,)))[first : first + 2 * n]
-            busy += seconds.reshape(2, n).max(0)  # receives and sends
+        n_slices, n_chips = int(self.slices.max()) + 1, int(self.chips.max()) + 1
+        first = 2 * (n_slices + n_chips)  # the borders of chips, for bytes within a slice
+        busy = np.zeros(n_chips)
+        for pattern, n_bytes in self._all_crossings(collectives):
+            seconds = _seconds(n_bytes, self.bandwidths((pattern,)))[first : first + 2 * n_chips]
+            busy += seconds.reshape(2, n_chips).max(0)  # receives and sends
         return max(float(busy.max()), self.seconds(*collectives))
 
-    def _all_needs(self, collectives: Sequence[Collective]) -> Iterator[tuple[_Pattern, Any]]:
+    def _all_crossings(self, collectives: Sequence[Collective]) -> Iterator[tuple[_Pattern, Any]]:
+        """Yields the pattern of each collective, and the bytes that cross each border."""
         for one in collectives:
             if one.kind not in ('custom-call', 'ragged-all-to-all') and (one.groups or one.pairs):
                 pattern = _Pattern(bool(one.pairs), one.pairs or one.groups)
                 runs = 1 if one.executions is None else one.executions
-                yield pattern, runs * one.bytes * self.needs(one.kind, pattern)
+                yield pattern, runs * one.bytes * self.crossings(one.kind, pattern)
 
-    # The borders, in this order: of every slice and every chip, for bytes between slices; of every
-    # chip and every range of positions, for bytes within a slice. Each has a number per direction.
+    # `crossings` and `bandwidths` list borders in this order: of every slice and every chip, for
+    # bytes between slices; of every chip and every range of positions, for bytes within a slice;
+    # and all links together. Each border but the last has two numbers: into it, out of it.
 
-    def needs(self, kind: str, pattern: _Pattern) -> Any:
+    def crossings(self, kind: str, pattern: _Pattern) -> Any:
         """Returns the bytes that cross each border, per byte of a collective."""
         key = kind, pattern
-        if key not in self._needs:
-            within, across = self.split(pattern)
+        if key not in self._crossings:
+            within, across = self.split_by_slice(pattern)
             parts = [
                 *_crossing(kind, across, self.slices),
                 *_crossing(kind, across, self.chips),
@@ -115,17 +125,17 @@ class Network:
             ]
             for axis in range(len(self.sizes)):
                 parts += self._into_ranges(kind, within, axis)
-            # a chip must send the array, or its sum, to every other chip
+            # over all links, the array, or its sum, must reach every other chip of the group
             rounds = {'all-gather': 1, 'reduce-scatter': 1, 'all-reduce': 2}.get(kind, 0)
             chips = self.chips
             sends = sum(rounds * (len(set(chips[list(group)].tolist())) - 1) for group in within)
-            self._needs[key] = np.concatenate([*parts, [sends]])
-        return self._needs[key]
+            self._crossings[key] = np.concatenate([*parts, [sends]])
+        return self._crossings[key]
 
-    def rates(self, patterns: Sequence[_Pattern]) -> Any:
+    def bandwidths(self, patterns: Sequence[_Pattern]) -> Any:
         """Returns the bytes per second that can cross each border, over the patterns' links."""
         key = frozenset(patterns)
-        if key not in self._rates:
+        if key not in self._bandwidths:
             chip, n_slices = self.chip, int(self.slices.max()) + 1
             size = len(self.slices) / n_slices if chip.torus else chip.node
             n_chips = int(self.chips.max()) + 1
@@ -135,7 +145,7 @@ class Network:
                 np.full(2 * n_chips, total + chip.network),
             ]
             if self.has_coords:
-                links = _Links(self, [(p.directed, self.split(p)[0]) for p in patterns])
+                links = _Links(self, [(p.directed, self.split_by_slice(p)[0]) for p in patterns])
                 parts += [n * chip.link for n in links.of_chips()]
                 for axis in range(len(self.sizes)):
                     across = [
@@ -146,10 +156,10 @@ class Network:
                 parts.append([links.total * chip.link])
             else:
                 parts += [np.full(2 * n_chips, total), [0.0]]
-            self._rates[key] = np.concatenate(parts)
-        return self._rates[key]
+            self._bandwidths[key] = np.concatenate(parts)
+        return self._bandwidths[key]
 
-    def split(self, pattern: _Pattern) -> tuple[list[Ints], list[Ints]]:
+    def split_by_slice(self, pattern: _Pattern) -> tuple[list[Ints], list[Ints]]:
         """Splits groups or pairs into those within a slice and those across slices."""
         within, across = list[Ints](), list[Ints]()
         for group in pattern.groups:
@@ -167,19 +177,19 @@ class Network:
 
     def _into_ranges(self, kind: str, groups: Sequence[Ints], axis: int) -> Iterator[Any]:
         """Yields, for each range of positions, the bytes that enter it and that leave it."""
-        size, at = self.sizes[axis], self.at[:, axis]
+        size, at = self.sizes[axis], self.positions[:, axis]
         counts = np.zeros((len(groups), size), int)
         for i, group in enumerate(groups):
             np.add.at(counts[i], at[list(group)], 1)
         n = counts.sum(1)
-        moves = bool((np.count_nonzero(counts, axis=1) > 1).any())
+        any_along_axis = bool((np.count_nonzero(counts, axis=1) > 1).any())
         for start, length in self._ranges(axis):
             part = np.arange(start, start + length) % size
-            if not moves:  # nothing goes along this dimension
+            if not any_along_axis:
                 yield np.zeros(2)
             elif kind == 'collective-permute':
-                ends = np.isin(at[np.array(groups)], part)
-                enters, leaves = ends[:, 1] & ~ends[:, 0], ends[:, 0] & ~ends[:, 1]
+                inside = np.isin(at[np.array(groups)], part)  # of each pair: source, target
+                enters, leaves = inside[:, 1] & ~inside[:, 0], inside[:, 0] & ~inside[:, 1]
                 yield np.array([enters.sum(), leaves.sum()], float)
             else:
                 inside = counts[:, part].sum(1)
@@ -188,9 +198,9 @@ class Network:
 
 
 class _Pattern(NamedTuple):
-    """The devices that send to each other: the groups, or the pairs of a permute."""
+    """The devices that send to each other."""
 
-    directed: bool
+    directed: bool  # whether `groups` are the pairs (source, target) of a permute
     groups: tuple[tuple[int, ...], ...]
 
 
@@ -216,9 +226,9 @@ _REVERSED = {'all-gather': 'reduce-scatter', 'reduce-scatter': 'all-gather'}
 def _entering(kind: str, inside: Any, n: Any) -> Any:
     """Returns the fraction of the array that must enter a part with `inside` of n devices.
 
-    For an all-gather, all shards outside; for a reduce-scatter, one term of the sums whose results
-    are inside; for an all-reduce, one term of all sums. In an all-to-all, each device inside
-    receives 1/n from each device outside. As much must leave a part as must enter it in the reverse
+    In an all-gather, all shards outside must enter. In a reduce-scatter, one term of each sum whose
+    result is inside; in an all-reduce, one term of every sum. In an all-to-all, each device inside
+    receives 1/n from each device outside. What must leave a part is what enters it in the reverse
     collective.
     """
     split = (inside > 0) & (inside < n)
@@ -230,20 +240,20 @@ def _entering(kind: str, inside: Any, n: Any) -> Any:
     return split * share
 
 
-def _longest(needs: Any, rates: Any) -> float:
-    return float(_seconds(needs, rates).max())
+def _longest(n_bytes: Any, bandwidths: Any) -> float:
+    return float(_seconds(n_bytes, bandwidths).max())
 
 
-def _seconds(needs: Any, rates: Any) -> Any:
+def _seconds(n_bytes: Any, bandwidths: Any) -> Any:
     """Returns the time at each border; 0 if the links that cross it are unknown."""
-    return np.divide(needs, rates, out=np.zeros(len(needs)), where=rates > 0)
+    return np.divide(n_bytes, bandwidths, out=np.zeros(len(n_bytes)), where=bandwidths > 0)
 
 
 class _Links:
     """The links on shortest paths between the devices of each group.
 
-    `plus[axis]` has the links from each position to the next one along an axis, and `minus[axis]`
-    the links in the opposite direction. A pair sends in one direction only.
+    `plus[axis]` says which links from each position to the next one along an axis are used, and
+    `minus[axis]` which links in the opposite direction. A pair sends in one direction only.
     """
 
     def __init__(self, network: Network, patterns: Sequence[tuple[bool, Sequence[Ints]]]):
@@ -256,15 +266,16 @@ class _Links:
                 self._add(group, directed)
 
     def _add(self, group: Ints, directed: bool) -> None:
-        network, at = self.network, self.network.at[list(group)]
-        axes = range(len(network.sizes))
-        kinds = [
-            _along(tuple(at[:, i] if directed else np.unique(at[:, i])), size, wraps, directed)
+        network, at = self.network, self.network.positions[list(group)]
+        paths = [
+            _shortest_paths(
+                tuple(at[:, i] if directed else np.unique(at[:, i])), size, wraps, directed
+            )
             for i, (size, wraps) in enumerate(zip(network.sizes, network.wraps, strict=True))
         ]
-        covered = [np.flatnonzero(positions) for _, _, positions in kinds]
-        for axis in axes:
-            for links, used in zip((self.plus, self.minus), kinds[axis][:2], strict=True):
+        covered = [np.flatnonzero(positions) for _, _, positions in paths]
+        for axis in range(len(network.sizes)):
+            for links, used in zip((self.plus, self.minus), paths[axis][:2], strict=True):
                 where = [*covered[:axis], np.flatnonzero(used), *covered[axis + 1 :]]
                 links[axis][np.ix_([network.slices[group[0]]], *where)] = True
 
@@ -280,7 +291,7 @@ class _Links:
         for axis, (plus, minus) in enumerate(zip(self.plus, self.minus, strict=True), 1):
             into += np.roll(plus, 1, axis) + minus.astype(int)
             out += plus + np.roll(minus, 1, axis).astype(int)
-        places = (network.slices, *network.at.T)
+        places = (network.slices, *network.positions.T)
         counts = [np.zeros(int(network.chips.max()) + 1, int) for _ in range(2)]
         for links, numbers in zip(counts, (into, out), strict=True):
             links[network.chips] = numbers[places]
@@ -308,7 +319,9 @@ class _Links:
 
 
 @functools.lru_cache(maxsize=4096)
-def _along(positions: tuple[int, ...], size: int, wraps: bool, directed: bool) -> tuple[Any, ...]:
+def _shortest_paths(
+    positions: tuple[int, ...], size: int, wraps: bool, directed: bool
+) -> tuple[Any, ...]:
     """Returns the links (plus, minus) and the positions on shortest paths along a dimension."""
     plus, minus, covered = (np.zeros(size, bool) for _ in range(3))
     covered[list(positions)] = True

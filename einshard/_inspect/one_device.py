@@ -36,10 +36,11 @@ _JITTED: Any = type(jax.jit(lambda: None))
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function, whose arrays are kept apart from its other arguments.
+    """A call of a function.
 
     Attributes:
-        leaves, treedef: the leaves of (args, kwargs).
+        function, name: the function.
+        leaves, treedef: the flattened (args, kwargs).
         paths: by index, the path of each leaf that is an array.
     """
 
@@ -59,27 +60,28 @@ class Call:
         return [i for i in self.paths if is_inexact(self.leaves[i])]
 
     def result(self, arrays: Arrays) -> Any:
-        """Calls the function with these arrays."""
+        """Calls the function with these arrays in place of its own."""
         args, kwargs = self.arguments(arrays)
         return self.function(*args, **kwargs)
 
     def run(self) -> Any:
-        """Runs the function on its devices, on copies of the arguments, which it may donate."""
+        """Runs the function on its devices. It gets copies, because it may donate arguments."""
         function = self.result if hasattr(self.function, 'lower') else jax.jit(self.result)
         copies = {i: x.copy() if isinstance(x, jax.Array) else x for i, x in self.arrays.items()}
         return function(copies)
 
     def arguments(self, arrays: Arrays) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Returns (args, kwargs) with these arrays in place of its own."""
         return self.treedef.unflatten([arrays.get(i, x) for i, x in enumerate(self.leaves)])
 
     def gradients(self, arrays: Arrays, weights: Arrays) -> Arrays:
         """Returns the gradients of the sum of all results, multiplied by `weights`."""
 
-        def weighted(inputs: Arrays) -> Arrays:
+        def results_with_weights(inputs: Arrays) -> Arrays:
             results = jtu.tree_leaves(self.result({**arrays, **inputs}))
             return {i: results[i] for i in weights}
 
-        _, pull_back = jax.vjp(weighted, {i: arrays[i] for i in self.inputs})
+        _, pull_back = jax.vjp(results_with_weights, {i: arrays[i] for i in self.inputs})
         return pull_back(dict(weights))[0]
 
 
@@ -122,9 +124,12 @@ def is_inexact(array: Any) -> bool:
 
 
 def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
-    """Returns the call with its arrays on one device and another function, for `Compiled`.
+    """Returns a call of `function` with the arrays on one device, for `Compiled`.
 
-    `mesh` is the mesh of arrays without one, because arrays on Explicit axes need the same mesh.
+    Args:
+        call: the call.
+        function: the function to call instead of that of `call`.
+        mesh: the mesh for arrays that have none: in explicit mode, all arrays need the same mesh.
     """
     if isinstance(function, BoundMethod):
         function = function.func
@@ -157,7 +162,7 @@ def sharding_on(sharding: Any, device: Device) -> NamedSharding:
 
 @contextmanager
 def _use_mesh(mesh: Any) -> Generator[None, None, None]:
-    """Replaces the mesh in context, and the meshes of expressions, by a mesh of one device."""
+    """Makes expressions, and code that reads the mesh in context, use a mesh of one device."""
     ambient = ambient_mesh()
     with ExitStack() as stack:
         if ambient is not None:
@@ -171,7 +176,9 @@ class Compiled:
     """A function of arrays, compiled for one device.
 
     Args:
+        name: the name of the user's function, for errors.
         mesh: a mesh of one device, for expressions that use the canonical mesh.
+        function: the function to compile.
         arguments: arguments like those of the later calls.
 
     Attributes:
@@ -231,7 +238,7 @@ def _too_large(name: str, facts: Mapping[str, str]) -> EinshardError:
 
 
 def _capacity(device: Device) -> int | None:
-    """Returns the memory of a device in bytes, for a CPU of the machine; None if unknown."""
+    """Returns the memory of a device in bytes, for a CPU that of the machine; None if unknown."""
     chip = find_chip(device.device_kind)
     if chip is not None:
         return int(chip.memory * chip.share(device))

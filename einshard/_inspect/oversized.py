@@ -1,16 +1,14 @@
 """Reads programs that do not compile because they do not fit into the memory of a device.
 
-The compiler for TPUs raises RESOURCE_EXHAUSTED only after optimization. So a second compilation
-makes it dump the optimized program and the sizes of its buffers.
+The TPU compiler raises RESOURCE_EXHAUSTED only after optimization. So this module compiles a second
+time, and makes the compiler dump the optimized program and the sizes of its buffers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +19,9 @@ from jax.stages import Compiled
 
 from .._errors import EinshardError
 from .._hlo.module import Module
-from .._progress import progress
 from .._sharding.context import current_context, is_mesh_in_context
 from .._sharding.mesh import AnyMesh, MeshLike
-from .intermediates import shardings_in
+from .intermediates import compile_with_dumps, newest_dump, read_shardings
 from .lowered import Stages
 
 _AVAILABLE = re.compile(r'exceeds available HBM \((\d+(?:\.\d+)?)([KMGT]?)\)')
@@ -59,7 +56,7 @@ class Oversized:
         return {}
 
 
-def given_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | None:
+def find_compile_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | None:
     """Finds the mesh that a function will be compiled for; None if it is not known yet."""
     if stages.program is not None:
         return stages.program.mesh
@@ -77,74 +74,60 @@ def compile_stages(stages: Stages, mesh: AnyMesh | None) -> Compiled | Oversized
     """Compiles the program; if it does not fit, reads it from what the compiler dumped.
 
     Args:
-        mesh: the mesh that the function is compiled for, if it is known.
+        stages: the program.
+        mesh: the mesh that it is compiled for; None if unknown.
     """
     try:
         return stages.compile()
     except EinshardError as error:
-        says = str(error.__cause__)
-        available = _AVAILABLE.search(says)
+        available = _AVAILABLE.search(str(error.__cause__))
         if available is None or mesh is None or isinstance(mesh, AbstractMesh):
             raise
-        dumped = _dumped(stages, mesh)
-        if dumped is None:
-            raise
         size, unit = available.groups()
-        return Oversized(*dumped, available=int(float(size) * 1024 ** _UNITS[unit]))
+        oversized = _read_oversized(stages, mesh, int(float(size) * 1024 ** _UNITS[unit]))
+        if oversized is None:
+            raise
+        return oversized
 
 
-def _dumped(stages: Stages, mesh: AnyMesh) -> tuple[Any, ...] | None:
-    """Compiles again with dumps; returns arguments of `Oversized`, or None if dumps are missing."""
+def _read_oversized(stages: Stages, mesh: AnyMesh, available: int) -> Oversized | None:
+    """Compiles again, and reads the dumped program; None if dumps are missing."""
     lowered = stages.lower()
     with tempfile.TemporaryDirectory() as folder:
-        options = {
-            'xla_dump_to': folder,
-            'xla_dump_hlo_as_text': True,
-            'xla_dump_hlo_pass_re': 'spmd-partitioning',
-        }
-        with contextlib.suppress(jax.errors.JaxRuntimeError), progress('compiling again'):
-            lowered.compile(compiler_options=options)
-        before, after, buffers = (
-            _newest(folder, ending)
-            for ending in (
-                'before_*spmd-partitioning*.txt',
-                '.after_optimizations.txt',
-                '.after_optimizations-buffer-assignment.txt',
-            )
-        )
-        if mesh.size == 1:  # there is no partitioning
-            before = _newest(folder, '.before_optimizations.txt')
+        compile_with_dumps(lowered, folder)
+        # for a single device, there is no partitioning
+        pass_name = 'before_*spmd-partitioning*' if mesh.size > 1 else '.before_optimizations'
+        before = newest_dump(folder, pass_name)
+        after = newest_dump(folder, '.after_optimizations')
+        buffers = newest_dump(folder, '.after_optimizations-buffer-assignment')
     if not (before and after and buffers):
         return None
     module = Module(before)
     parameters = sorted(module.entry.parameters(), key=lambda op: int(op.given))
     leaves, treedef = jtu.tree_flatten(lowered.args_info)
-    kept = _kept(stages, len(leaves))
-    if len(kept) != len(parameters):
+    used = _used_arguments(stages, len(leaves))
+    if len(used) != len(parameters):
         return None
     argument_shardings = {
-        i: shardings_in(op, [len(leaves[i].shape)], mesh)[0]
-        for i, op in zip(kept, parameters, strict=True)
+        i: read_shardings(op, [len(leaves[i].shape)], mesh)[0]
+        for i, op in zip(used, parameters, strict=True)
     }
     results, out_tree = jtu.tree_flatten(lowered.out_info)
-    result_shardings = shardings_in(module.entry.root, [len(one.shape) for one in results], mesh)
+    ranks = [len(result.shape) for result in results]
+    result_shardings = read_shardings(module.entry.root, ranks, mesh)
     if None in argument_shardings.values() or None in result_shardings:
         return None
     shardings = treedef.unflatten([argument_shardings.get(i) for i in range(len(leaves))])
     out_info = out_tree.unflatten(
-        jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding)
-        for one, sharding in zip(results, result_shardings, strict=True)
+        jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=sharding)
+        for result, sharding in zip(results, result_shardings, strict=True)
     )
-    return lowered.args_info, shardings, out_info, after, read_sizes(buffers)
+    memory = read_sizes(buffers)
+    return Oversized(lowered.args_info, shardings, out_info, after, memory, available)
 
 
-def _newest(folder: str, ending: str) -> str:
-    written = sorted(Path(folder).glob(f'*{ending}'))
-    return written[-1].read_text(encoding='utf-8') if written else ''
-
-
-def _kept(stages: Stages, n_leaves: int) -> Sequence[int]:
-    """Returns the indices of the arguments that the program has: JAX drops unused ones."""
+def _used_arguments(stages: Stages, n_leaves: int) -> Sequence[int]:
+    """Returns the indices of the arguments that are parameters: JAX drops unused ones."""
     if stages.traced is None:
         return range(n_leaves)
     jaxpr = stages.traced.jaxpr.jaxpr
@@ -153,7 +136,10 @@ def _kept(stages: Stages, n_leaves: int) -> Sequence[int]:
 
 
 def read_sizes(buffers: str) -> Any:
-    """Sums the sizes of buffers; returns an object with the fields of `memory_analysis()`."""
+    """Sums the sizes of the buffers in a dumped buffer assignment.
+
+    Returns an object with the fields of `Compiled.memory_analysis()`.
+    """
     sizes = {'argument': 0, 'output': 0, 'temp': 0, 'alias': 0, 'generated_code': 0}
     for size, description in _ALLOCATION.findall(buffers):
         if 'color ' in description:  # other memory, such as VMEM

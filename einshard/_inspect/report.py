@@ -14,6 +14,7 @@ from .._errors import plural
 from .._hlo.buffers import Temporary
 from .._page import Column, Page, Section
 from .._text import format_bytes, short_source
+from .._trees.paths import common_end
 from .bounds import NO_BOUNDS, Bounds, bounds_section
 from .collectives import Collectives, collective_section
 from .diff import Compared, Diff, make_diff
@@ -50,7 +51,7 @@ class Report(Display):
         products: where the flops come from, by source line.
         in_place: (result, argument) for results that reuse the memory of a donated argument and
             have its sharding.
-        notes: what is often intended, such as large replicated arrays.
+        notes: facts that are worth knowing but often intended, such as large replicated arrays.
     """
 
     name: str
@@ -143,38 +144,40 @@ def _page(report: Report) -> Page:
     devices = plural(report.n_devices, 'device')
     title = f'{report.name} on {devices} ({report.device_kind}{"; " * bool(mesh)}{mesh})'
     filled = tuple(section for section in sections if section.rows or section.words)
-    return Page(title, filled, _listed(report.findings), _listed(report.notes))
+    return Page(title, filled, _finding_texts(report.findings), _finding_texts(report.notes))
 
 
-def _listed(findings: Sequence[Finding]) -> tuple[str, ...]:
+def _finding_texts(findings: Sequence[Finding]) -> tuple[str, ...]:
     counts = Counter(map(_finding_text, findings))
     return tuple(f'{text} ({n} times)' if n > 1 else text for text, n in counts.items())
 
 
-def _finding_text(one: Finding) -> str:
-    line = f'{short_source(one.source)}: ' if one.source else ''
-    suggestion = f'. {one.suggestion[0].upper()}{one.suggestion[1:]}.' if one.suggestion else ''
-    return f'{line}{one.text}{suggestion}'
+def _finding_text(finding: Finding) -> str:
+    line = f'{short_source(finding.source)}: ' if finding.source else ''
+    suggestion = ''
+    if text := finding.suggestion:
+        suggestion = f'. {text[0].upper()}{text[1:]}.'
+    return f'{line}{finding.text}{suggestion}'
 
 
 def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:
     shown: list[tuple[str, ...]] = []
-    alike = [(row.array, row.placement) for row in rows]
-    for path, numbers in fold([row.path for row in rows], alike):
-        row = rows[numbers[0]]
-        n = f'{len(numbers)} x ' if len(numbers) > 1 else ''
+    values = [(row.array, row.placement) for row in rows]
+    for path, indices in fold([row.path for row in rows], values):
+        row = rows[indices[0]]
+        n = f'{len(indices)} x ' if len(indices) > 1 else ''
         shown.append((path, row.array, row.placement, f'{n}{format_bytes(row.bytes)}'))
     return Section(title, _ARRAYS, tuple(shown), most=_MAX_ROWS)
 
 
 def _result_section(report: Report) -> Section:
-    """Lists the results, without those that take the place of donated arguments."""
+    """Lists the results; those that take the place of donated arguments are summed up in a line."""
     in_place = dict(report.in_place)
     section = _array_section('results', [r for r in report.results if r.path not in in_place])
-    places = Counter(_without_common_end(*pair) for pair in report.in_place)
+    counts = Counter(_without_common_end(*pair) for pair in report.in_place)
     words = [
         f'{result}: {plural(n, "array")} in place of {argument}, sharded as before'
-        for (result, argument), n in places.items()
+        for (result, argument), n in counts.items()
     ]
     columns = section.columns if section.rows else ()
     return replace(section, columns=columns, words=(*section.words, *words))
@@ -182,11 +185,9 @@ def _result_section(report: Report) -> Section:
 
 def _without_common_end(a: str, b: str) -> tuple[str, str]:
     """Strips the common end of two paths: 'result/0/w', 'state/w' -> 'result/0', 'state'."""
-    ours, theirs = a.split('/'), b.split('/')
-    while len(ours) > 1 and len(theirs) > 1 and ours[-1] == theirs[-1]:
-        ours.pop()
-        theirs.pop()
-    return '/'.join(ours), '/'.join(theirs)
+    a_keys, b_keys = a.split('/'), b.split('/')
+    n = min(common_end(a, b), len(a_keys) - 1, len(b_keys) - 1)
+    return '/'.join(a_keys[: len(a_keys) - n]), '/'.join(b_keys[: len(b_keys) - n])
 
 
 def _intermediates(rows: Sequence[ArrayRow]) -> Section:
@@ -214,5 +215,5 @@ def _memory_text(memory: Memory) -> str:
         used = memory.total / memory.capacity
         percent = f'{used:.0%}' if used >= 0.01 else '<1%'
         share = f', {percent} of {format_bytes(memory.capacity)}'
-    listed = ', '.join(f'{name} {text}' for name, text in memory.parts.items())
-    return f'{format_bytes(memory.total)}{share}{": " * bool(listed)}{listed}'
+    parts = ', '.join(f'{name} {text}' for name, text in memory.parts.items())
+    return f'{format_bytes(memory.total)}{share}{": " * bool(parts)}{parts}'

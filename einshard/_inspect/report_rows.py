@@ -19,7 +19,7 @@ class ArrayRow:
         dtype: such as 'float32'.
         placement: an expression, with the axis names of the spec if there is one; or a description.
         bytes: bytes per device.
-        sharded: whether each device holds only a shard, or a term of a sum.
+        sharded: whether each device holds only a shard, or a term of a partial sum.
         source: 'model.py:12', for intermediates.
     """
 
@@ -51,30 +51,31 @@ class CollectiveRow:
         group_size: the number of devices in each group.
         groups: the number of groups; 0 if the program does not list them, as for a custom call, and
             with JAX 0.8 and a newer libtpu. Bytes are then those of one group of all devices.
-        along: the mesh axes that it runs along, on a user's mesh; else the array axes sharded over
-            the same devices: 'b,x' is both axes, 'h|k' is either one. '' if unknown. For a permute,
-            the axes along which senders and receivers differ.
+        along: on a user's mesh, the mesh axes that it runs along. On the canonical mesh, the array
+            axes that are sharded over the same devices: 'b,x' is both axes, 'h|k' is either one.
+            For a permute, the axes along which senders and receivers differ. '' if unknown.
         executions: how often it runs in one run of the program; None if a loop has an unknown trip
             count.
         network_bytes: bytes that a device sends per execution; None for a custom call.
         is_async: whether it overlaps with computation.
         source: 'model.py:12', or None.
-        of: the path of the argument that it gathers, or of the results that it becomes (the
-            all-reduce of a gradient becomes the new weights); may be empty.
+        of: the path of the argument that it sends, or of the results that are computed from it, as
+            new weights are from the all-reduce of a gradient; may be empty.
         op_name: the JAX operation that it comes from.
         role: 'weights', 'gradients' or 'activations'. In a train step, weights are the arguments
             that it updates; in inference, the others. Only floating-point arguments count.
         is_backward: whether it belongs to the backward pass, which repeats parts of the forward
             pass under `jax.checkpoint`.
-        axes: the axis names of an activation, 'b s d', from the einsum or constraint in its line,
-            or the einsum if it does not tell which of its arrays it is; or ''.
+        axes: the axis names of an activation, 'b s d', from the einsum or the constraint in its
+            line. If it may be one of several arrays of the einsum, the einsum: 'bsd,df->bsf'. ''
+            if unknown.
         widened: whether the compiled program runs it in float32 although the arrays are bfloat16,
             as XLA does on CPU. `arrays` and bytes are those in bfloat16.
         called_at: if `source` is in a helper, such as a function with only one line in the program,
             the nearest calling line outside helpers; else None.
         in_branch: whether it is in a branch of a conditional; all branches count.
         cause: 'requested' by a constraint or by a collective in a `shard_map`; 'inserted' by the
-            compiler; or 'unknown', because the name of a constraint may be lost.
+            compiler; or 'unknown': XLA may have dropped the name of a constraint.
     """
 
     kind: str
@@ -133,9 +134,9 @@ class Finding:
 
     Attributes:
         kind: such as 'missing constraint' or 'gathered again'; docs/explain.md lists them all.
-        text: a sentence about it, with the arrays in the user's names.
+        text: a sentence that names the arrays as in the user's code.
         source: 'model.py:12', or None.
-        bytes: bytes per device that it concerns in one run: those sent, or those of the array.
+        bytes: bytes per device that it concerns: those sent in one run, or those of the array.
         suggestion: the change to make, as a sentence with the expression to write; or ''.
     """
 

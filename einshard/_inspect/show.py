@@ -21,9 +21,8 @@ from jax.sharding import (
 
 from .._errors import EinshardError, plural, shown
 from .._notation.expression import Expression, axis_letters, parse
-from .._notation.layout import check_divisible
 from .._pictures.blocks import Blocks
-from .._pictures.caption import meaning
+from .._pictures.caption import describe_shards
 from .._pictures.draw import axis_names, check_drawable, draw, draw_expression, rank_drawn
 from .._pictures.picture import Gallery, Picture
 from .._sharding.context import ambient_mesh, current_context
@@ -98,21 +97,21 @@ def show(
     if shape is not None:
         shape = checked_shape(shape)
     if isinstance(x_or_expression, str):
-        return _of_text(x_or_expression, shape, devices)
+        return _draw_text(x_or_expression, shape, devices)
     if devices is not None:
         raise EinshardError(
             'devices= is only for expressions; arrays and shardings have their own devices',
             facts={'got': type(x_or_expression).__name__},
         )
     if isinstance(x_or_expression, Report):
-        return _of_report(x_or_expression)
+        return _draw_report(x_or_expression)
     if not jtu.all_leaves([x_or_expression]):
-        return _of_tree(x_or_expression)
-    return _of_value(x_or_expression, shape)
+        return _draw_pytree(x_or_expression)
+    return _draw_value(x_or_expression, shape)
 
 
-def _of_tree(tree: Any) -> Gallery:
-    """Draws all leaves that have a sharding."""
+def _draw_pytree(tree: Any) -> Gallery:
+    """Draws the leaves that have a sharding."""
     distinct: dict[Any, tuple[Any, list[str]]] = {}
     for path, leaf in jtu.tree_leaves_with_path(tree):
         sharding = leaf if isinstance(leaf, Sharding) else getattr(leaf, 'sharding', None)
@@ -122,14 +121,14 @@ def _of_tree(tree: Any) -> Gallery:
     if not distinct:
         raise EinshardError(f'nothing to draw: no leaf of the {type(tree).__name__} has a sharding')
 
-    def drawn(leaf: Any) -> tuple[str, Picture]:
+    def draw_leaf(leaf: Any) -> tuple[str, Picture]:
         about = '' if isinstance(leaf, Sharding) else f': {array_text(leaf)}'
-        return about, _of_value(leaf, None)
+        return about, _draw_value(leaf, None)
 
-    return _gallery(distinct.values(), drawn)
+    return _gallery(distinct.values(), draw_leaf)
 
 
-def _of_report(report: Report) -> Gallery:
+def _draw_report(report: Report) -> Gallery:
     """Draws the arguments and results of a compiled program."""
     devices: int | AbstractMesh = report.n_devices
     if report.mesh:
@@ -143,50 +142,52 @@ def _of_report(report: Report) -> Gallery:
     if not distinct:
         raise EinshardError(f'nothing to draw: no array of {report.name} has a mesh')
 
-    def drawn(row: ArrayRow) -> tuple[str, Picture]:
-        return f': {row.array}, {row.placement}', _of_text(row.placement, row.shape, devices)
+    def draw_row(row: ArrayRow) -> tuple[str, Picture]:
+        return f': {row.array}, {row.placement}', _draw_text(row.placement, row.shape, devices)
 
-    return _gallery(distinct.values(), drawn)
+    return _gallery(distinct.values(), draw_row)
 
 
 def _gallery(
-    distinct: Collection[tuple[_T, list[str]]], drawn: Callable[[_T], tuple[str, Picture]]
+    distinct: Collection[tuple[_T, list[str]]], draw_item: Callable[[_T], tuple[str, Picture]]
 ) -> Gallery:
-    """Draws the first few distinct items; each caption lists the paths of the item."""
+    """Draws the first few items.
+
+    Args:
+        distinct: (item, paths) pairs; a caption starts with the paths.
+        draw_item: returns the rest of the caption, and the picture.
+    """
     pictures: list[tuple[str, Picture]] = []
     for item, paths in itertools.islice(distinct, _MAX_PICTURES):
-        about, picture = drawn(item)
+        about, picture = draw_item(item)
         more = f' and {len(paths) - 3} more' if len(paths) > 3 else ''
         pictures.append((shown(f'{", ".join(paths[:3])}{more}{about}'), picture))
     return Gallery(pictures, len(distinct) - len(pictures))
 
 
-def _of_text(text: str, shape: tuple[int, ...] | None, devices: int | MeshLike | None) -> Picture:
+def _draw_text(text: str, shape: tuple[int, ...] | None, devices: int | MeshLike | None) -> Picture:
     expression, memory_kind = split_memory(text)
-    picture = _of_expression(parse(expression), shape, devices)
+    picture = _draw_expression(parse(expression), shape, devices)
     words = picture.words if memory_kind is None else (*picture.words, f'in {memory_kind}')
     return Picture(picture.blocks, words)
 
 
-def _of_expression(
+def _draw_expression(
     expression: Expression, shape: tuple[int, ...] | None, devices: int | MeshLike | None
 ) -> Picture:
     if devices is None:
         devices = ambient_mesh()
-    if not isinstance(devices, Mesh | AbstractMesh) and not _is_sequence(devices):
+    if not isinstance(devices, Mesh | AbstractMesh) and not _is_device_sequence(devices):
         return draw_expression(expression, shape, devices)
-    n_dims = rank_drawn(expression, shape)
-    placement = resolve(expression.text, n_dims, current_context(devices))
-    sharding = placement.sharding
-    if shape is not None:
-        check_divisible(expression, placement.layout, shape, sharding.mesh.size)
-    return _of_named(sharding, axis_names(expression, n_dims), shape)
+    ndim = rank_drawn(expression, shape)
+    placement = resolve(expression.text, ndim if shape is None else shape, current_context(devices))
+    return _draw_named_sharding(placement.sharding, axis_names(expression, ndim), shape)
 
 
-def _of_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
+def _draw_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
     """Draws an array, a ShapeDtypeStruct or a sharding."""
     if isinstance(x, Sharding):
-        return _of_sharding(x, shape, '')
+        return _draw_sharding(x, shape, '')
     own_shape = getattr(x, 'shape', None)
     if own_shape is None:
         raise EinshardError(
@@ -206,25 +207,25 @@ def _of_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
             f'shape= is {list(shape)}, but the array has shape {list(own_shape)}',
             facts={'instead': 'leave out shape='},
         )
-    return _of_sharding(sharding, tuple(own_shape), str(x.dtype))
+    return _draw_sharding(sharding, tuple(own_shape), str(x.dtype))
 
 
-def _of_sharding(sharding: Sharding, shape: tuple[int, ...] | None, dtype: str) -> Picture:
+def _draw_sharding(sharding: Sharding, shape: tuple[int, ...] | None, dtype: str) -> Picture:
     if not isinstance(sharding, NamedSharding):
         if shape is None:
             raise EinshardError(f'drawing a {type(sharding).__name__} needs shape=')
-        return _of_other(sharding, shape, dtype)
+        return _draw_other_sharding(sharding, shape, dtype)
     n_entries = len(spec_axes(sharding.spec))
-    n_dims = n_entries if shape is None else len(shape)
-    if n_entries > n_dims:
+    ndim = n_entries if shape is None else len(shape)
+    if n_entries > ndim:
         raise EinshardError(
             f'the sharding needs at least {plural(n_entries, "dimension")}, '
             f'but shape= is {list(shape or ())}',
             facts={'sharding': sharding.spec},
         )
-    names = _letters(n_dims)
-    picture = _of_named(sharding, names, shape, dtype)
-    written = describe_named(sharding, None if shape is None else n_dims, names)
+    names = _letters(ndim)
+    picture = _draw_named_sharding(sharding, names, shape, dtype)
+    written = describe_named(sharding, None if shape is None else ndim, names)
     notes = [written if isinstance(written, Description) else f"in the notation: '{written}'"]
     if isinstance(sharding.mesh, Mesh):
         ids = [device.id for device in sharding.mesh.devices.flat]
@@ -234,7 +235,7 @@ def _of_sharding(sharding: Sharding, shape: tuple[int, ...] | None, dtype: str) 
     return Picture(picture.blocks, (*picture.words, *notes))
 
 
-def _of_named(
+def _draw_named_sharding(
     sharding: NamedSharding,
     names: tuple[str, ...],
     shape: tuple[int, ...] | None,
@@ -244,10 +245,10 @@ def _of_named(
     axis_sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     entries = _entries(sharding, len(names))
     for i, size in enumerate(shape or ()):
-        parts = math.prod(axis_sizes[axis] for axis in entries[i])
-        if size % parts:
+        n_shards = math.prod(axis_sizes[axis] for axis in entries[i])
+        if size % n_shards:
             raise EinshardError(
-                f'axis {i} (size {size}) is not divisible by {parts}',
+                f'axis {i} (size {size}) is not divisible by {n_shards}',
                 facts={'sharding': sharding.spec},
             )
     return draw(
@@ -261,30 +262,30 @@ def _of_named(
     )
 
 
-def _entries(sharding: NamedSharding, n_dims: int) -> list[tuple[Any, ...]]:
-    """Returns the mesh axes of each array axis."""
+def _entries(sharding: NamedSharding, ndim: int) -> list[tuple[Any, ...]]:
+    """Returns the mesh axes that shard each array axis; raises if some are unconstrained."""
     entries = spec_axes(sharding.spec)
     if (PartitionSpec.UNCONSTRAINED,) in entries:
         raise EinshardError(
             'the sharding has unconstrained axes, which are left to the compiler',
             facts={'sharding': sharding.spec},
         )
-    return entries + [()] * (n_dims - len(entries))
+    return entries + [()] * (ndim - len(entries))
 
 
-def _of_other(sharding: Sharding, shape: tuple[int, ...], dtype: str) -> Picture:
-    """Draws a sharding without a mesh: on a single device, or chosen by the compiler."""
+def _draw_other_sharding(sharding: Sharding, shape: tuple[int, ...], dtype: str) -> Picture:
+    """Draws a sharding without a mesh: a `SingleDeviceSharding`, or one that XLA chose."""
     check_drawable(len(sharding.device_set), len(shape))
     devices_of: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        slices = zip(index or (), shape, strict=True)
-        block = tuple(one.indices(size)[:2] for one, size in slices)
+        bounds = zip(index or (), shape, strict=True)
+        block = tuple(part.indices(size)[:2] for part, size in bounds)
         devices_of.setdefault(block, []).append(device.id)
     parts = [len({block[axis] for block in devices_of}) for axis in range(len(shape))]
     # sorted blocks are in row-major order
     devices = [device for block in sorted(devices_of) for device in sorted(devices_of[block])]
     blocks = Blocks(devices, tuple(parts), _letters(len(shape)), shape)
-    return Picture(blocks, (meaning(blocks, dtype, []), describe(sharding)))
+    return Picture(blocks, (describe_shards(blocks, dtype, []), describe(sharding)))
 
 
 def _letters(n: int) -> tuple[str, ...]:
@@ -292,7 +293,7 @@ def _letters(n: int) -> tuple[str, ...]:
     return tuple(itertools.islice(axis_letters(), n))
 
 
-def _is_sequence(devices: object) -> TypeGuard[Sequence[Any]]:
+def _is_device_sequence(devices: object) -> TypeGuard[Sequence[Any]]:
     return hasattr(devices, '__iter__') and not isinstance(devices, str | Mapping)
 
 

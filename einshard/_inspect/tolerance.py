@@ -1,7 +1,7 @@
 """Computes how much results may differ because of rounding.
 
-Two programs that add the same n numbers in different orders differ by about sqrt(n) roundings. For
-narrower types than float32, each device accumulates sums in float32, so every operation rounds
+Two programs that add the same n numbers in different orders differ by about sqrt(n) roundings. In
+dtypes narrower than float32, each device accumulates sums in float32: so every operation rounds
 once, and an all-reduce once per device.
 """
 
@@ -14,20 +14,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-_SAFETY = 4  # because only the largest difference of many elements is compared
-# float32 products on these platforms round their operands, unless precision= says otherwise
+from .findings.trace import inner_jaxprs
+
+_SAFETY = 4  # the largest difference of many elements exceeds the typical one
+# the dtype to which float32 products round their operands, unless precision= says otherwise
 _PRODUCTS = {'tpu': ('bfloat16', 2.0**-8), 'gpu': ('tfloat32', 2.0**-11)}
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """The roundings of the longest sum of a program.
+    """The roundings of an operation in a program.
 
     Attributes:
         dtype: the dtype to which numbers are rounded, such as 'bfloat16'.
         unit: the largest relative error of one rounding.
-        terms: how many roundings count: the terms of the sum, times loop trip counts; for dtypes
-            narrower than float32, the roundings themselves.
+        terms: the number of roundings: the terms of the sum, times loop trip counts. For dtypes
+            narrower than float32: one for each loop iteration and for each device.
         is_narrow: whether the dtype is narrower than float32.
     """
 
@@ -51,17 +53,17 @@ class Rounding:
 def largest_rounding(jaxpr: Any, n_devices: int, platform: str) -> Rounding:
     """Finds the operation of a traced function whose rounding gives the largest tolerance."""
     found = [Rounding('float32', rounding_unit(jnp.float32), 1)]
-    for eqn, loop in _equations(jaxpr, 1):
+    for eqn, runs in _equations(jaxpr, 1):
         for variable in eqn.outvars:
             dtype = getattr(variable.aval, 'dtype', None)
             if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
                 continue
             unit, name = rounding_unit(dtype), str(dtype)
-            narrow = unit > rounding_unit(jnp.float32)
-            terms = loop + n_devices if narrow else loop * _terms(eqn)
-            found.append(Rounding(name, unit, terms, narrow))
+            is_narrow = unit > rounding_unit(jnp.float32)
+            terms = runs + n_devices if is_narrow else runs * _terms(eqn)
+            found.append(Rounding(name, unit, terms, is_narrow))
             if name == 'float32' and platform in _PRODUCTS and _is_rounded_product(eqn):
-                found.append(Rounding(*_PRODUCTS[platform], loop + n_devices, True))
+                found.append(Rounding(*_PRODUCTS[platform], runs + n_devices, is_narrow=True))
     return max(found, key=lambda rounding: rounding.tolerance)
 
 
@@ -72,20 +74,17 @@ def rounding_unit(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps) / 2
 
 
-def _equations(jaxpr: Any, loop: int) -> Iterator[tuple[Any, int]]:
-    """Yields all equations, each with the product of the known trip counts of its loops."""
+def _equations(jaxpr: Any, runs: int) -> Iterator[tuple[Any, int]]:
+    """Yields all equations, each with how often it runs; unknown trip counts count as 1."""
     for eqn in jaxpr.eqns:
-        yield eqn, loop
-        times = eqn.params['length'] if eqn.primitive.name == 'scan' else 1
-        for parameter in eqn.params.values():
-            for one in parameter if isinstance(parameter, tuple | list) else (parameter,):
-                inner = getattr(one, 'jaxpr', one)
-                if hasattr(inner, 'eqns'):
-                    yield from _equations(inner, loop * times)
+        yield eqn, runs
+        trip_count = eqn.params['length'] if eqn.primitive.name == 'scan' else 1
+        for inner in inner_jaxprs(eqn.params.values()):
+            yield from _equations(inner, runs * trip_count)
 
 
 def _terms(eqn: Any) -> int:
-    """Returns the number of terms that an operation adds up for each result; 1 if none."""
+    """Returns how many terms an operation adds up for each element of its result; 1 if none."""
     name, operands = eqn.primitive.name, [variable.aval for variable in eqn.invars]
     if name == 'dot_general':
         (contracted, _), _ = eqn.params['dimension_numbers']

@@ -16,9 +16,10 @@ from .report_rows import ProductRow
 def product_rows(module: Module) -> tuple[ProductRow, ...]:
     """Sums the flops of matrix products by source line, largest first."""
     flops: Counter[tuple[str, bool, str | None, bool, bool]] = Counter()
-    for one in find_products(module):
-        is_backward, at_least = 'transpose(' in one.op_name, one.executions is None
-        flops[one.dtype, is_backward, one.source, at_least, one.in_branch] += one.total
+    for product in find_products(module):
+        is_backward, at_least = 'transpose(' in product.op_name, product.executions is None
+        key = product.dtype, is_backward, product.source, at_least, product.in_branch
+        flops[key] += product.total
     return tuple(ProductRow(n, *key) for key, n in flops.most_common())
 
 
@@ -30,32 +31,33 @@ def network_lines(rows: Collectives) -> Iterator[str]:
     if not rows.network_bytes:
         return
     total = sum(rows.network_bytes.values())
-    unknown = any(None in (row.executions, row.network_bytes) for row in rows)
-    parts = _parts(rows.network_bytes, total)
-    is_bound = unknown or any(not row.groups and row.network_bytes for row in rows)
-    at_least = ('at least ' if unknown else 'at most ') * is_bound
+    shares = _shares(rows.network_bytes, total)
+    is_lower_bound = any(None in (row.executions, row.network_bytes) for row in rows)
+    # without groups, a collective counts as one group of all devices
+    is_upper_bound = any(not row.groups and row.network_bytes for row in rows)
+    bound = 'at least ' if is_lower_bound else 'at most ' * is_upper_bound
     branches = _ALL_BRANCHES * any(row.in_branch for row in rows)
-    yield f'sent in one run: {at_least}{format_bytes(total)}{branches}{": " * bool(parts)}{parts}'
+    yield f'sent in one run: {bound}{format_bytes(total)}{branches}{": " * bool(shares)}{shares}'
     axes, passes = rows.bytes_by('along'), rows.bytes_by('is_backward')
-    for preposition, parted in (
+    for preposition, parts in (
         ('along', {key or 'unknown axes': n for key, n in axes.items()}),
         ('for', rows.bytes_by('role')),
         ('in', {f'{"backward" if key else "forward"} pass': n for key, n in passes.items()}),
     ):
-        if parts := _parts(parted, total):
-            yield f'sent {preposition}: {parts}'
+        if shares := _shares(parts, total):
+            yield f'sent {preposition}: {shares}'
     if any(row.widened for row in rows):
         yield '(f32): the compiler runs these collectives in f32; bytes are for bf16'
 
 
-def _parts(parts: Mapping[str, int], total: int) -> str:
+def _shares(parts: Mapping[str, int], total: int) -> str:
     """Formats parts of a total: 'all-gather 1.5 GiB (60%), all-reduce 1.0 GiB (40%)'."""
     if len(parts) < 2 or not total:
         return ''
-    return ', '.join(f'{key} {format_bytes(n)} ({_share(n, total)})' for key, n in parts.items())
+    return ', '.join(f'{key} {format_bytes(n)} ({_percent(n, total)})' for key, n in parts.items())
 
 
-def _share(part: float, total: float) -> str:
+def _percent(part: float, total: float) -> str:
     percent = 100 * part / total
     return '<1%' if 0 < percent < 0.5 else f'{percent:.0f}%'
 
@@ -71,13 +73,13 @@ def compute_line(flops: float, products: Sequence[ProductRow]) -> str:
         lines[short_source(row.source) or 'unknown lines'] += row.flops
         passes['backward' if row.is_backward else 'forward'] += row.flops
     more = len(lines) - _MAX_LINES
-    parts = [
-        [f'{key} {_share(n, flops)}' for key, n in counts.most_common(_MAX_LINES)]
+    shares = [
+        [f'{key} {_percent(n, flops)}' for key, n in counts.most_common(_MAX_LINES)]
         for counts in (passes, lines)
         if len(counts) > 1
     ]
     if more > 0:
-        parts[-1].append(plural(more, 'other line'))
-    listed = '; '.join(map(', '.join, parts))
+        shares[-1].append(plural(more, 'other line'))
+    listed = '; '.join(map(', '.join, shares))
     run = f'one run{_ALL_BRANCHES * any(row.in_branch for row in products)}'
     return f'compute: {at_least}{flops_text(flops)} in {run}{": " * bool(listed)}{listed}'

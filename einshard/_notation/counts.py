@@ -12,12 +12,12 @@ from .expression import ELLIPSIS, Expression, Term
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices that an expression is laid out on, for errors.
+    """The devices of a layout, as errors describe them.
 
     Attributes:
         total: the number of devices.
         mesh_axis_terms: the terms with mesh axes, such as 'b@data'. They take devices first.
-        taken: the number of shards of those terms.
+        taken: the product of the sizes of these mesh axes.
         hints: facts to add to errors, by label.
     """
 
@@ -27,7 +27,10 @@ class Devices:
     hints: Mapping[str, str]
 
     def fact(self, counted: Sequence[Term] = ()) -> str:
-        """Formats the number of devices: '8', or "8 (2 left after 'b@data')"."""
+        """Formats the number of devices: '8', or "8 (2 left after 'b@data')".
+
+        `counted` are terms whose counts took devices too.
+        """
         terms = [*self.mesh_axis_terms, *counted]
         if not terms:
             return str(self.total)
@@ -38,8 +41,9 @@ class Devices:
 def solve_counts(
     expression: Expression, terms: Sequence[Term], n: int, devices: Devices
 ) -> tuple[int, ...]:
-    """Returns the count of each term. All stars get the same count r.
+    """Returns the number of shards of each term on `n` devices, those left by mesh axes.
 
+    All stars stand for the same number r:
     r ** (number of stars) = n / (product of the written counts).
     """
     stars = [term for term in terms if term.star]
@@ -48,8 +52,8 @@ def solve_counts(
         raise _wrong_product(expression, terms, product, n, devices)
     if n % product:
         raise _not_a_multiple(expression, terms, product, n, devices)
-    share = _root(n // product, len(stars)) if stars else 1
-    if share is None:
+    star_count = _root(n // product, len(stars)) if stars else 1
+    if star_count is None:
         counted = [term for term in terms if term.factor > 1 and not term.star]
         left = n // math.prod(term.factor for term in counted)
         factors = [term.factor for term in stars]
@@ -64,7 +68,7 @@ def solve_counts(
             devices=devices.fact(counted),
             works_with=_works_with(product * devices.taken, len(stars)),
         )
-    return tuple(term.factor * (share if term.star else 1) for term in terms)
+    return tuple(term.factor * (star_count if term.star else 1) for term in terms)
 
 
 def _root(n: int, k: int) -> int | None:
@@ -78,6 +82,7 @@ def _root(n: int, k: int) -> int | None:
 
 
 def _works_with(multiple: int, stars: int) -> DeviceCounts:
+    """Lists the smallest device counts on which this many stars get equal counts."""
     counts = [multiple * r**stars for r in range(1, 5)]
     return DeviceCounts(f'{", ".join(map(str, counts))}, ... devices', counts)
 
@@ -158,7 +163,7 @@ def _with_replica(expression: Expression) -> Suggestion:
 def _counts_that_fit(
     expression: Expression, terms: Sequence[Term], n: int, devices: Devices
 ) -> Suggestion | None:
-    """Suggests smaller counts if the counts exceed n; None if it finds none that use n devices."""
+    """Suggests smaller counts if the counts need more than n devices; None if it finds none."""
     counted = [term for term in terms if term.factor > 1]
     if math.prod(term.factor for term in counted) <= n or devices.total == 1:
         return None
@@ -176,6 +181,7 @@ def _counts_that_fit(
 
 
 def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -> Suggestion:
+    """Suggests count n for the first axis with a star, and 1 for the other stars."""
     taker = next((term for term in stars if term.name is not None), stars[0])
     replacements = [
         (term, replace(term, count=n if term is taker else 1, star=False)) for term in stars

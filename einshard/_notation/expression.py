@@ -73,8 +73,8 @@ class Expression:
 
     left: tuple[Term, ...]
     right: tuple[Term, ...]
-    short: bool = field(default=False, compare=False)
-    text: str = field(default='', compare=False)
+    short: bool = field(default=False, compare=False)  # whether it was written without '->'
+    text: str = field(default='', compare=False)  # as written; `span` of a term refers to it
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -100,8 +100,9 @@ class Expression:
             for term in self.right
             if term.name is not None
         ]
-        first = [t for i, t in enumerate(terms) if t.mesh_axes or t not in terms[:i]]
-        return replace(self, right=tuple(first))
+        # 'i2 o i4' becomes 'i o'
+        distinct = [t for i, t in enumerate(terms) if t.mesh_axes or t not in terms[:i]]
+        return replace(self, right=tuple(distinct))
 
     def __str__(self) -> str:
         left, right = (' '.join(map(str, side)) for side in (self.left, self.right))
@@ -175,7 +176,7 @@ def _term(text: str, start: int, end: int) -> Term:
     at += star
     mesh_axes = ()
     if at < end and text[at] == '@' and (name or sign):
-        mesh_axes = read_mesh_axes(text, at, end, span=(start, end), counted=bool(count) or star)
+        mesh_axes = read_mesh_axes(text, at, end, span=(start, end), has_count=bool(count) or star)
         at = end
     if at < end:
         raise not_a_term(text, start, at, end)
@@ -195,11 +196,11 @@ def _term(text: str, start: int, end: int) -> Term:
 
 
 def _check_short(expression: Expression) -> None:
-    again = _repeated(expression.right)
-    if again:
+    repeated = _repeated(expression.right)
+    if repeated:
         raise expression.error(
-            f"axis '{again[0].name}' appears {len(again)} times; it can appear once",
-            again,
+            f"axis '{repeated[0].name}' appears {len(repeated)} times; it can appear once",
+            repeated,
             to_shard_an_axis_twice="repeat it after '->', as in 'i o -> i2 o4 i2'",
         )
 
@@ -215,12 +216,12 @@ def _check_left(expression: Expression) -> None:
                 placements='counts, stars and mesh axes go on the right side',
             )
     _check_ellipsis(expression, expression.left, ' on the left side')
-    again = _repeated(expression.left)
-    if again:
+    repeated = _repeated(expression.left)
+    if repeated:
         raise expression.error(
-            f"axis '{again[0].name}' appears {len(again)} times on the left side, "
+            f"axis '{repeated[0].name}' appears {len(repeated)} times on the left side, "
             'but each axis of the array needs its own name',
-            again,
+            repeated,
         )
 
 
@@ -253,12 +254,12 @@ def _check_sides(expression: Expression) -> None:
 def _only_on_right(expression: Expression, term: Term) -> EinshardError:
     name = str(term.name)
     known = [other for other in expression.names if other != ELLIPSIS]
-    near = difflib.get_close_matches(name, known, n=1) if name != ELLIPSIS else []
+    similar = difflib.get_close_matches(name, known, n=1) if name != ELLIPSIS else []
     fix = None
-    if near:
+    if similar:
         start, _ = term.span
         end = start + len(name)
-        fix = Suggestion(f'{expression.text[:start]}{near[0]}{expression.text[end:]}')
+        fix = Suggestion(f'{expression.text[:start]}{similar[0]}{expression.text[end:]}')
     return expression.error(
         f"'{name}' is not on the left side",
         [term],
@@ -301,7 +302,7 @@ def _check_ellipsis(expression: Expression, terms: Sequence[Term], where: str) -
 
 
 def _repeated(terms: Sequence[Term]) -> list[Term]:
-    """Returns the terms of the first name that is repeated."""
+    """Returns all terms with the first name that appears more than once; [] if none does."""
     for name, times in Counter(term.name for term in terms if term.name is not None).items():
         if times > 1:
             return [term for term in terms if term.name == name]

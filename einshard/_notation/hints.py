@@ -26,14 +26,14 @@ def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> st
     for name, count in reversed(separate):
         joined = f'{joined[: name.span[1]]}{joined[count.span[0] :]}'
     terms = sorted(expression.right, key=lambda term: term.name is not None)
-    in_front = ' '.join(map(str, terms))
+    replicas_first = ' '.join(map(str, terms))
     if not expression.short:
-        in_front = f'{" ".join(expression.names)} -> {in_front}'
+        replicas_first = f'{" ".join(expression.names)} -> {replicas_first}'
     to_shard = f"'{joined}' to shard, or " if works(lambda: attempt(joined)) else ''
     return shown(
         f"in '{expression.text}', {quoted(str(count) for _, count in separate)} only "
         f'{"replicates" if len(separate) == 1 else "replicate"}, and nothing is sharded; '
-        f"write {to_shard}'{in_front}' to replicate without this warning"
+        f"write {to_shard}'{replicas_first}' to replicate without this warning"
     )
 
 
@@ -79,5 +79,5 @@ def _is_replica(term: Term) -> bool:
 
 
 def _is_bare_name(term: Term) -> bool:
-    # not a1, as from f'a{n} {m} b' with n = 1
+    # 'a1' is not bare: f'a{n} {m} b' may write it, with n = 1
     return term.name not in (None, ELLIPSIS) and term == Term(term.name)

@@ -44,13 +44,13 @@ class Layout:
     replicated_axes: tuple[int, ...] = field(default=(), compare=False)
 
     @property
-    def parts(self) -> dict[int, int]:
+    def n_shards(self) -> dict[int, int]:
         """The number of shards of each sharded array axis."""
-        parts: dict[int, int] = {}
+        n_shards: dict[int, int] = {}
         for split in self.splits:
             if split.axis is not None:
-                parts[split.axis] = parts.get(split.axis, 1) * split.count
-        return {axis: count for axis, count in parts.items() if count > 1}
+                n_shards[split.axis] = n_shards.get(split.axis, 1) * split.count
+        return {axis: n for axis, n in n_shards.items() if n > 1}
 
 
 def lay_out(
@@ -59,7 +59,7 @@ def lay_out(
     n_devices: int,
     axis_sizes: Mapping[str, int] | None = None,
     *,
-    replicates: bool = False,
+    replicates_by_default: bool = False,
     replicate_indivisible: bool | Collection[str] = False,
     hints: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
@@ -67,24 +67,24 @@ def lay_out(
 
     Args:
         expression: the expression.
-        shape: the shape of the array, or only its number of dimensions. None is allowed if no
-            sharded axis comes after '...'.
+        shape: the shape of the array, or the rank that the user gave as `ndim=`. None is allowed if
+            no sharded axis comes after '...'.
         n_devices: the number of devices.
         axis_sizes: the mesh axes and their sizes, if the devices form a mesh with named axes.
-        replicates: whether to replicate over all devices if no term takes devices, as on a user's
-            mesh.
+        replicates_by_default: whether to replicate over all devices if no term takes devices, as
+            on a user's mesh; otherwise that is an error.
         replicate_indivisible: whether to replicate axes whose size is not divisible, instead of
             raising: True, or the names of these axes.
         hints: facts to add to errors about the number of devices.
     """
-    n_dims = len(shape) if isinstance(shape, tuple) else shape
-    layout = _lay_out(expression, n_dims, n_devices, axis_sizes, replicates, hints)
+    ndim, rank_text = (len(shape), None) if isinstance(shape, tuple) else (shape, f'ndim={shape}')
+    positions = axis_positions(expression, ndim, rank_text)
+    layout = _lay_out(expression, positions, n_devices, axis_sizes, replicates_by_default, hints)
     if not isinstance(shape, tuple):
         return layout
     if replicate_indivisible:
-        axes = tuple(axis for axis, parts in layout.parts.items() if shape[axis] % parts)
+        axes = tuple(axis for axis, n in layout.n_shards.items() if shape[axis] % n)
         if not isinstance(replicate_indivisible, bool):
-            positions = axis_positions(expression, n_dims)
             named = [positions[name] for name in replicate_indivisible]
             axes = tuple(axis for axis in axes if axis in named)
         if axes:
@@ -95,28 +95,27 @@ def lay_out(
 
 def _lay_out(
     expression: Expression,
-    n_dims: int | None,
+    positions: Mapping[str, int],
     n_devices: int,
     axis_sizes: Mapping[str, int] | None,
-    replicates: bool,
+    replicates_by_default: bool,
     hints: Mapping[str, str],
 ) -> Layout:
-    positions = axis_positions(expression, n_dims)
     named = [term for term in expression.right if term.mesh_axes]
     unnamed = [term for term in expression.right if not term.mesh_axes]
     by_name = _named_splits(expression, named, positions, axis_sizes)
     taken = math.prod(split.count for split in by_name)
-    if (by_name or replicates) and not any(term.takes_devices for term in unnamed):
+    if (by_name or replicates_by_default) and not any(term.takes_devices for term in unnamed):
         return Layout(tuple(by_name))
     left = n_devices // taken
     counts = solve_counts(expression, unnamed, left, Devices(n_devices, named, taken, hints))
-    named_splits, solved = iter(by_name), iter(counts)
+    next_split, next_count = iter(by_name), iter(counts)
     written: list[Split] = []
     for term in expression.right:
         if term.mesh_axes:
-            written.append(next(named_splits))
+            written.append(next(next_split))
             continue
-        count = next(solved)
+        count = next(next_count)
         if term.name != ELLIPSIS and count > 1:
             axis = None if term.name is None else positions[term.name]
             written.append(Split(count, axis, sign=term.sign))
@@ -124,31 +123,31 @@ def _lay_out(
     counted_axes = {split.axis for split in written if not split.mesh_axes} - {None}
     first = [split for split in by_name if split.axis not in counted_axes]
     rest = [split for split in written if not split.mesh_axes or split.axis in counted_axes]
-    return Layout((*first, *merged(rest)))
+    return Layout((*first, *merge_neighbors(rest)))
 
 
 def check_divisible(
     expression: Expression, layout: Layout, shape: Sequence[int], n_devices: int
 ) -> None:
     """Raises if the size of an axis is not divisible by its number of shards."""
-    for axis, parts in layout.parts.items():
+    for axis, n_shards in layout.n_shards.items():
         size = shape[axis]
-        if size % parts:
+        if size % n_shards:
             name, guilty = terms_of_axis(expression, axis, len(shape))
             if not isinstance(size, int):  # a symbolic dimension of jax.export
                 raise expression.error(
-                    f"axis '{name}' (size {size}) may not be divisible by {parts}",
+                    f"axis '{name}' (size {size}) may not be divisible by {n_shards}",
                     guilty,
-                    expected=f"a multiple of {parts}, such as symbolic_shape('{parts}*n')",
+                    expected=f"a multiple of {n_shards}, such as symbolic_shape('{n_shards}*n')",
                 )
             mesh_axes = _mesh_axes_of(layout, axis)
-            of = f', the size of mesh {_axes_text(mesh_axes)}' if mesh_axes else ''
-            fits = _padding(layout, shape, axis) if mesh_axes else _counts_of(size, n_devices)
+            source = f', the size of mesh {_axes_text(mesh_axes)}' if mesh_axes else ''
+            facts = _padding(layout, shape, axis) if mesh_axes else _shard_counts(size, n_devices)
             raise expression.error(
-                f"axis '{name}' (size {size}) is not divisible by {parts}{of}",
+                f"axis '{name}' (size {size}) is not divisible by {n_shards}{source}",
                 guilty,
                 devices=n_devices,
-                **fits,
+                **facts,
             )
 
 
@@ -165,15 +164,16 @@ def _axes_text(mesh_axes: Sequence[str]) -> str:
 
 def _padding(layout: Layout, shape: Sequence[int], axis: int) -> dict[str, str]:
     """Returns facts that tell how to pad an array so that all axes are divisible."""
-    more = [
-        -size % layout.parts.get(i, 1) if isinstance(size, int) else 0
-        for i, size in enumerate(shape)
+    n_shards = layout.n_shards
+    padding = [
+        -size % n_shards.get(i, 1) if isinstance(size, int) else 0 for i, size in enumerate(shape)
     ]
-    widths = tuple((0, n) for n in more)
-    return {'next multiple': str(shape[axis] + more[axis]), 'to pad': f'jnp.pad(x, {widths})'}
+    widths = tuple((0, n) for n in padding)
+    return {'next multiple': str(shape[axis] + padding[axis]), 'to pad': f'jnp.pad(x, {widths})'}
 
 
-def _counts_of(size: int, n_devices: int) -> dict[str, str]:
+def _shard_counts(size: int, n_devices: int) -> dict[str, str]:
+    """Returns the fact that lists the numbers of shards that divide both the size and devices."""
     common = math.gcd(size, n_devices)
     *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
     return {'works with': f'{", ".join(most)} or {last} shards' if most else '1 shard'}
@@ -229,7 +229,7 @@ def misfit(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
     )
 
 
-def refactor(layout: Layout) -> tuple[int, ...]:
+def fitting_sizes(layout: Layout) -> tuple[int, ...]:
     """Returns mesh axis sizes that fit a layout: the prime factors of each dimension."""
     return tuple(itertools.chain.from_iterable(prime_factors(s.count) for s in layout.splits))
 
@@ -253,21 +253,20 @@ def signed_axes(layout: Layout, fitted: Sequence[tuple[str, ...]], sign: str) ->
 def without_axes(layout: Layout, axes: Collection[int]) -> Layout:
     """Returns the layout with these array axes replicated."""
     splits = [replace(s, axis=None) if s.axis in axes else s for s in layout.splits]
-    return Layout(tuple(merged(splits)))
+    return Layout(tuple(merge_neighbors(splits)))
 
 
 def with_unsharded(terms: Sequence[Term], names: Sequence[str]) -> list[Term]:
-    """Adds the axes that `terms` lack, unsharded; each after the previous axis if possible."""
+    """Adds the axes in `names` that no term has, unsharded, after the previous axis in `names`."""
     terms = list(terms)
     for i, name in enumerate(names):
-        holders = [term.name for term in terms]
-        if name in holders:
+        named = [term.name for term in terms]
+        if name in named:
             continue
-        if i and names[i - 1] in holders:
-            at = len(holders) - holders[::-1].index(names[i - 1])
-        else:
-            followers = [holders.index(other) for other in names[i:] if other in holders]
-            at = min(followers, default=len(holders))
+        if i:
+            at = len(named) - named[::-1].index(names[i - 1])
+        else:  # the first axis goes before all others
+            at = min((named.index(other) for other in names if other in named), default=len(named))
         terms.insert(at, Term(name))
     return terms
 
@@ -279,20 +278,25 @@ def needs_rank(expression: Expression) -> bool:
     return any(term.name in late and term.is_sharded for term in expression.right)
 
 
-def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]:
-    """Returns the position of each named axis in an array of `n_dims` dimensions."""
+def axis_positions(
+    expression: Expression, ndim: int | None, rank_text: str | None = None
+) -> dict[str, int]:
+    """Returns the position of each named axis in an array of `ndim` dimensions.
+
+    `rank_text` states the rank in errors, unless it is that of an array: 'ndim=3'.
+    """
     names = expression.names
+    rank_text = rank_text or f'the array has {plural(ndim or 0, "dimension")}'
     if ELLIPSIS not in names:
-        if n_dims is not None and n_dims != len(names):
+        if ndim is not None and ndim != len(names):
             raise expression.error(
-                f'the expression names {plural(len(names), "axis")}, '
-                f'but the array has {plural(n_dims, "dimension")}',
+                f'the expression names {plural(len(names), "axis")}, but {rank_text}',
                 expression.left if not expression.short else expression.right,
             )
         return {name: i for i, name in enumerate(names)}
     before = names.index(ELLIPSIS)
     after = len(names) - before - 1
-    if n_dims is None:
+    if ndim is None:
         if needs_rank(expression):
             raise expression.error(
                 f"the position of {quoted(names[before + 1 :])} after '...' depends on the number "
@@ -300,21 +304,20 @@ def axis_positions(expression: Expression, n_dims: int | None) -> dict[str, int]
                 [t for t in expression.left if t.name == ELLIPSIS],
                 expected='ndim=x.ndim, for an array x',
             )
-        n_dims = len(names) - 1
-    if n_dims < before + after:
+        ndim = len(names) - 1
+    if ndim < before + after:
         raise expression.error(
-            f"the expression names {plural(before + after, 'axis')} and '...', "
-            f'but the array has {plural(n_dims, "dimension")}',
+            f"the expression names {plural(before + after, 'axis')} and '...', but {rank_text}",
             [t for t in expression.left if t.name != ELLIPSIS],
         )
     first = {name: i for i, name in enumerate(names[:before])}
-    last = {name: n_dims - after + i for i, name in enumerate(names[before + 1 :])}
+    last = {name: ndim - after + i for i, name in enumerate(names[before + 1 :])}
     return first | last
 
 
-def terms_of_axis(expression: Expression, axis: int, n_dims: int) -> tuple[str, list[Term]]:
+def terms_of_axis(expression: Expression, axis: int, ndim: int) -> tuple[str, list[Term]]:
     """Returns the name of an array axis, and its terms on the right side."""
-    positions = axis_positions(expression, n_dims)
+    positions = axis_positions(expression, ndim)
     name = next(name for name, position in positions.items() if position == axis)
     return name, [term for term in expression.right if term.name == name]
 
@@ -383,8 +386,8 @@ def mesh_text(axis_sizes: Mapping[str, int]) -> str:
     return ', '.join(f"'{name}': {size}" for name, size in axis_sizes.items())
 
 
-def merged(splits: Sequence[Split]) -> list[Split]:
-    """Merges neighboring splits by count that shard the same array axis."""
+def merge_neighbors(splits: Sequence[Split]) -> list[Split]:
+    """Merges neighboring splits by count that shard the same array axis or hold replicas."""
     merged: list[Split] = []
     for split in splits:
         last = merged[-1] if merged else None

@@ -51,9 +51,12 @@ def read_digits(text: str, start: int, end: int) -> str:
     return text[start:at]
 
 
-def read_mesh_axes(text: str, at: int, end: int, span: Span, counted: bool) -> tuple[str, ...]:
-    """Returns the mesh axes after the '@' at `at`; raises if a count comes before it."""
-    if counted:
+def read_mesh_axes(text: str, at: int, end: int, span: Span, has_count: bool) -> tuple[str, ...]:
+    """Returns the mesh axes after the '@' at `at`.
+
+    Raises if the term, at `span`, also has a count or a star.
+    """
+    if has_count:
         word = text[slice(*span)]
         facts = {'by count': "'b4'  'b*'", 'by name': "'b@data'  'b@(data,fsdp)'"}
         raise EinshardError(
@@ -94,10 +97,14 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
     if character.isalpha() or character == '_':
         after_sign = word[0] in SIGNS and at == start + 1
         return (_signed_name if after_sign else _two_terms)(text, start, at, end)
-    facts: dict[str, object] = {}
+    if character in '->→⟶⇒' or rest.startswith('=>'):
+        return _wrong_arrow(text, at, rest)
+    if character in '/:=' and at > start and len(rest) > 1 and rest[1] != '@':
+        return _wrong_separator(text, start, at, end)
     fix = None
-    span = (start, end)
-    if character == '*' and text[at - 1 : at] == '*':
+    if character == '.':
+        sentence = f"'{word}' is not a valid term{_about_dots(word)}"
+    elif character == '*':
         sentence = f"'{word}' has more than one star; a term has at most one"
     elif character in '0123456789':
         sentence = f"'{word}' has its count after the star; the star comes last"
@@ -105,45 +112,66 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
             fix = Suggestion(f'{text[: at - 1]}{rest}*{text[end:]}')
     elif character == '@':
         sentence = f"'{word}' has no array axis before '@'"
-    elif character == '.' and word.strip('.') and ELLIPSIS in word:
-        other = word.replace(ELLIPSIS, '', 1)
-        if word.startswith(ELLIPSIS) and (other[0] in '*@' or read_digits(other, 0, 1)):
-            sentence = f"'{word}' is not a valid term: the axes in '...' are unsharded"
-        else:
-            sentence = f"'{word}' is not a valid term: put a space between '...' and '{other}'"
-    elif character == '.':
-        sentence = f"'{word}' is not a valid term; write '...' for unnamed axes"
-    elif character in '→⟶⇒' or rest.startswith('=>'):
-        arrow = rest[: 2 if character == '=' else 1]
-        sentence = f"'{arrow}' is not part of the notation; the arrow is '->'"
-        span = (at, at + len(arrow))
-        fix = Suggestion(f'{text[:at]}->{text[at + len(arrow) :]}')
-    elif character in '->':
-        sentence = f"'{character}' alone is not part of the notation; the arrow is '->'"
-        span = (at, at + 1)
-    elif character in '/:=' and at > start and len(rest) > 1 and rest[1] != '@':
-        is_count = re.fullmatch(r'[0-9]*\*?', rest[1:]) is not None
-        instead = 'a count comes right after the name' if is_count else "mesh axes come after '@'"
-        if character == '=':  # a sign, but not between a name and a count
-            sentence = f"'{word}' is not a valid term; {instead}"
-        else:
-            sentence = f"'{character}' is not part of the notation; {instead}"
-            span = (at, at + 1)
-        fix = Suggestion(f'{text[:at]}{"" if is_count else "@"}{text[at + 1 :]}')
     elif character in SIGNS and at > start:
         sentence = f"'{word}' is not a valid term: put a space before '{character}'"
         fix = Suggestion(f'{text[:at]} {text[at:]}')
-    elif character.isdigit():
-        sentence = f"'{character}' is not a valid digit; counts use the digits 0 to 9"
-        span = (at, at + 1)
     else:
-        span = (at, at + 1)
-        written = f"'{character}'"
-        if not character.isprintable():
-            written = f'unprintable character U+{ord(character):04X}'
-        sentence = f'{written} is not part of the notation'
-        facts['valid terms'] = 'a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  +@axis  =2  ...'
-    return EinshardError(sentence, expression=text, spans=[span], facts=facts, fix=fix)
+        return _invalid_character(text, at)
+    return EinshardError(sentence, expression=text, spans=[(start, end)], fix=fix)
+
+
+def _about_dots(word: str) -> str:
+    """Returns the end of the sentence for a word with a dot, as in '..' or '...a'."""
+    other = word.replace(ELLIPSIS, '', 1)
+    if other == word or not word.strip('.'):
+        return "; write '...' for unnamed axes"
+    if word.startswith(ELLIPSIS) and (other[0] in '*@' or read_digits(other, 0, 1)):
+        return ": the axes in '...' are unsharded"
+    return f": put a space between '...' and '{other}'"
+
+
+def _wrong_arrow(text: str, at: int, rest: str) -> EinshardError:
+    """Returns the error for another arrow, as in 'a => a2', or half of one, as in 'a - > a2'."""
+    if rest[0] in '->':
+        sentence = f"'{rest[0]}' alone is not part of the notation; the arrow is '->'"
+        return EinshardError(sentence, expression=text, spans=[(at, at + 1)])
+    arrow = rest[: 2 if rest[0] == '=' else 1]
+    end = at + len(arrow)
+    return EinshardError(
+        f"'{arrow}' is not part of the notation; the arrow is '->'",
+        expression=text,
+        spans=[(at, end)],
+        fix=Suggestion(f'{text[:at]}->{text[end:]}'),
+    )
+
+
+def _wrong_separator(text: str, start: int, at: int, end: int) -> EinshardError:
+    """Returns the error for a wrong character after a name, as in 'a/data', 'a:2' or 'a=2'."""
+    character = text[at]
+    is_count = re.fullmatch(r'[0-9]*\*?', text[at + 1 : end]) is not None
+    instead = 'a count comes right after the name' if is_count else "mesh axes come after '@'"
+    sentence, span = f"'{character}' is not part of the notation; {instead}", (at, at + 1)
+    if character == '=':  # a sign, but not between a name and a count
+        sentence, span = f"'{text[start:end]}' is not a valid term; {instead}", (start, end)
+    fix = Suggestion(f'{text[:at]}{"" if is_count else "@"}{text[at + 1 :]}')
+    return EinshardError(sentence, expression=text, spans=[span], fix=fix)
+
+
+def _invalid_character(text: str, at: int) -> EinshardError:
+    character, spans = text[at], [(at, at + 1)]
+    if character.isdigit():
+        sentence = f"'{character}' is not a valid digit; counts use the digits 0 to 9"
+        return EinshardError(sentence, expression=text, spans=spans)
+    written = f"'{character}'"
+    if not character.isprintable():
+        written = f'unprintable character U+{ord(character):04X}'
+    terms = 'a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  +@axis  =2  ...'
+    return EinshardError(
+        f'{written} is not part of the notation',
+        expression=text,
+        spans=spans,
+        facts={'valid terms': terms},
+    )
 
 
 def _signed_name(text: str, start: int, at: int, end: int) -> EinshardError:

@@ -1,4 +1,4 @@
-"""Writes terms as expressions: the only module that does. Imports no JAX."""
+"""Writes expressions from terms. No other module does. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,32 +9,29 @@ from .expression import Expression, Term
 
 
 def write(left: Iterable[Term], right: Iterable[Term]) -> Expression:
-    """Makes an expression from its sides, with text and spans, as if parsed from that text."""
-    written_left = _written(left, 0)
-    arrow = _end(written_left)
-    written_right = _written(right, arrow + len('-> '))
-    text = f'{_text(written_left)} -> {_text(written_right)}'.lstrip()
-    return Expression(written_left, written_right, text=text)
+    """Returns the expression with these sides, as if parsed from its text."""
+    placed_left = _with_spans(left, 0)
+    arrow = placed_left[-1].span[1] + 1 if placed_left else 0
+    placed_right = _with_spans(right, arrow + len('-> '))
+    text = f'{_text(placed_left)} -> {_text(placed_right)}'.lstrip()
+    return Expression(placed_left, placed_right, text=text)
 
 
 def write_short(right: Iterable[Term]) -> Expression:
-    """Makes an expression in the short form, with text and spans."""
-    written = _written(right, 0)
-    left = tuple(Term(term.name, span=term.span) for term in written if term.name is not None)
-    return Expression(left, written, short=True, text=_text(written))
+    """Returns the expression in the short form (without '->'), as if parsed from its text."""
+    placed = _with_spans(right, 0)
+    left = tuple(Term(term.name, span=term.span) for term in placed if term.name is not None)
+    return Expression(left, placed, short=True, text=_text(placed))
 
 
-def _written(terms: Iterable[Term], at: int) -> tuple[Term, ...]:
-    written: list[Term] = []
+def _with_spans(terms: Iterable[Term], start: int) -> tuple[Term, ...]:
+    """Sets the span of each term, for terms written from offset `start` with a space between."""
+    placed: list[Term] = []
     for term in terms:
-        end = at + len(str(term))
-        written.append(replace(term, span=(at, end)))
-        at = end + 1
-    return tuple(written)
-
-
-def _end(terms: tuple[Term, ...]) -> int:
-    return terms[-1].span[1] + 1 if terms else 0
+        end = start + len(str(term))
+        placed.append(replace(term, span=(start, end)))
+        start = end + 1
+    return tuple(placed)
 
 
 def _text(terms: tuple[Term, ...]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -47,9 +48,9 @@ class View(NamedTuple):
     def expression(self, text: str) -> Expression:
         """Parses an expression, and applies the axis rules."""
         sizes = {} if self.by_name else sizes_of(self.mesh)
-        return _ruled(parse(text), self.rules, sizes, self.on_one_device)
+        return _apply_rules(parse(text), self.rules, sizes, self.on_one_device)
 
-    def completed(self, text: str) -> str:
+    def complete(self, text: str) -> str:
         """Extends an expression to cover all devices: the other mesh axes become replicas."""
         expression = self.expression(text)
         return self.joint.complete(expression) if self._is_on_joint_mesh(expression) else text
@@ -59,7 +60,7 @@ class View(NamedTuple):
         expression = self.expression(text)
         axis_positions(expression, len(shape))
         if self._is_on_joint_mesh(expression):
-            layout = lay_out(parse(self.completed(text)), len(shape), self.n_devices)
+            layout = lay_out(parse(self.complete(text)), len(shape), self.n_devices)
             check_divisible(expression, layout, shape, self.n_devices)
 
     def needs_rank(self, text: str) -> bool:
@@ -110,7 +111,9 @@ class View(NamedTuple):
 
     def _on_mesh_axes(self, text: str) -> str:
         """Rewrites an expression so that `make_sharding` can lower it onto `mesh`."""
-        return self.joint.by_name(self.expression(text)) if self.by_name else self.completed(text)
+        if not self.by_name:
+            return self.complete(text)
+        return self.joint.use_mesh_axes(self.expression(text))
 
     def _is_on_joint_mesh(self, expression: Expression) -> bool:
         """Whether an expression is laid out on the joint mesh.
@@ -128,23 +131,25 @@ def make_view(
     rules: AxisRules,
     on_one_device: bool = False,
 ) -> View:
+    """Builds the view of a function with these specs, on the canonical or the user's mesh."""
     sizes = sizes_of(mesh)
     n_devices = math.prod(sizes.values())
     # JAX rejects any mesh but the one in context
     by_name = not in_context and is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
-    # 'd0' is not a valid name of an array axis
+    # 'x@d0' uses an axis of the canonical mesh: 'd0' cannot be the name of an array axis
     by_name = by_name and not any(sizes.keys() & spec.uses.keys() for spec in specs)
     named_sizes = {} if by_name else sizes
     specs = tuple(
-        SpecAxes(s.of, _ruled(s.expression, rules, named_sizes, on_one_device)) for s in specs
+        replace(s, expression=_apply_rules(s.expression, rules, named_sizes, on_one_device))
+        for s in specs
     )
     if not by_name:
         by_count = tuple(spec for spec in specs if not spec.uses)
-        has_counts = any(spec.defines or spec.spells_out_replicas for spec in by_count)
+        has_counts = any(spec.defines or spec.lists_replicas for spec in by_count)
         if not has_counts and (len(by_count) < len(specs) or not is_device_mesh(mesh)):
-            joint = JointMesh(((None, n_devices),))
+            joint = JointMesh(((None, n_devices),))  # for expressions that replicate
         else:
-            joint = _on_mesh(by_count, specs, sizes)
+            joint = _joint_mesh_on(by_count, specs, sizes)
         return View(mesh, False, joint, n_devices, rules, on_one_device)
     joint = joint_mesh(specs, n_devices)
     names, shape = tuple(joint.mesh_shape), tuple(joint.mesh_shape.values())
@@ -156,13 +161,14 @@ def make_view(
     return View(named, True, joint, n_devices, rules, on_one_device)
 
 
-def _on_mesh(
+def _joint_mesh_on(
     by_count: tuple[SpecAxes, ...], specs: Sequence[SpecAxes], sizes: Mapping[str, int]
 ) -> JointMesh:
     """Builds the joint mesh of the expressions with counts, on the user's mesh."""
     n_devices = math.prod(sizes.values())
 
-    def lay_out_named(_: str) -> None:
+    def lay_out_others(_: str) -> None:
+        # no fix of a count helps if an expression with mesh axes is invalid
         for spec in specs:
             if spec.uses:
                 lay_out(spec.expression, len(spec.expression.names), n_devices, sizes)
@@ -170,10 +176,10 @@ def _on_mesh(
     try:
         return joint_mesh(by_count, n_devices, tuple(sizes.values()))
     except EinshardError as error:
-        raise keep_working_suggestions(error, lay_out_named) from None
+        raise keep_working_suggestions(error, lay_out_others) from None
 
 
-def _ruled(
+def _apply_rules(
     expression: Expression, rules: AxisRules, sizes: Mapping[str, int], on_one_device: bool
 ) -> Expression:
     ruled = apply_axis_rules(expression, rules, sizes).expression

@@ -12,7 +12,7 @@ from .._errors import EinshardError, Suggestion, quoted
 from .._notation.expression import Expression, Term, parse
 from .._notation.layout import Layout, Split, fit, mesh_text
 from .._suggestions import keep_working_suggestions, works
-from .spec_axes import MeshAxis, SpecAxes, grid_of, replicas
+from .spec_axes import MeshAxis, SpecAxes, grid_of, leading_replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,17 @@ class JointMesh:
         terms = [
             (array_axis_of.get(name or '', ''), count) for name, count in self.axes if count > 1
         ]
-        return _written(
+        return _write(
             expression, {name for name, _ in terms}, [f'{n}{c}' for n, c in terms] or ['1']
         )
 
-    def by_name(self, expression: Expression) -> str:
+    def use_mesh_axes(self, expression: Expression) -> str:
         """Rewrites counts as mesh axes: 'x y -> x2 y' becomes 'x y -> x@(x) y'."""
         mesh_axes: dict[str, list[str]] = {}
         for mesh_axis, array_axis in self._array_axes(expression).items():
             mesh_axes.setdefault(array_axis, []).append(mesh_axis)
         terms = [f'{array_axis}@({",".join(axes)})' for array_axis, axes in mesh_axes.items()]
-        return _written(expression, mesh_axes.keys(), terms or ['*'])
+        return _write(expression, mesh_axes.keys(), terms or ['*'])
 
     def _array_axes(self, expression: Expression) -> dict[str, str]:
         """Returns, by mesh axis in device order, the array axis that it shards."""
@@ -66,7 +66,7 @@ class JointMesh:
         return {axis: array_axis_of[axis] for axis in self.named_sizes if axis in array_axis_of}
 
 
-def _written(expression: Expression, sharded: Collection[str], terms: Sequence[str]) -> str:
+def _write(expression: Expression, sharded: Collection[str], terms: Sequence[str]) -> str:
     """Writes an expression with these terms, followed by the axes that are not `sharded`."""
     unsharded = [name for name in expression.names if name not in sharded]
     return ' '.join([*expression.names, '->', *terms, *unsharded])
@@ -114,7 +114,7 @@ class _Specs:
         left, rest = divmod(self.n_devices, math.prod(counts.values()))
         if rest:
             raise self.counts_do_not_fit(counts)
-        if left > 1 and not any(spec.spells_out_replicas for spec in self.specs):
+        if left > 1 and not any(spec.lists_replicas for spec in self.specs):
             raise self.unused_devices(counts)
         orders = list(itertools.islice(_orders(self.specs, counts, self.n_devices), 2))
         if not orders:
@@ -137,7 +137,7 @@ class _Specs:
 
     def counts(self) -> dict[str, int]:
         """Returns the size of every mesh axis, in order of appearance."""
-        sources: dict[str, tuple[int, SpecAxes]] = {}  # a size, and the expression that set it
+        sources: dict[str, tuple[int, SpecAxes]] = {}  # the size, and the first spec that has it
 
         def add(name: str, count: int, spec: SpecAxes) -> None:
             first_count, first_spec = sources.setdefault(name, (count, spec))
@@ -146,7 +146,7 @@ class _Specs:
                     f"axis '{name}' has {first_count} shards in one expression "
                     f'and {count} in another',
                     [first_spec.defines[name]],
-                    **_texts([first_spec, spec]),
+                    **_expression_facts([first_spec, spec]),
                     devices=self.n_devices,
                 )
 
@@ -157,7 +157,7 @@ class _Specs:
         self.check_stars(sources)
         written = {name: count for name, (count, _) in sources.items()}
         for spec in self.specs:
-            if spec.spells_out_replicas and not spec.uses:
+            if spec.lists_replicas and not spec.uses:
                 solved = dict(spec.grid(written, self.n_devices))
                 for name in spec.defines:
                     add(name, solved.get(name, 1), spec)
@@ -176,11 +176,11 @@ class _Specs:
                         f"'{term}' needs a multiple of {term.factor} shards, "
                         f"but '{name}' has {count} in another expression",
                         [term],
-                        **_texts([spec, source]),
+                        **_expression_facts([spec, source]),
                     )
 
     def solve_stars(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Returns the sizes of starred axes that `counts` lacks; they share the other devices."""
+        """Returns the sizes of starred axes that `counts` lacks. They share the other devices."""
         starred: dict[str, SpecAxes] = {}
         for spec in self.specs:
             for name, term in spec.defines.items():
@@ -192,7 +192,7 @@ class _Specs:
                         f"ambiguous: axis '{name}' is '{first.defines[name]}' in one expression "
                         f"and '{term}' in another",
                         [first.defines[name]],
-                        **_texts([first, spec]),
+                        **_expression_facts([first, spec]),
                     )
         if not starred:
             return {}
@@ -204,7 +204,7 @@ class _Specs:
         try:
             solved = dict(grid_of(parse(' '.join(terms)), self.n_devices))
         except EinshardError as error:
-            facts = {**_texts(self.specs), **error.facts}
+            facts = {**_expression_facts(self.specs), **error.facts}
             raise EinshardError(
                 error.sentence, expression=' '.join(terms), spans=error.spans, facts=facts
             ) from None
@@ -214,7 +214,7 @@ class _Specs:
         sharded = [(name, count) for name, count in counts.items() if count > 1]
         product, n_devices = math.prod(counts.values()), self.n_devices
         factors = ' x '.join(str(count) for _, count in sharded)
-        facts = {**_texts(self.specs), 'devices': str(n_devices)}
+        facts = {**_expression_facts(self.specs), 'devices': str(n_devices)}
         if len(sharded) > 1 and self.axis_sizes is None:
             (first, _), (second, _) = sharded[:2]
             if works(self.sharing_devices(first, second).mesh):
@@ -258,7 +258,7 @@ class _Specs:
         return expression.error(
             sentence,
             longest.defines.values() or expression.right,
-            **_texts(self.specs),
+            **_expression_facts(self.specs),
             devices=n_devices,
             fix=Suggestion(f'{expression.text[:start]}* {expression.text[start:]}'),
         )
@@ -268,23 +268,34 @@ class _Specs:
     ) -> EinshardError:
         first = next(pair for pair in zip(*orders, strict=False) if pair[0] != pair[1])
         option, alternative = (f"'{name or ''}{count}'" for name, count in first)
-        facts = {**_texts(self.specs), 'devices': str(self.n_devices)}
+        facts = {**_expression_facts(self.specs), 'devices': str(self.n_devices)}
         # `complete` writes counts, which would turn 'y@x' into a new mesh axis y
         by_count = [spec for spec in self.specs if not spec.uses]
-        for longest in sorted(by_count, key=lambda spec: len(spec.defines), reverse=True)[:1]:
-            fixes: list[str] = []
-            for mesh in map(JointMesh, orders):
-                fix = parse(mesh.complete(longest.expression))
-                changed = [replace(s, expression=fix) if s is longest else s for s in self.specs]
-                is_unique = list(_orders(changed, counts, self.n_devices)) == [mesh.axes]
-                if is_unique and (self.axis_sizes is None or mesh.fits(self.axis_sizes)):
-                    fixes.append(f"'{fix.text}'")
+        if by_count:
+            longest = max(by_count, key=lambda spec: len(spec.defines))
+            fixes = self.fixes_for_order(longest, orders, counts)
             if fixes:
-                facts['try'] = f'{" or ".join(fixes)}, for {longest.of}'
+                facts['try'] = f'{" or ".join(fixes)}, for {longest.owner}'
         return EinshardError(
             f'ambiguous device order: either {option} or {alternative} could come first',
             facts=facts,
         )
+
+    def fixes_for_order(
+        self,
+        spec: SpecAxes,
+        orders: Sequence[tuple[MeshAxis, ...]],
+        counts: Mapping[str, int],
+    ) -> list[str]:
+        """Returns, for each order, the completed expression if only this order agrees with it."""
+        fixes: list[str] = []
+        for mesh in map(JointMesh, orders):
+            fix = parse(mesh.complete(spec.expression))
+            changed = [replace(s, expression=fix) if s is spec else s for s in self.specs]
+            is_unique = list(_orders(changed, counts, self.n_devices)) == [mesh.axes]
+            if is_unique and (self.axis_sizes is None or mesh.fits(self.axis_sizes)):
+                fixes.append(f"'{fix.text}'")
+        return fixes
 
     def no_order(self, counts: Mapping[str, int]) -> EinshardError:
         conflicting: Sequence[SpecAxes] = self.specs
@@ -299,7 +310,7 @@ class _Specs:
         return conflicting[0].expression.error(
             f'{subject} disagree on the device order',
             [term for term in conflicting[0].expression.right if term.is_sharded],
-            **_texts(conflicting),
+            **_expression_facts(conflicting),
             devices=f'{self.n_devices} ({sizes})',
         )
 
@@ -309,10 +320,9 @@ def _orders(
 ) -> Iterator[tuple[MeshAxis, ...]]:
     """Yields the orders of the mesh axes larger than 1 that agree with every expression.
 
-    The search appends one mesh axis at a time, and every expression must accept it. An expression
-    takes its own axes in the order in which it lists them. It skips axes of other expressions; but
-    if it lists replicas, such an axis uses up a part of the replica count that comes next in it.
-    Because of these counts, a topological sort (`graphlib`) of the axes is not enough.
+    The search appends one mesh axis at a time, and every expression must be able to take it from
+    its device grid (`SpecAxes.take`). A topological sort (`graphlib`) is not enough: if an
+    expression lists replicas, the axes of other expressions must fill exactly these counts.
     """
 
     def extend(
@@ -324,12 +334,12 @@ def _orders(
         if not candidates and n_left == 1:
             yield order
         if n_left > 1 and (not order or order[-1][0] is not None):
-            listing = zip(specs, grids, strict=True)
-            replica_counts = (replicas(grid) for spec, grid in listing if spec.spells_out_replicas)
+            pairs = zip(specs, grids, strict=True)
+            replica_counts = (leading_replicas(grid) for spec, grid in pairs if spec.lists_replicas)
             common = math.gcd(n_left, *replica_counts)
             candidates += [(None, common)] if common > 1 else []
         for axis in candidates:
-            rests = [spec.read(grid, axis) for spec, grid in zip(specs, grids, strict=True)]
+            rests = [spec.take(axis, grid) for spec, grid in zip(specs, grids, strict=True)]
             accepted = [grid for grid in rests if grid is not None]
             if len(accepted) == len(rests):
                 yield from extend((*order, axis), accepted)
@@ -338,8 +348,8 @@ def _orders(
     yield from extend((), [spec.grid(counts, n_devices) for spec in specs])
 
 
-def _texts(specs: Sequence[SpecAxes]) -> dict[str, str]:
-    """Returns the distinct expressions as facts, labeled by parameter."""
+def _expression_facts(specs: Sequence[SpecAxes]) -> dict[str, str]:
+    """Returns the distinct expressions as facts, labeled by their first parameter."""
     first = {spec.expression: spec for spec in reversed(specs)}
     shown = [spec for spec in specs if first[spec.expression] is spec]
-    return {spec.of: f"'{spec.expression.text}'" for spec in shown}
+    return {spec.owner: f"'{spec.expression.text}'" for spec in shown}

@@ -15,13 +15,13 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .._errors import EinshardError
-from .._functions.parameters import JIT_OPTIONS, CallSignature, Parameters, listed
+from .._functions.parameters import JIT_OPTIONS, CallSignature, Parameters, as_list
 from .._functions.promise import Promise
-from .._functions.sharded import ShardedFunction, called_too_early, sharded
+from .._functions.sharded import ShardedFunction, no_function_error, sharded
 from .._notation.layout import axis_positions, mesh_text
 from .._sharding.context import context_on, current_context
 from .._sharding.leaf_spec import as_leaf_spec, check_constrained
-from .._sharding.legacy_mesh import noted
+from .._sharding.legacy_mesh import with_legacy_mesh_note
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
@@ -105,19 +105,19 @@ def per_device(
             return type(function)(decorate(function.__func__))
         if not callable(function):
             arguments = [*functions, *unexpected.values()]
-            raise called_too_early('per_device', arguments, in_specs)
+            raise no_function_error('per_device', arguments, in_specs)
         specs_by_name = {name: spec for name, spec in named.items() if name not in JIT_OPTIONS}
         options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
-        mapped = _Mapped(
+        mapped = _PerDeviceFunction(
             function, in_specs, specs_by_name, out, mesh, spec_mesh, axis_names, check_vma
         )
         return sharded(
-            *map(mapped.lazy, in_specs),
-            out=mapped.lazy(out),
+            *map(mapped.resolved_at_call, in_specs),
+            out=mapped.resolved_at_call(out),
             mesh=spec_mesh or mesh,
             reshard=reshard,
             collectives=collectives,
-            **{name: mapped.lazy(spec) for name, spec in specs_by_name.items()},
+            **{name: mapped.resolved_at_call(spec) for name, spec in specs_by_name.items()},
             **options,
         )(mapped.global_function())
 
@@ -149,7 +149,7 @@ _REPLICATED = '...'
 _SPECS = 'an expression, a PartitionSpec, a NamedSharding, None, or a pytree of these'
 
 
-class _Mapped:
+class _PerDeviceFunction:
     """A per-device function and its expressions, which are resolved on a mesh at each call."""
 
     def __init__(
@@ -171,46 +171,46 @@ class _Mapped:
         self.spec_mesh = spec_mesh  # the mesh of the NamedShardings in the specs
         self.check_vma = check_vma
         try:
-            names = listed(axis_names, str, 'axis_names', 'names of mesh axes', "('x',)")
+            names = as_list(axis_names, str, 'axis_names', 'names of mesh axes', "('x',)")
             self.manual = frozenset(names)
             self.specs = self.parameters.assign(in_specs, named_specs)
             self.spec_axes = tuple(self._spec_axes())
         except EinshardError as error:
             raise error.about(function=self.name) from None
 
-    def lazy(self, spec: Spec) -> Spec:
-        """Replaces the expressions in a spec by callables, which `sharded` resolves at a call."""
-        return jtu.tree_map(lambda one: functools.partial(self._place, one), spec, is_leaf=is_none)
+    def resolved_at_call(self, spec: Spec) -> Spec:
+        """Replaces the expressions in a spec by functions, which `sharded` calls at each call."""
+        return jtu.tree_map(lambda x: functools.partial(self._resolve, x), spec, is_leaf=is_none)
 
     def global_function(self) -> Callable[..., Any]:
         """Returns the function of global arrays that `sharded` traces."""
 
         @functools.wraps(self.function)
         def global_(*args: Any, **kwargs: Any) -> Any:
-            return self._map(args, kwargs)
+            return self._call_shard_map(args, kwargs)
 
         global_.__name__ = self.name
         return global_
 
     def _spec_axes(self) -> Iterator[SpecAxes]:
         for label, spec in [*self.specs.items(), (None, self.out)]:
-            of = 'the result' if label is None else f"parameter '{label}'"
+            owner = 'the result' if label is None else f"parameter '{label}'"
             try:
                 check_specs(spec, expected=_SPECS)
             except EinshardError as error:
-                raise error.about(spec_of=of) from None
-            for path, one in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
+                raise error.about(spec_of=owner) from None
+            for path, text in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
                 if label is not None:
-                    of = f"parameter '{'/'.join([label, path_text(path)]).rstrip('/')}'"
+                    owner = f"parameter '{'/'.join([label, path_text(path)]).rstrip('/')}'"
                 elif path:
-                    of = f"the result '{path_text(path)}'"
-                if callable(one):
+                    owner = f"the result '{path_text(path)}'"
+                if callable(text):
                     raise EinshardError(
                         'per_device takes expressions, not callables or Rules',
-                        facts={'spec of': of, 'got': repr(one)},
+                        facts={'spec of': owner, 'got': repr(text)},
                     )
-                if one is not None:
-                    yield read_spec(of, one)
+                if text is not None:
+                    yield read_spec(owner, text)
 
     def _view(self) -> View:
         try:
@@ -244,9 +244,9 @@ class _Mapped:
             return view
         except EinshardError as error:
             # because of this fact, `sharded` does not name the parameter that it is resolving
-            raise noted(error, self.mesh).about(function=self.name) from None
+            raise with_legacy_mesh_note(error, self.mesh).about(function=self.name) from None
 
-    def _place(self, text: str | None, path: str, leaf: Any) -> str | None:
+    def _resolve(self, text: str | None, path: str, leaf: Any) -> str | None:
         """Resolves the spec of one leaf for `sharded`."""
         if text is None:
             return None
@@ -255,9 +255,9 @@ class _Mapped:
             view.check(text, np.shape(leaf))
         except EinshardError as error:
             raise error.about(array=leaf_text(path, leaf)) from None
-        return view.completed(text)
+        return view.complete(text)
 
-    def _map(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _call_shard_map(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         view = self._view()
         labels = self.parameters.value_names(CallSignature(len(args), tuple(kwargs)))
         values = [*args, *kwargs.values()]
@@ -266,11 +266,11 @@ class _Mapped:
         arguments = [values[i] for i in traced]
 
         def body(*traced_values: Any) -> Any:
-            row = list(values)
+            shards = list(values)
             for i, value in zip(traced, traced_values, strict=True):
-                row[i] = value
+                shards[i] = value
             n = len(args)
-            result = self.function(*row[:n], **dict(zip(kwargs, row[n:], strict=True)))
+            result = self.function(*shards[:n], **dict(zip(kwargs, shards[n:], strict=True)))
             self._result_leaves(view, result)  # raises clearer errors than JAX
             return result
 
@@ -284,7 +284,7 @@ class _Mapped:
         except EinshardError:
             raise
         except (NameError, AssertionError, KeyError, ValueError) as error:
-            clearer = self._unbound(view, mapped, arguments)
+            clearer = self._find_unknown_axis(view, mapped, arguments)
             varying = read_varying(error)
             if varying is not None:
                 facts = suggest_replication(varying, body, in_specs, arguments, shard_map)
@@ -295,7 +295,7 @@ class _Mapped:
 
     def _argument_specs(self, view: View, label: str, value: Any) -> Any:
         spec = self.parameters.spec_for(label, self.specs)
-        if spec is None and label in self.parameters.names[: self.parameters.instance]:
+        if spec is None and label in self.parameters.names[: self.parameters.n_self]:
             spec = _REPLICATED
         leaves, treedef = jtu.tree_flatten(value)
         specs: list[PartitionSpec] = []
@@ -305,34 +305,34 @@ class _Mapped:
             elif view.infers_specs(self.manual):
                 specs.append(view.inferred_spec(leaf, self.manual))
             else:
-                raise _no_spec(f"parameter '{label}' of {self.name}", leaf)
-            self._check_axes(view, label, leaf)
+                raise _no_spec_error(f"parameter '{label}' of {self.name}", leaf)
+            self._check_type(view, label, leaf)
         return jtu.tree_unflatten(treedef, specs)
 
-    def _check_axes(self, view: View, label: str, leaf: Any) -> None:
+    def _check_type(self, view: View, label: str, leaf: Any) -> None:
         """Raises if an argument's type has mesh axes that the mesh lacks."""
         axes = {axis for entry in spec_axes(jax.typeof(leaf).sharding.spec) for axis in entry}
-        mesh = sizes_of(view.mesh)
-        for axis in sorted(axes - set(mesh)):
+        mesh_axes = sizes_of(view.mesh)
+        for axis in sorted(axes - set(mesh_axes)):
             raise EinshardError(
                 f"parameter '{label}' is sharded over explicit mesh axis '{axis}', but the mesh "
                 'has no such axis',
                 facts={
                     'function': self.name,
                     'array': array_text(leaf),
-                    'mesh': mesh_text(mesh),
+                    'mesh': mesh_text(mesh_axes),
                     'try': f'per_device(..., mesh={label}.sharding.mesh)',
                 },
             )
 
     def _out_specs(self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        texts = [one for one in jtu.tree_leaves(self.out) if one is not None]
-        if view.size_one_axes(self.manual) or any(view.needs_rank(text) for text in texts):
-            # any out_specs will do to find the ranks
-            unplaced = mapped(out_specs=PartitionSpec(), check_vma=False)
-            shapes = jax.eval_shape(unplaced, *arguments)
-            rows = self._result_leaves(view, shapes)
-            specs = [view.result_spec(text, ndim, self.manual) for text, ndim in rows]
+        texts = jtu.tree_leaves(self.out)
+        if view.size_one_axes(self.manual) or any(map(view.needs_rank, texts)):
+            # the ranks do not depend on out_specs
+            unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
+            shapes = jax.eval_shape(unchecked, *arguments)
+            leaves = self._result_leaves(view, shapes)
+            specs = [view.result_spec(text, ndim, self.manual) for text, ndim in leaves]
             return jtu.tree_unflatten(jtu.tree_structure(shapes), specs)
         return jtu.tree_map(lambda text: view.partition_spec(text, None, self.manual), self.out)
 
@@ -343,35 +343,35 @@ class _Mapped:
             texts = leaf_specs(result, leaves, self.out)
         except EinshardError as error:
             raise error.about(value=f'result of {self.name}') from None
-        rows: list[tuple[str, int]] = []
+        texts_and_ranks: list[tuple[str, int]] = []
         for text, (path, leaf) in zip(texts, jtu.tree_leaves_with_path(result), strict=True):
             suffix = f" '{path_text(path)}'" if path else ''
-            of = f'the result{suffix} of {self.name}'
+            owner = f'the result{suffix} of {self.name}'
             if not isinstance(text, str):
-                raise _no_spec(of, leaf)
+                raise _no_spec_error(owner, leaf)
             try:
                 axis_positions(view.expression(text), np.ndim(leaf))
             except EinshardError as error:
-                raise error.about(array=f'{array_text(leaf)} per device, {of}') from None
-            rows.append((text, np.ndim(leaf)))
-        return rows
+                raise error.about(array=f'{array_text(leaf)} per device, {owner}') from None
+            texts_and_ranks.append((text, np.ndim(leaf)))
+        return texts_and_ranks
 
-    def _unbound(
+    def _find_unknown_axis(
         self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]
     ) -> EinshardError | None:
-        """Returns the error for the use of an unknown mesh axis, if that is the cause."""
+        """Returns the error for a collective along an unknown mesh axis; None without one."""
         try:
             # JAX raises AssertionError or KeyError with check_vma, NameError without
             unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
             jax.eval_shape(unchecked, *arguments)
         except NameError as error:
             match = re.search(r'unbound axis name: ([^\s,.]+)', str(error))
-            return match and self._no_axis(view, match[1])
+            return match and self._unknown_axis_error(view, match[1])
         except Exception:
             return None  # the caller reraises its own error
         return None
 
-    def _no_axis(self, view: View, axis: str) -> EinshardError:
+    def _unknown_axis_error(self, view: View, axis: str) -> EinshardError:
         axes = {name: n for name, n in view.axes.items() if not self.manual or name in self.manual}
         facts = {'mesh axes': mesh_text(axes) or 'none'}
         sentence = f"{self.name} uses mesh axis '{axis}', "
@@ -391,8 +391,8 @@ def _is_traced(value: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jtu.tree_leaves(value))
 
 
-def _no_spec(of: str, leaf: Any) -> EinshardError:
+def _no_spec_error(owner: str, leaf: Any) -> EinshardError:
     return EinshardError(
-        f'{of} has no spec',
+        f'{owner} has no spec',
         facts={'array': array_text(leaf), 'try': f"'{_REPLICATED}' to replicate it"},
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,7 +111,7 @@ def suggest_replication(
     unchecked = shard_map(trace_body, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)
     jax.eval_shape(unchecked, *arguments)
     # one spec may cover several arrays, which may vary for different reasons
-    kinds = {axis: {one.kind(axis) for one in histories} - {None} for axis in result.axes}
+    kinds = {axis: {history.kind(axis) for history in histories} - {None} for axis in result.axes}
     varying = [axis for axis, kind in kinds.items() if kind == {'varying'}]
     gathered = [axis for axis, kind in kinds.items() if kind == {'gathered'}]
     gather = _replicating_gather(gathered, shard_map) if gathered else ''
@@ -165,19 +164,17 @@ def _histories(jaxpr: Jaxpr, arguments: Sequence[History]) -> list[History]:
 
     history: dict[Any, History] = dict(zip(jaxpr.invars, arguments, strict=True))
 
-    def of(variables: Sequence[Any]) -> list[History]:
+    def read(atoms: Sequence[Any]) -> list[History]:
         # literals and captured values have no history
-        return [
-            history.get(one, History()) if isinstance(one, Var) else History() for one in variables
-        ]
+        return [history.get(x, History()) if isinstance(x, Var) else History() for x in atoms]
 
     for equation in jaxpr.eqns:
-        operands = functools.reduce(operator.or_, of(equation.invars), History())
-        history.update(dict.fromkeys(equation.outvars, _after(equation, operands)))
-    return of(jaxpr.outvars)
+        operands = functools.reduce(operator.or_, read(equation.invars), History())
+        history.update(dict.fromkeys(equation.outvars, _history_after(equation, operands)))
+    return read(jaxpr.outvars)
 
 
-def _after(equation: Any, before: History) -> History:
+def _history_after(equation: Any, before: History) -> History:
     """Returns the history of an equation's results; `before` is that of its operands."""
     name, axes = equation.primitive.name, _mesh_axes(equation)
     if name == 'axis_index':
@@ -187,8 +184,7 @@ def _after(equation: Any, before: History) -> History:
             return before.without(axes)
         if name == 'all_gather':
             return before.without(axes) | History(gathered=axes)
-    all_axes = [axes, *(_mesh_axes(one) for one in _equations_inside(equation))]
-    exchanged = frozenset(itertools.chain.from_iterable(all_axes))
+    exchanged = axes.union(*map(_mesh_axes, _equations_inside(equation)))
     return before | History(varying=exchanged, exchanged=exchanged)
 
 

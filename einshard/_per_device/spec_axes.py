@@ -1,4 +1,4 @@
-"""Finds the mesh axes that a per-device function's expression defines and uses. Imports no JAX."""
+"""Finds the mesh axes that the expressions of a per-device function define and use. No JAX."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .._notation.layout import axis_positions, lay_out
 MeshAxis = tuple[str | None, int]  # the name of a mesh axis, None for replicas; and the size
 
 
-def read_spec(of: str, text: str) -> SpecAxes:
+def read_spec(owner: str, text: str) -> SpecAxes:
     """Parses the spec of a parameter or of the result."""
-    read = SpecAxes(of, parse(text))
+    read = SpecAxes(owner, parse(text))
     signed = [term for term in read.expression.right if term.sign]
     if signed:
         raise read.error('per_device does not support partial sums', signed)
@@ -23,46 +23,54 @@ def read_spec(of: str, text: str) -> SpecAxes:
 
 @dataclass(frozen=True, slots=True)
 class SpecAxes:
-    """An expression, and what it is the spec of: "parameter 'x'" or 'the result'."""
+    """An expression, and the mesh axes that it defines and uses.
 
-    of: str
+    `owner` says what it is the spec of: "parameter 'x'" or 'the result'.
+    """
+
+    owner: str
     expression: Expression
 
     @property
     def defines(self) -> dict[str, Term]:
-        """The terms that define a mesh axis: array axes with a count (even 1) or a star."""
+        """The terms that define a mesh axis, by its name: those with a count (even 1) or a star."""
         return {str(term.name): term for term in self.expression.right if _defines_an_axis(term)}
 
     @property
     def uses(self) -> dict[str, Term]:
-        """The terms with mesh axes, such as 'y@x', by mesh axis."""
+        """The terms that use mesh axes, such as 'y@x', by mesh axis."""
         return {axis: term for term in self.expression.right for axis in term.mesh_axes}
 
     @property
-    def spells_out_replicas(self) -> bool:
-        """Whether the expression lists replicas, as in '4 x2'. Then its counts use all devices."""
+    def lists_replicas(self) -> bool:
+        """Whether the expression lists replicas, as in '4 x2', so that it uses all devices."""
         return any(term.name is None for term in self.expression.right)
 
     def grid(self, counts: Mapping[str, int], n_devices: int) -> tuple[MeshAxis, ...]:
         """Returns the device grid of the expression, with stars replaced by `counts`.
 
-        Without replicas in the expression, the grid omits the axes of other expressions.
+        If the expression lists no replicas, the grid has only the axes that it defines.
         """
         terms: list[Term] = []
         for term in self.expression.right:
             count = counts.get(str(term.name)) if term.star else None
             terms.append(term if count is None else replace(term, count=count, star=False))
-        if not self.spells_out_replicas:
+        if not self.lists_replicas:
             return tuple((name, counts[name]) for name in self.defines if counts[name] > 1)
         expression = replace(self.expression, right=tuple(terms))
         try:
             return grid_of(expression, n_devices, counts if self.uses else None)
         except EinshardError as error:
-            # without the fix, which is for this expression alone
-            raise error.about(spec_of=self.of).with_fix(None) from None
+            # the fix is dropped: it was tried without the other expressions
+            raise error.about(spec_of=self.owner).with_fix(None) from None
 
-    def read(self, grid: tuple[MeshAxis, ...], axis: MeshAxis) -> tuple[MeshAxis, ...] | None:
-        """Returns what is left of the grid after mesh axis `axis`; None if it cannot be next."""
+    def take(self, axis: MeshAxis, grid: tuple[MeshAxis, ...]) -> tuple[MeshAxis, ...] | None:
+        """Takes the next mesh axis from the front of the grid; returns the rest of the grid.
+
+        Returns None if another axis must come first. The grid has the expression's own axes, in
+        their order. An axis of another expression leaves the grid as it is; if the expression lists
+        replicas, it divides the number of replicas at the front.
+        """
         name, count = axis
         if name in self.uses:
             return grid
@@ -70,10 +78,9 @@ class SpecAxes:
             return grid[1:]
         if name in self.defines:
             return None
-        if not self.spells_out_replicas:
+        if not self.lists_replicas:
             return grid
-        # an axis of another expression, or replicas: uses up a part of the replicas at the start
-        n_replicas = replicas(grid)
+        n_replicas = leading_replicas(grid)
         if n_replicas % count:
             return None
         return grid[1:] if n_replicas == count else ((None, n_replicas // count), *grid[1:])
@@ -124,10 +131,10 @@ class SpecAxes:
                 )
 
     def error(self, sentence: str, terms: Sequence[Term], **facts: str) -> EinshardError:
-        return self.expression.error(sentence, terms, spec_of=self.of, **facts)
+        return self.expression.error(sentence, terms, spec_of=self.owner, **facts)
 
 
-def replicas(grid: Sequence[MeshAxis]) -> int:
+def leading_replicas(grid: Sequence[MeshAxis]) -> int:
     """Returns the number of replicas at the start of a grid."""
     return grid[0][1] if grid and grid[0][0] is None else 1
 

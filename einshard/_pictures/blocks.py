@@ -19,7 +19,7 @@ class Blocks:
     """An array split into blocks.
 
     Attributes:
-        devices: device numbers, block by block; blocks in row-major order.
+        devices: the numbers of the devices that hold the blocks, block by block in row-major order.
         parts: the number of shards of each array axis.
         names: the names of the array axes.
         sizes: the sizes of the array axes; None if the shape is unknown.
@@ -38,17 +38,17 @@ class Blocks:
 
     @property
     def n_holders(self) -> int:
-        """The number of devices that hold each block, or a term of it in a partial sum."""
+        """The number of devices that hold a block; in a partial sum, a term of the block."""
         return len(self.devices) // self.n_blocks
 
     @property
     def replicas(self) -> int:
-        """The number of devices that hold the same data: a block, or the same term of it."""
+        """The number of devices that hold the same data: a block, or a term of it."""
         return self.n_holders // self.terms
 
     @property
     def aspect(self) -> float:
-        """Height by width of a picture. Depends on the shape alone, not on the placement."""
+        """Height by width of a picture. Depends only on the shape, not on the placement."""
         if self.sizes is None or len(self.parts) != 2:
             return 0.5 if len(self.parts) > 1 else 0.1
         high, wide = (max(1, size) for size in self.sizes)
@@ -59,33 +59,36 @@ class Blocks:
         # not stored: a list per block would take 2 s for a million blocks
         return self.devices[block * self.n_holders : (block + 1) * self.n_holders]
 
-    def label(self, holders: Sequence[int], most: int = 4) -> str:
-        """Lists devices: '0,8', '0-7', '0,8,..,56'; '0,8,..' if `most` is 2; terms as '0+8'."""
+    def devices_label(self, holders: Sequence[int], most: int = 4) -> str:
+        """Lists at most `most` devices or ranges: '0,8', '0-7', '0,8,..,56'.
+
+        In a partial sum, '0+8' says that devices 0 and 8 hold terms of the block.
+        """
         step = len(holders) // self.terms
         groups = (holders[i : i + step] for i in range(0, len(holders), step))
-        return _shortened([_device_list(group, most) for group in groups], '+', most)
+        return _shorten([_device_list(group, most) for group in groups], '+', most)
 
     def color(self, first: int) -> str:
         """Returns the color of the block whose first device is `first`, as '#rrggbb'."""
-        at = self._ranks[first] / max(self.n_blocks - 1, 1) * (len(_COLORS) - 1)
-        i = min(int(at), len(_COLORS) - 2)
-        ends = zip(_COLORS[i], _COLORS[i + 1], strict=True)
-        return '#' + ''.join(f'{round(a + (b - a) * (at - i)):02x}' for a, b in ends)
+        position = self._ranks[first] / max(self.n_blocks - 1, 1) * (len(_COLORS) - 1)
+        i = min(int(position), len(_COLORS) - 2)
+        channels = zip(_COLORS[i], _COLORS[i + 1], strict=True)
+        return '#' + ''.join(f'{round(a + (b - a) * (position - i)):02x}' for a, b in channels)
 
     @functools.cached_property
     def _ranks(self) -> dict[int, int]:
         return {first: i for i, first in enumerate(sorted(self.devices[:: self.n_holders]))}
 
-    def head(self, axis: int, part: int) -> str:
+    def part_label(self, axis: int, part: int) -> str:
         """Labels a shard of an axis: '0:2', or 'part 0' if the size is unknown."""
         if self.sizes is None:
             return f'part {part}' if self.parts[axis] > 1 else ''
         step = self.sizes[axis] // self.parts[axis]
         return f'{part * step}:{(part + 1) * step}'
 
-    def named_head(self, axis: int, part: int) -> str:
+    def named_part_label(self, axis: int, part: int) -> str:
         """Labels a shard of an axis, with the axis name: 'a 0:2'."""
-        return f'{self.names[axis]} {self.head(axis, part)}'.rstrip()
+        return f'{self.names[axis]} {self.part_label(axis, part)}'.rstrip()
 
 
 def blocks_on_mesh(
@@ -120,15 +123,16 @@ def blocks_on_mesh(
 
 @dataclass(frozen=True)
 class Slices:
-    """Blocks as matrices over the last two axes, one for each combination of the other shards.
+    """Blocks as matrices ("slices") over two array axes.
 
-    If there are more than two axes, unsharded axes are omitted.
+    There is one slice for each combination of shards of the other axes. If an array has more than
+    two axes, unsharded axes are omitted.
 
     Attributes:
         blocks: the blocks.
         row_axis: the array axis that the rows show, or None.
         column_axis: the array axis that the columns show, or None.
-        titles: for each slice, the shards of the leading axes.
+        titles: for each slice, the shards of the other axes.
     """
 
     blocks: Blocks
@@ -149,12 +153,12 @@ class Slices:
         # omitted axes have a single shard, so they do not change the index
         return self.blocks.holders((n * self.n_rows + row) * self.n_columns + column)
 
-    def row_head(self, row: int) -> str:
-        return '' if self.row_axis is None else self.blocks.named_head(self.row_axis, row)
+    def row_label(self, row: int) -> str:
+        return '' if self.row_axis is None else self.blocks.named_part_label(self.row_axis, row)
 
-    def column_head(self, column: int) -> str:
+    def column_label(self, column: int) -> str:
         axis = self.column_axis
-        return '' if axis is None else self.blocks.named_head(axis, column)
+        return '' if axis is None else self.blocks.named_part_label(axis, column)
 
 
 def slices_of(blocks: Blocks) -> Slices:
@@ -164,7 +168,7 @@ def slices_of(blocks: Blocks) -> Slices:
         axes = [axis for axis in axes if blocks.parts[axis] > 1]
     *leading, row_axis, column_axis = [None, None, *axes]
     heads = [
-        [blocks.named_head(axis, part) for part in range(blocks.parts[axis])]
+        [blocks.named_part_label(axis, part) for part in range(blocks.parts[axis])]
         for axis in leading
         if axis is not None
     ]
@@ -174,13 +178,13 @@ def slices_of(blocks: Blocks) -> Slices:
 
 def _device_list(devices: Sequence[int], most: int) -> str:
     runs = devices if len(devices) <= most else _runs(devices)
-    return _shortened([str(run) for run in runs], ',', most)
+    return _shorten([str(run) for run in runs], ',', most)
 
 
-def _shortened(texts: list[str], sign: str, most: int) -> str:
+def _shorten(texts: list[str], separator: str, most: int) -> str:
     if len(texts) > most:
         texts = [*texts[:2], '..', texts[-1]] if most > 2 else [*texts[:most], '..']
-    return sign.join(texts)
+    return separator.join(texts)
 
 
 def _runs(devices: Sequence[int]) -> Iterator[str]:

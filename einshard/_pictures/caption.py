@@ -10,8 +10,14 @@ from .._text import display_width, shape_text
 from .blocks import Blocks
 
 
-def meaning(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> str:
-    """Describes the shards in a sentence; `entries` are the mesh axes of each array axis, or []."""
+def describe_shards(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> str:
+    """Describes the shards in a sentence.
+
+    Args:
+        blocks: the blocks of the array.
+        dtype: the dtype; '' if unknown.
+        entries: for each array axis, the mesh axes that shard it; [] to leave them out.
+    """
     n_shards = blocks.n_blocks
     sharded = [axis for axis, count in enumerate(blocks.parts) if count > 1]
     array = '' if blocks.sizes is None else f', {dtype}{shape_text(blocks.sizes)}'
@@ -19,7 +25,7 @@ def meaning(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> s
         noun = 'scalar' if blocks.sizes == () else 'full array'
         array = array if blocks.sizes else ''
         if blocks.terms > 1:
-            return f'nothing is sharded: the {noun}{array and array + ","} {_held(blocks)}'
+            return f'nothing is sharded: the {noun}{array and array + ","} {_holders_text(blocks)}'
         n = blocks.replicas
         holds = 'the one device holds' if n == 1 else f'each of the {n} devices holds a replica of'
         return f'nothing is sharded: {holds} the {noun}{array}'
@@ -28,16 +34,16 @@ def meaning(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> s
         verb = ' is in' if i == 0 else ' in'
         clause = f'{blocks.names[axis]}{verb} {blocks.parts[axis]}{"" if i else " parts"}'
         if entries:
-            clause += f' over {_group(entries[axis])}'
+            clause += f' over {_mesh_axes_text(entries[axis])}'
         clauses.append(clause)
     shard = f'1/{n_shards} of the array'
     if blocks.sizes is not None:
         sizes = zip(blocks.sizes, blocks.parts, strict=True)
         shard = f'{dtype}{shape_text([size // count for size, count in sizes])}, {shard}'
-    return f'{", ".join(clauses)}; each shard {_held(blocks)}; a device holds {shard}'
+    return f'{", ".join(clauses)}; each shard {_holders_text(blocks)}; a device holds {shard}'
 
 
-def _held(blocks: Blocks) -> str:
+def _holders_text(blocks: Blocks) -> str:
     terms, replicas = blocks.terms, blocks.replicas
     if terms == 1:
         return f'is replicated on {replicas} devices' if replicas > 1 else 'is on one device'
@@ -45,14 +51,14 @@ def _held(blocks: Blocks) -> str:
     return f'is a sum of {terms} terms{each}'
 
 
-def note(blocks: Blocks) -> str:
+def legend(blocks: Blocks) -> str:
     """Returns the line below a drawing, about partial sums and replicas; '' without them."""
     words = [f'a sum of {blocks.terms} terms'] * (blocks.terms > 1)
     words += [f'hatched: {blocks.replicas} replicas'] * (blocks.replicas > 1)
     return ', '.join(words)
 
 
-def device_order(
+def describe_device_order(
     mesh: Mapping[Any, int],
     named: bool,
     names: Sequence[str],
@@ -84,7 +90,7 @@ _REPLICAS = {
 }
 
 
-def _group(mesh_axes: Sequence[Any]) -> str:
+def _mesh_axes_text(mesh_axes: Sequence[Any]) -> str:
     axes = ','.join(map(str, mesh_axes))
     return axes if len(mesh_axes) == 1 else f'({axes})'
 

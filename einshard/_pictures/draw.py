@@ -10,9 +10,9 @@ from typing import Any
 
 from .._errors import EinshardError
 from .._notation.expression import ELLIPSIS, Expression
-from .._notation.layout import axis_positions, check_divisible, lay_out, spec_entries
+from .._notation.layout import axis_positions, lay_out, spec_entries
 from .blocks import blocks_on_mesh
-from .caption import device_order, meaning
+from .caption import describe_device_order, describe_shards
 from .picture import Picture
 
 _MAX_DEVICES = 1_000_000
@@ -43,8 +43,8 @@ def draw(
     """
     check_drawable(math.prod(mesh.values()), len(names))
     blocks = blocks_on_mesh(mesh, entries, names, sizes, signs)
-    words = [meaning(blocks, dtype, entries if named else [])]
-    return Picture(blocks, (*words, *device_order(mesh, named, names, entries, signs)))
+    words = [describe_shards(blocks, dtype, entries if named else [])]
+    return Picture(blocks, (*words, *describe_device_order(mesh, named, names, entries, signs)))
 
 
 def draw_expression(
@@ -59,9 +59,7 @@ def draw_expression(
     """
     n_devices = _device_count(expression, n_devices)
     ndim = rank_drawn(expression, shape)
-    layout = lay_out(expression, ndim, n_devices)
-    if shape is not None:
-        check_divisible(expression, layout, shape, n_devices)
+    layout = lay_out(expression, ndim if shape is None else shape, n_devices)
     mesh = {f'd{i}': split.count for i, split in enumerate(layout.splits)}
     signs = {f'd{i}': split.sign for i, split in enumerate(layout.splits) if split.sign}
     entries = spec_entries(layout, [(axis,) for axis in mesh])

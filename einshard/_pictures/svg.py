@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .._text import display_width
 from .blocks import Blocks, Slices, slices_of
-from .caption import note
+from .caption import legend
 
 _SIDE = 290  # pixels, of a square array; all matrices have the same area
 _SCALAR, _LOWEST = 100, 40  # the width of a scalar; the height of scalars and vectors
@@ -23,18 +23,27 @@ _MAX_BOXES = 20_000
 
 
 @dataclass(frozen=True)
+class _Labels:
+    """The labels of blocks, which list their devices."""
+
+    max_devices: int  # the most devices, or ranges of them, that a label lists
+    font_size: float
+    row_step: int = 1  # every k-th row is labeled
+    column_step: int = 1
+
+
+@dataclass(frozen=True)
 class _Sheet:
     """Sizes in pixels, the same for all slices."""
 
     slices: Slices
-    beside: int  # the number of slices in a row
+    slices_per_row: int
     width: float  # of the blocks of a slice
     height: float
     margin: float  # on the left, for row labels
     top: float  # for the title and column labels
-    reach: float  # width of the picture without the margin
-    most: int  # the most devices, or ranges of them, that the label of a block lists
-    font: tuple[float, int, int]  # of labels: size, and the steps between labeled rows and columns
+    content_width: float  # of the picture, without the margin
+    labels: _Labels
 
     @property
     def box_width(self) -> float:
@@ -58,15 +67,15 @@ def svg_text(blocks: Blocks) -> str:
     parts: list[str] = []
     bottom = 0.0
     for i in range(n_slices):
-        left = sheet.margin + i % sheet.beside * (sheet.width + _GAP)
-        top = i // sheet.beside * (sheet.top + sheet.height + _GAP) + sheet.top
+        left = sheet.margin + i % sheet.slices_per_row * (sheet.width + _GAP)
+        top = i // sheet.slices_per_row * (sheet.top + sheet.height + _GAP) + sheet.top
         bottom = top + sheet.height
         drawing = ''.join(_slice(sheet, i))
         parts.append(f'<g transform="translate({_px(left)} {_px(top)})">{drawing}</g>')
-    if below := note(blocks):
+    if text := legend(blocks):
         bottom += 1.5 * _FONT
-        parts.append(_text(below, sheet.margin, bottom - 0.3 * _FONT, 'start'))
-    width, height = sheet.margin + sheet.reach + 1, bottom + 1
+        parts.append(_text(text, sheet.margin, bottom - 0.3 * _FONT, 'start'))
+    width, height = sheet.margin + sheet.content_width + 1, bottom + 1
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_px(width)}" height="{_px(height)}" '
         f'viewBox="-0.5 -0.5 {_px(width)} {_px(height)}" fill="currentColor" '
@@ -83,20 +92,20 @@ def _sheet(slices: Slices) -> _Sheet:
     title = max(map(_text_width, slices.titles))
     # at most twice as many columns as rows of slices
     fitting = max(1, int((full_width + _GAP) / (title + _GAP)))
-    below = math.ceil(n_slices / min(fitting, math.ceil(math.sqrt(2 * n_slices))))
-    beside = math.ceil(n_slices / below)
-    width = (full_width + _GAP) / beside - _GAP
-    height = max(full_height / below, min(_FONT * slices.n_rows, _MIN_SLICE))
-    margin = max(_text_width(slices.row_head(row)) for row in range(slices.n_rows))
+    slice_rows = math.ceil(n_slices / min(fitting, math.ceil(math.sqrt(2 * n_slices))))
+    slices_per_row = math.ceil(n_slices / slice_rows)
+    width = (full_width + _GAP) / slices_per_row - _GAP
+    height = max(full_height / slice_rows, min(_FONT * slices.n_rows, _MIN_SLICE))
+    margin = max(_text_width(slices.row_label(row)) for row in range(slices.n_rows))
     margin += 6 * bool(margin)
-    reach = max(title, _text_width(note(blocks)), full_width)
-    for text, center in _column_heads(slices, width / slices.n_columns):
+    content_width = max(title, _text_width(legend(blocks)), full_width)
+    for text, center in _column_labels(slices, width / slices.n_columns):
         half = _text_width(text) / 2
         margin = max(margin, half - center)
-        reach = max(reach, full_width - width + center + half)
+        content_width = max(content_width, full_width - width + center + half)
     top = (bool(title) + (slices.column_axis is not None)) * 1.5 * _FONT
-    font = _font(blocks, width / slices.n_columns, height / slices.n_rows)
-    return _Sheet(slices, beside, width, height, margin, top, reach, *font)
+    labels = _fit_labels(blocks, width / slices.n_columns, height / slices.n_rows)
+    return _Sheet(slices, slices_per_row, width, height, margin, top, content_width, labels)
 
 
 def _slice(sheet: _Sheet, n: int) -> Iterator[str]:
@@ -104,30 +113,30 @@ def _slice(sheet: _Sheet, n: int) -> Iterator[str]:
     slices, blocks = sheet.slices, sheet.slices.blocks
     if title := slices.titles[n]:
         yield _text(title, 0, _FONT - sheet.top, 'start')
-    for text, center in _column_heads(slices, sheet.box_width):
+    for text, center in _column_labels(slices, sheet.box_width):
         yield _text(text, center, -0.5 * _FONT, 'middle')
-    if n % sheet.beside == 0:
-        for row in _thinned(_FONT + 1, sheet.box_height, slices.n_rows):
+    if n % sheet.slices_per_row == 0:
+        for row in _every_kth(_FONT + 1, sheet.box_height, slices.n_rows):
             at = (row + 0.5) * sheet.box_height + 0.35 * _FONT
-            yield _text(slices.row_head(row), -6, at, 'end')
+            yield _text(slices.row_label(row), -6, at, 'end')
     size = f'width="{_px(sheet.box_width)}" height="{_px(sheet.box_height)}"'
-    small = min(sheet.box_width, sheet.box_height) < 6  # dark lines would hide them
+    is_small = min(sheet.box_width, sheet.box_height) < 6  # dark lines would hide the color
     for row in range(slices.n_rows):
         for column in range(slices.n_columns):
             holders = slices.holders(n, row, column)
-            many = len(holders) > 1024
-            numbers = blocks.label(holders) if many else ', '.join(map(str, holders))
+            is_long = len(holders) > 1024
+            numbers = blocks.devices_label(holders) if is_long else ', '.join(map(str, holders))
             x, y = _px(column * sheet.box_width), _px(row * sheet.box_height)
             color = blocks.color(holders[0])
             yield f'<rect x="{x}" y="{y}" {size} fill="{color}" '
-            yield f'stroke="{color if small else _LINE}"><title>device {numbers}</title></rect>'
+            yield f'stroke="{color if is_small else _LINE}"><title>device {numbers}</title></rect>'
     if blocks.replicas > 1:
         yield _hatching(sheet.width, sheet.height)
     yield from _labels(sheet, n)
 
 
 def _hatching(width: float, height: float) -> str:
-    # a single path, as patterns need ids, which must be unique in a page
+    # a path, because an SVG pattern needs an id, which must be unique in the page
     lines: list[str] = []
     for at in range(_HATCH // 2, int(width + height), _HATCH):
         low, high = min(at, height), max(0, at - width)
@@ -137,57 +146,56 @@ def _hatching(width: float, height: float) -> str:
 
 def _labels(sheet: _Sheet, n: int) -> Iterator[str]:
     """Writes the devices of each block; if they do not fit, of every k-th row and column."""
-    slices, blocks, (size, rows, columns) = sheet.slices, sheet.slices.blocks, sheet.font
-    anchor = 'middle' if columns == 1 else 'start'
+    slices, blocks, labels = sheet.slices, sheet.slices.blocks, sheet.labels
+    size, row_step, column_step = labels.font_size, labels.row_step, labels.column_step
+    anchor = 'middle' if column_step == 1 else 'start'
     yield (
         f'<g font-size="{_px(size)}" fill="#000" text-anchor="{anchor}" stroke-width="4" '
         'stroke-linejoin="round" paint-order="stroke" pointer-events="none">'
     )
-    for row in range(0, slices.n_rows, rows):
-        for column in range(0, slices.n_columns, columns):
+    for row in range(0, slices.n_rows, row_step):
+        for column in range(0, slices.n_columns, column_step):
             holders = slices.holders(n, row, column)
-            text = blocks.label(holders, sheet.most)
-            x = column * sheet.box_width + (2 if columns > 1 else sheet.box_width / 2)
+            text = blocks.devices_label(holders, labels.max_devices)
+            x = column * sheet.box_width + (2 if column_step > 1 else sheet.box_width / 2)
             y = row * sheet.box_height + max(size, sheet.box_height) / 2
-            if columns > 1 and x + len(text) * _CHARACTER * size > sheet.width:
+            if column_step > 1 and x + len(text) * _CHARACTER * size > sheet.width:
                 continue
-            if rows > 1 and y + size / 2 > sheet.height:
+            if row_step > 1 and y + size / 2 > sheet.height:
                 continue
-            halo = rows > 1 or columns > 1 or blocks.replicas > 1
-            color = f' stroke="{blocks.color(holders[0])}"' if halo else ''
+            # labels that cross lines get an outline in the color of the block
+            has_outline = row_step > 1 or column_step > 1 or blocks.replicas > 1
+            color = f' stroke="{blocks.color(holders[0])}"' if has_outline else ''
             yield f'<text x="{_px(x)}" y="{_px(y + 0.35 * size)}"{color}>{text}</text>'
     yield '</g>'
 
 
-def _font(blocks: Blocks, width: float, height: float) -> tuple[int, tuple[float, int, int]]:
-    """Fits device labels into boxes.
-
-    Returns `most` and `font` of a `_Sheet`.
-    """
-    holders = [blocks.holders(i) for i in range(min(blocks.n_blocks, _MAX_BOXES))]
-    needed = {
-        most: _CHARACTER * max(len(blocks.label(devices, most)) for devices in holders)
+def _fit_labels(blocks: Blocks, width: float, height: float) -> _Labels:
+    """Chooses the most detailed labels that fit into boxes of this size."""
+    all_holders = [blocks.holders(i) for i in range(min(blocks.n_blocks, _MAX_BOXES))]
+    widths = {  # in font sizes
+        most: _CHARACTER * max(len(blocks.devices_label(holders, most)) for holders in all_holders)
         for most in (4, 2, 1)
     }
-    for most in needed:
-        size = min(_FONT, 0.95 * height, (width - 1) / needed[most])
+    for most in widths:
+        size = min(_FONT, 0.95 * height, (width - 1) / widths[most])
         if size >= _MIN_FONT:
-            return most, (size, 1, 1)
-    least = needed[2] * _MIN_FONT
-    rows = 1 if 0.95 * height >= _MIN_FONT else math.ceil(2 * _MIN_FONT / height)
-    columns = 1 if width - 1 >= least else math.ceil(2 * least / width)
-    return 2, (_MIN_FONT, rows, columns)
+            return _Labels(most, size)
+    least = widths[2] * _MIN_FONT
+    row_step = 1 if 0.95 * height >= _MIN_FONT else math.ceil(2 * _MIN_FONT / height)
+    column_step = 1 if width - 1 >= least else math.ceil(2 * least / width)
+    return _Labels(2, _MIN_FONT, row_step, column_step)
 
 
-def _column_heads(slices: Slices, box_width: float) -> Iterator[tuple[str, float]]:
+def _column_labels(slices: Slices, box_width: float) -> Iterator[tuple[str, float]]:
     """Yields as many column labels as fit, each with the center of its column."""
-    heads = [slices.column_head(column) for column in range(slices.n_columns)]
-    for i in _thinned(max(map(_text_width, heads)) + 6, box_width, slices.n_columns):
-        if heads[i]:
-            yield heads[i], (i + 0.5) * box_width
+    labels = [slices.column_label(column) for column in range(slices.n_columns)]
+    for i in _every_kth(max(map(_text_width, labels)) + 6, box_width, slices.n_columns):
+        if labels[i]:
+            yield labels[i], (i + 0.5) * box_width
 
 
-def _thinned(needed: float, box: float, n: int) -> range:
+def _every_kth(needed: float, box: float, n: int) -> range:
     """Returns the indices of every k-th of n labels, so that each has the space it needs."""
     return range(0, n, max(1, math.ceil(needed / box)))
 

@@ -27,7 +27,7 @@ class _Boxes:
     slices: Slices
     rows: Sequence[int | None]  # None for omitted rows
     cells: Sequence[Sequence[Line]]  # by slice, then by row
-    column_heads: Sequence[str]
+    column_labels: Sequence[str]
     corner: str  # the name of the column axis, if the column labels omit it
     box_width: int
     box_height: int = 1
@@ -37,18 +37,18 @@ class _Boxes:
         return self.slices.n_rows <= _MAX_RULED_ROWS
 
     @property
-    def row_heads(self) -> list[str]:
+    def row_labels(self) -> list[str]:
         more = f'{self.slices.n_rows - _FIRST_ROWS - _LAST_ROWS} more ..'
-        return [more if row is None else self.slices.row_head(row) for row in self.rows]
+        return [more if row is None else self.slices.row_label(row) for row in self.rows]
 
     @property
     def margin(self) -> int:
-        widest = max(map(display_width, (*self.row_heads, self.corner)))
+        widest = max(map(display_width, (*self.row_labels, self.corner)))
         return widest + 1 if widest else 0
 
     @property
     def width(self) -> int:
-        return self.margin + len(self.column_heads) * (self.box_width + 1) + 1
+        return self.margin + len(self.column_labels) * (self.box_width + 1) + 1
 
 
 def text_lines(blocks: Blocks, width: int) -> list[Line]:
@@ -70,9 +70,9 @@ def text_lines(blocks: Blocks, width: int) -> list[Line]:
 
 # Styles of column labels, from clearest to shortest:
 #   whether each label includes the axis name; if not, the name is in the corner
-#   the number of spaces on each side of a label
-#   whether only some columns are labeled, like the ticks of a ruler
-_HEADINGS = (
+#   the number of spaces on each side of the widest label or cell
+#   whether only every k-th column has a label, like the ticks of a ruler
+_LABEL_STYLES = (
     (True, 1, False),
     (False, 1, False),
     (False, 0, False),
@@ -82,56 +82,63 @@ _HEADINGS = (
 
 
 def _boxes(slices: Slices, width: int) -> _Boxes | None:
-    """Returns the clearest boxes that fit in `width` columns; None if none fit."""
+    """Chooses the clearest labels with which the boxes fit in `width`; returns None if none fit."""
     if 2 * slices.n_columns > width:
         return None
-    rows = _kept(slices.n_rows)
+    rows = _shown_rows(slices.n_rows)
     title = max(map(display_width, slices.titles))
-    for most in (4, 2, 1):
-        cells = [[_cells(slices, n, row, most) for row in rows] for n in range(len(slices.titles))]
-        label = max(len(text) for one in cells for row in one for text, _ in row)
-        for named, padding, thin in _HEADINGS:
-            heads, corner = _column_heads(slices, named)
-            head = 0 if thin else max(map(display_width, heads))
-            boxes = _Boxes(slices, rows, cells, heads, corner, max(label, head) + 2 * padding)
+    for max_devices in (4, 2, 1):
+        cells = [
+            [_cells(slices, n, row, max_devices) for row in rows] for n in range(len(slices.titles))
+        ]
+        cell_width = max(len(text) for n in cells for row in n for text, _ in row)
+        for has_names, padding, is_ruler in _LABEL_STYLES:
+            labels, corner = _column_labels(slices, has_names)
+            label_width = 0 if is_ruler else max(map(display_width, labels))
+            box_width = max(cell_width, label_width) + 2 * padding
+            boxes = _Boxes(slices, rows, cells, labels, corner, box_width)
             if max(boxes.width, boxes.margin + title) > width:
                 continue
-            if thin:
-                return replace(boxes, column_heads=_thinned(heads, boxes.box_width))
+            if is_ruler:
+                return replace(boxes, column_labels=_every_kth(labels, boxes.box_width))
             return _enlarged(boxes, width)
     return None
 
 
-def _kept(n: int) -> list[int | None]:
+def _shown_rows(n: int) -> list[int | None]:
     """Returns the indices of n rows to show; None stands for omitted rows."""
     if n <= _MAX_ROWS:
         return list(range(n))
     return [*range(_FIRST_ROWS), None, *range(n - _LAST_ROWS, n)]
 
 
-def _cells(slices: Slices, n: int, row: int | None, most: int) -> Line:
+def _cells(slices: Slices, n: int, row: int | None, max_devices: int) -> Line:
     if row is None:
         return [('..', None)] * slices.n_columns
     row_devices = [slices.holders(n, row, column) for column in range(slices.n_columns)]
-    return [(slices.blocks.label(devices, most), devices[0]) for devices in row_devices]
+    return [
+        (slices.blocks.devices_label(devices, max_devices), devices[0]) for devices in row_devices
+    ]
 
 
-def _column_heads(slices: Slices, named: bool) -> tuple[list[str], str]:
+def _column_labels(slices: Slices, has_names: bool) -> tuple[list[str], str]:
     """Returns the column labels; and the axis name for the corner, if the labels omit it."""
     blocks, axis = slices.blocks, slices.column_axis
     if axis is None:
         return [''], ''
-    if named:
-        return [blocks.named_head(axis, column) for column in range(slices.n_columns)], ''
-    heads = [blocks.head(axis, part).removeprefix('part ') for part in range(slices.n_columns)]
-    return heads, f'{blocks.names[axis]}{" part" if blocks.sizes is None else ""}'
+    if has_names:
+        return [blocks.named_part_label(axis, column) for column in range(slices.n_columns)], ''
+    labels = [
+        blocks.part_label(axis, part).removeprefix('part ') for part in range(slices.n_columns)
+    ]
+    return labels, f'{blocks.names[axis]}{" part" if blocks.sizes is None else ""}'
 
 
-def _thinned(heads: Sequence[str], box_width: int) -> list[str]:
+def _every_kth(labels: Sequence[str], box_width: int) -> list[str]:
     """Keeps every k-th label, so that each has room up to the next label or the last box."""
-    step = max(map(display_width, heads)) // (box_width + 1) + 1
-    last = len(heads) - step
-    return [head if i % step == 0 and i <= last else '' for i, head in enumerate(heads)]
+    step = max(map(display_width, labels)) // (box_width + 1) + 1
+    last = len(labels) - step
+    return [label if i % step == 0 and i <= last else '' for i, label in enumerate(labels)]
 
 
 def _enlarged(boxes: _Boxes, width: int) -> _Boxes:
@@ -151,15 +158,15 @@ def _slice_lines(boxes: _Boxes, n: int) -> list[Line]:
     lines: list[Line] = []
     if title := boxes.slices.titles[n]:
         lines.append([(margin + title, None)])
-    if any(boxes.column_heads):
-        lines.append([(_heads_text(boxes), None)])
+    if any(boxes.column_labels):
+        lines.append([(_column_label_line(boxes), None)])
     lines.append([(margin + _rule('┌┬┐', boxes), None)])
-    for i, (head, row) in enumerate(zip(boxes.row_heads, boxes.cells[n], strict=True)):
+    for i, (label, row) in enumerate(zip(boxes.row_labels, boxes.cells[n], strict=True)):
         if i and boxes.ruled:
             lines.append([(margin + _rule('├┼┤', boxes), None)])
         for at in range(boxes.box_height):
             middle = at == boxes.box_height // 2
-            line: Line = [(_in_margin(head if middle else '', boxes), None)]
+            line: Line = [(_in_margin(label if middle else '', boxes), None)]
             for text, device in row:
                 line += [('│', None), (_center(text if middle else '', boxes.box_width), device)]
             lines.append([*line, ('│', None)])
@@ -167,19 +174,21 @@ def _slice_lines(boxes: _Boxes, n: int) -> list[Line]:
     return lines
 
 
-def _heads_text(boxes: _Boxes) -> str:
+def _column_label_line(boxes: _Boxes) -> str:
     text = _in_margin(boxes.corner, boxes)
-    if all(display_width(head) <= boxes.box_width for head in boxes.column_heads):
-        return text + ''.join(' ' + _center(head, boxes.box_width) for head in boxes.column_heads)
-    for i, head in enumerate(boxes.column_heads):  # ticks, at the left edge of their boxes
+    if all(display_width(label) <= boxes.box_width for label in boxes.column_labels):
+        return text + ''.join(
+            ' ' + _center(label, boxes.box_width) for label in boxes.column_labels
+        )
+    for i, label in enumerate(boxes.column_labels):  # ticks, at the left edge of their boxes
         at = boxes.margin + 1 + i * (boxes.box_width + 1)
-        text += (' ' * (at - display_width(text)) + head) if head else ''
+        text += (' ' * (at - display_width(text)) + label) if label else ''
     return text
 
 
 def _rule(corners: str, boxes: _Boxes) -> str:
     left, between, right = corners
-    return left + between.join(['─' * boxes.box_width] * len(boxes.column_heads)) + right
+    return left + between.join(['─' * boxes.box_width] * len(boxes.column_labels)) + right
 
 
 def _join(pieces: Iterable[Line], width: int) -> Line:
@@ -195,9 +204,9 @@ def _join(pieces: Iterable[Line], width: int) -> Line:
 
 def _table_lines(blocks: Blocks, width: int) -> Iterator[Line]:
     """Draws a table with a row for each block; the last column has its devices."""
-    everything = list(range(len(blocks.parts)))
-    sharded = [axis for axis in everything if blocks.parts[axis] > 1]
-    rows, widths = _table(blocks, everything if blocks.sizes is not None else sharded)
+    axes = list(range(len(blocks.parts)))
+    sharded = [axis for axis in axes if blocks.parts[axis] > 1]
+    rows, widths = _table(blocks, axes if blocks.sizes is not None else sharded)
     if sum(widths) > width:
         rows, widths = _table(blocks, sharded)
     for i, row in enumerate(rows):
@@ -209,8 +218,8 @@ def _table_lines(blocks: Blocks, width: int) -> Iterator[Line]:
 
 def _table(blocks: Blocks, axes: Sequence[int]) -> tuple[list[Line], list[int]]:
     """Returns the rows, starting with the headings; and the column widths."""
-    heads: Line = [*((blocks.names[axis], None) for axis in axes), ('devices', None)]
-    rows = [heads, *(_table_row(blocks, axes, block) for block in _kept(blocks.n_blocks))]
+    headings: Line = [*((blocks.names[axis], None) for axis in axes), ('devices', None)]
+    rows = [headings, *(_table_row(blocks, axes, block) for block in _shown_rows(blocks.n_blocks))]
     texts = zip(*([text for text, _ in row] for row in rows), strict=True)
     return rows, [max(map(display_width, column)) + 2 for column in texts]
 
@@ -220,11 +229,11 @@ def _table_row(blocks: Blocks, axes: Sequence[int], block: int | None) -> Line:
         n = blocks.n_blocks - _FIRST_ROWS - _LAST_ROWS
         return [*[('..', None)] * len(axes), (f'{n} more', None)]
     devices = blocks.holders(block)
-    heads: list[str] = []
+    labels: list[str] = []
     for axis in axes:
         part = block // math.prod(blocks.parts[axis + 1 :]) % blocks.parts[axis]
-        heads.append(blocks.head(axis, part))
-    return [*((head, None) for head in heads), (blocks.label(devices), devices[0])]
+        labels.append(blocks.part_label(axis, part))
+    return [*((label, None) for label in labels), (blocks.devices_label(devices), devices[0])]
 
 
 def _left(text: str, width: int) -> str:

@@ -30,7 +30,7 @@ class Candidate:
 
     @property
     def placements(self) -> dict[str, str]:
-        """The placements, for `axis_rules`: {'batch': '@x', 'layers': ''}."""
+        """The placement of each name, for `axis_rules`: {'batch': '@x', 'layers': ''}."""
         return {name: str(Term('', mesh_axes=axes)) if axes else '' for name, axes in self.axes}
 
     def mesh_of(self, devices: Mesh) -> Mesh:
@@ -45,7 +45,16 @@ class Candidate:
         with mesh_scope(mesh), axis_rules(self.placements):
             yield mesh
 
+    @property
+    def mesh_text(self) -> str:
+        """The mesh axes with their sizes: 'x=64, y=4'."""
+        return ', '.join(f'{name}={size}' for name, size in self.mesh)
+
+    def changed_names(self, other: Candidate) -> list[str]:
+        """The axis names that another candidate of the same model shards over other mesh axes."""
+        pairs = zip(self.axes, other.axes, strict=True)
+        return [name for (name, axes), (_, others) in pairs if axes != others]
+
     def __str__(self) -> str:
-        mesh = ', '.join(f'{name}={size}' for name, size in self.mesh)
         rules = ', '.join(f'{name}{text}' for name, text in self.placements.items() if text)
-        return f'{mesh}: {rules or "everything replicated"}'
+        return f'{self.mesh_text}: {rules or "everything replicated"}'

@@ -2,7 +2,7 @@
 
 The role of a mesh axis is the set of axis names that it shards. A small space is enumerated. In a
 large one, a beam search changes the role of one mesh axis at a time; then mesh axes are split in
-two, and single names are added and removed. The search is deterministic.
+two, and single names are added and removed. The same model always gives the same candidates.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from .candidate import Candidate
 from .estimate import Estimator, Totals
 from .judgement import Objective
-from .space import Plan, Role, Sizes, Space
+from .space import PlanRoles, Role, Sizes, Space
 
 # spaces of up to this many plans are enumerated; each plan takes 0.1 ms
-FULL = 20_000
-# the number of plans that the search starts from, for each mesh shape
-STARTS = 2000
-# the number of plans that each step of the search keeps
-BEAM = 12
+MAX_ENUMERATED = 20_000
+# how many plans the beam search starts from, for each mesh shape
+_STARTS = 2000
+# how many plans each step of the beam search keeps
+_BEAM = 12
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,10 @@ class Candidates:
     Attributes:
         found: each with its estimate; those that need too much memory come last.
         pruned: how many plans, or roles of mesh axes, were left out, by reason.
-        is_complete: whether the space was enumerated.
     """
 
     found: tuple[tuple[Candidate, Totals], ...]
     pruned: Mapping[str, int]
-    is_complete: bool
 
 
 def find_candidates(
@@ -55,9 +53,8 @@ def find_candidates(
         memory: the bytes that a device has; None if unknown.
         limit: the number of candidates to return.
     """
-    search = _Search(space, estimator, memory, objective)
-    is_complete = search.n_plans() <= FULL
-    if is_complete:
+    search = _CandidateSearch(space, estimator, memory, objective)
+    if search.n_plans() <= MAX_ENUMERATED:
         search.add(search.all_plans())
     else:
         search.vary_roles()
@@ -69,13 +66,12 @@ def find_candidates(
     pruned = Counter(space.pruned) + search.pruned
     pruned['without effect'] += len(ranked[:limit]) - len(simple)
     return Candidates(
-        tuple((space.candidate(plan), search.known[plan]) for plan in simple),
+        tuple((space.candidate(plan), search.totals(plan)) for plan in simple),
         {reason: n for reason, n in pruned.items() if n},
-        is_complete,
     )
 
 
-class _Search:
+class _CandidateSearch:
     def __init__(
         self, space: Space, estimator: Estimator, memory: float | None, objective: Objective
     ):
@@ -83,58 +79,57 @@ class _Search:
         self.estimator = estimator
         self.memory = math.inf if memory is None else memory
         self.objective: Objective = objective
-        self.known: dict[Plan, Totals] = {}
-        self.keys: dict[Plan, tuple[float, ...]] = {}
         self.pruned: Counter[str] = Counter()
+        self._known: dict[PlanRoles, tuple[tuple[float, ...], Totals]] = {}
 
     # --- costs --------------------------------------------------------------------------------
 
-    def totals(self, plan: Plan) -> Totals:
-        known = self.known.get(plan)
-        if known is None:
-            known = self.known[plan] = self.estimator.totals(self.space.axes(plan))
-        return known
+    def totals(self, plan: PlanRoles) -> Totals:
+        return self._evaluated(plan)[1]
 
-    def key(self, plan: Plan) -> tuple[float, ...]:
+    def key(self, plan: PlanRoles) -> tuple[float, ...]:
         """Returns the sort key of a plan: whether it fits, the objective, memory, bytes sent."""
-        known = self.keys.get(plan)
+        return self._evaluated(plan)[0]
+
+    def _evaluated(self, plan: PlanRoles) -> tuple[tuple[float, ...], Totals]:
+        known = self._known.get(plan)
         if known is None:
-            known = self.keys[plan] = self._key(plan)
+            totals = self.estimator.totals(self.space.axes(plan))
+            over = max(totals.memory - self.memory, 0)
+            first = {'bound': totals.seconds, 'bytes': totals.sent, 'memory': totals.memory}
+            # rounded, because equal sums of many numbers may differ in their last digits
+            numbers = (first[self.objective], totals.memory, totals.sent)
+            key = over, *(float(f'{number:.9g}') for number in numbers), len(plan[0])
+            known = self._known[plan] = key, totals
         return known
 
-    def _key(self, plan: Plan) -> tuple[float, ...]:
-        totals = self.totals(plan)
-        over = max(totals.memory - self.memory, 0)
-        first = {'bound': totals.seconds, 'bytes': totals.sent, 'memory': totals.memory}
-        # rounded, because equal sums of many numbers may differ in their last digits
-        numbers = (first[self.objective], totals.memory, totals.sent)
-        return (over, *(float(f'{number:.9g}') for number in numbers), len(plan[0]))
-
-    def add(self, plans: Iterable[Plan]) -> None:
+    def add(self, plans: Iterable[PlanRoles]) -> None:
         for plan in plans:
             if not self.space.is_valid(plan):
                 self.pruned['indivisible'] += 1
             elif self.merged(plan) != plan:
                 self.pruned['same as with fewer mesh axes'] += 1
             else:
-                self.totals(plan)
+                self._evaluated(plan)
 
-    def best(self, plans: Iterable[Plan], n: int) -> list[Plan]:
-        kept = [plan for plan in plans if self.space.is_valid(plan)]
-        return sorted(dict.fromkeys(kept), key=self.key)[:n]
+    def best(self, plans: Iterable[PlanRoles]) -> list[PlanRoles]:
+        """Returns the best plans, as many as a step of the beam search keeps."""
+        valid = [plan for plan in plans if self.space.is_valid(plan)]
+        return sorted(dict.fromkeys(valid), key=self.key)[:_BEAM]
 
-    def ranked(self) -> list[Plan]:
+    def ranked(self) -> list[PlanRoles]:
         """Returns all plans, best first, without those that only rename the mesh axes."""
-        found: dict[object, Plan] = {}
-        for plan in sorted(self.known, key=self.key):
-            same = tuple(sorted((size, sorted(role)) for size, role in zip(*plan, strict=True)))
-            same = plan[0], str(same)
+        found: dict[object, PlanRoles] = {}
+        for plan in sorted(self._known, key=self.key):
+            sizes, roles = plan
+            axes = sorted((size, sorted(role)) for size, role in zip(sizes, roles, strict=True))
+            same = sizes, str(axes)
             if same in found:
                 self.pruned['same after renaming mesh axes'] += 1
             found.setdefault(same, plan)
         return list(found.values())
 
-    def simplified(self, plan: Plan) -> Plan:
+    def simplified(self, plan: PlanRoles) -> PlanRoles:
         """Returns the plan without the names whose sharding does not lower its cost."""
         sizes, roles = plan
         for axis, name in [(i, name) for i, role in enumerate(roles) for name in sorted(role)]:
@@ -146,7 +141,7 @@ class _Search:
                 roles = fewer
         return self.merged((sizes, roles))
 
-    def merged(self, plan: Plan) -> Plan:
+    def merged(self, plan: PlanRoles) -> PlanRoles:
         """Merges mesh axes that shard the same names, except the axis between slices."""
         if self.space.mesh is not None or any(self.space.pinned.values()):
             return plan  # the user has named the mesh axes
@@ -159,50 +154,45 @@ class _Search:
     # --- the steps ----------------------------------------------------------------------------
 
     def n_plans(self) -> int:
-        """The number of plans in the space."""
+        """Counts the plans in the space."""
         return sum(
             math.prod(len(self.space.roles(sizes, axis)) for axis in range(len(sizes)))
-            for n_axes in self.axis_counts
-            for sizes in self.space.shapes(n_axes)
+            for sizes in self.space.shapes()
         )
 
-    @property
-    def axis_counts(self) -> range:
-        return range(1, max(len(self.space.mesh_axes), 1) + 1)
-
-    def all_plans(self) -> Iterator[Plan]:
-        for n_axes in self.axis_counts:
-            for sizes in self.space.shapes(n_axes):
-                roles = [self.space.roles(sizes, axis) for axis in range(n_axes)]
-                yield from ((sizes, chosen) for chosen in itertools.product(*roles))
+    def all_plans(self) -> Iterator[PlanRoles]:
+        for sizes in self.space.shapes():
+            roles = [self.space.roles(sizes, axis) for axis in range(len(sizes))]
+            yield from ((sizes, chosen) for chosen in itertools.product(*roles))
 
     def vary_roles(self) -> None:
         """Tries all roles of one mesh axis, with the best roles of the others, for each axis."""
-        counts = self.axis_counts if self.space.mesh else self.axis_counts[:2]
-        for n_axes in counts:
-            for sizes in self.space.shapes(n_axes):
-                found = self.best(self.starts(sizes), BEAM)
-                for axis in (*range(n_axes)[::-1], *range(n_axes)):
-                    changed = [
-                        (sizes, (*roles[:axis], role, *roles[axis + 1 :]))
-                        for _, roles in found
-                        for role in self.space.roles(sizes, axis)
-                    ]
-                    self.add(changed)
-                    found = self.best([*found, *changed], BEAM)
+        # shapes with more axes come from `split`, unless pins need more
+        for sizes in self.space.shapes(2) or self.space.shapes():
+            found = self.best(self.starts(sizes))
+            for axis in (*range(len(sizes))[::-1], *range(len(sizes))):
+                changed = [
+                    (sizes, (*roles[:axis], role, *roles[axis + 1 :]))
+                    for _, roles in found
+                    for role in self.space.roles(sizes, axis)
+                ]
+                self.add(changed)
+                found = self.best([*found, *changed])
 
-    def starts(self, sizes: Sizes) -> list[Plan]:
+    def starts(self, sizes: Sizes) -> list[PlanRoles]:
         """Combines the roles that are best for each mesh axis alone, by time, memory and bytes."""
         alone: list[list[Role]] = []
-        most = int(STARTS ** (1 / len(sizes)))
+        n_each = int(_STARTS ** (1 / len(sizes)))
         for axis, size in enumerate(sizes):
-            plans = [((size,), (role,)) for role in self.space.roles(sizes, axis)]
-            keys = [(plan, self.estimator.totals(self.space.axes(plan))) for plan in plans]
-            by_time = sorted(keys, key=lambda one: one[1].seconds)[:4]
-            by_memory = sorted(keys, key=lambda one: (one[1].memory, one[1].seconds))[:4]
-            by_bytes = sorted(keys, key=lambda one: (one[1].compute, one[1].sent))[:4]
+            roles = self.space.roles(sizes, axis)
+            costs = [
+                (role, self.estimator.totals(self.space.axes(((size,), (role,))))) for role in roles
+            ]
+            by_time = sorted(costs, key=lambda one: one[1].seconds)[:4]
+            by_memory = sorted(costs, key=lambda one: (one[1].memory, one[1].seconds))[:4]
+            by_bytes = sorted(costs, key=lambda one: (one[1].compute, one[1].sent))[:4]
             best = itertools.chain(*zip(by_time, by_memory, by_bytes, strict=True))
-            alone.append([*dict.fromkeys(plan[1][0] for plan, _ in best)][:most])
+            alone.append([*dict.fromkeys(role for role, _ in best)][:n_each])
         return [(sizes, roles) for roles in itertools.product(*alone)]
 
     def split(self) -> None:
@@ -210,37 +200,35 @@ class _Search:
         if self.space.mesh is not None:
             return
         ranked = self.ranked()
-        good = {role for _, roles in ranked[: 4 * BEAM] for role in roles}
-        for plan in ranked[:BEAM]:
+        good = {role for _, roles in ranked[: 4 * _BEAM] for role in roles}
+        for plan in ranked[:_BEAM]:
             if len(plan[0]) < len(self.space.mesh_axes):
-                self.add(self.splits(plan, good))
+                # a split moves the mesh axes after it, which may be pinned
+                self.add(filter(self.space.obeys_pins, self.splits(plan, good)))
 
-    def splits(self, plan: Plan, good: Container[Role]) -> Iterator[Plan]:
+    def splits(self, plan: PlanRoles, good: Container[Role]) -> Iterator[PlanRoles]:
         sizes, roles = plan
         first = 1 if self.space.n_slices > 1 else 0
         for axis in range(first, len(sizes)):
             for part in range(2, sizes[axis] // 2 + 1):
                 if sizes[axis] % part:
                     continue
-                both = (*sizes[:axis], part, sizes[axis] // part, *sizes[axis + 1 :])
-                for at in (0, 1):
-                    for role in self.space.roles(both, axis + at):
-                        pair = (role, roles[axis]) if at == 0 else (roles[axis], role)
+                split = (*sizes[:axis], part, sizes[axis] // part, *sizes[axis + 1 :])
+                for half in (0, 1):
+                    for role in self.space.roles(split, axis + half):
+                        pair = (roles[axis], role) if half else (role, roles[axis])
                         if role in good:
-                            yield both, (*roles[:axis], *pair, *roles[axis + 1 :])
+                            yield split, (*roles[:axis], *pair, *roles[axis + 1 :])
 
     def refine(self) -> None:
         """Adds and removes single names of the best plans, as long as that helps."""
-        tried: set[Plan] = set()
-        while True:
-            new = [plan for plan in self.ranked()[:BEAM] if plan not in tried]
-            if not new:
-                return
+        tried: set[PlanRoles] = set()
+        while new := [plan for plan in self.ranked()[:_BEAM] if plan not in tried]:
             tried.update(new)
             for plan in new:
                 self.add(self.neighbors(plan))
 
-    def neighbors(self, plan: Plan) -> Iterator[Plan]:
+    def neighbors(self, plan: PlanRoles) -> Iterator[PlanRoles]:
         sizes, roles = plan
         for axis, role in enumerate(roles):
             for other in self.space.roles(sizes, axis):

@@ -38,7 +38,7 @@ class Compiled(NamedTuple):
 class Worker:
     """A process that compiles exported programs for simulated CPU devices, one after another.
 
-    It starts with the first program, and ends with `close`, or when this process ends or dies.
+    It starts with the first program, and ends with `close`, or when this process ends or is killed.
     """
 
     def __init__(self, n_devices: int):
@@ -56,21 +56,25 @@ class Worker:
         """Sends a program; returns at once."""
         if self._process is None:
             self._start()
+        requests, _ = self._pipes
         with contextlib.suppress(BrokenPipeError):  # the process has ended; `result` raises
-            stream = self._pipes[0]
-            pickle.dump(request, stream)
-            stream.flush()
+            pickle.dump(request, requests)
+            requests.flush()
 
     def result(self) -> Compiled | str:
         """Waits for the next program; returns it compiled, or the error of the compiler."""
         try:
-            answer = pickle.load(self._pipes[1])
+            _, answers = self._pipes
+            answer = pickle.load(answers)
         except (EOFError, pickle.UnpicklingError):
-            said = self._last_lines()
+            lines = self._log.read_text(encoding='utf-8', errors='replace').strip().splitlines()
             self.close()
             raise EinshardError(
                 f'the process that compiles for {self.n_devices} simulated devices has ended',
-                facts={'it says': said or 'nothing; it may have run out of memory'},
+                facts={
+                    'its last output': '\n'.join(lines[-5:])
+                    or 'none; it may have run out of memory'
+                },
             ) from None
         except BaseException:  # such as Ctrl-C, which leaves a part of the answer unread
             self.close()
@@ -109,15 +113,11 @@ class Worker:
         assert process.stdout is not None
         return process.stdin, process.stdout  # type: ignore[reportReturnType]
 
-    def _last_lines(self) -> str:
-        lines = self._log.read_text(encoding='utf-8', errors='replace').strip().splitlines()
-        return '\n'.join(lines[-5:])
-
 
 def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
     process.kill()
     for stream in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # a pipe with a request that nobody reads
+        with contextlib.suppress(OSError):  # a request is left in the pipe
             stream.close()  # type: ignore[reportOptionalMemberAccess]
     process.wait()
     folder.cleanup()
@@ -154,8 +154,8 @@ def _environment(n_devices: int) -> dict[str, str]:
 # --- export -------------------------------------------------------------------------------------
 
 
-class _Wrapped:
-    """Wraps a traced function for `jax.export`, which expects a jitted one."""
+class _Jitted:
+    """A traced function in the form of a jitted one, which `jax.export` expects."""
 
     def __init__(self, traced: Any):
         self._traced = traced
@@ -180,9 +180,9 @@ def check_flatbuffers() -> None:
 
 
 def export(stages: Stages, axes: Sequence[tuple[str, int]]) -> tuple[dict[str, Any], Sequence[int]]:
-    """Lowers a traced program for CPU; returns a request, and the arguments that it uses."""
+    """Lowers a traced program for CPU; returns the request, and the numbers of used arguments."""
     traced = stages.traced
-    exported = jax.export.export(_Wrapped(traced), platforms=['cpu'])()  # type: ignore[reportArgumentType]
+    exported = jax.export.export(_Jitted(traced), platforms=['cpu'])()  # type: ignore[reportArgumentType]
     # pytrees of other libraries cannot be serialized, so the program takes and returns leaves
     n_in, n_out = len(exported.in_avals), len(exported.out_avals)
     flat = dataclasses.replace(

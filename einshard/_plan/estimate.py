@@ -8,7 +8,7 @@ and results are written once. Memory: arguments, results, and the intermediate a
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ class Totals(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """The cost of all executions of a product."""
+    """The cost of all executions of a product: seconds, bytes sent, and how it is computed."""
 
     compute: float
     network: float
@@ -64,7 +64,6 @@ class Estimator:
     """
 
     def __init__(self, model: Model, devices: Mesh | Sequence[Any], chip: Chip | None):
-        self.model = model
         in_order = device_mesh(devices).devices.flat if isinstance(devices, Mesh) else devices
         self.devices = list(in_order)
         self.chip_is_known = chip is not None
@@ -74,36 +73,37 @@ class Estimator:
         named = [(one, _names_of([*one.operands, one.out])) for one in model.products]
         self.products = [(one, names) for one, names in named if one.flops or names]
         self.stored = _StoredArrays(model)
+        # for each product, its cost by the mesh axes of its names
         self._known: list[dict[Any, _Cost]] = [{} for _ in self.products]
 
     def totals(self, axes: Axes) -> Totals:
-        """Estimates the costs per device if `axes` shard each named axis."""
+        """Estimates the costs per device when each name is sharded over its mesh axes."""
         compute = network = sent = gathered = 0.0
         for one in self._costs(axes):
-            compute += one[0]
-            network += one[1]
-            sent += one[2]
-            gathered = max(gathered, one[3].gathered)
+            compute += one.compute
+            network += one.network
+            sent += one.sent
+            gathered = max(gathered, one.way.gathered)
         read_and_written, memory = self.stored.bytes(axes)
         hbm = read_and_written / (self.chip.memory_bandwidth * self.share)
         return Totals(compute, hbm, network, sent, memory + gathered)
 
     def judge(self, candidate: Candidate) -> Judgement:
         """Estimates the bounds, the memory and the bytes sent of a candidate."""
-        axes = self.axes(candidate)
+        axes = _axes_of(candidate)
         totals = self.totals(axes)
         sent: Counter[str] = Counter()
         sent_by: Counter[tuple[str, str]] = Counter()
-        seconds: Counter[str] = Counter()
+        seconds: dict[str, float] = defaultdict(float)
         by_axis = {axes[name][0]: name for name, _ in candidate.mesh}
         for (product, _), cost in zip(self.products, self._costs(axes), strict=True):
             for one in cost.way.sent:
                 along = ','.join(name for axis, name in by_axis.items() if axis in one.axes)
-                n_bytes = product.executions * _sent(one)
+                n_bytes = product.executions * _sent_bytes(one)
                 sent[along] += round(n_bytes)
                 sent_by[one.kind, one.role] += round(n_bytes)
                 rate = self.network.seconds_per_byte(one.kind, one.axes)
-                seconds[along] += product.executions * one.bytes * rate  # type: ignore[reportArgumentType]
+                seconds[along] += product.executions * one.bytes * rate
         bounds = [Bound('compute', '', totals.compute), Bound('HBM', '', totals.hbm)]
         bounds += [Bound('network', along, time) for along, time in seconds.items()]
         known = Bounds(bound for bound in bounds if bound.seconds)
@@ -116,18 +116,11 @@ class Estimator:
             dict(sent_by),
         )
 
-    def axes(self, candidate: Candidate) -> Axes:
-        """Returns the mesh axes of each name; specs may name mesh axes, so these are names too."""
-        sizes = [size for _, size in candidate.mesh]
-        of = {name: axis for (name, _), axis in zip(candidate.mesh, mesh_axes(sizes), strict=True)}
-        by_name = {name: tuple(of[axis] for axis in used) for name, used in candidate.axes}
-        return {name: (axis,) for name, axis in of.items()} | by_name
-
     def _costs(self, axes: Axes) -> list[_Cost]:
         costs: list[_Cost] = []
-        of = axes.__getitem__
+        axes_of = axes.__getitem__
         for (product, names), known in zip(self.products, self._known, strict=True):
-            key = tuple(map(of, names))
+            key = tuple(map(axes_of, names))
             cost = known.get(key)
             if cost is None:
                 cost = known[key] = self._cost(product, axes)
@@ -138,12 +131,22 @@ class Estimator:
         flop_seconds = product.flops / (self.chip.rate(product.dtype) * self.share)
         way = cheapest_way(product, axes, flop_seconds, self.network.seconds_per_byte)
         n, compute = product.executions, flop_seconds / way.parts
-        return _Cost(n * compute, n * (way.seconds - compute), n * sum(map(_sent, way.sent)), way)
+        return _Cost(
+            n * compute, n * (way.seconds - compute), n * sum(map(_sent_bytes, way.sent)), way
+        )
 
 
-def _sent(one: Sent) -> float:
-    group = math.prod(axis.size for axis in one.axes)
-    return ring_bytes(one.kind, round(one.bytes), group)
+def _axes_of(candidate: Candidate) -> Axes:
+    """Returns the mesh axes of each name; specs may name mesh axes, so these are names too."""
+    sizes = [size for _, size in candidate.mesh]
+    of = {name: axis for (name, _), axis in zip(candidate.mesh, mesh_axes(sizes), strict=True)}
+    by_name = {name: tuple(of[axis] for axis in used) for name, used in candidate.axes}
+    return {name: (axis,) for name, axis in of.items()} | by_name
+
+
+def _sent_bytes(one: Sent) -> float:
+    group_size = math.prod(axis.size for axis in one.axes)
+    return ring_bytes(one.kind, round(one.bytes), group_size)
 
 
 def _names_of(sides: Sequence[Side]) -> tuple[str, ...]:
@@ -151,37 +154,37 @@ def _names_of(sides: Sequence[Side]) -> tuple[str, ...]:
 
 
 class _StoredArrays:
-    """The bytes of the arrays in memory. Arrays with the same names have the same shards."""
+    """The bytes of the arrays in memory, by names: the same names have the same sharding."""
 
     def __init__(self, model: Model):
         arguments = [(one.names, one.bytes) for one in model.arrays]
-        kept = [(one.names, one.bytes) for one in model.arrays if one.donated]
+        donated = [(one.names, one.bytes) for one in model.arrays if one.donated]
         peaks = [[(names, n * size) for (names, size), n in peak] for peak in model.peaks] or [[]]
+        # what is read or written once, then what is in memory at each peak
         rows = [
-            [*arguments, *kept, *model.results],
-            *([*arguments, *model.results, *peak] for peak in peaks),
+            _summed([*arguments, *donated, *model.results]),
+            *(_summed([*arguments, *model.results, *peak]) for peak in peaks),
         ]
-        totals = [_merged(row) for row in rows]
-        kinds = list(dict.fromkeys(names for row in totals for names in row))
+        kinds = list(dict.fromkeys(names for row in rows for names in row))
         self.kinds = [(tuple(name for one in names for name in one), names) for names in kinds]
-        self.sizes = np.array([[row[names] for names in kinds] for row in totals], float)
+        self.sizes = np.array([[row[names] for names in kinds] for row in rows], float)
         self._known: list[dict[Any, float]] = [{} for _ in self.kinds]
 
     def bytes(self, axes: Axes) -> tuple[float, float]:
         """Returns the bytes per device that are read or written once, and the peak memory."""
-        parts: list[float] = []
-        of = axes.__getitem__
-        for (flat, names), known in zip(self.kinds, self._known, strict=True):
-            key = tuple(map(of, flat))
-            part = known.get(key)
-            if part is None:
-                part = known[key] = 1 / math.prod(axis.size for axis in shards(names, axes))
-            parts.append(part)
-        once, *peaks = self.sizes.dot(parts)
+        fractions: list[float] = []
+        axes_of = axes.__getitem__
+        for (flat_names, names), known in zip(self.kinds, self._known, strict=True):
+            key = tuple(map(axes_of, flat_names))
+            fraction = known.get(key)
+            if fraction is None:
+                fraction = known[key] = 1 / math.prod(axis.size for axis in shards(names, axes))
+            fractions.append(fraction)
+        once, *peaks = self.sizes.dot(fractions)
         return float(once), float(max(peaks))
 
 
-def _merged(stored: Iterable[Stored]) -> Counter[tuple[Names, ...]]:
+def _summed(stored: Iterable[Stored]) -> Counter[tuple[Names, ...]]:
     """Adds up the bytes of arrays with the same names."""
     total: Counter[tuple[Names, ...]] = Counter()
     for names, n_bytes in stored:

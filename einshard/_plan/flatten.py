@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._sharding.context import NOT_THE_USERS
-from .._sharding.mesh import FREE, spec_axes
+from .._sharding.context import LIBRARY_FOLDERS
+from .._sharding.mesh import UNCONSTRAINED, spec_axes
 from .links import Relation, Shape, relate
 
 
@@ -36,7 +36,7 @@ class Op:
     Attributes:
         primitive: its name in JAX; 'scan_input', 'scan_output', 'scan_axis' and 'carry' connect a
             loop with its body.
-        ins, outs: values, by number; None for a scalar.
+        ins, outs: operands and results, as numbers of values; None for a scalar.
         executions: how often it runs: the product of the lengths of the loops around it.
         scope: the number of the innermost loop around it; 0 outside of loops.
         body: the number of the loop that a 'scan_input' or 'scan_output' belongs to; else 0.
@@ -52,6 +52,14 @@ class Op:
     body: int = 0
     source: str = ''
 
+    @property
+    def arrays_in(self) -> list[int]:
+        return [value for value in self.ins if value is not None]
+
+    @property
+    def arrays_out(self) -> list[int]:
+        return [value for value in self.outs if value is not None]
+
 
 @dataclass(slots=True)
 class Program:
@@ -61,7 +69,7 @@ class Program:
         values: all arrays; operations refer to them by number.
         ops: in order.
         parents: for each scope, the number of the scope around it.
-        arguments, results: values, by number; None for a scalar.
+        arguments, results: numbers of values; None for a scalar.
     """
 
     values: list[Value] = field(default_factory=list[Value])
@@ -76,9 +84,8 @@ def flatten(closed: Any) -> Program:
     reader = _Reader()
     jaxpr = _open(closed)
     program = reader.program
-    program.arguments = [reader.new(var.aval) for var in jaxpr.invars]
-    constants = [reader.new(var.aval) for var in jaxpr.constvars]
-    program.results = reader.read(jaxpr, [*constants, *program.arguments])
+    program.arguments = reader.new_values(jaxpr.invars)
+    program.results = reader.read(jaxpr, program.arguments)
     program.ops = _used(program)
     return program
 
@@ -98,10 +105,14 @@ class _Reader:
         self.program.values.append(Value(tuple(map(int, shape)), aval.dtype))
         return len(self.program.values) - 1
 
+    def new_values(self, variables: Sequence[Any]) -> list[int | None]:
+        return [self.new(variable.aval) for variable in variables]
+
     def read(self, jaxpr: Any, arguments: Sequence[int | None]) -> list[int | None]:
         """Adds the operations of a jaxpr whose arguments are these values; returns the results."""
+        constants = self.new_values(jaxpr.constvars)
         env: dict[Any, int | None] = dict(
-            zip((*jaxpr.constvars, *jaxpr.invars), arguments, strict=True)
+            zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True)
         )
 
         def value_of(atom: Any) -> int | None:
@@ -125,11 +136,10 @@ class _Reader:
             return self.cond(eqn, ins)
         body = next(_bodies(params), None)
         if body is not None and len(body.invars) == len(ins) and name != 'pallas_call':
-            constants = [self.new(var.aval) for var in body.constvars]
-            found = self.read(body, [*constants, *ins])
+            found = self.read(body, ins)
             if len(found) == len(eqn.outvars):
                 return found
-        outs = [self.new(var.aval) for var in eqn.outvars]
+        outs = self.new_values(eqn.outvars)
         if name == 'sharding_constraint':
             self.constrain(outs[0], params['sharding'])
         self.add(name, params, ins, outs, eqn)
@@ -159,7 +169,9 @@ class _Reader:
     ) -> None:
         """Adds an operation that passes a value into or out of a loop, or to the next iteration.
 
-        `shift` has the first axis to link, of the old and of the new value.
+        Args:
+            shift: the first axis to link, of the old and of the new value.
+            body: the number of the loop, if its iterations slice or stack the value.
         """
         if old is None or new is None:
             return
@@ -175,20 +187,20 @@ class _Reader:
 
     def scan(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
         body, length = _open(eqn.params['jaxpr']), eqn.params['length']
-        # JAX 0.12 has no `num_consts` and `num_carry`; what is scanned over has one more axis
+        # JAX 0.12 has no `num_consts` and `num_carry`; outside of the body, what is scanned over or
+        # stacked has one more axis
         n_carry = sum(map(_same_rank, body.outvars, eqn.outvars))
         n_before = sum(map(_same_rank, body.invars, eqn.invars))
         n_consts = n_before - n_carry
-        outs = [self.new(var.aval) for var in eqn.outvars]
+        outs = self.new_values(eqn.outvars)
         number = self.n_scopes + 1
-        inner = [self.new(var.aval) for var in body.invars]
+        inner = self.new_values(body.invars)
         inner[:n_consts] = ins[:n_consts]
         for old, new in zip(ins[n_consts:n_before], inner[n_consts:n_before], strict=True):
             self.connect('carry', old, new, (0, 0))
         for old, new in zip(ins[n_before:], inner[n_before:], strict=True):
             self.connect('scan_input', old, new, (1, 0), number)
-        constants = [self.new(var.aval) for var in body.constvars]
-        found = self.body(body, [*constants, *inner], length)
+        found = self.read_loop(body, inner, length)
         for i, (old, new) in enumerate(zip(found, outs, strict=True)):
             if i < n_carry:
                 self.connect('carry', old, inner[n_consts + i], (0, 0))
@@ -208,27 +220,28 @@ class _Reader:
         n_cond, n_body = params['cond_nconsts'], params['body_nconsts']
         body = _open(params['body_jaxpr'])
         consts, carry = ins[n_cond : n_cond + n_body], ins[n_cond + n_body :]
-        inner = [self.new(var.aval) for var in body.invars[n_body:]]
-        outs = [self.new(var.aval) for var in eqn.outvars]
+        inner = self.new_values(body.invars[n_body:])
+        outs = self.new_values(eqn.outvars)
         for old, new in zip(carry, inner, strict=True):
             self.connect('carry', old, new, (0, 0))
-        constants = [self.new(var.aval) for var in body.constvars]
-        found = self.body(body, [*constants, *consts, *inner], 1)
+        found = self.read_loop(body, [*consts, *inner], 1)
         for old, again, new in zip(found, inner, outs, strict=True):
             self.connect('carry', old, again, (0, 0))
             self.connect('carry', old, new, (0, 0))
         return outs
 
     def cond(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
-        outs = [self.new(var.aval) for var in eqn.outvars]
+        outs = self.new_values(eqn.outvars)
         for branch in map(_open, eqn.params['branches']):
-            constants = [self.new(var.aval) for var in branch.constvars]
-            found = self.read(branch, [*constants, *ins[1:]])
+            found = self.read(branch, ins[1:])
             for old, new in zip(found, outs, strict=True):
                 self.connect('carry', old, new, (0, 0))
         return outs
 
-    def body(self, jaxpr: Any, arguments: Sequence[int | None], length: int) -> list[int | None]:
+    def read_loop(
+        self, jaxpr: Any, arguments: Sequence[int | None], length: int
+    ) -> list[int | None]:
+        """Adds the operations of a loop body, each executed `length` times; returns the results."""
         outside = self.executions, self.scope
         self.n_scopes += 1
         self.program.parents.append(self.scope)
@@ -256,7 +269,7 @@ def _same_rank(one: Any, other: Any) -> bool:
 
 def entries_of(spec: Any, shape: Shape) -> tuple[tuple[str, ...], ...]:
     """Returns the mesh axes of every array axis of a PartitionSpec."""
-    entries = [() if entry == FREE else entry for entry in spec_axes(spec)]
+    entries = [() if entry == UNCONSTRAINED else entry for entry in spec_axes(spec)]
     entries += [()] * (len(shape) - len(entries))
     return tuple(tuple(map(str, entry)) for entry in entries)
 
@@ -265,15 +278,16 @@ def _source(eqn: Any) -> str:
     """Returns the line of the user, as 'model.py:12'; '' if it is unknown."""
     traceback = getattr(getattr(eqn, 'source_info', None), 'traceback', None)
     for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(NOT_THE_USERS):
+        if not frame.file_name.startswith(LIBRARY_FOLDERS):
             return f'{frame.file_name}:{frame.line_num}'
     return ''
 
 
 def _used(program: Program) -> list[Op]:
-    """Drops unused operations, until none is left: a loop body may use its own carry."""
+    """Returns the operations whose results are used."""
     used: set[int | None] = {value for value in program.results if value is not None}
     kept: set[int] = set()
+    # repeated, because an operation of a loop body may be used only in the next iteration
     n_before = -1
     while len(kept) > n_before:
         n_before = len(kept)
@@ -282,5 +296,5 @@ def _used(program: Program) -> list[Op]:
             if i not in kept and any(value in used for value in op.outs):
                 kept.add(i)
                 if op.primitive != 'scan_axis':
-                    used.update(value for value in op.ins if value is not None)
+                    used.update(op.arrays_in)
     return [op for i, op in enumerate(program.ops) if i in kept]

@@ -19,10 +19,11 @@ from .._hlo.hardware import Chip
 from .._hlo.module import Module
 from .._hlo.target_collectives import target_collectives
 from .._inspect.bounds import NO_BOUNDS, find_bounds
-from .._inspect.carried import find_carried, find_weights
-from .._inspect.collective_axes import along, mesh_axes_of
+from .._inspect.collective_axes import axes_text, mesh_axes_of
 from .._inspect.explain import explain_stages
 from .._inspect.lowered import Stages, trace_call
+from .._inspect.payloads import find_payloads, find_weights
+from .._inspect.report import Report
 from .._inspect.totals import product_rows
 from .._sharding.mesh import partition_spec
 from .._trees.paths import path_text
@@ -52,25 +53,47 @@ class Function:
         with candidate.scope(self.devices) as mesh:
             return trace_call(self._copy(), *self._shapes(candidate, mesh), mesh=None)
 
-    def compile_all(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
+    def report(self, candidate: Candidate) -> Report:
+        """Compiles the function for the target, and reports on it as `explain` does."""
+        stages = self.trace(candidate)
+        with candidate.scope(self.devices) as mesh:
+            return explain_stages(stages, mesh, self.chip)
+
+    def judge(self, candidate: Candidate) -> Judgement:
+        """Judges a candidate by the compiler of the target."""
+        try:
+            report = self.report(candidate)
+        except EinshardError as error:
+            says = error.facts.get('the compiler says', '')
+            text = f'{str(error).splitlines()[0]}: {says}'.strip(': ')
+            return _failed(candidate, 'compiler', text)
+        return Judgement(
+            candidate,
+            'compiler',
+            bounds=report.bounds,
+            memory=report.memory and report.memory.total,
+            sent=report.collectives.bytes_by('along'),
+            sent_by=_sums(((row.kind, row.role), row.total_bytes) for row in report.collectives),
+            counts=dict(report.collectives.counts),
+        )
+
+    def judge_all(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
         """Judges candidates in order by the compiler of the target."""
-        for candidate in candidates:
-            yield compile_on_target(self, candidate)
+        yield from map(self.judge, candidates)
 
     def _shapes(self, candidate: Candidate, mesh: Mesh) -> Any:
-        """The shapes of the arguments; those with Flax axis names are sharded by them."""
-        given = tuple(self.args), dict(self.kwargs)
-        leaves, treedef = jtu.tree_flatten(given)
+        """The arguments as shapes; those with Flax axis names are sharded by them."""
+        arguments = tuple(self.args), dict(self.kwargs)
+        leaves, treedef = jtu.tree_flatten(arguments)
         axes = dict(candidate.axes)
         # the specs of a sharded function say how its arguments are sharded
-        of_flax = [None] * len(leaves) if self._is_sharded else metadata_names(given)
+        is_sharded = as_sharded(self.fn) is not None
+        of_flax = [None] * len(leaves) if is_sharded else metadata_names(arguments)
         shapes: list[Any] = []
-        for x, names in zip(leaves, of_flax, strict=True):
+        for x, array_axes in zip(leaves, of_flax, strict=True):
             sharding = None
-            if names is not None:
-                entries = (
-                    tuple(a for name in one or () for a in axes.get(name, ())) for one in names
-                )
+            if array_axes is not None:
+                entries = (tuple(a for n in names for a in axes.get(n, ())) for names in array_axes)
                 sharding = NamedSharding(mesh, partition_spec(entries))
             is_array = hasattr(x, 'shape')
             shapes.append(
@@ -78,106 +101,122 @@ class Function:
             )
         return treedef.unflatten(shapes)
 
-    @property
-    def _is_sharded(self) -> bool:
-        function = self.fn.func if isinstance(self.fn, BoundMethod) else self.fn
-        return isinstance(function, ShardedFunction)
-
     def _copy(self) -> Any:
         """A copy of a `sharded` function, which would otherwise keep the candidates' programs."""
-        made, bound = self.fn, ()
-        if isinstance(made, BoundMethod):
-            made, bound = made.func, made.args
-        if not isinstance(made, ShardedFunction):
+        function = as_sharded(self.fn)
+        if function is None:
             return self.fn
-        fresh = ShardedFunction[..., Any](made._setup)  # type: ignore[reportPrivateUsage]
-        return BoundMethod(fresh, *bound) if bound else fresh
+        copy = ShardedFunction[..., Any](function._setup)  # type: ignore[reportPrivateUsage]
+        return BoundMethod(copy, *self.fn.args) if isinstance(self.fn, BoundMethod) else copy
+
+
+def as_sharded(fn: Any) -> ShardedFunction[..., Any] | None:
+    """Returns a `sharded` function, also for its bound method; None for other functions."""
+    function = fn.func if isinstance(fn, BoundMethod) else fn
+    return function if isinstance(function, ShardedFunction) else None
 
 
 class Partitioner:
     """Judges candidates by compiling them for simulated CPU devices, with XLA's partitioner.
 
-    `submit` traces a candidate while the worker compiles those before; `result` judges them in
-    order. A program that cannot be lowered for CPU is judged by the target's compiler.
+    A program that cannot be lowered for CPU is judged by the target's compiler.
     """
 
     def __init__(self, function: Function, worker: Worker | None = None):
         check_flatbuffers()
         self._function = function
         self._worker = worker or Worker(function.devices.size)
-        self._waiting: deque[tuple[Candidate, _Program | Judgement]] = deque()
-
-    def __enter__(self) -> Partitioner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
-        self._waiting.clear()
         self._worker.close()
 
-    def judge(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
-        """Judges candidates in order, tracing each while the one before compiles."""
+    def judge_all(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
+        """Judges candidates in order, tracing each while the worker compiles the one before."""
+        sent: deque[_Program | Judgement] = deque()
         try:
             for candidate in candidates:
-                self.submit(candidate)
-                if len(self._waiting) > 1:
-                    yield self.result()
-            while self._waiting:
-                yield self.result()
+                sent.append(self._send(candidate))
+                if len(sent) > 1:
+                    yield self._receive(sent.popleft())
+            while sent:
+                yield self._receive(sent.popleft())
         finally:
-            if self._waiting:  # the caller has stopped early
+            if sent:  # the caller has stopped early, so nobody reads the worker's answers
                 self.close()
 
-    def submit(self, candidate: Candidate) -> None:
-        """Traces a candidate, and sends it to the worker."""
-        self._waiting.append((candidate, self._send(candidate)))
+    def _send(self, candidate: Candidate) -> _Program | Judgement:
+        """Traces a candidate and sends it to the worker, or judges it without the worker."""
+        function = self._function
+        try:
+            stages = function.trace(candidate)
+            try:
+                with candidate.scope(function.devices):
+                    request, kept = export(stages, candidate.mesh)
+            except Exception:  # such as a kernel for another platform, or a host callback
+                return function.judge(candidate)
+            self._worker.submit(request)
+            return _program(candidate, stages, kept)
+        except EinshardError as error:
+            return _failed(candidate, 'partitioner', str(error))
 
-    def result(self) -> Judgement:
-        """Waits for the first candidate that has been submitted, and judges it."""
-        candidate, program = self._waiting.popleft()
+    def _receive(self, program: _Program | Judgement) -> Judgement:
         if isinstance(program, Judgement):
             return program
         compiled = self._worker.result()
         if isinstance(compiled, str):
-            return _failed(candidate, 'partitioner', compiled)
-        return program.judge(candidate, compiled, self._function)
-
-    def _send(self, candidate: Candidate) -> _Program | Judgement:
-        function = self._function
-        try:
-            stages = function.trace(candidate)
-            axes = candidate.mesh
-            try:
-                with candidate.scope(function.devices):
-                    request, kept = export(stages, axes)
-            except Exception:  # such as a kernel for another platform, or a host callback
-                return compile_on_target(function, candidate)
-            self._worker.submit(request)
-            return _Program.of(stages, kept)
-        except EinshardError as error:
-            return _failed(candidate, 'partitioner', str(error))
+            return _failed(program.candidate, 'partitioner', compiled)
+        return program.judge(compiled, self._function)
 
 
-def compile_on_target(function: Function, candidate: Candidate) -> Judgement:
-    """Judges a candidate by the compiler of the target."""
-    try:
-        mesh = candidate.mesh_of(function.devices)
-        stages = function.trace(candidate)
-        with candidate.scope(function.devices):
-            report = explain_stages(stages, mesh, function.chip)
-    except EinshardError as error:
-        says = error.facts.get('the compiler says', '')
-        return _failed(candidate, 'compiler', f'{str(error).splitlines()[0]}: {says}'.strip(': '))
-    return Judgement(
+@dataclass(frozen=True)
+class _Program:
+    """A program that the worker compiles.
+
+    Attributes:
+        inputs: the path and the dtype of each argument that it uses.
+        outputs: the paths of its results.
+    """
+
+    candidate: Candidate
+    inputs: Sequence[tuple[str, str]]
+    outputs: Mapping[int, str]
+
+    def judge(self, compiled: Compiled, function: Function) -> Judgement:
+        module = Module(compiled.text)
+        mesh = self.candidate.mesh_of(function.devices)
+        collectives = target_collectives(module, find_collectives(module))
+        weights = find_weights(module, self.inputs, self.outputs)
+        payloads = find_payloads(module, collectives, weights, self.inputs, self.outputs)
+        axes = [axes_text(mesh_axes_of(one.groups, mesh), mesh, {}) for one in collectives]
+        sent = [_sent_bytes(one) for one in collectives]
+        bounds, chip = NO_BOUNDS, function.chip
+        if chip is not None:
+            devices = list(mesh.devices.flat)
+            rows = list(zip(collectives, axes, strict=True))
+            bounds = find_bounds(chip, devices, module, product_rows(module), rows, is_cpu=True)
+        kinds = [
+            (one.kind, payload.role) for one, payload in zip(collectives, payloads, strict=True)
+        ]
+        return Judgement(
+            self.candidate,
+            'partitioner',
+            bounds=bounds,
+            memory=compiled.memory and compiled.memory.total,
+            sent=_sums(zip(axes, sent, strict=True)),
+            sent_by=_sums(zip(kinds, sent, strict=True)),
+            counts=Counter(one.kind for one in collectives),
+        )
+
+
+def _program(candidate: Candidate, stages: Stages, kept: Sequence[int]) -> _Program:
+    traced: Any = stages.traced
+    arguments = jtu.tree_leaves_with_path(traced.args_info)
+    results = jtu.tree_leaves_with_path(traced.out_info)
+    used = [arguments[i] for i in kept]
+    return _Program(
         candidate,
-        'compiler',
-        bounds=report.bounds,
-        memory=report.memory and report.memory.total,
-        sent=report.collectives.bytes_by('along'),
-        sent_by=_sum(((row.kind, row.role), row.total_bytes) for row in report.collectives),
-        counts=dict(report.collectives.counts),
+        [(f'{path[1]}/{path_text(path[2:])}', str(leaf.dtype)) for path, leaf in used],
+        {i: f'result/{path_text(path)}' for i, (path, _) in enumerate(results)},
     )
 
 
@@ -185,66 +224,14 @@ def _failed(candidate: Candidate, judge: Judge, error: str) -> Judgement:
     return Judgement(candidate, judge, error=error.strip().partition('\n')[0])
 
 
-def _sum(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
+def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
+    """Adds up the bytes of each key, the largest sum first."""
     total: Counter[Any] = Counter()
-    for key, n in pairs:
-        total[key] += n
+    for key, n_bytes in pairs:
+        total[key] += n_bytes
     return dict(total.most_common())
 
 
-@dataclass(frozen=True)
-class _Program:
-    """The arguments and results of a program that the worker compiles.
-
-    Attributes:
-        inputs: the path and the dtype of each argument that it uses.
-        outputs: the paths of its results.
-    """
-
-    inputs: Sequence[tuple[str, str]]
-    outputs: Mapping[int, str]
-
-    @staticmethod
-    def of(stages: Stages, kept: Sequence[int]) -> _Program:
-        traced: Any = stages.traced
-        leaves = jtu.tree_leaves_with_path(traced.args_info)
-        results = jtu.tree_leaves_with_path(traced.out_info)
-        return _Program(
-            [
-                (f'{path[1]}/{path_text(path[2:])}', str(leaf.dtype))
-                for path, leaf in (leaves[i] for i in kept)
-            ],
-            {i: f'result/{path_text(path)}' for i, (path, _) in enumerate(results)},
-        )
-
-    def judge(self, candidate: Candidate, compiled: Compiled, function: Function) -> Judgement:
-        module = Module(compiled.text)
-        mesh = candidate.mesh_of(function.devices)
-        collectives = target_collectives(module, find_collectives(module))
-        weights = find_weights(module, self.inputs, self.outputs)
-        paths = [path for path, _ in self.inputs]
-        carried = find_carried(module, collectives, weights, paths, self.outputs)
-        axes = [along(mesh_axes_of(one.groups, mesh), mesh, {}) for one in collectives]
-        sent = [_sent(one) for one in collectives]
-        bounds, chip = NO_BOUNDS, function.chip
-        if chip is not None:
-            devices = list(mesh.devices.flat)
-            rows = list(zip(collectives, axes, strict=True))
-            bounds = find_bounds(chip, devices, module, product_rows(module), rows, is_cpu=True)
-        return Judgement(
-            candidate,
-            'partitioner',
-            bounds=bounds,
-            memory=compiled.memory and compiled.memory.total,
-            sent=_sum(zip(axes, sent, strict=True)),
-            sent_by=_sum(
-                ((one.kind, what.role), n)
-                for one, what, n in zip(collectives, carried, sent, strict=True)
-            ),
-            counts=Counter(one.kind for one in collectives),
-        )
-
-
-def _sent(one: Collective) -> int:
+def _sent_bytes(one: Collective) -> int:
     """Returns the bytes that a device sends in one run; unknown ones count as 0."""
     return (one.network_bytes or 0) * (1 if one.executions is None else one.executions)

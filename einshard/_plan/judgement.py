@@ -25,9 +25,9 @@ class Judgement:
         bounds: lower bounds on the time of one run; empty if the chip is unknown.
         memory: bytes per device; None if unknown.
         sent: bytes that a device sends in one run, by mesh axes: {'x': 10, 'x,y': 20}.
-        sent_by: the same bytes, by kind of collective and role:
+        sent_by: the same bytes, by kind of collective and by what it carries:
             {('all-gather', 'weights'): 10}.
-        counts: the number of collectives by kind, in the form of `collectives=`.
+        counts: the number of collectives by kind, for `collectives=` of `sharded`.
         error: why it does not compile, or ''.
     """
 
@@ -55,6 +55,13 @@ class Judgement:
         """The lower bound if all resources overlap (the largest), and if none do (the sum)."""
         each = [bound.seconds for bound in self.bounds]
         return max(each, default=0.0), sum(each)
+
+    def fits(self, limit: float | None) -> bool:
+        """Whether the candidate compiles and needs no more memory than `limit`; None for no limit.
+
+        If its memory is unknown, it fits.
+        """
+        return not self.error and (limit is None or (self.memory or 0) <= limit)
 
     def cost(self, objective: Objective) -> tuple[float, float, float]:
         """Returns the sort key of a plan, best first: the objective, memory, bytes sent."""

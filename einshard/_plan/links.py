@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -40,12 +40,12 @@ class Einsum:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """How the dimensions of an operation are related.
+    """Which dimensions of operands and results can share a sharding.
 
     Attributes:
-        links: the dimensions that are the same.
-        einsum: the indices, if the operation adds over some of them; else None.
-        unsharded: (operand, dimension) that a device needs in full.
+        links: the pairs of dimensions that can.
+        einsum: the indices of a product, a reduction or a lookup; None for other operations.
+        unsharded: (operand, dimension) that a device needs in full, so it cannot be sharded.
     """
 
     links: tuple[Link, ...] = ()
@@ -54,7 +54,7 @@ class Relation:
 
 
 def relate(primitive: str, params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Relates the dimensions of the operands and the results of an operation."""
+    """Finds the relation of a primitive with these parameters and shapes."""
     rule = _RULES.get(primitive)
     if rule is None and primitive.startswith(_REDUCTIONS) and 'axes' in params:
         rule = _reduce
@@ -93,11 +93,14 @@ def _dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
         dims.update({d: next(new) for d in range(len(shape)) if d not in dims})
     free = [lhs[d] for d in range(len(ins[0])) if d not in (*lhs_batch, *lhs_sum)]
     free += [rhs[d] for d in range(len(ins[1])) if d not in (*rhs_batch, *rhs_sum)]
-    return _einsum(ins, (lhs, rhs), (*(lhs[d] for d in lhs_batch), *free), flops=2)
+    sizes = {dims[d]: shape[d] for dims, shape in zip((lhs, rhs), ins, strict=False) for d in dims}
+    indices = tuple(tuple(dims[d] for d in range(len(dims))) for dims in (lhs, rhs))
+    out = (*(lhs[d] for d in lhs_batch), *free)
+    return _related(Einsum((0, 1), indices, out, 2 * math.prod(sizes.values())))
 
 
 def _ragged_dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Each group of rows is multiplied by its own matrix; or the result has a matrix per group."""
+    """Multiplies each group of rows by its own matrix; or gives a matrix for each group."""
     numbers = params['ragged_dot_dimension_numbers']
     plain = _dot({'dimension_numbers': numbers.dot_dimension_numbers}, ins, ()).einsum
     assert plain is not None, 'a product has indices'
@@ -106,34 +109,22 @@ def _ragged_dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relatio
     out = tuple(index for index in plain.out if index not in groups)
     if not groups:  # the sums are over the rows of each group
         out = (-1, *out)
-    einsum = Einsum((0, 1), plain.indices, out[-len(outs[0]) :], flops)
-    return Relation(_links_of(einsum), einsum)
+    return _related(Einsum((0, 1), plain.indices, out[-len(outs[0]) :], flops))
 
 
-def _einsum(ins: Shapes, dims: Sequence[Mapping[int, int]], out: Indices, flops: int) -> Relation:
-    indices = tuple(tuple(of[d] for d in range(len(ins[i]))) for i, of in enumerate(dims))
-    sizes = {
-        index: size
-        for operand_indices, shape in zip(indices, ins, strict=False)
-        for index, size in zip(operand_indices, shape, strict=True)
-    }
-    for size in sizes.values():
-        flops *= size
-    einsum = Einsum(tuple(range(len(dims))), indices, out, flops)
-    return Relation(_links_of(einsum), einsum)
-
-
-def _links_of(einsum: Einsum) -> tuple[Link, ...]:
-    return tuple(
+def _related(einsum: Einsum, links: Iterable[Link] = ()) -> Relation:
+    """Returns the relation of an einsum: dimensions with the same index are linked."""
+    same_index = (
         (i, dim, 0, einsum.out.index(index))
         for i, indices in zip(einsum.operands, einsum.indices, strict=True)
         for dim, index in enumerate(indices)
         if index in einsum.out
     )
+    return Relation((*links, *same_index), einsum)
 
 
 def _conv(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """A convolution adds over input features, and over positions if its window is the image."""
+    """Adds over input features; also over positions, if the window is as large as the image."""
     numbers, rhs, out = params['dimension_numbers'], ins[1], outs[0]
     groups = params['feature_group_count'] * params['batch_group_count']
     new = itertools.count(3)
@@ -143,56 +134,56 @@ def _conv(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     of_lhs[numbers.lhs_spec[1]] = in_features
     of_rhs[numbers.rhs_spec[0]] = of_out[numbers.out_spec[1]] = out_features
     of_rhs[numbers.rhs_spec[1]] = in_features if groups == 1 else next(new)
-    flops = 2 * rhs[numbers.rhs_spec[1]]
-    for size in out:
-        flops *= size
+    flops = 2 * rhs[numbers.rhs_spec[1]] * math.prod(out)
     spatial = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
-    for of_image, of_window, of_result in spatial:
-        at = of_lhs[of_image] = next(new)
-        flops *= rhs[of_window]
+    for image_dim, window_dim, out_dim in spatial:
+        position = of_lhs[image_dim] = next(new)
+        flops *= rhs[window_dim]
         # the gradient with respect to the kernel is a convolution whose window is as large as the
         # image: it adds over positions of the image, and its result has positions of the kernel
-        slides = rhs[of_window] <= out[of_result]
-        of_rhs[of_window] = next(new) if slides else at
-        of_out[of_result] = at if slides else next(new)
-    indices = [tuple(of[d] for d in range(len(of))) for of in (of_lhs, of_rhs, of_out)]
-    einsum = Einsum((0, 1), (indices[0], indices[1]), indices[2], flops)
-    return Relation(_links_of(einsum), einsum)
+        slides = rhs[window_dim] <= out[out_dim]
+        of_rhs[window_dim] = next(new) if slides else position
+        of_out[out_dim] = position if slides else next(new)
+    *indices, of_result = (tuple(of[d] for d in range(len(of))) for of in (of_lhs, of_rhs, of_out))
+    return _related(Einsum((0, 1), tuple(indices), of_result, flops))
 
 
 def _reduce(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     indices = tuple(range(len(ins[0])))
-    out = tuple(i for i in indices if i not in params['axes'])
-    einsum = Einsum((0,), (indices,), out)
-    return Relation(_links_of(einsum), einsum)
+    return _related(Einsum((0,), (indices,), tuple(i for i in indices if i not in params['axes'])))
+
+
+def _linked(dims: Iterable[tuple[int, int]]) -> Relation:
+    """Links pairs of dimensions: of the first operand, and of the first result."""
+    return Relation(tuple((0, d, 0, to) for d, to in dims))
 
 
 def _broadcast(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     dims = params['broadcast_dimensions']
-    pairs = [(d, to) for d, to in enumerate(dims) if ins[0][d] == outs[0][to]]
-    return Relation(tuple((0, d, 0, to) for d, to in pairs))
+    return _linked((d, to) for d, to in enumerate(dims) if ins[0][d] == outs[0][to])
 
 
 def _transpose(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    return Relation(tuple((0, d, 0, to) for to, d in enumerate(params['permutation'])))
+    return _linked((d, to) for to, d in enumerate(params['permutation']))
 
 
 def _squeeze(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     dropped = {d % len(ins[0]) for d in params['dimensions']}
     kept = [d for d in range(len(ins[0])) if d not in dropped]
-    return Relation(tuple((0, d, 0, to) for to, d in enumerate(kept)))
+    return _linked((d, to) for to, d in enumerate(kept))
 
 
 def _reshape(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     """Links the major axes of a reshape; the other merged or split axes stay unsharded."""
-    return Relation(tuple((0, a, 0, b) for a, b in major_axes(ins[0], outs[0])))
+    return _linked(major_axes(ins[0], outs[0]))
 
 
 def major_axes(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
-    """Yields pairs of an old and a new axis that start at the same element of a reshaped array.
+    """Yields pairs of an old and a new axis of a reshaped array, whose major shards are the same.
 
-    Each axis that is kept, split or merged is paired once, by its major axis: (8, 6) reshaped to
-    (2, 4, 6) gives (0, 0) and (1, 2), and reshaped to (48,) gives (0, 0).
+    An axis that is split is paired with the major one of its parts; of axes that are merged, the
+    major one is paired. (8, 6) reshaped to (2, 4, 6) gives (0, 0) and (1, 2); reshaped to (48,), it
+    gives (0, 0).
     """
     i = j = 0
     while i < len(old) and j < len(new):
@@ -234,7 +225,7 @@ def _update(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 
 
 def _window(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Pooling: neighbors exchange the edges of their shards, which the plan counts as free."""
+    """Links all axes of a pooling; its devices exchange edges of shards, which count as free."""
     same = (i for i, shape in enumerate(ins) if len(shape) == len(outs[0]))
     return Relation(tuple((i, d, 0, d) for i in same for d in range(len(outs[0]))))
 
@@ -257,7 +248,7 @@ def _unsharded_axis(parameter: str) -> Callable[..., Relation]:
 
 
 def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """A lookup of one position along some axes is a product with a one-hot array."""
+    """Treats a lookup as a product with a one-hot array of the positions."""
     numbers, sizes = params['dimension_numbers'], params['slice_sizes']
     table, positions = ins[:2]
     new = itertools.count(len(positions))
@@ -271,12 +262,12 @@ def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     windows = (of_table[d] if sizes[d] == table[d] else next(new) for d in kept)
     rest = iter(range(len(positions) - 1))
     out = [next(windows if d in numbers.offset_dims else rest) for d in range(len(outs[0]))]
-    einsum = Einsum((1, 0), (tuple(range(len(positions))), tuple(of_table)), tuple(out))
-    return Relation(_links_of(einsum), einsum)
+    indices = tuple(range(len(positions))), tuple(of_table)
+    return _related(Einsum((1, 0), indices, tuple(out)))
 
 
 def _scatter(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Adding updates at positions is a product with a one-hot array, summed over the positions."""
+    """Treats the addition of updates as a product with a one-hot array of the positions."""
     numbers = params['dimension_numbers']
     array, positions, updates = ins[:3]
     new = itertools.count(len(positions))
@@ -297,9 +288,8 @@ def _scatter(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
         else:
             of_updates.append(next(rest))
     indices = tuple(range(len(positions))), tuple(of_updates)
-    einsum = Einsum((1, 2), indices, tuple(out))
     links = ((0, d, 0, d) for d in range(len(array)))
-    return Relation((*links, *_links_of(einsum)), einsum)
+    return _related(Einsum((1, 2), indices, tuple(out)), links)
 
 
 _RULES: dict[str, Callable[..., Relation]] = {
@@ -317,7 +307,6 @@ _RULES: dict[str, Callable[..., Relation]] = {
     'concatenate': _same_sizes,
     'pad': _same_sizes,
     'dynamic_update_slice': _update,
-    'reduce_precision': _elementwise,
     'reduce_window': _window,
     'reduce_window_sum': _window,
     'reduce_window_max': _window,

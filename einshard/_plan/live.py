@@ -15,8 +15,8 @@ Stored: TypeAlias = tuple[tuple[Names, ...], int]
 # arrays that are in memory at the same time, and how many there are of each
 Peak: TypeAlias = tuple[tuple[Stored, int], ...]
 
-# operations whose result is another view of their operand, or is written over it
-VIEWS = frozenset(
+# operations whose result is a view of their operand, or may be written over it
+_VIEWS = frozenset(
     {'broadcast_in_dim', 'carry', 'convert_element_type', 'copy', 'expand_dims', 'reshape'}
     | {'optimization_barrier', 'sharding_constraint', 'squeeze', 'transpose'}
 )
@@ -25,18 +25,20 @@ _MAX_PEAKS = 24
 
 @dataclass(slots=True)
 class _Buffer:
+    """Memory that is in use from one operation to another, by number, and the array in it."""
+
     start: int
     end: int
     stored: Stored
 
 
 class Roots:
-    """Finds the value whose memory a view uses."""
+    """Finds the value whose memory a value uses: its own, or for a view that of another value."""
 
-    def __init__(self, program: Program, views: frozenset[str] = VIEWS):
+    def __init__(self, program: Program):
         self.of = list(range(len(program.values)))
         for op in program.ops:
-            if op.primitive in views:
+            if op.primitive in _VIEWS:
                 for old, new in zip(op.ins, op.outs, strict=False):
                     if old is not None and new is not None:
                         self.of[self(new)] = self(old)
@@ -50,7 +52,7 @@ class Roots:
 def find_peaks(program: Program, names: Sequence[tuple[Names, ...]]) -> tuple[Peak, ...]:
     """Returns the largest sets of arrays that are in memory at the same time.
 
-    Only what has to be in memory counts: results of products and lookups, their operands, and what
+    Arrays count if they must be in memory: operands and results of products and lookups, and what
     loops stack and carry. Other values may be fused. Arguments are left out.
     """
     roots = Roots(program)
@@ -72,7 +74,7 @@ def _in_memory(ops: Iterable[Op]) -> Iterable[int]:
     for op in ops:
         einsum = op.relation.einsum
         if op.primitive in ('carry', 'scan_output'):
-            yield from (value for value in op.outs if value is not None)
+            yield from op.arrays_out
         elif einsum is not None and len(einsum.operands) > 1:
             operands = [op.ins[i] for i in einsum.operands]
             yield from (value for value in (*operands, *op.outs) if value is not None)
@@ -81,29 +83,30 @@ def _in_memory(ops: Iterable[Op]) -> Iterable[int]:
 def _buffers(
     program: Program, names: Sequence[tuple[Names, ...]], roots: Roots, kept: set[int]
 ) -> list[_Buffer]:
+    """Finds from when to when each value of `kept` is in memory."""
     spans = _spans(program)
     buffers: dict[int, _Buffer] = {}
     results = {value for value in program.results if value is not None}
     scopes: dict[int, int] = {}
     for at, op in enumerate(program.ops):
-        for value in (value for value in op.outs if value is not None):
+        for value in op.arrays_out:
             root = roots(value)
-            if root in kept:
-                start = spans[op.body][0] if op.primitive == 'scan_output' else at
-                stored = (names[value], program.values[value].bytes)
-                one = buffers.setdefault(root, _Buffer(start, at, stored))
-                scopes.setdefault(root, op.scope)
-                one.end = max(one.end, at)
-                if program.values[value].bytes > one.stored[1]:
-                    one.stored = stored
-                if value in results:
-                    one.end = len(program.ops)
-        for value in (value for value in op.ins if value is not None):
+            if root not in kept:
+                continue
+            start = spans[op.body][0] if op.primitive == 'scan_output' else at
+            n_bytes = program.values[value].bytes
+            buffer = buffers.setdefault(root, _Buffer(start, at, (names[value], n_bytes)))
+            scopes.setdefault(root, op.scope)
+            buffer.end = len(program.ops) if value in results else max(buffer.end, at)
+            if n_bytes > buffer.stored[1]:
+                buffer.stored = names[value], n_bytes
+        for value in op.arrays_in:
             root = roots(value)
             if root in buffers:
                 end = spans[op.body][1] if op.primitive == 'scan_input' else at
-                inner = _outermost_within(op.scope, scopes[root], program.parents)
-                buffers[root].end = max(buffers[root].end, end, spans[inner][1] if inner else 0)
+                # a loop that starts after the value is made uses it in each iteration
+                loop = _outermost_within(op.scope, scopes[root], program.parents)
+                buffers[root].end = max(buffers[root].end, end, spans[loop][1] if loop else 0)
     return list(buffers.values())
 
 

@@ -45,7 +45,7 @@ class MeshNetwork:
         network = self.network
         if not network.has_coords or len(set(network.slices[groups].ravel().tolist())) > 1:
             return groups
-        at = network.at[groups]
+        at = network.positions[groups]
         fixed = (at.max(1) == at.min(1)).all(0)
         return groups[(at[:, 0][:, fixed] == 0).all(1)]
 

@@ -1,7 +1,8 @@
 """Reads the axis names that Flax keeps with its arrays.
 
-`flax.linen` has boxes around arrays (`Partitioned`, `LogicallyPartitioned`), `flax.nnx` has
-metadata of variables. Both are recognized by their attributes, so Flax is not imported.
+`flax.linen` has boxes for arrays with their names (`Partitioned`, `LogicallyPartitioned`),
+`flax.nnx` has variables with metadata. Both are recognized by their attributes, so Flax is not
+imported.
 """
 
 from __future__ import annotations
@@ -11,16 +12,15 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from .names import AxisNames
+from .names import Names
 
 
-def metadata_names(args: Any) -> list[AxisNames | None]:
+def metadata_names(args: Any) -> list[tuple[Names, ...] | None]:
     """Returns the names of the axes of every leaf; None for a leaf without metadata."""
-    found: list[AxisNames | None] = []
+    found: list[tuple[Names, ...] | None] = []
     for node in jtu.tree_leaves(args, is_leaf=_has_names):
         names = _names(node)
-        leaves = jtu.tree_leaves(node)
-        for leaf in leaves:
+        for leaf in jtu.tree_leaves(node):
             fits = names is not None and len(names) == len(getattr(leaf, 'shape', ()))
             found.append(tuple(map(_as_tuple, names)) if fits and names is not None else None)
     return found
@@ -33,16 +33,16 @@ def _has_names(node: Any) -> bool:
 def _names(node: Any) -> Sequence[Any] | None:
     if hasattr(node, 'unbox') and isinstance(getattr(node, 'names', None), tuple):
         return node.names
-    read: Callable[[], dict[str, Any]] | None = getattr(node, 'get_metadata', None)
-    if read is None or isinstance(node, type):
+    get_metadata: Callable[[], dict[str, Any]] | None = getattr(node, 'get_metadata', None)
+    if get_metadata is None or isinstance(node, type):
         return None
-    known = read()
+    metadata = get_metadata()
     # versions of Flax have different keys for the names
-    found = (known.get(key) for key in ('out_sharding', 'sharding_names', 'sharding'))
+    found = (metadata.get(key) for key in ('out_sharding', 'sharding_names', 'sharding'))
     return next((names for names in found if isinstance(names, tuple | list)), None)
 
 
 def _as_tuple(entry: Any) -> tuple[str, ...]:
-    """Makes a tuple of an entry: the name of an axis, or several of mesh axes, or None."""
-    several = entry if isinstance(entry, tuple | list) else (entry,)
-    return tuple(str(one) for one in several if one is not None)
+    """Converts an entry to a tuple: it is a name, several names, or None."""
+    names = entry if isinstance(entry, tuple | list) else (entry,)
+    return tuple(str(name) for name in names if name is not None)

@@ -29,7 +29,7 @@ class Array:
     Attributes:
         path: of its leaf, as 'params/mlp/up'.
         names: the names of each axis; `()` for one that is not sharded.
-        role: 'state' for weights and all that a step returns again; 'batch' for data.
+        role: 'state' for weights and what else a step updates; 'batch' for data.
         donated: whether a result can take its memory.
     """
 
@@ -48,11 +48,12 @@ class Model:
 
     Attributes:
         name: of the function.
-        names: the names, in order of appearance, with their sizes (the largest, if several).
-        divisors: for each name, the number that its number of shards must divide.
+        names: the names, in order of appearance, with the largest size of an axis of that name.
+        divisors: for each name, the greatest common divisor of its sizes, which its number of
+            shards must divide.
         together: the axis names of every array with a spec or a constraint.
         arrays: the arguments.
-        results: the results that take new memory.
+        results: the results that do not reuse the memory of a donated argument.
         products: the operations that may communicate.
         peaks: the arrays that are in memory at the same time, in addition to the arguments.
     """
@@ -81,23 +82,24 @@ def find_model(
     """
     expressions = first_trace(fn, args, kwargs, mesh_axes)
     metadata = metadata_names((tuple(args), dict(kwargs)))
-    names = [name for axes in metadata for one in axes or () for name in one or ()]
+    names = [name for axes in metadata for one in axes or () for name in one]
     names += [name for one in expressions for name in names_in(one)]
     names = [name for name in dict.fromkeys(names) if name not in mesh_axes]
     if not names:
         raise no_names(fn, args, kwargs)
-    stages, given, made = trace_with_names(fn, args, kwargs, names, mesh_axes)
+    stages, of_arguments, of_results = trace_with_names(fn, args, kwargs, names, mesh_axes)
     assert stages.traced is not None, 'a function was traced'
-    given = _or_known(given, metadata)
-    made = _or_known(made, metadata_names(stages.traced.out_info))
+    of_arguments = _or_known(of_arguments, metadata)
+    of_results = _or_known(of_results, metadata_names(stages.traced.out_info))
     program = flatten(stages.traced.jaxpr)
-    axes = [tuple(one or () for one in names) for names in name_axes(program, given, made)]
+    found = name_axes(program, of_arguments, of_results)
+    axes = [tuple(names or () for names in of_value) for of_value in found]
     arguments = [() if value is None else axes[value] for value in program.arguments]
     sizes, divisors, together = _sizes(program, axes, names)
     results = jtu.tree_leaves(stages.traced.out_info)
     arrays = _arrays(_leaves(stages), arguments, results)
-    both = zip(program.arguments, arrays, strict=True)
-    states = [value for value, one in both if value is not None and one.role == 'state']
+    pairs = zip(program.arguments, arrays, strict=True)
+    states = [value for value, one in pairs if value is not None and one.role == 'state']
     return Model(
         stages.name,
         sizes,
@@ -111,19 +113,19 @@ def find_model(
 
 
 def _or_known(
-    specified: list[AxisNames | None], known: list[AxisNames | None]
+    specified: list[AxisNames | None], metadata: Sequence[AxisNames | None]
 ) -> list[AxisNames | None]:
-    """Returns the axis names of leaves: those of their specs, else those in `known`."""
-    if len(specified) != len(known):  # `known` has static arguments too
+    """Returns the axis names of each leaf: those of its spec, else those of its metadata."""
+    if len(specified) != len(metadata):  # `metadata` has static arguments too
         return specified
-    both = zip(specified, known, strict=True)
-    return [other if names is None else names for names, other in both]
+    pairs = zip(specified, metadata, strict=True)
+    return [known if names is None else names for names, known in pairs]
 
 
 def _leaves(stages: Stages) -> list[tuple[str, Any]]:
     """Returns the path and the shape of every argument leaf."""
     assert stages.traced is not None, 'a function was traced'
-    labels = stages.labels or dict(enumerate(stages.parameters))
+    labels = stages.argument_names or dict(enumerate(stages.parameters))
     found: list[tuple[str, Any]] = []
     for (_, first, *rest), info in jtu.tree_leaves_with_path(stages.traced.args_info):
         index = getattr(first, 'idx', None)
@@ -158,14 +160,14 @@ def _arrays(
 ) -> tuple[Array, ...]:
     returned = Counter((tuple(one.shape), str(one.dtype)) for one in results)
     per_argument = Counter(path.partition('/')[0] for path, _ in leaves)
-    # without donation, arguments with the shape of a result count as updated; but if there is only
-    # one result, an equal shape may be a coincidence
-    updates = any(info.donated for _, info in leaves) or len(results) < 2
+    # without donation, an argument with the shape of a result counts as state that it updates; but
+    # if there is only one result, the equal shape may be a coincidence
+    by_shape = len(results) > 1 and not any(info.donated for _, info in leaves)
     found: list[Array] = []
     for (path, info), names in zip(leaves, axes, strict=True):
         shape, dtype = tuple(map(int, info.shape)), str(info.dtype)
         is_tree = per_argument[path.partition('/')[0]] > 1
-        is_state = info.donated or is_tree or (not updates and returned[shape, dtype] > 0)
+        is_state = info.donated or is_tree or (by_shape and returned[shape, dtype] > 0)
         found.append(
             Array(
                 path,
@@ -186,7 +188,7 @@ def _new_results(
     arrays: Sequence[Array],
     results: Sequence[Any],
 ) -> tuple[Stored, ...]:
-    """Returns the results that take no memory of a donated argument."""
+    """Returns the results that do not reuse the memory of a donated argument."""
     free = Counter((one.shape, one.dtype) for one in arrays if one.donated)
     found: list[Stored] = []
     for value, info in zip(program.results, results, strict=True):

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from contextlib import closing
+from typing import Any, TypeAlias, get_args
 
 from jax.sharding import Mesh
 
 from .._errors import EinshardError
-from .._functions.bound_method import BoundMethod
-from .._functions.sharded import ShardedFunction
 from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import parse_bytes
 from .._inspect.lowered import concrete
 from .._progress import progress
-from .._sharding.axis_rules import Placed, check_option
+from .._sharding.axis_rules import AxisPlacement, check_option
 from .._sharding.context import current_context
 from .._sharding.mesh import MeshLike, is_device_mesh, mesh_fact
 from .._text import name_of
 from .candidates import find_candidates
 from .estimate import Estimator
-from .judge import Function, Partitioner
+from .judge import Function, Partitioner, as_sharded
 from .judgement import Objective
-from .make_plan import is_simulated, make_plan
+from .make_plan import make_plan
 from .model import Model, find_model
+from .placements import read_candidate, read_pins
 from .result import Plan
-from .search import Budget, Search
-from .space import Space, read_pins
-from .tables import read_table
+from .search import Search
+from .space import AXES, Space
 
-# A sharding of the user: the sizes of the mesh axes, and a placement by axis name.
-Given = tuple[Mapping[str, int], Mapping[str, Placed]]
+# A sharding to judge: the sizes of the mesh axes, and the placement of each axis name.
+GivenSharding: TypeAlias = tuple[Mapping[str, int], Mapping[str, AxisPlacement]]
 
 
 def plan(
@@ -41,7 +40,7 @@ def plan(
     memory: str | int | None = None,
     objective: Objective = 'bound',
     pin: Mapping[str, str] | None = None,
-    candidates: Iterable[Given] = (),
+    candidates: Iterable[GivenSharding] = (),
     compilations: int = 40,
     seconds: float | None = None,
     **kwargs: Any,
@@ -96,29 +95,34 @@ def plan(
     check_option('objective', objective, get_args(Objective))
     _check_has_no_mesh(fn)
     devices = _devices(mesh)
-    chip = _chip(chip, devices, objective)
-    limit = _memory(memory, chip, devices)
+    chip = _find_chip(chip, devices, objective)
+    limit = _memory_limit(memory, chip, devices)
     _check_budget(compilations, seconds)
-    fixed = None if is_device_mesh(devices) else tuple(devices.shape.items())
-    model = find_model(fn, args, kwargs, [axis for axis, _ in fixed or ()])
-    space = Space(model, devices.size, _n_slices(devices), fixed, read_pins(pin or {}))
-    given = [read_table(i, one, model, devices.size) for i, one in enumerate(candidates)]
+    mesh_axes = None if is_device_mesh(devices) else tuple(devices.shape.items())
+    names = [name for name, _ in mesh_axes or ()]
+    model = find_model(fn, args, kwargs, names)
+    pinned = read_pins(pin or {}, names or AXES)
+    space = Space(model, devices.size, _n_slices(devices), mesh_axes, pinned)
+    given = [read_candidate(i, one, model, devices.size) for i, one in enumerate(candidates)]
     estimator = Estimator(model, devices, chip)
     found = find_candidates(space, estimator, memory=limit, objective=objective)
     if not any(axes for one, _ in found.found for _, axes in one.axes):
         raise _nothing_to_shard(model, devices)
     function = Function(fn, args, kwargs, devices, chip)
-    with Partitioner(function) as partitioner:
+    # for CPUs, the programs of the partitioner are the real ones
+    is_simulated = devices.devices.flat[0].platform == 'cpu'
+    with closing(Partitioner(function)) as partitioner:
         search = Search(
             estimates=[estimator.judge(candidate) for candidate, _ in found.found],
-            extra=given,
-            by_partitioner=partitioner.judge,
-            by_compiler=None if is_simulated(devices) else function.compile_all,
+            given=given,
+            by_partitioner=partitioner.judge_all,
+            by_compiler=None if is_simulated else function.judge_all,
             objective=objective,
             limit=limit,
-            budget=Budget(compilations, seconds),
+            compilations=compilations,
+            seconds=seconds,
         )
-        with progress(search.line):
+        with progress(search.progress_text):
             search.run()
     return make_plan(search, found, model, function)
 
@@ -137,7 +141,7 @@ def _devices(mesh: MeshLike | None) -> Mesh:
     return target
 
 
-def _chip(chip: Chip | str | None, devices: Mesh, objective: Objective) -> Chip | None:
+def _find_chip(chip: Chip | str | None, devices: Mesh, objective: Objective) -> Chip | None:
     kind = devices.devices.flat[0].device_kind
     found = as_chip(chip) if chip is not None else find_chip(kind)
     if objective == 'bound' and found is None:
@@ -151,15 +155,15 @@ def _chip(chip: Chip | str | None, devices: Mesh, objective: Objective) -> Chip 
     return found
 
 
-def _memory(memory: str | int | None, chip: Chip | None, devices: Mesh) -> int | None:
+def _memory_limit(memory: str | int | None, chip: Chip | None, devices: Mesh) -> int | None:
     if memory is not None:
         return parse_bytes(memory, 'memory=')
     return None if chip is None else int(chip.memory * chip.share(devices.devices.flat[0]))
 
 
 def _check_has_no_mesh(fn: Any) -> None:
-    function = fn.func if isinstance(fn, BoundMethod) else fn
-    if isinstance(function, ShardedFunction) and function.has_mesh:
+    function = as_sharded(fn)
+    if function is not None and function.has_mesh:
         raise EinshardError(
             f'{name_of(fn)} has its own mesh, so plan cannot try others',
             facts={'instead': 'leave out mesh= of sharded, and enter the mesh with jax.set_mesh'},

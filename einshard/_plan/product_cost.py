@@ -1,14 +1,15 @@
 """The cheapest way to compute one product whose arrays are sharded over mesh axes.
 
-Every mesh axis shards one index of the product, or none. An operand that it shards along another
-index is gathered or exchanged first. If it shards a contracted index, the devices have partial
-sums, which are added afterwards. `parallelism` lists the same for an einsum; this takes only
-microseconds, because a search needs many thousands.
+A way chooses for every mesh axis which index of the product it shards, or none. An operand that it
+shards along another index is resharded first. If it shards a contracted index, the devices have
+partial sums, which are added afterwards. `parallelism` lists such ways for an einsum; this takes
+microseconds for one product, because a search needs many thousands.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -17,7 +18,7 @@ from .products import Product, Side
 
 
 class MeshAxis(NamedTuple):
-    """A mesh axis: the distance between its devices in hardware order, and their number."""
+    """A mesh axis: the distance in hardware order between neighbors along it, and its size."""
 
     stride: int
     size: int
@@ -39,11 +40,13 @@ class Sent(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A way to compute a product, and its costs per execution and device.
+    """A way to compute a product, with its costs per execution and device.
 
     Attributes:
+        seconds: of compute and network, without overlap.
         parts: the number of devices that share the flops.
-        gathered: the bytes of gathered or exchanged operands.
+        sent: the collectives.
+        gathered: the bytes of resharded operands.
     """
 
     seconds: float
@@ -53,7 +56,7 @@ class Way(NamedTuple):
 
 
 def mesh_axes(sizes: Sequence[int]) -> tuple[MeshAxis, ...]:
-    """Returns the axes of a mesh of these sizes."""
+    """Returns the axes of a mesh of these sizes, slowest first."""
     found: list[MeshAxis] = []
     stride = 1
     for size in reversed(sizes):
@@ -63,7 +66,7 @@ def mesh_axes(sizes: Sequence[int]) -> tuple[MeshAxis, ...]:
 
 
 def shards(names: Sequence[Names], axes: Axes) -> dict[MeshAxis, int]:
-    """Returns the array axis that each mesh axis shards: the first one, if several name it."""
+    """Returns the array axis that each mesh axis shards: the first, if names of several use it."""
     found: dict[MeshAxis, int] = {}
     for at, several in enumerate(names):
         for name in several:
@@ -73,19 +76,19 @@ def shards(names: Sequence[Names], axes: Axes) -> dict[MeshAxis, int]:
 
 
 def cheapest_way(product: Product, axes: Axes, flop_seconds: float, rate: Rate) -> Way:
-    """Returns the way with the least time, if flops and network do not overlap."""
+    """Returns the way that takes the least time."""
     sides = [_Sharded(side, axes) for side in (*product.operands, product.out)]
-    used = sorted({axis for side in sides for axis in side.holds})
+    used = sorted({axis for side in sides for axis in side.index_of})
     *operands, out = sides
     best: Way | None = None
     for chosen in itertools.product(*(_choices(axis, sides, product) for axis in used)):
-        plan = {axis: at for axis, at in zip(used, chosen, strict=True) if at is not None}
+        computed = {axis: i for axis, i in zip(used, chosen, strict=True) if i is not None}
         sent: list[Sent] = []
         gathered = 0.0
         for operand in operands:
-            gathered += operand.reshard(plan, sent)
-        out.reduce(plan, sent)
-        parts = _size(plan)
+            gathered += operand.reshard(computed, sent)
+        out.reduce(computed, sent)
+        parts = _n_devices(computed)
         seconds = flop_seconds / parts
         for one in sent:
             seconds += one.bytes * rate(one.kind, one.axes)
@@ -100,29 +103,30 @@ def _choices(axis: MeshAxis, sides: Sequence[_Sharded], product: Product) -> lis
 
     If it shards an index in two of the arrays, it shards that index, as in XLA.
     """
-    held = [side.holds[axis] for side in sides if axis in side.holds]
-    for index in held:
-        if held.count(index) > 1:
+    sharded = [side.index_of[axis] for side in sides if axis in side.index_of]
+    for index in sharded:
+        if sharded.count(index) > 1:
             return [index]
-    return [*dict.fromkeys(held), *([None] if product.kind == 'product' else [])]
+    return [*dict.fromkeys(sharded), *([None] if product.kind == 'product' else [])]
 
 
-def _size(axes: Iterable[MeshAxis]) -> int:
-    size = 1
-    for axis in axes:
-        size *= axis.size
-    return size
+def _n_devices(axes: Iterable[MeshAxis]) -> int:
+    return math.prod(axis.size for axis in axes)
 
 
 class _Sharded:
-    """An operand or the result with its sharding: the index that each mesh axis shards."""
+    """An operand or the result with its sharding.
+
+    Attributes:
+        index_of: the index that each mesh axis shards.
+    """
 
     def __init__(self, side: Side, axes: Axes):
         self.bytes = side.bytes
         self.share = side.share
         self.role = side.role
         self.indices = side.indices
-        self.holds = {
+        self.index_of = {
             axis: side.indices[at] for axis, at in shards(side.names, axes).items() if axis.size > 1
         }
 
@@ -131,42 +135,44 @@ class _Sharded:
     ) -> None:
         sent.append(Sent(kind, self.role, tuple(axes), n_bytes * self.share))
 
-    def reshard(self, plan: Mapping[MeshAxis, int], sent: list[Sent]) -> float:
+    def reshard(self, computed: Mapping[MeshAxis, int], sent: list[Sent]) -> float:
         """Appends to `sent` the collectives that reshard an operand; returns its new bytes, or 0.
 
-        `plan` has the index that each mesh axis shards. Slicing is free, and comes first.
+        `computed` has the index that each mesh axis shards in the product. Slicing is free, and
+        comes first.
         """
-        new = {axis: index for axis, index in plan.items() if index in self.indices}
-        gathered = [axis for axis in self.holds if axis not in new]
-        exchanged = [axis for axis, index in self.holds.items() if new.get(axis, index) != index]
+        new = {axis: index for axis, index in computed.items() if index in self.indices}
+        old = self.index_of
+        gathered = [axis for axis in old if axis not in new]
+        exchanged = [axis for axis, index in old.items() if new.get(axis, index) != index]
         if not gathered and not exchanged:
             return 0.0
-        local = self.bytes / _size(new)
+        local = self.bytes / _n_devices(new)
         if exchanged:
-            self.add_collective(sent, 'all-to-all', exchanged, local / _size(gathered))
+            self.add_collective(sent, 'all-to-all', exchanged, local / _n_devices(gathered))
         if gathered:
             self.add_collective(sent, 'all-gather', gathered, local)
         return local
 
-    def reduce(self, plan: Mapping[MeshAxis, int], sent: list[Sent]) -> None:
+    def reduce(self, computed: Mapping[MeshAxis, int], sent: list[Sent]) -> None:
         """Appends to `sent` the collectives that add partial sums and reshard the result."""
-        computed = {axis: index for axis, index in plan.items() if index in self.indices}
-        holds = self.holds
-        if computed == holds and len(computed) == len(plan):
+        old = {axis: index for axis, index in computed.items() if index in self.indices}
+        new = self.index_of
+        if old == new and len(old) == len(computed):
             return
-        partial = [axis for axis in plan if axis not in computed]
-        sliced = [axis for axis in holds if axis not in plan]
-        local = self.bytes / (_size(computed) * _size(sliced))
-        scattered = [axis for axis in partial if axis in holds]
-        added = [axis for axis in partial if axis not in holds]
+        partial = [axis for axis in computed if axis not in old]
+        sliced = [axis for axis in new if axis not in computed]
+        local = self.bytes / (_n_devices(old) * _n_devices(sliced))
+        scattered = [axis for axis in partial if axis in new]
+        added = [axis for axis in partial if axis not in new]
         if scattered:
             self.add_collective(sent, 'reduce-scatter', scattered, local)
-            local /= _size(scattered)
+            local /= _n_devices(scattered)
         if added:
             self.add_collective(sent, 'all-reduce', added, local)
-        exchanged = [axis for axis, index in computed.items() if holds.get(axis, index) != index]
-        gathered = [axis for axis in computed if axis not in holds]
+        exchanged = [axis for axis, index in old.items() if new.get(axis, index) != index]
+        gathered = [axis for axis in old if axis not in new]
         if exchanged:
             self.add_collective(sent, 'all-to-all', exchanged, local)
         if gathered:
-            self.add_collective(sent, 'all-gather', gathered, local * _size(gathered))
+            self.add_collective(sent, 'all-gather', gathered, local * _n_devices(gathered))

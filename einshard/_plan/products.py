@@ -19,8 +19,8 @@ class Side:
     Attributes:
         indices: the index of every axis, as the letters of an einsum.
         names: the names of every axis; `()` for one that is not sharded.
-        share: 1 / the number of products that use this operand, or that are added up to this
-            result: they share one collective.
+        share: 1 / n, if n products share one collective: they use this operand, or are added up
+            to this result.
         role: what a collective on it carries: 'weights', 'gradients' or 'activations'.
     """
 
@@ -78,28 +78,27 @@ def _products(
     for operand, axis in op.relation.unsharded:
         value = op.ins[operand]
         if value is not None and names[value][axis]:
-            kept = tuple(() if i == axis else one for i, one in enumerate(names[value]))
-            yield _reshard(value, names[value], kept, program, shares)
+            replicated = tuple(() if i == axis else one for i, one in enumerate(names[value]))
+            yield _reshard(value, names[value], replicated, program, shares)
     if op.primitive == 'sharding_constraint':
         old = op.ins[0]
         if old is not None and out is not None and names[old] != names[out]:
             yield _reshard(old, names[old], names[out], program, shares)
     if einsum is None or out is None:
         return
-    operands = [op.ins[i] for i in einsum.operands]
-    if any(value is None for value in operands):
+    values = [value for i in einsum.operands if (value := op.ins[i]) is not None]
+    if len(values) < len(einsum.operands):
         return
-    values = [value for value in operands if value is not None]
     is_product = len(values) > 1
     sides = tuple(
         Side(
-            operand_indices,
+            indices,
             names[value],
             program.values[value].bytes,
             shares.of_operand(op, value) if is_product else 1.0,
             shares.role(value),
         )
-        for value, operand_indices in zip(values, einsum.indices, strict=True)
+        for value, indices in zip(values, einsum.indices, strict=True)
     )
     result = Side(
         einsum.out,
@@ -115,7 +114,7 @@ def _products(
 
 
 def _is_sharded_sum(sides: Sequence[Side], einsum: Einsum) -> bool:
-    """Whether a lookup or a reduction adds over an axis that may be sharded."""
+    """Whether a lookup has an axis that may be sharded, or a reduction adds over one."""
     return any(
         names and (len(sides) > 1 or index not in einsum.out)
         for side in sides
@@ -151,39 +150,41 @@ class _Shares:
     """Finds the products that share a collective, and the roles of arrays in collectives."""
 
     def __init__(self, program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]):
-        self.names = names
-        self.roots = Roots(program)
-        self.users: Counter[tuple[int, int]] = Counter()
-        self.terms: Counter[int] = Counter()
-        self.sum_of = list(range(len(program.values)))
+        self._names = names
+        self._roots = roots = Roots(program)
+        # how many products of a loop, or outside of loops, use the array
+        self._n_users: Counter[tuple[int, int]] = Counter()
+        # the sum that each value is a term of, and how many products are added up to it
+        self._sum_of = list(range(len(program.values)))
+        self._n_terms: Counter[int] = Counter()
         for op in reversed(program.ops):
             if op.primitive in _SUMS and op.outs[0] is not None:
-                for value in op.ins:
-                    if value is not None:
-                        self.sum_of[value] = self.sum_of[op.outs[0]]
+                for value in op.arrays_in:
+                    self._sum_of[value] = self._sum_of[op.outs[0]]
         for op in program.ops:
             einsum = op.relation.einsum
             if einsum is not None and len(einsum.operands) > 1 and op.outs[0] is not None:
                 operands = [op.ins[i] for i in einsum.operands]
-                used = {self.roots(value) for value in operands if value is not None}
-                self.users.update((op.scope, root) for root in used)
-                self.terms[self.sum_of[op.outs[0]]] += 1
-        self.weights = {self.roots(value) for value in states}
+                used = {roots(value) for value in operands if value is not None}
+                self._n_users.update((op.scope, root) for root in used)
+                self._n_terms[self._sum_of[op.outs[0]]] += 1
+        self._weights = {roots(value) for value in states}
         for op in program.ops:
             old = op.ins[0] if op.primitive in _PARTS else None
-            if old is not None and self.roots(old) in self.weights:
-                self.weights.update(self.roots(v) for v in op.outs if v is not None)
-        self.weight_names = {names[value] for value in states if any(names[value])}
-        self.weight_names |= {one[1:] for one in self.weight_names if any(one[1:])}
+            if old is not None and roots(old) in self._weights:
+                self._weights.update(map(roots, op.arrays_out))
+        self._weight_names = {names[value] for value in states if any(names[value])}
+        # in a scan over layers, the gradient of one layer lacks the first axis
+        self._weight_names |= {one[1:] for one in self._weight_names if any(one[1:])}
 
     def of_operand(self, op: Op, value: int) -> float:
-        return 1 / max(self.users[op.scope, self.roots(value)], 1)
+        return 1 / max(self._n_users[op.scope, self._roots(value)], 1)
 
     def of_result(self, value: int) -> float:
-        return 1 / max(self.terms[self.sum_of[value]], 1)
+        return 1 / max(self._n_terms[self._sum_of[value]], 1)
 
     def role(self, value: int) -> str:
-        return 'weights' if self.roots(value) in self.weights else 'activations'
+        return 'weights' if self._roots(value) in self._weights else 'activations'
 
     def role_of_result(self, value: int) -> str:
-        return 'gradients' if self.names[value] in self.weight_names else 'activations'
+        return 'gradients' if self._names[value] in self._weight_names else 'activations'

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import Mesh
@@ -15,7 +15,7 @@ from .._inspect.lowered import Stages
 from .._inspect.report import Report
 from .._page import Column, Page, Section
 from .._text import format_bytes, format_seconds
-from .candidate import Candidate
+from .judge import Function
 from .judgement import Judgement, Objective
 from .reasons import reason
 from .scatter import scatter_svg
@@ -58,8 +58,7 @@ class Plan(Display):
     stopped: str
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
-    _explain: Callable[[Candidate], Report] = field()
-    _trace: Callable[[Candidate], Stages] = field()
+    _function: Function
 
     @property
     def best(self) -> Judgement:
@@ -78,15 +77,15 @@ class Plan(Display):
     @property
     def fits(self) -> bool:
         """Whether the best plan fits into the memory of a device."""
-        return not (self.limit and self.best.memory and self.best.memory > self.limit)
+        return self.best.fits(self.limit)
 
     def explain(self, i: int = 0) -> Report:
         """Returns the full report of plan `i`, as `explain` does; this may compile it again."""
-        return self._explain(self._choice(i).candidate)
+        return self._function.report(self._choice(i).candidate)
 
     def trace(self) -> Stages:
         """Traces the function with the best plan."""
-        return self._trace(self.best.candidate)
+        return self._function.trace(self.best.candidate)
 
     def why(self, name: str) -> Why:
         """Compares the best plan with those that shard only this axis differently."""
@@ -96,33 +95,34 @@ class Plan(Display):
                 facts={'axis names': quoted(list(self.sizes))},
             )
         best = self.best.candidate
-        others = [one for one in self.choices[1:] if _differs_only_in(name, one.candidate, best)]
+        others = [
+            one
+            for one in self.choices[1:]
+            if one.candidate.mesh == best.mesh and one.candidate.changed_names(best) == [name]
+        ]
         rows = [(one.candidate.placements[name], one) for one in [self.best, *others]]
         return Why(name, tuple(rows), self.limit)
 
     def diff(self, other: Plan | int) -> Diff:
         """Compares the best plan with that of another `Plan`, or with plan `i` of this one."""
-        theirs = other.best if isinstance(other, Plan) else self._choice(other)
-        ours = self.best
-        shown = [dict(one.candidate.mesh) for one in (ours, theirs)]
-        meshes = [', '.join(f'{axis}={n}' for axis, n in mesh.items()) for mesh in shown]
-        before, after = ours.candidate.placements, theirs.candidate.placements
-        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-        arrays = [(name, before.get(name), after.get(name)) for name in names]
-        if meshes[0] != meshes[1]:
-            arrays.insert(0, ('mesh', meshes[0], meshes[1]))
+        ours, theirs = self.best, other.best if isinstance(other, Plan) else self._choice(other)
+        before, after = (
+            {'mesh shape': one.candidate.mesh_text, **one.candidate.placements}
+            for one in (ours, theirs)
+        )
         kinds = {**ours.counts, **theirs.counts}
         counts = [(kind, ours.counts.get(kind, 0), theirs.counts.get(kind, 0)) for kind in kinds]
+        changed = tuple((kind, a, b) for kind, a, b in counts if a != b)
         numbers = [
             ('sent in one run', ours.network_bytes, theirs.network_bytes),
             ('memory', ours.memory or 0, theirs.memory or 0),
         ]
-        changed = tuple((kind, a, b) for kind, a, b in counts if a != b)
+        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
         return Diff(
-            tuple(arrays),
-            changed,
-            tuple((what, a, b) for what, a, b in numbers if a != b),
-            tuple((0, '') for _ in changed),
+            arrays=tuple((name, before.get(name), after.get(name)) for name in names),
+            collectives=changed,
+            numbers=tuple((name, a, b) for name, a, b in numbers if a != b),
+            details=((0, ''),) * len(changed),
         )
 
     def plot(self) -> str:
@@ -158,17 +158,17 @@ class Plan(Display):
         return self.choices[i]
 
     def _code(self) -> list[str]:
-        mesh = ', '.join(f'{axis}={size}' for axis, size in self.best.candidate.mesh)
         rules = ', '.join(f'{name}={text!r}' for name, text in self.rules.items() if text)
         lines = [
-            f'mesh = device_mesh(mesh, {mesh})',
+            f'mesh = device_mesh(mesh, {self.best.candidate.mesh_text})',
             f'with jax.set_mesh(mesh), axis_rules({rules}):',
             f'    {self.name}(...)',
         ]
         if self.code:
             lines += ['', '# or, without axis_rules:', *self.code]
         if self.best.judge == 'compiler':
-            lines += ['', '# a promise for sharded():', f'collectives={dict(self.best.counts)!r}']
+            check = f'collectives={dict(self.best.counts)!r}'
+            lines += ['', '# an option of sharded, to check the collectives:', check]
         return lines
 
     def _page(self) -> Page:
@@ -194,17 +194,16 @@ class Plan(Display):
     def _row(self, i: int, one: Judgement) -> tuple[str, ...]:
         least, most = one.seconds
         largest = one.bounds.largest
-        mesh = ' '.join(f'{axis}={size}' for axis, size in one.candidate.mesh)
-        placed = one.candidate.placements
+        sharded = ' '.join(f'{name}{p}' for name, p in one.candidate.placements.items() if p)
         return (
             str(i),
-            mesh,
+            one.candidate.mesh_text,
             f'{format_seconds(least)} .. {format_seconds(most)}' if one.bounds else '',
             '?' if one.memory is None else format_bytes(one.memory),
             format_bytes(one.network_bytes),
             '' if largest is None else f'{largest.resource} {largest.along}'.strip(),
             one.judge,
-            ' '.join(f'{name}{text}' for name, text in placed.items() if text) or 'replicated',
+            sharded or 'replicated',
             one.sent_text,
             reason(one, self.best, self.limit) if i else '',
         )
@@ -261,11 +260,6 @@ def _cost_text(one: Judgement) -> str:
     return f'{bound}sent {format_bytes(one.network_bytes)}{memory}'
 
 
-def _differs_only_in(name: str, one: Candidate, other: Candidate) -> bool:
-    changed = [a for (a, x), (_, y) in zip(one.axes, other.axes, strict=True) if x != y]
-    return one.mesh == other.mesh and changed == [name]
-
-
 def _plain(one: Judgement) -> dict[str, Any]:
     least, most = one.seconds
     return {
@@ -281,19 +275,3 @@ def _plain(one: Judgement) -> dict[str, Any]:
         'collectives': dict(one.counts),
         'error': one.error,
     }
-
-
-def indistinguishable(choices: Sequence[Judgement]) -> int:
-    """How many of the first plans have bounds that overlap with those of the best one.
-
-    The bound of a plan is an interval: with full overlap of its resources, and with none.
-    """
-    if not choices or not choices[0].bounds:
-        return 1
-    most = choices[0].seconds[1]
-    n = 0
-    for one in choices:
-        if one.error or one.seconds[0] > most:
-            break
-        n += 1
-    return n

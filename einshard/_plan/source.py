@@ -29,35 +29,32 @@ def _assigned(name: str, spec: Spec, axes: Mapping[str, tuple[str, ...]]) -> Ite
         yield f'{name} = Rules(['
         for pattern, one in spec.rules:
             if isinstance(one, LEAF_SPECS):
-                yield f'    ({raw_string(pattern)}, {expanded(one, axes)!r}),'
+                yield f'    ({raw_string(pattern)}, {_with_mesh_axes(one, axes)!r}),'
         default = spec.default if isinstance(spec.default, LEAF_SPECS) else None
-        yield '])' if default is None else f'], default={expanded(default, axes)!r})'
+        yield '])' if default is None else f'], default={_with_mesh_axes(default, axes)!r})'
     elif isinstance(spec, LEAF_SPECS):
-        yield f'{name} = {expanded(spec, axes)!r}'
+        yield f'{name} = {_with_mesh_axes(spec, axes)!r}'
     elif spec is not None and not callable(spec):
         leaves, treedef = jtu.tree_flatten(spec, is_leaf=lambda one: isinstance(one, Rules))
         if all(isinstance(leaf, LEAF_SPECS) for leaf in leaves):
-            yield f'{name} = {jtu.tree_unflatten(treedef, [expanded(one, axes) for one in leaves])}'
+            texts = [_with_mesh_axes(leaf, axes) for leaf in leaves]
+            yield f'{name} = {jtu.tree_unflatten(treedef, texts)}'
 
 
 def raw_string(pattern: str) -> str:
-    """Writes a pattern as a raw string, if it has backslashes."""
+    """Quotes a pattern, as a raw string if it has backslashes."""
     quoted = repr(pattern)
     return f'r{quoted}'.replace('\\\\', '\\') if '\\' in pattern else quoted
 
 
-def expanded(spec: Any, axes: Mapping[str, tuple[str, ...]]) -> str:
-    """Writes the mesh axes of a plan into an expression without placements."""
+def _with_mesh_axes(spec: Any, axes: Mapping[str, tuple[str, ...]]) -> str:
+    """Writes an expression without '->' with the mesh axes of a plan; other specs as they are."""
     leaf_spec = as_leaf_spec(spec)
     expression = leaf_spec.expression
     if not expression.short:
         return str(leaf_spec)
     terms = [
-        term if term.is_sharded or not axes.get(term.name or '') else _on(term, axes)
+        term if term.is_sharded else replace(term, mesh_axes=axes.get(term.name or '', ()))
         for term in expression.right
     ]
     return in_memory(write_short(terms).text, leaf_spec.memory_kind)
-
-
-def _on(term: Any, axes: Mapping[str, tuple[str, ...]]) -> Any:
-    return replace(term, mesh_axes=axes[term.name])

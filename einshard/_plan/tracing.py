@@ -39,15 +39,15 @@ def first_trace(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_axes: Sequence[str]
 ) -> list[Expression]:
     """Traces a function; returns the expressions of its specs and constraints."""
-    found: list[Expression] = []
-    token = constraints_of_trace.set(found)
+    constraints: list[Expression] = []
+    token = constraints_of_trace.set(constraints)
     try:
         with _scope((), mesh_axes):
             stages = _trace(fn, args, kwargs)
             specs = stages.argument_specs() or []
     finally:
         constraints_of_trace.reset(token)
-    return [as_leaf_spec(spec).expression for spec in specs if spec] + found
+    return [as_leaf_spec(spec).expression for spec in specs if spec] + constraints
 
 
 def trace_with_names(
@@ -57,26 +57,25 @@ def trace_with_names(
     names: Sequence[str],
     mesh_axes: Sequence[str],
 ) -> tuple[Stages, list[AxisNames | None], list[AxisNames | None]]:
-    """Traces a function; returns the names of the axes of every argument and result leaf."""
+    """Traces a function; also returns the axis names of every argument and result leaf."""
     with _scope(names, mesh_axes):
         stages = _trace(fn, args, kwargs)
         traced = stages.traced
         assert traced is not None, 'a function was traced'
-        given = stages.argument_specs()
-        arguments = jtu.tree_leaves(traced.args_info)
-        results = jtu.tree_leaves(traced.out_info)
-        made = stages.result_specs(traced.out_info)
         return (
             stages,
-            _names_of(given or [None] * len(arguments), arguments),
-            _names_of(made or [None] * len(results), results),
+            _names_of(stages.argument_specs(), jtu.tree_leaves(traced.args_info)),
+            _names_of(stages.result_specs(traced.out_info), jtu.tree_leaves(traced.out_info)),
         )
 
 
-def _names_of(specs: Sequence[AnySpec | None], leaves: Sequence[Any]) -> list[AxisNames | None]:
+def _names_of(
+    specs: Sequence[AnySpec | None] | None, leaves: Sequence[Any]
+) -> list[AxisNames | None]:
+    """Returns the axis names of leaves, which are the mesh axes of their placements."""
     context = current_context()
     found: list[AxisNames | None] = []
-    for spec, leaf in zip(specs, leaves, strict=True):
+    for spec, leaf in zip(specs or [None] * len(leaves), leaves, strict=True):
         if spec is None:
             found.append(None)
             continue
@@ -87,10 +86,8 @@ def _names_of(specs: Sequence[AnySpec | None], leaves: Sequence[Any]) -> list[Ax
 
 def _trace(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Stages:
     args, kwargs = jtu.tree_map(_struct, (tuple(args), dict(kwargs)))
-    if isinstance(fn, ShardedFunction) or not hasattr(fn, 'trace'):
-        # trace_call raises for a function that has its own mesh
-        return trace_call(fn, args, kwargs, current_context().lowering_mesh)
-    return trace_call(fn, args, kwargs, None)
+    is_jitted = hasattr(fn, 'trace') and not isinstance(fn, ShardedFunction)
+    return trace_call(fn, args, kwargs, None if is_jitted else current_context().lowering_mesh)
 
 
 def _struct(leaf: Any) -> Any:
@@ -103,11 +100,12 @@ def _struct(leaf: Any) -> Any:
 def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
     """Enters a mesh with an axis of size 1 for each name, and rules that shard each name over it.
 
-    One more rule, with a new name every time, makes JAX trace again: it caches traces by the rules.
+    One more rule, with a new name each time, makes JAX trace again: it caches traces by the rules.
     """
     axes = (*names, *(axis for axis in mesh_axes if axis not in names)) or ('x',)
     device = np.array(jax.devices()[:1], dtype=object).reshape((1,) * len(axes))
     mesh = Mesh(device, axes, axis_types=(AxisType.Auto,) * len(axes))
+    # in letters, because axis names have no digits
     number = ''.join(chr(ord('a') + int(digit)) for digit in str(next(_count)))
     rules = {name: f'@{name}' for name in names}
     with mesh_scope(mesh), axis_rules({**rules, f'einshard_plan_trace_{number}': ''}):
@@ -117,7 +115,7 @@ def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
 def names_in(expression: Expression) -> list[str]:
     """Returns the names that axis rules apply to: without a placement, in expressions without '->'.
 
-    Axes named `_` are left alone.
+    Names such as `_` are left out.
     """
     terms = expression.right if expression.short else ()
     names = [str(term.name) for term in terms if term == Term(term.name)]

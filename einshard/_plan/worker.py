@@ -1,8 +1,9 @@
 """Compiles exported programs for simulated CPU devices; runs as a process of its own.
 
 A process fixes its number of CPU devices when the backend starts, so the user's process cannot
-simulate as many as a candidate needs. This one reads pickled `Request`s from standard input and
-writes an answer to each, in order: `Compiled`, or the error as text. It imports JAX, not einshard.
+simulate as many as a candidate needs. This one reads pickled requests from standard input, which
+are the arguments of `_compile`. It writes an answer to each, in order: the result of `_compile`, or
+the error as text. It imports JAX, not einshard.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import tempfile
 import threading
 from pathlib import Path
 from typing import Any, BinaryIO
-
-# `Request` and `Compiled` are dicts, because this file is not importable where they are read
 
 
 def main() -> None:
@@ -53,7 +52,13 @@ def _answer(request: dict[str, Any]) -> dict[str, Any] | str:
 
 def _compile(
     program: bytes, axes: tuple[tuple[str, int], ...], donated: tuple[int, ...]
-) -> dict[str, Any]:
+) -> dict[str, str]:
+    """Compiles an exported program; returns its HLO and its buffers, as XLA prints them.
+
+    Args:
+        axes: the mesh axes with their sizes.
+        donated: the numbers of the donated arguments.
+    """
     import jax
     import jax.export
     import jax.numpy as jnp
@@ -74,7 +79,8 @@ def _compile(
         given.update((i, jnp.zeros(avals[i].shape, avals[i].dtype)) for i in unused)
         return exported.call(*(given[i] for i in range(len(avals))))
 
-    # an exported program does not say what is donated; without it the step needs 10 % more memory
+    # an exported program lacks the donated arguments; without them, a train step needs 10 % more
+    # memory
     jitted = jax.jit(
         call,
         in_shardings=tuple(shardings[i] for i in kept),
@@ -90,12 +96,12 @@ def _compile(
             try:
                 lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
-                # the CPU backend cannot emit products in bf16, but writes the program first
-                if not (_written(folder, BUFFERS) or 'No such compile option' in str(error)):
+                # the CPU backend cannot emit products in bf16, but dumps the program first
+                if not (_dumped(folder, BUFFERS) or 'No such compile option' in str(error)):
                     raise
-            if _written(folder, BUFFERS):
+            if _dumped(folder, BUFFERS):
                 break
-        return {'text': _written(folder, OPTIMIZED), 'buffers': _written(folder, BUFFERS)}
+        return {'text': _dumped(folder, OPTIMIZED), 'buffers': _dumped(folder, BUFFERS)}
 
 
 OPTIONS: dict[str, Any] = {
@@ -111,9 +117,9 @@ SCHEDULERS: tuple[dict[str, Any], ...] = (
 OPTIMIZED, BUFFERS = '.cpu_after_optimizations.txt', '-buffer-assignment.txt'
 
 
-def _written(folder: str, ending: str) -> str:
-    written = sorted(Path(folder).glob(f'*{ending}'))
-    return written[-1].read_text(encoding='utf-8') if written else ''
+def _dumped(folder: str, ending: str) -> str:
+    dumps = sorted(Path(folder).glob(f'*{ending}'))
+    return dumps[-1].read_text(encoding='utf-8') if dumps else ''
 
 
 if __name__ == '__main__':

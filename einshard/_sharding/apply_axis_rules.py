@@ -15,17 +15,17 @@ from .axis_rules import Fallback
 from .context import AxisRule, AxisRules
 
 
-class Ruled(NamedTuple):
+class RuledExpression(NamedTuple):
     """An expression with axis rules applied.
 
     Attributes:
-        missing: the mesh axes that it names but the mesh lacks.
-        indivisible: the array axes to replicate if their size is not divisible.
+        missing_axes: mesh axes that it named but the mesh lacks.
+        replicate_indivisible: the array axes to replicate if their size is not divisible.
     """
 
     expression: Expression
-    missing: tuple[str, ...]
-    indivisible: frozenset[str]
+    missing_axes: tuple[str, ...]
+    replicate_indivisible: frozenset[str]
 
 
 def apply_axis_rules(
@@ -33,7 +33,7 @@ def apply_axis_rules(
     rules: AxisRules,
     axis_sizes: Mapping[str, int],
     on_missing: Fallback = 'error',
-) -> Ruled:
+) -> RuledExpression:
     """Applies axis rules to an expression, on a mesh with the axes `axis_sizes`.
 
     Mesh axes that the mesh lacks are removed if `on_missing` or the `missing=` of their rule is
@@ -46,20 +46,20 @@ def apply_axis_rules(
     missing = tuple(axis for axis in named if axis not in axis_sizes)
     indivisible = {str(term.name) for term, rule in ruled if rule and rule.replicates_indivisible}
     if expression.short and rules:
-        expression = _placed(expression, ruled, axis_sizes)
+        expression = _with_placements(expression, ruled, axis_sizes)
     if on_missing == 'replicate' and missing:
-        expression = _drop_missing(expression, axis_sizes)
-    return Ruled(expression, missing, frozenset(indivisible))
+        expression = _without_missing(expression, axis_sizes)
+    return RuledExpression(expression, missing, frozenset(indivisible))
 
 
-def _placed(
+def _with_placements(
     expression: Expression,
     ruled: Sequence[tuple[Term, AxisRule | None]],
     axis_sizes: Mapping[str, int],
 ) -> Expression:
-    """Returns the short form with the terms of `ruled`; unused devices hold replicas."""
+    """Replaces the terms of a short form by those of `ruled`."""
     terms = [
-        _on_mesh(term, axis_sizes) if rule and rule.ignores_missing else term
+        _with_known_axes(term, axis_sizes) if rule and rule.ignores_missing else term
         for term, rule in ruled
     ]
     takes_devices = any(term.takes_devices for term in terms)
@@ -91,7 +91,9 @@ def _ruled_terms(
         i = by_name.get(rule.name)
         if i is None or ruled[i][1] is not None:
             continue
-        term = replace(_term(rule.placement), name=rule.name, span=expression.right[i].span)
+        term = replace(
+            _parse_placement(rule.placement), name=rule.name, span=expression.right[i].span
+        )
         used_here = used.intersection(term.mesh_axes)
         size_if_missing = 1 if rule.ignores_missing else None
         conflicts = any(axis_sizes.get(axis, size_if_missing) != 1 for axis in used_here)
@@ -101,17 +103,17 @@ def _ruled_terms(
         axes = tuple(a for a in term.mesh_axes if a not in used_here or axis_sizes.get(a) != 1)
         used.update(axes)
         ruled[i] = replace(term, mesh_axes=axes), rule
-    names = {rule.name for rule in rules}
+    rule_names = {rule.name for rule in rules}
     for name, i in by_name.items():
-        if name not in names:
-            _check_spelling(expression, expression.right[i], names)
+        if name not in rule_names:
+            _check_spelling(expression, expression.right[i], rule_names)
     return ruled
 
 
-def _check_spelling(expression: Expression, term: Term, ruled: Collection[str]) -> None:
+def _check_spelling(expression: Expression, term: Term, rule_names: Collection[str]) -> None:
     """Raises if a name without a rule looks like a misspelled name with a rule."""
     name, (start, end) = str(term.name), term.span
-    for other in ruled:
+    for other in rule_names:
         if other not in expression.names and _is_misspelled(name, other):
             raise expression.error(
                 f"axis '{name}' has no rule, but '{other}' has one",
@@ -142,20 +144,20 @@ def _common_prefix(name: str, other: str) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _drop_missing(expression: Expression, mesh_axes: Container[str]) -> Expression:
+def _without_missing(expression: Expression, mesh_axes: Container[str]) -> Expression:
     """Removes the mesh axes that the mesh lacks from an expression."""
-    right = tuple(_on_mesh(term, mesh_axes) for term in expression.right)
+    right = tuple(_with_known_axes(term, mesh_axes) for term in expression.right)
     if not any(term.is_sharded for term in right):
         right = (Term(star=True), *right)  # nothing is sharded: all devices hold replicas
     return replace(expression, right=right)
 
 
-def _on_mesh(term: Term, mesh_axes: Container[str]) -> Term:
+def _with_known_axes(term: Term, mesh_axes: Container[str]) -> Term:
     return replace(term, mesh_axes=tuple(axis for axis in term.mesh_axes if axis in mesh_axes))
 
 
 @cached
-def _term(placement: str) -> Term:
-    """Parses the placement of a rule, such as '@data'; the name of the term is arbitrary."""
+def _parse_placement(placement: str) -> Term:
+    """Parses the placement of a rule, such as '@data', to a term with the name 'x'."""
     (term,) = parse(f'x{placement}').right
     return term

@@ -14,7 +14,7 @@ from .._errors import EinshardError
 from .._notation.expression import ELLIPSIS, Term, parse
 from .._text import deferred_kind
 from .context import AxisRule, enter_rules, leave_rules
-from .mesh import FREE, partition_text, spec_axes
+from .mesh import UNCONSTRAINED, partition_text, spec_axes
 
 P = ParamSpec('P')
 R = TypeVar('R')
@@ -23,10 +23,11 @@ R = TypeVar('R')
 Fallback: TypeAlias = Literal['error', 'replicate']
 # What to do with a rule whose mesh axes already shard another axis of the array.
 Taken: TypeAlias = Literal['error', 'next']
-# A placement: the text after a name; or a PartitionSpec or NamedSharding with one entry.
-Placed: TypeAlias = str | PartitionSpec | NamedSharding
-# A mesh axis, several, or None, as in the logical axis rules of Flax; or a placement.
-LogicalRule: TypeAlias = tuple[str, Placed | Sequence[str] | None]
+# The placement of one axis: the text after a name, or a PartitionSpec or NamedSharding with one
+# entry.
+AxisPlacement: TypeAlias = str | PartitionSpec | NamedSharding
+# A pair of axis name and mesh axes, as in the logical axis rules of Flax; or name and placement.
+LogicalRule: TypeAlias = tuple[str, AxisPlacement | Sequence[str] | None]
 
 
 class axis_rules:
@@ -89,13 +90,13 @@ class axis_rules:
 
     def __init__(
         self,
-        placements: Mapping[str, Placed] | Iterable[LogicalRule] = MappingProxyType({}),
+        placements: Mapping[str, AxisPlacement] | Iterable[LogicalRule] = MappingProxyType({}),
         /,
         *,
         missing: Fallback = 'error',
         indivisible: Fallback = 'error',
         taken: Taken = 'error',
-        **more: Placed,
+        **more: AxisPlacement,
     ):
         for option, value in (('missing', missing), ('indivisible', indivisible)):
             check_option(option, value, **_for_an_axis_named(option))
@@ -161,6 +162,7 @@ def check_option(
 
 
 def _for_an_axis_named(option: str) -> dict[str, str]:
+    """Returns the fact for a user who meant an axis with the name of an option."""
     return {f'for an axis named {option}': f"axis_rules({{'{option}': '@tp'}})"}
 
 
@@ -170,7 +172,7 @@ def _pairs(placements: Any) -> list[tuple[Any, Any]]:
     if isinstance(placements, list | tuple) and all(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in placements
     ):
-        pairs = [(name, _of_mesh_axes(value)) for name, value in placements]
+        pairs = [(name, _mesh_axes_to_placement(value)) for name, value in placements]
     if pairs is None:
         raise EinshardError(
             'axis_rules needs a mapping from axis names to placements, or a list of pairs, not '
@@ -182,13 +184,13 @@ def _pairs(placements: Any) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _as_text(name: object, placement: Placed) -> str:
+def _as_text(name: object, placement: AxisPlacement) -> str:
     """Converts a placement to text: '@data' for P('data')."""
     spec = placement.spec if isinstance(placement, NamedSharding) else placement
     if not isinstance(spec, PartitionSpec):
         return spec
     entries = spec_axes(spec)
-    if len(entries) > 1 or FREE in entries or spec.unreduced or spec.reduced:
+    if len(entries) > 1 or UNCONSTRAINED in entries or spec.unreduced or spec.reduced:
         raise EinshardError(
             f'axis_rules has {name}={partition_text(spec)}, but a rule is for one array axis',
             facts={'expected': "one entry, such as P('data') or P(('data', 'fsdp'))"},
@@ -199,13 +201,13 @@ def _as_text(name: object, placement: Placed) -> str:
 def _read_rule(name: object, placement: object) -> tuple[str, str]:
     """Returns the NFC-normalized name and the placement of a rule; raises if one is invalid."""
     axis = unicodedata.normalize('NFC', str(name))
-    if not (isinstance(name, str) and axis != ELLIPSIS and _short_form(axis) == [Term(axis)]):
+    if not (isinstance(name, str) and axis != ELLIPSIS and _parse_short_form(axis) == [Term(axis)]):
         raise EinshardError(
             f'axis_rules has a rule for {name!r}, which is not a valid axis name',
             facts={'expected': 'letters and underscores, as in expressions'},
         )
     if not isinstance(placement, str) or not _is_placement(placement):
-        instead = _of_mesh_axes(placement)
+        instead = _mesh_axes_to_placement(placement)
         raise EinshardError(
             f'axis_rules has {name}={placement!r}, which is not a valid placement',
             facts={'expected': "'@data'  '@(data,fsdp)'  '4'  '*'  '2*'  '' (not sharded)"},
@@ -215,10 +217,10 @@ def _read_rule(name: object, placement: object) -> tuple[str, str]:
 
 
 def _is_placement(text: str) -> bool:
-    return [term.name for term in _short_form(f'x{text}')] == ['x']
+    return [term.name for term in _parse_short_form(f'x{text}')] == ['x']
 
 
-def _short_form(text: str) -> list[Term]:
+def _parse_short_form(text: str) -> list[Term]:
     """Parses an expression without an arrow; returns its terms, or [] if it is invalid."""
     try:
         expression = parse(text)
@@ -227,7 +229,7 @@ def _short_form(text: str) -> list[Term]:
     return list(expression.right) if expression.short else []
 
 
-def _of_mesh_axes(value: Any) -> Any:
+def _mesh_axes_to_placement(value: Any) -> Any:
     """Converts a value of a Flax rule (a mesh axis, several, or None) to a placement.
 
     Returns other values as they are.

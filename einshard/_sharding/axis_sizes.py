@@ -57,8 +57,8 @@ def _wrong_sizes(
     else:
         need = 'needs' if len(sizes) == 1 else 'need'
         sentence = f'{_text(sizes)} {need} {product} devices, but there are {n_devices}'
-    fitting = sorted(_fitting(sizes, n_devices), key=lambda one: _distance(sizes, one))
-    facts = {'sizes that fit': '; '.join(_text(one) for one in fitting[:_MAX_SHOWN])}
+    fitting = sorted(_fitting(sizes, n_devices), key=lambda candidate: _distance(sizes, candidate))
+    facts = {'sizes that fit': '; '.join(map(_text, fitting[:_MAX_SHOWN]))}
     if len(known_sizes) == len(sizes) and product < n_devices and call == 'device_mesh(':
         facts[f'on {product} devices'] = f'{call}jax.devices()[:{product}], {_text(sizes)})'
     return EinshardError(sentence, facts=facts, fix=f'{call}{_text(fitting[0])})')

@@ -198,8 +198,8 @@ class Scope:
         self._cache_keys: Any = _in_cache_keys(self.key)
 
     def __enter__(self) -> None:
-        self._outer = entered.get()
-        entered.set(self)
+        self._outer = innermost_scope.get()
+        innermost_scope.set(self)
         self._cache_keys.__enter__()
         _thread.scopes.append(self)
 
@@ -207,26 +207,26 @@ class Scope:
         self.leave()
 
     def leave(self) -> bool:
-        """Exits the scope; returns whether this task entered it, as the latest of the thread."""
-        is_current = entered.get() is self
+        """Exits the scope; returns whether it was the innermost one of this task and thread."""
+        is_current = innermost_scope.get() is self
         if is_current:
-            entered.set(self._outer)
+            innermost_scope.set(self._outer)
         scopes = _thread.scopes
         i = scopes.index(self)
         scopes.pop(i)
-        later = scopes[i:]
-        for scope in later:
+        inner = scopes[i:]
+        for scope in inner:
             if scope._outer is self:
                 scope._outer = self._outer
-        if later:
-            later[0]._cache_keys = self._cache_keys
+        if inner:
+            inner[0]._cache_keys = self._cache_keys
         else:
             self._cache_keys.__exit__(None, None, None)
-        return is_current and not later
+        return is_current and not inner
 
 
-# the innermost scope of this task; usually None
-entered: ContextVar[Scope | None] = ContextVar('entered', default=None)
+# of this task; usually None
+innermost_scope: ContextVar[Scope | None] = ContextVar('innermost_scope', default=None)
 
 
 class _Thread(threading.local):
@@ -255,30 +255,30 @@ def _enclosing() -> Context:
 
     The check is needed only while tracing, because JAX caches no trace of eager code.
     """
-    scope = entered.get()
+    scope = innermost_scope.get()
     # checked first because it saves 0.1 us: most threads have no scopes
-    if (scope is not None or _thread.scopes) and not in_step() and is_tracing():
-        raise _out_of_step()
+    if (scope is not None or _thread.scopes) and not matches_cache_keys() and is_tracing():
+        raise _mismatch()
     return _NO_CONTEXT if scope is None else scope.context
 
 
 def copy_into_thread() -> AbstractContextManager[Any]:
     """Copies the context of this task into this thread's part of JAX's cache keys."""
-    scope = entered.get()
+    scope = innermost_scope.get()
     return Scope(_NO_CONTEXT if scope is None else scope.context)
 
 
-def in_step() -> bool:
+def matches_cache_keys() -> bool:
     """Whether our ContextVar and JAX's cache keys have the same context."""
-    scope = entered.get()
+    scope = innermost_scope.get()
     return (None if scope is None else scope.key) == _in_cache_keys.value
 
 
 def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
     """Adds axis rules to the current rules; raises if another task kept rules across an await."""
-    if _thread.scopes and not in_step():
-        raise _out_of_step()
-    scope = entered.get()
+    if _thread.scopes and not matches_cache_keys():
+        raise _mismatch()
+    scope = innermost_scope.get()
     outer = _NO_CONTEXT if scope is None else scope.context
     names = {rule.name for rule in rules}
     merged = [*rules, *(rule for rule in outer.axis_rules if rule.name not in names)]
@@ -291,8 +291,8 @@ def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
 def leave_rules(owner: object) -> bool:
     """Exits the last scope of `owner` in this task; returns whether the order was correct."""
     scopes = [scope for scope in _thread.scopes if scope.owner is owner]
-    here = [scope for scope in scopes if scope is entered.get()]
-    return bool(scopes) and (here or scopes)[-1].leave()
+    current = [scope for scope in scopes if scope is innermost_scope.get()]
+    return bool(scopes) and (current or scopes)[-1].leave()
 
 
 def is_tracing() -> bool:
@@ -322,18 +322,19 @@ def depth_of_user() -> int:
     frame = inspect.currentframe()
     frame = frame and frame.f_back
     depth = 1
-    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARY_FOLDERS):
         depth, frame = depth + 1, frame.f_back
     return depth
 
 
-NOT_THE_USERS = tuple(
+LIBRARY_FOLDERS = tuple(
     f'{folder}{os.sep}' for folder in (Path(__file__).parents[1], Path(jax.__file__).parent)
 )
 
 
-def _out_of_step() -> EinshardError:
-    scope, jax_rules = entered.get(), _rules_text(_in_cache_keys.value)
+def _mismatch() -> EinshardError:
+    """Returns the error if our ContextVar and JAX's cache keys have different rules."""
+    scope, jax_rules = innermost_scope.get(), _rules_text(_in_cache_keys.value)
     task_rules = _rules_text(None if scope is None else scope.key)
     if _thread.scopes:
         return EinshardError(

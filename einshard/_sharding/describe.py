@@ -14,12 +14,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, Singl
 
 from .._errors import EinshardError
 from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters
-from .._notation.layout import Layout, Split, merged, with_unsharded
+from .._notation.layout import Layout, Split, merge_neighbors, with_unsharded
 from .._notation.words import is_mesh_axis
 from .._notation.write import write
 from .leaf_spec import in_memory, signed_terms
+from .lower import lower
 from .mesh import (
-    adds_terms,
     device_mesh,
     has_names,
     is_device_mesh,
@@ -27,8 +27,8 @@ from .mesh import (
     partial_axes,
     sizes_of,
     spec_axes,
+    unreduced_kind,
 )
-from .resolve import lower
 
 
 @overload
@@ -103,12 +103,12 @@ def _describe_leaf(x: Any) -> str | None:
         return describe_named(sharding, ndim)
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
-        where = 'on one device'
-        text = f'{where}: {device}'
+        portable = 'on one device'
+        text = f'{portable}: {device}'
     else:
-        text = where = f'by a {type(sharding).__name__} over {len(sharding.device_set)} devices'
+        text = portable = f'by a {type(sharding).__name__} over {len(sharding.device_set)} devices'
     kind = sharding.memory_kind
-    return Description(in_memory(text, kind), in_memory(where, kind))
+    return Description(in_memory(text, kind), in_memory(portable, kind))
 
 
 def describe_named(
@@ -118,8 +118,8 @@ def describe_named(
     expression = find_expression(sharding, ndim, names)
     if expression is not None:
         return in_memory(expression.text, sharding.memory_kind)
-    axes, rest = _axes(sharding, ndim, names)
-    named = write(map(Term, (*axes, *rest)), (*_by_name(sharding, axes), *map(Term, rest)))
+    axes, rest = _axis_names(sharding, ndim, names)
+    named = write(map(Term, (*axes, *rest)), (*_terms_by_name(sharding, axes), *map(Term, rest)))
     return Description(f'{named.text}{_inexpressible(sharding)}')
 
 
@@ -151,8 +151,8 @@ def sharding_of(x: Any) -> Sharding | Description | None:
 
 def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
     """Returns the mesh axes of each array axis; None for an unconstrained axis."""
-    free = PartitionSpec.UNCONSTRAINED
-    return [None if axes == (free,) else axes for axes in spec_axes(sharding.spec)]
+    unconstrained = PartitionSpec.UNCONSTRAINED
+    return [None if axes == (unconstrained,) else axes for axes in spec_axes(sharding.spec)]
 
 
 def find_expression(
@@ -161,21 +161,21 @@ def find_expression(
     """Returns the expression that lowers to exactly this sharding, or None if there is none."""
     spec, mesh = sharding.spec, sharding.mesh
     entries = _entries(sharding)
-    if not adds_terms(spec) or None in entries or not has_names(mesh):
+    if unreduced_kind(spec) != 'sum' or None in entries or not has_names(mesh):
         return None
-    axes, rest = _axes(sharding, ndim, names)
-    by_name = (any(entries) or is_partial(sharding)) and _are_writable(sharding)
-    if _is_by_count(sharding) and not (by_name and not is_device_mesh(mesh)):
-        right = (*_by_count(sharding, axes), *map(Term, rest))
+    axes, rest = _axis_names(sharding, ndim, names)
+    by_name = (any(entries) or is_partial(sharding)) and _has_writable_axes(sharding)
+    if _fits_counts(sharding) and (is_device_mesh(mesh) or not by_name):
+        right = (*_terms_by_count(sharding, axes), *map(Term, rest))
     elif by_name:
         signed = signed_terms(spec, mesh.axis_names)
-        right = (*_by_name(sharding, axes), *map(Term, rest), *signed)
+        right = (*_terms_by_name(sharding, axes), *map(Term, rest), *signed)
     else:
         return None
     return write(map(Term, (*axes, *rest)), right)
 
 
-def _axes(
+def _axis_names(
     sharding: NamedSharding, ndim: int | None, names: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Returns the names of the array axes; and ['...'] if the rank is unknown or 0, else []."""
@@ -184,15 +184,15 @@ def _axes(
     return axes, [ELLIPSIS] if ndim is None or not axes else []
 
 
-def _by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
+def _terms_by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
     """Returns the right side of an expression with mesh axes, such as 'a@data'."""
     entries = [*_entries(sharding), *[()] * len(axes)]
     pairs = zip(axes, entries, strict=False)
     return [Term(axis, mesh_axes=tuple(map(str, entry or ()))) for axis, entry in pairs]
 
 
-def _are_writable(sharding: NamedSharding) -> bool:
-    """Whether an expression can name all mesh axes of a sharding."""
+def _has_writable_axes(sharding: NamedSharding) -> bool:
+    """Whether an expression can name all mesh axes that a sharding uses."""
     sizes = sizes_of(sharding.mesh)
     spec = sharding.spec
     entries = [*_entries(sharding), spec.unreduced, spec.reduced]
@@ -200,19 +200,19 @@ def _are_writable(sharding: NamedSharding) -> bool:
     return all(axis in sizes and is_mesh_axis(axis) for axis in used)
 
 
-def _by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
+def _terms_by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
     """Returns the right side of an expression with counts, such as 'a8'."""
     terms = [
         Term(None if s.axis is None else axes[s.axis], s.count, sign=s.sign)
-        for s in _grid(sharding)
+        for s in _device_grid(sharding)
     ]
     return with_unsharded(terms, axes)
 
 
-def _is_by_count(sharding: NamedSharding) -> bool:
+def _fits_counts(sharding: NamedSharding) -> bool:
     """Whether counts in the order of the mesh axes lower to exactly this sharding."""
     mesh, entries = sharding.mesh, _entries(sharding)
-    signs = [split.sign for split in _grid(sharding) if split.sign]
+    signs = [split.sign for split in _device_grid(sharding) if split.sign]
     if AxisType.Manual in mesh.axis_types or len(signs) > len(set(signs)):
         return False
     while entries and not entries[-1]:
@@ -221,23 +221,23 @@ def _is_by_count(sharding: NamedSharding) -> bool:
     if is_device_mesh(mesh):
         meshes.insert(0, device_mesh(mesh, axis_types=mesh.axis_types[0]))
     for candidate in meshes:
-        made = lower(Layout(tuple(_grid(sharding))), candidate)
+        lowered = lower(Layout(tuple(_device_grid(sharding))), candidate)
         # devices need no comparison: both meshes have the same devices, or are abstract
-        if made is not None and _entries(made) == entries:
-            axes = made.mesh.axis_names, made.mesh.axis_sizes
-            same = partial_axes(made) == partial_axes(sharding)
+        if lowered is not None and _entries(lowered) == entries:
+            axes = lowered.mesh.axis_names, lowered.mesh.axis_sizes
+            same = partial_axes(lowered) == partial_axes(sharding)
             if same and axes == (mesh.axis_names, mesh.axis_sizes):
                 return True
     return False
 
 
-def _grid(sharding: NamedSharding) -> list[Split]:
+def _device_grid(sharding: NamedSharding) -> list[Split]:
     """Returns the device grid; adjacent mesh axes that shard the same array axis are merged."""
     array_axis = {axis: i for i, entry in enumerate(_entries(sharding)) for axis in entry or ()}
     mesh = sharding.mesh
     sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
     signs = signs_of(sharding)
-    return merged(
+    return merge_neighbors(
         [
             Split(size, array_axis.get(axis), sign=signs.get(axis, ''))
             for axis, size in sizes
@@ -257,12 +257,11 @@ def _inexpressible(sharding: NamedSharding) -> str:
     notes: list[str] = []
     if None in _entries(sharding):
         notes.append('with unconstrained axes')
-    spec = sharding.spec
-    if spec.unreduced:
-        kind = getattr(getattr(spec, 'unreduced_kind', None), 'name', 'sum')
-        notes.append(f'with partial {kind}s over {", ".join(sorted(map(str, spec.unreduced)))}')
-    if spec.reduced:
-        notes.append(f'with gradients unreduced over {", ".join(sorted(map(str, spec.reduced)))}')
+    unreduced, reduced = (', '.join(sorted(map(str, axes))) for axes in partial_axes(sharding))
+    if unreduced:
+        notes.append(f'with partial {unreduced_kind(sharding.spec)}s over {unreduced}')
+    if reduced:
+        notes.append(f'with gradients unreduced over {reduced}')
     if sharding.memory_kind not in (None, 'device'):
         notes.append(f'in {sharding.memory_kind}')
     return f' ({"; ".join(notes)})' if notes else ''

@@ -23,7 +23,7 @@ from .._notation.expression import (
 from .._notation.words import SIGNS
 from .._notation.write import write
 from .axis_rules import Fallback
-from .mesh import FREE, AnyMesh, adds_terms, partition_text, spec_axes
+from .mesh import UNCONSTRAINED, AnyMesh, partition_text, spec_axes, unreduced_kind
 
 REPLICATED = '... -> * ...'
 
@@ -44,7 +44,7 @@ class LeafSpec:
     def unconstrained(self) -> tuple[int, ...]:
         """The axes that are P.UNCONSTRAINED."""
         entries = [] if self.partition is None else spec_axes(self.partition)
-        return tuple(i for i, entry in enumerate(entries) if entry == FREE)
+        return tuple(i for i, entry in enumerate(entries) if entry == UNCONSTRAINED)
 
     def __str__(self) -> str:
         return in_memory(self.expression.text, self.memory_kind)
@@ -73,31 +73,32 @@ def as_leaf_spec(spec: AnySpec | NamedSharding | PartitionSpec) -> LeafSpec:
     if isinstance(spec, LeafSpec):
         return spec
     if isinstance(spec, str):
-        return _read(spec)
+        return _parse_spec(spec)
     # by type first: on JAX 0.8.1 P('x') equals the tuple ('x',), with the same hash
-    return _of_sharding(spec) if isinstance(spec, NamedSharding) else _of_partition(spec)
+    return _from_sharding(spec) if isinstance(spec, NamedSharding) else _from_partition(spec)
 
 
 @cached
-def _read(text: str) -> LeafSpec:
+def _parse_spec(text: str) -> LeafSpec:
     text, memory_kind = split_memory(text)
     return LeafSpec(parse(text), memory_kind)
 
 
 @cached
-def _of_sharding(sharding: NamedSharding) -> LeafSpec:
+def _from_sharding(sharding: NamedSharding) -> LeafSpec:
     mesh = sharding.mesh
     default = NamedSharding(mesh, PartitionSpec()).memory_kind
     memory_kind = None if sharding.memory_kind == default else sharding.memory_kind
-    return replace(_of_partition(sharding.spec), memory_kind=memory_kind, mesh=mesh)
+    return replace(_from_partition(sharding.spec), memory_kind=memory_kind, mesh=mesh)
 
 
 @cached
-def _of_partition(spec: PartitionSpec) -> LeafSpec:
-    if not adds_terms(spec):
-        raise EinshardError(f'{partition_text(spec)} is not a sum, so it has no expression')
+def _from_partition(spec: PartitionSpec) -> LeafSpec:
+    kind = unreduced_kind(spec)
+    if kind != 'sum':
+        raise EinshardError(f'{partition_text(spec)} is a partial {kind}, not a partial sum')
     try:
-        return LeafSpec(_expression_of(spec, None), partition=spec)
+        return LeafSpec(_partition_to_expression(spec, None), partition=spec)
     except EinshardError as error:
         raise error.about(spec=partition_text(spec)) from None
 
@@ -106,12 +107,14 @@ def _of_partition(spec: PartitionSpec) -> LeafSpec:
 def of_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
     """If the spec is a PartitionSpec, rewrites its expression for arrays of rank `ndim`."""
     partition = spec.partition
-    return spec if partition is None else replace(spec, expression=_expression_of(partition, ndim))
+    if partition is None:
+        return spec
+    return replace(spec, expression=_partition_to_expression(partition, ndim))
 
 
-def _expression_of(spec: PartitionSpec, ndim: int | None) -> Expression:
+def _partition_to_expression(spec: PartitionSpec, ndim: int | None) -> Expression:
     """Converts a PartitionSpec to an expression; with '...' if the rank is not known."""
-    entries = [() if entry == FREE else entry for entry in spec_axes(spec)]
+    entries = [() if entry == UNCONSTRAINED else entry for entry in spec_axes(spec)]
     signed = signed_terms(spec, sorted(spec.unreduced | spec.reduced, key=str))
     if ndim is not None and len(entries) > ndim:
         noun = 'entry' if len(entries) == 1 else 'entries'
@@ -134,7 +137,7 @@ def _expression_of(spec: PartitionSpec, ndim: int | None) -> Expression:
 
 
 def signed_terms(spec: PartitionSpec, order: Collection[Any]) -> list[Term]:
-    """Returns the terms for the unreduced and reduced mesh axes, in this order of mesh axes."""
+    """Returns the terms for the unreduced and reduced mesh axes; `order` lists the mesh axes."""
     groups = [
         (sign, tuple(str(axis) for axis in order if axis in axes))
         for sign, axes in zip(SIGNS, (spec.unreduced, spec.reduced), strict=True)
@@ -143,16 +146,16 @@ def signed_terms(spec: PartitionSpec, order: Collection[Any]) -> list[Term]:
 
 
 @cached
-def lenient(
+def with_fallbacks(
     spec: AnySpec,
     *,
     on_missing: Fallback = 'error',
     on_indivisible: Fallback = 'error',
     rule: str | None = None,
 ) -> LeafSpec:
-    """Returns a spec with these options. 'error' keeps an option of the spec as it is.
+    """Sets the options of a spec that are not 'error' here.
 
-    Sets `rule` unless the spec has one: in rules within rules, the inner rule counts.
+    Sets `rule` unless the spec has one: if rules contain rules, errors show the inner one.
     """
     leaf_spec = as_leaf_spec(spec)
     if on_missing == 'error':
@@ -174,7 +177,7 @@ def check_constrained(spec: LeafSpec) -> None:
         raise EinshardError('P.UNCONSTRAINED is only for values in a traced function')
 
 
-def rewritten(spec: AnySpec, expression: str) -> AnySpec:
+def with_expression(spec: AnySpec, expression: str) -> AnySpec:
     """Returns the spec with another expression, and the same memory kind."""
     if isinstance(spec, str):
         return in_memory(expression, split_memory(spec)[1])

@@ -25,7 +25,7 @@ def warn_if_ignored(function: str, mesh: object) -> None:
         warnings.warn(f'{function}: {_NOTE}', stacklevel=depth_of_user())
 
 
-def noted(error: EinshardError, mesh: object) -> EinshardError:
+def with_legacy_mesh_note(error: EinshardError, mesh: object) -> EinshardError:
     """Adds a note to an error about mesh axes if the only mesh is that of `with mesh:`."""
     if mesh is not None or '@' not in (error.expression or ''):
         return error

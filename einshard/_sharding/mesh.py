@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
@@ -104,9 +105,9 @@ def _canonical_mesh(devices: MeshLike | None, axis_types: AxisType | None) -> An
         )
     if isinstance(devices, AbstractMesh):
         _check_size(devices)
-        return _abstract_mesh(devices.size, axis_type)
+        return _abstract_device_mesh(devices.size, axis_type)
     if isinstance(devices, Mesh):
-        return _device_mesh(tuple(devices.devices.flat), axis_type)
+        return _mesh_of_devices(tuple(devices.devices.flat), axis_type)
     check_mesh(devices, 'devices=')
     if devices is None:
         quiet_libtpu()
@@ -118,11 +119,11 @@ def _canonical_mesh(devices: MeshLike | None, axis_types: AxisType | None) -> An
                 f'a device mesh must contain jax.Device objects, got {reprlib.repr(device)}',
                 facts={'expected': 'a sequence of jax.Device, a Mesh or an AbstractMesh'},
             )
-    return _device_mesh(chosen, axis_type)
+    return _mesh_of_devices(chosen, axis_type)
 
 
 @cached
-def _device_mesh(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
+def _mesh_of_devices(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
     if not devices:
         raise EinshardError('a mesh needs at least one device, but got none')
     if len(set(devices)) != len(devices):
@@ -137,8 +138,8 @@ def _device_mesh(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
         )
     in_order = tuple(sorted(devices, key=position))
     if in_order != devices:
-        return _device_mesh(in_order, axis_type)
-    return _mesh(in_order, axis_sizes_of(list(map(position, in_order))), axis_type)
+        return _mesh_of_devices(in_order, axis_type)
+    return _mesh_of_sizes(in_order, axis_sizes_of(list(map(position, in_order))), axis_type)
 
 
 @cached
@@ -146,17 +147,19 @@ def refactored_mesh(mesh: AnyMesh, sizes: tuple[int, ...]) -> AnyMesh:
     """Returns the canonical mesh with other axis sizes, and the same devices in the same order."""
     axis_type = mesh.axis_types[0]
     if isinstance(mesh, AbstractMesh):
-        return _abstract_mesh(mesh.size, axis_type, sizes)
-    return _mesh(tuple(mesh.devices.flat), sizes, axis_type)
+        return _abstract_device_mesh(mesh.size, axis_type, sizes)
+    return _mesh_of_sizes(tuple(mesh.devices.flat), sizes, axis_type)
 
 
-def _mesh(devices: tuple[Device, ...], sizes: tuple[int, ...], axis_type: AxisType) -> Mesh:
+def _mesh_of_sizes(
+    devices: tuple[Device, ...], sizes: tuple[int, ...], axis_type: AxisType
+) -> Mesh:
     grid = np.array(devices, dtype=object).reshape(sizes)
     return Mesh(grid, axis_names(sizes), axis_types=(axis_type,) * len(sizes))
 
 
 @cached
-def _abstract_mesh(
+def _abstract_device_mesh(
     n_devices: int, axis_type: AxisType, sizes: tuple[int, ...] | None = None
 ) -> AbstractMesh:
     sizes = sizes or prime_factors(n_devices) or (1,)
@@ -191,9 +194,7 @@ def axis_sizes_of(positions: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     sizes: list[int] = []
     n_groups = 1
     for depth in range(1, len(positions[0]) + 1):
-        group_sizes: dict[tuple[int, ...], int] = {}
-        for place in positions:
-            group_sizes[place[:depth]] = group_sizes.get(place[:depth], 0) + 1
+        group_sizes = Counter(place[:depth] for place in positions)
         is_even = len(set(group_sizes.values())) == 1
         if is_even and len(group_sizes) % n_groups == 0:
             sizes += prime_factors(len(group_sizes) // n_groups)
@@ -271,13 +272,13 @@ def are_equivalent(sharding: Sharding, other: Sharding, ndim: int) -> bool:
     return same and sharding.is_equivalent_to(other, ndim)
 
 
-def adds_terms(spec: PartitionSpec) -> bool:
-    """Whether unreduced mesh axes of a spec are sums. Newer JAX has max and min too."""
+def unreduced_kind(spec: PartitionSpec) -> str:
+    """Returns how unreduced values become the full value: by 'sum'; in newer JAX 'max' or 'min'."""
     kind = getattr(spec, 'unreduced_kind', None)
-    return kind is None or kind.name == 'sum'
+    return 'sum' if kind is None else kind.name
 
 
-FREE = (PartitionSpec.UNCONSTRAINED,)  # what `spec_axes` returns for an unconstrained axis
+UNCONSTRAINED = (PartitionSpec.UNCONSTRAINED,)  # what `spec_axes` returns for such an entry
 
 
 def partition_text(spec: PartitionSpec) -> str:
@@ -289,7 +290,7 @@ def partition_text(spec: PartitionSpec) -> str:
 
 
 def _entry_text(entry: tuple[Any, ...]) -> str:
-    if entry == FREE:
+    if entry == UNCONSTRAINED:
         return 'P.UNCONSTRAINED'
     return repr(entry[0] if len(entry) == 1 else entry or None)
 
@@ -365,7 +366,7 @@ def _make_mesh_call(sizes: Any) -> str | None:
         names, numbers = tuple(_NAMES[: len(sizes)]), sizes
     else:
         return None
-    are_sizes = all(type(number) is int and number > 0 for number in numbers)
+    are_sizes = all(type(size) is int and size > 0 for size in numbers)
     if not numbers or not are_sizes or len(names) != len(numbers):
         return None
     return f'jax.make_mesh({numbers}, {names})'

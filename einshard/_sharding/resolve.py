@@ -15,10 +15,13 @@ from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
 from .._notation.expression import Expression
 from .._notation.hints import mesh_axes_hint, spacing_hint
-from .._notation.layout import Layout, fit, lay_out, misfit, refactor, signed_axes, spec_entries
-from .._notation.words import SIGNS
+from .._notation.layout import (
+    Layout,
+    lay_out,
+    misfit,
+)
 from .._suggestions import working_fix
-from .apply_axis_rules import apply_axis_rules
+from .apply_axis_rules import RuledExpression, apply_axis_rules
 from .axis_rules import Fallback
 from .context import Context, context_on, current_context, depth_of_user, make_context
 from .leaf_spec import (
@@ -26,11 +29,12 @@ from .leaf_spec import (
     LeafSpec,
     as_leaf_spec,
     check_constrained,
-    lenient,
     of_rank,
-    rewritten,
+    with_expression,
+    with_fallbacks,
 )
-from .legacy_mesh import noted
+from .legacy_mesh import with_legacy_mesh_note
+from .lower import lower
 from .mesh import (
     AnyMesh,
     MeshLike,
@@ -39,7 +43,6 @@ from .mesh import (
     mesh_fact,
     partition_spec,
     partition_text,
-    refactored_mesh,
     sizes_of,
     spec_axes,
 )
@@ -60,7 +63,7 @@ class Placement:
     lacks_placement: bool = False  # replicated only because no axis has a placement or a rule
     is_unconstrained: bool = False  # some axes are P.UNCONSTRAINED; for traced values only
     warning: str | None = None  # about a likely typo in the expression
-    without_rule: tuple[str, ...] = ()  # names without an axis rule, if no axis is sharded
+    names_without_rule: tuple[str, ...] = ()  # names without an axis rule, if no axis is sharded
 
 
 def make_sharding(
@@ -125,7 +128,7 @@ def resolve(
     """
     try:
         if missing == 'replicate' or indivisible == 'replicate':
-            spec = lenient(spec, on_missing=missing, on_indivisible=indivisible)
+            spec = with_fallbacks(spec, on_missing=missing, on_indivisible=indivisible)
         placement = find_placement(spec, shape, context, memory_kind)
         if placement.is_unconstrained and not traced:
             check_constrained(as_leaf_spec(spec))
@@ -139,7 +142,7 @@ def resolve(
             error = error.about(spec=partition_text(spec.partition))
         if isinstance(spec, LeafSpec) and spec.rule is not None:
             error = error.about(rule=spec.rule)
-        raise noted(error, context.mesh).with_fix(fix) from None
+        raise with_legacy_mesh_note(error, context.mesh).with_fix(fix) from None
     if placement.warning:  # Python shows a warning only once per line of user code
         warnings.warn(placement.warning, stacklevel=depth_of_user())
     return placement
@@ -162,44 +165,17 @@ def find_placement(
     memory_kind = spec.memory_kind or memory_kind
     if spec.mesh is not None:
         context = context_on(spec.mesh, context)
+    (expression, missing_axes, _), layout = _lay_out(spec, shape, context)
     mesh = context.lowering_mesh
-    axis_sizes = sizes_of(mesh)
-    is_own_mesh = context.mesh is not None and not is_device_mesh(mesh)
-    # expressions cannot name the axes d0, d1, ... of the canonical mesh
-    named_sizes = axis_sizes if context.mesh else {}
-    expression, missing, may_replicate = apply_axis_rules(
-        spec.expression, context.axis_rules, named_sizes, spec.on_missing
-    )
-    if context.on_one_device:
-        expression = expression.on_one_device()
-    if mesh.axis_types and not axis_sizes:
-        raise expression.error(
-            'an array cannot be sharded inside shard_map with all mesh axes Manual: each device '
-            'already has its own array',
-            mesh=mesh_fact(mesh),
-        )
-    layout = lay_out(
-        expression,
-        shape,
-        math.prod(axis_sizes.values()),
-        named_sizes if context.mesh else None,
-        replicates=is_own_mesh,
-        replicate_indivisible=spec.on_indivisible == 'replicate' or may_replicate,
-        hints=_hints(mesh),
-    )
-    known = None if memory_kind is None else memory_kinds(mesh)
-    if known is not None and memory_kind not in known:
-        raise expression.error(
-            f'the devices have no memory kind {memory_kind!r}', memory_kinds=', '.join(known)
-        )
+    _check_memory_kind(expression, memory_kind, mesh)
     _check_explicit(expression, mesh)
     sharding = lower(layout, mesh, context.mesh_is_ambient, memory_kind)
     if sharding is None:
         raise misfit(expression, layout, mesh_fact(mesh))
     if spec.unconstrained:
-        sharding = _leave_free(sharding, spec)
+        sharding = _with_unconstrained(sharding, spec)
     lacks_placement = (
-        is_own_mesh
+        _is_own_mesh(context)
         and not context.axis_rules
         and spec.expression.short
         and not any(term.is_sharded for term in spec.expression.right)
@@ -209,12 +185,54 @@ def find_placement(
         expression,
         layout,
         sharding,
-        missing,
-        lacks_placement and warning is None,
-        bool(spec.unconstrained),
-        warning,
-        _names_without_rule(spec.expression, expression, context),
+        missing_axes=missing_axes,
+        lacks_placement=lacks_placement and warning is None,
+        is_unconstrained=bool(spec.unconstrained),
+        warning=warning,
+        names_without_rule=_names_without_rule(spec.expression, expression, context),
     )
+
+
+def _lay_out(
+    spec: LeafSpec, shape: Shape | int | None, context: Context
+) -> tuple[RuledExpression, Layout]:
+    """Applies the axis rules of the context to an expression, and lays out the result."""
+    mesh = context.lowering_mesh
+    axis_sizes = sizes_of(mesh)
+    # expressions cannot name the axes d0, d1, ... of the canonical mesh
+    named_sizes = axis_sizes if context.mesh else {}
+    ruled = apply_axis_rules(spec.expression, context.axis_rules, named_sizes, spec.on_missing)
+    if context.on_one_device:
+        ruled = ruled._replace(expression=ruled.expression.on_one_device())
+    if mesh.axis_types and not axis_sizes:
+        raise ruled.expression.error(
+            'an array cannot be sharded inside shard_map with all mesh axes Manual: each device '
+            'already has its own array',
+            mesh=mesh_fact(mesh),
+        )
+    layout = lay_out(
+        ruled.expression,
+        shape,
+        math.prod(axis_sizes.values()),
+        named_sizes if context.mesh else None,
+        replicates_by_default=_is_own_mesh(context),
+        replicate_indivisible=spec.on_indivisible == 'replicate' or ruled.replicate_indivisible,
+        hints=_simulation_hint(mesh),
+    )
+    return ruled, layout
+
+
+def _is_own_mesh(context: Context) -> bool:
+    """Whether the mesh is the user's, not the canonical mesh."""
+    return context.mesh is not None and not is_device_mesh(context.mesh)
+
+
+def _check_memory_kind(expression: Expression, memory_kind: str | None, mesh: AnyMesh) -> None:
+    known = None if memory_kind is None else memory_kinds(mesh)
+    if known is not None and memory_kind not in known:
+        raise expression.error(
+            f'the devices have no memory kind {memory_kind!r}', memory_kinds=', '.join(known)
+        )
 
 
 def _names_without_rule(
@@ -239,7 +257,7 @@ def _likely_typo(
     """Returns a warning about a valid spec that is likely a typo, with a fix that works."""
 
     def attempt(text: str) -> Placement:
-        return find_placement(rewritten(spec, text), shape, context, memory_kind)
+        return find_placement(with_expression(spec, text), shape, context, memory_kind)
 
     if lacks_placement:
         names = [name for name, size in sizes_of(context.lowering_mesh).items() if size > 1]
@@ -256,7 +274,7 @@ def _is_ruled(expression: Expression, context: Context) -> bool:
 
 
 def _check_explicit(expression: Expression, mesh: AnyMesh) -> None:
-    """Raises for partial sums on a mesh with other axes, where JAX has none or fails."""
+    """Raises for partial sums unless all mesh axes are Explicit, as JAX requires."""
     signed = [term for term in expression.right if term.sign]
     if signed and set(mesh.axis_types) != {AxisType.Explicit}:
         raise expression.error(
@@ -268,7 +286,7 @@ def _check_explicit(expression: Expression, mesh: AnyMesh) -> None:
         )
 
 
-def _leave_free(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
+def _with_unconstrained(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
     """Replaces the entries of the unconstrained axes of `spec` by P.UNCONSTRAINED."""
     mesh = sharding.mesh
     if AxisType.Explicit in mesh.axis_types:
@@ -282,41 +300,13 @@ def _leave_free(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(entries), memory_kind=sharding.memory_kind)
 
 
-def _hints(mesh: AnyMesh) -> dict[str, str]:
-    """On a machine with only one CPU device, returns a fact that tells how to simulate more."""
+def _simulation_hint(mesh: AnyMesh) -> dict[str, str]:
+    """Returns the fact that tells how to simulate devices, if there is only one CPU device."""
     has_one_device = mesh.size == 1 and isinstance(mesh, Mesh) and jax.device_count() == 1
     if not has_one_device or jax.default_backend() != 'cpu':
         return {}
     simulated = 'XLA_FLAGS=--xla_force_host_platform_device_count=8'
     return {'to_simulate_8': f'set {simulated} before JAX starts'}
-
-
-@cached
-def lower(
-    layout: Layout, mesh: AnyMesh, mesh_is_ambient: bool = False, memory_kind: str | None = None
-) -> NamedSharding | None:
-    """Lowers a layout to a sharding; None if its counts do not match the axes of the mesh.
-
-    Counts that do not fit the canonical mesh get a mesh of the same devices with other axis sizes.
-    An ambient mesh is never replaced, because JAX rejects arrays on any other.
-    The cache makes arrays of many shapes share one sharding object, which is faster in device_put.
-    """
-    fitted = fit(layout, sizes_of(mesh))
-    if fitted is None:
-        by_name = any(split.mesh_axes for split in layout.splits)
-        other_factors = is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
-        if mesh_is_ambient or by_name or not other_factors:
-            return None
-        mesh = refactored_mesh(mesh, refactor(layout))
-        fitted = fit(layout, sizes_of(mesh))
-        assert fitted is not None, 'a refactored mesh fits its layout'
-    names = {str(name): name for name in mesh.axis_names}
-    entries = [tuple(names[axis] for axis in axes) for axes in spec_entries(layout, fitted)]
-    unreduced, reduced = (
-        [names[axis] for axis in signed_axes(layout, fitted, sign)] for sign in SIGNS
-    )
-    spec = partition_spec(entries, unreduced, reduced)
-    return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
 def _working_fix(
@@ -332,31 +322,31 @@ def _working_fix(
     def attempt(candidate: AnySpec, context: Context = context) -> Placement:
         return find_placement(candidate, shape, context, memory_kind)
 
-    fix = working_fix(error, lambda text: attempt(rewritten(spec, text)))
+    fix = working_fix(error, lambda text: attempt(with_expression(spec, text)))
     if fix is not None:
-        fixed = rewritten(spec, fix.expression)
+        fixed = with_expression(spec, fix.expression)
         if not isinstance(spec, LeafSpec) or spec.partition is None:
             return Suggestion(str(fixed))
         sharding = attempt(fixed).sharding
         return partition_text(
-            (_leave_free(sharding, spec) if spec.unconstrained else sharding).spec
+            (_with_unconstrained(sharding, spec) if spec.unconstrained else sharding).spec
         )
     mesh, rules = context.mesh, context.axis_rules
     # if there is no mesh, mesh= was probably forgotten; a fix of the error is a better suggestion
     if mesh is None or error.fix is not None:
         return None
     lenient_rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
-    there = make_context(mesh, context.mesh_is_ambient, lenient_rules)
+    lenient_context = make_context(mesh, context.mesh_is_ambient, lenient_rules)
     try:
-        if there is not context:
-            attempt(spec, there)
+        if lenient_context is not context:
+            attempt(spec, lenient_context)
             return "axis_rules(..., missing='replicate')"
     except EinshardError:
         pass
     if option is None:
         return None
     try:
-        placement = attempt(lenient(spec, on_missing='replicate'))
+        placement = attempt(with_fallbacks(spec, on_missing='replicate'))
     except EinshardError:
         return None
     # the option helps only if mesh axes are missing

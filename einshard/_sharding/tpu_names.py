@@ -51,7 +51,7 @@ def topology_name(name: str) -> str:
 
 
 def _respelled(name: str) -> str | None:
-    """Returns the name in lower case, without spaces and with ':' before the shape, if valid."""
+    """Corrects case, spaces and the separator before the shape; None if the name stays invalid."""
     compact = re.sub(r'\s*([-:/x])\s*', r'\1', name.strip().lower())
     text = re.sub(r'[-/](?=\d+x)', ':', compact)
     try:
@@ -111,26 +111,26 @@ def _check_shape(name: str) -> None:
     match = _NAME.fullmatch(name)
     generation = match['generation'] if match else ''
     if match is None or generation not in _GENERATIONS:
-        what = (
+        sentence = (
             f"'{generation}' is not a TPU generation"
             if match
             else f"'{name}' is not a valid topology name"
         )
-        raise EinshardError(what, facts=known_names())
+        raise EinshardError(sentence, facts=known_names())
     sizes = match['sizes'].split('x')
     if any(int(size) == 0 for size in sizes):  # libtpu would divide by zero
         raise EinshardError(f"'{name}' has no chips", facts=known_names())
-    n_dims, dims = _GENERATIONS[generation], len(sizes)
-    if dims == 1 or any(int(size) > 1 for size in sizes[n_dims:]):
+    ndim, n_sizes = _GENERATIONS[generation], len(sizes)
+    if n_sizes == 1 or any(int(size) > 1 for size in sizes[ndim:]):
         raise EinshardError(
-            f"'{name}' has {plural(dims, 'dimension')}, but {generation} slices have {n_dims}",
+            f"'{name}' has {plural(n_sizes, 'dimension')}, but {generation} slices have {ndim}",
             facts=known_names(),
         )
 
 
 def known_names() -> dict[str, str]:
-    two = [name for name, n_dims in _GENERATIONS.items() if n_dims == 2]
-    three = [name for name, n_dims in _GENERATIONS.items() if n_dims == 3]
+    two = [name for name, ndim in _GENERATIONS.items() if ndim == 2]
+    three = [name for name, ndim in _GENERATIONS.items() if ndim == 3]
     return {
         '2 dimensions': f"{', '.join(two)}; for example 'v5e:4x4'",
         '3 dimensions': f"{', '.join(three)}; for example 'v5p:2x2x2'",

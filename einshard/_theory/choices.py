@@ -82,11 +82,12 @@ def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]
     candidates: list[list[str | None]] = []  # for each group: the array axes that it may shard
     for *sharded, requested in groups:
         names = list(dict.fromkeys(name for name in sharded if name))
-        one_sided = len(names) == 1 and any(
+        # if only one of the operands with this array axis shards it, it can also be gathered
+        is_one_sided = len(names) == 1 and any(
             names[0] in operand.names and name is None
             for operand, name in zip(operands, sharded, strict=True)
         )
-        options: list[str | None] = [*names, None] if one_sided or not names else [*names]
+        options: list[str | None] = [*names, None] if is_one_sided or not names else [*names]
         if requested and requested not in options:
             options.append(requested)
         candidates.append(options)
@@ -111,11 +112,12 @@ def _in_order(
 
 
 def choices_for(
-    operands: Sequence[Blocks], target: Layout, result: Blocks, placed: bool
+    operands: Sequence[Blocks], target: Layout, result: Blocks, result_is_placed: bool
 ) -> Iterable[Choice]:
     """Yields the choices that multiply operands in the layout `target`.
 
-    If `placed`, the result is resharded to its own layout; otherwise it may keep any layout.
+    A result with a placement is resharded to it. One without keeps the layout of the product, or
+    that of a reduce-scatter.
     """
     matched = [operand.with_layout(target) for operand in operands]
     pairs = list(zip(operands, matched, strict=True))
@@ -128,9 +130,10 @@ def choices_for(
     ]
     block = ' '.join(f'[{one.block}]' for one in matched)
     product = result.with_layout(target)
-    sharding = {split.mesh_axes[0] for split in target.splits if split.axis is not None}
-    partial = [a for a in result.space.devices if a in sharding and not product.array_axis(a)]
-    for final in [result] if placed else [product, *_scattered(product, partial)]:
+    used = {split.mesh_axes[0] for split in target.splits if split.axis is not None}
+    # device axes that shard a contracted axis
+    partial = [a for a in result.space.devices if a in used and not product.array_axis(a)]
+    for final in [result] if result_is_placed else [product, *_scattered(product, partial)]:
         yield Choice(
             final.expression(),
             (*before, *_sums(product, partial, final)),
@@ -153,7 +156,7 @@ def _sums(product: Blocks, partial: Sequence[str], final: Blocks) -> Iterable[Co
 
 
 def _scattered(product: Blocks, partial: Sequence[str]) -> Iterable[Blocks]:
-    """Yields the results of a reduce-scatter along one axis, if the notation can express them."""
+    """Yields the results of a reduce-scatter along one array axis that the notation can express."""
     devices, sizes = product.space.devices, product.space.sizes
     for name in product.names if partial else ():
         over = (*product.device_axes(name), *partial)

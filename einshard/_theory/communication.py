@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .._notation.expression import Term
-from .._notation.layout import Layout, Split, merged, with_unsharded, without_axes
+from .._notation.layout import Layout, Split, merge_neighbors, with_unsharded, without_axes
 from .._text import old_name
 
 
@@ -51,7 +51,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class Space:
-    """The axes, devices and sizes that all arrays of a contraction share."""
+    """The array axes, the device axes and the sizes of a contraction, common to all its arrays."""
 
     names: tuple[str, ...]  # all array axes; layouts refer to them by index
     devices: Mapping[str, int]  # device axes and their sizes, slowest first
@@ -63,10 +63,10 @@ class Space:
         return Layout(tuple(Split(size, None, (axis,)) for axis, size in self.devices.items()))
 
     def sharded(self, layout: Layout, array_axes: Mapping[str, str | None]) -> Layout:
-        """Returns the layout after a change of device axes.
+        """Returns the layout after some device axes change the array axis that they shard.
 
-        `array_axes` has the new array axis of each changed device axis; None to replicate over it.
-        Each becomes the minormost device axis of its array axis.
+        `array_axes` has the new array axis of each of them, or None to replicate over it. Each
+        becomes the minormost device axis of its array axis.
         """
         positions = {a: None if n is None else self.names.index(n) for a, n in array_axes.items()}
         splits = [split for split in layout.splits if split.mesh_axes[0] not in positions]
@@ -92,7 +92,7 @@ class Blocks:
         return replace(self, layout=self.space.sharded(without_axes(layout, others), {}))
 
     def sharded(self, array_axes: Mapping[str, str | None]) -> Blocks:
-        """Returns the array after the same change of device axes as in `Space.sharded`."""
+        """Returns the array after a change of device axes: see `Space.sharded`."""
         return replace(self, layout=self.space.sharded(self.layout, array_axes))
 
     def device_axes(self, name: str) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ class Blocks:
 
     def parts(self, name: str) -> int:
         """Returns the number of shards of an array axis."""
-        return self.layout.parts.get(self.space.names.index(name), 1)
+        return self.layout.n_shards.get(self.space.names.index(name), 1)
 
     @property
     def block(self) -> str:
@@ -133,7 +133,9 @@ class Blocks:
         axes = {split.mesh_axes[0]: split.axis for split in self.layout.splits}
         splits = [Split(size, axes[axis]) for axis, size in devices.items() if size > 1]
         names = [*self.space.names, None]  # the last name is for replicas
-        terms = [Term(names[-1 if s.axis is None else s.axis], s.count) for s in merged(splits)]
+        terms = [
+            Term(names[-1 if s.axis is None else s.axis], s.count) for s in merge_neighbors(splits)
+        ]
         return f'{left} -> {" ".join(map(str, with_unsharded(terms, self.names)))}'.strip()
 
     def communication(self, kind: str, over: Sequence[str]) -> Communication:
@@ -153,13 +155,12 @@ def in_order(axes: Sequence[str], order: Iterable[str]) -> bool:
 def resharding(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
     """Returns the collectives that reshard an array.
 
-    Local slices come first, because they need no communication. For the cost of collectives, see
-    Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH",
-    2005.
+    Devices first take slices, which need no communication. For the cost of collectives, see Thakur,
+    Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH", 2005.
     """
     current = old
     for name in old.names:
-        # not yet if a device axis must first stop sharding this axis
+        # only if no device axis has to stop sharding this array axis
         if set(old.device_axes(name)) <= set(new.device_axes(name)):
             free = [axis for axis in new.device_axes(name) if old.array_axis(axis) is None]
             current = current.sharded(dict.fromkeys(free, name))
@@ -175,7 +176,7 @@ def resharding(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
     if exchanged:
         collectives.append(current.communication('all-to-all', exchanged))
         return tuple(collectives)
-    # device axes that shard the same axis in another order
+    # device axes that shard the same array axis, but in another order
     permuted = [
         axis
         for name in old.names

@@ -43,11 +43,12 @@ def _shard_by_name(operand: Expression, counts: Mapping[str, int]) -> Expression
 
 
 def _n_replicas(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
-    """Returns the number of devices divided by the product of counts: the replicas."""
+    """Returns the number of devices divided by the product of the counts; 1 if it is unknown."""
     product = math.prod(counts.values())
     if n_devices is not None and n_devices % product:
         raise contraction.error(
-            f'the counts need {product} devices, but {n_devices} is not divisible by {product}'
+            f'the number of devices ({n_devices}) is not divisible by the product of the counts '
+            f'({product})'
         )
     return 1 if n_devices is None else n_devices // product
 
@@ -83,7 +84,7 @@ def _named_devices(contraction: Contraction, counts: Mapping[str, int]) -> dict[
     missing = [axis for axis in dict.fromkeys(mesh_axes) if axis not in counts]
     if missing:
         raise contraction.error(
-            f'the size of mesh axis {quoted(missing)} is missing',
+            f'parallelism needs the size of mesh axis {quoted(missing)} by keyword',
             example=', '.join(f'{axis}=4' for axis in missing),
         )
     return dict(counts)
@@ -105,21 +106,21 @@ def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str,
         if not counted:
             raise contraction.error('a star needs the number of devices', example='devices=8')
         n_devices = max(math.prod(term.factor for term in one.right) for one in counted)
-    steps = {1, n_devices}
+    # the device grid of each array splits the devices at the products of its first counts
+    products = {1, n_devices}
     grids: dict[str, str] = {}
     for operand in placed:
         layout = lay_out(operand, len(operand.names), n_devices)
-        steps.update(itertools.accumulate((s.count for s in layout.splits), operator.mul))
+        products.update(itertools.accumulate((s.count for s in layout.splits), operator.mul))
         grids[f"'{operand_text(operand)}'"] = _grid_text(split.count for split in layout.splits)
-    in_order = sorted(steps)
-    ratios = [(after, before) for before, after in itertools.pairwise(in_order)]
-    if any(after % before for after, before in ratios):
+    pairs = list(itertools.pairwise(sorted(products)))
+    if any(after % before for before, after in pairs):
         raise contraction.error(
             f'the expressions split the {n_devices} devices differently',
             [term.span for one in placed for term in one.right if term.takes_devices],
             **{f'device grid of {text}': grid for text, grid in grids.items()},
         )
-    return {f'd{i}': after // before for i, (after, before) in enumerate(ratios)}
+    return {f'd{i}': after // before for i, (before, after) in enumerate(pairs)}
 
 
 def _grid_text(counts: Iterable[int]) -> str:

@@ -243,7 +243,7 @@ def _read(einsum: str, with_fix: Callable[[str], object]) -> Contraction:
 
 
 def _analyze(contraction: Contraction, n_devices: int | None, *options: Any) -> Parallelism:
-    """Analyzes one einsum; errors keep a fix only if it works."""
+    """Analyzes one einsum; an error keeps its fix only if the fix works."""
     try:
         return _analyze_once(contraction, n_devices, *options)
     except EinshardError as error:

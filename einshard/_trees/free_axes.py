@@ -53,8 +53,8 @@ def state_specs(
         axis_maps: the possible maps from axes of the state array to axes of its parameter; more
             than one only if several axes have the same size.
         also_over: shard the state array over these mesh axes too, unless they shard the parameter.
-        all_or_none: shard one array axis over all mesh axes of `also_over`; if no array axis is
-            divisible, over none.
+        all_or_none: shard one array axis over all of these mesh axes; if no array axis is
+            divisible, over none of them.
     """
     param_spec = as_leaf_spec(spec)
     placement = resolve(param_spec, param_shape, context)
@@ -64,11 +64,11 @@ def state_specs(
     free = [axis for axis in mesh.axis_names if axis not in itertools.chain(*entries)]
     free = [axis for axis in free if also_over is True or str(axis) in also_over]
     positions = axis_positions(placement.expression, len(param_shape))
-    names = {axis: name for name, axis in positions.items()}
+    names = {i: name for name, i in positions.items()}
     specs: dict[NamedSharding, LeafSpec] = {}
     for axis_map in axis_maps:
         param_entries = [() if axis is None else entries[axis] for axis in axis_map]
-        state_entries = _shard_over(free, param_entries, shape, mesh, all_or_none)
+        state_entries = _add_mesh_axes(free, param_entries, shape, mesh, all_or_none)
         sharding = NamedSharding(mesh, partition_spec(state_entries), memory_kind=memory_kind)
         letters = (letter for letter in axis_letters() if letter not in names.values())
         state_names = [names[axis] if axis in names else next(letters) for axis in axis_map]
@@ -87,24 +87,24 @@ def state_specs(
     return tuple(specs.values())
 
 
-def _shard_over(
+def _add_mesh_axes(
     free: Sequence[Any],
     entries: Sequence[Entry],
     shape: Shape,
     mesh: AnyMesh,
     all_or_none: bool,
 ) -> list[Entry]:
-    """Adds free mesh axes to the entries of an array, which list the mesh axes of each array axis.
+    """Shards an array over free mesh axes too; `entries` are the mesh axes of each array axis.
 
     Each step picks the array axis whose shard size the most free mesh axes divide; of several, the
     one with the largest shards. Its new mesh axes become minor to the ones it has: each device then
     keeps a part of the shard that it had, and no data moves between devices.
 
     On the canonical mesh, an entry must list mesh axes in mesh order. A free mesh axis that comes
-    before one in the entry is then major to it, and data moves. So there, array axes without such a
-    mesh axis are picked first. This matters for float32[256,1024] as 'd f -> * d f2' on 16 devices:
-    with moments 'f8 d f2', XLA all-reduced unsharded gradients and gathered activations; with
-    'd8 f2', it gathered only the new parameters.
+    before one of the entry is then major to it, and data moves. So on this mesh, array axes where
+    that does not happen are picked first. This matters for float32[256,1024] as 'd f -> * d f2' on
+    16 devices: with moments 'f8 d f2', XLA all-reduced unsharded gradients and gathered
+    activations; with 'd8 f2', it gathered only the new parameters.
     """
     sizes = sizes_of(mesh)
     free = [axis for axis in free if sizes.get(str(axis), 1) > 1]
@@ -134,12 +134,12 @@ def _n_shards(axes: Sequence[Any], sizes: Mapping[str, int]) -> int:
 
 
 class Option(NamedTuple):
-    """An argument that names mesh axes, as errors show it."""
+    """How errors show an argument that names mesh axes."""
 
     name: str
-    values: str  # 'NAME VALUES, not 3'
-    call: str  # with {} for its value
-    for_all: str  # the call for all mesh axes
+    expected: str  # follows the name in the error
+    call: str  # with {} for the value
+    call_for_all: str  # the call for all mesh axes
 
 
 ZERO = Option('zero=', 'must be True or names of mesh axes', 'zero={}', 'zero=True')
@@ -154,8 +154,8 @@ def read_mesh_axes(value: object, option: Option) -> MeshAxes:
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         examples = [option.call.format(axes) for axes in ("'data'", "('data', 'fsdp')")]
         raise EinshardError(
-            f'{option.name} {option.values}, not {value!r}',
-            facts={'example': ', '.join([f'{option.for_all} (all mesh axes)', *examples])},
+            f'{option.name} {option.expected}, not {value!r}',
+            facts={'example': ', '.join([f'{option.call_for_all} (all mesh axes)', *examples])},
         )
     return tuple(names)
 
@@ -170,7 +170,7 @@ def check_mesh_axes(axes: MeshAxes, context: Context, option: Option) -> None:
             f'{option.name} names {quoted(axes)}, but there is no mesh',
             facts={
                 'expected': "mesh=mesh or 'with jax.set_mesh(mesh):'",
-                'for all mesh axes': option.for_all,
+                'for all mesh axes': option.call_for_all,
             },
         )
     sizes = sizes_of(mesh)

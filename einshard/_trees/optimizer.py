@@ -19,7 +19,7 @@ from .._text import array_text, first_of
 from .free_axes import ZERO, AxisMap, MeshAxes, Shape, check_mesh_axes, read_mesh_axes, state_specs
 from .paths import leaf_paths, leaf_text
 from .rules import Rules
-from .specs import Order, Spec, check_specs, leaf_specs
+from .specs import ArgumentOrder, Spec, check_specs, leaf_specs
 from .table import Table, make_table
 
 
@@ -77,7 +77,7 @@ def for_optimizer(
     return StateSpec(params, spec, zero, default)
 
 
-_ORDER = Order(
+_ORDER = ArgumentOrder(
     'for_optimizer takes the model parameters first, then their spec',
     'for_optimizer(params, spec)',
 )
@@ -152,7 +152,7 @@ class StateSpec:
             else:
                 unmatched.append(self._unmatched_text(path, leaf))
         if unmatched:
-            raise self._no_parameter(unmatched)
+            raise self._no_parameter_error(unmatched)
         return result
 
     def _specs(self, context: Context) -> Sequence[AnySpec | None]:
@@ -167,7 +167,7 @@ class StateSpec:
         return latest[1]
 
     def _find_parameter(self, path: str, shape: Shape) -> tuple[int, tuple[AxisMap, ...]] | None:
-        """Finds the parameter of a state array: its index, and how the axes may correspond."""
+        """Finds the parameter of a state array: its index, and the possible axis maps."""
         key = path, shape
         if key not in self._parameters:
             self._parameters[key] = next(self._find_parameters(path, shape), None)
@@ -176,7 +176,7 @@ class StateSpec:
     def _find_parameters(
         self, path: str, shape: Shape
     ) -> Iterator[tuple[int, tuple[AxisMap, ...]]]:
-        for param_path, other_keys in _parts(path):
+        for param_path, other_keys in _subpaths(path):
             i = self._by_path.get(param_path)
             if i is not None:
                 axis_maps = _axis_maps(self._leaves[i].shape, shape, other_keys)
@@ -214,14 +214,14 @@ class StateSpec:
         )
 
     def _unmatched_text(self, path: str, leaf: Any) -> str:
-        by_path = (self._by_path[part] for part, _ in _parts(path) if part in self._by_path)
-        i = next(by_path, None)
+        matches = (self._by_path[sub] for sub, _ in _subpaths(path) if sub in self._by_path)
+        i = next(matches, None)
         text = f"'{path}' {array_text(leaf)}"
         if i is None:
             return text
         return f'{text} (its parameter is {array_text(self._leaves[i])})'
 
-    def _no_parameter(self, unmatched: Sequence[str]) -> EinshardError:
+    def _no_parameter_error(self, unmatched: Sequence[str]) -> EinshardError:
         parameters = [
             f"'{path}' {array_text(self._leaves[i])}" for path, i in self._by_path.items()
         ]
@@ -246,11 +246,11 @@ def _shape_of(leaf: Any) -> Shape | None:
     return tuple(leaf.shape) if hasattr(leaf, 'dtype') else None
 
 
-def _parts(path: str) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yields (part, other keys) for each part of a state path that may be a parameter's path.
+def _subpaths(path: str) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yields (subpath, other keys) for each part of a state path that may be a parameter's path.
 
-    Long parts come first; of equally long parts, the last: 'a/b/c' yields the parts 'a/b/c', 'b/c',
-    'a/b', 'c', 'b', 'a' and ''.
+    Long subpaths come first; of equally long ones, the last: 'a/b/c' yields 'a/b/c', 'b/c', 'a/b',
+    'c', 'b', 'a' and ''.
     """
     keys = path.split('/')
     for n in range(len(keys), 0, -1):
@@ -261,10 +261,10 @@ def _parts(path: str) -> Iterator[tuple[str, Sequence[str]]]:
         yield '', keys
 
 
-def _axis_maps(param_shape: Shape, shape: Shape, keys: Sequence[str]) -> tuple[AxisMap, ...]:
+def _axis_maps(param_shape: Shape, shape: Shape, other_keys: Sequence[str]) -> tuple[AxisMap, ...]:
     """Finds all maps from axes of a state array to axes of its parameter that fit the shapes.
 
-    `keys`: the keys of the state array's path that the parameter's path lacks.
+    `other_keys` are the keys of the state array's path that the parameter's path lacks.
     """
     n_new = len(shape) - len(param_shape)
     if n_new > 0:
@@ -274,9 +274,9 @@ def _axis_maps(param_shape: Shape, shape: Shape, keys: Sequence[str]) -> tuple[A
         return ()
     choices = itertools.combinations(range(len(param_shape)), len(shape))
     fitting = tuple(axes for axes in choices if tuple(param_shape[axis] for axis in axes) == shape)
-    if len(fitting) > 1 and ('v_row' in keys or 'v_col' in keys):
+    if len(fitting) > 1 and ('v_row' in other_keys or 'v_col' in other_keys):
         # optax: v_row lacks the largest axis and v_col the second largest, in argsort order
-        missing = int(np.argsort(param_shape)[-1 if 'v_row' in keys else -2])
+        missing = int(np.argsort(param_shape)[-1 if 'v_row' in other_keys else -2])
         axis_map = tuple(axis for axis in range(len(param_shape)) if axis != missing)
         return (axis_map,) if axis_map in fitting else fitting
     return fitting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,12 @@ _paths: dict[Any, Sequence[str]] = register({})
 def path_text(path: Sequence[Any]) -> str:
     """Formats a key path, such as 'layers/0/w'."""
     return jtu.keystr(tuple(path), simple=True, separator='/')
+
+
+def common_end(path: str, other: str) -> int:
+    """Counts the keys at the ends of two paths that are equal: 2 for 'a/0/w' and 'b/0/w'."""
+    pairs = zip(reversed(path.split('/')), reversed(other.split('/')), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def leaf_text(path: str, leaf: Any, noun: str = 'leaf') -> str:

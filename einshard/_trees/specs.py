@@ -40,7 +40,7 @@ def leaf_specs(
     """
     if spec is None or isinstance(spec, LEAF_SPECS):
         return [parsed(spec)] * len(leaves)
-    check_specs(spec, _EINSHARD)
+    check_specs(spec, _ORDER)
     prefix, prefix_def = jtu.tree_flatten(spec, is_leaf=is_none)
     is_single = len(prefix) == 1 and prefix[0] is spec
     subtrees = [tree] if is_single else _subtrees(prefix_def, spec, tree)
@@ -80,20 +80,20 @@ def is_function(spec: Spec) -> bool:
     return callable(spec) and not isinstance(spec, Mesh)
 
 
-class Order(NamedTuple):
-    """The order of the arguments of a function, for errors about swapped arguments."""
+class ArgumentOrder(NamedTuple):
+    """The order of a function's arguments, for errors about swapped arguments."""
 
     sentence: str
     call: str
 
 
-_EINSHARD = Order('einshard takes the array first, then its spec', 'einshard(x, spec)')
+_ORDER = ArgumentOrder('einshard takes the array first, then its spec', 'einshard(x, spec)')
 _LEAF_SPEC = 'an expression, a PartitionSpec, a NamedSharding'
 _FUNCTION = 'a function (path, leaf) -> spec'
 _SPECS = f'{_LEAF_SPEC}, None, {_FUNCTION}, or a pytree of these'
 
 
-def check_specs(spec: Spec, order: Order | None = None, expected: str = _SPECS) -> None:
+def check_specs(spec: Spec, order: ArgumentOrder | None = None, expected: str = _SPECS) -> None:
     """Raises if a leaf of `spec` is an invalid expression or not a spec.
 
     Args:
@@ -184,7 +184,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _not_a_spec(
-    path: Sequence[Any], spec: Any, swapped: Order | None, expected: str
+    path: Sequence[Any], spec: Any, swapped: ArgumentOrder | None, expected: str
 ) -> EinshardError:
     where = f" at '{path_text(path)}'" if path else ''
     text = repr(spec)
@@ -200,7 +200,7 @@ def _not_a_spec(
 
 
 def check_registered_pytree(leaf: Any) -> None:
-    """Raises if a leaf is an unregistered object that contains arrays, which JAX would not place.
+    """Raises if a leaf is an object with arrays that JAX would not place: an unregistered pytree.
 
     Functions, strings and other leaves without arrays are allowed, because models contain them.
     """

@@ -1,4 +1,4 @@
-"""Builds the tables that `Rules.table` returns: how rules shard the leaves of a pytree."""
+"""Builds the tables that `Rules.table` and `StateSpec.table` return: how leaves are sharded."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _COLUMNS = (*map(Column, _HEADS), Column('per device', right=True))
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One leaf of the table: the rule that matched its path, its spec, and its shard."""
+    """One leaf of the table: the rule for its path, its spec, and its shard."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
-    rule: str  # the pattern of the rule, or 'default', 'scalar' or 'small'
+    rule: str  # the pattern of the rule; 'default', 'scalar', 'small'; 'as w' for a moment of w
     expression: str | None  # None: no spec
     shard_shape: tuple[int, ...]
     bytes: int  # per device
@@ -58,7 +58,7 @@ class Table:
         unused: patterns that match no path.
         shadowed: (pattern, earlier pattern) pairs; every path that the pattern matches gets the
             rule of the earlier pattern.
-        unneeded: patterns whose paths all get the rules of several earlier patterns.
+        unneeded: patterns of which every path gets the rule of one of several earlier patterns.
     """
 
     rows: tuple[Row, ...]
@@ -144,18 +144,19 @@ class Table:
 
 def make_table(
     tree: Any,
-    specs: Sequence[tuple[int | str | None, AnySpec | None]],
+    rules_and_specs: Sequence[tuple[int | str | None, AnySpec | None]],
     patterns: Sequence[re.Pattern[str]],
     context: Context,
 ) -> Table:
     """Builds the table of a pytree.
 
-    `specs` has a pair for each leaf: the index of its rule, or 'scalar', 'default' etc.; its spec.
+    `rules_and_specs` has a pair for each leaf: the index of its rule, or a word such as 'scalar' or
+    'default'; and its spec.
     """
     paths = leaf_paths(tree)
     rows: list[Row] = []
     errors: list[EinshardError] = []
-    for path, leaf, (rule, spec) in zip(paths, jtu.tree_leaves(tree), specs, strict=True):
+    for path, leaf, (rule, spec) in zip(paths, jtu.tree_leaves(tree), rules_and_specs, strict=True):
         aval = None if rule == 'not an array' else _aval(leaf, path, spec)
         if aval is None:
             continue
@@ -171,12 +172,21 @@ def make_table(
         rows.append(_row(path, aval, name, placement))
     if errors:
         raise for_arrays(errors) from None
+    rules = [rule for rule, _ in rules_and_specs]
+    unused, shadowed, unneeded = _rules_without_use(patterns, paths, rules)
+    return Table(tuple(rows), context.lowering_mesh.size, unused, shadowed, unneeded)
+
+
+def _rules_without_use(
+    patterns: Sequence[re.Pattern[str]], paths: Sequence[str], rules: Sequence[int | str | None]
+) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Finds the `unused`, `shadowed` and `unneeded` patterns; `rules` has the rule of each path."""
     unused: list[str] = []
     shadowed: list[tuple[str, str]] = []
     unneeded: list[str] = []
     for i, pattern in enumerate(patterns):
-        pairs = zip(paths, specs, strict=True)
-        rules_of_matches = [rule for path, (rule, _) in pairs if pattern.search(path)]
+        pairs = zip(paths, rules, strict=True)
+        rules_of_matches = [rule for path, rule in pairs if pattern.search(path)]
         applied = [rule for rule in rules_of_matches if isinstance(rule, int)]
         if not rules_of_matches:
             unused.append(pattern.pattern)
@@ -184,9 +194,7 @@ def make_table(
             unneeded.append(pattern.pattern)
         elif applied and i not in applied:
             shadowed.append((pattern.pattern, patterns[applied[0]].pattern))
-    return Table(
-        tuple(rows), context.lowering_mesh.size, tuple(unused), tuple(shadowed), tuple(unneeded)
-    )
+    return tuple(unused), tuple(shadowed), tuple(unneeded)
 
 
 def _aval(leaf: Any, path: str, spec: AnySpec | None) -> Any:

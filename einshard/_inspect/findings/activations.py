@@ -1,4 +1,4 @@
-"""Finds activations that are sent needlessly, because another sharding needs fewer bytes."""
+"""Finds collectives of activations that another sharding avoids or makes cheaper."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ..._text import first_of, format_bytes, short_source
 from ..fold_layers import fold
 from ..report_rows import CollectiveRow, Finding
 from .expressions import expression_of
-from .facts import Facts, sent_bytes
+from .facts import Facts
 from .values import Axis, Product, Value
 
 
-class Sent(NamedTuple):
+class SentAtProduct(NamedTuple):
     """A collective in the line of a product of data and a weight.
 
     Attributes:
-        one, row: the collective, as the compiler wrote it and as a row of the report.
+        collective, row: the collective, as the compiler wrote it and as a row of the report.
         product: the product.
         weight: the operand that is a part of a weight.
         data: the other operand.
         along: the mesh axes that the collective runs along.
     """
 
-    one: Collective
+    collective: Collective
     row: CollectiveRow
     product: Product
     weight: Value
@@ -36,7 +36,7 @@ class Sent(NamedTuple):
     along: frozenset[str]
 
 
-def sent_at_products(facts: Facts) -> Iterator[Sent]:
+def find_sent_at_products(facts: Facts) -> Iterator[SentAtProduct]:
     """Yields the collectives of activations and weights in lines of products with weights."""
     if facts.trace is None or facts.is_explicit:
         return
@@ -44,13 +44,13 @@ def sent_at_products(facts: Facts) -> Iterator[Sent]:
     for product in facts.trace.products:
         if not (product.in_shard_map or product.is_lookup):
             by_line.setdefault(product.line, []).append(product)
-    for one, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
+    for collective, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
         if not along or row.role == 'gradients':
             continue
-        for product in by_line.get(one.source or '', ()):
+        for product in by_line.get(row.source or '', ()):
             sides = weight_and_data(product)
             if sides is not None:
-                yield Sent(one, row, product, *sides, along)
+                yield SentAtProduct(collective, row, product, *sides, along)
 
 
 def weight_and_data(product: Product) -> tuple[Value, Value] | None:
@@ -70,20 +70,20 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
     This happens in fully sharded data parallelism (FSDP) without constraints on the activations:
     the compiler shards them like the weights, along other axes than the batch.
     """
-    flagged: dict[frozenset[str], list[Sent]] = {}
-    for sent in sent_at_products(facts):
+    flagged: dict[frozenset[str], list[SentAtProduct]] = {}
+    for sent in find_sent_at_products(facts):
         # an argument that is gathered may be a frozen weight
         is_activation = sent.row.role == 'activations' and not sent.row.of
-        if is_activation and _is_instead_of_weight(facts, sent):
+        if is_activation and _is_cheaper_to_gather_weight(facts, sent):
             flagged.setdefault(sent.along, []).append(sent)
-    for along, several in flagged.items():
-        collectives = {sent.one.name: sent for sent in several}.values()
-        n_bytes = sum(sent_bytes(sent.one) for sent in collectives)
-        line, axes, what = _first_conflict(facts, along, several)
+    for along, sent_list in flagged.items():
+        collectives = {sent.collective.name: sent for sent in sent_list}.values()
+        n_bytes = sum(sent.row.total_bytes for sent in collectives)
+        line, axes, what = _first_conflict(facts, along, sent_list)
         if not facts.mesh or not any(along & set(axis.mesh) for axis in axes):
             continue
-        largest = max(collectives, key=lambda sent: sent_bytes(sent.one))
-        paths = paths_of(facts, [sent.weight for sent in several])
+        largest = max(collectives, key=lambda sent: sent.row.total_bytes)
+        paths = paths_of(facts, [sent.weight for sent in sent_list])
         yield Finding(
             'missing constraint',
             f'activations are reduced or gathered along {largest.row.along}, over which the batch '
@@ -96,24 +96,28 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _is_instead_of_weight(facts: Facts, sent: Sent) -> bool:
+def _is_cheaper_to_gather_weight(facts: Facts, sent: SentAtProduct) -> bool:
     """Whether gathering the weight along the mesh axes of the batch would send fewer bytes."""
     batch = sent.data.axes[0] if sent.data.axes else Axis()
     is_of_data = facts.is_data(batch.by)
     if not is_of_data or not sent.along <= set(batch.mesh):
         return False
-    at = (sent.product.right, sent.product.left).index(sent.weight)
-    joined = {pair[1 - at] for pair in sent.product.batch}
-    sharded = [
-        axis
+    _, weight_side = _sides(sent)
+    batch_axes = {pair[weight_side] for pair in sent.product.batch}
+    is_sharded = any(
+        i not in batch_axes and sent.along & set(axis.mesh)
         for i, axis in enumerate(sent.weight.axes)
-        if i not in joined and sent.along & set(axis.mesh)
-    ]
-    return bool(sharded) and (sent.one.network_bytes or 0) > _bytes_to_gather(facts, sent)
+    )
+    return is_sharded and (sent.collective.network_bytes or 0) > _bytes_to_gather(facts, sent)
 
 
-def _bytes_to_gather(facts: Facts, sent: Sent) -> int:
-    """Bytes that a device would send to gather the weight."""
+def _sides(sent: SentAtProduct) -> tuple[int, int]:
+    """Returns the sides of the data and of the weight in the product: 0 for left, 1 for right."""
+    return (0, 1) if sent.weight == sent.product.right else (1, 0)
+
+
+def _bytes_to_gather(facts: Facts, sent: SentAtProduct) -> int:
+    """Returns the bytes that a device would send to gather the weight."""
     assert sent.weight.argument is not None
     assert facts.mesh is not None
     array = facts.arguments[sent.weight.argument]
@@ -123,17 +127,17 @@ def _bytes_to_gather(facts: Facts, sent: Sent) -> int:
 
 
 def _first_conflict(
-    facts: Facts, along: frozenset[str], several: Sequence[Sent]
+    facts: Facts, along: frozenset[str], sent_list: Sequence[SentAtProduct]
 ) -> tuple[str, Sequence[Axis], str]:
     """Finds the value to constrain: its line, its axes and a description.
 
-    In a lookup, the compiler may shard the result like the table.
+    This is the result of a lookup, if there is one: the compiler may shard it like the table.
     """
     assert facts.trace is not None
     for product in facts.trace.products:
         if product.is_lookup and along & product.right.mesh:
             return product.line, product.result.axes, 'the result of the lookup'
-    first = several[0]
+    first = sent_list[0]
     return first.product.line, first.data.axes, 'the operand of the product'
 
 
@@ -148,30 +152,33 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
     """
     if facts.trace is None:
         return
-    inherited: dict[tuple[int, frozenset[str]], list[Sent]] = {}
-    unlike: dict[tuple[str, str, str], list[Sent]] = {}
-    changed: set[int] = set()  # weights that another finding changes
+    # by lookup table and mesh axes
+    inherited: dict[tuple[int, frozenset[str]], list[SentAtProduct]] = {}
+    # by source line, axis name and suggested expression
+    reshardable: dict[tuple[str, str, str], list[SentAtProduct]] = {}
+    changed: set[int] = set()  # weights for which there is a suggestion already
     order = {id(product): i for i, product in enumerate(facts.trace.products)}
-    for sent in sorted(sent_at_products(facts), key=lambda sent: order[id(sent.product)]):
+    for sent in sorted(find_sent_at_products(facts), key=lambda sent: order[id(sent.product)]):
         for axis, of_weight in _mismatched(facts, sent):
-            if isinstance(axis.by, int) and axis.by in facts.tables:
+            if isinstance(axis.by, int) and axis.by in facts.lookup_tables:
                 inherited.setdefault((axis.by, sent.along), []).append(sent)
             elif sent.row.kind != 'all-reduce' and axis.by not in changed:
                 placement = _sharded_alike(facts, sent, axis, of_weight)
                 if placement is not None and sent.weight.argument is not None:
-                    unlike.setdefault((sent.product.line, axis.name, placement), []).append(sent)
+                    key = sent.product.line, axis.name, placement
+                    reshardable.setdefault(key, []).append(sent)
                     changed.add(sent.weight.argument)
-    for (table, along), several in inherited.items():
-        yield from _inherited(facts, table, along, several)
-    for (line, name, placement), several in unlike.items():
-        collectives = {sent.one.name: sent for sent in several}.values()
-        n_bytes = sum(sent_bytes(sent.one) for sent in collectives)
-        paths = paths_of(facts, [sent.weight for sent in several])
+    for (table, along), sent_list in inherited.items():
+        yield from _inherited(facts, table, along, sent_list)
+    for (line, name, placement), sent_list in reshardable.items():
+        collectives = {sent.collective.name: sent for sent in sent_list}.values()
+        n_bytes = sum(sent.row.total_bytes for sent in collectives)
+        paths = paths_of(facts, [sent.weight for sent in sent_list])
         what = f"axis '{name}'" if name else 'the contracted axis'
         kinds = ', '.join(dict.fromkeys(sent.row.kind for sent in collectives))
         yield Finding(
             'contracted axis',
-            f'{what} is summed over, and sharded along {several[0].row.along} in the activations '
+            f'{what} is summed over, and sharded along {sent_list[0].row.along} in the activations '
             f'but not in {paths}: {kinds} of {format_bytes(n_bytes)}',
             line,
             n_bytes,
@@ -179,19 +186,19 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _mismatched(facts: Facts, sent: Sent) -> Iterator[tuple[Axis, Axis]]:
+def _mismatched(facts: Facts, sent: SentAtProduct) -> Iterator[tuple[Axis, Axis]]:
     """Yields contracted axes (of data, of weight) that are sharded only in the data."""
-    at = (sent.product.right, sent.product.left).index(sent.weight)
+    data_side, weight_side = _sides(sent)
     if sent.product.is_backward:
         return
     for pair in sent.product.contracted:
-        axis, other = sent.data.axes[pair[at]], sent.weight.axes[pair[1 - at]]
-        is_batch = facts.is_data(axis.by) and pair[at] == 0
-        if not is_batch and sent.along & set(axis.mesh) and not sent.along & set(other.mesh):
-            yield axis, other
+        axis, of_weight = sent.data.axes[pair[data_side]], sent.weight.axes[pair[weight_side]]
+        is_batch = facts.is_data(axis.by) and pair[data_side] == 0
+        if not is_batch and sent.along & set(axis.mesh) and not sent.along & set(of_weight.mesh):
+            yield axis, of_weight
 
 
-def _sharded_alike(facts: Facts, sent: Sent, axis: Axis, of_weight: Axis) -> str | None:
+def _sharded_alike(facts: Facts, sent: SentAtProduct, axis: Axis, of_weight: Axis) -> str | None:
     """Returns the expression that shards a contracted axis of the weight like the data."""
     assert sent.weight.argument is not None
     assert facts.mesh is not None
@@ -200,39 +207,34 @@ def _sharded_alike(facts: Facts, sent: Sent, axis: Axis, of_weight: Axis) -> str
     if of_weight.dim < 0 or of_weight.mesh or array.shape[of_weight.dim] % size:
         return None
     axes = [
-        replace(
-            one,
-            mesh=axis.mesh
-            if one.dim == of_weight.dim
-            else tuple(name for name in one.mesh if name not in axis.mesh),
-        )
-        for one in facts.argument_axes(sent.weight.argument)
+        replace(other, mesh=axis.mesh)
+        if other.dim == of_weight.dim
+        else other.without_mesh_axes(axis.mesh)
+        for other in facts.argument_axes(sent.weight.argument)
     ]
     return expression_of(axes, facts.mesh)
 
 
 def _inherited(
-    facts: Facts, table: int, along: frozenset[str], several: Sequence[Sent]
+    facts: Facts, table: int, along: frozenset[str], sent_list: Sequence[SentAtProduct]
 ) -> Iterator[Finding]:
     """Yields the finding about activations that inherit the sharding of a lookup table."""
     assert facts.trace is not None
     assert facts.mesh is not None
-    collectives = {sent.one.name: sent for sent in several}.values()
-    n_bytes = sum(sent_bytes(sent.one) for sent in collectives)
+    collectives = {sent.collective.name: sent for sent in sent_list}.values()
+    n_bytes = sum(sent.row.total_bytes for sent in collectives)
     # a reduce-scatter and an all-gather send as much as the all-reduce without that sharding
     scattered = sum(
-        sent_bytes(one)
-        for one, row, axes in zip(facts.collectives, facts.rows, facts.along, strict=True)
-        if one.kind == 'reduce-scatter' and row.role == 'activations' and axes == along
+        row.total_bytes
+        for row, axes in zip(facts.rows, facts.along, strict=True)
+        if row.kind == 'reduce-scatter' and row.role == 'activations' and axes == along
     )
     if scattered > n_bytes / 2:
         return
     for product in facts.trace.products:
         if product.is_lookup and product.left.argument == table:
             axes = [
-                replace(axis, mesh=tuple(n for n in axis.mesh if n not in along))
-                if axis.by == table
-                else axis
+                axis.without_mesh_axes(along) if axis.by == table else axis
                 for axis in product.result.axes
             ]
             array = facts.arguments[table]
@@ -240,7 +242,7 @@ def _inherited(
             yield Finding(
                 'inherited sharding',
                 f'activations inherit the sharding of {array.path} along '
-                f'{several[0].row.along}, and are sent along it in {lines}: '
+                f'{sent_list[0].row.along}, and are sent along it in {lines}: '
                 f'{format_bytes(n_bytes)}',
                 product.line,
                 n_bytes,
@@ -251,12 +253,13 @@ def _inherited(
 
 
 def paths_of(facts: Facts, values: Sequence[Value]) -> str:
-    """The paths of weights, folded: 'params/layers/{gate,up}'."""
-    numbers = dict.fromkeys(value.argument for value in values if value.argument is not None)
-    paths = [facts.arguments[i].path for i in numbers]
+    """Formats the paths of weights, folded: 'params/layers/{gate,up}'."""
+    indices = dict.fromkeys(value.argument for value in values if value.argument is not None)
+    paths = [facts.arguments[i].path for i in indices]
     return first_of([path for path, _ in fold(paths, [None] * len(paths), few=1)], 3)
 
 
-def lines_of(several: Iterable[Sent]) -> str:
-    lines = list(dict.fromkeys(short_source(sent.one.source) for sent in several))
+def lines_of(sent_list: Iterable[SentAtProduct]) -> str:
+    """Formats source lines: 'model.py:12', or '2 lines, model.py:12, model.py:20'."""
+    lines = list(dict.fromkeys(short_source(sent.collective.source) for sent in sent_list))
     return lines[0] if len(lines) == 1 else f'{plural(len(lines), "line")}, {first_of(lines, 3)}'

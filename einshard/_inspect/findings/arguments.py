@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 from ..._text import first_of, format_bytes
+from ..._trees.paths import common_end
 from ..fold_layers import fold
 from ..report_rows import ArrayRow, Finding
 from .facts import Facts
 
 
 def unsharded_states(facts: Facts) -> Iterator[Finding]:
-    """Reports optimizer states that are not sharded while their parameters are.
+    """Reports replicated optimizer states of sharded parameters.
 
-    Parameters are the arguments that products or lookups read; states those that are only updated.
+    Parameters are the arguments that products or lookups read; states are the other arguments that
+    a train step updates.
     """
     if not facts.is_training or facts.trace is None:
         return
@@ -24,19 +25,18 @@ def unsharded_states(facts: Facts) -> Iterator[Finding]:
         for value in (product.left, product.right)
         if not value.is_data
     }
-    rows = [facts.argument_rows[i] for i in sorted(n for n in read if n is not None)]
+    parameters = [facts.argument_rows[i] for i in sorted(n for n in read if n is not None)]
     states = [
         facts.argument_rows[i]
         for i in facts.updated
         if i not in read and not facts.argument_rows[i].sharded
     ]
-    sharded = {row.path for row in rows if row.sharded}
-    pairs = [pair for pair in _paired(states, rows) if pair[1].path in sharded]
+    pairs = [(state, row) for state, row in _paired(states, parameters) if row.sharded]
     yield from _folded(
         'unsharded states',
         pairs,
-        '{left} are replicated, but their parameters {right} are sharded: {bytes} on each device '
-        'instead of {other}',
+        '{replicated} are replicated, but their parameters {sharded} are sharded: {bytes} on each '
+        'device instead of {bytes_if_sharded}',
         'shard them like the parameters, with for_optimizer(params, spec): {placements}',
     )
 
@@ -44,25 +44,22 @@ def unsharded_states(facts: Facts) -> Iterator[Finding]:
 def _paired(
     rows: Sequence[ArrayRow], others: Sequence[ArrayRow]
 ) -> Iterator[tuple[ArrayRow, ArrayRow]]:
-    """Pairs arrays of the same shape and dtype whose paths end alike; the longest end wins."""
-    by_end: dict[object, list[ArrayRow]] = {}
+    """Pairs arrays of the same shape and dtype whose paths have the same last key.
+
+    If there are several, it chooses the one with the longest common end, unless two are as long.
+    """
+    by_last_key: dict[object, list[ArrayRow]] = {}
     for other in others:
-        by_end.setdefault((other.array, other.path.split('/')[-1]), []).append(other)
+        by_last_key.setdefault((other.array, other.path.split('/')[-1]), []).append(other)
     for row in rows:
-        alike = [
-            (_common_end(row.path, other.path), other)
-            for other in by_end.get((row.array, row.path.split('/')[-1]), ())
+        candidates = [
+            (common_end(row.path, other.path), other)
+            for other in by_last_key.get((row.array, row.path.split('/')[-1]), ())
         ]
-        longest = max((n for n, _ in alike), default=0)
-        best = [other for n, other in alike if n == longest]
+        longest = max((n for n, _ in candidates), default=0)
+        best = [other for n, other in candidates if n == longest]
         if len(best) == 1:
             yield row, best[0]
-
-
-def _common_end(a: str, b: str) -> int:
-    """The number of parts that two paths have in common at their ends."""
-    pairs = zip(reversed(a.split('/')), reversed(b.split('/')), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def less_sharded_results(facts: Facts) -> Iterator[Finding]:
@@ -76,8 +73,8 @@ def less_sharded_results(facts: Facts) -> Iterator[Finding]:
     yield from _folded(
         'replicated result',
         pairs,
-        '{left} are replicated, but {right}, which they replace in the next call, are sharded: '
-        '{bytes} on each device instead of {other}',
+        '{replicated} are replicated, but {sharded}, which they replace in the next call, are '
+        'sharded: {bytes} on each device instead of {bytes_if_sharded}',
         'give them the specs of the arguments, by out= or out_shardings=: {placements}',
     )
 
@@ -85,27 +82,31 @@ def less_sharded_results(facts: Facts) -> Iterator[Finding]:
 def _folded(
     kind: str, pairs: Sequence[tuple[ArrayRow, ArrayRow]], text: str, suggestion: str
 ) -> Iterator[Finding]:
-    """Yields one finding for all pairs of arrays (replicated, sharded)."""
+    """Yields one finding for all (replicated, sharded) pairs; fills in `text` and `suggestion`."""
     if not pairs:
         return
-    lefts, rights = ([pair[i] for pair in pairs] for i in (0, 1))
-    n_bytes = sum(row.bytes for row in lefts)
-    placements = dict.fromkeys(f"'{row.placement}'" for row in rights)
+    replicated, sharded = ([pair[i] for pair in pairs] for i in (0, 1))
+    n_bytes = sum(row.bytes for row in replicated)
+    placements = dict.fromkeys(f"'{row.placement}'" for row in sharded)
     words = {
-        'left': _paths(lefts),
-        'right': _paths(rights),
+        'replicated': _paths(replicated),
+        'sharded': _paths(sharded),
         'bytes': format_bytes(n_bytes),
-        'other': format_bytes(sum(row.bytes for row in rights)),
+        'bytes_if_sharded': format_bytes(sum(row.bytes for row in sharded)),
         'placements': first_of(list(placements), 3),
     }
-    filled = text.format_map(words)
+    text = text.format_map(words)
     if len(pairs) == 1:
-        for several, one in _ONE:
-            filled = filled.replace(several, one)
-    yield Finding(kind, filled, None, n_bytes, suggestion.format_map(words))
+        for plural, singular in _SINGULARS.items():
+            text = text.replace(plural, singular)
+    yield Finding(kind, text, None, n_bytes, suggestion.format_map(words))
 
 
-_ONE = ((' are ', ' is '), ('they replace', 'it replaces'), ('their parameters', 'its parameter'))
+_SINGULARS = {
+    ' are ': ' is ',
+    'they replace': 'it replaces',
+    'their parameters': 'its parameter',
+}
 
 
 def _paths(rows: Sequence[ArrayRow]) -> str:

@@ -26,26 +26,28 @@ _SUMS = (*PRODUCTS, 'reduce_sum', 'reduce_max', 'reduce_min', 'argmax', 'argmin'
 
 
 def with_causes(facts: Facts) -> Collectives:
-    """The rows of collectives, each with its cause: 'requested', 'inserted' or 'unknown'."""
+    """Returns the rows of the collectives, with `cause`: 'requested', 'inserted' or 'unknown'."""
     constrained = _Constrained(facts)
     pairs = zip(facts.collectives, facts.rows, strict=True)
-    return Collectives(replace(row, cause=_cause(one, row, constrained)) for one, row in pairs)
+    return Collectives(
+        replace(row, cause=_cause(collective, row, constrained)) for collective, row in pairs
+    )
 
 
-def _cause(one: Collective, row: CollectiveRow, constrained: _Constrained) -> str:
-    path, _, operation = one.op_name.rpartition('/')
+def _cause(collective: Collective, row: CollectiveRow, constrained: _Constrained) -> str:
+    path, _, operation = collective.op_name.rpartition('/')
     if operation in _CONSTRAINTS or ('shard_map' in path and operation in _SHARD_MAP_COLLECTIVES):
         return 'requested'
     if not constrained.is_known:
         return 'unknown'
-    if one.kind in ('all-reduce', 'reduce-scatter'):
+    if collective.kind in ('all-reduce', 'reduce-scatter'):
         return 'inserted' if operation in _SUMS else 'unknown'
-    # the name of a constraint of a product may be lost, and that of the product remains
+    # if the result of a product is constrained, its collective may have the name of the product
     if operation not in PRODUCTS:
         return 'unknown'
     if row.role == 'weights':
         return 'unknown' if constrained.paths & set(row.of) or not row.of else 'inserted'
-    return 'unknown' if one.source in constrained.lines else 'inserted'
+    return 'unknown' if collective.source in constrained.lines else 'inserted'
 
 
 class _Constrained:
@@ -53,8 +55,8 @@ class _Constrained:
 
     Attributes:
         is_known: whether there is a traced function to read them from.
-        lines: the lines of products whose result is constrained, or is a result of a jaxpr.
-        paths: the arguments that are constrained.
+        lines: the lines of products whose result is constrained or returned by a jaxpr.
+        paths: the paths of the arguments that are constrained.
     """
 
     def __init__(self, facts: Facts):
@@ -73,21 +75,21 @@ class _Constrained:
 
 def _products_before_constraints(jaxpr: Any) -> Iterator[Any]:
     """Yields products whose result is constrained or returned, also in nested jaxprs."""
-    made_by = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    left = [id(v) for v in jaxpr.outvars]
+    producers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    constrained = [id(v) for v in jaxpr.outvars]
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _CONSTRAINTS:
-            left.append(id(eqn.invars[0]))
+            constrained.append(id(eqn.invars[0]))
         for inner in inner_jaxprs(eqn.params.values()):
             yield from _products_before_constraints(inner)
-    yield from _products_behind(left, made_by)
+    yield from _nearest_products(constrained, producers)
 
 
-def _products_behind(left: Sequence[int], made_by: dict[int, Any]) -> Iterator[Any]:
-    """Yields the nearest products that values are computed from."""
-    stack, seen = list(left), set(left)
+def _nearest_products(variables: Sequence[int], producers: dict[int, Any]) -> Iterator[Any]:
+    """Yields the nearest products that variables, by id, are computed from."""
+    stack, seen = list(variables), set(variables)
     while stack:
-        eqn = made_by.get(stack.pop())
+        eqn = producers.get(stack.pop())
         if eqn is None:
             continue
         if eqn.primitive.name in PRODUCTS:

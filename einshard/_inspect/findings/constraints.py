@@ -15,11 +15,11 @@ from ..._sharding.mesh import AnyMesh, is_device_mesh
 from ..._text import first_of
 from ..report_rows import Finding
 from .expressions import expression_of
-from .facts import Facts, sent_bytes
+from .facts import Facts
 from .lines import line_of
 from .trace import inner_jaxprs
 
-_UNUSED = 'the result of this constraint is not used; write x = einshard(x, ...)'
+_UNUSED = 'the result of this constraint is not used; assign it: x = einshard(x, ...)'
 _PUT = (
     'jax.device_put has no effect in a jitted function; use einshard or '
     'jax.lax.with_sharding_constraint'
@@ -27,9 +27,9 @@ _PUT = (
 
 
 def idle_constraints(facts: Facts) -> Iterator[Finding]:
-    """Reports constraints without effect, one per source line.
+    """Reports constraints whose result is unused, and `jax.device_put` over Auto mesh axes.
 
-    Reports constraints whose result is unused, and `jax.device_put` over Auto mesh axes.
+    There is one finding per source line.
     """
     return (finding for finding, is_repeated in _idle(facts) if not is_repeated)
 
@@ -43,26 +43,32 @@ def repeated_constraints(facts: Facts) -> Iterator[Finding]:
 
 
 def _idle(facts: Facts) -> Iterator[tuple[Finding, bool]]:
-    """Yields a finding for each constraint without effect, and whether the sharding was known."""
+    """Yields a finding for each constraint without effect, and whether it repeats a sharding."""
     if facts.stages.traced is None:
         return
     jaxpr = facts.stages.traced.jaxpr.jaxpr
-    # by line: the reason, or None if one on that line has an effect
+    # by line: why its constraints have no effect; None if one of them has an effect
     idle: dict[str, str | None] = {}
     known = {
         variable: array.sharding
         for variable, array in zip(jaxpr.invars, facts.arguments, strict=False)
         if array.sharding is not None
     }
-    for line, why in _walk(jaxpr, known):
-        idle[line] = why and idle.get(line, why) and why
+    for line, why in _constraints(jaxpr, known):
+        has_effect = why is None or idle.get(line, why) is None
+        idle[line] = None if has_effect else why
     for line, why in idle.items():
         if why is not None:
             yield Finding('no effect', why, line or None), why not in (_UNUSED, _PUT)
 
 
-def _walk(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str | None]]:
-    """Yields (source line, reason) of every constraint; the reason is None if it has an effect."""
+def _constraints(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str | None]]:
+    """Yields the line of every constraint, and why it has no effect; None if it has one.
+
+    Args:
+        jaxpr: the jaxpr to search, including jaxprs in it.
+        known: the shardings of its variables, as far as known.
+    """
     read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
     read |= {id(v) for v in jaxpr.outvars}
     for eqn in jaxpr.eqns:
@@ -85,13 +91,12 @@ def _walk(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str | None]]
             if targets and all(map(_only_places, targets)):
                 yield line_of(eqn), _PUT
         for inner in inner_jaxprs(eqn.params.values()):
-            yield from _walk(inner, {})
+            yield from _constraints(inner, {})
 
 
 def _are_equal(before: Sharding, sharding: Sharding, ndim: int) -> bool:
-    has_devices = all(
-        isinstance(one.mesh, Mesh) for one in (before, sharding) if isinstance(one, NamedSharding)
-    )
+    meshes = (s.mesh for s in (before, sharding) if isinstance(s, NamedSharding))
+    has_devices = all(isinstance(mesh, Mesh) for mesh in meshes)
     # JAX 0.8.1 cannot compare equivalent shardings on abstract meshes
     return before == sharding or (has_devices and before.is_equivalent_to(sharding, ndim))
 
@@ -122,21 +127,20 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
             replace(before, name=after.name)
             for before, after in zip(constraint.before.axes, constraint.after.axes, strict=True)
         ]
-        sent = [
-            sent_bytes(one) for one in facts.collectives if (one.source or '') == constraint.line
-        ]
-        rules = ', '.join(f"{name}='{_placement(entry, mesh)}'" for name, entry in sharded)
+        sent = sum(row.total_bytes for row in facts.rows if (row.source or '') == constraint.line)
+        rules = ', '.join(f"{name}='{_rule(entry, mesh)}'" for name, entry in sharded)
         yield Finding(
             'names without a rule',
             f'no axis rule has {first_of([repr(name) for name, _ in sharded], 3)}, so this '
             f"constraint replicates a value that is sharded: '{expression_of(axes, mesh)}'",
             constraint.line or None,
-            sum(sent),
+            sent,
             f'write axis_rules(.., {rules})',
         )
 
 
-def _placement(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
+def _rule(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
+    """Writes the placement of an axis rule."""
     if is_device_mesh(mesh):
         return str(prod(mesh.shape[name] for name in mesh_axes))
     return f'@{mesh_axes[0]}' if len(mesh_axes) == 1 else f'@({",".join(mesh_axes)})'

@@ -13,19 +13,18 @@ from .values import Axis, unique
 
 
 def expression_of(axes: Sequence[Axis], mesh: AnyMesh) -> str:
-    """The expression for a sharding; axes without a name get unused letters.
+    """Returns the expression for a sharding; axes without a name get unused letters.
 
-    Of axes with the same name, such as two positions of a sequence, only the first keeps it.
+    If several axes have one name, as the two sequence axes of attention scores, only the first
+    keeps it.
     """
     spec = PartitionSpec(*(axis.mesh or None for axis in unique(axes)))
-    return describe_named(NamedSharding(mesh, spec), len(axes), names_of(axes))
+    return describe_named(NamedSharding(mesh, spec), len(axes), _axis_names(axes))
 
 
-def names_of(axes: Sequence[Axis]) -> list[str]:
-    """The names of axes, with unused letters for those without a name."""
+def _axis_names(axes: Sequence[Axis]) -> list[str]:
+    """Returns the names of axes, with unused letters for those without a name."""
     known = [axis.name for axis in axes]
-    if not any(known):
-        known = [''] * len(axes)
     free = (letter for letter in axis_letters() if letter not in known)
     names: list[str] = []
     for name in known:

@@ -13,9 +13,10 @@ from jax.stages import Compiled
 from ..._hlo.all_gathers import AllGather
 from ..._hlo.collectives import MARKS, Collective
 from ..._hlo.groups import Groups
+from ..._hlo.hardware import Chip
 from ..._hlo.memory import Memory
 from ..._hlo.module import Module, Place
-from ..._sharding.mesh import AnyMesh
+from ..._sharding.mesh import AnyMesh, Device
 from ..arrays import ProgramArray
 from ..collective_axes import mesh_axes_of
 from ..lowered import Stages
@@ -24,26 +25,25 @@ from ..report_rows import ArrayRow, CollectiveRow, ProductRow
 from .trace import Trace, argument_values, read_trace
 from .values import Axis, Value
 
-Names: TypeAlias = tuple[str, ...] | None
+AxisNames: TypeAlias = tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A compiled program, and what the report knows about it.
+    """A compiled program, read once for all diagnoses and the report.
 
     Attributes:
         stages, compiled: the program as JAX has it.
         module: its HLO.
-        memory: of a device; None if unknown.
-        platform: such as 'cpu' or 'tpu'.
-        n_devices: the number of devices that run it.
-        slices: the TPU slice of each device.
+        memory: bytes on a device; None if unknown.
+        chip: the chip of its devices; None if unknown, as for CPUs.
+        devices: the devices that run it, in the order of the program.
         meshes: the meshes of its arguments and results.
         arguments, results: its arrays, including unused ones.
-        argument_rows, result_rows: the same, as rows of the report.
+        argument_rows, result_rows: the same arrays, as rows of the report.
         collectives, rows: its collectives, as the compiler wrote them and as rows of the report.
-        all_gathers: its all-gathers with a single operand, by the name of the instruction.
-        weights: whether a parameter of the program, by number, is a weight or optimizer state.
+        all_gathers: its all-gathers with a single operand, by instruction name.
+        weights: by parameter number, whether it is a weight or optimizer state.
         products: its matrix products by line.
         replicated_above: replicated arrays of more bytes than this are noted.
     """
@@ -52,9 +52,8 @@ class Facts:
     compiled: Compiled | Oversized
     module: Module
     memory: Memory | None
-    platform: str
-    n_devices: int
-    slices: Sequence[int]
+    chip: Chip | None
+    devices: Sequence[Device]
     meshes: Sequence[AnyMesh]
     arguments: Sequence[ProgramArray]
     results: Sequence[ProgramArray]
@@ -66,6 +65,20 @@ class Facts:
     weights: Mapping[int, bool]
     products: Sequence[ProductRow]
     replicated_above: int
+
+    @property
+    def n_devices(self) -> int:
+        return len(self.devices)
+
+    @property
+    def platform(self) -> str:
+        """Such as 'cpu' or 'tpu'."""
+        return self.devices[0].platform
+
+    @property
+    def slices(self) -> Sequence[int]:
+        """The TPU slice of each device."""
+        return [getattr(device, 'slice_index', None) or 0 for device in self.devices]
 
     @functools.cached_property
     def inputs(self) -> Sequence[ProgramArray]:
@@ -79,18 +92,18 @@ class Facts:
 
     @functools.cached_property
     def updated(self) -> Sequence[int]:
-        """The numbers of the arguments that are weights or states of optimizers."""
+        """The indices of the arguments that are weights or optimizer state, in training."""
         used = (i for i, array in enumerate(self.arguments) if array.sharding is not None)
         return [i for n, i in enumerate(used) if self.is_training and self.weights.get(n)]
 
     @functools.cached_property
     def mesh(self) -> AnyMesh | None:
-        """The mesh that the arguments and results have in common, or None."""
+        """The mesh of all arguments and results; None if they have several, or one device."""
         return self.meshes[0] if len(self.meshes) == 1 and self.meshes[0].size > 1 else None
 
     @functools.cached_property
     def trace(self) -> Trace | None:
-        """What the traced function does; None if it is unknown, as for a `Compiled`."""
+        """The products, constraints and loops of the traced function; None for a `Compiled`."""
         if self.stages.traced is None or self.mesh is None:
             return None
         jaxpr = self.stages.traced.jaxpr.jaxpr
@@ -98,7 +111,7 @@ class Facts:
 
     @functools.cached_property
     def innermost_lines(self) -> bool:
-        """Whether the HLO has innermost lines only, which may be in libraries."""
+        """Whether the HLO has only the innermost lines, which may be in libraries."""
         return not self.module.sources.has_lines
 
     @functools.cached_property
@@ -115,40 +128,36 @@ class Facts:
         return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
 
     @functools.cached_property
-    def lines(self) -> set[str]:
-        """The lines with products."""
+    def product_lines(self) -> set[str]:
+        """The source lines with products."""
         return {product.line for product in self.trace.products} if self.trace else set()
 
     @functools.cached_property
-    def tables(self) -> set[int]:
-        """The arguments that are looked up, such as embeddings."""
+    def lookup_tables(self) -> set[int]:
+        """The indices of the arguments in which rows are looked up, such as embeddings."""
         products = self.trace.products if self.trace else ()
-        tables = (one.left.argument for one in products if one.is_lookup)
+        tables = (product.left.argument for product in products if product.is_lookup)
         return {table for table in tables if table is not None}
 
     def is_data(self, argument: object) -> bool:
-        """Whether an argument, by number, is data and not a weight."""
+        """Whether this is the index of an argument that is data, not a weight."""
         return isinstance(argument, int) and self.values[argument].is_data
 
     def argument_axes(self, argument: int) -> Sequence[Axis]:
         return self.values[argument].axes
 
     @functools.cached_property
-    def places(self) -> Mapping[str, Place]:
-        """The instructions of collectives, by name."""
-        return {place.op.name: place for place in self.module.find(*MARKS)}
+    def places(self) -> Sequence[Place | None]:
+        """The instruction of each collective; None if it has no instruction of its own."""
+        by_name = {place.op.name: place for place in self.module.find(*MARKS)}
+        return [by_name.get(collective.name) for collective in self.collectives]
 
     @functools.cached_property
     def along(self) -> Sequence[frozenset[str]]:
         """The mesh axes that each collective runs along; empty if unknown."""
+        all_groups = [collective.groups for collective in self.collectives]
         known: dict[Groups, frozenset[str]] = {}
-        for one in self.collectives:
-            if one.groups not in known:
-                axes = mesh_axes_of(one.groups, self.mesh) if self.mesh and one.groups else None
-                known[one.groups] = frozenset(axes or ())
-        return [known[one.groups] for one in self.collectives]
-
-
-def sent_bytes(one: Collective) -> int:
-    """Bytes that a device sends in one run of the program, as far as known."""
-    return (one.network_bytes or 0) * (1 if one.executions is None else one.executions)
+        for groups in dict.fromkeys(all_groups):
+            axes = mesh_axes_of(groups, self.mesh) if self.mesh and groups else None
+            known[groups] = frozenset(axes or ())
+        return [known[groups] for groups in all_groups]

@@ -39,10 +39,10 @@ _NOTES = (not_checked, replicated, weights_gathered_again, repeated_constraints)
 def find_findings(facts: Facts) -> tuple[Finding, ...]:
     """Finds likely mistakes, most bytes first."""
     found = itertools.chain.from_iterable(diagnose(facts) for diagnose in _DIAGNOSES)
-    return tuple(sorted(found, key=lambda one: (one.kind not in _URGENT, -one.bytes)))
+    return tuple(sorted(found, key=lambda finding: (finding.kind not in _URGENT, -finding.bytes)))
 
 
 def find_notes(facts: Facts) -> tuple[Finding, ...]:
-    """Finds what is worth knowing but often intended."""
+    """Finds what is worth knowing but often intended, most bytes first."""
     found = itertools.chain.from_iterable(note(facts) for note in _NOTES)
-    return tuple(sorted(found, key=lambda one: -one.bytes))
+    return tuple(sorted(found, key=lambda finding: -finding.bytes))

@@ -1,4 +1,4 @@
-"""Notes large arrays that all devices hold."""
+"""Notes large replicated arrays."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ def replicated(facts: Facts) -> Iterator[Finding]:
         for row in (*facts.argument_rows, *facts.result_rows)
         if facts.n_devices > 1 and not row.sharded and row.bytes > facts.replicated_above
     ]
-    for path, numbers in fold([row.path for row in rows], [row.array for row in rows]):
-        row = rows[numbers[0]]
-        what = f'{path}, {row.array}, is' if len(numbers) == 1 else f'{path}, {row.array}, are'
-        text = f'{what} replicated on {facts.n_devices} devices: {format_bytes(row.bytes)} on each'
-        yield Finding('replicated', text, bytes=row.bytes * len(numbers))
+    for path, indices in fold([row.path for row in rows], [row.array for row in rows]):
+        row = rows[indices[0]]
+        text = (
+            f'{path}, {row.array}, {"is" if len(indices) == 1 else "are"} replicated on '
+            f'{facts.n_devices} devices: {format_bytes(row.bytes)} on each'
+        )
+        yield Finding('replicated', text, bytes=row.bytes * len(indices))

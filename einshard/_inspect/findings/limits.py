@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..._functions.promise import allowed_text, counts_text, more_than
+from ..._functions.promise import allowed_text, counts_text, exceeding
 from ..._text import format_bytes
 from ..oversized import Oversized
 from ..report_rows import Finding
@@ -34,11 +34,13 @@ def promise_broken(facts: Facts) -> Iterator[Finding]:
     if limits is None:
         return
     if limits.collectives is not None and (
-        too_many := more_than(limits.collectives, facts.collectives)
+        too_many := exceeding(limits.collectives, facts.collectives)
     ):
         allowed, found = allowed_text(limits.collectives), counts_text(too_many)
         text = f'collectives= allows {allowed}, but it has {found}'
-        sent = sum((one.network_bytes or 0) * (one.executions or 1) for one in too_many)
+        names = {collective.name for collective in too_many}
+        pairs = zip(facts.collectives, facts.rows, strict=True)
+        sent = sum(row.total_bytes for collective, row in pairs if collective.name in names)
         yield Finding('promise broken', text, too_many[0].source, sent)
     if limits.memory is not None and memory is not None and memory.total > limits.memory:
         needs = format_bytes(memory.total)

@@ -12,12 +12,14 @@ _FRAME = re.compile(r'(.*?):(\d+)\b')
 
 
 def line_of(eqn: Any, innermost: bool = False) -> str:
-    """Returns the line of an equation, such as 'model.py:12', as HLO has it; '' if unknown.
+    """Returns the source line of an equation, such as 'model.py:12'; '' if unknown.
+
+    It is the line that the HLO of the equation has.
 
     Args:
         eqn: the equation.
-        innermost: whether the line may be in a library, such as Flax; else it is the user's. HLO of
-            JAX 0.8 has only the innermost line.
+        innermost: whether to return the innermost line, which may be in a library such as Flax. HLO
+            of JAX 0.8 has only this line. By default, the user's line.
     """
     # imported here because it loads modules that nothing else needs
     from jax.extend.source_info_util import summarize

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -11,9 +11,11 @@ from .values import Axis, Product, Value, merged, reshaped, unique, without_dim
 
 
 def elementwise(v: Any, values: Sequence[Value]) -> Value:
-    """The result of an elementwise operation; of other operations, with `is_data` only."""
-    ndim = getattr(v.aval, 'ndim', 0)
-    return merged(values, ndim)
+    """Returns the result of an elementwise operation, or of one without a rule.
+
+    Its axes are those of operands with its rank.
+    """
+    return merged(values, getattr(v.aval, 'ndim', 0))
 
 
 def _transpose(eqn: Any, values: Sequence[Value]) -> Value:
@@ -36,24 +38,23 @@ def _broadcast(eqn: Any, values: Sequence[Value]) -> Value:
     return value.with_axes(axes)
 
 
-def _drop_axes(eqn: Any, values: Sequence[Value], dropped: Sequence[int]) -> Value:
-    value = values[0]
+def _drop_axes(value: Value, dropped: Sequence[int]) -> Value:
     ndim = len(value.axes)
-    gone = {i % ndim for i in dropped} if ndim else set[int]()
-    return value.with_axes(axis for i, axis in enumerate(value.axes) if i not in gone)
+    indices = {i % ndim for i in dropped} if ndim else set[int]()
+    return value.with_axes(axis for i, axis in enumerate(value.axes) if i not in indices)
 
 
 def _squeeze(eqn: Any, values: Sequence[Value]) -> Value:
-    return _drop_axes(eqn, values, eqn.params['dimensions'])
+    return _drop_axes(values[0], eqn.params['dimensions'])
 
 
 def _reduce(eqn: Any, values: Sequence[Value]) -> Value:
-    result = _drop_axes(eqn, values, eqn.params['axes'])
+    result = _drop_axes(values[0], eqn.params['axes'])
     return Value(tuple(map(without_dim, result.axes)), None, result.is_data)
 
 
 def _slice_or_update(eqn: Any, values: Sequence[Value]) -> Value:
-    """The result of a slice or an update; axes whose size changes lose their sharding."""
+    """Returns the result of a slice or an update; axes whose size changes lose their sharding."""
     value, before = values[0], eqn.invars[0].aval.shape
     after = eqn.outvars[0].aval.shape
     axes = (
@@ -85,13 +86,13 @@ RULES: Mapping[str, Callable[[Any, Sequence[Value]], Value]] = {
 
 
 def flops_of(eqn: Any) -> int:
-    """The flops of a product of unsharded operands."""
+    """Returns the flops of a product with unsharded operands; 0 for other operations."""
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     if name == 'dot_general':
         (contracted, _), _ = eqn.params['dimension_numbers']
         left = eqn.invars[0].aval
-        each = 8 if left.dtype.kind == 'c' else 2
-        return each * prod(shape) * prod(left.shape[i] for i in contracted)
+        per_term = 8 if left.dtype.kind == 'c' else 2
+        return per_term * prod(shape) * prod(left.shape[i] for i in contracted)
     if name == 'conv_general_dilated':
         kernel, (out, *_) = eqn.invars[1].aval.shape, eqn.params['dimension_numbers'].rhs_spec
         return 2 * prod(shape) * prod(kernel) // kernel[out]
@@ -99,9 +100,9 @@ def flops_of(eqn: Any) -> int:
 
 
 def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
-    """Reads an equation as a product or a lookup of rows; None for a gather of anything else.
+    """Reads a product or a lookup of rows; returns None for a gather of anything else.
 
-    The line and the flops of the product are left to the caller.
+    Does not set `line`, `flops` and `is_backward`, which the equation alone does not tell.
     """
     if eqn.primitive.name == 'gather':
         return _lookup(eqn, values)
@@ -109,9 +110,9 @@ def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
         return _convolution(eqn, values)
     left, right = values[:2]
     contracted, batch = eqn.params['dimension_numbers']
-    joined = [_merge_pair(left.axes[i], right.axes[j]) for i, j in zip(*batch, strict=True)]
+    batch_axes = [_merge_pair(left.axes[i], right.axes[j]) for i, j in zip(*batch, strict=True)]
     free = [
-        list(_remaining(value.axes, (*summed, *kept)))
+        [axis for i, axis in enumerate(value.axes) if i not in (*summed, *kept)]
         for value, summed, kept in zip((left, right), contracted, batch, strict=True)
     ]
     return Product(
@@ -120,22 +121,21 @@ def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
         False,
         left,
         right,
-        _result(left, right, joined, free),
+        _result(left, right, batch_axes, free),
         tuple(zip(*contracted, strict=True)),
         tuple(zip(*batch, strict=True)),
     )
 
 
-def _result(left: Value, right: Value, joined: list[Axis], free: list[list[Axis]]) -> Value:
-    # where both are sharded over a mesh axis, the data stays and the weight is gathered
-    taken = {name for axis in joined for name in axis.mesh}
-    of_data, other = (0, 1) if left.is_data or not right.is_data else (1, 0)
-    for side in (of_data, other):
-        free[side] = [
-            replace(axis, mesh=tuple(n for n in axis.mesh if n not in taken)) for axis in free[side]
-        ]
-        taken |= {name for axis in free[side] for name in axis.mesh}
-    return Value(unique((*joined, *free[0], *free[1])), None, left.is_data or right.is_data)
+def _result(left: Value, right: Value, batch_axes: Sequence[Axis], free: list[list[Axis]]) -> Value:
+    """Returns the result of a product; `free` has the free axes of the left and right operand."""
+    # if both are sharded over a mesh axis, the data keeps it, and the weight is gathered
+    used = {name for axis in batch_axes for name in axis.mesh}
+    data, other = (0, 1) if left.is_data or not right.is_data else (1, 0)
+    for side in (data, other):
+        free[side] = [axis.without_mesh_axes(used) for axis in free[side]]
+        used |= {name for axis in free[side] for name in axis.mesh}
+    return Value(unique((*batch_axes, *free[0], *free[1])), None, left.is_data or right.is_data)
 
 
 def _merge_pair(axis: Axis, other: Axis) -> Axis:
@@ -143,12 +143,8 @@ def _merge_pair(axis: Axis, other: Axis) -> Axis:
     return replace(sharded, name=axis.name or other.name)
 
 
-def _remaining(axes: Sequence[Axis], gone: Sequence[int]) -> Iterator[Axis]:
-    return (axis for i, axis in enumerate(axes) if i not in gone)
-
-
 def _lookup(eqn: Any, values: Sequence[Value]) -> Product | None:
-    """A gather of rows: each index gives a slice that has the other axes of the table."""
+    """Reads a gather of full rows of a table; returns None for other gathers."""
     table, indices = values[:2]
     numbers, sizes = eqn.params['dimension_numbers'], eqn.params['slice_sizes']
     shape = eqn.invars[0].aval.shape
@@ -156,14 +152,12 @@ def _lookup(eqn: Any, values: Sequence[Value]) -> Product | None:
     is_rows = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
     if not is_rows or any(sizes[i] != shape[i] for i in kept):
         return None
-    rows, looked_up = iter([table.axes[i] for i in kept]), iter(indices.axes[:-1])
-    offsets = numbers.offset_dims
-    axes = [next(rows if i in offsets else looked_up) for i in range(eqn.outvars[0].aval.ndim)]
-    # where both are sharded over a mesh axis, the indices stay
-    taken = indices.mesh
+    # if both are sharded over a mesh axis, the indices keep it
+    row_axes = iter([table.axes[i].without_mesh_axes(indices.mesh) for i in kept])
+    index_axes = iter(indices.axes[:-1])
     axes = [
-        replace(axis, mesh=tuple(n for n in axis.mesh if n not in taken)) if i in offsets else axis
-        for i, axis in enumerate(axes)
+        next(row_axes if i in numbers.offset_dims else index_axes)
+        for i in range(eqn.outvars[0].aval.ndim)
     ]
     result = Value(unique(axes), None, table.is_data or indices.is_data)
     return Product('', None, False, table, indices, result, is_lookup=True)

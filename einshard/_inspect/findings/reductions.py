@@ -1,4 +1,4 @@
-"""Finds sums that send more than they have to."""
+"""Finds all-reduces that send more than necessary."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from math import prod
 from jax.sharding import AxisType, NamedSharding
 
 from ..._hlo.loops import trip_count
+from ..._hlo.module import Place
 from ..._hlo.sliced_sums import SlicedSum, find_sliced_sum
 from ..._notation.expression import Term
 from ..._text import format_bytes, short_source
 from ..fold_layers import fold
 from ..report_rows import CollectiveRow, Finding
 from .expressions import expression_of
-from .facts import Facts, sent_bytes
+from .facts import Facts
 from .trace import Loop, mesh_entries
 
 
 def sliced_sums(facts: Facts) -> Iterator[Finding]:
-    """Reports all-reduces of which each device keeps a slice, after other operations."""
-    for one, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
-        place = facts.places.get(one.name)
-        if one.kind != 'all-reduce' or place is None or row.is_backward or one.bytes < _SMALL:
+    """Reports all-reduces of products if each device keeps only a slice of the sum."""
+    for row, along, place in zip(facts.rows, facts.along, facts.places, strict=True):
+        if row.kind != 'all-reduce' or place is None or row.is_backward or row.bytes < _SMALL:
             continue
         found = find_sliced_sum(facts.module, place)
         # the CPU backend has no reduce-scatter
         if found is None or (found.is_direct and facts.platform == 'cpu'):
             continue
-        suggestion = _constraint(facts, one.source or '', along, found)
+        suggestion = _constraint(facts, row.source or '', along, found)
         if not suggestion:  # not the sum of a product
             continue
         yield Finding(
             'sliced all-reduce',
-            f'{one.shape_text} is all-reduced along {row.along or "all devices"}, and each device '
-            f'keeps a slice of the sum: {format_bytes(sent_bytes(one))}, of which a reduce-scatter '
+            f'{row.arrays} is all-reduced along {row.along or "all devices"}, and each device '
+            f'keeps a slice of the sum: {format_bytes(row.total_bytes)}, of which a reduce-scatter '
             'sends half',
-            one.source,
-            sent_bytes(one),
+            row.source,
+            row.total_bytes,
             suggestion,
         )
 
@@ -48,9 +48,9 @@ _SMALL = 1024  # bytes; smaller sums are not worth a change
 
 
 def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum) -> str:
-    """Suggests a constraint on the product of a line, so that its sum is reduce-scattered."""
+    """Suggests a constraint on the product in a line, so that its sum is reduce-scattered."""
     products = facts.trace.products if facts.trace else ()
-    results = {one.result for one in products if one.line == line and not one.is_backward}
+    results = {p.result for p in products if p.line == line and not p.is_backward}
     if len(results) != 1 or len(found.parts) != 1 or facts.mesh is None:
         return ''
     (result,), ((dim, parts),) = results, found.parts
@@ -75,24 +75,25 @@ def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum
 def summed_in_loop(facts: Facts) -> Iterator[Finding]:
     """Reports all-reduces of gradients in a loop that only adds them up.
 
-    Weights sharded over the same mesh axes are left out: the unsharded sum would take the
-    memory that sharding saves.
+    Does not report gradients of weights that are sharded over the same mesh axes: a sum after the
+    loop would be unsharded in the loop, and take the memory that sharding saves.
     """
     loops = {
         loop.line: loop
         for loop in (facts.trace.loops if facts.trace else ())
         if loop.length > 1 and any(value.axes for value in loop.sums)
     }
-    found: dict[tuple[str, str], list[tuple[CollectiveRow, int]]] = {}
-    for one, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
-        loop = _loop_around(facts, one.name, loops) if one.kind == 'all-reduce' else None
+    found: dict[tuple[str, str], list[CollectiveRow]] = {}
+    for row, along, place in zip(facts.rows, facts.along, facts.places, strict=True):
+        loop = _loop_around(facts, place, loops) if row.kind == 'all-reduce' else None
         if loop and along and row.role == 'gradients' and not _is_sharded(facts, row, along):
-            found.setdefault((loop.line, row.along), []).append((row, sent_bytes(one)))
+            found.setdefault((loop.line, row.along), []).append(row)
+    sent_in_all = sum(row.total_bytes for row in facts.rows)
     for (line, along), rows in found.items():
-        n_bytes, n = sum(sent for _, sent in rows), loops[line].length
-        if n_bytes < _LARGE * sum(map(sent_bytes, facts.collectives)):  # such as scales of norms
+        n_bytes, n = sum(row.total_bytes for row in rows), loops[line].length
+        if n_bytes < _LARGE * sent_in_all:  # such as scales of norms
             continue
-        paths = list(dict.fromkeys(path for row, _ in rows for path in row.of))
+        paths = list(dict.fromkeys(path for row in rows for path in row.of))
         folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
         yield Finding(
             'summed in a loop',
@@ -106,7 +107,7 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
 
 
 def _one_sum(facts: Facts, line: str, along: str) -> str:
-    """Suggests how to add up the gradients of all devices once, after the loop of a line."""
+    """Suggests how to reduce the gradients once, after the loop in a line."""
     mesh, source = facts.mesh, short_source(line)
     axes = tuple(axis for axis in mesh.axis_names if axis in along.split(',')) if mesh else ()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
@@ -122,10 +123,11 @@ def _one_sum(facts: Facts, line: str, along: str) -> str:
     )
 
 
-def _loop_around(facts: Facts, name: str, loops: dict[str, Loop]) -> Loop | None:
-    """Returns the accumulation loop around a collective."""
-    place = facts.places.get(name) if loops else None
-    for site in (place and facts.module.path(place.comp)) or ():
+def _loop_around(facts: Facts, place: Place | None, loops: dict[str, Loop]) -> Loop | None:
+    """Returns the accumulation loop around an instruction."""
+    if not loops or place is None:
+        return None
+    for site in facts.module.path(place.comp) or ():
         loop = loops.get(facts.module.source(site.op) or '')
         if loop and site.op.opcode == 'while' and trip_count(facts.module, site) == loop.length:
             return loop

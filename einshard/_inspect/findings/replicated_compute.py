@@ -1,9 +1,9 @@
-"""Finds products that several devices repeat."""
+"""Finds products that several devices compute alike."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -20,23 +20,24 @@ _REPEATED = 1.5  # flops of all devices, relative to those of the traced functio
 _LARGE = 0.05  # fraction of all flops; less, such as in the router of experts, is not reported
 
 
-class _Line(NamedTuple):
+class _RepeatedLine(NamedTuple):
     line: str
-    wasted: int  # flops of a device
+    wasted: int  # flops of a device that another device computes too
     products: Sequence[Product]  # of the forward pass, the largest first
 
 
 def replicated_compute(facts: Facts) -> Iterator[Finding]:
     """Reports lines whose products take more flops on all devices than before partitioning.
 
-    Rematerialization is in both. Lines with loops of unknown trip count are left out.
+    Rematerialization does not matter, because it is in both counts. Lines with loops of unknown
+    trip count are omitted.
     """
     if facts.trace is None or facts.mesh is None:
         return
     total = sum(row.flops for row in facts.products)
-    groups: dict[tuple[int, tuple[str, ...]], list[_Line]] = {}
+    groups: dict[tuple[int, tuple[str, ...]], list[_RepeatedLine]] = {}
     for times, line in _repeated_lines(facts):
-        free = _unused(facts, line.products[0])
+        free = _unused_mesh_axes(facts, line.products[0])
         groups.setdefault((times, free), []).append(line)
     for (times, free), lines in groups.items():
         wasted = sum(line.wasted for line in lines)
@@ -53,16 +54,16 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _unused(facts: Facts, product: Product) -> tuple[str, ...]:
-    """The mesh axes that shard no operand of a product."""
+def _unused_mesh_axes(facts: Facts, product: Product) -> tuple[str, ...]:
+    """Returns the mesh axes that shard no operand of a product."""
     assert facts.mesh is not None
     used = product.left.mesh | product.right.mesh
     names = (str(name) for name in facts.mesh.axis_names if facts.mesh.shape[name] > 1)
     return tuple(name for name in names if name not in used)
 
 
-def _repeated_lines(facts: Facts) -> Iterator[tuple[int, _Line]]:
-    """Yields lines of repeated products, in program order, and how often they are repeated."""
+def _repeated_lines(facts: Facts) -> Iterator[tuple[int, _RepeatedLine]]:
+    """Yields (number of devices that compute the same, line), in program order."""
     assert facts.trace is not None
     by_line: dict[str, list[Product]] = {}
     for product in facts.trace.products:
@@ -75,45 +76,60 @@ def _repeated_lines(facts: Facts) -> Iterator[tuple[int, _Line]]:
         if row.at_least or row.in_branch:
             unknown.add(row.source or '')
     for line, products in by_line.items():
-        flops = [one.flops for one in products if one.flops is not None]
+        flops = [product.flops for product in products if product.flops is not None]
         # TPUs pad small convolutions
-        is_padded = facts.platform == 'tpu' and any(one.is_convolution for one in products)
+        is_padded = facts.platform == 'tpu' and any(p.is_convolution for p in products)
         if line in unknown or len(flops) < len(products) or is_padded:
             continue
         times = compiled[line] * facts.n_devices / max(sum(flops), 1)
         wasted = compiled[line] - sum(flops) / facts.n_devices
         if times >= _REPEATED:
-            forward = [one for one in products if not one.is_backward] or products
-            forward.sort(key=lambda one: -(one.flops or 0))
-            yield round(times), _Line(line, int(wasted), forward)
+            forward = [product for product in products if not product.is_backward] or products
+            forward.sort(key=lambda product: -(product.flops or 0))
+            yield round(times), _RepeatedLine(line, int(wasted), forward)
 
 
-def _suggestion(facts: Facts, free: tuple[str, ...], lines: Sequence[_Line]) -> str:
-    """Suggests a constraint, or weights to shard, so that the devices share the products."""
-    assert facts.mesh is not None
+def _suggestion(facts: Facts, free: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
+    """Suggests a change after which the devices share the products.
+
+    Args:
+        facts: the program.
+        free: the mesh axes that shard no operand of the products.
+        lines: the lines of the products.
+    """
     if not free:
-        # what the products read is sharded over all mesh axes, but the compiler replicates it
-        product, line = lines[0].products[0], lines[0].line
-        if any(_unused(facts, one) for one in lines[0].products):  # several products in a line
-            return ''
-        placement = expression_of(product.result.axes, facts.mesh)
-        return f"constrain the result of the product in {short_source(line)}: '{placement}'"
+        return _constrain_result(facts, lines[0])
     if not any(set(free) & value.mesh for value in facts.values):
         return _shard_batch(facts, free)
-    chosen: dict[str, None] = {}  # names of axes to shard
+    return _shard_weights(facts, free, lines)
+
+
+def _constrain_result(facts: Facts, line: _RepeatedLine) -> str:
+    """Suggests a constraint, if the compiler replicates operands that are sharded in the trace."""
+    assert facts.mesh is not None
+    if any(_unused_mesh_axes(facts, product) for product in line.products):
+        return ''  # the line has other products, which the constraint may not fit
+    placement = expression_of(line.products[0].result.axes, facts.mesh)
+    return f"constrain the result of the product in {short_source(line.line)}: '{placement}'"
+
+
+def _shard_weights(facts: Facts, free: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
+    """Suggests to shard the weights of the products over the mesh axes `free`."""
+    assert facts.mesh is not None
+    names: set[str] = set()  # of the axes that the suggestion shards
     placements: dict[str, str] = {}
     for line in lines:
         for product in line.products:
             sides = weight_and_data(product)
             if sides is None or sides[0].argument is None:
                 continue
-            axis = _axis_to_shard(facts, product, sides[0], free, chosen)
+            axis = _axis_to_shard(facts, product, sides[0], free, names)
             if axis is None:
                 continue
-            chosen[axis.name] = None
+            names.add(axis.name)
             axes = [
-                replace(one, mesh=free) if one.dim == axis.dim else one
-                for one in facts.argument_axes(sides[0].argument)
+                replace(other, mesh=free) if other.dim == axis.dim else other
+                for other in facts.argument_axes(sides[0].argument)
             ]
             path = facts.arguments[sides[0].argument].path
             placements.setdefault(path, expression_of(axes, facts.mesh))
@@ -121,13 +137,13 @@ def _suggestion(facts: Facts, free: tuple[str, ...], lines: Sequence[_Line]) -> 
 
 
 def _shard_batch(facts: Facts, free: tuple[str, ...]) -> str:
-    """Suggests to shard the batch over the mesh axes `free` too; '' if its size does not divide."""
+    """Suggests to shard the batch over the mesh axes `free` too, if its size is divisible."""
     assert facts.mesh is not None
     for array, value in zip(facts.arguments, facts.values, strict=True):
         batch = value.axes[0] if value.is_data and value.axes else Axis()
         mesh = (*batch.mesh, *free)
-        parts = prod(facts.mesh.shape[name] for name in mesh)
-        if batch.mesh and array.shape[0] % parts == 0:
+        n_shards = prod(facts.mesh.shape[name] for name in mesh)
+        if batch.mesh and array.shape[0] % n_shards == 0:
             axes = (replace(batch, mesh=mesh), *value.axes[1:])
             return f"shard {array.path} with '{expression_of(axes, facts.mesh)}'"
     return ''
@@ -138,31 +154,32 @@ def _axis_to_shard(
     product: Product,
     weight: Value,
     free: tuple[str, ...],
-    chosen: Mapping[str, None],
+    names: Collection[str],
 ) -> Axis | None:
-    """Chooses an axis of a weight to shard: a contracted one that is sharded already, or its own.
+    """Chooses the axis of a weight to shard over the mesh axes `free`.
 
-    Contracted axes are sharded already if an earlier weight, whose result this one reads, is in
-    `chosen`.
+    If an earlier weight will be sharded along a contracted axis (`names` lists these axes), then so
+    is the data: this is the contracted axis, as in the second product of an MLP. Otherwise, it is a
+    free axis of the product.
     """
     assert facts.mesh is not None
     assert weight.argument is not None
     side = 0 if product.left is weight else 1
-    parts = prod(facts.mesh.shape[name] for name in free)
+    n_shards = prod(facts.mesh.shape[name] for name in free)
     shape = facts.arguments[weight.argument].shape
     fits = [
-        axis.dim >= 0 and not axis.mesh and shape[axis.dim] % parts == 0 for axis in weight.axes
+        axis.dim >= 0 and not axis.mesh and shape[axis.dim] % n_shards == 0 for axis in weight.axes
     ]
     contracted = [pair[side] for pair in product.contracted]
-    joined = [pair[side] for pair in product.batch]
+    batch = [pair[side] for pair in product.batch]
     for i in contracted:
-        if fits[i] and weight.axes[i].name in chosen:
+        if fits[i] and weight.axes[i].name in names:
             return weight.axes[i]
-    # to shard a free axis of a weight that reads an earlier result would need a gather
-    if chosen and not all(axis.name for axis in weight.axes):
+    # without names, the data may be sharded along a contracted axis, and would be gathered
+    if names and not all(axis.name for axis in weight.axes):
         return None
     for i, axis in enumerate(weight.axes):
-        if fits[i] and i not in contracted and i not in joined:
+        if fits[i] and i not in contracted and i not in batch:
             return axis
     return None
 
@@ -172,7 +189,7 @@ def _placements_text(placements: Mapping[str, str]) -> str:
     for path, placement in placements.items():
         by_placement.setdefault(placement, []).append(path)
     texts: list[str] = []
-    for text, paths in by_placement.items():
+    for placement, paths in by_placement.items():
         folded = [path for path, _ in fold(paths, [None] * len(paths), few=1)]
-        texts.append(f"{first_of(folded, 3)} with '{text}'")
+        texts.append(f"{first_of(folded, 3)} with '{placement}'")
     return f'shard {", ".join(texts)}' if texts else ''

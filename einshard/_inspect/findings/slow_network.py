@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..._text import format_bytes
 from ..report_rows import Finding
-from .facts import Facts, sent_bytes
+from .facts import Facts
 
 
 def slow_network(facts: Facts) -> Iterator[Finding]:
@@ -15,13 +15,14 @@ def slow_network(facts: Facts) -> Iterator[Finding]:
     mesh = facts.mesh
     if mesh is None or len(set(facts.slices)) < 2:
         return
+    slices = facts.slices
     sent: Counter[str] = Counter()
-    between: set[str] = set()
-    for one, along in zip(facts.collectives, facts.along, strict=True):
+    between: set[str] = set()  # mesh axes that cross slices
+    for collective, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
         if len(along) == 1:
             (axis,) = along
-            sent[axis] += sent_bytes(one)
-            if any(len({facts.slices[i] for i in group}) > 1 for group in one.groups):
+            sent[axis] += row.total_bytes
+            if any(len({slices[i] for i in group}) > 1 for group in collective.groups):
                 between.add(axis)
     for axis in between:
         size = mesh.shape[axis]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -19,7 +20,7 @@ from .values import Axis, Product, Value, merged, unique
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A sharding constraint: its line, the value before and after."""
+    """A sharding constraint, with the value before and after it."""
 
     line: str
     before: Value
@@ -29,28 +30,29 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A scan: the line, the trip count, and which elements of the carry are only added to."""
+    """A scan."""
 
     line: str
     length: int
-    sums: tuple[Value, ...]
+    sums: tuple[Value, ...]  # the elements of the carry to which the body only adds
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a traced function does, in program order."""
+    """The products, constraints and loops of a traced function, in program order."""
 
     products: list[Product] = field(default_factory=list)
     constraints: list[Constraint] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
 
 
-class _Where(NamedTuple):
-    """Where a jaxpr is called.
+class _CallSite(NamedTuple):
+    """How a jaxpr is called.
 
     Attributes:
         runs: how often it runs; None if unknown.
-        n_manual: the number of devices that run it separately in a `shard_map`; 0 outside of one.
+        is_backward: whether it belongs to the backward pass.
+        n_manual: the number of shards that a `shard_map` around it runs on; 0 without one.
         call: the equation that calls it.
     """
 
@@ -67,12 +69,12 @@ def read_trace(
 
     Args:
         jaxpr: of the traced function.
-        arguments: its arguments.
+        arguments: the values of its arguments.
         mesh: the mesh of the arguments.
         innermost_lines: whether lines may be in libraries.
     """
     reader = _Reader(Trace(), mesh, innermost_lines)
-    reader.read(jaxpr, arguments, _Where())
+    reader.read(jaxpr, arguments, _CallSite())
     return reader.trace
 
 
@@ -82,47 +84,45 @@ class _Reader:
         self.innermost_lines = innermost_lines
         self.mesh_axes = dict(mesh.shape)
 
-    def read(self, jaxpr: Any, arguments: Sequence[Value], where: _Where) -> list[Value]:
+    def read(self, jaxpr: Any, arguments: Sequence[Value], site: _CallSite) -> list[Value]:
         """Reads a jaxpr that is called with `arguments`, and returns the values of its results."""
-        known: dict[int, Value] = dict(
-            zip(map(id, jaxpr.invars), arguments, strict=False),
-        )
+        known: dict[int, Value] = dict(zip(map(id, jaxpr.invars), arguments, strict=False))
 
         def value_of(v: Any) -> Value:
             found = known.get(id(v))
             return _unsharded(v) if found is None else found
 
         for eqn in jaxpr.eqns:
-            results = self.apply(eqn, list(map(value_of, eqn.invars)), where)
+            results = self.apply(eqn, list(map(value_of, eqn.invars)), site)
             for v, value in zip(eqn.outvars, results, strict=False):
                 known[id(v)] = _typed(v, value)
         return [value_of(v) for v in jaxpr.outvars]
 
-    def apply(self, eqn: Any, values: list[Value], where: _Where) -> Sequence[Value]:
+    def apply(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
         """Returns the results of an equation."""
         name = eqn.primitive.name
-        if not where.is_backward and 'transpose(' in str(eqn.source_info.name_stack):
-            where = where._replace(is_backward=True)
+        if not site.is_backward and 'transpose(' in str(eqn.source_info.name_stack):
+            site = site._replace(is_backward=True)
         if name == 'scan':
-            return self.scan(eqn, values, where)
+            return self.scan(eqn, values, site)
         if name == 'while':
-            return self.loop(eqn, values, where)
+            return self.loop(eqn, values, site)
         if name == 'cond':
-            return self.branches(eqn, values, where)
+            return self.branches(eqn, values, site)
         if name == 'shard_map':
             mesh, manual = eqn.params['mesh'], eqn.params.get('manual_axes')
             axes = manual if manual is not None else mesh.axis_names
             n = prod(mesh.shape[axis] for axis in axes)
             inner = [_unsharded(v) for v in eqn.params['jaxpr'].invars]
-            self.read(eqn.params['jaxpr'], inner, where._replace(n_manual=max(n, 1)))
+            self.read(eqn.params['jaxpr'], inner, site._replace(n_manual=max(n, 1)))
             return [_unsharded(v, values) for v in eqn.outvars]
         if name in ('sharding_constraint', 'reshard', 'mesh_cast') and values:
-            return [self.constrain(eqn, values[0], where)]
+            return [self.constrain(eqn, values[0], site)]
         if name in (*PRODUCTS, 'gather'):
-            return [self.product(eqn, values, where)]
+            return [self.product(eqn, values, site)]
         if (inner := _only_jaxpr(eqn)) is not None:
             return self.read(
-                inner, values[len(values) - len(inner.invars) :], where._replace(call=eqn)
+                inner, values[len(values) - len(inner.invars) :], site._replace(call=eqn)
             )
         if name in RULES:
             return [RULES[name](eqn, values)]
@@ -131,23 +131,23 @@ class _Reader:
     def line_of(self, eqn: Any) -> str:
         return line_of(eqn, self.innermost_lines)
 
-    def product(self, eqn: Any, values: list[Value], where: _Where) -> Value:
+    def product(self, eqn: Any, values: list[Value], site: _CallSite) -> Value:
         product = product_of(eqn, values)
         if product is None:
             return elementwise(eqn.outvars[0], values)
-        flops = flops_of(eqn) * max(where.n_manual, 1)
+        flops = flops_of(eqn) * max(site.n_manual, 1)
         self.trace.products.append(
             replace(
                 product,
-                line=self.line_of(eqn) or (self.line_of(where.call) if where.call else ''),
-                flops=None if where.runs is None else flops * where.runs,
-                is_backward=where.is_backward,
-                in_shard_map=where.n_manual > 0,
+                line=self.line_of(eqn) or (self.line_of(site.call) if site.call else ''),
+                flops=None if site.runs is None else flops * site.runs,
+                is_backward=site.is_backward,
+                in_shard_map=site.n_manual > 0,
             )
         )
         return product.result
 
-    def constrain(self, eqn: Any, before: Value, where: _Where) -> Value:
+    def constrain(self, eqn: Any, before: Value, site: _CallSite) -> Value:
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
         if not isinstance(sharding, NamedSharding):
             return before
@@ -165,20 +165,20 @@ class _Reader:
             for axis, name, entry in zip(before.axes, names, entries, strict=True)
         ]
         after = Value(unique(axes), None, before.is_data)
-        self.trace.constraints.append(Constraint(line, before, after, where.is_backward))
+        self.trace.constraints.append(Constraint(line, before, after, site.is_backward))
         return after
 
-    def scan(self, eqn: Any, values: list[Value], where: _Where) -> Sequence[Value]:
+    def scan(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
         inner, length = jaxpr_in(eqn.params['jaxpr']), eqn.params['length']
         # newer JAX has no num_consts and num_carry in `params`. Constants and carried values have
         # the same rank inside and outside; scanned inputs and stacked outputs have one more axis
         # outside
-        n_carry = _n_alike(eqn.outvars, inner.outvars)
-        n = _n_alike(eqn.invars, inner.invars) - n_carry
-        where = where._replace(runs=None if where.runs is None else where.runs * length)
+        n_carry = _n_of_same_rank(eqn.outvars, inner.outvars)
+        n = _n_of_same_rank(eqn.invars, inner.invars) - n_carry
+        site = site._replace(runs=None if site.runs is None else site.runs * length)
         slices = [value.with_axes(value.axes[1:]) for value in values[n + n_carry :]]
         carry = values[n : n + n_carry]
-        results = self.read(inner, [*values[:n], *carry, *slices], where)
+        results = self.read(inner, [*values[:n], *carry, *slices], site)
         sums = _sums(inner, n, n_carry)
         self.trace.loops.append(
             Loop(self.line_of(eqn), length, tuple(results[i] for i in range(n_carry) if i in sums))
@@ -190,26 +190,26 @@ class _Reader:
         stacked = [Value((Axis(), *after.axes), None, after.is_data) for after in results[n_carry:]]
         return [*after, *stacked]
 
-    def loop(self, eqn: Any, values: list[Value], where: _Where) -> Sequence[Value]:
+    def loop(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
         params = eqn.params
         n_cond, n_body = params['cond_nconsts'], params['body_nconsts']
         carry = values[n_cond + n_body :]
         inside = [*values[n_cond : n_cond + n_body], *carry]
-        results = self.read(jaxpr_in(params['body_jaxpr']), inside, where._replace(runs=None))
+        results = self.read(jaxpr_in(params['body_jaxpr']), inside, site._replace(runs=None))
         return [
             merged([value, after], len(value.axes))
             for value, after in zip(carry, results, strict=True)
         ]
 
-    def branches(self, eqn: Any, values: list[Value], where: _Where) -> Sequence[Value]:
+    def branches(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
         results = [
-            self.read(jaxpr_in(branch), values[1:], where) for branch in eqn.params['branches']
+            self.read(jaxpr_in(branch), values[1:], site) for branch in eqn.params['branches']
         ]
         return [merged(several, len(several[0].axes)) for several in zip(*results, strict=True)]
 
 
 def mesh_entries(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...] | None]:
-    """The mesh axes that shard each axis, without those of size 1; None if unconstrained."""
+    """Returns the mesh axes that shard each axis, omitting size 1; None if unconstrained."""
     entries: list[tuple[str, ...] | None] = []
     for entry in [*spec_axes(sharding.spec), *[()] * ndim][:ndim]:
         if entry and entry[0] is PartitionSpec.UNCONSTRAINED:
@@ -258,14 +258,14 @@ def _typed(v: Any, value: Value) -> Value:
 
 
 def _only_jaxpr(eqn: Any) -> Any:
-    """The jaxpr that an equation calls with its last operands, as jit and checkpoint do."""
+    """Returns the jaxpr that an equation calls with its last operands, as jit and checkpoint do."""
     if eqn.primitive.name == 'pallas_call':
         return None
     for parameter in eqn.params.values():
         inner = jaxpr_in(parameter)
         if hasattr(inner, 'eqns') and hasattr(inner, 'invars'):
-            same = len(inner.outvars) == len(eqn.outvars)
-            return inner if same and len(inner.invars) <= len(eqn.invars) else None
+            is_call = len(inner.outvars) == len(eqn.outvars)
+            return inner if is_call and len(inner.invars) <= len(eqn.invars) else None
     return None
 
 
@@ -274,10 +274,10 @@ def jaxpr_in(parameter: Any) -> Any:
     return getattr(parameter, 'jaxpr', parameter)
 
 
-def _n_alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """Counts the values with as many axes outside a scan as inside."""
+def _n_of_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """Counts the values with the same rank outside and inside a scan."""
     pairs = zip(outside, inside, strict=True)
-    return sum(len(v.aval.shape) == len(other.aval.shape) for v, other in pairs)
+    return sum(len(v.aval.shape) == len(w.aval.shape) for v, w in pairs)
 
 
 def inner_jaxprs(parameters: Any) -> Iterator[Any]:
@@ -292,20 +292,17 @@ def inner_jaxprs(parameters: Any) -> Iterator[Any]:
 
 
 def _sums(jaxpr: Any, n_consts: int, n_carry: int) -> set[int]:
-    """Returns the elements of the carry to which the loop body only adds."""
-    inputs = {id(v): i for i, v in enumerate(jaxpr.invars[n_consts : n_consts + n_carry])}
-    made_by = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    uses: dict[int, int] = {}
-    for eqn in jaxpr.eqns:
-        for v in eqn.invars:
-            uses[id(v)] = uses.get(id(v), 0) + 1
+    """Returns the indices of the carried values to which the loop body only adds."""
+    carried = {id(v): i for i, v in enumerate(jaxpr.invars[n_consts : n_consts + n_carry])}
+    producers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    uses = Counter(id(v) for eqn in jaxpr.eqns for v in eqn.invars)
     sums: set[int] = set()
     for i, v in enumerate(jaxpr.outvars[:n_carry]):
-        eqn = made_by.get(id(v))
+        eqn = producers.get(id(v))
         while eqn is not None and eqn.primitive.name == 'sharding_constraint':
-            eqn = made_by.get(id(eqn.invars[0]))
-        if eqn is not None and eqn.primitive.name in ('add', 'add_any'):
-            added = [id(operand) for operand in eqn.invars]
-            if any(inputs.get(one) == i and uses[one] == 1 for one in added):
-                sums.add(i)
+            eqn = producers.get(id(eqn.invars[0]))
+        if eqn is None or eqn.primitive.name not in ('add', 'add_any'):
+            continue
+        if any(carried.get(id(v)) == i and uses[id(v)] == 1 for v in eqn.invars):
+            sums.add(i)
     return sums

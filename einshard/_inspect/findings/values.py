@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -14,14 +14,19 @@ class Axis:
     Attributes:
         name: the user's name for it, or ''.
         mesh: the mesh axes that shard it, unless the compiler reshards it.
-        by: what shards it: the number of an argument, or the line of a constraint; else None.
-        dim: the axis of the argument that it is, if the value is a part of an argument; else -1.
+        by: where this sharding comes from: the index of an argument, or the line of a constraint;
+            None if it is unsharded.
+        dim: if the value is a part of an argument, the index of this axis in it; else -1.
     """
 
     name: str = ''
     mesh: tuple[str, ...] = ()
     by: int | str | None = None
     dim: int = -1
+
+    def without_mesh_axes(self, names: Collection[str]) -> Axis:
+        """Returns the axis, no longer sharded over these mesh axes."""
+        return dataclasses.replace(self, mesh=tuple(n for n in self.mesh if n not in names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,7 @@ class Value:
 
     Attributes:
         axes: one for each array axis.
-        argument: the number of the argument that it is a part of, or None.
+        argument: the index of the argument that it is a part of, or None.
         is_data: whether it depends on an argument that is not a weight.
     """
 
@@ -53,14 +58,14 @@ class Product:
 
     Attributes:
         line: the user's line, or ''.
-        flops: of all executions in one run, of the unsharded operands; None if a loop has an
-            unknown trip count.
+        flops: of all executions in one run, with unsharded operands; None if a loop has an unknown
+            trip count.
         is_backward: whether it belongs to the backward pass.
-        left, right, result: its values; of a lookup, the table and the indices.
-        contracted: pairs of axes of left and right that are summed over.
-        batch: pairs of axes of left and right that the result has once.
-        in_shard_map: whether it is inside a `shard_map`, where shapes are those of a device.
-        is_lookup, is_convolution: whether it is one.
+        left, right, result: the operands and the result; the operands of a lookup are the table and
+            the indices.
+        contracted: (axis of left, axis of right) pairs that are summed over.
+        batch: (axis of left, axis of right) pairs that are one axis of the result.
+        in_shard_map: whether it is inside a `shard_map`, where shapes are those of a shard.
     """
 
     line: str
@@ -81,7 +86,7 @@ def without_dim(axis: Axis) -> Axis:
 
 
 def merged(values: Sequence[Value], ndim: int) -> Value:
-    """The result of an elementwise operation."""
+    """Returns the result of an elementwise operation, with the axes of operands of this rank."""
     full = [value for value in values if len(value.axes) == ndim]
     axes = (_merged(axes) for axes in zip(*(value.axes for value in full), strict=True))
     only = full[0].argument if len(full) == 1 else None
@@ -101,25 +106,30 @@ def _merged(axes: Sequence[Axis]) -> Axis:
 
 
 def unique(axes: Iterable[Axis], is_argument: bool = False) -> tuple[Axis, ...]:
-    """Lets each mesh axis shard only the first of the array axes that it would shard."""
+    """Removes repeated mesh axes: only the first array axis keeps each. Unsets `dim`, too.
+
+    Args:
+        axes: the array axes.
+        is_argument: whether they belong to a part of an argument, so that they keep `dim`.
+    """
     return tuple(_unique(axes, is_argument))
 
 
 def _unique(axes: Iterable[Axis], is_argument: bool) -> Iterator[Axis]:
     seen: set[str] = set()
     for axis in axes:
-        left = tuple(name for name in axis.mesh if name not in seen)
-        seen.update(left)
-        if left != axis.mesh:
-            axis = dataclasses.replace(axis, mesh=left, by=axis.by if left else None)
+        unseen = tuple(name for name in axis.mesh if name not in seen)
+        seen.update(unseen)
+        if unseen != axis.mesh:
+            axis = dataclasses.replace(axis, mesh=unseen, by=axis.by if unseen else None)
         yield axis if is_argument else without_dim(axis)
 
 
 def reshaped(axes: Sequence[Axis], before: Sequence[int], after: Sequence[int]) -> Iterator[Axis]:
-    """The axes of a reshaped value.
+    """Yields the axes of a reshaped value.
 
-    Merged axes have the sharding of the first that is sharded. Of the parts of a split axis, the
-    largest has its name and sharding.
+    Merged axes get the name and sharding of the first sharded one. If an axis is split, the largest
+    part gets its name and sharding.
 
         >>> from einshard._inspect.findings.values import Axis, reshaped
         >>> a, b = Axis('a', ('x',)), Axis('b')

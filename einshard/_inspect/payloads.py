@@ -1,0 +1,170 @@
+"""Finds the payloads of collectives: weights, gradients or activations, with paths or axes."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from .._arrays.constrain import names_at
+from .._hlo.collectives import MARKS, Collective
+from .._hlo.flops import find_products
+from .._hlo.module import Module
+from .._hlo.origins import Origins
+from .._hlo.output_uses import output_uses
+from .._notation.expression import ELLIPSIS
+from .report_rows import ArrayRow
+
+ROLES = ('weights', 'gradients', 'activations')
+# kinds that only move data; the others also sum
+_MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permute')
+
+
+class Payload(NamedTuple):
+    """What a collective sends.
+
+    Attributes:
+        role: one of ROLES.
+        is_backward: whether the collective belongs to the backward pass.
+        of: the path of the argument that it sends, or the paths of the results that are computed
+            from it.
+        axes: the axis names of an activation, such as 'b s d', or ''.
+    """
+
+    role: str
+    is_backward: bool
+    of: tuple[str, ...]
+    axes: str
+
+
+def find_payloads(
+    module: Module,
+    collectives: Sequence[Collective],
+    weights: Mapping[int, bool],
+    inputs: Sequence[tuple[str, str]],
+    outputs: Mapping[int, str],
+) -> Iterator[Payload]:
+    """Yields the payload of each collective.
+
+    Args:
+        module: the compiled program.
+        collectives: its collectives.
+        weights: the result of `find_weights`.
+        inputs: (path, dtype) of the program's parameters.
+        outputs: the paths of the program's outputs, by number.
+    """
+    places = {place.op.name: place for place in module.find(*MARKS)} if collectives else {}
+    origins = Origins(module)
+    uses = output_uses(module, [collective.name for collective in collectives])
+    updated = _updated_inputs(module, inputs, outputs)
+    for collective in collectives:
+        sent = origins.of(places[collective.name]) if collective.kind in _MOVES else None
+        if sent is not None and sent >= len(inputs):  # a `jax.Ref` that the function closes over
+            sent = None
+        becomes = uses[collective.name]
+        of = tuple(outputs[output] for output in becomes if output in outputs)
+        is_backward, role = 'transpose(' in collective.op_name, 'activations'
+        becomes_weights = any(weights.get(i) for output in becomes for i in updated[output])
+        if sent is not None:
+            of, role = (inputs[sent][0],), 'weights' if weights[sent] else 'activations'
+        elif becomes and (is_backward or becomes_weights):
+            # all-gathers may gather the new weights, as in ZeRO; others send gradients
+            gathers_weights = collective.kind == 'all-gather' and not is_backward
+            role = 'weights' if gathers_weights else 'gradients'
+        axes = _axes(collective) if role == 'activations' and sent is None else ''
+        yield Payload(role, is_backward or role == 'gradients', of, axes)
+
+
+def find_weights(
+    module: Module, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]
+) -> dict[int, bool]:
+    """Finds which parameters of the program, by number, are weights or optimizer state.
+
+    In a train step, these are the arguments that it updates; if it updates none, all arguments. In
+    inference, updated arguments are caches, and the weights are all other arguments. Only
+    floating-point arrays count.
+    """
+    floating = [bool(re.match(r'b?float', dtype)) for _, dtype in inputs]
+    updated = {i for several in _updated_inputs(module, inputs, outputs).values() for i in several}
+    if not _is_training(module):
+        return {i: is_float and i not in updated for i, is_float in enumerate(floating)}
+    updates_none = not any(floating[i] for i in updated)
+    return {i: is_float and (updates_none or i in updated) for i, is_float in enumerate(floating)}
+
+
+def _is_training(module: Module) -> bool:
+    # a program without a backward pass may be the update of an optimizer, which has no products
+    return '/transpose(' in module.text or next(find_products(module), None) is None
+
+
+def _updated_inputs(
+    module: Module, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]
+) -> Mapping[int, Sequence[int]]:
+    """Finds the inputs that each output updates: donated to it, or with the same path.
+
+    In inference, inputs with the same path must also have the same type.
+    """
+    by_path: dict[str, list[int]] = {}
+    for i, (path, _) in enumerate(inputs):
+        for end in {path, path.partition('/')[2]}:
+            by_path.setdefault(end, []).append(i)
+    is_training = _is_training(module)
+    types = {int(op.given): op.results for op in module.entry.parameters()}
+    results = module.entry.root.results
+    updated: dict[int, list[int]] = defaultdict(list)
+    for output, parameter in module.aliases.items():
+        if parameter < len(inputs):
+            updated[output].append(parameter)
+    for output, path in outputs.items():
+        end = path.partition('/')[2]  # without 'result'
+        for same in {end, end.partition('/')[2]} - {''}:
+            for i in by_path.get(same, ()):
+                if is_training or types.get(i) == results[output : output + 1]:
+                    updated[output].append(i)
+    return updated
+
+
+def results_in_place(
+    arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], module: Module
+) -> tuple[tuple[str, str], ...]:
+    """Returns (result, argument) for results that reuse an argument's memory and sharding."""
+    inputs = [row for row in arguments if row.placement != 'not used']
+    pairs = [
+        (results[output], inputs[parameter])
+        for output, parameter in module.aliases.items()
+        if output < len(results) and parameter < len(inputs)
+    ]
+    return tuple((a.path, b.path) for a, b in pairs if replace(a, path=b.path) == b)
+
+
+# elementwise operations: their operands and results have the axes of a constraint in their line
+_ELEMENTWISE = frozenset(
+    (
+        *('add', 'convert_element_type', 'cos', 'div', 'exp', 'logistic', 'max', 'min', 'mul'),
+        *('neg', 'select_n', 'sharding_constraint', 'sin', 'sqrt', 'square', 'sub', 'tanh'),
+    )
+)
+_EINSUM = re.compile(r'/([A-Za-z,]+)->([A-Za-z]*)/')
+
+
+def _axes(collective: Collective) -> str:
+    """Finds the axis names of an activation, from an einsum or a constraint in its source line."""
+    ndim, op_name = len(collective.arrays[0].shape), collective.op_name
+    if einsum := _EINSUM.search(op_name):
+        operands, result = einsum[1].split(','), einsum[2]
+        is_forward = 'transpose(' not in op_name or '/rematted_computation/' in op_name
+        if collective.kind in _MOVES:  # an operand, or the gradient of the result
+            sides = operands if is_forward else [*operands, result]
+        else:  # the result, or the gradient of an operand
+            sides = [result] if is_forward else operands
+        # a single side is not checked: its rank differs if the compiler merged axes
+        fitting = [side for side in sides if len(side) == ndim or len(sides) == 1]
+        return ' '.join(fitting[0]) if len(fitting) == 1 else einsum[0].strip('/')
+    if op_name.rpartition('/')[2] in _ELEMENTWISE:
+        for line in filter(None, (collective.called_at, collective.source)):
+            names = names_at.get(line, ())
+            if len(names) == ndim and ELLIPSIS not in names:
+                return ' '.join(names)
+    return ''

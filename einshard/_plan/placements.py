@@ -1,0 +1,79 @@
+"""Reads the placements that users pass to `plan` as `pin=` and `candidates=`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from .._errors import EinshardError, quoted
+from .._notation.expression import Term, parse
+from .._notation.layout import mesh_text
+from .._sharding.axis_rules import AxisPlacement, axis_rules
+from .candidate import Candidate
+from .model import Model
+
+# the mesh axes of some axis names: {'embed': ('x',), 'mlp': ('x', 'y'), 'layers': ()}
+MeshAxesOf = Mapping[str, tuple[str, ...]]
+
+
+def read_pins(pin: Mapping[str, AxisPlacement], mesh_axes: Collection[str]) -> MeshAxesOf:
+    """Reads `pin=`, such as {'embed': '@x', 'mlp': '@(x,y)', 'layers': ''}."""
+    return _read_placements('pin=', pin, mesh_axes)
+
+
+def read_candidate(number: int, given: Any, model: Model, n_devices: int) -> Candidate:
+    """Reads one of `candidates=`: the mesh sizes, and a placement by axis name.
+
+    Names that the model lacks are ignored, because a table usually serves several models.
+    """
+    label = f'candidates[{number}]'
+    is_pair = isinstance(given, tuple | list) and len(given) == 2
+    if not (is_pair and all(isinstance(part, Mapping) for part in given)):
+        raise EinshardError(
+            f'{label} must be a pair of mesh sizes and placements, not {given!r}',
+            facts={'example': "({'data': 16, 'tensor': 16}, {'batch': '@data'})"},
+        )
+    mesh = {str(axis): size for axis, size in given[0].items()}
+    if math.prod(mesh.values()) != n_devices:
+        raise EinshardError(
+            f'the mesh of {label} has {math.prod(mesh.values())} devices, not {n_devices}',
+            facts={'mesh sizes': mesh_text(mesh)},
+        )
+    placed = _read_placements(label, given[1], mesh)
+    axes = {name: placed.get(name, ()) for name in model.names}
+    check_divisible(label, axes, model, mesh)
+    return Candidate(tuple(mesh.items()), tuple(axes.items()))
+
+
+def check_divisible(label: str, placed: MeshAxesOf, model: Model, mesh: Mapping[str, int]) -> None:
+    """Raises if the mesh axes of a name do not divide its size."""
+    for name, axes in placed.items():
+        size, n_shards = model.divisors[name], math.prod(mesh[axis] for axis in axes)
+        if size % n_shards:
+            raise EinshardError(
+                f"{label} does not fit the mesh: axis '{name}' (size {size}) is not divisible by "
+                f'{n_shards} ({quoted(axes)})',
+                facts={'mesh': mesh_text(mesh)},
+            )
+
+
+def _read_placements(
+    label: str, given: Mapping[str, AxisPlacement], mesh_axes: Collection[str]
+) -> MeshAxesOf:
+    found: dict[str, tuple[str, ...]] = {}
+    for rule in axis_rules(given).rules:
+        (term,) = parse(f'{rule.name}{rule.placement}').right
+        if term != Term(term.name, mesh_axes=term.mesh_axes):
+            raise EinshardError(
+                f"{label} must name the mesh axes of '{rule.name}', not {rule.placement!r}",
+                facts={'expected': "'@x' or '@(x,y)'; '' for an axis that is not sharded"},
+            )
+        unknown = [axis for axis in term.mesh_axes if axis not in mesh_axes]
+        if unknown:
+            raise EinshardError(
+                f"{label} shards '{rule.name}' over {quoted(unknown)}, "
+                f'but the mesh axes are {quoted(list(mesh_axes))}'
+            )
+        found[rule.name] = term.mesh_axes
+    return found

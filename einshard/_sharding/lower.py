@@ -1,0 +1,38 @@
+"""Lowers a Layout to a NamedSharding on a mesh."""
+
+from __future__ import annotations
+
+from jax.sharding import AxisType, NamedSharding
+
+from .._cache import cached
+from .._notation.layout import Layout, fit, fitting_sizes, signed_axes, spec_entries
+from .._notation.words import SIGNS
+from .mesh import AnyMesh, is_device_mesh, partition_spec, refactored_mesh, sizes_of
+
+
+@cached
+def lower(
+    layout: Layout, mesh: AnyMesh, mesh_is_ambient: bool = False, memory_kind: str | None = None
+) -> NamedSharding | None:
+    """Lowers a layout to a sharding; None if its counts do not match the axes of the mesh.
+
+    Counts that do not fit the canonical mesh get a mesh of the same devices with other axis sizes.
+    An ambient mesh is never replaced, because JAX rejects arrays on any other.
+    The cache makes arrays of many shapes share one sharding object, which is faster in device_put.
+    """
+    fitted = fit(layout, sizes_of(mesh))
+    if fitted is None:
+        by_name = any(split.mesh_axes for split in layout.splits)
+        other_factors = is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
+        if mesh_is_ambient or by_name or not other_factors:
+            return None
+        mesh = refactored_mesh(mesh, fitting_sizes(layout))
+        fitted = fit(layout, sizes_of(mesh))
+        assert fitted is not None, 'a refactored mesh fits its layout'
+    names = {str(name): name for name in mesh.axis_names}
+    entries = [tuple(names[axis] for axis in axes) for axes in spec_entries(layout, fitted)]
+    unreduced, reduced = (
+        [names[axis] for axis in signed_axes(layout, fitted, sign)] for sign in SIGNS
+    )
+    spec = partition_spec(entries, unreduced, reduced)
+    return NamedSharding(mesh, spec, memory_kind=memory_kind)
