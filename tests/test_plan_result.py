@@ -22,9 +22,28 @@ from einshard import (
     to_jax,
 )
 from einshard.__main__ import main
+from einshard._plan import judge
+from einshard._plan.compile import Worker
 
 EIGHT = device_mesh(jax.devices()[:8])
 CHIP = 'TPU v5e'
+
+
+class SharedWorker(Worker):
+    """A plan does not end it."""
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope='module', autouse=True)
+def worker():
+    """One process compiles for all plans: to start one takes a second."""
+    shared = SharedWorker(8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge, 'Worker', lambda n_devices: shared)
+        yield
+    Worker.close(shared)
 
 
 @pytest.fixture(scope='module')
@@ -135,21 +154,8 @@ def test_command(capsys, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr('einshard.__main__.mesh_of', lambda *_: EIGHT)
     arguments = ['plan', 'planned_model:up', '--args', 'f32[64,64]', 'f32[64,64]', '--devices', '8']
-    assert (
-        main(
-            [
-                *arguments,
-                '--objective',
-                'bytes',
-                '--pin',
-                'batch=@x',
-                'embed=',
-                '--compilations',
-                '1',
-            ]
-        )
-        == 0
-    )
+    options = '--objective bytes --pin batch=@x embed= --compilations 1'
+    assert main([*arguments, *options.split()]) == 0
     assert "x = 'batch@x embed'" in capsys.readouterr().out
 
 
