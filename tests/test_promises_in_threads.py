@@ -39,7 +39,7 @@ def broken_if_wide():
     return sharded('a* b', mesh=EIGHT, collectives=())(gathers)
 
 
-@pytest.mark.parametrize('turn', range(2))
+@pytest.mark.parametrize('turn', range(5))
 def test_one_new_shape_in_many_threads(turn, together):
     f = broken()
     for _ in range(2):
@@ -48,7 +48,7 @@ def test_one_new_shape_in_many_threads(turn, together):
 
 
 @pytest.mark.parametrize('called_before', [False, True])
-@pytest.mark.parametrize('turn', range(2))
+@pytest.mark.parametrize('turn', range(5))
 def test_new_shapes_in_many_threads(turn, called_before, together):
     f = broken_if_wide()
     if called_before:
@@ -62,7 +62,7 @@ def test_new_shapes_in_many_threads(turn, called_before, together):
                 assert isinstance(outcome, UnexpectedCollectives), outcome
 
 
-@pytest.mark.parametrize('turn', range(2))
+@pytest.mark.parametrize('turn', range(3))
 def test_a_new_shape_while_another_thread_traces_it(turn, together):
     f = broken_if_wide()
     f(NARROW)
