@@ -110,7 +110,7 @@ def test_a_sum_that_is_asked_for_in_parts(einsum, devices8):
 
 @pytest.mark.parametrize('left', ['8 b x', 'b8 x', 'b x8'])
 @pytest.mark.parametrize('right', ['8 x y', 'x8 y', 'x y8'])
-def test_operands_that_are_cut_each_by_itself(left, right, devices8):
+def test_operands_that_are_sharded_independently(left, right, devices8):
     theory = parallelism(f'{left}, {right} -> b y', sizes={'b': 16, 'x': 16, 'y': 16})
     made = total(collectives(compiled('b x, x y -> b y', [left, right], devices8)))
     assert made in [total(choice.collectives) for choice in theory.choices]
@@ -362,7 +362,7 @@ def test_resharding(old, new, expected):
         ('a@d1 b', 'a b@(d0,d1)', 4 * 16 * 16 // 8),
     ],
 )
-def test_the_compiler_too_cuts_before_it_moves(before, after, n_bytes, devices8):
+def test_the_compiler_also_slices_before_it_communicates(before, after, n_bytes, devices8):
     mesh = jax.make_mesh((2, 4), ('d0', 'd1'), devices=devices8, axis_types=(AxisType.Auto,) * 2)
     theory = parallelism(f'{before} -> {after}', d0=2, d1=4, sizes={'a': 16, 'b': 16})
     here, there = (make_sharding(one, mesh=mesh) for one in (before, after))
