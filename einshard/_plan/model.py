@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -26,7 +26,9 @@ class Array:
 
     Attributes:
         names: the names of each axis; `()` for one that is not sharded.
-        role: 'state' for weights and what else a step updates; 'batch' for data.
+        role: 'state' for weights and whatever else the function updates, 'batch' for data. A guess:
+            donated arguments and pytrees are state, and without donation also arguments with the
+            shape of a result. A pytree is a batch if all its arrays have the same first axis name.
         donated: whether a result can take its memory.
     """
 
@@ -141,17 +143,20 @@ def _arrays(
     args_info: Any, axes: Sequence[tuple[Names, ...]], results: Sequence[Any]
 ) -> tuple[Array, ...]:
     leaves = jtu.tree_leaves_with_path(args_info)
-    # the first two keys of a path are those of an argument
-    n_leaves = Counter(path[:2] for path, _ in leaves)
+    n_leaves: Counter[Any] = Counter()
+    first_names: defaultdict[Any, set[str]] = defaultdict(set)
+    for (path, _), names in zip(leaves, axes, strict=True):
+        argument = path[:2]
+        n_leaves[argument] += 1
+        first_names[argument].add(next((name for one in names for name in one), ''))
     returned = Counter((tuple(one.shape), str(one.dtype)) for one in results)
-    # without donation, an argument with the shape of a result counts as state that it updates; but
-    # if there is only one result, the equal shape may be a coincidence
+    # if there is only one result, an argument of the same shape may be a coincidence
     by_shape = len(results) > 1 and not any(info.donated for _, info in leaves)
     found: list[Array] = []
     for (path, info), names in zip(leaves, axes, strict=True):
         shape, dtype = tuple(map(int, info.shape)), str(info.dtype)
-        is_tree = n_leaves[path[:2]] > 1
-        is_state = info.donated or is_tree or (by_shape and returned[shape, dtype] > 0)
+        has_weights = n_leaves[path[:2]] > 1 and len(first_names[path[:2]]) > 1
+        is_state = info.donated or has_weights or (by_shape and returned[shape, dtype] > 0)
         found.append(
             Array(
                 shape,
