@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from .._arrays.constrain import constrain, place_constant
-from .._errors import EinshardError, for_arrays
+from .._errors import EinshardError, combine_errors
 from .._notation.layout import axis_positions
 from .._sharding.axis_rules import Fallback
 from .._sharding.context import Context
@@ -77,7 +77,7 @@ class ValueSpec:
                 continue
             placed.append((path, leaf, placement))
         if errors:
-            raise for_arrays(errors) from None
+            raise combine_errors(errors) from None
         return placed
 
     def shardings(self, value: Any, context: Context) -> Any:
