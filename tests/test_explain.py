@@ -28,6 +28,7 @@ from einshard import (
     explain,
     make_sharding,
     sharded,
+    show,
 )
 from einshard._hlo.module import Module
 from einshard._hlo.output_uses import output_uses
@@ -135,6 +136,22 @@ def test_loops_are_multiplied():
     assert report.collectives.counts == {'all-reduce': 1}
     assert report.network_bytes == 12 * 2 * (16 * 32 * 4) * 7 // 8
     assert '\n    12  all-reduce' in str(report)
+
+
+def test_two_meshes_are_both_named_and_drawn():
+    first, second = mesh_of(data=4, tp=2), mesh_of(x=8)
+    report = explain(
+        jax.jit(lambda a, b, c: (a + 1, b + 1, c + 1)),
+        einshard(struct(8, 4), 'a b -> a@data b@tp', mesh=first),
+        einshard(struct(8, 4), 'a b -> a@x b', mesh=second),
+        einshard(struct(8, 4), 'a b -> a2 b4', mesh=EIGHT),
+    )
+    assert report.meshes == ((('data', 4), ('tp', 2)), (('x', 8),))
+    assert report.mesh == report.meshes[0]
+    assert str(report).startswith('<lambda> on 8 devices (cpu; data=4, tp=2; x=8)\n')
+    assert golden_text(report).startswith('<lambda> on 8 devices: data=4, tp=2; x=8\n')
+    parts = [picture.blocks.parts for _, picture in show(report).pictures]
+    assert parts == [(4, 2), (8, 1), (2, 4)]
 
 
 def test_loops_of_unknown_length_count_as_one_turn():
@@ -490,7 +507,7 @@ def test_the_transformer_only_sums(right):
 
 
 def test_a_wrong_sharding_in_the_transformer_is_found_with_its_line(right):
-    """The hidden units are cut along the wrong axis: positions, which the weights do not cut."""
+    """The hidden units are sharded along positions instead of the axis that the weights shard."""
     wrong = transformer_report(transformer.BOTH._replace(hidden='b* s2 f'))
     assert wrong.network_bytes > right.network_bytes
     line = line_of(transformer.feed_forward, 'einshard(hidden, p.hidden)')
@@ -568,7 +585,7 @@ def test_intermediates_of_a_program_in_the_persistent_cache(persistent_cache):
     reports = [explain(between, *arguments, mesh=EIGHT, intermediates=True) for _ in range(3)]
     assert len(reports[0].intermediates) == 3
     assert reports[1:] == reports[:1] * 2
-    # the cache goes on
+    # the cache is still in use
     assert jax.config.jax_enable_compilation_cache
     before = len(list(persistent_cache.iterdir()))
     jax.jit(lambda x: x * 17).lower(struct(3)).compile()
@@ -943,7 +960,7 @@ ENTRY %main (g: f32[8], h: f32[8], m: f32[]) -> (f32[8], f32[8]) {
 def test_a_broken_promise_is_warned_of():
     f = sharded('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-gather')(product)
     arguments = struct(16, 16), struct(16, 16)
-    text = 'collectives= allows any number of all-gathers, but it has 1 all-reduce'
+    text = 'collectives= allows any number of all-gathers, but the program has 1 all-reduce'
     assert findings_of(explain(f, *arguments)) == [('promise broken', text, line_of(product, '@'))]
     kept = sharded('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-reduce')
     assert not explain(kept(product), *arguments).findings
@@ -957,7 +974,7 @@ def test_a_warning_is_printed_once():
     assert str(report).endswith(end)
 
 
-def test_figures_that_look_the_same_are_no_difference():
+def test_figures_that_look_the_same_are_not_a_difference():
     report = explain(lambda x: x, 1.0)
     flops = [dataclasses.replace(report, flops=n) for n in (776208384.0, 776306688.0, 8e8)]
     assert not flops[0].diff(flops[1])

@@ -43,7 +43,7 @@ def test_sizes(text, n):
 
 
 @pytest.mark.parametrize('given', ['15', '15 gigabytes', 'GB', '', -1, True, 1.5, [1]])
-def test_what_is_no_size(given):
+def test_invalid_sizes(given):
     with pytest.raises(EinshardError, match=r'^memory= must be a size in bytes, not '):
         promising(given)
 
@@ -104,7 +104,7 @@ def test_a_gradient_outside_of_jit_is_not_checked():
 def test_explain_reports_a_broken_promise():
     report = explain(promising('1 KiB'), X, W)
     (warning,) = (one for one in report.findings if one.kind == 'promise broken')
-    assert warning.text.startswith('memory= allows 1.0 KiB, but it needs ')
+    assert warning.text.startswith('memory= allows 1.0 KiB, but the program needs ')
 
 
 def test_an_unknown_memory(monkeypatch):

@@ -153,9 +153,14 @@ def _read_program(
 
 def _make_report(facts: Facts, intermediates: bool) -> Report:
     module, chip = facts.module, facts.chip
-    listed = None
+    intermediate_rows = None
     if intermediates:
-        listed = tuple(find_intermediates(facts.stages.lower(), facts.meshes))
+        intermediate_rows = tuple(find_intermediates(facts.stages.lower(), facts.meshes))
+    meshes = tuple(
+        tuple(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
+        for mesh in facts.meshes
+        if not is_device_mesh(mesh)
+    )
     bounds = NO_BOUNDS
     if chip is not None:
         axes = [row.along for row in facts.rows]
@@ -165,7 +170,7 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
         name=facts.stages.name or module.name or 'the program',
         n_devices=facts.n_devices,
         device_kind=facts.devices[0].device_kind,
-        mesh=_mesh_axes(facts.meshes),
+        mesh=meshes[0] if meshes else (),
         arguments=tuple(facts.argument_rows),
         results=tuple(facts.result_rows),
         collectives=with_causes(facts),
@@ -175,10 +180,11 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
         in_place=results_in_place(facts.argument_rows, facts.result_rows, module),
         findings=find_findings(facts),
         notes=find_notes(facts),
-        intermediates=listed,
+        intermediates=intermediate_rows,
         temporaries=largest_temporaries(module),
         chip=chip.name if chip else None,
         bounds=bounds,
+        meshes=meshes,
     )
 
 
@@ -254,9 +260,3 @@ def _collective_row(
     )
 
 
-def _mesh_axes(meshes: Sequence[AnyMesh]) -> tuple[tuple[str, int], ...]:
-    """Returns the axes of a user's mesh; those of the canonical mesh (d0, d1, ..) are omitted."""
-    for mesh in meshes:
-        if not is_device_mesh(mesh):
-            return tuple(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
-    return ()

@@ -36,7 +36,7 @@ class Report(Display):
         name: the name of the function.
         n_devices: the number of devices that run the program.
         device_kind: such as 'cpu' or 'TPU v5 lite'.
-        mesh: (axis, size) of the user's mesh; empty if there is none.
+        mesh: (axis, size) of the user's mesh, the first of `meshes`; empty if there is none.
         arguments, results: one row per array, in order.
         collectives: one row per collective, with `counts` and `network_bytes` by kind.
         memory: bytes per device; None if the compiler does not report it.
@@ -52,6 +52,7 @@ class Report(Display):
         in_place: (result, argument) for results that reuse the memory of a donated argument and
             have its sharding.
         notes: facts that are worth knowing but often intended, such as large replicated arrays.
+        meshes: (axis, size) of each of the user's meshes; the canonical mesh is omitted.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Report(Display):
     products: tuple[ProductRow, ...] = ()
     in_place: tuple[tuple[str, str], ...] = ()
     notes: tuple[Finding, ...] = ()
+    meshes: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     @property
     def network_bytes(self) -> int:
@@ -106,6 +108,7 @@ class Report(Display):
         return {
             **{name: as_json(value) for name, value in fields.items()},
             'mesh': dict(self.mesh),
+            'meshes': [dict(mesh) for mesh in self.meshes],
             'counts': dict(self.collectives.counts),
             'network_bytes': self.network_bytes,
             'warnings': as_json((*self.findings, *self.notes)),  # until 0.5
@@ -140,11 +143,15 @@ def _page(report: Report) -> Page:
         row.executions is None for row in report.collectives
     )
     sections.append(bounds_section(report.chip or '', report.bounds, unknown_loops))
-    mesh = ', '.join(f'{name}={size}' for name, size in report.mesh)
-    devices = plural(report.n_devices, 'device')
-    title = f'{report.name} on {devices} ({report.device_kind}{"; " * bool(mesh)}{mesh})'
+    devices, meshes = plural(report.n_devices, 'device'), meshes_text(report)
+    title = f'{report.name} on {devices} ({report.device_kind}{"; " * bool(meshes)}{meshes})'
     filled = tuple(section for section in sections if section.rows or section.lines)
     return Page(title, filled, _finding_texts(report.findings), _finding_texts(report.notes))
+
+
+def meshes_text(report: Report) -> str:
+    """Formats the user's meshes: 'data=4, tp=2'; or 'data=4, tp=2; x=8' for two of them."""
+    return '; '.join(', '.join(f'{name}={n}' for name, n in mesh) for mesh in report.meshes)
 
 
 def _finding_texts(findings: Sequence[Finding]) -> tuple[str, ...]:
