@@ -88,7 +88,7 @@ def is_sharding_type_error(error: BaseException) -> bool:
 
 
 def is_error_of_jax(error: BaseException) -> bool:
-    """Whether an error is a TypeError or ValueError that JAX raised, such as for its shapes."""
+    """Whether JAX itself raised an error, as it does for shapes that do not match."""
     *_, innermost = walk_tb(error.__traceback__)
     return type(error) in (TypeError, ValueError) and _package(innermost) in _JAX
 
@@ -149,7 +149,7 @@ def _sharding_note(
         facts['which calls' if in_user_code else 'line'] = _source_line(frames[outside[-1]])
     operands = _operands(frames[outside[-1] + 1 :] if outside else ())
     meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
-    mesh = next((mesh_of_operand for mesh_of_operand in meshes if mesh_of_operand.axis_names), mesh)
+    mesh = next((operand_mesh for operand_mesh in meshes if operand_mesh.axis_names), mesh)
     mesh_axes = _axes_in_message(str(error), mesh)
     by_id = {id(leaf.value): leaf for leaf in leaves}
     for i, operand in enumerate(operands[:_MAX_OPERANDS]):

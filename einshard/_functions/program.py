@@ -31,7 +31,7 @@ from .value_spec import ValueSpec
 
 
 class WrongShardings(ValueError):
-    """Stops a trace if the program is jitted with other shardings than the values need.
+    """Stops a trace if the arguments or the result need other shardings than jit was given.
 
     Callers handle it like jit's ValueErrors about shardings: they look up the right program.
     """
@@ -167,7 +167,7 @@ class TracedFunction:
     def sharded_by(self, values: Sequence[Any], result: Any) -> ShardedBy:
         """Returns, by axis name, the mesh axes that shard the arguments and the result.
 
-        Without the axes of the result if it is unknown, None.
+        If `result` is None, it is unknown, and its axes are left out.
         """
         pairs = [*zip(self.arguments, values, strict=True)]
         if result is not None:

@@ -99,8 +99,9 @@ def check_promise(
 ) -> None:
     """Raises if a compiled program has collectives that are not allowed.
 
-    For the error, `sharded_by` is called with the results of the program, or None if they are
-    unknown. It returns the mesh axes that shard the array axes in specs.
+    `sharded_by` returns the mesh axes that shard the axes of the specs, by name. It is called only
+    for the error, with the results of the program as ShapeDtypeStructs, or None if unknown. A
+    function without specs has none.
     """
     too_many = exceeding(allowed, read_collectives(program_text(name, compiled)))
     if not too_many:

@@ -87,6 +87,14 @@ class View(NamedTuple):
         rows = [tuple(a for a in row if not manual or a in manual) for row in spec_axes(spec)]
         return PartitionSpec(*partition_spec(rows), unreduced=spec.unreduced, reduced=spec.reduced)
 
+    def shard_shape(self, shape: Sequence[int], spec: PartitionSpec) -> list[int]:
+        """Returns the shape of a shard. That of NamedSharding fails if other axes are manual."""
+        sizes = sizes_of(self.mesh)
+        entries = spec_axes(spec)
+        entries += [()] * (len(shape) - len(entries))
+        counts = [math.prod(sizes[axis] for axis in entry) for entry in entries]
+        return [size // count for size, count in zip(shape, counts, strict=True)]
+
     def size_one_axes(self, manual: frozenset[str]) -> tuple[str, ...]:
         """Returns the names of manual mesh axes of size 1."""
         sizes = sizes_of(self.mesh)

@@ -296,6 +296,8 @@ class _PerDeviceFunction:
             different = find_different_sizes(self.name, error, shards)
             if different is not None:
                 raise different from error
+            if isinstance(error, TypeError):  # never raised for an unknown axis
+                raise
             unknown = find_unknown_axis(self.name, view, self.manual, mapped, arguments)
             if unknown is not None:
                 raise unknown from None
@@ -346,7 +348,7 @@ class _PerDeviceFunction:
             texts = leaf_specs(argument, [leaf for _, leaf in leaves], self._spec_for(label))
             rows = zip(leaves, texts, jtu.tree_leaves(partition_specs), strict=True)
             for (path, leaf), text, partition_spec in rows:
-                shape = NamedSharding(view.mesh, partition_spec).shard_shape(leaf.shape)
+                shape = view.shard_shape(leaf.shape, partition_spec)
                 expression = view.expression(text) if isinstance(text, str) else None
                 name = '/'.join(filter(None, [label, path_text(path)]))
                 yield SpecLeaf(name, jax.ShapeDtypeStruct(shape, leaf.dtype), expression)
