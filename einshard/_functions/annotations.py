@@ -155,7 +155,7 @@ def _find_metadata(hint: Any) -> SpecMetadata | None:
 
 
 class _ByPath:
-    """The spec of a container type, which finds the type of each leaf by its path."""
+    """The spec for the annotation of a container: each leaf gets the one that its path leads to."""
 
     def __init__(self, hint: Any):
         self.hint = hint

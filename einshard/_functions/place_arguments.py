@@ -136,7 +136,7 @@ def _placed_differently(
         sentence,
         [term for term in placement.expression.right if term.is_sharded],
         array=text,
-        **{'try': 'reshard=True, or einshard with this expression before the call'},
+        **{'try': f"reshard=True, or einshard(x, '{placement.expression}') before the call"},
     )
 
 

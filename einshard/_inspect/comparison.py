@@ -76,7 +76,7 @@ class Comparison(Display):
         """Whether all differences are within their tolerance.
 
         Rounding alone can change an array entirely, such as a sum whose terms cancel. Such arrays
-        count as the same; a line below the table lists them.
+        have a tolerance of 1 or more, and a line below the table lists them as not compared.
         """
         return all(row.same for row in self.rows)
 

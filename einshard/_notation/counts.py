@@ -84,7 +84,10 @@ def _root(n: int, k: int) -> int | None:
 def _works_with(multiple: int, stars: int) -> DeviceCounts:
     """Lists the first device counts that fit: `multiple` times a number r for each star."""
     counts = [multiple * r**stars for r in range(1, 5)]
-    return DeviceCounts(f'{", ".join(map(str, counts))}, ... devices', counts)
+    text = f'{", ".join(map(str, counts))}, ... devices'
+    if stars > 1:
+        text += ' (all stars are the same number)'
+    return DeviceCounts(text, counts)
 
 
 def _wrong_product(

@@ -58,7 +58,11 @@ def read_mesh_axes(text: str, at: int, end: int, span: Span, has_count: bool) ->
     """
     if has_count:
         word = text[slice(*span)]
-        facts = {'by count': "'b4'  'b*'", 'by name': "'b@data'  'b@(data,fsdp)'"}
+        name = re.split('[0-9*]', word, maxsplit=1)[0]
+        facts = {
+            'by count': f"'{name}4'  '{name}*'",
+            'by name': f"'{name}@data'  '{name}@(data,fsdp)'",
+        }
         raise EinshardError(
             f"'{word}' has both a count and mesh axes; use one or the other",
             expression=text,

@@ -1,4 +1,4 @@
-"""Model: the arrays and products of a function, with axis names. `find_model` traces for it."""
+"""The arrays and products of a function, with axis names. `find_model` traces the function."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Model:
         names: the names, in order of appearance, with the largest size of an axis of that name.
         divisors: for each name, the greatest common divisor of its sizes, which its number of
             shards must divide.
-        together: the axis names of every array with a spec or a constraint.
+        names_by_array: the axis names of each argument, and of each array with a constraint.
         arrays: the arguments.
         results: the results that do not reuse the memory of a donated argument.
         products: the operations that may communicate.
@@ -59,7 +59,7 @@ class Model:
     name: str
     names: Mapping[str, int]
     divisors: Mapping[str, int]
-    together: tuple[tuple[str, ...], ...]
+    names_by_array: tuple[tuple[str, ...], ...]
     arrays: tuple[Array, ...]
     results: tuple[Stored, ...]
     products: tuple[Product, ...]
@@ -93,7 +93,7 @@ def find_model(
     found = name_axes(program, of_arguments, of_results)
     axes = [tuple(one or () for one in of_value) for of_value in found]
     arguments = [() if value is None else axes[value] for value in program.arguments]
-    sizes, divisors, together = _sizes(program, axes, names)
+    sizes, divisors, names_by_array = _sizes(program, axes, names)
     results = jtu.tree_leaves(stages.traced.out_info)
     arrays = _arrays(stages.traced.args_info, arguments, results)
     pairs = zip(program.arguments, arrays, strict=True)
@@ -102,7 +102,7 @@ def find_model(
         stages.name,
         sizes,
         divisors,
-        together,
+        names_by_array,
         arrays,
         _new_results(program, axes, arrays, results),
         find_products(program, axes, states),
@@ -125,18 +125,18 @@ def _sizes(
 ) -> tuple[dict[str, int], dict[str, int], tuple[tuple[str, ...], ...]]:
     """Returns the sizes of the names, their divisors, and the names of each array."""
     sizes, divisors = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
-    together: dict[tuple[str, ...], None] = {}
+    names_by_array: dict[tuple[str, ...], None] = {}
     fixed = [value for value in program.arguments if value is not None]
     fixed += [i for i, value in enumerate(program.values) if value.spec is not None]
     for i in fixed:
         of_array = tuple(name for one in axes[i] for name in one)
-        together[of_array] = None
+        names_by_array[of_array] = None
         for one, size in zip(axes[i], program.values[i].shape, strict=True):
             for name in one:
                 if name in sizes:
                     sizes[name] = max(sizes[name], size)
                     divisors[name] = math.gcd(divisors[name], size)
-    return sizes, divisors, tuple(together)
+    return sizes, divisors, tuple(names_by_array)
 
 
 def _arrays(

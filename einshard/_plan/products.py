@@ -103,14 +103,17 @@ def _products(
         shares.of_result(out) if is_product else 1.0,
         shares.role_of_result(out),
     )
-    if einsum.flops or _is_sharded_sum(sides, einsum):
+    if einsum.flops or _may_communicate(sides, einsum):
         dtype = _hlo_dtype(program.values[values[0]].dtype)
         kind = 'product' if is_product else 'reduction'
         yield Product(kind, sides, result, einsum.flops, dtype, 1)
 
 
-def _is_sharded_sum(sides: Sequence[Side], einsum: Einsum) -> bool:
-    """Whether a lookup has an axis that may be sharded, or a reduction adds over one."""
+def _may_communicate(sides: Sequence[Side], einsum: Einsum) -> bool:
+    """Whether an operation without flops may communicate.
+
+    A lookup may if any of its axes has a name, a reduction if it adds over one that has.
+    """
     return any(
         names and (len(sides) > 1 or index not in einsum.out)
         for side in sides

@@ -140,8 +140,8 @@ class Space:
     def _conflicts(self) -> dict[str, set[str]]:
         """For each name, the names that share an array with it."""
         found: dict[str, set[str]] = {name: set() for name in self.model.names}
-        for together in self.model.together:
-            for name, other in itertools.permutations(together, 2):
+        for names in self.model.names_by_array:
+            for name, other in itertools.permutations(names, 2):
                 if name in found:
                     found[name].add(other)
         return found
@@ -162,13 +162,13 @@ class Space:
                 'has no such axis name',
                 facts={'axis names': ', '.join(self.model.names)},
             )
-        for together in self.model.together:
-            for name, other in itertools.combinations(together, 2):
+        for names in self.model.names_by_array:
+            for name, other in itertools.combinations(names, 2):
                 twice = set(self.pinned.get(name, ())) & set(self.pinned.get(other, ()))
                 if twice:
                     raise EinshardError(
                         f"pin= shards '{name}' and '{other}' of one array over '{min(twice)}'",
-                        facts={'axes of the array': ' '.join(together)},
+                        facts={'axes of the array': ' '.join(names)},
                     )
         if self.mesh is not None:
             check_divisible('pin=', self.pinned, self.model, dict(self.mesh))

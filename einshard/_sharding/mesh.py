@@ -273,7 +273,7 @@ def are_equivalent(sharding: Sharding, other: Sharding, ndim: int) -> bool:
 
 
 def unreduced_kind(spec: PartitionSpec) -> str:
-    """Returns how unreduced values become the full value: by 'sum'; in newer JAX 'max' or 'min'."""
+    """Returns how devices' values are combined: 'sum'; in newer JAX also 'max' or 'min'."""
     kind = getattr(spec, 'unreduced_kind', None)
     return 'sum' if kind is None else kind.name
 

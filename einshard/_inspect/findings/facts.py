@@ -1,4 +1,4 @@
-"""The facts about a program that diagnoses read, each computed once."""
+"""What the diagnoses know about a program; each fact is computed once."""
 
 from __future__ import annotations
 
@@ -103,7 +103,10 @@ class Facts:
 
     @functools.cached_property
     def trace(self) -> Trace | None:
-        """The products, constraints and loops of the traced function; None for a `Compiled`."""
+        """The products, constraints and loops of the traced function.
+
+        None for a `Lowered` or `Compiled`, which have no jaxpr, and without a single mesh.
+        """
         if self.stages.traced is None or self.mesh is None:
             return None
         jaxpr = self.stages.traced.jaxpr.jaxpr
@@ -111,7 +114,10 @@ class Facts:
 
     @functools.cached_property
     def innermost_lines(self) -> bool:
-        """Whether the HLO has only the innermost lines, which may be in libraries."""
+        """Whether the HLO has only the innermost line of each call stack (JAX 0.8).
+
+        That line may be in a library.
+        """
         return not self.module.sources.has_lines
 
     @functools.cached_property

@@ -21,7 +21,7 @@ from .facts import AxisNames, Facts
 
 
 def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
-    """Reports arrays that are resharded by a full all-gather, of which devices keep a slice."""
+    """Reports arrays resharded by an all-gather of whose result each device keeps only a slice."""
     for collective, row in zip(facts.collectives, facts.rows, strict=True):
         gather = facts.all_gathers.get(collective.name)
         if gather is None or gather.kept is None:
@@ -153,7 +153,7 @@ def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
     for key, repeats in gathers.items():
         gather, first, along = repeats[0]
         lines = list(dict.fromkeys(row.source for _, row, _ in repeats if row.source))
-        # XLA gathers activations again, in the same line, to save memory
+        # not activations gathered again in the same line: XLA does that to save memory
         if len(repeats) > 1 and (len(lines) > 1 or key in of_weights):
             how_often = f'gathered {len(repeats)} times'
         elif gather.invariant:

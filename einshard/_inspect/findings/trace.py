@@ -258,7 +258,10 @@ def _typed(v: Any, value: Value) -> Value:
 
 
 def _only_jaxpr(eqn: Any) -> Any:
-    """Returns the jaxpr that an equation calls with its last operands, as jit and checkpoint do."""
+    """Returns the jaxpr that an equation calls, as jit and checkpoint do, or None.
+
+    Its inputs are the last operands of the equation.
+    """
     if eqn.primitive.name == 'pallas_call':
         return None
     for parameter in eqn.params.values():
