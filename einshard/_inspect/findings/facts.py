@@ -103,7 +103,7 @@ class Facts:
 
     @functools.cached_property
     def trace(self) -> Trace | None:
-        """The products, constraints and loops of the traced function; None for a `Compiled`."""
+        """The operations of the traced function; None without one, or without a common mesh."""
         if self.stages.traced is None or self.mesh is None:
             return None
         jaxpr = self.stages.traced.jaxpr.jaxpr
