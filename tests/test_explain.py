@@ -32,16 +32,16 @@ from einshard import (
 )
 from einshard._hlo.module import Module
 from einshard._hlo.output_uses import output_uses
-from einshard._inspect.collective_axes import (
+from einshard._inspect.fold_layers import fold
+from einshard._inspect.golden_files import golden_text
+from einshard._inspect.intermediates import _placement
+from einshard._inspect.report_rows import Finding
+from einshard._sharding.collective_axes import (
     axes_text,
     mesh_axes_between,
     mesh_axes_of,
     sharding_of,
 )
-from einshard._inspect.fold_layers import fold
-from einshard._inspect.golden_files import golden_text
-from einshard._inspect.intermediates import _placement
-from einshard._inspect.report_rows import Finding
 
 sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
 import transformer

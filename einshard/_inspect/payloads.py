@@ -113,7 +113,7 @@ def _updated_inputs(
         for end in {path, path.partition('/')[2]}:
             by_path.setdefault(end, []).append(i)
     is_training = _is_training(module)
-    types = {int(op.given): op.results for op in module.entry.parameters()}
+    types = {op.parameter_number: op.results for op in module.entry.parameters()}
     results = module.entry.root.results
     updated: dict[int, list[int]] = defaultdict(list)
     for output, parameter in module.aliases.items():

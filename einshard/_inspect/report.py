@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from warnings import warn
 
-from .._display import Display, plain
+from .._display import Display, as_json
 from .._errors import plural
 from .._hlo.buffers import Temporary
 from .._page import Column, Page, Section
@@ -106,12 +106,12 @@ class Report(Display):
         """Converts the report to dictionaries, lists, strings and numbers, for JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
-            **{name: plain(value) for name, value in fields.items()},
+            **{name: as_json(value) for name, value in fields.items()},
             'mesh': dict(self.mesh),
             'meshes': [dict(mesh) for mesh in self.meshes],
             'counts': dict(self.collectives.counts),
             'network_bytes': self.network_bytes,
-            'warnings': plain((*self.findings, *self.notes)),  # until 0.5
+            'warnings': as_json((*self.findings, *self.notes)),  # until 0.5
         }
 
     def _page(self) -> Page:
@@ -137,7 +137,7 @@ def _page(report: Report) -> Page:
     ]
     if report.intermediates is not None:
         sections.insert(2, _intermediates(report.intermediates))
-    sections.append(Section('on each device', words=tuple(_resources(report))))
+    sections.append(Section('on each device', lines=tuple(_resources(report))))
     sections.append(temporaries_section(report.temporaries, report.memory))
     unknown_loops = any(row.at_least for row in report.products) or any(
         row.executions is None for row in report.collectives
@@ -145,7 +145,7 @@ def _page(report: Report) -> Page:
     sections.append(bounds_section(report.chip or '', report.bounds, unknown_loops))
     devices, meshes = plural(report.n_devices, 'device'), meshes_text(report)
     title = f'{report.name} on {devices} ({report.device_kind}{"; " * bool(meshes)}{meshes})'
-    filled = tuple(section for section in sections if section.rows or section.words)
+    filled = tuple(section for section in sections if section.rows or section.lines)
     return Page(title, filled, _finding_texts(report.findings), _finding_texts(report.notes))
 
 
@@ -174,7 +174,7 @@ def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:
         row = rows[indices[0]]
         n = f'{len(indices)} x ' if len(indices) > 1 else ''
         shown.append((path, row.array, row.placement, f'{n}{format_bytes(row.bytes)}'))
-    return Section(title, _ARRAYS, tuple(shown), most=_MAX_ROWS)
+    return Section(title, _ARRAYS, tuple(shown), max_rows=_MAX_ROWS)
 
 
 def _result_section(report: Report) -> Section:
@@ -187,7 +187,7 @@ def _result_section(report: Report) -> Section:
         for (result, argument), n in counts.items()
     ]
     columns = section.columns if section.rows else ()
-    return replace(section, columns=columns, words=(*section.words, *words))
+    return replace(section, columns=columns, lines=(*section.lines, *words))
 
 
 def _without_common_end(a: str, b: str) -> tuple[str, str]:
@@ -204,7 +204,7 @@ def _intermediates(rows: Sequence[ArrayRow]) -> Section:
     ]
     path = Column('name', elastic='start')
     columns = path, *_ARRAYS[1:], _SOURCE
-    return Section('intermediates', columns, tuple(shown), most=_MAX_ROWS)
+    return Section('intermediates', columns, tuple(shown), max_rows=_MAX_ROWS)
 
 
 def _resources(report: Report) -> list[str]:

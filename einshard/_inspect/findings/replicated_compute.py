@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from ..._text import first_of, flops_text, short_source
+from ..._text import first_of, format_flops, short_source
 from ..fold_layers import fold
 from ..report_rows import Finding
 from .activations import missing_constraint, weight_and_data
@@ -46,7 +46,7 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
         texts = first_of([short_source(line.line) for line in lines], 4)
         yield Finding(
             'replicated compute',
-            f'{times} devices repeat the products in {texts}: {flops_text(wasted)} more on each '
+            f'{times} devices repeat the products in {texts}: {format_flops(wasted)} more on each '
             'device in one run than if each computed a part',
             max(lines, key=lambda line: line.wasted).line,
             0,
