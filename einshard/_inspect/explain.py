@@ -258,5 +258,3 @@ def _collective_row(
         called_at=collective.called_at,
         in_branch=collective.in_branch,
     )
-
-
