@@ -81,7 +81,7 @@ def jit_by_hand(function: Callable[[Any], Any], shardings: Any) -> Any:
 
 
 def calls(bench: Bench, setting: Setting, n_leaves: int) -> None:
-    """Several kinds of specs, with the mesh given, with it in context, and under a budget."""
+    """Several kinds of specs; one argument also with limited collectives, and in a mesh context."""
     x, tree = setting.array(setting.split), setting.tree(n_leaves)
     split_tree = jax.device_put(tree, setting.split)
     by_leaf = jax.tree.map(lambda leaf: leaf.sharding, tree)
@@ -98,12 +98,12 @@ def calls(bench: Bench, setting: Setting, n_leaves: int) -> None:
         given = sharded(spec, out=spec, mesh=setting.devices)(plus_one)
         check_shardings(given, value, shardings)
         compare(bench, setting, name, given, value, shardings)
-        budget = sharded(spec, out=spec, mesh=setting.devices, collectives=())(plus_one)
-        compare(bench, setting, f'{name}, collectives=()', budget, value, shardings)
-        with jax.set_mesh(setting.mesh):
-            ambient = sharded(spec, out=spec)(plus_one)
-            check_shardings(ambient, value, shardings)
-            compare(bench, setting, f'{name}, jax.set_mesh', ambient, value, shardings)
+    limited = sharded(SPLIT, out=SPLIT, mesh=setting.devices, collectives=())(plus_one)
+    compare(bench, setting, 'one argument, collectives=()', limited, x, setting.split)
+    with jax.set_mesh(setting.mesh):
+        ambient = sharded(SPLIT, out=SPLIT)(plus_one)
+        check_shardings(ambient, x, setting.split)
+        compare(bench, setting, 'one argument, jax.set_mesh', ambient, x, setting.split)
 
 
 def compare(

@@ -197,7 +197,7 @@ def test_nothing_to_shard_by():
 @pytest.mark.parametrize(
     ('pin', 'mesh', 'message'),
     [
-        ({'enbed': '@x'}, None, "pin= has 'enbed', which step does not use"),
+        ({'enbed': '@x'}, None, "pin= has 'enbed', but step has no such axis name"),
         ({'embed': '@data'}, None, "pin= shards 'embed' over 'data', but the mesh axes are"),
         ({'embed': '@x', 'mlp': '@x'}, None, "'mlp' and 'embed' of one array over 'x'"),
         ({'embed': '@x', 'batch': '@y'}, None, 'pin= fits no mesh of 8 devices'),

@@ -11,7 +11,7 @@ import numpy as np
 from jax.stages import Compiled, Lowered, Traced
 
 from .._arrays.place import einshard
-from .._errors import EinshardError, plural, shown
+from .._errors import EinshardError, plural, printable
 from .._inspect.lowered import Stages, trace_call
 from .._inspect.show import checked_shape
 from .._notation.layout import needs_rank
@@ -85,7 +85,7 @@ def to_jax(
             `per_device` function.
     """
     if isinstance(what, Plan):
-        _check_no_more(args, kwargs, mesh, shape, 'a Plan already has its arguments and mesh')
+        _check_plan_alone(args, kwargs, mesh, shape)
         title = f'plan for {what.name}: {what.best.candidate}'
         return _write_function(what.trace(), what.mesh, title)
     if _is_spec(what):
@@ -117,13 +117,16 @@ def _is_spec(what: Any) -> bool:
     return not (is_function(what) or isinstance(what, Lowered | Compiled | Traced))
 
 
-def _check_no_more(
-    args: Sequence[Any], kwargs: Mapping[str, Any], mesh: object, shape: object, sentence: str
+def _check_plan_alone(
+    args: Sequence[Any], kwargs: Mapping[str, Any], mesh: object, shape: object
 ) -> None:
     given = ['arguments'] if args or kwargs else []
     given += [f'{name}=' for name, x in (('mesh', mesh), ('shape', shape)) if x is not None]
     if given:
-        raise EinshardError(sentence, facts={'got': ', '.join(given), 'try': 'to_jax(plan)'})
+        raise EinshardError(
+            'a Plan already has its arguments and mesh',
+            facts={'got': ', '.join(given), 'expected': 'to_jax(plan)'},
+        )
 
 
 def _write_sharding(spec: Any, args: Sequence[Any], shape: Any, context: Context) -> str:
@@ -150,7 +153,7 @@ def _write_rules(
     writer = Writer(context.lowering_mesh)
     tables, conditions = Tables(writer), list[str]()
     if args:
-        rules, has_others = _rules_write_rules(spec, args[0], mesh, context)
+        rules, has_others = _rules_of_tree(spec, args[0], mesh, context)
         if has_others:
             conditions = ["if not hasattr(leaf, 'shape'):", '    return None']
     elif isinstance(spec, Rules):
@@ -166,7 +169,7 @@ def _write_rules(
     return module(_title(spec, context.lowering_mesh), [*writer.definitions(), *parts])
 
 
-def _rules_write_rules(
+def _rules_of_tree(
     spec: Any, tree: Any, mesh: MeshLike | None, context: Context
 ) -> tuple[list[PathRule], bool]:
     """Finds rules for the leaves of a pytree; also returns whether some leaves are not arrays."""
@@ -240,7 +243,7 @@ def _struct(leaf: Any) -> Any:
 def _title(spec: Any, mesh: AnyMesh) -> str:
     text = name_of(spec)
     if isinstance(spec, LEAF_SPECS):
-        text = f"'{shown(str(as_leaf_spec(spec)))}'"
+        text = f"'{printable(str(as_leaf_spec(spec)))}'"
     return _on(text, mesh)
 
 

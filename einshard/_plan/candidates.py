@@ -88,22 +88,23 @@ class _CandidateSearch:
         return self._evaluated(plan)[1]
 
     def key(self, plan: PlanRoles) -> tuple[float, ...]:
-        """Returns the sort key of a plan: whether it fits, the objective, memory, bytes sent."""
+        """Returns the sort key of a plan: missing memory, the objective, memory, bytes sent."""
         return self._evaluated(plan)[0]
 
     def _evaluated(self, plan: PlanRoles) -> tuple[tuple[float, ...], Totals]:
         known = self._known.get(plan)
         if known is None:
             totals = self.estimator.totals(self.space.axes(plan))
-            over = max(totals.memory - self.memory, 0)
+            missing = max(totals.memory - self.memory, 0)
             first = {'bound': totals.seconds, 'bytes': totals.sent, 'memory': totals.memory}
             # rounded, because equal sums of many numbers may differ in their last digits
             numbers = (first[self.objective], totals.memory, totals.sent)
-            key = over, *(float(f'{number:.9g}') for number in numbers), len(plan[0])
+            key = missing, *(float(f'{number:.9g}') for number in numbers), len(plan[0])
             known = self._known[plan] = key, totals
         return known
 
     def add(self, plans: Iterable[PlanRoles]) -> None:
+        """Evaluates plans; leaves out those that are not valid, or repeat one with fewer axes."""
         for plan in plans:
             if not self.space.is_valid(plan):
                 self.pruned['indivisible'] += 1
@@ -136,8 +137,9 @@ class _CandidateSearch:
             if name in self.space.pinned:
                 continue
             fewer = (*roles[:axis], roles[axis] - {name}, *roles[axis + 1 :])
-            may_be_unused = fewer[axis] or self.space.mesh is not None
-            if may_be_unused and self.key((sizes, fewer)) <= self.key((sizes, roles)):
+            # only a mesh axis of the user may shard nothing
+            is_allowed = fewer[axis] or self.space.mesh is not None
+            if is_allowed and self.key((sizes, fewer)) <= self.key((sizes, roles)):
                 roles = fewer
         return self.merged((sizes, roles))
 

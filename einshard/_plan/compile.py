@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
@@ -44,6 +44,8 @@ class Worker:
     def __init__(self, n_devices: int):
         self.n_devices = n_devices
         self._process: subprocess.Popen[bytes] | None = None
+        self._requests: Any = None  # the standard input and output of the process
+        self._answers: Any = None
         self._log = Path()
         self._end: Any = None
 
@@ -56,16 +58,14 @@ class Worker:
         """Sends a program; returns at once."""
         if self._process is None:
             self._start()
-        requests, _ = self._pipes
         with contextlib.suppress(BrokenPipeError):  # the process has ended; `result` raises
-            pickle.dump(request, requests)
-            requests.flush()
+            pickle.dump(request, self._requests)
+            self._requests.flush()
 
     def result(self) -> Compiled | str:
         """Waits for the next program; returns it compiled, or the error of the compiler."""
         try:
-            _, answers = self._pipes
-            answer = pickle.load(answers)
+            answer = pickle.load(self._answers)
         except (EOFError, pickle.UnpicklingError):
             lines = self._log.read_text(encoding='utf-8', errors='replace').strip().splitlines()
             self.close()
@@ -102,16 +102,9 @@ class Worker:
                 stderr=log,
                 env={**_environment(self.n_devices), 'TMPDIR': folder.name},
             )
+        self._requests, self._answers = self._process.stdin, self._process.stdout
         # also runs when the interpreter exits
         self._end = weakref.finalize(self, _end, self._process, folder)
-
-    @property
-    def _pipes(self) -> tuple[BinaryIO, BinaryIO]:
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        return process.stdin, process.stdout  # type: ignore[reportReturnType]
 
 
 def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:

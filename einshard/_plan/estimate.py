@@ -137,7 +137,7 @@ class Estimator:
 
 
 def _axes_of(candidate: Candidate) -> Axes:
-    """Returns the mesh axes of each name; specs may name mesh axes, so these are names too."""
+    """Returns the mesh axes of each name; names of mesh axes count too, as in specs."""
     sizes = [size for _, size in candidate.mesh]
     of = {name: axis for (name, _), axis in zip(candidate.mesh, mesh_axes(sizes), strict=True)}
     by_name = {name: tuple(of[axis] for axis in used) for name, used in candidate.axes}
@@ -154,7 +154,10 @@ def _names_of(sides: Sequence[Side]) -> tuple[str, ...]:
 
 
 class _StoredArrays:
-    """The bytes of the arrays in memory, by names: the same names have the same sharding."""
+    """The bytes of the arrays in memory.
+
+    Those of arrays with the same axis names are added up, because they have the same sharding.
+    """
 
     def __init__(self, model: Model):
         arguments = [(one.names, one.bytes) for one in model.arrays]

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._sharding.context import LIBRARY_FOLDERS
 from .._sharding.mesh import UNCONSTRAINED, spec_axes
 from .links import Relation, Shape, relate
 
@@ -40,7 +39,6 @@ class Op:
         executions: how often it runs: the product of the lengths of the loops around it.
         scope: the number of the innermost loop around it; 0 outside of loops.
         body: the number of the loop that a 'scan_input' or 'scan_output' belongs to; else 0.
-        source: 'model.py:12', or ''.
     """
 
     primitive: str
@@ -50,7 +48,6 @@ class Op:
     executions: int = 1
     scope: int = 0
     body: int = 0
-    source: str = ''
 
     @property
     def arrays_in(self) -> list[int]:
@@ -142,7 +139,8 @@ class _Reader:
         outs = self.new_values(eqn.outvars)
         if name == 'sharding_constraint':
             self.constrain(outs[0], params['sharding'])
-        self.add(name, params, ins, outs, eqn)
+        relation = relate(name, params, list(map(self.shape, ins)), list(map(self.shape, outs)))
+        self.append(Op(name, tuple(ins), tuple(outs), relation))
         return outs
 
     def constrain(self, value: int | None, sharding: Any) -> None:
@@ -150,18 +148,8 @@ class _Reader:
         if value is not None and spec is not None:
             self.program.values[value].spec = entries_of(spec, self.shape(value))
 
-    def add(
-        self,
-        name: str,
-        params: Mapping[str, Any],
-        ins: Sequence[int | None],
-        outs: Sequence[int | None],
-        eqn: Any = None,
-    ) -> None:
-        shapes = [[self.shape(value) for value in values] for values in (ins, outs)]
-        op = Op(name, tuple(ins), tuple(outs), relate(name, params, *shapes))
+    def append(self, op: Op) -> None:
         op.executions, op.scope = self.executions, self.scope
-        op.source = _source(eqn) if op.relation.einsum and op.relation.einsum.flops else ''
         self.program.ops.append(op)
 
     def connect(
@@ -178,9 +166,12 @@ class _Reader:
         n = min(len(self.shape(old)) - shift[0], len(self.shape(new)) - shift[1])
         links = tuple((0, d + shift[0], 0, d + shift[1]) for d in range(n))
         unsharded = ((0, 0),) if name == 'scan_input' else ()
-        op = Op(name, (old,), (new,), Relation(links, unsharded=unsharded))
-        op.executions, op.scope, op.body = self.executions, self.scope, body
-        self.program.ops.append(op)
+        self.append(Op(name, (old,), (new,), Relation(links, unsharded=unsharded), body=body))
+
+    def carry(self, olds: Sequence[int | None], news: Sequence[int | None]) -> None:
+        """Connects the values that a loop carries into its body, to the next iteration or out."""
+        for old, new in zip(olds, news, strict=True):
+            self.connect('carry', old, new, (0, 0))
 
     def shape(self, value: int | None) -> Shape:
         return () if value is None else self.program.values[value].shape
@@ -196,23 +187,19 @@ class _Reader:
         number = self.n_scopes + 1
         inner = self.new_values(body.invars)
         inner[:n_consts] = ins[:n_consts]
-        for old, new in zip(ins[n_consts:n_before], inner[n_consts:n_before], strict=True):
-            self.connect('carry', old, new, (0, 0))
+        self.carry(ins[n_consts:n_before], inner[n_consts:n_before])
         for old, new in zip(ins[n_before:], inner[n_before:], strict=True):
             self.connect('scan_input', old, new, (1, 0), number)
         found = self.read_loop(body, inner, length)
-        for i, (old, new) in enumerate(zip(found, outs, strict=True)):
-            if i < n_carry:
-                self.connect('carry', old, inner[n_consts + i], (0, 0))
-                self.connect('carry', old, new, (0, 0))
-            else:
-                self.connect('scan_output', old, new, (0, 1), number)
+        self.carry(found[:n_carry], inner[n_consts:n_before])
+        self.carry(found[:n_carry], outs[:n_carry])
+        for old, new in zip(found[n_carry:], outs[n_carry:], strict=True):
+            self.connect('scan_output', old, new, (0, 1), number)
         # the first axis of stacked and of scanned arrays is the same: the iterations
         scanned = next((value for value in ins[n_before:] if value is not None), None)
         for new in outs[n_carry:]:
             if scanned is not None and new is not None:
-                link = Relation(((0, 0, 0, 0),))
-                self.program.ops.append(Op('scan_axis', (scanned,), (new,), link))
+                self.append(Op('scan_axis', (scanned,), (new,), Relation(((0, 0, 0, 0),))))
         return outs
 
     def while_loop(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
@@ -222,20 +209,17 @@ class _Reader:
         consts, carry = ins[n_cond : n_cond + n_body], ins[n_cond + n_body :]
         inner = self.new_values(body.invars[n_body:])
         outs = self.new_values(eqn.outvars)
-        for old, new in zip(carry, inner, strict=True):
-            self.connect('carry', old, new, (0, 0))
+        self.carry(carry, inner)
         found = self.read_loop(body, [*consts, *inner], 1)
-        for old, again, new in zip(found, inner, outs, strict=True):
-            self.connect('carry', old, again, (0, 0))
-            self.connect('carry', old, new, (0, 0))
+        self.carry(found, inner)
+        self.carry(found, outs)
         return outs
 
     def cond(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
         outs = self.new_values(eqn.outvars)
         for branch in map(_open, eqn.params['branches']):
             found = self.read(branch, ins[1:])
-            for old, new in zip(found, outs, strict=True):
-                self.connect('carry', old, new, (0, 0))
+            self.carry(found, outs)
         return outs
 
     def read_loop(
@@ -272,15 +256,6 @@ def entries_of(spec: Any, shape: Shape) -> tuple[tuple[str, ...], ...]:
     entries = [() if entry == UNCONSTRAINED else entry for entry in spec_axes(spec)]
     entries += [()] * (len(shape) - len(entries))
     return tuple(tuple(map(str, entry)) for entry in entries)
-
-
-def _source(eqn: Any) -> str:
-    """Returns the line of the user, as 'model.py:12'; '' if it is unknown."""
-    traceback = getattr(getattr(eqn, 'source_info', None), 'traceback', None)
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(LIBRARY_FOLDERS):
-            return f'{frame.file_name}:{frame.line_num}'
-    return ''
 
 
 def _used(program: Program) -> list[Op]:

@@ -111,7 +111,7 @@ class Function:
 
 
 def as_sharded(fn: Any) -> ShardedFunction[..., Any] | None:
-    """Returns a `sharded` function, also for its bound method; None for other functions."""
+    """Returns `fn`, or the function of a bound method, if it is `sharded`; else None."""
     function = fn.func if isinstance(fn, BoundMethod) else fn
     return function if isinstance(function, ShardedFunction) else None
 

@@ -55,16 +55,15 @@ class Relation:
 
 def relate(primitive: str, params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     """Finds the relation of a primitive with these parameters and shapes."""
-    rule = _RULES.get(primitive)
-    if rule is None and primitive.startswith(_REDUCTIONS) and 'axes' in params:
+    if primitive in _RULES:
+        rule = _RULES[primitive]
+    elif primitive.startswith(('reduce_window', 'select_and_')):  # pooling and its gradients
+        rule = _window
+    elif primitive.startswith(('reduce_', 'argmax', 'argmin')) and 'axes' in params:
         rule = _reduce
-    if rule is None:
+    else:
         rule = _scatter if primitive.startswith('scatter') else _elementwise
     return rule(params, ins, outs)
-
-
-# every reduction of `jax.lax` that removes axes
-_REDUCTIONS = ('reduce_', 'argmax', 'argmin')
 
 
 def _elementwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
@@ -225,7 +224,7 @@ def _update(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 
 
 def _window(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Links all axes of a pooling; its devices exchange edges of shards, which count as free."""
+    """Links all axes of pooling; the exchange of edges between neighbors counts as free."""
     same = (i for i, shape in enumerate(ins) if len(shape) == len(outs[0]))
     return Relation(tuple((i, d, 0, d) for i in same for d in range(len(outs[0]))))
 
@@ -301,24 +300,11 @@ _RULES: dict[str, Callable[..., Relation]] = {
     'squeeze': _squeeze,
     'reshape': _reshape,
     'gather': _gather,
-    'slice': _same_sizes,
-    'dynamic_slice': _same_sizes,
-    'split': _same_sizes,
-    'concatenate': _same_sizes,
-    'pad': _same_sizes,
     'dynamic_update_slice': _update,
-    'reduce_window': _window,
-    'reduce_window_sum': _window,
-    'reduce_window_max': _window,
-    'reduce_window_min': _window,
-    'select_and_scatter_add': _window,
-    'select_and_gather_add': _window,
     'sort': _unsharded_axis('dimension'),
-    'top_k': _unsharded_axis('axis'),
-    'cumsum': _unsharded_axis('axis'),
-    'cumprod': _unsharded_axis('axis'),
-    'cummax': _unsharded_axis('axis'),
-    'cummin': _unsharded_axis('axis'),
-    'cumlogsumexp': _unsharded_axis('axis'),
     'optimization_barrier': _each,
+    **dict.fromkeys(['slice', 'dynamic_slice', 'split', 'concatenate', 'pad'], _same_sizes),
+    **dict.fromkeys(
+        ['top_k', 'cumsum', 'cumprod', 'cummax', 'cummin', 'cumlogsumexp'], _unsharded_axis('axis')
+    ),
 }

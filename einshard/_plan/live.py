@@ -25,7 +25,12 @@ _MAX_PEAKS = 24
 
 @dataclass(slots=True)
 class _Buffer:
-    """Memory that is in use from one operation to another, by number, and the array in it."""
+    """A part of memory.
+
+    Attributes:
+        start, end: the numbers of the first and the last operation that need it.
+        stored: the largest array in it.
+    """
 
     start: int
     end: int
@@ -33,7 +38,7 @@ class _Buffer:
 
 
 class Roots:
-    """Finds the value whose memory a value uses: its own, or for a view that of another value."""
+    """Finds the value that has the memory of a view; for other values, themselves."""
 
     def __init__(self, program: Program):
         self.of = list(range(len(program.values)))
@@ -104,7 +109,7 @@ def _buffers(
             root = roots(value)
             if root in buffers:
                 end = spans[op.body][1] if op.primitive == 'scan_input' else at
-                # a loop that starts after the value is made uses it in each iteration
+                # a loop that uses a value from outside needs it until its last iteration
                 loop = _outermost_within(op.scope, scopes[root], program.parents)
                 buffers[root].end = max(buffers[root].end, end, spans[loop][1] if loop else 0)
     return list(buffers.values())

@@ -64,7 +64,8 @@ def _notes(choices: Sequence[Judgement], search: Search) -> Iterator[str]:
 def _n_alike(choices: Sequence[Judgement]) -> int:
     """Counts the first plans whose bounds overlap with those of the best one.
 
-    The bounds of a plan are a range: if all resources overlap in time, and if none do.
+    The range of a plan goes from its largest bound, if all resources overlap, to the sum, if none
+    do.
     """
     if not choices[0].bounds:
         return 1

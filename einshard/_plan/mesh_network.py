@@ -27,6 +27,7 @@ class MeshNetwork:
     def seconds_per_byte(self, kind: str, axes: Sequence[MeshAxis]) -> float:
         """Returns the minimum time of a collective along mesh axes, per byte of its array."""
         kind = 'all-gather' if kind == 'reduce-scatter' else kind  # the same in reverse
+        # by the axes as given, too: to merge them each time makes estimates 20 % slower
         key = kind, tuple(axes)
         found = self._known.get(key)
         if found is None:
@@ -38,9 +39,10 @@ class MeshNetwork:
         return found
 
     def _without_copies(self, groups: Any) -> Any:
-        """Keeps one of the groups in parallel rows or planes of a torus: they share no links.
+        """Keeps one of the groups that lie in parallel rows or planes of a torus.
 
-        With all of them, a pattern of 8,192 devices takes 100 ms.
+        They share no links, so each takes the same time. For 8,192 devices, all groups together
+        would need 100 ms.
         """
         network = self.network
         if not network.has_coords or len(set(network.slices[groups].ravel().tolist())) > 1:
@@ -62,6 +64,7 @@ def _merged(axes: Sequence[MeshAxis]) -> tuple[MeshAxis, ...]:
 
 
 def _groups(n: int, axes: Sequence[MeshAxis]) -> Any:
+    """Returns an array of device numbers, with a row for each group along these mesh axes."""
     offsets, ids = np.zeros(1, int), np.arange(n)
     first = np.ones(n, bool)
     for stride, size in axes:

@@ -10,8 +10,6 @@ from typing import Any, Literal, TypeAlias
 
 import jax.tree_util as jtu
 
-from .._inspect.lowered import Stages
-from .._trees.paths import path_text
 from .flatten import Program, flatten
 from .live import Peak, Stored, find_peaks
 from .metadata import metadata_names
@@ -27,13 +25,11 @@ class Array:
     """An argument of the function.
 
     Attributes:
-        path: of its leaf, as 'params/mlp/up'.
         names: the names of each axis; `()` for one that is not sharded.
         role: 'state' for weights and what else a step updates; 'batch' for data.
         donated: whether a result can take its memory.
     """
 
-    path: str
     shape: tuple[int, ...]
     dtype: str
     names: tuple[Names, ...]
@@ -93,11 +89,11 @@ def find_model(
     of_results = _or_known(of_results, metadata_names(stages.traced.out_info))
     program = flatten(stages.traced.jaxpr)
     found = name_axes(program, of_arguments, of_results)
-    axes = [tuple(names or () for names in of_value) for of_value in found]
+    axes = [tuple(one or () for one in of_value) for of_value in found]
     arguments = [() if value is None else axes[value] for value in program.arguments]
     sizes, divisors, together = _sizes(program, axes, names)
     results = jtu.tree_leaves(stages.traced.out_info)
-    arrays = _arrays(_leaves(stages), arguments, results)
+    arrays = _arrays(stages.traced.args_info, arguments, results)
     pairs = zip(program.arguments, arrays, strict=True)
     states = [value for value, one in pairs if value is not None and one.role == 'state']
     return Model(
@@ -122,18 +118,6 @@ def _or_known(
     return [known if names is None else names for names, known in pairs]
 
 
-def _leaves(stages: Stages) -> list[tuple[str, Any]]:
-    """Returns the path and the shape of every argument leaf."""
-    assert stages.traced is not None, 'a function was traced'
-    labels = stages.argument_names or dict(enumerate(stages.parameters))
-    found: list[tuple[str, Any]] = []
-    for (_, first, *rest), info in jtu.tree_leaves_with_path(stages.traced.args_info):
-        index = getattr(first, 'idx', None)
-        name = path_text([first]) if index is None else labels.get(index, str(index))
-        found.append(('/'.join(filter(None, [name, path_text(rest)])), info))
-    return found
-
-
 def _sizes(
     program: Program, axes: Sequence[tuple[Names, ...]], names: Sequence[str]
 ) -> tuple[dict[str, int], dict[str, int], tuple[tuple[str, ...], ...]]:
@@ -154,23 +138,22 @@ def _sizes(
 
 
 def _arrays(
-    leaves: Sequence[tuple[str, Any]],
-    axes: Sequence[tuple[Names, ...]],
-    results: Sequence[Any],
+    args_info: Any, axes: Sequence[tuple[Names, ...]], results: Sequence[Any]
 ) -> tuple[Array, ...]:
+    leaves = jtu.tree_leaves_with_path(args_info)
+    # the first two keys of a path are those of an argument
+    n_leaves = Counter(path[:2] for path, _ in leaves)
     returned = Counter((tuple(one.shape), str(one.dtype)) for one in results)
-    per_argument = Counter(path.partition('/')[0] for path, _ in leaves)
     # without donation, an argument with the shape of a result counts as state that it updates; but
     # if there is only one result, the equal shape may be a coincidence
     by_shape = len(results) > 1 and not any(info.donated for _, info in leaves)
     found: list[Array] = []
     for (path, info), names in zip(leaves, axes, strict=True):
         shape, dtype = tuple(map(int, info.shape)), str(info.dtype)
-        is_tree = per_argument[path.partition('/')[0]] > 1
+        is_tree = n_leaves[path[:2]] > 1
         is_state = info.donated or is_tree or (by_shape and returned[shape, dtype] > 0)
         found.append(
             Array(
-                path,
                 shape,
                 dtype,
                 names,

@@ -66,7 +66,10 @@ def mesh_axes(sizes: Sequence[int]) -> tuple[MeshAxis, ...]:
 
 
 def shards(names: Sequence[Names], axes: Axes) -> dict[MeshAxis, int]:
-    """Returns the array axis that each mesh axis shards: the first, if names of several use it."""
+    """Returns the array axis that each mesh axis shards.
+
+    If the names of several array axes have the same mesh axis, it shards the first of them.
+    """
     found: dict[MeshAxis, int] = {}
     for at, several in enumerate(names):
         for name in several:

@@ -41,7 +41,6 @@ class Product:
         flops: of one execution.
         dtype: of the operands, as in HLO.
         executions: how often it and equal products run in one run of the function.
-        source: the source line of one of these products.
     """
 
     kind: str
@@ -50,7 +49,6 @@ class Product:
     flops: int
     dtype: str
     executions: int
-    source: str = ''
 
 
 def find_products(
@@ -62,12 +60,10 @@ def find_products(
     """
     shares = _Shares(program, names, states)
     counts: Counter[Product] = Counter()
-    sources: dict[Product, str] = {}
     for op in program.ops:
         for product in _products(op, program, names, shares):
             counts[product] += op.executions
-            sources.setdefault(product, op.source)
-    return tuple(replace(one, executions=n, source=sources[one]) for one, n in counts.items())
+    return tuple(replace(product, executions=n) for product, n in counts.items())
 
 
 def _products(

@@ -20,7 +20,7 @@ from .judgement import Judgement, Objective
 from .reasons import reason
 from .scatter import scatter_svg
 
-_SHOWN = 4
+_SHOWN = 4  # plans in the printed table
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -55,7 +55,7 @@ class Space:
         return AXES if self.mesh is None else tuple(name for name, _ in self.mesh)
 
     def shapes(self, max_axes: int = len(AXES)) -> list[Sizes]:
-        """The mesh shapes with up to this many axes, in hardware order; or that of the user."""
+        """The mesh shapes with up to this many axes, slowest first; or only that of the user."""
         if self.mesh is not None:
             return [tuple(size for _, size in self.mesh)]
         first = (self.n_slices,) if self.n_slices > 1 else ()
@@ -68,7 +68,7 @@ class Space:
         return [sizes for sizes in found if self._fits_pins(sizes)]
 
     def roles(self, sizes: Sizes, axis: int) -> list[Role]:
-        """The sets of names that a mesh axis may shard."""
+        """The sets of names that a mesh axis may shard; each has the names pinned to it."""
         across_slices = self.n_slices > 1 and self.mesh is None and axis == 0
         pinned = frozenset(n for n, axes in self.pinned.items() if self.mesh_axes[axis] in axes)
         key = sizes[axis], across_slices, pinned
@@ -86,11 +86,12 @@ class Space:
         return all(self.model.divisors[name] % n == 0 for name, n in shards.items())
 
     def obeys_pins(self, plan: PlanRoles) -> bool:
+        """Whether the pinned names are sharded over their mesh axes, and no others."""
         axes = dict(self.candidate(plan).axes)
         return all({*axes[name]} == {*pinned} for name, pinned in self.pinned.items())
 
     def axes(self, plan: PlanRoles) -> dict[str, tuple[MeshAxis, ...]]:
-        """The mesh axes that shard each name; specs may name a user's mesh axis, also a name."""
+        """The mesh axes of each name; names of the user's mesh axes count too, as in specs."""
         sizes, roles = plan
         found: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(self.model.names, ())
         for axis, role in zip(mesh_axes(sizes), roles, strict=True):
@@ -157,8 +158,8 @@ class Space:
         unknown = [name for name in self.pinned if name not in self.model.names]
         if unknown:
             raise EinshardError(
-                f'pin= has {quoted(unknown)}, which {self.model.name or "the function"} '
-                'does not use',
+                f'pin= has {quoted(unknown)}, but {self.model.name or "the function"} '
+                'has no such axis name',
                 facts={'axis names': ', '.join(self.model.names)},
             )
         for together in self.model.together:

@@ -79,8 +79,8 @@ def _compile(
         given.update((i, jnp.zeros(avals[i].shape, avals[i].dtype)) for i in unused)
         return exported.call(*(given[i] for i in range(len(avals))))
 
-    # an exported program lacks the donated arguments; without them, a train step needs 10 % more
-    # memory
+    # an exported program does not record which arguments are donated; without donation, a train
+    # step needs 10 % more memory
     jitted = jax.jit(
         call,
         in_shardings=tuple(shardings[i] for i in kept),
