@@ -238,7 +238,7 @@ def _too_large(name: str, facts: Mapping[str, str]) -> EinshardError:
 
 
 def _capacity(device: Device) -> int | None:
-    """Returns the memory of a device in bytes, for a CPU that of the machine; None if unknown."""
+    """Returns the bytes of memory of a device (for a CPU, of the machine); None if unknown."""
     chip = find_chip(device.device_kind)
     if chip is not None:
         return int(chip.memory * chip.share(device))

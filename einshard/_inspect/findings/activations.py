@@ -77,18 +77,18 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
         if is_activation and _is_cheaper_to_gather_weight(facts, sent):
             flagged.setdefault(sent.along, []).append(sent)
     for along, sent_list in flagged.items():
-        collectives = {sent.collective.name: sent for sent in sent_list}.values()
-        n_bytes = sum(sent.row.total_bytes for sent in collectives)
+        distinct = {sent.collective.name: sent for sent in sent_list}.values()
+        n_bytes = sum(sent.row.total_bytes for sent in distinct)
         line, axes, what = _first_conflict(facts, along, sent_list)
         if not facts.mesh or not any(along & set(axis.mesh) for axis in axes):
             continue
-        largest = max(collectives, key=lambda sent: sent.row.total_bytes)
+        largest = max(distinct, key=lambda sent: sent.row.total_bytes)
         paths = paths_of(facts, [sent.weight for sent in sent_list])
         yield Finding(
             'missing constraint',
             f'activations are reduced or gathered along {largest.row.along}, over which the batch '
             f'is sharded, instead of gathering the weights {paths}: {format_bytes(n_bytes)} in '
-            f'{lines_of(collectives)}',
+            f'{lines_of(distinct)}',
             line,
             n_bytes,
             f"constrain {what} in {short_source(line)}: einshard(.., '"
@@ -171,11 +171,11 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
     for (table, along), sent_list in inherited.items():
         yield from _inherited(facts, table, along, sent_list)
     for (line, name, placement), sent_list in reshardable.items():
-        collectives = {sent.collective.name: sent for sent in sent_list}.values()
-        n_bytes = sum(sent.row.total_bytes for sent in collectives)
+        distinct = {sent.collective.name: sent for sent in sent_list}.values()
+        n_bytes = sum(sent.row.total_bytes for sent in distinct)
         paths = paths_of(facts, [sent.weight for sent in sent_list])
         what = f"axis '{name}'" if name else 'the contracted axis'
-        kinds = ', '.join(dict.fromkeys(sent.row.kind for sent in collectives))
+        kinds = ', '.join(dict.fromkeys(sent.row.kind for sent in distinct))
         yield Finding(
             'contracted axis',
             f'{what} is summed over, and sharded along {sent_list[0].row.along} in the activations '
@@ -221,8 +221,8 @@ def _inherited(
     """Yields the finding about activations that inherit the sharding of a lookup table."""
     assert facts.trace is not None
     assert facts.mesh is not None
-    collectives = {sent.collective.name: sent for sent in sent_list}.values()
-    n_bytes = sum(sent.row.total_bytes for sent in collectives)
+    distinct = {sent.collective.name: sent for sent in sent_list}.values()
+    n_bytes = sum(sent.row.total_bytes for sent in distinct)
     # a reduce-scatter and an all-gather send as much as the all-reduce without that sharding
     scattered = sum(
         row.total_bytes
@@ -238,7 +238,7 @@ def _inherited(
                 for axis in product.result.axes
             ]
             array = facts.arguments[table]
-            lines = lines_of(collectives)
+            lines = lines_of(distinct)
             yield Finding(
                 'inherited sharding',
                 f'activations inherit the sharding of {array.path} along '

@@ -102,7 +102,7 @@ def flops_of(eqn: Any) -> int:
 def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
     """Reads a product or a lookup of rows; returns None for a gather of anything else.
 
-    Does not set `line`, `flops` and `is_backward`, which the equation alone does not tell.
+    The caller sets `line`, `flops`, `is_backward` and `in_shard_map`.
     """
     if eqn.primitive.name == 'gather':
         return _lookup(eqn, values)

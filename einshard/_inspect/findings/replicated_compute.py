@@ -67,7 +67,7 @@ def _mesh_axes(facts: Facts) -> list[str]:
 
 
 def _repeated_lines(facts: Facts) -> Iterator[tuple[int, _RepeatedLine]]:
-    """Yields (number of devices that compute the same, line), in program order."""
+    """Yields each line with the number of devices that compute the same, in program order."""
     assert facts.trace is not None
     by_line: dict[str, list[Product]] = {}
     for product in facts.trace.products:
@@ -94,7 +94,7 @@ def _repeated_lines(facts: Facts) -> Iterator[tuple[int, _RepeatedLine]]:
 
 
 def _suggestion(facts: Facts, free: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
-    """Suggests a change after which the devices share the products.
+    """Suggests a change after which each device computes a part of the products.
 
     Args:
         facts: the program.
@@ -114,16 +114,16 @@ def _constrain_result(facts: Facts, line: _RepeatedLine) -> str:
     if any(_unused_mesh_axes(facts, product) for product in line.products):
         return ''  # the line has other products, which the constraint may not fit
     product = line.products[0]
-    # mesh axes of one operand, such as those of weights in FSDP, are no longer used if the compiler
-    # gathers this operand
-    gathered = [name for name in _mesh_axes(facts) if name not in _shared_mesh_axes(product)]
-    if gathered:
-        return _shard_batch(facts, tuple(gathered), product)
+    # if the compiler gathers an operand, as it gathers weights in FSDP, then devices along the mesh
+    # axes that shard only this operand compute the same
+    split = _mesh_axes_of_result(product)
+    if gathered := tuple(name for name in _mesh_axes(facts) if name not in split):
+        return _shard_batch(facts, gathered, product)
     placement = expression_of(product.result.axes, facts.mesh)
     return f"constrain the result of the product in {short_source(line.line)}: '{placement}'"
 
 
-def _shared_mesh_axes(product: Product) -> set[str]:
+def _mesh_axes_of_result(product: Product) -> set[str]:
     """Returns the mesh axes over which the result is sharded, or is a partial sum."""
     sides = zip(*product.contracted, strict=True) if product.contracted else ((), ())
     left, right = (
@@ -168,9 +168,9 @@ def _shard_batch(facts: Facts, free: tuple[str, ...], product: Product) -> str:
     operands = [(i, value) for i, value in data if sides and sides[1].argument == i]
     for i, value in [pair for pair in data if pair[1].axes[0].mesh] or operands:
         batch = value.axes[0]
-        mesh = (*batch.mesh, *free)
+        mesh = (*batch.mesh, *(name for name in free if name not in value.mesh))
         array, n_shards = facts.arguments[i], prod(facts.mesh.shape[name] for name in mesh)
-        if array.shape[0] % n_shards == 0:
+        if mesh != batch.mesh and array.shape[0] % n_shards == 0:
             axes = (replace(batch, mesh=mesh), *value.axes[1:])
             return f"shard {array.path} with '{expression_of(axes, facts.mesh)}'"
     return ''

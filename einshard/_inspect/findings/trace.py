@@ -93,22 +93,22 @@ class _Reader:
             return _unsharded(v) if found is None else found
 
         for eqn in jaxpr.eqns:
-            results = self.apply(eqn, list(map(value_of, eqn.invars)), site)
+            results = self.read_equation(eqn, list(map(value_of, eqn.invars)), site)
             for v, value in zip(eqn.outvars, results, strict=False):
                 known[id(v)] = _typed(v, value)
         return [value_of(v) for v in jaxpr.outvars]
 
-    def apply(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
+    def read_equation(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
         """Returns the results of an equation."""
         name = eqn.primitive.name
         if not site.is_backward and 'transpose(' in str(eqn.source_info.name_stack):
             site = site._replace(is_backward=True)
         if name == 'scan':
-            return self.scan(eqn, values, site)
+            return self.read_scan(eqn, values, site)
         if name == 'while':
-            return self.loop(eqn, values, site)
+            return self.read_while(eqn, values, site)
         if name == 'cond':
-            return self.branches(eqn, values, site)
+            return self.read_cond(eqn, values, site)
         if name == 'shard_map':
             mesh, manual = eqn.params['mesh'], eqn.params.get('manual_axes')
             axes = manual if manual is not None else mesh.axis_names
@@ -117,9 +117,9 @@ class _Reader:
             self.read(eqn.params['jaxpr'], inner, site._replace(n_manual=max(n, 1)))
             return [_unsharded(v, values) for v in eqn.outvars]
         if name in ('sharding_constraint', 'reshard', 'mesh_cast') and values:
-            return [self.constrain(eqn, values[0], site)]
+            return [self.read_constraint(eqn, values[0], site)]
         if name in (*PRODUCTS, 'gather'):
-            return [self.product(eqn, values, site)]
+            return [self.read_product(eqn, values, site)]
         if (inner := _only_jaxpr(eqn)) is not None:
             return self.read(
                 inner, values[len(values) - len(inner.invars) :], site._replace(call=eqn)
@@ -131,7 +131,7 @@ class _Reader:
     def line_of(self, eqn: Any) -> str:
         return line_of(eqn, self.innermost_lines)
 
-    def product(self, eqn: Any, values: list[Value], site: _CallSite) -> Value:
+    def read_product(self, eqn: Any, values: list[Value], site: _CallSite) -> Value:
         product = product_of(eqn, values)
         if product is None:
             return elementwise(eqn.outvars[0], values)
@@ -147,7 +147,7 @@ class _Reader:
         )
         return product.result
 
-    def constrain(self, eqn: Any, before: Value, site: _CallSite) -> Value:
+    def read_constraint(self, eqn: Any, before: Value, site: _CallSite) -> Value:
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
         if not isinstance(sharding, NamedSharding):
             return before
@@ -168,7 +168,7 @@ class _Reader:
         self.trace.constraints.append(Constraint(line, before, after, site.is_backward))
         return after
 
-    def scan(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
+    def read_scan(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
         inner, length = jaxpr_in(eqn.params['jaxpr']), eqn.params['length']
         # newer JAX has no num_consts and num_carry in `params`. Constants and carried values have
         # the same rank inside and outside; scanned inputs and stacked outputs have one more axis
@@ -190,7 +190,7 @@ class _Reader:
         stacked = [Value((Axis(), *after.axes), None, after.is_data) for after in results[n_carry:]]
         return [*after, *stacked]
 
-    def loop(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
+    def read_while(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
         params = eqn.params
         n_cond, n_body = params['cond_nconsts'], params['body_nconsts']
         carry = values[n_cond + n_body :]
@@ -201,7 +201,7 @@ class _Reader:
             for value, after in zip(carry, results, strict=True)
         ]
 
-    def branches(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
+    def read_cond(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
         results = [
             self.read(jaxpr_in(branch), values[1:], site) for branch in eqn.params['branches']
         ]
