@@ -70,7 +70,8 @@ def of_one_machine(report: Report) -> Iterator[str]:
     yield f'## {machine(report.environment)}'
     yield versions(report.environment)
     head = ('what is compared', 'einshard', 'by hand', 'difference', 'spread')
-    yield markdown(head, [[text, *in_words(row)] for _, text, row in headline_rows(report.rows)])
+    lines = [[text, *in_words(row)] for _, text, row in headline_rows(report.rows)]
+    yield markdown(head, lines, ('---', *['---:'] * 4))
     head = ('benchmark', 'what', 'einshard', 'compared with', 'ratio', 'details')
     table = markdown(head, [*map(every_figure, report.rows)])
     yield folded(f'All {len(report.rows)} figures', f'{RATIOS}\n\n{table}')
@@ -88,7 +89,8 @@ def versions(environment: dict[str, Any]) -> str:
 
 def in_words(row: Row) -> list[str]:
     spread = '' if row.spread is None else f'± {row.spread:.0%}'
-    return [quantity(row.figure, row.unit), other_text(row), words_of_ratio(row), spread]
+    cells = quantity(row.figure, row.unit), other_text(row), words_of_ratio(row), spread
+    return [cell.replace(' ', '\N{NO-BREAK SPACE}') for cell in cells]
 
 
 def every_figure(row: Row) -> list[str]:
@@ -102,8 +104,10 @@ def folded(summary: str, text: str) -> str:
     return f'<details>\n<summary>{summary}</summary>\n\n{text}\n\n</details>'
 
 
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def markdown(
+    head: Sequence[str], lines: Sequence[Sequence[str]], alignments: Sequence[str] = ()
+) -> str:
     return '\n'.join(
         '| ' + ' | '.join(text.replace('|', '\\|').replace('*', '\\*') for text in line) + ' |'
-        for line in (head, ['---'] * len(head), *lines)
+        for line in (head, [*alignments, *['---'] * (len(head) - len(alignments))], *lines)
     )

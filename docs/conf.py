@@ -29,10 +29,10 @@ nb_execution_raise_on_error = True
 nb_execution_in_temp = True  # in an empty folder, as whoever downloads a notebook has it
 nb_execution_timeout = 120
 nb_merge_streams = True
-nb_code_prompt_show = 'Show the cell that simulates devices'  # only those are folded
+nb_code_prompt_show = 'Show the setup'  # simulated devices, imports and helpers
 nb_code_prompt_hide = 'Hide it'
 
-myst_enable_extensions = ['colon_fence', 'dollarmath']
+myst_enable_extensions = ['colon_fence']
 myst_heading_anchors = 3
 
 default_role = 'code'
@@ -44,7 +44,11 @@ autodoc_preserve_defaults = True
 
 html_theme = 'sphinx_book_theme'
 html_title = 'einshard'
-html_theme_options = {'show_toc_level': 2, 'navbar_persistent': []}
+html_theme_options = {
+    'show_toc_level': 2,
+    'navbar_persistent': [],
+    'footer_content_items': ['copyright'],
+}
 html_static_path = ['_static']
 html_css_files = ['page.css']
 

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
-_WIDTH, _NARROW = 100, 80
+_MAX_WIDTH, _MIN_WIDTH = 100, 80
 
 
 class Display:
-    """Base class of objects that are shown as a page."""
+    """Base class of objects that print and display as a page: subclasses define `_page`."""
 
     __slots__ = ()
 
@@ -34,12 +34,12 @@ class Display:
         """Writes a file: an HTML page if the name ends in '.html', otherwise text."""
         path = Path(path)
         is_html = path.suffix.lower() in ('.html', '.htm')
-        text = page_document(self._page()) if is_html else f'{self._text(_WIDTH)}\n'
+        text = page_document(self._page()) if is_html else f'{self._text(_MAX_WIDTH)}\n'
         path.write_text(text, encoding='utf-8')
 
     def __str__(self) -> str:
-        columns = shutil.get_terminal_size((_WIDTH, 24)).columns
-        return self._text(min(_WIDTH, max(_NARROW, columns)))
+        columns = shutil.get_terminal_size((_MAX_WIDTH, 24)).columns
+        return self._text(min(_MAX_WIDTH, max(_MIN_WIDTH, columns)))
 
     def __repr__(self) -> str:
         return str(self)
@@ -47,19 +47,19 @@ class Display:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         from rich.text import Text
 
-        for line in page_lines(self._page(), min(_WIDTH, options.max_width)):
+        for line in page_lines(self._page(), min(_MAX_WIDTH, options.max_width)):
             yield Text.assemble(*line)
 
     def _repr_html_(self) -> str:
         return page_html(self._page())
 
 
-def plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Converts dataclasses and mappings to dictionaries, and tuples to lists, for JSON."""
     if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: as_json(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [plain(item) for item in value]
+        return [as_json(item) for item in value]
     return value

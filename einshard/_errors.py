@@ -26,7 +26,7 @@ class EinshardError(ValueError):
         ',' is not part of the notation
             a, b -> a* b
              ^
-          valid terms: a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  ...
+          valid terms: a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  +@axis  =2  ...
 
     The parts are also attributes, for tools that format errors themselves.
 
@@ -96,15 +96,15 @@ class EinshardError(ValueError):
         return functools.partial(type(self), **self.parts()), ()
 
 
-def for_arrays(errors: Sequence[EinshardError]) -> EinshardError:
-    """Combines the errors of several arrays: the first error, with a list of the other arrays."""
+def combine_errors(errors: Sequence[EinshardError]) -> EinshardError:
+    """Returns the first of the errors, with a fact that lists the arrays of the others."""
     first, *others = errors
     if not others:
         return first
     also: list[str] = []
     for error in others[:_MAX_ALSO]:
-        why = '' if error.sentence == first.sentence else f': {error.sentence}'
-        also.append(error.facts.get('array', '') + why)
+        sentence = '' if error.sentence == first.sentence else f': {error.sentence}'
+        also.append(error.facts.get('array', '') + sentence)
     more = len(others) - len(also)
     text = '; '.join(also) + (f'; and {more} more' if more else '')
     return type(first)(**first.parts(facts={**first.facts, 'also': text}))

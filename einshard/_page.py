@@ -13,7 +13,7 @@ from ._text import display_width
 Segment: TypeAlias = tuple[str, str]  # text and its rich style
 
 _MIN_ELASTIC_WIDTH = 12
-_MIN_BESIDE = 4  # columns that stay side by side on a narrow page; others go below
+_MIN_COLUMNS = 4  # so many stay side by side on a narrow page; the others go below
 
 
 @dataclass(frozen=True)
@@ -21,37 +21,38 @@ class Column:
     head: str
     right: bool = False  # align right, for numbers
     elastic: str = ''  # 'middle' or 'start': the part of a cell to omit on a narrow page
-    below: bool = False  # for long paths: whether text has these cells on lines of their own
+    below: bool = False  # write the cell on a line below its row, for long paths
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table with notes below it. In text, a section with a title is indented.
+    """A table with lines of text below it. In text, a section with a title is indented.
 
     Attributes:
-        ruled: whether to draw a line between headings and rows.
-        most: how many rows text shows, the note about the others included; None for all. HTML
-            shows all rows.
-        rest: what to say of those that text leaves out, such as ': 3 MiB'.
+        lines: the text below the table.
+        has_rule: whether to draw a line between headings and rows.
+        max_rows: in text, how many lines the rows take, with '.. and 3 more' as the last one; None
+            for all rows. HTML shows all rows.
+        omitted: what to add to '.. and 3 more' about the rows it stands for, such as ': 3 MiB'.
         code: lines of source code above the table; they are not wrapped.
     """
 
     title: str
     columns: tuple[Column, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
-    words: tuple[str, ...] = ()
-    ruled: bool = False
-    most: int | None = None
-    rest: str = ''
+    lines: tuple[str, ...] = ()
+    has_rule: bool = False
+    max_rows: int | None = None
+    omitted: str = ''
     code: tuple[str, ...] = ()
 
     def shortened(self) -> Section:
         """Leaves out the rows that text does not show."""
-        if self.most is None or len(self.rows) <= self.most:
+        if self.max_rows is None or len(self.rows) <= self.max_rows:
             return self
-        rows = self.rows[: self.most - 1]
-        more = f'.. and {len(self.rows) - len(rows)} more{self.rest}'
-        return replace(self, rows=rows, words=(more, *self.words), most=None)
+        rows = self.rows[: self.max_rows - 1]
+        more = f'.. and {len(self.rows) - len(rows)} more{self.omitted}'
+        return replace(self, rows=rows, lines=(more, *self.lines), max_rows=None)
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Page:
             replace(
                 section,
                 rows=tuple(tuple(map(shown, row)) for row in section.rows),
-                words=tuple(map(shown, section.words)),
+                lines=tuple(map(shown, section.lines)),
                 code=tuple(map(shown, section.code)),
             )
             for section in self.sections
@@ -117,30 +118,34 @@ def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment
         beside, below = section.columns[:n], section.columns[n:]
         heads = [column.head for column in beside]
         yield [(indent, ''), (_line(heads, beside, widths), 'dim')]
-        if section.ruled:
+        if section.has_rule:
             yield [(indent, ''), ('  '.join('-' * width for width in widths), 'dim')]
         for row in section.rows:
             fitted = zip(row, beside, widths, strict=False)
             cells = [_shortened(cell, column, width) for cell, column, width in fitted]
             yield [(indent, ''), (_line(cells, beside, widths), '')]
-            cells = [f'{c.head} {cell}' for cell, c in zip(row[n:], below, strict=True) if cell]
-            for i, line in enumerate(_below('; '.join(cells), width)):
+            for i, line in enumerate(_below(below_text(row[n:], below), width)):
                 yield [(' ' * (10 if i else 8), ''), (line, 'dim')]
-    for words in section.words:
-        for i, line in enumerate(_wrapped(words, width)):
+    for text in section.lines:
+        for i, line in enumerate(_wrapped(text, width)):
             yield [(indent * 2 if i else indent, ''), (line, '')]
 
 
-def _wrapped(words: str, width: int | None) -> list[str]:
+def _wrapped(text: str, width: int | None) -> list[str]:
     if width is None:
-        return [words]
-    return textwrap.wrap(words, width - 4, break_long_words=False)
+        return [text]
+    return textwrap.wrap(text, width - 4, break_long_words=False)
+
+
+def below_text(cells: Sequence[str], columns: Sequence[Column]) -> str:
+    """Formats the cells below a row, each with its heading: 'of weights; called at model.py:8'."""
+    return '; '.join(f'{c.head} {cell}' for cell, c in zip(cells, columns, strict=True) if cell)
 
 
 def _below(text: str, width: int | None) -> list[str]:
     """Wraps the lines below a row; long paths break anywhere."""
-    wide = len(text) if width is None else width - 12
-    return textwrap.wrap(text, wide, break_on_hyphens=False) if text else []
+    room = len(text) if width is None else width - 12
+    return textwrap.wrap(text, room, break_on_hyphens=False) if text else []
 
 
 def _beside(section: Section, width: int | None) -> tuple[int, list[int]]:
@@ -148,16 +153,18 @@ def _beside(section: Section, width: int | None) -> tuple[int, list[int]]:
     n = sum(not column.below for column in section.columns)
     while True:
         widths = _widths(section.columns[:n], section.rows, width)
-        if width is None or n <= _MIN_BESIDE or sum(widths) + 2 * (n - 1) <= width:
+        if width is None or n <= _MIN_COLUMNS or sum(widths) + 2 * (n - 1) <= width:
             return n, widths
         n -= 1
 
 
-def _widths(along: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[int]:
+def _widths(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None
+) -> list[int]:
     """Computes column widths; shrinks the widest elastic column until a row fits."""
-    texts = [[column.head for column in along], *(row[: len(along)] for row in rows)]
+    texts = [[column.head for column in columns], *(row[: len(columns)] for row in rows)]
     widths = [max(map(display_width, column)) for column in zip(*texts, strict=True)]
-    elastic = [i for i, column in enumerate(along) if column.elastic]
+    elastic = [i for i, column in enumerate(columns) if column.elastic]
     while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
         widest = max(elastic, key=lambda i: widths[i], default=None)
         if widest is None or widths[widest] <= _MIN_ELASTIC_WIDTH:
@@ -166,9 +173,9 @@ def _widths(along: Sequence[Column], rows: Sequence[Sequence[str]], width: int |
     return widths
 
 
-def _line(cells: Sequence[str], along: Sequence[Column], widths: Sequence[int]) -> str:
+def _line(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:
     padded: list[str] = []
-    for cell, column, width in zip(cells, along, widths, strict=True):
+    for cell, column, width in zip(cells, columns, widths, strict=True):
         blank = ' ' * (width - display_width(cell))
         padded.append(blank + cell if column.right else cell + blank)
     return '  '.join(padded)

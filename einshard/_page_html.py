@@ -6,24 +6,25 @@ import html
 from collections.abc import Sequence
 
 from ._errors import shown
-from ._page import Column, Page, Section
+from ._page import Column, Page, Section, below_text
 from ._text import MONO
 
-# Inline styles, as some viewers of notebooks drop style sheets; text in the page's color.
+# Styles are inline, because some notebook viewers drop style sheets.
 _FRAME = 'font: 13px/1.45 system-ui, sans-serif; text-align: left; max-width: 70em'
 _TITLE = 'font-size: 15px; font-weight: 600; margin: 2px 0 8px'
 _SECTION = 'font-weight: 600; margin: 12px 0 2px'
-# Notebooks style all tables. These styles override that, so that text has the page's color, which
-# is readable on light and dark backgrounds.
+# Notebooks style all tables. These styles override that: text has the color of the page, which is
+# readable on light and on dark backgrounds.
 _TABLE = 'border-collapse: collapse; border: none; margin: 0; font-size: 12px; color: inherit'
 _HEAD = 'border: none; padding: 2px 14px 2px 0; font-weight: normal; opacity: 0.65'
 _CELL = 'border: none; border-top: 1px solid rgba(128,128,128,0.3); padding: 2px 14px 2px 0'
 _CODE = f'margin: 4px 0; overflow: auto; font-size: 12px; {MONO}'
-_WORDS = 'list-style: none; margin: 4px 0; padding: 0'
+_LINES = 'list-style: none; margin: 4px 0; padding: 0'
 _WARNING = 'border-left: 3px solid #d9a400; background: rgba(217,164,0,0.12); padding: 3px 10px'
 # Tables of large models have hundreds of rows. In notebooks they scroll, so that totals stay
 # visible.
 _SCROLL = 'overflow: auto; max-height: 32em'
+_BELOW = f'border: none; padding: 0 0 4px 28px; text-align: left; {MONO}; opacity: 0.75'
 # On a narrow page, each row of a table becomes a list of its cells, with their headings. Rules must
 # override inline styles.
 _NARROW = """<style>
@@ -37,7 +38,8 @@ _NARROW = """<style>
 .einshard-page td { display: flex !important; border: none !important; padding: 0 !important;
   text-align: left !important; white-space: normal !important }
 .einshard-page td:empty { display: none !important }
-.einshard-page td::before { content: attr(data-head); flex: 0 0 7.5em; opacity: 0.65;
+.einshard-page tr.below { border: none !important }
+.einshard-page td[data-head]::before { content: attr(data-head); flex: 0 0 8.5em; opacity: 0.65;
   font-family: system-ui, sans-serif }
 }
 </style>"""
@@ -93,26 +95,37 @@ def _section(section: Section, style: str) -> str:
         rows = _head(section.columns)
         rows += ''.join(_row(row, section.columns) for row in section.rows)
         parts.append(f'<div style="{style}"><table style="{_TABLE}">{rows}</table></div>')
-    if section.words:
-        words = ''.join(f'<li>{html.escape(words)}</li>' for words in section.words)
-        parts.append(f'<ul style="{_WORDS}">{words}</ul>')
+    if section.lines:
+        items = ''.join(f'<li>{html.escape(line)}</li>' for line in section.lines)
+        parts.append(f'<ul style="{_LINES}">{items}</ul>')
     return ''.join(parts)
 
 
 def _head(columns: Sequence[Column]) -> str:
-    cells = (f'<th style="{_HEAD}; {_align(c)}">{html.escape(c.head)}</th>' for c in columns)
-    return f'<tr style="background: transparent">{"".join(cells)}</tr>'
-
-
-def _row(row: Sequence[str], columns: Sequence[Column]) -> str:
     cells = (
-        f'<td data-head="{html.escape(column.head)}" '
-        f'style="{_CELL}; {_align(column)}; {MONO}">{html.escape(cell)}</td>'
-        for cell, column in zip(row, columns, strict=True)
+        f'<th style="{_HEAD}; {_align(column)}">{html.escape(column.head)}</th>'
+        for column in columns
+        if not column.below
     )
     return f'<tr style="background: transparent">{"".join(cells)}</tr>'
 
 
+def _row(row: Sequence[str], columns: Sequence[Column]) -> str:
+    beside = [
+        f'<td data-head="{html.escape(column.head)}" '
+        f'style="{_CELL}; {_align(column)}; {MONO}">{html.escape(cell)}</td>'
+        for cell, column in zip(row, columns, strict=True)
+        if not column.below
+    ]
+    below = html.escape(below_text(row[len(beside) :], columns[len(beside) :]))
+    line = ''
+    if below:
+        for separator in '/,':  # paths break there
+            below = below.replace(separator, f'{separator}<wbr>')
+        cell = f'<td colspan="{len(beside)}" style="{_BELOW}">{below}</td>'
+        line = f'<tr class="below" style="background: transparent">{cell}</tr>'
+    return f'<tr style="background: transparent">{"".join(beside)}</tr>{line}'
+
+
 def _align(column: Column) -> str:
-    wraps = 'normal; min-width: 14em' if column.below else 'nowrap'
-    return f'text-align: {"right" if column.right else "left"}; white-space: {wraps}'
+    return f'text-align: {"right" if column.right else "left"}; white-space: nowrap'

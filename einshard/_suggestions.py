@@ -22,14 +22,14 @@ def keep_working_suggestions(
         on_devices: makes the failed call on another number of devices; None if it cannot.
     """
 
-    def is_true(fact: str) -> bool:
+    def holds(fact: str) -> bool:
         if not isinstance(fact, DeviceCounts):
             return True
         if on_devices is None:
             return False
         return all(works(functools.partial(on_devices, n)) for n in fact.counts)
 
-    facts = {label: fact for label, fact in error.facts.items() if is_true(fact)}
+    facts = {label: fact for label, fact in error.facts.items() if holds(fact)}
     return EinshardError(**error.parts(fix=working_fix(error, with_fix), facts=facts))
 
 

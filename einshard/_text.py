@@ -22,7 +22,7 @@ def format_bytes(n_bytes: int) -> str:
     return f'{n_bytes} B' if units[0] == 'B' else f'{size:.1f} {units[0]}'
 
 
-def flops_text(n: float) -> str:
+def format_flops(n: float) -> str:
     """Formats a number of floating-point operations: '1.5 Gflop' for 1.5e9."""
     units = ['', 'k', 'M', 'G', 'T', 'P']
     while n >= 1000 and len(units) > 1:
@@ -73,7 +73,7 @@ def display_width(text: str) -> int:
     return len(seen) + sum(unicodedata.east_asian_width(c) in 'WF' for c in seen)
 
 
-def old_name(old: str, new: str) -> Any:
+def deprecated_alias(old: str, new: str) -> Any:
     """Makes a property for the old name of the attribute `new`, with a deprecation warning."""
 
     def read(thing: Any) -> Any:

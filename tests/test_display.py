@@ -22,7 +22,7 @@ LONG = 'parameters/a_layer_with_a_very_long_name/and_a_matrix_with_a_long_name'
 class Elements(html.parser.HTMLParser):
     """The rows of tables, as lists of cells; asserts that elements nest."""
 
-    VOID = ('meta',)
+    VOID = ('meta', 'wbr')
 
     def __init__(self, text):
         super().__init__()
@@ -74,7 +74,9 @@ def test_html_has_all_rows_and_text_the_first(report):
 
 
 def test_text_counts_the_bytes_of_collectives_that_it_leaves_out():
-    section = Section('', (Column('a'),), tuple((str(i),) for i in range(5)), most=3, rest=': 2 B')
+    section = Section(
+        '', (Column('a'),), tuple((str(i),) for i in range(5)), max_rows=3, omitted=': 2 B'
+    )
     assert page_text(Page('', (section,)), 80) == 'a\n0\n1\n.. and 3 more: 2 B'
     assert [row for row in Elements(page_html(Page('', (section,)))).rows if row != ['a']] == [
         [str(i)] for i in range(5)

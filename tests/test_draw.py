@@ -662,6 +662,30 @@ def test_bad_input(arguments, sentence):
     assert refusal(show, *arguments).sentence.startswith(sentence)
 
 
+@pytest.mark.parametrize(
+    ('arguments', 'mesh'),
+    [
+        (('b d -> b@data d@tensor', (32, 512), 8), {'data': 4, 'tensor': 2}),
+        (('b d -> b@data d@tensor', (2, 512), 8), {'data': 2, 'tensor': 4}),
+        (('b d -> b@x d@(y,z)', (3, 16), 16), {'x': 1, 'y': 4, 'z': 4}),
+        (('b@data d',), {'data': 2}),
+        (('b d -> b@x d@y', (3, 3), 8), None),  # no sizes are divisible
+        (('b d -> b@data d2', (32, 512), 8), None),
+        (('b d +@data', (32, 512), 8), None),  # needs an explicit mesh
+        (('b@data d', None, 8192), None),
+    ],
+)
+def test_a_mesh_is_suggested_if_it_works(arguments, mesh):
+    error = refusal(show, *arguments)
+    assert 'mesh axes, but there is no mesh' in error.sentence
+    if mesh is None:
+        assert error.fix is None
+        return
+    expected = AbstractMesh(tuple(mesh.values()), tuple(mesh))
+    assert error.fix == f'devices=AbstractMesh({expected.axis_sizes}, {expected.axis_names})'
+    assert show(*arguments[:2], devices=expected).blocks.n_holders == 1
+
+
 def test_a_traced_value_on_auto_axes_cannot_be_drawn():
     error = refusal(jax.jit(show), np.zeros((8, 4)))
     assert error.sentence == 'nothing to draw: the array has no known sharding'

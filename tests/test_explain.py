@@ -28,19 +28,20 @@ from einshard import (
     explain,
     make_sharding,
     sharded,
+    show,
 )
 from einshard._hlo.module import Module
 from einshard._hlo.output_uses import output_uses
-from einshard._inspect.collective_axes import (
+from einshard._inspect.fold_layers import fold
+from einshard._inspect.golden_files import golden_text
+from einshard._inspect.intermediates import _placement
+from einshard._inspect.report_rows import Finding
+from einshard._sharding.collective_axes import (
     axes_text,
     mesh_axes_between,
     mesh_axes_of,
     sharding_of,
 )
-from einshard._inspect.fold_layers import fold
-from einshard._inspect.golden_files import golden_text
-from einshard._inspect.intermediates import _placement
-from einshard._inspect.report_rows import Finding
 
 sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
 import transformer
@@ -135,6 +136,22 @@ def test_loops_are_multiplied():
     assert report.collectives.counts == {'all-reduce': 1}
     assert report.network_bytes == 12 * 2 * (16 * 32 * 4) * 7 // 8
     assert '\n    12  all-reduce' in str(report)
+
+
+def test_two_meshes_are_both_named_and_drawn():
+    first, second = mesh_of(data=4, tp=2), mesh_of(x=8)
+    report = explain(
+        jax.jit(lambda a, b, c: (a + 1, b + 1, c + 1)),
+        einshard(struct(8, 4), 'a b -> a@data b@tp', mesh=first),
+        einshard(struct(8, 4), 'a b -> a@x b', mesh=second),
+        einshard(struct(8, 4), 'a b -> a2 b4', mesh=EIGHT),
+    )
+    assert report.meshes == ((('data', 4), ('tp', 2)), (('x', 8),))
+    assert report.mesh == report.meshes[0]
+    assert str(report).startswith('<lambda> on 8 devices (cpu; data=4, tp=2; x=8)\n')
+    assert golden_text(report).startswith('<lambda> on 8 devices: data=4, tp=2; x=8\n')
+    parts = [picture.blocks.parts for _, picture in show(report).pictures]
+    assert parts == [(4, 2), (8, 1), (2, 4)]
 
 
 def test_loops_of_unknown_length_count_as_one_turn():
@@ -943,7 +960,7 @@ ENTRY %main (g: f32[8], h: f32[8], m: f32[]) -> (f32[8], f32[8]) {
 def test_a_broken_promise_is_warned_of():
     f = sharded('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-gather')(product)
     arguments = struct(16, 16), struct(16, 16)
-    text = 'collectives= allows any number of all-gathers, but it has 1 all-reduce'
+    text = 'collectives= allows any number of all-gathers, but the program has 1 all-reduce'
     assert findings_of(explain(f, *arguments)) == [('promise broken', text, line_of(product, '@'))]
     kept = sharded('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-reduce')
     assert not explain(kept(product), *arguments).findings

@@ -57,6 +57,23 @@ def test_weights_of_inference_are_not_the_cache(shaped, donated):
     assert roles['cache/k'] == 'activations'
 
 
+@pytest.mark.parametrize('donated', [(), 0])
+def test_new_weights_are_gathered_as_weights(shaped, donated):
+    """As in ZeRO-1: each device updates a shard of the replicated weights."""
+    rows, on_all = shaped(D, B, spec=P('data')).sharding, shaped().sharding
+
+    def step(params, x):
+        gradients = jax.grad(lambda p: jnp.sum(jnp.square(x @ p['w'])))(params)
+        w, gradient = (lax.with_sharding_constraint(p['w'], rows) for p in (params, gradients))
+        return {'w': lax.with_sharding_constraint(w - 0.1 * gradient, on_all)}
+
+    report = explain(
+        jax.jit(step, donate_argnums=donated), {'w': shaped(D, B)}, shaped(B, D, spec=P('data'))
+    )
+    [role] = {row.role for row in report.collectives if row.kind == 'all-gather'}
+    assert role == 'weights'
+
+
 def test_a_single_result_in_place_of_an_argument(shaped):
     """Its alias has no number in the program."""
     report = explain(jax.jit(lambda x: x * 2, donate_argnums=0), shaped(B, D, spec=P('data')))

@@ -171,7 +171,7 @@ def test_layers_multiply():
 def test_weights_and_gradients_have_paths():
     module = Module(text_of(32))
     collectives = find_collectives(module)
-    parameters = sorted(module.entry.parameters(), key=lambda made: int(made.given))
+    parameters = sorted(module.entry.parameters(), key=lambda made: made.parameter_number)
     inputs = [
         (made.op_name, 'float32' if 'state' in made.op_name else 'int32') for made in parameters
     ]

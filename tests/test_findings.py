@@ -15,7 +15,7 @@ import pytest
 from hlo import llama
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mistakes import BOTH, FSDP, MEGATRON, Choices, arguments, make_step
-from placed import struct
+from placed import mesh_of, struct
 
 from einshard import (
     axis_rules,
@@ -382,6 +382,24 @@ def test_names_without_a_rule():
 
 
 # --- meshes -------------------------------------------------------------------------------------
+
+
+def test_replicated_compute_does_not_suggest_the_placement_in_use():
+    """The weight is gathered along data, so only a sharded batch uses these devices."""
+    mesh = mesh_of(data=4, tensor=4)
+
+    def step(params, x):
+        gradient = jax.grad(lambda w: jnp.mean(jnp.square(jnp.tanh(x @ w))))(params['w'])
+        return {'w': params['w'] - gradient}
+
+    def report_for(batch):
+        on_mesh = sharded({'w': 'd@data f@tensor'}, batch, mesh=mesh)(step)
+        return explain(on_mesh, {'w': struct(64, 128)}, struct(64, 64))
+
+    (finding,) = report_for('b d').findings
+    assert finding.kind == 'replicated compute'
+    assert finding.suggestion == "shard x with 'b d -> b@data d'"
+    assert report_for('b@data d').findings == ()
 
 
 def test_explicit_axes_have_findings_that_types_do_not_prevent():

@@ -104,7 +104,7 @@ def test_a_gradient_outside_of_jit_is_not_checked():
 def test_explain_reports_a_broken_promise():
     report = explain(promising('1 KiB'), X, W)
     (warning,) = (one for one in report.findings if one.kind == 'promise broken')
-    assert warning.text.startswith('memory= allows 1.0 KiB, but it needs ')
+    assert warning.text.startswith('memory= allows 1.0 KiB, but the program needs ')
 
 
 def test_an_unknown_memory(monkeypatch):

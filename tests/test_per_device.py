@@ -433,6 +433,22 @@ def test_errors_of_the_body_are_unchanged(error):
     assert caught.value is error
 
 
+def test_sizes_that_do_not_match():
+    with pytest.raises(
+        EinshardError, match=r"do not match: axis 'x' is 24 in .* and 6 in 'w'"
+    ) as e:
+        LAYER(product)(X, W[:12])
+    assert isinstance(e.value.__cause__, TypeError)  # shows the line of the body
+    with pytest.raises(TypeError) as caught:  # no axis of the specs has these sizes
+        LAYER(lambda x, w: x @ jnp.ones(5))(X, W)
+    assert type(caught.value) is TypeError
+
+
+def test_too_many_arguments():
+    with pytest.raises(TypeError, match='takes 2 positional arguments but 3 were given'):
+        LAYER(product)(X, W, W)
+
+
 def test_errors_come_before_transfers():
     with jax.transfer_guard('disallow'), pytest.raises(EinshardError, match='is not divisible by'):
         LAYER(product)(X[:6], W)

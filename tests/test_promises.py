@@ -22,6 +22,7 @@ from einshard import (
     assert_collectives,
     device_mesh,
     einshard,
+    explain,
     sharded,
 )
 
@@ -195,7 +196,7 @@ def test_a_loop_counts_once():
 
     x, layers = np.ones((2, 16), np.float32), np.ones((5, 16, 16), np.float32)
     ours({'all-reduce': 1, 'all-gather': 1})(x, layers)  # the last result is gathered
-    row = r'f32\[2,16\] \(128 B\), 8 devices, 5 executions'
+    row = r'f32\[2,16\] \(128 B\), 8 devices along d, 5 executions'
     with pytest.raises(UnexpectedCollectives, match=row):
         ours(())(x, layers)
 
@@ -310,7 +311,7 @@ def test_a_program_for_a_mesh_that_is_given():
     f = sharded('x y*', 'y* z')(product)
     assert_collectives(f, X, W, allowed={'all-reduce': 1}, mesh=EIGHT)
     assert_collectives(f, X, W, allowed=(), mesh=EIGHT[:1])
-    with pytest.raises(UnexpectedCollectives, match=r'\(16 B\), 4 devices'):
+    with pytest.raises(UnexpectedCollectives, match=r'\(16 B\), 4 devices along y'):
         assert_collectives(f, X[:1, :4], W[:4, :4], allowed=(), mesh=EIGHT[:4])
     with pytest.raises(EinshardError, match='the arguments do not match the parameters of product'):
         assert_collectives(f, X, allowed=())
@@ -330,8 +331,8 @@ def test_the_message_lists_every_unexpected_collective():
     assert found == (
         'layer has unexpected collectives: 2 all-gathers\n'
         '  allowed:      at most 1 all-reduce\n'
-        '  all-gather 1: f32[64,16] (4.0 KiB), 8 devices\n'
-        '  all-gather 2: f32[16,64] (4.0 KiB), 8 devices'
+        '  all-gather 1: f32[64,16] (4.0 KiB), 8 devices along b|d|e\n'
+        '  all-gather 2: f32[16,64] (4.0 KiB), 8 devices along b|d|e'
     )
 
 
@@ -344,8 +345,34 @@ def test_the_message_has_the_source_line():
     assert str(refusal(layer, X, W)) == (
         'layer has unexpected collectives: 1 all-reduce\n'
         '  allowed:    no collectives\n'
-        f'  all-reduce: f32[8,16] (512 B), 8 devices, {HERE}:{line}'
+        f'  all-reduce: f32[8,16] (512 B), 8 devices along y, {HERE}:{line}'
     )
+
+
+MESH = jax.make_mesh((2, 4), ('data', 'tp'), (AxisType.Auto,) * 2, devices=EIGHT)
+
+
+@pytest.mark.parametrize(
+    ('specs', 'options', 'axes'),
+    [
+        (('x y@tp', 'y@tp z'), {'mesh': MESH, 'out': 'x@data z'}, 'tp'),
+        (('x y@(data,tp)', 'y z'), {'mesh': MESH}, 'data,tp'),
+        (('2 x y4', '2 y4 z'), {'out': '8 x z'}, 'y'),
+        (('x2 y4', 'y z -> 8 y z'), {'out': 'x2 z4'}, 'y|z'),  # z only in the result
+    ],
+)
+def test_the_message_has_the_axes_of_explain(specs, options, axes):
+    f = limited(*specs, **options)(product)
+    assert {row.along for row in explain(f, X, W).collectives} == {axes}
+    assert f' devices along {axes}, {HERE}' in str(refusal(f, X, W))
+
+
+def test_the_message_has_the_axes_of_a_program_with_a_ref():
+    def body(x, total):
+        total[...] = x.sum(1)
+
+    total = jax.new_ref(einshard(np.zeros(8, np.float32), '* x', mesh=EIGHT))
+    assert ', 8 devices along y' in str(refusal(limited('x y*')(body), X, total))
 
 
 def test_groups_of_one_device_do_not_count():

@@ -208,7 +208,7 @@ def difference(run: Run, other: Run) -> float:
 # ## Compare sharded and unsharded training
 
 
-# %% tags=["hide-cell"]
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show the code"}
 def main(console: Console | None = None, epochs: int = EPOCHS) -> list[Run]:
     """Trains unsharded and with both layouts, prints a summary, and returns the runs."""
     console = console or Console(highlight=False)

@@ -42,7 +42,7 @@ T = TypeVar('T')
 # ## Configure the model
 
 
-# %% tags=["hide-cell"]
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show the code"}
 @dataclass(frozen=True)
 class Config:
     """Sizes and learning rate. `n_heads` is divisible by `n_kv_heads`; `d_head` is even."""
@@ -205,7 +205,7 @@ PLACEMENTS = {'data': DATA, 'tensor': TENSOR, 'both': BOTH}
 # `einshard` constrains the residual stream, the heads, the hidden units and the logits.
 
 
-# %% tags=["hide-cell"]
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show the code"}
 def init_state(key: jax.Array, c: Config) -> State:
     """Random weights of variance 1 / inputs."""
     keys = iter(jax.random.split(key, 9))
@@ -367,7 +367,7 @@ def make_model(c: Config, p: Placement, mesh: Any = None) -> Model:
 # ## Generate, read texts, train
 
 
-# %% tags=["hide-cell"]
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show the code"}
 def generate(
     model: Model, weights: Weights[jax.Array], prompts: np.ndarray, length: int
 ) -> np.ndarray:

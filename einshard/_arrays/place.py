@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, get_mesh
 
 from .._cache import cached
-from .._errors import EinshardError, for_arrays
+from .._errors import EinshardError, combine_errors
 from .._notation.expression import Expression
 from .._sharding.axis_rules import Fallback, check_option
 from .._sharding.context import Context, current_context, is_tracing
@@ -52,7 +52,7 @@ def einshard(
     * An array that already has this sharding is returned as it is.
     * Other arrays, NumPy arrays and scalars are moved, in one `jax.device_put` per pytree. On CPU,
       the result may share memory with a NumPy array, so do not overwrite that array later.
-    * An array that is a partial sum, or becomes one ('a b +@tp'), is resharded by `jax.reshard`.
+    * An array that is a partial sum, or becomes one (`'a b +@tp'`), is resharded by `jax.reshard`.
     * A traced value, as inside `jax.jit`, is constrained: by `jax.lax.with_sharding_constraint`,
       or by `jax.reshard` if the mesh axes are explicit.
     * A `jax.ShapeDtypeStruct` is returned with the sharding.
@@ -175,7 +175,7 @@ def _place_leaves(
             array = leaf_text(leaf_paths(tree)[i], leaf)
             errors.append(error.about(array=array))
     if errors:
-        raise for_arrays(errors) from None
+        raise combine_errors(errors) from None
     if moving:
         moved = put([leaves[i] for i in moving], [*moving.values()], donate)
         for i, leaf in zip(moving, moved, strict=True):

@@ -10,7 +10,7 @@ import linecache
 import os
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from traceback import walk_tb
@@ -75,8 +75,8 @@ class ErrorNotes:
         if is_sharding_type_error(error):
             mesh = self._context.lowering_mesh
             return _sharding_note(self._function, error, frames, leaves, mesh)
-        if type(error) in (TypeError, ValueError) and _package(frames[-1]) in _JAX:
-            sizes = '; '.join(_sizes_that_differ(leaves, str(error)))
+        if is_error_of_jax(error):
+            sizes = '; '.join(sizes_that_differ(leaves, str(error)))
             return sizes and f'in the specs of {self._function}, {sizes}'
         return None
 
@@ -87,7 +87,13 @@ def is_sharding_type_error(error: BaseException) -> bool:
     return kind.__name__ == 'ShardingTypeError' and kind.__module__.split('.')[0] == 'jax'
 
 
-class _Leaf(NamedTuple):
+def is_error_of_jax(error: BaseException) -> bool:
+    """Whether an error is a TypeError or ValueError that JAX raised, such as for its shapes."""
+    *_, innermost = walk_tb(error.__traceback__)
+    return type(error) in (TypeError, ValueError) and _package(innermost) in _JAX
+
+
+class SpecLeaf(NamedTuple):
     """A leaf of an argument: its name ('w' or 'params/w'), value, and expression or None."""
 
     name: str
@@ -105,7 +111,7 @@ class _Leaf(NamedTuple):
 
 def _leaves(
     arguments: Sequence[ValueSpec], values: Sequence[Any], context: Context
-) -> Iterator[_Leaf]:
+) -> Iterator[SpecLeaf]:
     for argument, value in zip(arguments, values, strict=True):
         leaves = jtu.tree_leaves_with_path(value)
         specs = leaf_specs(value, [leaf for _, leaf in leaves], argument.spec, context.mesh)
@@ -114,7 +120,7 @@ def _leaves(
             # a PartitionSpec names no array axes
             if spec is not None and as_leaf_spec(spec).partition is None:
                 expression = resolve(spec, leaf.shape, context).expression
-            yield _Leaf(f'{argument.name}/{path_text(path)}'.rstrip('/'), leaf, expression)
+            yield SpecLeaf(f'{argument.name}/{path_text(path)}'.rstrip('/'), leaf, expression)
 
 
 def _package(frame: _Frame) -> str:
@@ -130,7 +136,7 @@ def _sharding_note(
     function: str,
     error: BaseException,
     frames: Sequence[_Frame],
-    leaves: Iterator[_Leaf],
+    leaves: Iterator[SpecLeaf],
     mesh: AnyMesh,
 ) -> str:
     """Describes a ShardingTypeError: the line, the operands with their axes, and two fixes."""
@@ -184,7 +190,7 @@ def _axes_in_message(message: str, mesh: AnyMesh) -> set[str]:
     return mentioned or names
 
 
-def _operand_text(operand: Any, leaf: _Leaf | None, mesh_axes: set[str]) -> str:
+def _operand_text(operand: Any, leaf: SpecLeaf | None, mesh_axes: set[str]) -> str:
     """Formats an operand, with its array axes that are sharded over some of these mesh axes.
 
     Such as "float32[128@tensor,16], parameter 'w': axis 'y' is sharded over 'tensor'".
@@ -218,7 +224,7 @@ def _auto_mesh(mesh: AnyMesh) -> str:
     return f'jax.make_mesh({sizes}, {names}, axis_types={types})'
 
 
-def _sizes_that_differ(leaves: Iterator[_Leaf], message: str) -> Iterator[str]:
+def sizes_that_differ(leaves: Iterable[SpecLeaf], message: str) -> Iterator[str]:
     """Yields sentences such as "axis 'x' is 6 in parameter 'x' and 8 in 'w'".
 
     Only for sizes in JAX's message: names are local to an expression, so different sizes alone are

@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, AxisType
 
 from .._errors import EinshardError
+from .._sharding.collective_axes import ShardedBy, find_sharded_by
 from .._sharding.context import (
     Context,
     current_context,
@@ -162,6 +163,19 @@ class TracedFunction:
             except WrongShardings:
                 return False
         return True
+
+    def sharded_by(self, values: Sequence[Any], result: Any) -> ShardedBy:
+        """Returns, by axis name, the mesh axes that shard the arguments and the result.
+
+        Without the axes of the result if it is unknown, None.
+        """
+        pairs = [*zip(self.arguments, values, strict=True)]
+        if result is not None:
+            pairs.append((self.result, result))
+        with mesh_scope(self.mesh):
+            context = self.setup.context()
+            arrays = (x for spec, value in pairs for x in spec.named_shardings(value, context))
+            return find_sharded_by(arrays)
 
     def for_jit(self, shardings: Any) -> Any:
         """Converts shardings for jit: those on the mesh in context become PartitionSpecs.
@@ -347,7 +361,7 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
         nested = jitted  # no result to constrain
     called, checked, without_spec = jitted, None, list[int]()
     if budget is not None:
-        checked = CheckedJit(budget, traced.wrapper, with_shardings, nested)
+        checked = CheckedJit(budget, traced.wrapper, traced.sharded_by, with_shardings, nested)
         called = checked.call
         without_spec = [i for i in range(len(values)) if _lacks_spec(traced, i)]
     shardings_without_spec = shardings_of(values, without_spec)

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
+import jax.tree_util as jtu
+from jax.sharding import NamedSharding
 
 from .._errors import EinshardError, plural
 from .._hlo.buffers import Temporary, largest_temporaries
 from .._hlo.collectives import KINDS, Collective, read_collectives
 from .._hlo.memory import parse_bytes, read_memory
 from .._hlo.module import Module
+from .._sharding.collective_axes import ShardedBy, along
 from .._sharding.context import depth_of_user, is_staging, is_tracing
 from .._text import format_bytes, short_arrays, short_source
 
@@ -91,21 +94,43 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
     return dict(promise)
 
 
-def check_promise(name: str, compiled: Any, allowed: Allowed) -> None:
-    """Raises if a compiled program has collectives that are not allowed."""
-    error = find_unexpected(name, program_text(name, compiled), allowed)
-    if error is not None:
-        raise error from None
+def check_promise(
+    name: str, compiled: Any, allowed: Allowed, sharded_by: Callable[[Any], ShardedBy] | None
+) -> None:
+    """Raises if a compiled program has collectives that are not allowed.
+
+    For the error, `sharded_by` is called with the results of the program, or None if they are
+    unknown. It returns the mesh axes that shard the array axes in specs.
+    """
+    too_many = exceeding(allowed, read_collectives(program_text(name, compiled)))
+    if not too_many:
+        return
+    try:
+        results = compiled.out_info
+    except ValueError:  # JAX does not know those of a program that uses a jax.Ref
+        results = None
+    shardings = jtu.tree_leaves(compiled.input_shardings)
+    shardings += [result.sharding for result in jtu.tree_leaves(results)]
+    meshes = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
+    by_name = {} if sharded_by is None else sharded_by(results)
+    with_axes = [(x, along(x.groups, x.pairs, meshes, by_name)) for x in too_many]
+    raise _unexpected(name, allowed, with_axes) from None
 
 
 def find_unexpected(name: str, text: str, allowed: Allowed) -> UnexpectedCollectives | None:
     """Returns the error for a program with collectives that are not allowed, else None."""
     too_many = exceeding(allowed, read_collectives(text))
-    if not too_many:
-        return None
+    return _unexpected(name, allowed, [(x, '') for x in too_many]) if too_many else None
+
+
+def _unexpected(
+    name: str, allowed: Allowed, with_axes: Sequence[tuple[Collective, str]]
+) -> UnexpectedCollectives:
+    """Returns the error for these collectives, with the axes that each runs along, if known."""
+    counts = counts_text([collective for collective, _ in with_axes])
     return UnexpectedCollectives(
-        f'{name} has unexpected collectives: {counts_text(too_many)}',
-        facts={'allowed': allowed_text(allowed), **_collective_facts(too_many)},
+        f'{name} has unexpected collectives: {counts}',
+        facts={'allowed': allowed_text(allowed), **_collective_facts(with_axes)},
     )
 
 
@@ -165,9 +190,9 @@ def allowed_text(allowed: Allowed) -> str:
     return ', '.join(texts) or 'no collectives'
 
 
-def _collective_facts(collectives: Sequence[Collective]) -> dict[str, str]:
+def _collective_facts(with_axes: Sequence[tuple[Collective, str]]) -> dict[str, str]:
     """Formats each distinct collective as a fact, with the number of equal ones."""
-    counts = Counter((x.kind, _collective_text(x)) for x in collectives)
+    counts = Counter((x.kind, _collective_text(x, axes)) for x, axes in with_axes)
     n_distinct = Counter(kind for kind, _ in counts)
     number: Counter[str] = Counter()
     facts: dict[str, str] = {}
@@ -178,10 +203,11 @@ def _collective_facts(collectives: Sequence[Collective]) -> dict[str, str]:
     return facts
 
 
-def _collective_text(collective: Collective) -> str:
+def _collective_text(collective: Collective, axes: str) -> str:
     array = f'{short_arrays(collective.shape_text)} ({format_bytes(collective.bytes)})'
     groups = f'{collective.n_groups} groups of ' if collective.n_groups > 1 else ''
-    among = f'{groups}{plural(collective.group_size, "device")}'
+    along_axes = f' along {axes}' if axes not in ('', 'all') else ''  # 'all' adds nothing
+    among = f'{groups}{plural(collective.group_size, "device")}{along_axes}'
     executions = {1: '', None: ', in a loop of unknown length'}.get(
         collective.executions, f', {collective.executions} executions'
     )
@@ -201,10 +227,11 @@ class Budget:
         """Returns the budget of a program without collectives; None if nothing limits memory."""
         return None if self.limits.memory is None else self
 
-    def check(self, compiled: Any) -> None:
+    def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy]) -> None:
+        """Raises if a program exceeds the limits; `sharded_by` is as for `check_promise`."""
         limits = self.limits
         if limits.collectives is not None:
-            check_promise(self.name, compiled, limits.collectives)
+            check_promise(self.name, compiled, limits.collectives, sharded_by)
         if limits.memory is not None:
             check_memory(self.name, compiled, limits.memory)
 
@@ -245,11 +272,13 @@ class CheckedJit:
         self,
         budget: Budget,
         traced: Callable[..., Any],
+        sharded_by: Callable[[Sequence[Any], Any], ShardedBy],
         options: Mapping[str, Any],
         nested: Callable[..., Any],
     ):
         self._budget = budget
         self._traced = traced
+        self._sharded_by = sharded_by
         self._options = options
         self._nested = nested
         self._first_check_lock = threading.RLock()
@@ -299,7 +328,8 @@ class CheckedJit:
         """Raises if the program for these arguments exceeds the limits."""
         jitted, unchecked = state = self._state
         try:
-            self._budget.check(jitted.trace(*values).lower().compile())
+            compiled = jitted.trace(*values).lower().compile()
+            self._budget.check(compiled, functools.partial(self._sharded_by, values))
         except BaseException:
             self._reset()
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -10,9 +10,11 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from .._arrays.constrain import constrain, place_constant
-from .._errors import EinshardError, for_arrays
+from .._errors import EinshardError, combine_errors
+from .._notation.layout import axis_positions
 from .._sharding.axis_rules import Fallback
 from .._sharding.context import Context
 from .._sharding.leaf_spec import LeafSpec
@@ -75,7 +77,7 @@ class ValueSpec:
                 continue
             placed.append((path, leaf, placement))
         if errors:
-            raise for_arrays(errors) from None
+            raise combine_errors(errors) from None
         return placed
 
     def shardings(self, value: Any, context: Context) -> Any:
@@ -87,6 +89,17 @@ class ValueSpec:
         placed = self.find_placements(value, context)
         shardings = [placement and placement.sharding for _, _, placement in placed]
         return jtu.tree_unflatten(jtu.tree_structure(value), shardings)
+
+    def named_shardings(
+        self, value: Any, context: Context
+    ) -> Iterator[tuple[Sequence[str], NamedSharding]]:
+        """Yields the axis names and the sharding of every leaf with a spec."""
+        for _, leaf, placement in self.find_placements(value, context):
+            if placement is not None:
+                positions = axis_positions(placement.expression, np.ndim(leaf))
+                names = {i: name for name, i in positions.items()}
+                # names are missing only for axes in '...', which are unsharded
+                yield [names.get(i, '') for i in range(np.ndim(leaf))], placement.sharding
 
     def constrain(self, value: Any, context: Context) -> Any:
         """Constrains every leaf to its spec."""

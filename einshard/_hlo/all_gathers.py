@@ -54,7 +54,7 @@ _DIMENSION = re.compile(r'dimensions=\{(\d+)\}')
 _SIZES = re.compile(r'dynamic_slice_sizes=\{([\d,]+)\}')
 # operations that copy, reshape or convert an array
 _COPIES = {'copy', 'copy-start', 'copy-done', 'all-gather-done', 'optimization-barrier'}
-_PASSES_ON = frozenset({'bitcast', 'reshape', 'transpose', 'convert', *_COPIES})
+_MOVES = frozenset({'bitcast', 'reshape', 'transpose', 'convert', *_COPIES})
 
 
 class _Unknown(Exception):
@@ -79,7 +79,7 @@ class _Finder:
                 array=array,
                 dimension=int(dimension[1]),
                 origin=(origin_comp.name, origin.name),
-                parameter=int(origin.given) if is_parameter else None,
+                parameter=origin.parameter_number if is_parameter else None,
                 invariant=invariant,
                 kept=self.kept(Value(comp, op.name), array),
             )
@@ -87,37 +87,37 @@ class _Finder:
     def origin(self, comp: Computation, name: str) -> tuple[Computation, Instruction, bool]:
         """Finds the computation and instruction that compute an array, through copies and calls.
 
-        Also returns whether they are outside the loop that gathers the array.
+        The third result is whether the instruction is outside the loop that gathers the array.
         """
         op = comp[name]
-        while self.passes_on(op):
+        while self.only_moves(op):
             op = comp[op.operands[0]]
-        outside = self.outside(comp, op)
-        if outside is None:
+        passed = self.passed_value(comp, op)
+        if passed is None:
             return comp, op, False
-        caller, operand = outside
+        caller, operand = passed
         origin_comp, origin, invariant = self.origin(caller, operand)
         return origin_comp, origin, invariant or op.opcode == 'get-tuple-element'
 
-    def passes_on(self, op: Instruction) -> bool:
+    def only_moves(self, op: Instruction) -> bool:
         """Whether an instruction only copies or reshapes its operand, as some fusions do on CPU."""
-        if len(op.operands) != 1 or op.opcode in _PASSES_ON:
+        if len(op.operands) != 1 or op.opcode in _MOVES:
             return len(op.operands) == 1
         callee = self.module.called(op) if op.opcode == 'fusion' else None
         if callee is None:
             return False
         inner = callee.root
-        while inner.opcode in _PASSES_ON and len(inner.operands) == 1:
+        while inner.opcode in _MOVES and len(inner.operands) == 1:
             inner = callee[inner.operands[0]]
         return inner.opcode == 'parameter'
 
-    def outside(self, comp: Computation, op: Instruction) -> tuple[Computation, str] | None:
+    def passed_value(self, comp: Computation, op: Instruction) -> tuple[Computation, str] | None:
         """Returns the value that the caller passes to a fusion parameter or a loop invariant."""
         if op.opcode == 'parameter' and not comp.is_entry:
             for _, caller, call in self.module.call_sites(comp):
                 if 'calls=' in call.attributes:
-                    return caller, call.operands[int(op.given)]
-        at = _carried(comp, op)
+                    return caller, call.operands[op.parameter_number]
+        at = _invariant_element(comp, op)
         if at is None:
             return None
         for _, caller, call in self.module.call_sites(comp):
@@ -132,7 +132,7 @@ class _Finder:
         if not slices or None in slices or len(set(slices)) > 1:
             return None
         blocks = slices[0]
-        return blocks if blocks and any(len(set(of_axis)) > 1 for of_axis in blocks) else None
+        return blocks if blocks and any(len(set(indices)) > 1 for indices in blocks) else None
 
     def slices(self, value: Value, array: ArrayType) -> Iterator[Blocks | None]:
         """Yields the blocks that devices slice, for each use of an array; None if not sliced."""
@@ -141,34 +141,35 @@ class _Finder:
             yield None
         for user in comp.users(value.name):
             callee = self.module.called(user) if user.opcode == 'fusion' else None
-            axes = _axes(user, comp[value.name], array)
+            axes = _source_axes(user, comp[value.name], array)
             if axes is not None:
-                for blocks in self.slices(value.beside(user.name), user.results[0]):
+                for blocks in self.slices(value.sibling(user.name), user.results[0]):
                     yield blocks and tuple(blocks[axes.index(axis)] for axis in range(len(axes)))
             elif callee is not None:
                 for i, operand in enumerate(user.operands):
                     if operand == value.name:
-                        inside = value.beside(user.name).inside(callee, callee.parameter(i))
+                        inside = value.sibling(user.name).in_callee(callee, callee.parameter(i))
                         yield from self.slices(inside, array)
             elif user.opcode == 'dynamic-slice' and user.operands[0] == value.name:
                 yield self.blocks(value, user)
             else:
                 yield None
 
-    def blocks(self, value: Value, user: Instruction) -> tuple[tuple[int, ...], ...] | None:
+    def blocks(self, value: Value, user: Instruction) -> Blocks | None:
+        """Computes the block that each device slices; None if the offsets are unknown."""
         sizes = _SIZES.search(user.attributes)
         if sizes is None:
             return None
         blocks: list[tuple[int, ...]] = []
         for operand, size in zip(user.operands[1:], sizes[1].split(','), strict=True):
             try:
-                start = [
-                    int(self.evaluate(value.beside(operand), device).reshape(-1)[0])
+                starts = [
+                    int(self.evaluate(value.sibling(operand), device).reshape(-1)[0])
                     for device in range(self.n_devices)
                 ]
             except _Unknown:
                 return None
-            blocks.append(tuple(at // int(size) for at in start))
+            blocks.append(tuple(start // int(size) for start in starts))
         return tuple(blocks)
 
     def evaluate(self, value: Value, device: int) -> Any:
@@ -177,21 +178,21 @@ class _Finder:
         if op.opcode in ('partition-id', 'replica-id'):
             return np.array(device)
         if op.opcode == 'constant':
-            numbers = [int(number) for number in re.findall(r'-?\d+', op.given)]
+            numbers = [int(number) for number in re.findall(r'-?\d+', op.operand_text)]
             if not numbers:
                 raise _Unknown
             return np.array(numbers).reshape(op.results[0].shape)
         if op.opcode == 'parameter' and value.arguments:
-            return self.evaluate(value.arguments[int(op.given)], device)
+            return self.evaluate(value.arguments[op.parameter_number], device)
         if op.opcode == 'get-tuple-element':
-            outside = self.outside(value.comp, op)
-            if outside is not None:
-                return self.evaluate(Value(*outside), device)
-        operands = (self.evaluate(value.beside(operand), device) for operand in op.operands)
+            passed = self.passed_value(value.comp, op)
+            if passed is not None:
+                return self.evaluate(Value(*passed), device)
+        operands = (self.evaluate(value.sibling(operand), device) for operand in op.operands)
         callee = self.module.called(op) if op.opcode == 'fusion' else None
         if callee is not None:
-            return self.evaluate(value.inside(callee), device)
-        if op.opcode in _PASSES_ON:
+            return self.evaluate(value.in_callee(callee), device)
+        if op.opcode in _MOVES:
             return next(operands).reshape(op.results[0].shape)
         if op.opcode == 'dynamic-slice' and len(op.operands) == 2:
             table, start = operands
@@ -220,19 +221,19 @@ ARITHMETIC: Mapping[str, Any] = {
 }
 
 
-def _axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:
+def _source_axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:
     """Returns, for each axis of a transposed or copied array, the original axis; else None.
 
     On GPU, a bitcast to another layout is a transpose.
     """
-    if op.opcode not in _PASSES_ON:
+    if op.opcode not in _MOVES:
         return None
     shape, axes = op.results[0].shape, range(len(array.shape))
     if op.opcode == 'transpose':
         (dimensions,) = re.findall(r'dimensions=\{([\d,]*)\}', op.attributes)
         return [int(axis) for axis in dimensions.split(',') if axis]
     if op.opcode == 'bitcast' and len(shape) == len(axes):
-        axis_of = dict(zip(_layout(op), _layout(before), strict=True))
+        axis_of = dict(zip(_memory_order(op), _memory_order(before), strict=True))
         axes = [axis_of[axis] for axis in axes]
     has_same_shape = len(shape) == len(axes) and all(
         shape[i] == array.shape[axis] for i, axis in enumerate(axes)
@@ -240,14 +241,14 @@ def _axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequence[in
     return axes if has_same_shape else None
 
 
-def _layout(op: Instruction) -> Sequence[int]:
+def _memory_order(op: Instruction) -> Sequence[int]:
     """Returns the axes in memory order, fastest first."""
     match = re.search(r'\{([\d,]+)', op.type)
     rank = len(op.results[0].shape)
     return [int(axis) for axis in match[1].split(',')] if match else range(rank)[::-1]
 
 
-def _carried(comp: Computation, op: Instruction) -> int | None:
+def _invariant_element(comp: Computation, op: Instruction) -> int | None:
     """Returns the index of a loop-invariant element in the loop state, or None."""
     root = comp.root
     if op.opcode != 'get-tuple-element' or root.opcode != 'tuple':

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -46,7 +45,6 @@ _NO_ARRAY = frozenset(
         'after-all',
     )
 )
-_MOVED_MEMORY = re.compile(r'\{[^}]*S\([1-9]')  # VMEM on TPU, host memory
 
 
 def largest_temporaries(module: Module, n: int = 5) -> tuple[Temporary, ...]:
@@ -65,32 +63,32 @@ def largest_temporaries(module: Module, n: int = 5) -> tuple[Temporary, ...]:
 
 
 def _arrays(module: Module) -> Iterator[tuple[ArrayType, Instruction]]:
-    """Yields the arrays that take memory, each with the instruction that makes it."""
-    for comp in _running(module):
+    """Yields the temporary arrays, each with the instruction that computes it."""
+    for comp in _executed(module):
         root = comp.root
         # the results of the program and of loop bodies are not temporaries
         outputs = {root.name, *(root.operands if root.opcode == 'tuple' else ())}
         for op in comp.instructions():
             if op.opcode in _NO_ARRAY or op.opcode.endswith(('-start', '-update')):
                 continue
-            if op.name in outputs or _MOVED_MEMORY.search(op.type) or _in_place(module, op):
+            if op.name in outputs or not op.is_in_hbm or _is_in_place(module, op):
                 continue
             arrays = op.results[:1] if op.opcode.endswith('-done') else op.results
             yield from ((array, op) for array in arrays)
 
 
-def _running(module: Module) -> Iterator[Computation]:
+def _executed(module: Module) -> Iterator[Computation]:
     """Yields the entry computation, and those that loops, conditionals and calls run."""
-    seen, left = {module.entry.name}, [module.entry]
-    while left:
-        comp = left.pop()
+    seen, pending = {module.entry.name}, [module.entry]
+    while pending:
+        comp = pending.pop()
         yield comp
         for op in comp.instructions():
             if op.opcode in ('while', 'conditional', 'call'):
                 for name in op.callees:
                     if name not in seen:
                         seen.add(name)
-                        left.append(module.computation(name))
+                        pending.append(module.computation(name))
 
 
 def _before_moves(comp: Computation, name: str) -> Instruction:
@@ -101,8 +99,8 @@ def _before_moves(comp: Computation, name: str) -> Instruction:
     return op
 
 
-def _in_place(module: Module, op: Instruction) -> bool:
-    """Whether an instruction only changes a part of its operand."""
+def _is_in_place(module: Module, op: Instruction) -> bool:
+    """Whether an instruction updates a part of its operand in place, so it allocates no array."""
     while op.opcode == 'fusion' and (called := module.called(op)):
         op = _before_moves(called, '')
     return op.opcode in ('dynamic-update-slice', 'scatter')

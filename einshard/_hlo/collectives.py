@@ -21,12 +21,13 @@ from .sources import number_of
 from .widened import narrowed, widened_dtypes
 from .windowed import collective_einsums
 
+_PERMUTE = 'collective-permute'
 KINDS = (
     'all-reduce',
     'all-gather',
     'reduce-scatter',
     'all-to-all',
-    'collective-permute',
+    _PERMUTE,
     'ragged-all-to-all',
     'collective-broadcast',
     'custom-call',
@@ -57,8 +58,8 @@ class Collective:
             on CPU. `operands`, `results` and bytes are in bf16.
         called_at: if `source` is in a helper function, the nearest calling line outside helpers;
             otherwise None. A function with only one line in the program is a helper.
-        sent: bytes that a device sends in one execution, if known from the form of the collective;
-            None if `network_bytes` follows from the arrays.
+        sent: bytes that a device sends in one execution of a collective einsum; None for others,
+            whose `network_bytes` follow from the arrays.
         in_branch: whether it is in a branch of a conditional, which may not be taken.
     """
 
@@ -119,7 +120,7 @@ class Collective:
             return self.sent
         if self.kind == 'custom-call':
             return None
-        if self.kind == 'collective-permute':
+        if self.kind == _PERMUTE:
             return self.bytes if any(a != b for a, b in self.pairs) else 0
         if self.kind == 'collective-broadcast':
             return self.bytes if n > 1 else 0
@@ -157,7 +158,7 @@ def read_collectives(text: str, device_ids: Sequence[int] = ()) -> tuple[Collect
         device_ids: as for `find_collectives`.
     """
     modules = text.split('\nHloModule ')  # JAX programs seen so far have one
-    return tuple(one for text in modules for one in find_collectives(Module(text), device_ids))
+    return tuple(c for text in modules for c in find_collectives(Module(text), device_ids))
 
 
 def find_collectives(module: Module, device_ids: Sequence[int] = ()) -> tuple[Collective, ...]:
@@ -182,24 +183,23 @@ _COMMUNICATES = '"has_communication":true'  # in Pallas kernels for TPU
 _BETWEEN_SLICES = '_xla_megascale_transfer_type="'
 # every line that communicates has one of these
 MARKS = ('replica_groups=', 'source_target_pairs=', _COMMUNICATES, _BETWEEN_SLICES)
-_MEETING = re.compile(
+_RENDEZVOUS = re.compile(
     r'_rendezvous="([^"]*)".*_xla_megascale_target="?([^"]*?)"?,'
     r'_xla_megascale_transfer_type="(\w+)"'
 )
-_PERMUTE = 'collective-permute'
-_TRANSFERS = {'ONE_TO_ONE': _PERMUTE}
 _PHASE = re.compile(r'custom_call_target="AsyncCollective(\w+)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
-_Record = tuple[tuple[int, ...], Place, Collective]  # first its call sites, to sort by
+# a collective with its instruction, and the offsets of its call sites to sort by
+_Record = tuple[tuple[int, ...], Place, Collective]
 
 
 class _Finder:
     def __init__(self, module: Module, device_ids: Sequence[int]):
         self.module = module
         self.slices = Slices(module.n_partitions, count_slices(module.text), device_ids)
-        # 'Start' or 'Done' for the fused computations at the ends of an asynchronous chain
+        # 'Start' or 'Done' by computation, for those at the ends of an asynchronous chain
         self.phases: dict[str, str] = {}
         for _, comp, op in module.find('"AsyncCollective'):
             phase = _PHASE.search(op.attributes)
@@ -212,10 +212,10 @@ class _Finder:
             for place, fields in self.instructions()
             if (path := self.module.path(place.comp)) is not None
         ]
-        links = self.links([place for place, _, _ in candidates], executions)
+        later_links = self.later_links([place for place, _, _ in candidates], executions)
         records: list[_Record] = []
         for place, fields, path in candidates:
-            one = Collective(
+            collective = Collective(
                 **fields,
                 name=place.op.name,
                 executions=executions.of(place.comp),
@@ -223,29 +223,32 @@ class _Finder:
                 in_branch=any(site.op.opcode == 'conditional' for site in path),
                 **self.origin(path, place),
             )
-            if one.group_size > 1 and place.start not in links:
+            if collective.group_size > 1 and place.start not in later_links:
                 order = (*(site.start for site in path), place.start)
-                records.append((order, place, self.with_callers(path, place, one)))
-        permutes = {place: one.group_size for _, place, one in records if one.kind == _PERMUTE}
-        pieces = {place: (order, place, one) for order, place, one in records if place in permutes}
+                records.append((order, place, self.with_callers(path, place, collective)))
+        return self.in_order(records, executions)
+
+    def in_order(self, records: list[_Record], executions: Executions) -> tuple[Collective, ...]:
+        """Merges the permutes of collective einsums; returns the collectives in execution order."""
+        permutes = {place: c.group_size for _, place, c in records if c.kind == _PERMUTE}
+        by_place = {record[1]: record for record in records}
         ordered: list[tuple[tuple[int, ...], Collective]] = []
         for form, comp, places in collective_einsums(self.module, permutes):
-            parts = [pieces.pop(place) for place in places]
-            ordered.append(_merged(parts, form, executions.of(comp)))
-        rest = (*(x for x in records if x[1] not in permutes), *pieces.values())
-        ordered += [(order, one) for order, _, one in rest]
-        return tuple(one for _, one in sorted(ordered, key=lambda pair: pair[0]))
+            parts = [by_place.pop(place) for place in places]
+            ordered.append(_merge_permutes(parts, form, executions.of(comp)))
+        ordered += [(order, collective) for order, _, collective in by_place.values()]
+        return tuple(collective for _, collective in sorted(ordered, key=lambda pair: pair[0]))
 
     def instructions(self) -> Iterator[tuple[Place, dict[str, Any]]]:
         """Yields the instructions that communicate, each with fields of `Collective`."""
-        meetings: dict[tuple[str, str], list[Place]] = {}
+        transfers: dict[tuple[str, str], list[Place]] = {}
         for place in self.module.find(*MARKS):
             fields = self.read(place)
             if fields is not None:
                 yield place, fields
-            elif meeting := _MEETING.search(place.op.attributes):
-                meetings.setdefault((place.comp.name, meeting[1]), []).append(place)
-        for places in meetings.values():
+            elif rendezvous := _RENDEZVOUS.search(place.op.attributes):
+                transfers.setdefault((place.comp.name, rendezvous[1]), []).append(place)
+        for places in transfers.values():
             # the send first, then the receive
             places.sort(key=lambda place: place.op.opcode != 'send')
             yield places[0], self.read_transfer(places[0].op, places[-1].op)
@@ -267,7 +270,7 @@ class _Finder:
         if is_send or kind == 'ragged-all-to-all':
             operands = operands[:1]  # the others are offsets, sizes or a token
         if is_send:
-            kind, results = 'collective-permute', operands
+            kind, results = _PERMUTE, operands
         pairs: tuple[tuple[int, int], ...] = ()
         groups: Groups = ()
         if match := _PAIRS.search(op.attributes):
@@ -289,13 +292,13 @@ class _Finder:
 
     def read_transfer(self, send: Instruction, receive: Instruction) -> dict[str, Any]:
         """Reads a transfer between TPU slices: a send and a recv with the same rendezvous."""
-        meeting = _MEETING.search(send.attributes)
-        assert meeting is not None
-        _, target, transfer = meeting.groups()
+        rendezvous = _RENDEZVOUS.search(send.attributes)
+        assert rendezvous is not None
+        _, target, kind = rendezvous.groups()
         groups = self.slices.parse_target(target)
         pairs = tuple((a, b) for a, b in groups) if '->' in target else ()
         return {
-            'kind': _TRANSFERS.get(transfer, transfer.lower().replace('_', '-')),
+            'kind': _PERMUTE if kind == 'ONE_TO_ONE' else kind.lower().replace('_', '-'),
             # the last two are a number and a token
             'operands': send.results[:-2],
             'results': receive.results[:-2],
@@ -309,8 +312,8 @@ class _Finder:
         fusions = [site for site in self.module.call_sites(comp) if site.op.opcode == 'fusion']
         return self.phases.get(comp.name) or (self.phase(fusions[0].comp) if fusions else '')
 
-    def links(self, places: Sequence[Place], executions: Executions) -> set[int]:
-        """Returns the offsets of all links of asynchronous chains but the first, to ignore them.
+    def later_links(self, places: Sequence[Place], executions: Executions) -> set[int]:
+        """Returns the offsets of all links of asynchronous chains but the first.
 
         Links may be in inner loops. If no link is marked as the start, the start is the link that
         runs least often; of several, the first.
@@ -326,8 +329,8 @@ class _Finder:
         for links in chains.values():
             start = [place.start for place in links if self.phase(place.comp) == 'Start']
             if not start:
-                often = {place.start: executions.of(place.comp) for place in links}
-                start = [min(often, key=lambda at: (often[at] is None, often[at] or 0))]
+                runs = {place.start: executions.of(place.comp) for place in links}
+                start = [min(runs, key=lambda at: (runs[at] is None, runs[at] or 0))]
             later.update(place.start for place in links if place.start not in start)
         return later
 
@@ -336,50 +339,50 @@ class _Finder:
 
     def origin(self, path: Sequence[Place], place: Place) -> dict[str, Any]:
         """Finds the source line and the JAX operation: of the instruction, its fusion or a user."""
-        described = place.op
+        named = place.op
         for _, _, op in reversed(path):
-            if op.opcode not in ('while', 'conditional') and not described.op_name:
-                described = op
-        line = described
-        if self.module.source(line) is None and (not line.op_name or self.module.sources.has_lines):
-            user = user_with_source(self.module, place.comp, place.op.name)
-            line = user or line  # the compiler inserted it
+            if op.opcode not in ('while', 'conditional') and not named.op_name:
+                named = op
+        sourced, module = named, self.module
+        if module.source(named) is None and (not named.op_name or module.sources.has_lines):
+            # the compiler inserted it
+            sourced = user_with_source(module, place.comp, place.op.name) or named
         return {
-            'source': self.module.source(line),
-            'called_at': self.module.sources.caller(line.metadata),
-            'op_name': described.op_name or line.op_name,
+            'source': module.source(sourced),
+            'called_at': module.sources.caller(sourced.metadata),
+            'op_name': named.op_name or sourced.op_name,
         }
 
-    def with_callers(self, path: Sequence[Place], place: Place, one: Collective) -> Collective:
+    def with_callers(self, path: Sequence[Place], place: Place, found: Collective) -> Collective:
         """Marks a collective as async, or as a reduce-scatter, if the calling fusions say so."""
         if self.phase(place.comp) == 'Start' or any(_is_async(site.op) for site in path):
-            one = replace(one, is_async=True)
+            found = replace(found, is_async=True)
         for _, _, op in reversed(path):
             called = self.module.called(op) if op.opcode == 'fusion' else None
             is_sliced = called is not None and called.root.opcode == 'dynamic-slice'
-            if is_sliced and one.kind == 'all-reduce':  # TPU writes a reduce-scatter like this
-                one = replace(one, kind='reduce-scatter', results=op.results)
-        return one
+            if is_sliced and found.kind == 'all-reduce':  # how TPU writes a reduce-scatter
+                found = replace(found, kind='reduce-scatter', results=op.results)
+        return found
 
 
-def _merged(
+def _merge_permutes(
     records: Sequence[_Record], form: str, executions: int | None
 ) -> tuple[tuple[int, ...], Collective]:
-    """Merges the permutes of a collective einsum into one collective."""
-    permutes = [one for _, _, one in records]
-    piece = max((one.operands for one in permutes), key=lambda arrays: sum(a.bytes for a in arrays))
-    n = max(one.group_size for one in permutes)
-    sent = [(one.network_bytes or 0) * (one.executions or 1) for one in permutes]
+    """Merges the permutes of a collective einsum into one collective, with its sort key."""
+    permutes = [permute for _, _, permute in records]
+    piece = max((p.operands for p in permutes), key=lambda arrays: sum(a.bytes for a in arrays))
+    n = max(permute.group_size for permute in permutes)
+    sent = [(permute.network_bytes or 0) * (permute.executions or 1) for permute in permutes]
     order, _, first = records[0]
     return order, replace(
-        max(permutes, key=lambda one: one.executions or 0),
+        max(permutes, key=lambda permute: permute.executions or 0),
         name=first.name,
         kind='all-gather' if form == 'ag' else 'reduce-scatter',
         operands=piece * (1 if form == 'ag' else n),
         results=piece * (n if form == 'ag' else 1),
         pairs=(),
         executions=executions,
-        is_async=any(one.is_async for one in permutes),
+        is_async=any(permute.is_async for permute in permutes),
         sent=sum(sent) // (executions or 1),
     )
 
@@ -392,5 +395,5 @@ def _chain(op: Instruction) -> tuple[int, str]:
 
 def _is_async(op: Instruction) -> bool:
     """Whether an instruction overlaps with other work. JAX 0.8 has synchronous -starts on GPU."""
-    waits = '"is_sync":true' in op.attributes + op.metadata
-    return op.opcode.endswith('-start') and not waits
+    is_sync = '"is_sync":true' in op.attributes + op.metadata
+    return op.opcode.endswith('-start') and not is_sync

@@ -1,7 +1,8 @@
 """The floating-point operations of an optimized HLO program. Imports no JAX.
 
-XLA's cost analysis counts a loop body once. This module counts matrix products and convolutions in
-every iteration. It ignores elementwise operations and reductions, which have few flops.
+XLA's cost analysis counts a loop body once. This module counts the matrix products and convolutions
+of every iteration, including matrix-vector products that XLA writes as multiply and reduce. It
+ignores elementwise operations and other reductions, which have few flops.
 """
 
 from __future__ import annotations
@@ -81,26 +82,26 @@ def _with_source(module: Module, place: Place) -> Instruction:
     """Returns the nearest instruction with a source line: the product, its fusion, or a user."""
     if module.source(place.op) is not None:
         return place.op
-    around = [site for site in module.call_sites(place.comp) if site.op.opcode == 'fusion']
-    for site in around[:1] or [place]:
-        user = user_with_source(module, site.comp, site.op.name)
-        return site.op if module.source(site.op) is not None else user or site.op
-    return place.op
+    fusions = [site for site in module.call_sites(place.comp) if site.op.opcode == 'fusion']
+    site = fusions[0] if fusions else place
+    if module.source(site.op) is not None:
+        return site.op
+    return user_with_source(module, site.comp, site.op.name) or site.op
 
 
 def _flops(place: Place) -> int:
     op = place.op
     if op.opcode == 'dot':
         contracted = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', op.attributes)
-        return _of_dot(place, contracted[1] if contracted else '')
+        return _dot_flops(place, contracted[1] if contracted else '')
     if op.opcode == 'convolution':
-        return _of_convolution(place)
+        return _convolution_flops(place)
     if op.opcode == 'reduce':
-        return _of_reduce(place)
-    return _of_custom_call(place) if op.opcode == 'custom-call' else 0
+        return _reduce_flops(place)
+    return _custom_call_flops(place) if op.opcode == 'custom-call' else 0
 
 
-def _of_dot(place: Place, contracted: str) -> int:
+def _dot_flops(place: Place, contracted: str) -> int:
     left = place.comp[place.op.operands[0]].results[0]
     sizes = [left.shape[int(axis)] for axis in re.findall(r'\d+', contracted)]
     # multiplying and adding complex numbers takes 4 real products and 4 real sums
@@ -108,7 +109,7 @@ def _of_dot(place: Place, contracted: str) -> int:
     return per_product * prod(place.op.results[0].shape) * prod(sizes)
 
 
-def _of_reduce(place: Place) -> int:
+def _reduce_flops(place: Place) -> int:
     """Counts the flops of a matrix-vector product that XLA wrote as a multiply and a reduce."""
     if not place.op.op_name.endswith('/dot_general'):
         return 0
@@ -122,12 +123,12 @@ _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')  # cuBLAS
 _ESTIMATE = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')  # Pallas kernels
 
 
-def _of_custom_call(place: Place) -> int:
+def _custom_call_flops(place: Place) -> int:
     config = place.op.attributes + place.op.metadata
     if contracted := _CONTRACTED.search(config):
-        return _of_dot(place, contracted[1])
+        return _dot_flops(place, contracted[1])
     if 'custom_call_target="__cudnn$conv' in config:
-        return _of_convolution(place)
+        return _convolution_flops(place)
     estimate = _ESTIMATE.search(config)
     return int(estimate[1]) if estimate else 0
 
@@ -137,7 +138,7 @@ def _of_custom_call(place: Place) -> int:
 _LABELS = re.compile(r'dim_labels=(\w+)_(\w+)->(\w+)')
 
 
-def _of_convolution(place: Place) -> int:
+def _convolution_flops(place: Place) -> int:
     """Counts 2 flops for each product of a kernel element and an input that is not padding.
 
     TPU programs have matrix products as convolutions too; batch axes are padded spatial axes.
@@ -146,29 +147,28 @@ def _of_convolution(place: Place) -> int:
     labels = _LABELS.search(op.attributes)
     if labels is None:
         return 0
-    inputs, kernel, output = _sides(place)
-    size = [
-        dict(zip(names, array, strict=False))
-        for names, array in zip(labels.groups(), (inputs, kernel, output), strict=True)
-    ]
+    inputs, kernel, output = (
+        dict(zip(names, shape, strict=False))
+        for names, shape in zip(labels.groups(), _shapes(place), strict=True)
+    )
     window = re.search(r'window=\{([^}]*)\}', op.attributes)
     fields = dict(field.split('=') for field in window[1].split()) if window else {}
     pairs = [
         _pairs(
-            size[0][axis],
-            size[1][axis],
-            size[2][axis],
+            inputs[axis],
+            kernel[axis],
+            output[axis],
             *(_field(fields, name, int(axis), default) for name, default in _FIELDS),
         )
-        for axis in size[0]
-        if axis.isdecimal()
+        for axis in inputs
+        if axis.isdecimal()  # spatial axes have numbers
     ]
     groups = re.search(r'batch_group_count=(\d+)', op.attributes)
-    batch = size[0]['b'] // (int(groups[1]) if groups else 1)
-    return 2 * batch * size[1]['i'] * size[1]['o'] * prod(pairs)
+    batch = inputs['b'] // (int(groups[1]) if groups else 1)
+    return 2 * batch * kernel['i'] * kernel['o'] * prod(pairs)
 
 
-def _sides(place: Place) -> tuple[tuple[int, ...], ...]:
+def _shapes(place: Place) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of input, kernel and output.
 
     The gradient convolutions of cuDNN are labeled like the forward convolution.
@@ -193,12 +193,18 @@ def _field(fields: dict[str, str], name: str, axis: int, default: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _pairs(
-    inputs: int, kernel: int, output: int, stride: int, pad: int, dilated: int, kernel_dilated: int
+    inputs: int,
+    kernel: int,
+    output: int,
+    stride: int,
+    padding: int,
+    input_dilation: int,
+    kernel_dilation: int,
 ) -> int:
-    """Counts the (output, kernel) positions whose input is not padding."""
+    """Counts the (output, kernel) positions along an axis whose input is not padding."""
     count = 0
     for i in range(kernel):
         for j in range(output):
-            position = j * stride - pad + i * kernel_dilated
-            count += position % dilated == 0 and 0 <= position // dilated < inputs
+            position = j * stride - padding + i * kernel_dilation
+            count += position % input_dilation == 0 and 0 <= position // input_dilation < inputs
     return count

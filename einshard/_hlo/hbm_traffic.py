@@ -12,24 +12,23 @@ import numpy as np
 from .loops import find_counter
 from .module import ArrayType, Instruction, Module, Value
 
-_MOVED_MEMORY = re.compile(r'\{[^}]*S\([1-9]')  # VMEM on TPU, host memory
 
+def min_hbm_bytes(module: Module) -> int:
+    """Counts the bytes per device of the arguments that are read and the results that are written.
 
-def bytes_once(module: Module) -> int:
-    """Counts the bytes per device of arguments that are read and of results that are written.
-
-    If an array is only sliced, its slices count. What depends on data or on a kernel does not
-    count: reads by a gather, in a branch of a conditional or in a kernel such as a Pallas kernel,
-    and results of which a part is updated in place. Loops of unknown length count as one iteration.
+    Each byte counts once. Of an array that is only sliced, the slices count. Not counted, because
+    they depend on data or on a kernel: reads by a gather, in a branch of a conditional or in a
+    kernel such as a Pallas kernel, and results that are updated in place. A loop with an unknown
+    trip count counts as one iteration.
     """
     entry = module.entry
     reads, total = _Reads(module), 0
     for op in entry.parameters():
-        if not _MOVED_MEMORY.search(op.type):
-            total += _covered(op.results, reads.of(Value(entry, op.name)))
+        if op.is_in_hbm:
+            total += _covered_bytes(op.results, reads.of(Value(entry, op.name)))
     root = entry.root
     for op in [entry[name] for name in root.operands] if root.opcode == 'tuple' else [root]:
-        if not _MOVED_MEMORY.search(op.type) and _is_written(module, Value(entry, op.name)):
+        if op.is_in_hbm and _is_written(module, Value(entry, op.name)):
             total += sum(array.bytes for array in op.results)
     return total
 
@@ -41,10 +40,10 @@ def _is_written(module: Module, value: Value) -> bool:
     """Whether all of a value is written: it is not an argument, or one updated in place."""
     op = value.op
     while op.opcode in ('bitcast', 'convert', 'copy') and (value.arguments or op.opcode[0] == 'b'):
-        value = value.beside(op.operands[0])
+        value = value.sibling(op.operands[0])
         op = value.op
     if op.opcode == 'get-tuple-element':
-        tuple_value = value.beside(op.operands[0])
+        tuple_value = value.sibling(op.operands[0])
         comp = module.called(tuple_value.op)
         if tuple_value.op.opcode == 'while':
             comp = module.computation(tuple_value.op.body)
@@ -55,9 +54,9 @@ def _is_written(module: Module, value: Value) -> bool:
                 'custom-call',
                 'while',
             )
-        return _is_written(module, tuple_value.inside(comp, comp.root.operands[op.element]))
+        return _is_written(module, tuple_value.in_callee(comp, comp.root.operands[op.element]))
     if op.opcode == 'fusion' and (called := module.called(op)):
-        return _is_written(module, value.inside(called))
+        return _is_written(module, value.in_callee(called))
     in_place = ('conditional', 'dynamic-update-slice', 'parameter', 'scatter')
     return op.opcode not in in_place and 'output_to_operand_aliasing' not in op.attributes
 
@@ -86,8 +85,8 @@ def _all_of(array: ArrayType) -> _Region:
     return _Region(array.shape, tuple((0, size) for size in array.shape), prod(array.shape))
 
 
-def _covered(arrays: Iterable[ArrayType], regions: Iterable[_Region]) -> int:
-    """Returns a lower bound on the bytes of an array that the regions cover."""
+def _covered_bytes(arrays: Iterable[ArrayType], regions: Iterable[_Region]) -> int:
+    """Returns a lower bound on the bytes of the single array that the regions cover."""
     disjoint: list[_Region] = []
     for region in sorted(set(regions), key=lambda region: -region.elements):
         if all(region.is_disjoint(other) for other in disjoint):
@@ -110,7 +109,13 @@ class _Reads:
         self._known: dict[tuple[str, str, int], list[_Region]] = {}
 
     def of(self, value: Value, element: int = -1, loop: Value | None = None) -> list[_Region]:
-        """Returns the regions of a value, or of an element of a tuple, that are read."""
+        """Returns the regions of a value that are read.
+
+        Args:
+            value: the value.
+            element: the element, if the value is a tuple.
+            loop: the loop whose body contains the value, if any.
+        """
         key = value.comp.name, value.name, element
         if key not in self._known:
             self._known[key] = []  # ends the recursion in a loop
@@ -127,7 +132,7 @@ class _Reads:
     def _read_by_user(
         self, value: Value, element: int, user: Instruction, loop: Value | None
     ) -> list[_Region]:
-        at, used = user.operands.index(value.name), value.beside(user.name)
+        at, used = user.operands.index(value.name), value.sibling(user.name)
         match user.opcode.removesuffix('-start'):
             case 'tuple' if user.name != value.comp.root.name:
                 return self.of(used, at, loop)
@@ -140,9 +145,9 @@ class _Reads:
                 start = Value(body, body.parameter(0))
                 return self.of(start, element, used)
             case 'fusion' | 'call' if called := self._module.called(user):
-                inside = used.inside(called, called.parameter(at))
+                inside = used.in_callee(called, called.parameter(at))
                 # on TPU there are fusions of nothing but a bitcast
-                only_moves = _before_moves(used.inside(called)) == inside.name
+                only_moves = _before_moves(used.in_callee(called)) == inside.name
                 return self.of(used if only_moves else inside, element, loop)
             case 'bitcast' | 'opt-barrier':
                 return self._read_in_fusion(value, used, loop)
@@ -178,7 +183,7 @@ class _Reads:
         size = [int(n) for n in sizes[1].split(',') if n] if sizes else []
         counter = find_counter(self._module, loop) if loop else None
         names = used.op.operands[1:] if counter else []
-        values = (counter.values(used.beside(name)) if counter else None for name in names)
+        values = (counter.values(used.sibling(name)) if counter else None for name in names)
         starts = [start for start in values if start is not None]
         n = 1
         if len(starts) == len(size):
@@ -215,5 +220,5 @@ def _constant_slice(op: Instruction, user: Instruction) -> _Region:
 def _before_moves(value: Value) -> str:
     """Returns the name of the value before bitcasts, converts and copies."""
     while value.op.opcode in ('bitcast', 'convert', 'copy'):
-        value = value.beside(value.op.operands[0])
+        value = value.sibling(value.op.operands[0])
     return value.op.name

@@ -68,7 +68,7 @@ def find_counter(module: Module, loop: Value) -> Counter | None:
     op = loop.op
     names = dict(re.findall(r'\b(condition|body)=%?([^\s,]+)', op.attributes))
     condition, body = (Value(module.computation(names[part])) for part in ('condition', 'body'))
-    return _Loop(module, loop.beside(op.operands[0]), condition, body).counter()
+    return _Loop(module, loop.sibling(op.operands[0]), condition, body).counter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +82,19 @@ class Counter:
     trips: int
 
     def values(self, value: Value) -> Any:
-        """Returns an integer of the body at every iteration, as an array; None if it is unknown."""
+        """Returns the integers that a value of the body has in the iterations; None if unknown."""
         value, element = self.loop.find_source(value)
         op = value.op
-        if op.opcode == 'constant' and re.fullmatch(r'-?\d+', op.given):
-            return np.array(int(op.given))
+        if op.integer_constant is not None:
+            return np.array(op.integer_constant)
         if op.opcode == 'parameter' and value.comp is self.loop.body.comp and element is not None:
             if element == self.element:
                 return self.start + self.step * np.arange(self.trips)
-            fixed = self.loop.resolve_constant((element, 0))
-            return np.array(fixed[1]) if fixed and fixed[0] is None else None
+            invariant = self.loop.resolve_constant((element, 0))
+            return np.array(invariant[1]) if invariant and invariant[0] is None else None
         if op.opcode not in ARITHMETIC:
             return None
-        operands = [self.values(value.beside(operand)) for operand in op.operands]
+        operands = [self.values(value.sibling(operand)) for operand in op.operands]
         evaluated = [n for n in operands if n is not None]
         return ARITHMETIC[op.opcode](*evaluated) if len(evaluated) == len(operands) else None
 
@@ -116,7 +116,7 @@ class _Loop:
         if comparison.opcode != 'compare':
             return None
         direction = re.search(r'direction=(\w+)', comparison.attributes)
-        sums = [self.sum(compared.beside(operand)) for operand in comparison.operands]
+        sums = [self.sum(compared.sibling(operand)) for operand in comparison.operands]
         if not direction or len(sums) != 2:
             return None
         operator = direction[1]
@@ -125,11 +125,11 @@ class _Loop:
             left, right, operator = right, left, _MIRRORED.get(operator, operator)
         if not left or not right or left[0] is None or right[0] is not None:
             return None
-        counter, ahead = left[0], left[1]
+        counter, offset = left[0], left[1]
         start, after = self.sum(self.state, counter), self.sum(self.body, counter)
         if not start or start[0] is not None or not after or after[0] != counter:
             return None
-        trips = _runs(start[1] + ahead, after[1], operator, right[1])
+        trips = _count_terms(start[1] + offset, after[1], operator, right[1])
         return None if trips is None else Counter(self, counter, start[1], after[1], trips)
 
     def resolve_constant(self, sum_: _Sum | None) -> _Sum | None:
@@ -144,12 +144,12 @@ class _Loop:
         """Converts a value, or an element of a tuple, to a `_Sum`; None if it is not one."""
         value, element = self.find_source(value, element)
         op = value.op
-        if op.opcode == 'constant':
-            return (None, int(op.given)) if re.fullmatch(r'-?\d+', op.given) else None
+        if op.integer_constant is not None:
+            return None, op.integer_constant
         if op.opcode == 'parameter':
             return None if element is None else (element, 0)
         if op.opcode in ('add', 'subtract'):
-            a, b = (self.sum(value.beside(operand)) for operand in op.operands)
+            a, b = (self.sum(value.sibling(operand)) for operand in op.operands)
             sign = 1 if op.opcode == 'add' else -1
             if a and b and b[0] is None:
                 return a[0], a[1] + sign * b[1]
@@ -160,20 +160,21 @@ class _Loop:
     def find_source(self, value: Value, element: int | None = None) -> tuple[Value, int | None]:
         """Returns the instruction that computes a value, or an element of a tuple.
 
-        Skips copies, tuples and calls. If that instruction makes a tuple, also returns the element.
+        Skips copies, tuples and calls. The second result is the element, if that instruction makes
+        a tuple.
         """
         while True:
             op = value.op
             if op.opcode in _MOVES:
-                value = value.beside(op.operands[0])
+                value = value.sibling(op.operands[0])
             elif op.opcode == 'get-tuple-element' and element is None:
-                value, element = value.beside(op.operands[0]), op.element
+                value, element = value.sibling(op.operands[0]), op.element
             elif op.opcode == 'tuple' and element is not None:
-                value, element = value.beside(op.operands[element]), None
+                value, element = value.sibling(op.operands[element]), None
             elif op.opcode in ('fusion', 'call') and (called := self.module.called(op)):
-                value = value.inside(called)
+                value = value.in_callee(called)
             elif op.opcode == 'parameter' and value.arguments:
-                value = value.arguments[int(op.given)]
+                value = value.arguments[op.parameter_number]
             else:
                 return value, element
 
@@ -181,16 +182,16 @@ class _Loop:
 _MIRRORED = {'LT': 'GT', 'LE': 'GE', 'GT': 'LT', 'GE': 'LE'}
 
 
-def _runs(start: int, step: int, direction: str, limit: int) -> int | None:
+def _count_terms(start: int, step: int, direction: str, limit: int) -> int | None:
     """Counts the terms of `start`, `start + step`, ... before the comparison with `limit` fails.
 
-    >>> from einshard._hlo.loops import _runs
-    >>> _runs(0, 1, 'LT', 12), _runs(12, -2, 'GE', 1), _runs(0, 3, 'NE', 12), _runs(5, 1, 'LT', 3)
-    (12, 6, 4, 0)
+    >>> from einshard._hlo.loops import _count_terms
+    >>> _count_terms(0, 1, 'LT', 12), _count_terms(12, -2, 'GE', 1), _count_terms(5, 1, 'LT', 3)
+    (12, 6, 0)
     """
     if direction in ('GT', 'GE'):
         mirrored = _MIRRORED[direction]
-        return _runs(-start, -step, mirrored, -limit)
+        return _count_terms(-start, -step, mirrored, -limit)
     if direction == 'LE':
         limit += 1
     if direction == 'NE' and step and not (limit - start) % step and (limit - start) // step >= 0:

@@ -70,6 +70,7 @@ _INSTRUCTION = re.compile(r'\s+(?:ROOT )?%?([^\s=]+) = (\(.*?\)|\S+) ([a-z][\w-]
 _OPERAND = re.compile(r'%([^\s,()]+)')
 _CALLEE = re.compile(r'\b(?:calls|to_apply)=%?([^\s,]+)')
 _BODY = re.compile(r'\bbody=%?([^\s,]+)')
+_OTHER_MEMORY = re.compile(r'\{[^}]*S\([1-9]')
 _CALLEES = re.compile(
     r'\b(?:calls|to_apply|condition|body|(?:true|false)_computation'
     r'|(?:branch|called)_computations)=(?:\{(%[^}]*)\}|(%[^\s,]+))'
@@ -79,24 +80,39 @@ _CALLEES = re.compile(
 class Instruction(NamedTuple):
     """One line of a computation.
 
-    `given` is the text in parentheses after the opcode: the operands, the value of a constant, or
-    the number of a parameter.
+    `operand_text` is the text in parentheses after the opcode: the operands, the value of a
+    constant, or the number of a parameter.
     """
 
     name: str
     type: str
     opcode: str
-    given: str
+    operand_text: str
     attributes: str
     metadata: str
 
     @property
     def operands(self) -> list[str]:
-        return _OPERAND.findall(self.given)
+        return _OPERAND.findall(self.operand_text)
+
+    @property
+    def parameter_number(self) -> int:
+        return int(self.operand_text)
+
+    @property
+    def integer_constant(self) -> int | None:
+        """The value of an integer constant; None for other instructions."""
+        is_integer = re.fullmatch(r'-?\d+', self.operand_text)
+        return int(self.operand_text) if self.opcode == 'constant' and is_integer else None
 
     @property
     def results(self) -> tuple[ArrayType, ...]:
         return array_types(self.type)
+
+    @property
+    def is_in_hbm(self) -> bool:
+        """Whether the result is in HBM, not in VMEM on TPU or in host memory."""
+        return _OTHER_MEMORY.search(self.type) is None
 
     @property
     def callee(self) -> str:
@@ -109,12 +125,12 @@ class Instruction(NamedTuple):
         """The names of all computations that the instruction runs."""
         # backend_config may contain user-given names
         attributes = self.attributes.partition(', backend_config=')[0]
-        listed = (several or one for several, one in _CALLEES.findall(attributes))
-        return [name for names in listed for name in names.replace('%', '').split(', ')]
+        lists = (several or single for several, single in _CALLEES.findall(attributes))
+        return [name for names in lists for name in names.replace('%', '').split(', ')]
 
     @property
     def joins_slices(self) -> bool:
-        """Whether this is a custom call on TPU that only joins slices of an array."""
+        """Whether this is a ConcatBitcast, which on TPU joins slices of an array without a copy."""
         return '"ConcatBitcast"' in self.attributes
 
     @property
@@ -141,11 +157,11 @@ def read_instruction(line: str) -> Instruction:
         raise ValueError(f'not an HLO instruction: {line}')
     name, type_, opcode, rest = match.groups()
     # types of operands contain parentheses too, but never '), '
-    given, closing, attributes = rest.partition('), ')
+    operand_text, closing, attributes = rest.partition('), ')
     if not closing:
-        given, attributes = rest.rpartition(')')[0], ''
+        operand_text, attributes = rest.rpartition(')')[0], ''
     attributes, _, metadata = attributes.partition('metadata={')
-    return Instruction(name, type_, opcode, given, attributes, metadata)
+    return Instruction(name, type_, opcode, operand_text, attributes, metadata)
 
 
 # --- computations -------------------------------------------------------------------------------
@@ -191,7 +207,7 @@ class Computation:
 
     def parameter(self, number: int) -> str:
         """Returns the name of the parameter with this number."""
-        return next(op.name for op in self.parameters() if op.given == str(number))
+        return next(op.name for op in self.parameters() if op.parameter_number == number)
 
     @functools.cached_property
     def _lines(self) -> dict[str, int]:
@@ -210,10 +226,10 @@ class Computation:
         for match in _LINE.finditer(self._text, *self._span):
             start, end = match.end(), self._text.index('\n', match.end())
             if self._text.startswith('((', start):  # a nested type contains '), ' too
-                given = read_instruction(self._text[match.start() + 1 : end]).given
+                operands = read_instruction(self._text[match.start() + 1 : end]).operand_text
             else:
-                given = self._text[start:end].partition('), ')[0]
-            for operand in _OPERAND.findall(given):
+                operands = self._text[start:end].partition('), ')[0]
+            for operand in _OPERAND.findall(operands):
                 name = names.get(operand) or operand
                 users.setdefault(name, []).append(names[match[2]])
         return users
@@ -237,13 +253,13 @@ class Value(NamedTuple):
     def op(self) -> Instruction:
         return self.comp[self.name]
 
-    def beside(self, name: str) -> Value:
+    def sibling(self, name: str) -> Value:
         """Returns another value in the same computation."""
         return self._replace(name=name)
 
-    def inside(self, called: Computation, name: str = '') -> Value:
-        """Returns a value in the computation that this instruction calls."""
-        return Value(called, name, tuple(map(self.beside, self.op.operands)))
+    def in_callee(self, callee: Computation, name: str = '') -> Value:
+        """Returns a value in the computation that this instruction calls; by default, the root."""
+        return Value(callee, name, tuple(map(self.sibling, self.op.operands)))
 
 
 # --- the program --------------------------------------------------------------------------------
@@ -259,7 +275,7 @@ class Place(NamedTuple):
 
 _HEADER = re.compile(r'\n(ENTRY )?%?(\S+) [^\n]*\{(?=\n)')
 _PALLAS_METADATA = re.compile(r'kernel_metadata=\{\n(?:".*\n)*\}')
-# references to computations; `call_sites` drops matches inside user-given names
+# references to computations; `call_sites` drops matches inside names that users gave
 _REFERENCE = re.compile(r'=(?:\{(%[^}]*)\}|(%[^\s,]+))')
 
 

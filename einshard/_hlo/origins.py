@@ -5,14 +5,14 @@ from __future__ import annotations
 from .module import Computation, Instruction, Module, Place, Value
 
 # operations that slice, copy, reshape or convert their first operand
-_PARTS = frozenset(
+_MOVES = frozenset(
     (
         *('all-gather', 'all-gather-done', 'all-gather-start', 'bitcast', 'collective-permute'),
         *('convert', 'copy', 'copy-done', 'copy-start', 'dynamic-slice', 'opt-barrier'),
         *('optimization-barrier', 'reshape', 'slice', 'slice-done', 'slice-start', 'transpose'),
     )
 )
-_MAX_STEPS = 200  # because a loop may lead to a cycle
+_MAX_STEPS = 200  # a loop may lead to a cycle
 
 
 class Origins:
@@ -31,89 +31,90 @@ class Origins:
         operands = place.op.operands
         return self._trace(Value(place.comp, operands[0]), -1, _MAX_STEPS) if operands else None
 
-    def _trace(self, value: Value, element: int, left: int) -> int | None:
+    def _trace(self, value: Value, element: int, steps: int) -> int | None:
         key = (value.comp.name, value.name, element)
         if key not in self._known:
             self._known[key] = None  # ends the recursion if a value depends on itself
-            self._known[key] = self._step(value, element, left - 1) if left else None
+            self._known[key] = self._trace_operand(value, element, steps - 1) if steps else None
         return self._known[key]
 
-    def _step(self, value: Value, element: int, left: int) -> int | None:
+    def _trace_operand(self, value: Value, element: int, steps: int) -> int | None:
         op = value.op
         if op.opcode == 'parameter':
-            return self._outside(value, element, left)
+            return self._trace_parameter(value, element, steps)
         if op.opcode == 'get-tuple-element':
-            return self._trace(value.beside(op.operands[0]), op.element, left)
+            return self._trace(value.sibling(op.operands[0]), op.element, steps)
         if op.opcode == 'tuple' and element >= 0:
-            return self._trace(value.beside(op.operands[element]), -1, left)
+            return self._trace(value.sibling(op.operands[element]), -1, steps)
         if op.opcode in ('fusion', 'call'):
             called = self._module.called(op)
-            return self._trace(Value(called), element, left) if called else None
+            return self._trace(Value(called), element, steps) if called else None
         if op.opcode == 'while':
-            start = value.beside(op.operands[0])
-            return self._trace(start, element, left) if self._keeps(op, element) else None
-        source = _source(op)
-        return None if source is None else self._trace(value.beside(source), element, left)
+            start = value.sibling(op.operands[0])
+            return self._trace(start, element, steps) if self._is_invariant(op, element) else None
+        operand = _moved_operand(op)
+        return None if operand is None else self._trace(value.sibling(operand), element, steps)
 
-    def _outside(self, value: Value, element: int, left: int) -> int | None:
-        """Traces a parameter of a computation to its origin."""
+    def _trace_parameter(self, value: Value, element: int, steps: int) -> int | None:
+        """Traces a parameter of a computation to the value that its caller passes."""
         op, comp = value.op, value.comp
         if comp.is_entry:
-            return int(op.given)
+            return op.parameter_number
         for _, caller, call in self._module.call_sites(comp):
             if call.opcode == 'while':
-                if not self._keeps(call, element):
+                if not self._is_invariant(call, element):
                     return None
-                return self._trace(Value(caller, call.operands[0]), element, left)
+                return self._trace(Value(caller, call.operands[0]), element, steps)
             if call.opcode in ('fusion', 'call'):
-                return self._trace(Value(caller, call.operands[int(op.given)]), element, left)
+                passed = Value(caller, call.operands[op.parameter_number])
+                return self._trace(passed, element, steps)
         return None
 
-    def _keeps(self, loop: Instruction, element: int) -> bool:
-        """Whether a loop does not change an element of its state, except for a permute."""
+    def _is_invariant(self, loop: Instruction, element: int) -> bool:
+        """Whether a loop does not change an element of its state, except by a permute."""
         body = self._module.computation(loop.body)
         root = body.root
         if element < 0 or root.opcode != 'tuple' or element >= len(root.operands):
             return False
         op = body[root.operands[element]]
         for _ in range(_MAX_STEPS):
-            source = _source(op)
+            operand = _moved_operand(op)
             if op.opcode == 'get-tuple-element':
                 state = body[op.operands[0]]
                 if state.opcode == 'parameter':
                     return op.element == element
-                if state.opcode != 'while' or not self._keeps(state, op.element):
+                if state.opcode != 'while' or not self._is_invariant(state, op.element):
                     return False
                 state, at = body[state.operands[0]], op.element
-                source = state.operands[at] if state.opcode == 'tuple' else None
-            if source is None:
+                operand = state.operands[at] if state.opcode == 'tuple' else None
+            if operand is None:
                 return False
-            op = body[source]
+            op = body[operand]
         return False
 
 
-def _source(op: Instruction) -> str | None:
+def _moved_operand(op: Instruction) -> str | None:
     """Returns the operand if an instruction only slices, reshapes or converts it; else None."""
-    is_part = op.opcode in _PARTS or op.joins_slices
-    return op.operands[0] if is_part and op.operands else None
+    is_move = op.opcode in _MOVES or op.joins_slices
+    return op.operands[0] if is_move and op.operands else None
 
 
 def user_with_source(
-    module: Module, comp: Computation, name: str, far: int = 3
+    module: Module, comp: Computation, name: str, distance: int = 3
 ) -> Instruction | None:
-    """Finds the first user of an array that has a source line, up to `far` instructions away."""
+    """Finds the nearest user of an array that has a source line, up to `distance` steps away."""
     for user in comp.users(name):
         called = module.called(user)
         if module.source(user) is not None:
             return user
         if called is not None and module.source(called.root) is not None:
             return called.root
-        if called is not None and far and user.opcode in ('fusion', 'call'):
+        if called is not None and distance and user.opcode in ('fusion', 'call'):
             inside = called.parameter(user.operands.index(name))
-            further = user_with_source(module, called, inside, far - 1)
-            if further is not None:
-                return further
-        further = user_with_source(module, comp, user.name, far - 1) if far else None
-        if further is not None:
-            return further
+            found = user_with_source(module, called, inside, distance - 1)
+            if found is not None:
+                return found
+        found = user_with_source(module, comp, user.name, distance - 1) if distance else None
+        if found is not None:
+            return found
     return None

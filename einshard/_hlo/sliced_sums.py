@@ -54,7 +54,7 @@ class _Finder:
     def __init__(self, module: Module, shape: Sequence[int]):
         self.module = module
         self.shape = shape
-        self.left = _MAX_USES
+        self.uses_left = _MAX_USES
 
     def uses(
         self, value: Value, outside: tuple[Value, ...], axes: Sequence[int], is_direct: bool
@@ -63,13 +63,13 @@ class _Finder:
 
         Args:
             value: the sum, or a value computed from it.
-            outside: the fusions that contain the value.
+            outside: the fusions that contain the value, outermost first.
             axes: for each dimension of the value, the dimension of the sum.
             is_direct: whether the value is the sum itself, up to copies.
         """
         comp, shape = value.comp, value.op.results[0].shape
-        self.left -= 1
-        if self.left < 0:
+        self.uses_left -= 1
+        if self.uses_left < 0:
             yield None
             return
         if value.name == comp.root.name:
@@ -78,28 +78,28 @@ class _Finder:
             else:
                 yield None
         for user in comp.users(value.name):
-            op = value.beside(user.name)
+            op = value.sibling(user.name)
             callee = self.module.called(user) if user.opcode == 'fusion' else None
-            is_one = not user.type.startswith('(')
-            same = is_one and user.results[0].shape == shape
+            is_array = not user.type.startswith('(')
+            has_same_shape = is_array and user.results[0].shape == shape
             if user.opcode == 'dynamic-slice' and user.operands[0] == value.name:
-                yield self.slice_of(op, axes, is_direct)
-            elif callee is not None and is_one:
+                yield self.read_slice(op, axes, is_direct)
+            elif callee is not None and is_array:
                 for i, operand in enumerate(user.operands):
                     if operand == value.name:
-                        inside = op.inside(callee, callee.parameter(i))
+                        inside = op.in_callee(callee, callee.parameter(i))
                         yield from self.uses(inside, (*outside, op), axes, is_direct)
-            elif same and user.opcode in _COPIES | _ELEMENTWISE:
+            elif has_same_shape and user.opcode in _COPIES | _ELEMENTWISE:
                 yield from self.uses(op, outside, axes, is_direct and user.opcode in _COPIES)
-            elif is_one and user.opcode == 'reduce' and user.operands[0] == value.name:
-                gone = re.search(r'dimensions=\{([\d,]*)\}', user.attributes)
-                reduced = {int(i) for i in gone[1].split(',')} if gone and gone[1] else set[int]()
-                left = [axis for i, axis in enumerate(axes) if i not in reduced]
-                yield from self.uses(op, outside, left, False)
+            elif is_array and user.opcode == 'reduce' and user.operands[0] == value.name:
+                dimensions = re.search(r'dimensions=\{([\d,]*)\}', user.attributes)
+                reduced = {int(i) for i in re.findall(r'\d+', dimensions[1] if dimensions else '')}
+                remaining = [axis for i, axis in enumerate(axes) if i not in reduced]
+                yield from self.uses(op, outside, remaining, False)
             else:
                 yield None
 
-    def slice_of(self, value: Value, axes: Sequence[int], is_direct: bool) -> SlicedSum | None:
+    def read_slice(self, value: Value, axes: Sequence[int], is_direct: bool) -> SlicedSum | None:
         op = value.op
         parts = {
             axis: self.shape[axis] // size
@@ -108,23 +108,23 @@ class _Finder:
         }
         sliced = [i for i, axis in enumerate(axes) if axis in parts]
         if not parts or not all(
-            self.is_of_device(value.beside(op.operands[1 + i]), _MAX_STEPS) for i in sliced
+            self.depends_on_device(value.sibling(op.operands[1 + i]), _MAX_STEPS) for i in sliced
         ):
             return None
         return SlicedSum(tuple(sorted(parts.items())), is_direct)
 
-    def is_of_device(self, value: Value, left: int) -> bool:
-        """Whether an offset is computed from the device number, not from values in a loop."""
+    def depends_on_device(self, value: Value, steps: int) -> bool:
+        """Whether an offset is computed from the device number, in at most `steps` steps."""
         op = value.op
         if op.opcode in ('partition-id', 'replica-id'):
             return True
-        if not left:
+        if not steps:
             return False
         if op.opcode == 'parameter':
-            return bool(value.arguments) and self.is_of_device(
-                value.arguments[int(op.given)], left - 1
+            return bool(value.arguments) and self.depends_on_device(
+                value.arguments[op.parameter_number], steps - 1
             )
         called: Computation | None = self.module.called(op) if op.opcode == 'fusion' else None
         if called is not None:
-            return self.is_of_device(value.inside(called), left - 1)
-        return any(self.is_of_device(value.beside(name), left - 1) for name in op.operands)
+            return self.depends_on_device(value.in_callee(called), steps - 1)
+        return any(self.depends_on_device(value.sibling(name), steps - 1) for name in op.operands)

@@ -35,7 +35,7 @@ class Sources:
             elif row := _ROW.fullmatch(line):
                 rows[int(row[1])] = row[2] or row[3]
         self._files = tables.get('FileNames', {})
-        self._places = {
+        self._locations = {
             number: (number_of('file_name_id', row), number_of('line', row))
             for number, row in tables.get('FileLocations', {}).items()
         }
@@ -65,7 +65,7 @@ class Sources:
         if file := re.search(r'source_file="([^"]*)"', metadata):
             return f'{file[1]}:{number_of("source_line", metadata)}'
         stack = self._stack(number_of('stack_frame_id', metadata))
-        return innermost_user_line(self._file_line(place) for _, place in stack)
+        return innermost_user_line(self._file_line(location) for _, location in stack)
 
     def caller(self, metadata: str) -> str | None:
         """If `line` is in a helper, returns the nearest calling line outside helpers; else None.
@@ -74,12 +74,12 @@ class Sources:
         calls in several lines. Lines that call the jitted function are ignored.
         """
         stack = [
-            (frame, place)
-            for frame, place in self._stack(number_of('stack_frame_id', metadata))
-            if _is_user_file(self._file_line(place)[0]) and frame not in self._outermost
+            (frame, location)
+            for frame, location in self._stack(number_of('stack_frame_id', metadata))
+            if _is_user_file(self._file_line(location)[0]) and frame not in self._outermost
         ]
-        for (_, place), (_, outside) in pairwise(stack):
-            if not self._is_helper(self._functions[place]):
+        for (_, location), (_, outside) in pairwise(stack):
+            if not self._is_helper(self._functions[location]):
                 return None
             if not self._is_helper(self._functions[outside]) or outside == stack[-1][1]:
                 file, line = self._file_line(outside)
@@ -90,13 +90,13 @@ class Sources:
     def _stack(self, frame: int) -> Iterator[tuple[int, int]]:
         """Yields the frames that have a file, each with its location, from the innermost out."""
         while frame in self._frames:
-            place, parent = self._frames[frame]
-            if self._file_line(place)[0]:
-                yield frame, place
+            location, parent = self._frames[frame]
+            if self._file_line(location)[0]:
+                yield frame, location
             frame = parent - self._parent_offset
 
-    def _file_line(self, place: int) -> tuple[str, int]:
-        file_id, line = self._places.get(place, (0, 0))
+    def _file_line(self, location: int) -> tuple[str, int]:
+        file_id, line = self._locations.get(location, (0, 0))
         return self._files.get(file_id, ''), line
 
     @functools.cached_property
@@ -117,10 +117,10 @@ class Sources:
         """By function: its lines in the program, and the (function, line) pairs that call it."""
         uses: dict[_Function, tuple[set[int], set[tuple[_Function, int]]]] = {}
         for frame in self._frames:
-            stack = [place for _, place in self._stack(frame)]
-            for place, outside in zip(stack, [*stack[1:], 0], strict=True):
-                lines, calls = uses.setdefault(self._functions[place], (set(), set()))
-                lines.add(self._file_line(place)[1])
+            stack = [location for _, location in self._stack(frame)]
+            for location, outside in zip(stack, [*stack[1:], 0], strict=True):
+                lines, calls = uses.setdefault(self._functions[location], (set(), set()))
+                lines.add(self._file_line(location)[1])
                 if outside:
                     calls.add((self._functions[outside], self._file_line(outside)[1]))
         return uses
@@ -132,19 +132,19 @@ def innermost_user_line(frames: Iterable[tuple[str, int | str]]) -> str | None:
     Args:
         frames: file and line, from the innermost frame out.
     """
-    innermost = of_library = None
+    innermost = library_line = None
     for file, line in frames:
         innermost = innermost or f'{file}:{line}'
         if _is_user_file(file):
             return f'{file}:{line}'
         if not (file.startswith(_PACKAGE) or _JAX_FILE.search(file)):
-            of_library = of_library or f'{file}:{line}'
-    return of_library or innermost
+            library_line = library_line or f'{file}:{line}'
+    return library_line or innermost
 
 
 def _is_user_file(file: str) -> bool:
-    of_library = file.startswith(_PACKAGE) or _JAX_FILE.search(file) or _LIBRARY_FILE.search(file)
-    return bool(file) and not of_library
+    is_library = file.startswith(_PACKAGE) or _JAX_FILE.search(file) or _LIBRARY_FILE.search(file)
+    return bool(file) and not is_library
 
 
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')

@@ -22,7 +22,10 @@ _CHANNEL = re.compile(r'channel_id=\d+')
 
 
 def target_collectives(module: Module, collectives: Sequence[Collective]) -> list[Collective]:
-    """Merges all-reduces, finds reduce-scatters, and drops repeated all-gathers, as a TPU would.
+    """Returns the collectives as a TPU would run them.
+
+    An all-reduce followed by a slice becomes a reduce-scatter, all-reduces that a TPU would combine
+    become one, and repeated all-gathers of an array are dropped.
 
         >>> from einshard._hlo.collectives import find_collectives
         >>> from einshard._hlo.module import Module
@@ -37,7 +40,7 @@ def target_collectives(module: Module, collectives: Sequence[Collective]) -> lis
         ... }
         ... '''
         >>> module = Module(text)
-        >>> [one.kind for one in target_collectives(module, find_collectives(module))]
+        >>> [c.kind for c in target_collectives(module, find_collectives(module))]
         ['reduce-scatter']
 
     Args:
@@ -47,11 +50,11 @@ def target_collectives(module: Module, collectives: Sequence[Collective]) -> lis
     places = {place.op.name: place for place in module.find(*MARKS)} if collectives else {}
     seen: set[tuple[str, ...]] = set()
     kept: list[Collective] = []
-    for one in collectives:
-        op = places[one.name].op
-        key = places[one.name].comp.name, op.given, _CHANNEL.sub('', op.attributes)
-        if not (one.kind == 'all-gather' and key in seen):
-            kept.append(one)
+    for collective in collectives:
+        _, comp, op = places[collective.name]
+        key = comp.name, op.operand_text, _CHANNEL.sub('', op.attributes)
+        if not (collective.kind == 'all-gather' and key in seen):
+            kept.append(collective)
         seen.add(key)
     return list(_Reductions(module, places, kept).merged(kept))
 
@@ -85,48 +88,50 @@ class _Reductions:
         self._module = module
         self._places = places
         self._known: dict[_Key, _Reduction] = {
-            (one.name, i): _Reduction(array, one.groups)
-            for one in collectives
-            if one.kind == 'all-reduce' and len(places[one.name].op.operands) == len(one.operands)
-            for i, array in enumerate(one.operands)
+            (c.name, i): _Reduction(array, c.groups)
+            for c in collectives
+            if c.kind == 'all-reduce' and len(places[c.name].op.operands) == len(c.operands)
+            for i, array in enumerate(c.operands)
         }
-        for key, one in self._known.items():
-            self._classify(key, one)
+        for key, reduction in self._known.items():
+            self._classify(key, reduction)
 
     def merged(self, collectives: Sequence[Collective]) -> Iterator[Collective]:
         """Yields the collectives, with all-reduces split by kind and groups."""
-        for one in collectives:
+        for collective in collectives:
             parts: dict[tuple[str, Groups], list[ArrayType]] = {}
-            for i in range(len(one.operands)):
-                reduction = self._known.get((one.name, i))
+            for i in range(len(collective.operands)):
+                reduction = self._known.get((collective.name, i))
                 if reduction is not None:
                     parts.setdefault((reduction.kind, reduction.groups), []).append(reduction.array)
             for (kind, groups), arrays in parts.items():
                 if kind:
-                    yield replace(one, kind=kind, groups=groups, operands=tuple(arrays))
+                    yield replace(collective, kind=kind, groups=groups, operands=tuple(arrays))
             if not parts:
-                yield one
+                yield collective
 
-    def _classify(self, key: _Key, one: _Reduction) -> None:
+    def _classify(self, key: _Key, reduction: _Reduction) -> None:
+        """Sets the kind of an array's reduction from the instructions that use the sum."""
         place = self._places[key[0]]
         uses = list(self._array_uses(place, key))
         terms = {use.terms for use in uses}
         if len(terms) == 1 and min(next(iter(terms))) != key:
-            one.kind = ''
+            reduction.kind = ''
             return
         users = [use.user for use in uses]
         if len(uses) == 1 and (uses[0].user.name, uses[0].operand) in self._known:
             after = self._known[uses[0].user.name, uses[0].operand]
-            joined = _joined(one.groups, after.groups)
+            joined = _joined_groups(reduction.groups, after.groups)
             if joined:
-                one.kind, after.groups = '', joined
+                reduction.kind, after.groups = '', joined
         elif users and all(user.opcode == 'dynamic-slice' for user in users):
-            n = len(one.groups[0]) if one.groups else 1
+            n = len(reduction.groups[0]) if reduction.groups else 1
             sizes = {n * prod(user.results[0].shape) for user in users}
-            if sizes == {prod(one.array.shape)}:
-                one.kind = 'reduce-scatter'
+            if sizes == {prod(reduction.array.shape)}:
+                reduction.kind = 'reduce-scatter'
 
     def _array_uses(self, place: Place, key: _Key) -> Iterator[_Use]:
+        """Yields the uses of one array of an all-reduce."""
         op, comp = place.op, place.comp
         if not op.type.startswith('('):
             yield from self._uses(comp, op.name, frozenset([key]))
@@ -137,8 +142,8 @@ class _Reductions:
     def _uses(self, comp: Computation, name: str, terms: frozenset[_Key]) -> Iterator[_Use]:
         """Yields the instructions that use a value, directly or after moves and sums.
 
-        Sums are followed if they add all-reduces with equal groups. Fusions and calls are entered,
-        and left through their results.
+        Follows sums if they add all-reduces with equal groups, and goes into and out of fusions and
+        calls.
         """
         for user in comp.users(name):
             called = self._module.called(user) if user.opcode in ('fusion', 'call') else None
@@ -155,10 +160,10 @@ class _Reductions:
                         yield _Use(user, i, terms)
         root = comp.root
         if name == root.name:
-            outside = _callers(self._module, comp)
-            for site in outside:
+            callers = _callers(self._module, comp)
+            for site in callers:
                 yield from self._uses(site.comp, site.op.name, terms)
-            if not outside:
+            if not callers:
                 yield _Use(root, -1, terms)
 
     def _terms(self, comp: Computation, name: str) -> frozenset[_Key] | None:
@@ -172,7 +177,7 @@ class _Reductions:
         if op.opcode == 'parameter':
             sites = _callers(self._module, comp)
             if len(sites) == 1:
-                return self._terms(sites[0].comp, sites[0].op.operands[int(op.given)])
+                return self._terms(sites[0].comp, sites[0].op.operands[op.parameter_number])
         is_element = op.opcode == 'get-tuple-element'
         key = (op.operands[0], op.element) if is_element else (name, 0)
         return frozenset([key]) if key in self._known else None
@@ -183,7 +188,7 @@ def _callers(module: Module, comp: Computation) -> list[Place]:
     return [site for site in sites if site.op.opcode in ('fusion', 'call')]
 
 
-def _joined(first: Groups, second: Groups) -> Groups | None:
+def _joined_groups(first: Groups, second: Groups) -> Groups | None:
     """Returns the groups of two successive all-reduces as one; None if they do not combine."""
     pairs = [(group[0], other) for group in (*first, *second) for other in group]
     joined = connected(pairs)

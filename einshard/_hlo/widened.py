@@ -21,12 +21,12 @@ def widened_dtypes(module: Module, comp: Computation, op: Instruction) -> tuple[
         return ('',) * len(op.operands)
     promoted = 'bf16' if _PROMOTED.search(op.attributes) else ''
     return tuple(
-        _converted(module, comp, operand) or promoted if 'f32[' in comp[operand].type else ''
+        _original_dtype(module, comp, operand) or promoted if 'f32[' in comp[operand].type else ''
         for operand in op.operands
     )
 
 
-def _converted(module: Module, comp: Computation, name: str) -> str:
+def _original_dtype(module: Module, comp: Computation, name: str) -> str:
     """Returns the dtype before XLA's convert of a value; '' if there is no such convert."""
     while True:
         op = comp[name]

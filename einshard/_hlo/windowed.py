@@ -43,7 +43,7 @@ def collective_einsums(
     looped: dict[int, list[Place]] = {}
     others: list[Place] = []
     for place in permutes:
-        start = _loop(module, place, [loop for loop, _ in loops.values()])
+        start = _loop_of(module, place, [loop for loop, _ in loops.values()])
         (others if start is None else looped.setdefault(start, [])).append(place)
     for start, places in looped.items():
         loop, form = loops[start]
@@ -57,7 +57,7 @@ def collective_einsums(
 # --- loops --------------------------------------------------------------------------------------
 
 
-def _loop(module: Module, place: Place, loops: Sequence[Place]) -> int | None:
+def _loop_of(module: Module, place: Place, loops: Sequence[Place]) -> int | None:
     """Returns the offset of the loop that a permute belongs to, or None."""
     path = {site.start for site in module.path(place.comp) or () if loops}
     for loop in loops:

@@ -85,7 +85,7 @@ def _names_in_program(
 ) -> dict[int, str]:
     """Reads parameter names by position from a program. It lacks those of unused arguments."""
     parameters = module.entry.parameters()
-    in_program = {int(op.given): re.split(r'[\[.]', op.op_name)[0] for op in parameters}
+    in_program = {op.parameter_number: re.split(r'[\[.]', op.op_name)[0] for op in parameters}
     used = [path for path, s in zip(paths, shardings, strict=True) if s is not None]
     names = {path[1].idx: in_program.get(i, '') for i, path in enumerate(used) if path[0].idx == 0}
     # all values of *args have the name 'args'

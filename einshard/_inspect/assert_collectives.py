@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from .._functions.promise import Promise, check_promise, read_promise
@@ -40,4 +41,5 @@ def assert_collectives(
     """
     promise = read_promise(allowed, 'allowed=')
     stages = trace_call(fn, args, kwargs, mesh)
-    check_promise(stages.name or 'the program', stages.compile(), promise)
+    sharded_by = stages.program and functools.partial(stages.program.sharded_by, stages.values)
+    check_promise(stages.name or 'the program', stages.compile(), promise, sharded_by)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .._hlo.collectives import Collective
 from .._hlo.hardware import Chip
-from .._hlo.hbm_traffic import bytes_once
+from .._hlo.hbm_traffic import min_hbm_bytes
 from .._hlo.module import Module
 from .._page import Section
 from .._text import format_seconds
@@ -92,7 +92,7 @@ def find_bounds(
     )
     found = [
         Bound('compute', '', compute),
-        Bound('HBM', '', bytes_once(module) / (chip.memory_bandwidth * share)),
+        Bound('HBM', '', min_hbm_bytes(module) / (chip.memory_bandwidth * share)),
     ]
     for axes, group in by_axes.items():
         exposed = network.seconds_in_turn(*(c for c in group if not c.is_async))
@@ -106,4 +106,4 @@ def bounds_section(chip: str, bounds: Bounds, unknown_loops: bool) -> Section:
     mark = ' (the largest)' * (len(bounds) > 1)
     words = [f'{bound}{mark * (bound is largest)}' for bound in bounds]
     once = '; loops of unknown length count once' * unknown_loops
-    return Section(f'lower bounds on the time of one run ({chip}{once})', words=tuple(words))
+    return Section(f'lower bounds on the time of one run ({chip}{once})', lines=tuple(words))

@@ -73,14 +73,14 @@ def collective_section(collectives: Collectives) -> Section:
     least = _LARGE * sum(collectives.network_bytes.values())
     shown = [_collective_cells(rows, _sent(rows) > least) for rows in in_order]
     if not shown:
-        return Section('collectives', words=('none',))
+        return Section('collectives', lines=('none',))
     # omit the last two columns if they are empty
     n = len(_COLUMNS)
     kept = [i for i in range(n) if i < n - 2 or any(cells[i] for cells in shown)]
     columns = tuple(_COLUMNS[i] for i in kept)
     rows = tuple(tuple(cells[i] for i in kept) for cells in shown)
     rest = f': {format_bytes(sum(map(_sent, in_order[_MAX_ROWS - 1 :])))}'
-    return Section('collectives', columns, rows, most=_MAX_ROWS, rest=rest)
+    return Section('collectives', columns, rows, max_rows=_MAX_ROWS, omitted=rest)
 
 
 def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:

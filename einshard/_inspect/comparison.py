@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .._arrays.gather import gather
-from .._display import Display, plain
+from .._display import Display, as_json
 from .._errors import plural
 from .._page import Column, Page, Section
 from .._text import shape_text
@@ -82,8 +82,8 @@ class Comparison(Display):
 
     def to_dict(self) -> dict[str, Any]:
         """Converts the comparison to dictionaries, lists, strings and numbers, for JSON."""
-        rows = [{**plain(row), 'same': row.same} for row in self.rows]
-        return {**plain(self), 'rows': rows, 'same': self.same}
+        rows = [{**as_json(row), 'same': row.same} for row in self.rows]
+        return {**as_json(self), 'rows': rows, 'same': self.same}
 
     def _page(self) -> Page:
         verdict = 'the same on one device' if self.same else 'not the same on one device'

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._errors import plural, shown
-from .._text import flops_text, format_bytes, short_arrays, short_source
+from .._text import format_bytes, format_flops, short_arrays, short_source
 from .fold_layers import fold
 from .report_rows import ArrayRow, CollectiveRow
 
@@ -106,7 +106,7 @@ def make_diff(before: Compared, after: Compared) -> Diff:
 
 
 def _format_number(name: str, number: int) -> str:
-    return flops_text(number) if name == 'flops' else format_bytes(number)
+    return format_flops(number) if name == 'flops' else format_bytes(number)
 
 
 def _placements(rows: Sequence[ArrayRow]) -> Mapping[str, str]:

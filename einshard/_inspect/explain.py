@@ -17,10 +17,10 @@ from .._hlo.collectives import Collective, find_collectives
 from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import read_memory
 from .._hlo.module import Module
-from .._sharding.mesh import AnyMesh, Device, MeshLike, is_device_mesh, spec_axes
-from .arrays import ProgramArray, array_row, find_arguments, find_results
+from .._sharding.collective_axes import ShardedBy, along, find_sharded_by
+from .._sharding.mesh import AnyMesh, Device, MeshLike, is_device_mesh
+from .arrays import array_row, find_arguments, find_results
 from .bounds import NO_BOUNDS, find_bounds
-from .collective_axes import ShardedBy, axes_text, mesh_axes_between, mesh_axes_of
 from .findings.causes import with_causes
 from .findings.facts import Facts
 from .findings.find import find_findings, find_notes
@@ -58,7 +58,8 @@ def explain(
         >>> [(row.path, row.array) for row in report.arguments[1:]]
         [('w', 'float32[32,8]')]
 
-    `explain` compiles the function once; later calls of the function reuse the compiled program.
+    `explain` compiles the function once. Later calls of the function reuse the compiled program;
+    with `collectives=` or `memory=`, they compile it again.
 
     Args:
         fn: a `sharded` or jitted function, any other function (it is jitted), or the result of its
@@ -121,7 +122,11 @@ def _read_program(
     collectives, all_gathers = _communication(module, [d.id for d in devices], len(inputs))
     weights = find_weights(module, inputs, outputs)
     payloads = find_payloads(module, collectives, weights, inputs, outputs)
-    sharded_by = _sharded_by([*arguments, *results])
+    sharded_by = find_sharded_by(
+        (array.names, array.sharding)
+        for array in (*arguments, *results)
+        if array.names is not None and isinstance(array.sharding, NamedSharding)
+    )
     return Facts(
         stages=stages,
         compiled=compiled,
@@ -148,19 +153,24 @@ def _read_program(
 
 def _make_report(facts: Facts, intermediates: bool) -> Report:
     module, chip = facts.module, facts.chip
-    listed = None
+    intermediate_rows = None
     if intermediates:
-        listed = tuple(find_intermediates(facts.stages.lower(), facts.meshes))
+        intermediate_rows = tuple(find_intermediates(facts.stages.lower(), facts.meshes))
+    meshes = tuple(
+        tuple(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
+        for mesh in facts.meshes
+        if not is_device_mesh(mesh)
+    )
     bounds = NO_BOUNDS
     if chip is not None:
-        along = [row.along for row in facts.rows]
-        collectives = list(zip(facts.collectives, along, strict=True))
+        axes = [row.along for row in facts.rows]
+        collectives = list(zip(facts.collectives, axes, strict=True))
         bounds = find_bounds(chip, facts.devices, module, facts.products, collectives)
     return Report(
         name=facts.stages.name or module.name or 'the program',
         n_devices=facts.n_devices,
         device_kind=facts.devices[0].device_kind,
-        mesh=_mesh_axes(facts.meshes),
+        mesh=meshes[0] if meshes else (),
         arguments=tuple(facts.argument_rows),
         results=tuple(facts.result_rows),
         collectives=with_causes(facts),
@@ -170,10 +180,11 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
         in_place=results_in_place(facts.argument_rows, facts.result_rows, module),
         findings=find_findings(facts),
         notes=find_notes(facts),
-        intermediates=listed,
+        intermediates=intermediate_rows,
         temporaries=largest_temporaries(module),
         chip=chip.name if chip else None,
         bounds=bounds,
+        meshes=meshes,
     )
 
 
@@ -213,18 +224,6 @@ def _devices(shardings: Sequence[Sharding | None]) -> list[Device]:
     return jax.devices()[:1]
 
 
-def _sharded_by(arrays: Sequence[ProgramArray]) -> dict[str, list[tuple[str, ...]]]:
-    """Collects the mesh axes that shard each named axis."""
-    sharded_by: dict[str, list[tuple[str, ...]]] = {}
-    for array in arrays:
-        if array.names is None or not isinstance(array.sharding, NamedSharding):
-            continue
-        for name, axes in zip(array.names, spec_axes(array.sharding.spec), strict=False):
-            if axes and axes not in sharded_by.setdefault(name, []):
-                sharded_by[name].append(axes)
-    return sharded_by
-
-
 def _output_paths(
     results: Sequence[str], inputs: Sequence[tuple[str, str]], module: Module
 ) -> Mapping[int, str]:
@@ -245,7 +244,7 @@ def _collective_row(
         bytes=collective.bytes,
         group_size=collective.group_size,
         groups=collective.n_groups,
-        along=_along(collective, meshes, sharded_by),
+        along=along(collective.groups, collective.pairs, meshes, sharded_by),
         executions=collective.executions,
         network_bytes=collective.network_bytes,
         is_async=collective.is_async,
@@ -261,21 +260,3 @@ def _collective_row(
     )
 
 
-def _along(collective: Collective, meshes: Sequence[AnyMesh], sharded_by: ShardedBy) -> str:
-    """Formats the axes that a collective runs along, on the first mesh where they are known."""
-    for mesh in meshes if collective.groups else ():
-        axes = mesh_axes_of(collective.groups, mesh)
-        if axes is not None:
-            return axes_text(axes, mesh, sharded_by)
-    # the pairs of a permute may not connect all devices along its axes
-    for mesh in meshes[:1] if collective.pairs else ():
-        return axes_text(mesh_axes_between(collective.pairs, mesh), mesh, sharded_by)
-    return ''
-
-
-def _mesh_axes(meshes: Sequence[AnyMesh]) -> tuple[tuple[str, int], ...]:
-    """Returns the axes of a user's mesh; those of the canonical mesh (d0, d1, ..) are omitted."""
-    for mesh in meshes:
-        if not is_device_mesh(mesh):
-            return tuple(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
-    return ()

@@ -14,7 +14,7 @@ from .._errors import EinshardError, plural, shown
 from .._sharding.describe import Description
 from .._text import short_source
 from .fold_layers import fold
-from .report import Report
+from .report import Report, meshes_text
 from .report_rows import ArrayRow, CollectiveRow
 
 _MAX_LENGTH = 120  # characters of a test name in a file name; systems allow 255 bytes
@@ -27,8 +27,8 @@ def golden_text(report: Report) -> str:
     lines. Collectives are sorted, because the compiler chooses their order. Columns are not
     aligned, because a longer path would change every line.
     """
-    mesh = ', '.join(f'{name}={size}' for name, size in report.mesh)
-    head = f'{report.name} on {plural(report.n_devices, "device")}{": " * bool(mesh)}{mesh}'
+    devices, meshes = plural(report.n_devices, 'device'), meshes_text(report)
+    head = f'{report.name} on {devices}{": " * bool(meshes)}{meshes}'
     runs: dict[str, list[int | None]] = {}
     for row in report.collectives:
         runs.setdefault(_collective_text(row), []).append(row.executions)

@@ -24,9 +24,9 @@ from .._errors import EinshardError
 from .._hlo.groups import read_groups
 from .._hlo.module import Instruction, Module
 from .._progress import progress
+from .._sharding.collective_axes import sharding_of
 from .._sharding.describe import describe_named
 from .._sharding.mesh import AnyMesh, partition_spec, spec_axes
-from .collective_axes import sharding_of
 from .report_rows import ArrayRow
 
 _SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')  # not of a tuple

@@ -103,11 +103,13 @@ class Network:
 
     def _all_crossings(self, collectives: Sequence[Collective]) -> Iterator[tuple[_Pattern, Any]]:
         """Yields the pattern of each collective, and the bytes that cross each border."""
-        for one in collectives:
-            if one.kind not in ('custom-call', 'ragged-all-to-all') and (one.groups or one.pairs):
-                pattern = _Pattern(bool(one.pairs), one.pairs or one.groups)
-                runs = 1 if one.executions is None else one.executions
-                yield pattern, runs * one.bytes * self.crossings(one.kind, pattern)
+        for collective in collectives:
+            devices = collective.pairs or collective.groups
+            if not devices or collective.kind in ('custom-call', 'ragged-all-to-all'):
+                continue
+            pattern = _Pattern(bool(collective.pairs), devices)
+            runs = 1 if collective.executions is None else collective.executions
+            yield pattern, runs * collective.bytes * self.crossings(collective.kind, pattern)
 
     # `crossings` and `bandwidths` list borders in this order: of every slice and every chip, for
     # bytes between slices; of every chip and every range of positions, for bytes within a slice;

@@ -103,7 +103,7 @@ def _read_oversized(stages: Stages, mesh: AnyMesh, available: int) -> Oversized 
     if not (before and after and buffers):
         return None
     module = Module(before)
-    parameters = sorted(module.entry.parameters(), key=lambda op: int(op.given))
+    parameters = sorted(module.entry.parameters(), key=lambda op: op.parameter_number)
     leaves, treedef = jtu.tree_flatten(lowered.args_info)
     used = _used_arguments(stages, len(leaves))
     if len(used) != len(parameters):

@@ -87,7 +87,8 @@ def find_weights(
     floating-point arrays count.
     """
     floating = [bool(re.match(r'b?float', dtype)) for _, dtype in inputs]
-    updated = {i for several in _updated_inputs(module, inputs, outputs).values() for i in several}
+    by_output = _updated_inputs(module, inputs, outputs)
+    updated = {i for indices in by_output.values() for i in indices}
     if not _is_training(module):
         return {i: is_float and i not in updated for i, is_float in enumerate(floating)}
     updates_none = not any(floating[i] for i in updated)
@@ -102,25 +103,26 @@ def _is_training(module: Module) -> bool:
 def _updated_inputs(
     module: Module, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]
 ) -> Mapping[int, Sequence[int]]:
-    """Finds the inputs that each output updates: donated to it, or with the same path.
+    """Finds the inputs that each output replaces: those donated to it, or with the same path.
 
-    In inference, inputs with the same path must also have the same type.
+    Paths are compared with and without their first key. In inference, inputs with the same path
+    must also have the same type.
     """
     by_path: dict[str, list[int]] = {}
     for i, (path, _) in enumerate(inputs):
         for end in {path, path.partition('/')[2]}:
             by_path.setdefault(end, []).append(i)
     is_training = _is_training(module)
-    types = {int(op.given): op.results for op in module.entry.parameters()}
+    types = {op.parameter_number: op.results for op in module.entry.parameters()}
     results = module.entry.root.results
     updated: dict[int, list[int]] = defaultdict(list)
     for output, parameter in module.aliases.items():
         if parameter < len(inputs):
             updated[output].append(parameter)
     for output, path in outputs.items():
-        end = path.partition('/')[2]  # without 'result'
-        for same in {end, end.partition('/')[2]} - {''}:
-            for i in by_path.get(same, ()):
+        path = path.partition('/')[2]  # without 'result'
+        for end in {path, path.partition('/')[2]} - {''}:
+            for i in by_path.get(end, ()):
                 if is_training or types.get(i) == results[output : output + 1]:
                     updated[output].append(i)
     return updated

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from warnings import warn
 
-from .._display import Display, plain
+from .._display import Display, as_json
 from .._errors import plural
 from .._hlo.buffers import Temporary
 from .._page import Column, Page, Section
@@ -36,7 +36,7 @@ class Report(Display):
         name: the name of the function.
         n_devices: the number of devices that run the program.
         device_kind: such as 'cpu' or 'TPU v5 lite'.
-        mesh: (axis, size) of the user's mesh; empty if there is none.
+        mesh: (axis, size) of the user's mesh, the first of `meshes`; empty if there is none.
         arguments, results: one row per array, in order.
         collectives: one row per collective, with `counts` and `network_bytes` by kind.
         memory: bytes per device; None if the compiler does not report it.
@@ -52,6 +52,7 @@ class Report(Display):
         in_place: (result, argument) for results that reuse the memory of a donated argument and
             have its sharding.
         notes: facts that are worth knowing but often intended, such as large replicated arrays.
+        meshes: (axis, size) of each of the user's meshes; the canonical mesh is omitted.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Report(Display):
     products: tuple[ProductRow, ...] = ()
     in_place: tuple[tuple[str, str], ...] = ()
     notes: tuple[Finding, ...] = ()
+    meshes: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     @property
     def network_bytes(self) -> int:
@@ -104,11 +106,12 @@ class Report(Display):
         """Converts the report to dictionaries, lists, strings and numbers, for JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
-            **{name: plain(value) for name, value in fields.items()},
+            **{name: as_json(value) for name, value in fields.items()},
             'mesh': dict(self.mesh),
+            'meshes': [dict(mesh) for mesh in self.meshes],
             'counts': dict(self.collectives.counts),
             'network_bytes': self.network_bytes,
-            'warnings': plain((*self.findings, *self.notes)),  # until 0.5
+            'warnings': as_json((*self.findings, *self.notes)),  # until 0.5
         }
 
     def _page(self) -> Page:
@@ -134,17 +137,21 @@ def _page(report: Report) -> Page:
     ]
     if report.intermediates is not None:
         sections.insert(2, _intermediates(report.intermediates))
-    sections.append(Section('on each device', words=tuple(_resources(report))))
+    sections.append(Section('on each device', lines=tuple(_resources(report))))
     sections.append(temporaries_section(report.temporaries, report.memory))
     unknown_loops = any(row.at_least for row in report.products) or any(
         row.executions is None for row in report.collectives
     )
     sections.append(bounds_section(report.chip or '', report.bounds, unknown_loops))
-    mesh = ', '.join(f'{name}={size}' for name, size in report.mesh)
-    devices = plural(report.n_devices, 'device')
-    title = f'{report.name} on {devices} ({report.device_kind}{"; " * bool(mesh)}{mesh})'
-    filled = tuple(section for section in sections if section.rows or section.words)
+    devices, meshes = plural(report.n_devices, 'device'), meshes_text(report)
+    title = f'{report.name} on {devices} ({report.device_kind}{"; " * bool(meshes)}{meshes})'
+    filled = tuple(section for section in sections if section.rows or section.lines)
     return Page(title, filled, _finding_texts(report.findings), _finding_texts(report.notes))
+
+
+def meshes_text(report: Report) -> str:
+    """Formats the user's meshes: 'data=4, tp=2'; or 'data=4, tp=2; x=8' for two of them."""
+    return '; '.join(', '.join(f'{name}={n}' for name, n in mesh) for mesh in report.meshes)
 
 
 def _finding_texts(findings: Sequence[Finding]) -> tuple[str, ...]:
@@ -167,7 +174,7 @@ def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:
         row = rows[indices[0]]
         n = f'{len(indices)} x ' if len(indices) > 1 else ''
         shown.append((path, row.array, row.placement, f'{n}{format_bytes(row.bytes)}'))
-    return Section(title, _ARRAYS, tuple(shown), most=_MAX_ROWS)
+    return Section(title, _ARRAYS, tuple(shown), max_rows=_MAX_ROWS)
 
 
 def _result_section(report: Report) -> Section:
@@ -180,7 +187,7 @@ def _result_section(report: Report) -> Section:
         for (result, argument), n in counts.items()
     ]
     columns = section.columns if section.rows else ()
-    return replace(section, columns=columns, words=(*section.words, *words))
+    return replace(section, columns=columns, lines=(*section.lines, *words))
 
 
 def _without_common_end(a: str, b: str) -> tuple[str, str]:
@@ -197,7 +204,7 @@ def _intermediates(rows: Sequence[ArrayRow]) -> Section:
     ]
     path = Column('name', elastic='start')
     columns = path, *_ARRAYS[1:], _SOURCE
-    return Section('intermediates', columns, tuple(shown), most=_MAX_ROWS)
+    return Section('intermediates', columns, tuple(shown), max_rows=_MAX_ROWS)
 
 
 def _resources(report: Report) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .._hlo.memory import Memory as Memory
-from .._text import old_name, shape_text
+from .._text import deprecated_alias, shape_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ class CollectiveRow:
     in_branch: bool = False
     cause: str = 'unknown'
 
-    parties = old_name('parties', 'group_size')
-    times = old_name('times', 'executions')
+    parties = deprecated_alias('parties', 'group_size')
+    times = deprecated_alias('times', 'executions')
 
     @property
     def total_bytes(self) -> int:

@@ -130,11 +130,10 @@ def _draw_pytree(tree: Any) -> Gallery:
 
 def _draw_report(report: Report) -> Gallery:
     """Draws the arguments and results of a compiled program."""
-    devices: int | AbstractMesh = report.n_devices
-    if report.mesh:
-        names, sizes = zip(*report.mesh, strict=True)
-        mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
-        devices = devices if is_device_mesh(mesh) else mesh
+    meshes: list[AbstractMesh] = []
+    for axes in report.meshes:
+        names, sizes = zip(*axes, strict=True)
+        meshes.append(AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names)))
     distinct: dict[tuple[str, str], tuple[ArrayRow, list[str]]] = {}
     for row in (*report.arguments, *report.results):
         if not isinstance(row.placement, Description):
@@ -143,6 +142,12 @@ def _draw_report(report: Report) -> Gallery:
         raise EinshardError(f'nothing to draw: no array of {report.name} has a mesh')
 
     def draw_row(row: ArrayRow) -> tuple[str, Picture]:
+        terms = parse(split_memory(row.placement)[0]).right
+        axes = {axis for term in terms for axis in term.mesh_axes}
+        # an expression with counts is on the canonical mesh
+        mesh = next((mesh for mesh in meshes if axes <= {*mesh.axis_names}), None)
+        has_counts = not axes and any(term.takes_devices for term in terms)
+        devices = report.n_devices if mesh is None or has_counts else mesh
         return f': {row.array}, {row.placement}', _draw_text(row.placement, row.shape, devices)
 
     return _gallery(distinct.values(), draw_row)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from .._errors import plural
 from .._hlo.flops import find_products
 from .._hlo.module import Module
-from .._text import flops_text, format_bytes, short_source
+from .._text import format_bytes, format_flops, short_source
 from .collectives import Collectives
 from .report_rows import ProductRow
 
@@ -82,4 +82,4 @@ def compute_line(flops: float, products: Sequence[ProductRow]) -> str:
         shares[-1].append(plural(more, 'other line'))
     listed = '; '.join(map(', '.join, shares))
     run = f'one run{_ALL_BRANCHES * any(row.in_branch for row in products)}'
-    return f'compute: {at_least}{flops_text(flops)} in {run}{": " * bool(listed)}{listed}'
+    return f'compute: {at_least}{format_flops(flops)} in {run}{": " * bool(listed)}{listed}'

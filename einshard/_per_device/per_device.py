@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -15,6 +14,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .._errors import EinshardError
+from .._functions.error_notes import SpecLeaf
 from .._functions.parameters import JIT_OPTIONS, CallSignature, Parameters, as_list
 from .._functions.promise import Promise
 from .._functions.sharded import ShardedFunction, no_function_error, sharded
@@ -26,6 +26,7 @@ from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
 from .._trees.specs import Spec, check_specs, is_none, leaf_specs, mesh_of
+from .body_errors import find_different_sizes, find_unknown_axis
 from .device_view import View, make_view
 from .replication import read_varying, suggest_replication
 from .spec_axes import SpecAxes, read_spec
@@ -258,6 +259,8 @@ class _PerDeviceFunction:
         return view.complete(text)
 
     def _call_shard_map(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if len(args) > len(self.parameters.names) and self.parameters.var_positional is None:
+            return self.function(*args, **kwargs)  # raises Python's TypeError
         view = self._view()
         labels = self.parameters.value_names(CallSignature(len(args), tuple(kwargs)))
         values = [*args, *kwargs.values()]
@@ -283,23 +286,32 @@ class _PerDeviceFunction:
             return mapped(out_specs=out_specs, check_vma=self.check_vma)(*arguments)
         except EinshardError:
             raise
-        except (NameError, AssertionError, KeyError, ValueError) as error:
-            clearer = self._find_unknown_axis(view, mapped, arguments)
+        except (NameError, AssertionError, KeyError, ValueError, TypeError) as error:
             varying = read_varying(error)
             if varying is not None:
                 facts = suggest_replication(varying, body, in_specs, arguments, shard_map)
-                clearer = varying.error(self.name, facts)
-            if clearer is None:
-                raise
-            raise clearer from None
+                raise varying.error(self.name, facts) from None
+            traced_labels = [labels[i] for i in traced]
+            shards = self._shards(view, traced_labels, arguments, in_specs)
+            different = find_different_sizes(self.name, error, shards)
+            if different is not None:
+                raise different from error
+            unknown = find_unknown_axis(self.name, view, self.manual, mapped, arguments)
+            if unknown is not None:
+                raise unknown from None
+            raise
 
-    def _argument_specs(self, view: View, label: str, value: Any) -> Any:
+    def _spec_for(self, label: str) -> Spec:
         spec = self.parameters.spec_for(label, self.specs)
         if spec is None and label in self.parameters.names[: self.parameters.n_self]:
-            spec = _REPLICATED
+            return _REPLICATED
+        return spec
+
+    def _argument_specs(self, view: View, label: str, value: Any) -> Any:
         leaves, treedef = jtu.tree_flatten(value)
         specs: list[PartitionSpec] = []
-        for text, leaf in zip(leaf_specs(value, leaves, spec), leaves, strict=True):
+        texts = leaf_specs(value, leaves, self._spec_for(label))
+        for text, leaf in zip(texts, leaves, strict=True):
             if isinstance(text, str):
                 specs.append(view.partition_spec(text, np.ndim(leaf), self.manual))
             elif view.infers_specs(self.manual):
@@ -324,6 +336,20 @@ class _PerDeviceFunction:
                     'try': f'per_device(..., mesh={label}.sharding.mesh)',
                 },
             )
+
+    def _shards(
+        self, view: View, labels: Sequence[str], arguments: Sequence[Any], in_specs: Sequence[Any]
+    ) -> Iterator[SpecLeaf]:
+        """Yields the arguments with the shapes that the body sees."""
+        for label, argument, partition_specs in zip(labels, arguments, in_specs, strict=True):
+            leaves = jtu.tree_leaves_with_path(argument)
+            texts = leaf_specs(argument, [leaf for _, leaf in leaves], self._spec_for(label))
+            rows = zip(leaves, texts, jtu.tree_leaves(partition_specs), strict=True)
+            for (path, leaf), text, partition_spec in rows:
+                shape = NamedSharding(view.mesh, partition_spec).shard_shape(leaf.shape)
+                expression = view.expression(text) if isinstance(text, str) else None
+                name = '/'.join(filter(None, [label, path_text(path)]))
+                yield SpecLeaf(name, jax.ShapeDtypeStruct(shape, leaf.dtype), expression)
 
     def _out_specs(self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         texts = jtu.tree_leaves(self.out)
@@ -355,36 +381,6 @@ class _PerDeviceFunction:
                 raise error.about(array=f'{array_text(leaf)} per device, {owner}') from None
             texts_and_ranks.append((text, np.ndim(leaf)))
         return texts_and_ranks
-
-    def _find_unknown_axis(
-        self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]
-    ) -> EinshardError | None:
-        """Returns the error for a collective along an unknown mesh axis; None without one."""
-        try:
-            # JAX raises AssertionError or KeyError with check_vma, NameError without
-            unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
-            jax.eval_shape(unchecked, *arguments)
-        except NameError as error:
-            match = re.search(r'unbound axis name: ([^\s,.]+)', str(error))
-            return match and self._unknown_axis_error(view, match[1])
-        except Exception:
-            return None  # the caller reraises its own error
-        return None
-
-    def _unknown_axis_error(self, view: View, axis: str) -> EinshardError:
-        axes = {name: n for name, n in view.axes.items() if not self.manual or name in self.manual}
-        facts = {'mesh axes': mesh_text(axes) or 'none'}
-        sentence = f"{self.name} uses mesh axis '{axis}', "
-        if axis in view.axes:
-            sentence += 'which is not in axis_names='
-        elif view.by_name:
-            sentence += f"but no expression shards an axis named '{axis}'"
-        else:
-            sentence += 'but the mesh has no such axis'
-            facts['note'] = 'if a mesh is passed or in context, collectives use its axis names'
-            if axis in view.joint.named_sizes:
-                facts[f"'{axis}' is sharded over"] = view.mesh_axes_of(axis)
-        return EinshardError(sentence, facts={'function': self.name, **facts})
 
 
 def _is_traced(value: Any) -> bool:

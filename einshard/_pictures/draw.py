@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from .._errors import EinshardError
+from .._errors import EinshardError, quoted
 from .._notation.expression import ELLIPSIS, Expression
 from .._notation.layout import axis_positions, lay_out, spec_entries
 from .blocks import blocks_on_mesh
@@ -17,6 +17,7 @@ from .picture import Picture
 
 _MAX_DEVICES = 1_000_000
 _NO_SIGNS: Mapping[Any, str] = MappingProxyType({})
+_MAX_FACTORED = 4096  # devices; to factor 720,720 takes 2 s
 _MAX_DIMS = 63  # numpy allows 64 dimensions, JAX fewer
 
 
@@ -57,6 +58,9 @@ def draw_expression(
         shape: the shape of the array; if None, '...' stands for no axes.
         n_devices: the number of devices. Default: the number that the counts use.
     """
+    if any(term.mesh_axes for term in expression.right):
+        given = None if n_devices is None else _device_count(expression, n_devices)
+        raise _no_mesh(expression, shape, given)
     n_devices = _device_count(expression, n_devices)
     ndim = rank_drawn(expression, shape)
     layout = lay_out(expression, ndim if shape is None else shape, n_devices)
@@ -82,14 +86,6 @@ def axis_names(expression: Expression, ndim: int) -> tuple[str, ...]:
 
 def _device_count(expression: Expression, devices: Any) -> int:
     """Returns the given number of devices, or the number that the counts use."""
-    by_name = [term for term in expression.right if term.mesh_axes]
-    if by_name:
-        raise expression.error(
-            f"'{by_name[0]}' names mesh axes, but there is no mesh",
-            by_name,
-            expected='devices=mesh, a Mesh or AbstractMesh',
-            command_line='--mesh data=4 tp=2',
-        )
     if devices is None:
         stars = [term for term in expression.right if term.star]
         if stars:
@@ -112,6 +108,61 @@ def _device_count(expression: Expression, devices: Any) -> int:
             )
     check_drawable(n_devices, 0, expression.text)
     return n_devices
+
+
+def _no_mesh(
+    expression: Expression, shape: tuple[int, ...] | None, n_devices: int | None
+) -> EinshardError:
+    """Returns the error for terms that name mesh axes, with a mesh on which they can be drawn."""
+    terms = [term for term in expression.right if term.mesh_axes]
+    sentence = (
+        f'{quoted(map(str, terms))} {"names" if len(terms) == 1 else "name"} mesh axes, '
+        'but there is no mesh'
+    )
+    mesh = _find_mesh(expression, shape, n_devices)
+    if mesh is None:
+        return expression.error(sentence, terms, expected='devices=mesh, a Mesh or AbstractMesh')
+    return expression.error(
+        sentence,
+        terms,
+        command_line=f'--mesh {" ".join(f"{axis}={size}" for axis, size in mesh.items())}',
+        fix=f'devices=AbstractMesh({(*mesh.values(),)}, {(*mesh,)})',
+    )
+
+
+def _find_mesh(
+    expression: Expression, shape: tuple[int, ...] | None, n_devices: int | None
+) -> Mapping[str, int] | None:
+    """Finds sizes for the mesh axes of an expression, as equal as possible, larger ones first.
+
+    Returns None if there are none, if there are too many devices to try, or if the expression has
+    counts, stars or partial sums too.
+    """
+    names = list(dict.fromkeys(axis for term in expression.right for axis in term.mesh_axes))
+    if any(term.sign or (term.takes_devices and not term.mesh_axes) for term in expression.right):
+        return None
+    n = 2 ** len(names) if n_devices is None else n_devices
+    if n > _MAX_FACTORED:
+        return None
+    by_spread = sorted(_factorizations(n, len(names)), key=lambda s: (max(s) - min(s), -s[0]))
+    for sizes in by_spread:
+        mesh = dict(zip(names, sizes, strict=True))
+        try:
+            lay_out(expression, shape or rank_drawn(expression, shape), n, mesh)
+            return mesh
+        except EinshardError:
+            continue
+    return None
+
+
+def _factorizations(n: int, length: int) -> Iterator[tuple[int, ...]]:
+    """Yields the ways to write n as a product of this many factors, in every order."""
+    if length == 1:
+        yield (n,)
+        return
+    for first in (factor for factor in range(1, n + 1) if n % factor == 0):
+        for others in _factorizations(n // first, length - 1):
+            yield first, *others
 
 
 def check_drawable(n_devices: int, ndim: int, expression: str | None = None) -> None:

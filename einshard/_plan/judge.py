@@ -19,12 +19,12 @@ from .._hlo.hardware import Chip
 from .._hlo.module import Module
 from .._hlo.target_collectives import target_collectives
 from .._inspect.bounds import NO_BOUNDS, find_bounds
-from .._inspect.collective_axes import axes_text, mesh_axes_of
 from .._inspect.explain import explain_stages
 from .._inspect.lowered import Stages, trace_call
 from .._inspect.payloads import find_payloads, find_weights
 from .._inspect.report import Report
 from .._inspect.totals import product_rows
+from .._sharding.collective_axes import axes_text, mesh_axes_of
 from .._sharding.mesh import partition_spec
 from .._trees.paths import path_text
 from .candidate import Candidate

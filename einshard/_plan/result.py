@@ -251,7 +251,7 @@ class Why(Display):
         ]
         if not others:
             lines.append('no other placement of this axis alone was compiled')
-        return Page('', (Section('', words=tuple(lines)),))
+        return Page('', (Section('', lines=tuple(lines)),))
 
 
 def _cost_text(one: Judgement) -> str:

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from .._text import format_bytes
 from .judgement import Judgement
 
-_WIDTH, _HEIGHT, _MARGIN = 480, 280, 56
+_WIDTH, _HEIGHT, _MARGIN = 480, 280, 76
+_NUMBERED = 4  # the plans in the table of a `Plan`
 
 
 def scatter_svg(judgements: Sequence[Judgement], limit: int | None) -> str:
     """Draws a point per plan, and the memory limit as a line. Bytes sent are on a log scale.
 
-    The best plan is filled. Each point has its sharding as a tooltip.
+    The best plan is filled, and the first ones are numbered. Tooltips give the shardings.
     """
     points = [plan for plan in judgements if plan.memory is not None and not plan.error]
     if not points:
@@ -46,6 +47,8 @@ def scatter_svg(judgements: Sequence[Judgement], limit: int | None) -> str:
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}" stroke="currentColor">'
             f'<title>{title}</title></circle>'
         )
+        if i < _NUMBERED:
+            parts.append(f'<text x="{x + 8:.1f}" y="{y + 4:.1f}">{i}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         f'style="max-width: {_WIDTH}px; width: 100%" font-size="11" fill="currentColor" '
@@ -59,12 +62,18 @@ def _y(memory: float, top: float) -> float:
 
 def _axes(low: float, high: float, top: float) -> str:
     bottom = _HEIGHT - _MARGIN / 2
+    middle = (_MARGIN + _WIDTH) / 2
+    highest = top / 1.08
     return (
         f'<path d="M{_MARGIN - 12} {_MARGIN / 2}V{bottom}H{_WIDTH - 8}" fill="none" '
         'stroke="currentColor" opacity="0.5"/>'
         f'<text x="4" y="16">memory per device</text>'
         f'<text x="{_MARGIN - 16}" y="{bottom}" text-anchor="end">0</text>'
-        f'<text x="{_MARGIN}" y="{_HEIGHT - 10}">{format_bytes(int(low))}</text>'
-        f'<text x="{_WIDTH - 8}" y="{_HEIGHT - 10}" text-anchor="end">'
-        f'{format_bytes(int(high))} sent by a device (log scale)</text>'
+        f'<text x="{_MARGIN - 16}" y="{_y(highest, top) + 4:.1f}" text-anchor="end">'
+        f'{format_bytes(round(highest))}</text>'
+        f'<text x="{_MARGIN}" y="{bottom + 16}">{format_bytes(int(low))}</text>'
+        f'<text x="{_WIDTH - 8}" y="{bottom + 16}" text-anchor="end">'
+        f'{format_bytes(int(high))}</text>'
+        f'<text x="{middle}" y="{bottom + 30}" text-anchor="middle">'
+        'sent by a device (log scale)</text>'
     )

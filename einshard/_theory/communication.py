@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from .._notation.expression import Term
 from .._notation.layout import Layout, Split, merge_neighbors, with_unsharded, without_axes
-from .._text import old_name
+from .._text import deprecated_alias
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Communication:
     block: str
     bytes: int | None
 
-    parties = old_name('parties', 'group_size')
+    parties = deprecated_alias('parties', 'group_size')
 
     def __str__(self) -> str:
         amount = '' if self.bytes is None else f', {self.bytes:,} bytes'

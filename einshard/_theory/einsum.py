@@ -44,7 +44,7 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
     Both operands shard x over all devices, and the result shards y, so the sum over x becomes a
     reduce-scatter. Operands and result are expressions without '->'. Arrays with a placement are
     placed or constrained, as `einshard` does; the compiler decides the sharding of the others. With
-    '+@tp' in the result, the terms of a sum over mesh axis tp are not added up yet.
+    `'+@tp'` in the result, the terms of a sum over mesh axis tp are not added up yet.
 
     Args:
         expression: operands separated by commas, '->', and the result. An axis appears at most once

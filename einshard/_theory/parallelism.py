@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, overload
 
-from .._display import Display, plain
+from .._display import Display, as_json
 from .._errors import EinshardError, plural, quoted
 from .._notation.expression import ELLIPSIS
 from .._page import Column, Page, Section
@@ -80,7 +80,7 @@ class Parallelism(Display):
 
     def to_dict(self) -> dict[str, Any]:
         """Converts it to dictionaries, lists, strings and numbers, for JSON."""
-        return plain(self)
+        return as_json(self)
 
     def _page(self) -> Page:
         return Page(self._title(), tuple(self._sections()))
@@ -93,13 +93,13 @@ class Parallelism(Display):
         return axes, _KIND_TEXTS[self.kind], *self.conflicts
 
     def _sections(self) -> Iterator[Section]:
-        yield Section('', words=self._summary())
+        yield Section('', lines=self._summary())
         operands = tuple((f'operand {i}', one) for i, one in enumerate(self.operands))
         yield Section('', (Column('array'), Column('placement')), operands)
         for number, choice in enumerate(self.choices, 1):
             mark = f'{number}. ' if len(self.choices) > 1 else ''
             title = f'{mark}each device multiplies {choice.block}'
-            yield Section(title, words=tuple(str(choice).split('\n')))
+            yield Section(title, lines=tuple(str(choice).split('\n')))
 
     def _text(self, width: int) -> str:
         lines = [
@@ -133,11 +133,14 @@ class Chain(tuple[Parallelism, ...], Display):
 
     def to_dict(self) -> dict[str, Any]:
         """Converts it to dictionaries, lists, strings and numbers, for JSON."""
-        return {'steps': [step.to_dict() for step in self], 'collectives': plain(self.collectives)}
+        return {
+            'steps': [step.to_dict() for step in self],
+            'collectives': as_json(self.collectives),
+        }
 
     def _page(self) -> Page:
         sections = [(Section(step._title()), *step._sections()) for step in self]  # type: ignore[reportPrivateUsage]
-        total = Section('', words=(self._total(),))
+        total = Section('', lines=(self._total(),))
         return Page('', (*itertools.chain.from_iterable(sections), total))
 
     def _total(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import jax.tree_util as jtu
 
 from .._cache import cached
-from .._errors import EinshardError, for_arrays, plural, quoted
+from .._errors import EinshardError, combine_errors, plural, quoted
 from .._notation.layout import axis_positions
 from .._sharding.axis_rules import Fallback, check_option
 from .._sharding.context import current_context, mesh_scope
@@ -153,7 +153,7 @@ class Rules:
         if unmatched:
             raise self._unmatched_error(unmatched)
         if errors:
-            raise for_arrays(errors) from None
+            raise combine_errors(errors) from None
         return rules_and_specs
 
     def find(self, path: str, leaf: Any) -> _RuleAndSpec:

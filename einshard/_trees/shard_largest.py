@@ -12,7 +12,7 @@ from typing import Any, overload
 import jax.tree_util as jtu
 import numpy as np
 
-from .._errors import EinshardError, for_arrays
+from .._errors import EinshardError, combine_errors
 from .._notation.expression import Term, axis_letters
 from .._notation.write import write_short
 from .._sharding.context import current_context
@@ -107,7 +107,7 @@ class LargestAxis:
             except EinshardError as error:
                 errors.append(error.about(array=leaf_text(path, leaf)))
         if errors:
-            raise for_arrays(errors) from None
+            raise combine_errors(errors) from None
         return specs
 
     def _add_largest_axis(self, spec: AnySpec | None, leaf: Any) -> AnySpec | None:

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from .._errors import EinshardError, for_arrays, plural, quoted
+from .._errors import EinshardError, combine_errors, plural, quoted
 from .._page import Column, Page, Section, page_text
 from .._page_html import page_html
 from .._sharding.context import Context
 from .._sharding.leaf_spec import AnySpec, in_memory
 from .._sharding.resolve import Placement, resolve
-from .._text import format_bytes, old_name, shape_text
+from .._text import deprecated_alias, format_bytes, shape_text
 from .paths import leaf_paths, leaf_text
 
 _HEADS = ('path', 'array', 'rule', 'placement', 'shard')
@@ -39,7 +39,7 @@ class Row:
     replicated_axes: tuple[int, ...]  # replicated because their sizes are not divisible
     missing_axes: tuple[str, ...]  # named in the spec, but not in the mesh
 
-    whole_bytes = old_name('whole_bytes', 'total_bytes')
+    whole_bytes = deprecated_alias('whole_bytes', 'total_bytes')
 
     @property
     def sharded(self) -> bool:
@@ -67,7 +67,7 @@ class Table:
     shadowed: tuple[tuple[str, str], ...]
     unneeded: tuple[str, ...]
 
-    whole_bytes = old_name('whole_bytes', 'total_bytes')
+    whole_bytes = deprecated_alias('whole_bytes', 'total_bytes')
 
     @property
     def bytes_per_device(self) -> int:
@@ -109,7 +109,9 @@ class Table:
 
     def _page(self) -> Page:
         rows = tuple(map(_cells, self.rows))
-        return Page('', (Section('', _COLUMNS, rows, ruled=True), Section('', words=self._notes())))
+        return Page(
+            '', (Section('', _COLUMNS, rows, has_rule=True), Section('', lines=self._notes()))
+        )
 
     def _notes(self) -> tuple[str, ...]:
         notes = [
@@ -171,7 +173,7 @@ def make_table(
                 continue
         rows.append(_row(path, aval, name, placement))
     if errors:
-        raise for_arrays(errors) from None
+        raise combine_errors(errors) from None
     rules = [rule for rule, _ in rules_and_specs]
     unused, shadowed, unneeded = _rules_without_use(patterns, paths, rules)
     return Table(tuple(rows), context.lowering_mesh.size, unused, shadowed, unneeded)

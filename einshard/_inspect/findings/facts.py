@@ -16,9 +16,9 @@ from ..._hlo.groups import Groups
 from ..._hlo.hardware import Chip
 from ..._hlo.memory import Memory
 from ..._hlo.module import Module, Place
+from ..._sharding.collective_axes import mesh_axes_of
 from ..._sharding.mesh import AnyMesh, Device
 from ..arrays import ProgramArray
-from ..collective_axes import mesh_axes_of
 from ..lowered import Stages
 from ..oversized import Oversized
 from ..report_rows import ArrayRow, CollectiveRow, ProductRow

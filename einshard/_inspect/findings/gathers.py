@@ -9,10 +9,10 @@ from typing import NamedTuple
 from ..._errors import plural
 from ..._hlo.all_gathers import AllGather
 from ..._hlo.collectives import Collective
+from ..._sharding.collective_axes import sharding_of
 from ..._sharding.describe import describe_named
 from ..._sharding.mesh import AnyMesh
 from ..._text import first_of, format_bytes, short_source
-from ..collective_axes import sharding_of
 from ..fold_layers import fold
 from ..report_rows import CollectiveRow, Finding
 from .activations import contracted_axes, missing_constraint

@@ -37,14 +37,14 @@ def promise_broken(facts: Facts) -> Iterator[Finding]:
         too_many := exceeding(limits.collectives, facts.collectives)
     ):
         allowed, found = allowed_text(limits.collectives), counts_text(too_many)
-        text = f'collectives= allows {allowed}, but it has {found}'
+        text = f'collectives= allows {allowed}, but the program has {found}'
         names = {collective.name for collective in too_many}
         pairs = zip(facts.collectives, facts.rows, strict=True)
         sent = sum(row.total_bytes for collective, row in pairs if collective.name in names)
         yield Finding('promise broken', text, too_many[0].source, sent)
     if limits.memory is not None and memory is not None and memory.total > limits.memory:
         needs = format_bytes(memory.total)
-        text = f'memory= allows {format_bytes(limits.memory)}, but it needs {needs}'
+        text = f'memory= allows {format_bytes(limits.memory)}, but the program needs {needs}'
         yield Finding('promise broken', text, bytes=memory.total)
 
 

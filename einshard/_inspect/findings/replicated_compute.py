@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from ..._text import first_of, flops_text, short_source
+from ..._text import first_of, format_flops, short_source
 from ..fold_layers import fold
 from ..report_rows import Finding
 from .activations import missing_constraint, weight_and_data
@@ -46,8 +46,8 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
         texts = first_of([short_source(line.line) for line in lines], 4)
         yield Finding(
             'replicated compute',
-            f'{times} devices repeat the products in {texts}: {flops_text(wasted)} more on each '
-            f'device in one run than if they shared them',
+            f'{times} devices repeat the products in {texts}: {format_flops(wasted)} more on each '
+            'device in one run than if each computed a part',
             max(lines, key=lambda line: line.wasted).line,
             0,
             _suggestion(facts, free, lines),
@@ -56,10 +56,14 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
 
 def _unused_mesh_axes(facts: Facts, product: Product) -> tuple[str, ...]:
     """Returns the mesh axes that shard no operand of a product."""
-    assert facts.mesh is not None
     used = product.left.mesh | product.right.mesh
-    names = (str(name) for name in facts.mesh.axis_names if facts.mesh.shape[name] > 1)
-    return tuple(name for name in names if name not in used)
+    return tuple(name for name in _mesh_axes(facts) if name not in used)
+
+
+def _mesh_axes(facts: Facts) -> list[str]:
+    """Returns the mesh axes of size 2 or more."""
+    assert facts.mesh is not None
+    return [str(name) for name, size in facts.mesh.shape.items() if size > 1]
 
 
 def _repeated_lines(facts: Facts) -> Iterator[tuple[int, _RepeatedLine]]:
@@ -100,17 +104,33 @@ def _suggestion(facts: Facts, free: tuple[str, ...], lines: Sequence[_RepeatedLi
     if not free:
         return _constrain_result(facts, lines[0])
     if not any(set(free) & value.mesh for value in facts.values):
-        return _shard_batch(facts, free)
+        return _shard_batch(facts, free, lines[0].products[0])
     return _shard_weights(facts, free, lines)
 
 
 def _constrain_result(facts: Facts, line: _RepeatedLine) -> str:
-    """Suggests a constraint, if the compiler replicates operands that are sharded in the trace."""
+    """Suggests a constraint on a product whose operands are sharded over all mesh axes."""
     assert facts.mesh is not None
     if any(_unused_mesh_axes(facts, product) for product in line.products):
         return ''  # the line has other products, which the constraint may not fit
-    placement = expression_of(line.products[0].result.axes, facts.mesh)
+    product = line.products[0]
+    # mesh axes of one operand, such as those of weights in FSDP, are no longer used if the compiler
+    # gathers this operand
+    gathered = [name for name in _mesh_axes(facts) if name not in _shared_mesh_axes(product)]
+    if gathered:
+        return _shard_batch(facts, tuple(gathered), product)
+    placement = expression_of(product.result.axes, facts.mesh)
     return f"constrain the result of the product in {short_source(line.line)}: '{placement}'"
+
+
+def _shared_mesh_axes(product: Product) -> set[str]:
+    """Returns the mesh axes over which the result is sharded, or is a partial sum."""
+    sides = zip(*product.contracted, strict=True) if product.contracted else ((), ())
+    left, right = (
+        {name for i in indices for name in value.axes[i].mesh}
+        for value, indices in zip((product.left, product.right), sides, strict=True)
+    )
+    return product.result.mesh | (left & right)
 
 
 def _shard_weights(facts: Facts, free: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
@@ -136,14 +156,21 @@ def _shard_weights(facts: Facts, free: tuple[str, ...], lines: Sequence[_Repeate
     return _placements_text(placements)
 
 
-def _shard_batch(facts: Facts, free: tuple[str, ...]) -> str:
-    """Suggests to shard the batch over the mesh axes `free` too, if its size is divisible."""
+def _shard_batch(facts: Facts, free: tuple[str, ...], product: Product) -> str:
+    """Suggests to shard the batch over the mesh axes `free` too, if its size is divisible.
+
+    The batch is the first axis of data that is sharded along it. If there is no such data, it is
+    the first axis of the data in the product.
+    """
     assert facts.mesh is not None
-    for array, value in zip(facts.arguments, facts.values, strict=True):
-        batch = value.axes[0] if value.is_data and value.axes else Axis()
+    data = [(i, value) for i, value in enumerate(facts.values) if value.is_data and value.axes]
+    sides = weight_and_data(product)
+    operands = [(i, value) for i, value in data if sides and sides[1].argument == i]
+    for i, value in [pair for pair in data if pair[1].axes[0].mesh] or operands:
+        batch = value.axes[0]
         mesh = (*batch.mesh, *free)
-        n_shards = prod(facts.mesh.shape[name] for name in mesh)
-        if batch.mesh and array.shape[0] % n_shards == 0:
+        array, n_shards = facts.arguments[i], prod(facts.mesh.shape[name] for name in mesh)
+        if array.shape[0] % n_shards == 0:
             axes = (replace(batch, mesh=mesh), *value.axes[1:])
             return f"shard {array.path} with '{expression_of(axes, facts.mesh)}'"
     return ''

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._sharding.mesh import AnyMesh, is_device_mesh
+from .mesh import AnyMesh, is_device_mesh, spec_axes
 
 # By the name of an array axis, the mesh axes that shard it: one entry for each way in which the
 # expressions of a program shard axes of this name.
@@ -22,7 +22,7 @@ def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, .
     Devices are numbered in mesh order. An empty sequence means one group of all devices.
 
         >>> import jax
-        >>> from einshard._inspect.collective_axes import mesh_axes_of
+        >>> from einshard._sharding.collective_axes import mesh_axes_of
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ('data', 'tp'))
         >>> mesh_axes_of(((0, 4), (1, 5), (2, 6), (3, 7)), mesh)
         ('data',)
@@ -53,7 +53,7 @@ def mesh_axes_between(pairs: Sequence[tuple[int, int]], mesh: AnyMesh) -> tuple[
     Devices are numbered in mesh order.
 
         >>> import jax
-        >>> from einshard._inspect.collective_axes import mesh_axes_between
+        >>> from einshard._sharding.collective_axes import mesh_axes_between
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ('data', 'tp'))
         >>> mesh_axes_between(((0, 1), (1, 2), (5, 5)), mesh)
         ('tp',)
@@ -89,6 +89,39 @@ def sharding_of(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding
             return None
         entries.append(tuple(mesh.axis_names[i] for i in sharding))
     return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in entries)))
+
+
+def find_sharded_by(arrays: Iterable[tuple[Sequence[str], NamedSharding]]) -> ShardedBy:
+    """Collects the mesh axes that shard each named axis of arrays with these axis names."""
+    sharded_by: dict[str, list[tuple[str, ...]]] = {}
+    for names, sharding in arrays:
+        for name, axes in zip(names, spec_axes(sharding.spec), strict=False):
+            if axes and axes not in sharded_by.setdefault(name, []):
+                sharded_by[name].append(axes)
+    return sharded_by
+
+
+def along(
+    groups: Sequence[Sequence[int]],
+    pairs: Sequence[tuple[int, int]],
+    meshes: Sequence[AnyMesh],
+    sharded_by: ShardedBy,
+) -> str:
+    """Formats the axes that a collective runs along, on the first mesh where they are known.
+
+    Args:
+        groups, pairs: those of the collective.
+        meshes: the meshes of the program.
+        sharded_by: for the canonical mesh, the array axes that its mesh axes shard.
+    """
+    for mesh in meshes if groups else ():
+        axes = mesh_axes_of(groups, mesh)
+        if axes is not None:
+            return axes_text(axes, mesh, sharded_by)
+    # the pairs of a permute may not connect all devices along its axes
+    for mesh in meshes[:1] if pairs else ():
+        return axes_text(mesh_axes_between(pairs, mesh), mesh, sharded_by)
+    return ''
 
 
 def axes_text(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy) -> str:

@@ -1,0 +1,78 @@
+"""Explains errors that JAX raises while it traces the body of a per-device function."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from .._errors import EinshardError
+from .._functions.error_notes import SpecLeaf, is_error_of_jax, sizes_that_differ
+from .._notation.layout import mesh_text
+from .._text import array_text
+from .device_view import View
+
+_MAX_SHOWN = 4
+
+
+def find_different_sizes(
+    function: str, error: Exception, shards: Iterable[SpecLeaf]
+) -> EinshardError | None:
+    """Returns the error for shards that do not match, if their axis names explain JAX's error.
+
+    Args:
+        function: the name of the function.
+        error: the error that tracing the body raised.
+        shards: the arguments, with the shapes that the body sees.
+    """
+    if not is_error_of_jax(error):
+        return None
+    shards = list(shards)
+    sizes = '; '.join(sizes_that_differ(shards, str(error)))
+    if not sizes:
+        return None
+    facts = {'function': function}
+    for name, shard, expression in shards[:_MAX_SHOWN]:
+        spec = f", '{expression.text}'" if expression else ''
+        facts[f"parameter '{name}'"] = f'{array_text(shard)} per device{spec}'
+    facts['JAX says'] = str(error).splitlines()[0]
+    return EinshardError(f'the shards of the arguments do not match: {sizes}', facts=facts)
+
+
+def find_unknown_axis(
+    function: str,
+    view: View,
+    manual: Collection[str],
+    mapped: Callable[..., Any],
+    arguments: Sequence[Any],
+) -> EinshardError | None:
+    """Returns the error for a collective along an unknown mesh axis; None without one."""
+    try:
+        # JAX raises AssertionError or KeyError with check_vma, NameError without
+        unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
+        jax.eval_shape(unchecked, *arguments)
+    except NameError as error:
+        match = re.search(r'unbound axis name: ([^\s,.]+)', str(error))
+        return match and _unknown_axis(function, view, manual, match[1])
+    except Exception:
+        return None  # the caller reraises its own error
+    return None
+
+
+def _unknown_axis(function: str, view: View, manual: Collection[str], axis: str) -> EinshardError:
+    axes = {name: n for name, n in view.axes.items() if not manual or name in manual}
+    facts = {'mesh axes': mesh_text(axes) or 'none'}
+    sentence = f"{function} uses mesh axis '{axis}', "
+    if axis in view.axes:
+        sentence += 'which is not in axis_names='
+    elif view.by_name:
+        sentence += f"but no expression shards an axis named '{axis}'"
+    else:
+        sentence += 'but the mesh has no such axis'
+        facts['note'] = 'if a mesh is passed or in context, collectives use its axis names'
+        if axis in view.joint.named_sizes:
+            facts[f"'{axis}' is sharded over"] = view.mesh_axes_of(axis)
+    return EinshardError(sentence, facts={'function': function, **facts})
