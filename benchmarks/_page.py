@@ -9,7 +9,16 @@ from typing import Any
 from ._headlines import headline_rows
 from ._list import MODULES, about
 from ._report import Report, Row, machine
-from ._table import detail_text, other_text, quantity, ratio_text, words_of_ratio
+from ._table import (
+    detail_text,
+    judged_text,
+    met_text,
+    other_text,
+    quantity,
+    ratio_text,
+    target_text,
+    words_of_ratio,
+)
 
 HERE = pathlib.Path(__file__).parent
 RESULTS, PAGE = HERE / 'results', HERE.parent / 'docs' / 'performance.md'
@@ -28,7 +37,7 @@ their interquartile range. "Equal" is a difference within the spread. Simulated 
 cores of one machine: their times compare einshard with JAX, not one layout or number of devices
 with another.
 """
-RATIOS = 'Ratios are einshard to hand-written JAX: 1.050 is 5% more, 1/20 a twentieth.'
+TARGETS = 'Ratios are einshard to hand-written JAX: 1.050 is 5% slower, 1/20 twenty times faster.'
 REPEAT = """\
 ## Measure it yourself
 
@@ -67,14 +76,29 @@ def page_of(reports: Sequence[Report]) -> str:
 
 
 def of_one_machine(report: Report) -> Iterator[str]:
+    headlines = [*headline_rows(report.rows)]
+    head = ('what is compared', 'einshard', 'by hand', 'difference', 'spread')
     yield f'## {machine(report.environment)}'
     yield versions(report.environment)
-    head = ('what is compared', 'einshard', 'by hand', 'difference', 'spread')
-    lines = [[text, *in_words(row)] for _, text, row in headline_rows(report.rows)]
+    shown = [(words, row) for headline, words, row in headlines if headline.shown]
+    lines = [[words, *in_words(row)] for words, row in shown]
     yield markdown(head, lines, ('---', *['---:'] * 4))
+    targets = [
+        [
+            f'{row.benchmark}: {row.name}',
+            judged_text(headline, headline.judged(row), row.unit),
+            target_text(headline, row),
+            met_text(headline, row),
+        ]
+        for headline, _, row in headlines
+        if headline.at_most is not None
+    ]
+    n_met = sum(target[-1] == 'met' for target in targets)
+    table = markdown(('figure', 'measured', 'target', ''), targets)
+    yield folded(f'Targets: {n_met} of {len(targets)} are met', f'{TARGETS}\n\n{table}')
     head = ('benchmark', 'what', 'einshard', 'compared with', 'ratio', 'details')
     table = markdown(head, [*map(every_figure, report.rows)])
-    yield folded(f'All {len(report.rows)} figures', f'{RATIOS}\n\n{table}')
+    yield folded(f'All {len(report.rows)} figures', table)
     if report.left_out:
         yield 'Not measured here:\n\n' + '\n'.join(f'* {text}' for text in report.left_out)
 

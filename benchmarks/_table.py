@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from ._headlines import Headline, find_headline
 from ._report import Detail, Row
 
-HEADINGS = ('what', 'einshard', 'compared with', 'ratio')
+HEADINGS = ('what', 'einshard', 'compared with', 'ratio', 'target')
 PREFIXES = {
     's': ((1.0, 's'), (1e-3, 'ms'), (1e-6, 'us'), (1e-9, 'ns')),
     'bytes': ((2**30, 'GiB'), (2**20, 'MiB'), (2**10, 'KiB'), (1, 'bytes')),
@@ -38,7 +39,8 @@ def print_table(title: str, lines: Sequence[Sequence[str]]) -> None:
     for i, heading in enumerate(HEADINGS):
         table.add_column(heading, justify='right' if i else 'left', no_wrap=i > 0)
     for line in lines:
-        table.add_row(*map(Text, line))  # as a Text, '[8]' is not markup
+        # as a Text, '[8]' is not markup
+        table.add_row(*(Text(text, 'red' * text.endswith('missed')) for text in line))
     console.print(table)
 
 
@@ -52,7 +54,28 @@ def print_plain(title: str, lines: Sequence[Sequence[str]]) -> None:
 
 def cells(row: Row) -> list[str]:
     what = '; '.join([row.name, *map(detail_text, row.details.items())])
-    return [what, quantity(row.figure, row.unit), other_text(row), ratio_text(row)]
+    headline = find_headline(row)
+    target = f'{target_text(headline, row)} {met_text(headline, row)}' if headline else ''
+    return [what, quantity(row.figure, row.unit), other_text(row), ratio_text(row), target.strip()]
+
+
+def target_text(headline: Headline, row: Row) -> str:
+    """'<= 1.050'; '' for a headline without a target"""
+    limit = headline.at_most
+    return '' if limit is None else f'<= {judged_text(headline, limit, row.unit)}'
+
+
+def met_text(headline: Headline, row: Row) -> str:
+    if headline.at_most is None:
+        return ''
+    return 'met' if headline.is_met(row) else 'missed'
+
+
+def judged_text(headline: Headline, value: float, unit: str) -> str:
+    """'1.034' of a ratio, '100 us' of a figure, '+500 ns' of a difference"""
+    if headline.of == 'ratio':
+        return ratio_digits(value)
+    return '+' * (headline.of == 'difference' and value >= 0) + quantity(value, unit)
 
 
 def other_text(row: Row) -> str:

@@ -79,16 +79,16 @@ class EinshardError(ValueError):
         }
 
     def _render(self) -> str:
-        lines = [shown(self.sentence)]
+        lines = [printable(self.sentence)]
         if self.expression is not None:
-            lines.append('    ' + shown(self.expression))
+            lines.append('    ' + printable(self.expression))
             if self.spans:
                 lines.append('    ' + _carets(self.expression, self.spans))
         rows = dict(self.facts)
         if self.fix is not None:
             rows['try'] = self.fix
         width = max(map(len, rows), default=0) + 1
-        lines += [f'  {label + ":":<{width}} {shown(fact)}' for label, fact in rows.items()]
+        lines += [f'  {label + ":":<{width}} {printable(fact)}' for label, fact in rows.items()]
         return '\n'.join(lines)
 
     def __reduce__(self):
@@ -162,12 +162,12 @@ def _carets(text: str, spans: Sequence[Span]) -> str:
     marked = {i for start, end in spans for i in range(start, end)}
     line = ''
     for i, character in enumerate(text):
-        line += ('^' if i in marked else ' ') * display_width(shown(character))
+        line += ('^' if i in marked else ' ') * display_width(printable(character))
     past_the_end = any(start >= len(text) for start, _ in spans)
     return (line + '^' if past_the_end else line).rstrip()
 
 
-def shown(text: str) -> str:
+def printable(text: str) -> str:
     """Puts text on one line, with unprintable characters as U+FFFD."""
     return ''.join(' ' if c.isspace() else c if c.isprintable() else '\ufffd' for c in text)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ._errors import shown
+from ._errors import printable
 from ._text import display_width
 
 Segment: TypeAlias = tuple[str, str]  # text and its rich style
@@ -67,14 +67,14 @@ class Page:
         sections = (
             replace(
                 section,
-                rows=tuple(tuple(map(shown, row)) for row in section.rows),
-                lines=tuple(map(shown, section.lines)),
-                code=tuple(map(shown, section.code)),
+                rows=tuple(tuple(map(printable, row)) for row in section.rows),
+                lines=tuple(map(printable, section.lines)),
+                code=tuple(map(printable, section.code)),
             )
             for section in self.sections
         )
-        findings, notes = (tuple(map(shown, texts)) for texts in (self.findings, self.notes))
-        return Page(shown(self.title), tuple(sections), findings, notes)
+        findings, notes = (tuple(map(printable, texts)) for texts in (self.findings, self.notes))
+        return Page(printable(self.title), tuple(sections), findings, notes)
 
 
 # --- text ---------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from ._errors import shown
+from ._errors import printable
 from ._page import Column, Page, Section, below_text
 from ._text import MONO
 
@@ -78,7 +78,7 @@ _DOCUMENT = """\
 
 def page_document(page: Page) -> str:
     """Renders a page as an HTML file."""
-    title = html.escape(shown(page.title))
+    title = html.escape(printable(page.title))
     return _DOCUMENT.format(title=title, body=page_html(page, scroll=False))
 
 

@@ -51,11 +51,13 @@ def pytest_addoption(parser):
     )
 
 
+# less frequent collections of less garbage save 5% of the tests' time
+gc.set_threshold(100_000, 50, 100)
+
+
 def pytest_collection_finish():
-    """Makes the garbage collector look less often and at less, which saves 5% of the time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
 
 
 def pytest_report_header():

@@ -81,6 +81,7 @@ class Choices(NamedTuple):
     out: Any = None  # of the weights; None: like the weights
     microbatches: int = 1
     remat: bool = False
+    layers: int = LAYERS
 
 
 def constrained(x, spec):
@@ -136,17 +137,17 @@ def update(weights, states, g):
     return jax.tree.map(lambda w, m: w - 0.01 * m, weights, states), states
 
 
-def tree(by_name):
+def tree(by_name, n_layers=LAYERS):
     """A value for each array of the model."""
-    layers = [{name: by_name[name] for name in IN_LAYERS} for _ in range(LAYERS)]
+    layers = [{name: by_name[name] for name in IN_LAYERS} for _ in range(n_layers)]
     return {'embed': by_name['embed'], 'layers': layers, 'head': by_name['head']}
 
 
 def make_step(c: Choices, mesh: Any, **options: Any) -> Any:
     """A train step of plain JAX."""
-    weights = tree(c.weights)
-    states = weights if c.states is None else tree(c.states)
-    out = weights if c.out is None else tree(c.out)
+    weights = tree(c.weights, c.layers)
+    states = weights if c.states is None else tree(c.states, c.layers)
+    out = weights if c.out is None else tree(c.out, c.layers)
 
     @sharded(
         {'w': weights, 'm': states}, c.tokens, out={'w': out, 'm': states}, mesh=mesh, **options
@@ -159,7 +160,7 @@ def make_step(c: Choices, mesh: Any, **options: Any) -> Any:
     return step
 
 
-def arguments():
+def arguments(n_layers=LAYERS):
     """The arguments of a step, as shapes."""
-    shapes = tree({n: jax.ShapeDtypeStruct(s, np.float32) for n, s in SHAPES.items()})
+    shapes = tree({n: jax.ShapeDtypeStruct(s, np.float32) for n, s in SHAPES.items()}, n_layers)
     return {'w': shapes, 'm': shapes}, jax.ShapeDtypeStruct((BATCH, LENGTH + 1), np.int32)

@@ -1,7 +1,7 @@
 """A second implementation of the notation, in plain numpy, and expressions to try both with.
 
 Nothing here is taken from the package. The device numbers are reshaped to the grid that an
-expression describes, and each dimension of the grid, slowest first, cuts the piece of the array
+expression describes, and each dimension of the grid, slowest first, splits the piece of the array
 that its devices hold.
 """
 
@@ -120,7 +120,7 @@ def index_map(
 
 
 def position(left: Sequence[str], axis: str | None, n_dims: int) -> int | None:
-    """The array axis of a name; None for a replica and for '...', which cut nothing."""
+    """The array axis of a name; None for a replica and for '...', which shard nothing."""
     if axis is None or axis == '...':
         return None
     i = left.index(axis)

@@ -44,7 +44,7 @@ from benchmarks import (  # noqa: E402
     programs,
     tpu,
 )
-from benchmarks._headlines import HEADLINES, headline_rows  # noqa: E402
+from benchmarks._headlines import HEADLINES, Headline, find_headline, headline_rows  # noqa: E402
 
 HAS_LIBTPU = importlib.util.find_spec('libtpu') is not None
 
@@ -503,6 +503,24 @@ ROW = _report.Row('placement', 'array placed already', 's', 4e-7, 'put', 8e-6, 0
 
 
 @pytest.mark.parametrize(
+    ('of', 'at_most', 'texts'),
+    [
+        ('ratio', 1 / 15, ('<= 1/15', '1/20', 'met')),
+        ('figure', 3e-7, ('<= 300 ns', '400 ns', 'missed')),
+        ('difference', 1e-6, ('<= +1 us', '-7.6 us', 'met')),
+    ],
+)
+def test_targets(of, at_most, texts):
+    headline = Headline('placement', 'array.*', '', of, at_most)
+    judged = _table.judged_text(headline, headline.judged(ROW), 's')
+    assert (_table.target_text(headline, ROW), judged, _table.met_text(headline, ROW)) == texts
+    alone = _report.Row('placement', 'array placed already', 's', 1.0)
+    if of != 'figure':
+        with pytest.raises(ValueError, match='compared with nothing'):
+            headline.judged(alone)
+
+
+@pytest.mark.parametrize(
     ('ratio', 'spread', 'words'),
     [
         (1 / 17.3, 0.02, '1/17'),
@@ -522,13 +540,19 @@ def test_ratios_in_words(ratio, spread, words):
     assert _table.words_of_ratio(same) == 'none'
 
 
+def test_headline_without_a_target():
+    headline = Headline('placement', 'array.*', '', 'ratio', None)
+    assert _table.target_text(headline, ROW) == _table.met_text(headline, ROW) == ''
+    assert headline.is_met(ROW)
+
+
 def test_plain_table(capsys):
     other = dataclasses.replace(ROW, name='b', details={'memory': (1536, 'bytes'), 'kind': 'c'})
     _table.print_plain('title', [_table.cells(row) for row in (ROW, other)])
     title, headings, *lines = capsys.readouterr().out.splitlines()[1:]
     assert (title, headings.split()) == ('title', ' '.join(_table.HEADINGS).split())
     assert [re.split('  +', line) for line in lines] == [
-        ['array placed already', '400 ns', '8 us', '1/20 ± 2%'],
+        ['array placed already', '400 ns', '8 us', '1/20 ± 2%', '<= 1/15 met'],
         ['b; memory 1.5 KiB; kind c', '400 ns', '8 us', '1/20 ± 2%'],
     ]
 
@@ -561,13 +585,12 @@ def test_every_headline_is_a_row_of_the_code(tiny_run):
         'new expression, 8': 'new expression, 9,216',
         'v5e:2x2, MLP': 'v5e:4x4, transformer',
     }
-    rows = []
+    found = set()
     for row in tiny_run[0].rows:
         name = row.name
         for tiny, full in sizes.items():
             name = re.sub(tiny, full, name)
-        rows.append(dataclasses.replace(row, name=name))
-    found = {headline for headline, _, _ in headline_rows(rows)}
+        found.add(find_headline(dataclasses.replace(row, name=name)))
     missing = {line.benchmark for line in set(HEADLINES) - found}
     assert missing <= (set() if HAS_LIBTPU else {'tpu'})
 
@@ -581,10 +604,10 @@ def test_page_shows_every_figure(tiny_run):
     with pytest.raises(ValueError, match='--tiny mean nothing'):
         _page.page_of([report])
     page = _page.page_of([dataclasses.replace(report, tiny=False)])
-    texts = [text for _, text, _ in headline_rows(report.rows)]
-    assert texts
+    shown = [words for headline, words, _ in headline_rows(report.rows) if headline.shown]
+    assert shown
     above, _, _ = page.partition('<details>')
-    assert all(f'| {text} |' in above for text in texts)
+    assert all(f'| {words} |' in above for words in shown)
     for row in report.rows:
         name = row.name.replace('*', '\\*')
         assert f'| {row.benchmark} | {name} |' in page

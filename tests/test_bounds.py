@@ -384,7 +384,7 @@ def test_each_resource_has_one_bound():
         (0.5, ', of which 500 ms exposed'),
     ],
 )
-def test_communication_that_overlaps_is_told_apart(exposed, text):
+def test_communication_that_overlaps_is_marked(exposed, text):
     bound = Bound('network', 'tensor', 2.0, exposed)
     assert str(bound) == f'network along tensor at least 2 s{text}'
 

@@ -198,8 +198,9 @@ def make_step(tx, dtype, factor=1.0, constrain=True):
 OPTIMIZERS = {'adam': optax.adam(1e-3), 'sgd': optax.sgd(1e-3)}
 
 
-@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+@pytest.mark.parametrize(
+    ('optimizer', 'dtype'), [('adam', jnp.float32), ('sgd', jnp.bfloat16)], ids=['adam', 'sgd']
+)
 def test_a_train_step(optimizer, dtype):
     tx = OPTIMIZERS[optimizer]
     state = tx.init(PARAMS)

@@ -186,7 +186,7 @@ def test_forms_that_were_kept():
     assert {(m, p) for m in ('cpu_16', 'v5e_4x4') for p in ('shardy', 'gspmd')} <= partitioners
 
 
-# for GPU it takes a plugin to compile, that hlo/write.py tells of
+# compiling for GPU needs a plugin, see hlo/write.py
 COMPILED = [one for one in KEPT if one.values[0] != 'gpu_8']
 
 
@@ -667,7 +667,7 @@ def test_pallas_kernels_that_communicate_count():
     assert output_uses(Module(module(*body)), ['k', 'y']) == {'k': (0,), 'y': (0,)}
 
 
-def test_names_in_metadata_are_no_attributes():
+def test_names_in_metadata_are_not_attributes():
     text = module(
         '%y = f32[8,4]{1,0} fusion(%x), calls=%add, metadata={op_name="calls=%called, f"}',
         'ROOT %z = f32[8,4]{1,0} copy(%y), metadata={op_name="replica_groups={{0,1}} all-reduce("}',

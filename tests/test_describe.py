@@ -50,7 +50,7 @@ def check_round_trip(case, mesh):
     assert text.split('->')[0].split() == (list(string.ascii_lowercase[:rank]) or ['...'])
 
 
-@examples(300)
+@examples(200)
 @given(cases(), st.sampled_from(['devices', 'mesh', 'abstract']))
 def test_round_trip_on_devices(case, kind):
     devices = DEVICES[: case.n_devices]
@@ -62,7 +62,7 @@ def test_round_trip_on_devices(case, kind):
 NAMESAKES = [(('d0', 2), ('d1', 4)), (('d1', 2), ('d0', 2), ('x_1', 2)), (('d0', 2), ('d1', 2))]
 
 
-@examples(400)
+@examples(200)
 @given(mesh_cases([*MESHES, *NAMESAKES]), st.data())
 def test_round_trip_on_user_meshes(case, data):
     assume(expressible(case))

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import graphlib
 import inspect
 import io
@@ -175,6 +176,7 @@ def imports(module):
     return found
 
 
+@functools.cache
 def modules():
     package = ROOT / 'einshard'
     if not package.exists():

@@ -130,7 +130,7 @@ def assert_same_as_jax(picture, x):
     assert drawn == want
 
 
-# -- whole pictures
+# -- pictures and their text
 PICTURES = [
     (
         ('a b -> * a* b2*', (4, 8), 16),

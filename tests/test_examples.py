@@ -75,7 +75,7 @@ def digits(tmp_path_factory):
     return {'output': output, **json.loads(result)}
 
 
-def test_digits_has_eight_devices_unless_told_otherwise(digits):
+def test_digits_has_eight_devices_by_default(digits):
     assert digits['devices'] == 8
 
 
@@ -105,7 +105,7 @@ def test_digits_is_sharded_as_it_says(digits):
     assert digits['output'].splitlines()[-2:] == ['a b -> a b8', 'a b -> 4 a b2']
 
 
-def test_digits_tells_what_it_does(digits):
+def test_digits_prints_what_it_does(digits):
     output = digits['output']
     assert 'devices: 8 simulated' in output
     notation = ('... -> * ...', 'x y -> x y*', 'y z -> y* z')

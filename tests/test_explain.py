@@ -507,7 +507,7 @@ def test_the_transformer_only_sums(right):
 
 
 def test_a_wrong_sharding_in_the_transformer_is_found_with_its_line(right):
-    """The hidden units are cut along the wrong axis: positions, which the weights do not cut."""
+    """The hidden units are sharded along positions instead of the axis that the weights shard."""
     wrong = transformer_report(transformer.BOTH._replace(hidden='b* s2 f'))
     assert wrong.network_bytes > right.network_bytes
     line = line_of(transformer.feed_forward, 'einshard(hidden, p.hidden)')
@@ -585,7 +585,7 @@ def test_intermediates_of_a_program_in_the_persistent_cache(persistent_cache):
     reports = [explain(between, *arguments, mesh=EIGHT, intermediates=True) for _ in range(3)]
     assert len(reports[0].intermediates) == 3
     assert reports[1:] == reports[:1] * 2
-    # the cache goes on
+    # the cache is still in use
     assert jax.config.jax_enable_compilation_cache
     before = len(list(persistent_cache.iterdir()))
     jax.jit(lambda x: x * 17).lower(struct(3)).compile()
@@ -974,7 +974,7 @@ def test_a_warning_is_printed_once():
     assert str(report).endswith(end)
 
 
-def test_figures_that_look_the_same_are_no_difference():
+def test_figures_that_look_the_same_are_not_a_difference():
     report = explain(lambda x: x, 1.0)
     flops = [dataclasses.replace(report, flops=n) for n in (776208384.0, 776306688.0, 8e8)]
     assert not flops[0].diff(flops[1])

@@ -266,7 +266,7 @@ def test_more_devices_than_can_be_simulated(capsys, model, option):
 
 
 @pytest.mark.parametrize('option', [['--devices', '0'], ['--devices', 'many'], ['--mesh', 'data']])
-def test_options_that_are_no_devices(capsys, model, option):
+def test_options_that_are_not_devices(capsys, model, option):
     with pytest.raises(SystemExit):
         main(['explain', f'{model}:plain', '--args', 'f32[2]', *option])
     assert option[1] in capsys.readouterr().err

@@ -113,7 +113,7 @@ def partial(a, b):
     return jnp.einsum('ij,jk->ik', a, b, out_sharding=out)
 
 
-def test_partial_sums_are_told(mesh):
+def test_partial_sums_are_described(mesh):
     a = jax.device_put(np.ones((8, 16), np.float32), P('x', 'y'))
     b = jax.device_put(np.ones((16, 32), np.float32), P('y', None))
     report = explain(partial, a, b)
@@ -128,4 +128,4 @@ def test_partial_sums_may_be_arguments(mesh):
     x = jax.ShapeDtypeStruct((8, 32), np.float32, sharding=out)
     report = explain(jax.jit(lambda x: x + x), x, replicated_above=0)
     assert [row.placement for row in (*report.arguments, *report.results)] == ['a b -> a b +@y'] * 2
-    assert report.findings == ()  # each device has another term: that is no copy
+    assert report.findings == ()  # each device has its own term, not a copy

@@ -309,7 +309,7 @@ def nested(inner, between=lambda x: x, out='a b -> a@data b', **options):
 @pytest.mark.parametrize('given', [False, True])
 @pytest.mark.parametrize('spec', ['a b -> a b@tensor', 'a b -> a b2', 'a b -> a b*'])
 @pytest.mark.parametrize(
-    'transformed', [lambda f: f, jax.jit, lambda f: jax.jit(jax.grad(lambda x: (f(x) ** 2).sum()))]
+    'transformed', [lambda f: f, lambda f: jax.jit(jax.grad(lambda x: (f(x) ** 2).sum()))]
 )
 def test_nested_functions(types, given, spec, transformed):
     mesh = mesh_of(types=types, data=4, tensor=2)

@@ -150,7 +150,7 @@ def test_a_missing_constraint(library):
     assert right.network_bytes < wrong.network_bytes
 
 
-@LIBRARIES
+@pytest.mark.parametrize('library', ['flax'])
 def test_a_contracted_axis(library):
     mesh = mesh_of(data=4, tensor=4)
     megatron = {name: spec.replace('@data', '') for name, spec in BOTH}
@@ -165,7 +165,7 @@ def test_a_contracted_axis(library):
     assert fixed.network_bytes == right.network_bytes < wrong.network_bytes
 
 
-@LIBRARIES
+@pytest.mark.parametrize('library', ['equinox'])
 def test_unsharded_states_on_the_canonical_mesh(library):
     mesh = device_mesh(jax.devices()[:16])
     wrong = report_of(library, 'b* s d', CANONICAL, states='* ...', mesh=mesh)
@@ -177,7 +177,7 @@ def test_unsharded_states_on_the_canonical_mesh(library):
     assert fixed.memory.arguments < wrong.memory.arguments
 
 
-@LIBRARIES
+@pytest.mark.parametrize('library', ['flax'])
 def test_replicated_compute(library):
     skip_without_lines(library)
     mesh = mesh_of(data=4, tensor=4)

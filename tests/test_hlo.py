@@ -104,7 +104,6 @@ def test_program_is_that_of_hand_written_jax(machine, name):
     ('name', 'parallelism', 'tied'),
     [
         ('cpu', 'data', True),
-        ('cpu', 'tensor', True),
         ('cpu', 'both', False),
         ('v5e:4x4', 'both', True),
     ],
@@ -213,7 +212,7 @@ def test_another_placement_is_another_program(devices8, parts):
 
 
 def test_other_groups_are_another_program(devices8):
-    """As many parts, but the devices of a group are no neighbors."""
+    """The same number of shards, but the devices of a group are not neighbors."""
     arguments = ARGUMENTS['mlp_forward'](8)
     mesh = mesh_by_hand(devices8, 2)
     turned = Mesh(mesh.devices.reshape(2, 4), ('model', 'data'), axis_types=mesh.axis_types)

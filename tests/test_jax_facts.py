@@ -124,7 +124,7 @@ def test_constraint_in_jit_forgets_the_memory_kind():
 
 
 def test_jit_forgets_the_sharding_of_a_constant():
-    # a placed array inside jit is constrained, though it lies right
+    # a placed array inside jit is constrained, even if it is sharded as asked
     x = jax.device_put(X, NamedSharding(ONE_AXIS, P('x')))
     y = jax.jit(lambda: x + 0)()
     assert len(y.sharding.device_set) == 1
@@ -176,7 +176,7 @@ def test_sharding_on_the_abstract_mesh_in_context(types):
     assert y.sharding.mesh == mesh
 
 
-def test_mesh_axis_named_zero_is_no_axis():
+def test_mesh_axis_named_zero_is_ignored():
     # _sharding.resolve refuses such a mesh
     mesh = Mesh(np.array(jax.devices()[:8]), (0,))
     assert shard_shapes(jax.device_put(X, NamedSharding(mesh, P(0)))) == {(8, 8)}

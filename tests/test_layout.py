@@ -34,7 +34,7 @@ def index_map(expression, shape, devices, mesh=None):
 def test_shards_agree_with_numpy():
     seen = set()
 
-    @oracle.examples(600)
+    @oracle.examples(300)
     @given(case=oracle.cases())
     def holds(case):
         devices = jax.devices()[: case.n_devices]
@@ -65,7 +65,7 @@ def test_shards_agree_with_numpy():
 
 
 @pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
-@oracle.examples(200)
+@oracle.examples(120)
 @given(case=oracle.mesh_cases())
 def test_shards_on_a_named_mesh_agree_with_numpy(types, case):
     mesh = mesh_of(types=types, **dict(case.mesh))
@@ -80,7 +80,7 @@ def test_shards_on_a_named_mesh_agree_with_numpy(types, case):
 def test_shards_on_64_devices_agree_with_numpy():
     collected = []
 
-    @oracle.examples(200)
+    @oracle.examples(60)
     @given(case=oracle.cases(device_counts=(64,)))
     def collect(case):
         collected.append(case)

@@ -43,7 +43,7 @@ def test_sizes(text, n):
 
 
 @pytest.mark.parametrize('given', ['15', '15 gigabytes', 'GB', '', -1, True, 1.5, [1]])
-def test_what_is_no_size(given):
+def test_invalid_sizes(given):
     with pytest.raises(EinshardError, match=r'^memory= must be a size in bytes, not '):
         promising(given)
 

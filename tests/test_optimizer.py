@@ -436,7 +436,7 @@ def test_paths(params, specs, state, expected):
 
 
 @pytest.mark.parametrize('state', [{'mykernel': W}, {'pup': {'w': W}}, {'w': W}, struct(3, 3)])
-def test_keys_are_compared_as_a_whole(state):
+def test_keys_must_be_equal(state):
     error = refusal(placements, {'kernel': W, 'up': {'w': W}}, ROWS, state)
     assert error.sentence == '1 array matches no parameter by path and shape'
 

@@ -543,7 +543,7 @@ EXPLICIT_MESHES = {
 def test_from_one_explicit_mesh_to_another(before, after):
     x = np.arange(24.0 * 24).reshape(24, 24)
     here, there = EXPLICIT_MESHES[before](), EXPLICIT_MESHES[after]()
-    for spec in ('a* b', 'a b*', '* a b'):
+    for spec in ('a* b', 'a b*'):
         placed = einshard({'x': x}, spec, mesh=here)['x']
         for moved in (
             einshard(placed, 'a b*', mesh=there),

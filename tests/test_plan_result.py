@@ -22,15 +22,34 @@ from einshard import (
     to_jax,
 )
 from einshard.__main__ import main
+from einshard._plan import judge
+from einshard._plan.compile import Worker
 
 EIGHT = device_mesh(jax.devices()[:8])
 CHIP = 'TPU v5e'
 
 
+class SharedWorker(Worker):
+    """A plan does not end it."""
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope='module', autouse=True)
+def worker():
+    """One process compiles for all plans: to start one takes a second."""
+    shared = SharedWorker(8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge, 'Worker', lambda n_devices: shared)
+        yield
+    Worker.close(shared)
+
+
 @pytest.fixture(scope='module')
 def found():
     step, args = planned.mlp_step(8192, 512, 2048)
-    return plan(step, *args, mesh=EIGHT, chip=CHIP, compilations=8)
+    return plan(step, *args, mesh=EIGHT, chip=CHIP, compilations=3)
 
 
 def test_the_rules_run(found):
@@ -105,7 +124,7 @@ def test_plans_are_compared(found):
     assert str(found.why('mlp')).startswith(f'mlp{found.rules["mlp"]}: bound')
     assert found.plot().count('<circle') == len(found.choices)
     data = found.to_dict()
-    assert (data['rules'], data['fits'], len(data['choices'])) == (found.rules, True, 8)
+    assert (data['rules'], data['fits'], len(data['choices'])) == (found.rules, True, 3)
     for wrong in (lambda: found.explain(99), lambda: found.why('nothing')):
         with pytest.raises(EinshardError):
             wrong()
@@ -113,7 +132,7 @@ def test_plans_are_compared(found):
 
 def test_nothing_fits():
     step, args = planned.mlp_step(8192, 512, 2048)
-    found = plan(step, *args, mesh=EIGHT, chip=CHIP, memory='1 MB', compilations=2)
+    found = plan(step, *args, mesh=EIGHT, chip=CHIP, memory='1 MB', compilations=1)
     assert not found.fits
     assert found.warnings[0].startswith('no plan fits: this one is closest, and needs')
 
@@ -135,21 +154,8 @@ def test_command(capsys, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr('einshard.__main__.mesh_of', lambda *_: EIGHT)
     arguments = ['plan', 'planned_model:up', '--args', 'f32[64,64]', 'f32[64,64]', '--devices', '8']
-    assert (
-        main(
-            [
-                *arguments,
-                '--objective',
-                'bytes',
-                '--pin',
-                'batch=@x',
-                'embed=',
-                '--compilations',
-                '1',
-            ]
-        )
-        == 0
-    )
+    options = '--objective bytes --pin batch=@x embed= --compilations 1'
+    assert main([*arguments, *options.split()]) == 0
     assert "x = 'batch@x embed'" in capsys.readouterr().out
 
 

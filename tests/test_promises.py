@@ -219,8 +219,13 @@ TRACED = {
 
 
 @pytest.mark.filterwarnings('ignore:collectives= of .* is not checked')
-@pytest.mark.parametrize('out', ['* a b', '... b -> * ... b', 'a* b'])
-@pytest.mark.parametrize('how', TRACED)
+@pytest.mark.parametrize(
+    ('how', 'out'),
+    [
+        *zip(TRACED, ['* a b', '... b -> * ... b'] * 5, strict=True),
+        *[(how, 'a* b') for how in ('jit', 'scan', 'compile', 'eval_shape')],
+    ],
+)
 def test_only_calls_are_checked(how, out):
     """A cached trace does not count as checked."""
     f = limited('a* b', out=out)(lambda x: x * 2)

@@ -147,7 +147,7 @@ def test_reshard_brings_it_to_the_device():
             assert result.sharding == make_sharding('a* b', mesh=EIGHT)
 
 
-def test_whole_arrays_are_brought_to_the_device():
+def test_replicated_arrays_are_moved_to_the_device():
     f = sharded('a* b', mesh=EIGHT)(add)
     for _ in range(2):
         x = einshard(X, '* a b', mesh=EIGHT, memory_kind='pinned_host')

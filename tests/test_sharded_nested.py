@@ -163,7 +163,7 @@ def test_nested_on_automatic_axes_it_is_a_constraint_of_jit():
 def test_meshes_with_the_same_names_and_sizes_take_turns(types):
     """While tracing, JAX knows a mesh by its names and sizes alone."""
     f = sharded('a@p b', out='a b@p')(lambda x: einshard(2 * x, 'a b@p'))
-    for place in ['call', 'jit', 'cond', 'remat', 'grad', 'vmap', 'scan', 'sharded'] * 2:
+    for place in ['call', 'jit', 'cond', 'remat', 'grad', 'vmap', 'scan', 'sharded']:
         for devices in (LOW, HIGH):
             with jax.set_mesh(mesh_of(devices, types, p=4)):
                 result = PLACES[place](f)
@@ -212,12 +212,13 @@ def made(how, **options):
 
 
 def in_turns(kinds):
-    """Each kind of array in each transformation, with a way to make the function."""
+    """Each kind of array in every other transformation, with a way to make the function."""
     for i, kind in enumerate(kinds):
         for j, how in enumerate(EAGER):
-            # JAX's own x[None] fails before in a context of other devices
-            ways = MADE[:-1] if 'vmap' in how and 'device' in kind else MADE
-            yield kind, how, ways[(i + j) % len(ways)]
+            if (i + j) % 2 == 0:
+                # JAX's own x[None] fails before in a context of other devices
+                ways = MADE[:-1] if 'vmap' in how and 'device' in kind else MADE
+                yield kind, how, ways[(i + j) // 2 % len(ways)]
 
 
 @pytest.mark.parametrize(('kind', 'how', 'made_how'), [*in_turns(MOVED)])

@@ -52,7 +52,7 @@ def einsums(draw, named=()):
 
 
 @given(einsums(), st.sampled_from([16, 24, 48]))
-@examples(100)
+@examples(50)
 def test_fixes_of_einsum(text, size):
     x = np.ones((size, size), np.float32)
     try:
@@ -72,7 +72,7 @@ def test_fixes_of_einsum(text, size):
     st.fixed_dictionaries({}, optional={'p': st.integers(1, 4), 'q': st.integers(1, 4)}),
     st.sampled_from([None, 2, 4, 6, 8, 16]),
 )
-@examples(400)
+@examples(200)
 def test_fixes_of_parallelism(text, counts, devices):
     counts = {axis: count for axis, count in counts.items() if f'@{axis}' in text}
     options = {'devices': devices, **counts}
@@ -210,7 +210,7 @@ STEPS = {
     st.sampled_from(['a b', 'a b -> a4 b', 'a b -> a b2', '...']),
     st.booleans(),
 )
-@examples(120)
+@examples(60)
 def test_what_to_write_for_results_that_may_vary(steps, spec, out, scalar):
     x = np.arange(64, dtype=np.float32).reshape(8, 8) % 7
 

@@ -70,11 +70,12 @@ def collectives(program):
 @pytest.mark.parametrize('einsum', EINSUMS)
 def test_the_compiler_does_the_first_choice(einsum, devices8):
     names = read_contraction(einsum).names
-    for counts in assignments(names, 8):
+    for counts in assignments(names, 8 if len(names) < 4 else 4):
         theory = parallelism(einsum, sizes=dict.fromkeys(names, SIZE), **counts)
-        program = compiled(einsum, theory.operands, devices8)
+        devices = devices8[: math.prod(counts.values())]
+        program = compiled(einsum, theory.operands, devices)
         assert total(collectives(program)) == total(theory.collectives), (counts, str(theory))
-        wanted = make_sharding(theory.result, mesh=devices8)
+        wanted = make_sharding(theory.result, mesh=devices)
         n_dims = len(read_contraction(einsum).result.names)
         assert program.output_shardings.is_equivalent_to(wanted, n_dims), counts
 
@@ -109,7 +110,7 @@ def test_a_sum_that_is_asked_for_in_parts(einsum, devices8):
 
 @pytest.mark.parametrize('left', ['8 b x', 'b8 x', 'b x8'])
 @pytest.mark.parametrize('right', ['8 x y', 'x8 y', 'x y8'])
-def test_operands_that_are_cut_each_by_itself(left, right, devices8):
+def test_operands_that_are_sharded_independently(left, right, devices8):
     theory = parallelism(f'{left}, {right} -> b y', sizes={'b': 16, 'x': 16, 'y': 16})
     made = total(collectives(compiled('b x, x y -> b y', [left, right], devices8)))
     assert made in [total(choice.collectives) for choice in theory.choices]
@@ -134,7 +135,7 @@ def test_the_compiler_does_not_always_do_the_first_choice(i, j, k, devices8):
     assert total(collectives(program)) == total(expected.collectives)
 
 
-@pytest.mark.parametrize('sizes', [(64, 64, 64), (16, 128, 64), (128, 16, 64)], ids=str)
+@pytest.mark.parametrize('sizes', [(16, 128, 64), (128, 16, 64)], ids=str)
 def test_the_compiler_moves_operands_to_where_the_result_is_asked_for(sizes, devices8):
     sizes = dict(zip('bxy', sizes, strict=True))
 
@@ -361,7 +362,7 @@ def test_resharding(old, new, expected):
         ('a@d1 b', 'a b@(d0,d1)', 4 * 16 * 16 // 8),
     ],
 )
-def test_the_compiler_too_cuts_before_it_moves(before, after, n_bytes, devices8):
+def test_the_compiler_also_slices_before_it_communicates(before, after, n_bytes, devices8):
     mesh = jax.make_mesh((2, 4), ('d0', 'd1'), devices=devices8, axis_types=(AxisType.Auto,) * 2)
     theory = parallelism(f'{before} -> {after}', d0=2, d1=4, sizes={'a': 16, 'b': 16})
     here, there = (make_sharding(one, mesh=mesh) for one in (before, after))

@@ -34,7 +34,6 @@ PROMPT, LENGTH = 6, 12
 RUNS = {
     'none': UNTIED,
     'none, tied': TIED,
-    'data': UNTIED,
     'tensor, tied': TIED,
     'both': UNTIED,
 }
@@ -88,7 +87,6 @@ def test_sharded_is_unsharded(runs, name):
 # shard shapes: embedding, query heads, output projection of attention, cache for a batch of 8
 SHARDS = {
     'none': [(256, 32), (2, 32, 16, 4), (2, 16, 4, 32), (2, 8, 18, 8, 4)],
-    'data': [(256, 32), (2, 32, 16, 4), (2, 16, 4, 32), (2, 1, 18, 8, 4)],
     'tensor, tied': [(32, 32), (2, 32, 2, 4), (2, 2, 4, 32), (2, 8, 18, 1, 4)],
     'both': [(128, 32), (2, 32, 8, 4), (2, 8, 4, 32), (2, 2, 18, 4, 4)],
 }

@@ -11,7 +11,7 @@ import numpy as np
 from jax.stages import Compiled, Lowered, Traced
 
 from .._arrays.place import einshard
-from .._errors import EinshardError, plural, shown
+from .._errors import EinshardError, plural, printable
 from .._inspect.lowered import Stages, trace_call
 from .._inspect.show import checked_shape
 from .._notation.layout import needs_rank
@@ -243,7 +243,7 @@ def _struct(leaf: Any) -> Any:
 def _title(spec: Any, mesh: AnyMesh) -> str:
     text = name_of(spec)
     if isinstance(spec, LEAF_SPECS):
-        text = f"'{shown(str(as_leaf_spec(spec)))}'"
+        text = f"'{printable(str(as_leaf_spec(spec)))}'"
     return _on(text, mesh)
 
 

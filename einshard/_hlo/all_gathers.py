@@ -32,8 +32,8 @@ class AllGather:
         origin: (computation, instruction) that computes the operand, traced through copies.
         parameter: the number of the program parameter that is the operand, or None.
         invariant: whether it gathers the same array in every iteration of a loop.
-        kept: if all uses are slices of the same block: for each dimension, the index of the block
-            of each device. Otherwise None.
+        kept: if every use slices the same block on each device: for each dimension, the index of
+            the block that each device keeps. Otherwise None.
     """
 
     name: str

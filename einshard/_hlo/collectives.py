@@ -345,7 +345,7 @@ class _Finder:
                 named = op
         sourced, module = named, self.module
         if module.source(named) is None and (not named.op_name or module.sources.has_lines):
-            # the compiler inserted it
+            # the compiler inserted it: its line is that of the first user
             sourced = user_with_source(module, place.comp, place.op.name) or named
         return {
             'source': module.source(sourced),

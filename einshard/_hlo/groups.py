@@ -54,27 +54,27 @@ def _groups_of_mesh(
             size 4, after a sub-axis of size 2.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    parts = [
+    grouped = [  # axis, size of the sub-axes before, size
         (name, int(before or 1), int(size or sizes[name]))
         for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
     ]
     shape: list[int] = []  # of the mesh, with axes split into sub-axes
-    pieces: list[tuple[str, int]] = []  # for each dim: its axis, and the product of sizes before
+    sub_axes: list[tuple[str, int]] = []  # for each dim: its axis, size of the sub-axes before
     for name, size in sizes.items():
-        ends = {end for other, before, n in parts if other == name for end in (before, before * n)}
+        ends = {e for other, before, n in grouped if other == name for e in (before, before * n)}
         for before, end in pairwise(sorted(ends | {1, size})):
-            pieces.append((name, before))
+            sub_axes.append((name, before))
             shape.append(end // before)
-    last = [
+    group_dims = [
         dim
-        for name, before, n in parts
-        for dim, (other, at) in enumerate(pieces)
-        if other == name and before <= at < before * n
+        for name, before, n in grouped
+        for dim, (other, start) in enumerate(sub_axes)
+        if other == name and before <= start < before * n
     ]
-    first = [dim for dim in range(len(shape)) if dim not in last]
+    other_dims = [dim for dim in range(len(shape)) if dim not in group_dims]
     ids = _numbers(listed or '') or _iota(_numbers(dims or '') or shape, _numbers(order or ''))
-    in_groups = [ids[i] for i in _iota(shape, first + last)]
-    return _rows(in_groups, prod(shape[dim] for dim in last))
+    in_groups = [ids[i] for i in _iota(shape, other_dims + group_dims)]
+    return _rows(in_groups, prod(shape[dim] for dim in group_dims))
 
 
 def _iota(dims: Sequence[int], order: Sequence[int]) -> list[int]:
@@ -150,8 +150,8 @@ class Slices:
         '{1,2}x{0:15}' are devices 0 to 15 of slices 1 and 2. '{{100000,200000},...}' and
         '{100000->200000,...}' list device ids.
         """
-        if product_ := re.fullmatch(r'\{([\d,]+)\}x\{(\d+):(\d+)\}', target):
-            slices, first, last = product_.groups()
+        if ranges := re.fullmatch(r'\{([\d,]+)\}x\{(\d+):(\d+)\}', target):
+            slices, first, last = ranges.groups()
             return tuple(
                 tuple(self._slices[slice_][i] for slice_ in _numbers(slices))
                 for i in range(int(first), int(last) + 1)

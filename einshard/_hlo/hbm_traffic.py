@@ -12,6 +12,8 @@ import numpy as np
 from .loops import find_counter
 from .module import ArrayType, Instruction, Module, Value
 
+_MOVES = ('bitcast', 'convert', 'copy')
+
 
 def min_hbm_bytes(module: Module) -> int:
     """Counts the bytes per device of the arguments that are read and the results that are written.
@@ -38,10 +40,11 @@ def min_hbm_bytes(module: Module) -> int:
 
 def _is_written(module: Module, value: Value) -> bool:
     """Whether all of a value is written: it is not an argument, or one updated in place."""
+    # outside of fusions, a convert or a copy writes an array
+    moves = _MOVES if value.arguments else ('bitcast',)
+    while value.op.opcode in moves:
+        value = value.sibling(value.op.operands[0])
     op = value.op
-    while op.opcode in ('bitcast', 'convert', 'copy') and (value.arguments or op.opcode[0] == 'b'):
-        value = value.sibling(op.operands[0])
-        op = value.op
     if op.opcode == 'get-tuple-element':
         tuple_value = value.sibling(op.operands[0])
         comp = module.called(tuple_value.op)
@@ -65,7 +68,13 @@ def _is_written(module: Module, value: Value) -> bool:
 
 
 class _Region(NamedTuple):
-    """A part of an array that is read; `box` has its (start, end) by dimension, or ()."""
+    """A part of an array that is read.
+
+    Attributes:
+        shape: the shape of the array.
+        box: (start, end) of the part by dimension; () if unknown.
+        elements: the number of elements that are read.
+    """
 
     shape: tuple[int, ...]
     box: tuple[tuple[int, int], ...]
@@ -219,6 +228,6 @@ def _constant_slice(op: Instruction, user: Instruction) -> _Region:
 
 def _before_moves(value: Value) -> str:
     """Returns the name of the value before bitcasts, converts and copies."""
-    while value.op.opcode in ('bitcast', 'convert', 'copy'):
+    while value.op.opcode in _MOVES:
         value = value.sibling(value.op.operands[0])
     return value.op.name

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from .module import Computation, Module, Place
 from .sources import number_of
@@ -33,7 +34,7 @@ def collective_einsums(
 
     Args:
         module: the compiled program.
-        permutes: the permutes of the program, and the sizes of their groups.
+        permutes: the permutes of the program, each with the size of its groups.
     """
     loops = {
         loop.start: (loop, body[1])
@@ -94,7 +95,7 @@ def _origin(comp: Computation, name: str) -> str:
 
 
 def _unrolled(permutes: Sequence[Place]) -> Iterator[tuple[str, list[Place]]]:
-    """Yields the permutes of each product that send shards ('ag') or partial sums ('rs')."""
+    """Groups permutes by product and form: 'ag' if they send shards, 'rs' if partial sums."""
     products: dict[tuple[str, str, tuple[int, ...]], list[Place]] = {}
     for place in permutes:
         op = place.op
@@ -109,35 +110,47 @@ def _unrolled(permutes: Sequence[Place]) -> Iterator[tuple[str, list[Place]]]:
         yield from forms.items()
 
 
+@dataclass
+class _Chain:
+    """Permutes that pass an array from device to device, in one direction.
+
+    Attributes:
+        start: the name of the value that the first permute sends.
+        permutes: the permutes in order.
+        is_sum: whether each device adds to the array before it sends it.
+    """
+
+    start: str
+    permutes: list[Place]
+    is_sum: bool
+
+
 def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
-    """Groups permutes into chains that send in one direction; yields each with its form.
+    """Groups permutes into chains; yields the permutes and the form of each.
 
     In the form 'ag' permutes pass on a shard, in the form 'rs' a partial sum.
     """
     comp = permutes[0].comp
     by_name = {place.op.name: place for place in permutes}
-    chains: list[list[Place]] = []
-    sums: list[bool] = []
-    starts: list[str] = []
+    chains: list[_Chain] = []
     for place in sorted(permutes, key=lambda place: place.start):
         sent = _origin(comp, place.op.operands[0])
         op = comp[sent]
         operands = map(functools.partial(_origin, comp), op.operands)
         added = next((name for name in operands if name in by_name), None)
         before = by_name.get(sent) or (by_name[added] if added and op.opcode == 'fusion' else None)
-        at = next((i for i, chain in enumerate(chains) if before in chain), None)
-        if at is None:
-            chains.append([place])
-            sums.append(op.opcode in ('broadcast', 'constant'))
-            starts.append(sent)
+        chain = next((chain for chain in chains if before in chain.permutes), None)
+        if chain is None:
+            chains.append(_Chain(sent, [place], op.opcode in ('broadcast', 'constant')))
         else:
-            chains[at].append(place)
-            sums[at] |= sent not in by_name
-    ordered = list(zip(starts, chains, sums, strict=True))
-    gathered = {start for start, chain, is_sum in ordered if len(chain) > 1 and not is_sum}
-    if not gathered and not any(sums) and len(set(starts)) == len(starts):
+            chain.permutes.append(place)
+            chain.is_sum |= sent not in by_name
+    starts = {chain.start for chain in chains}
+    gathered = {chain.start for chain in chains if len(chain.permutes) > 1 and not chain.is_sum}
+    has_sums = any(chain.is_sum for chain in chains)
+    if not gathered and not has_sums and len(starts) == len(chains):
         return  # permutes of different arrays
-    for start, chain, is_sum in ordered:
+    for chain in chains:
         # the form of a single step is unknown: it belongs to a chain in the other direction
-        is_alone = len(chain) == 1 and start not in gathered and any(sums)
-        yield chain, 'rs' if is_sum or is_alone else 'ag'
+        is_alone = len(chain.permutes) == 1 and chain.start not in gathered and has_sums
+        yield chain.permutes, 'rs' if chain.is_sum or is_alone else 'ag'

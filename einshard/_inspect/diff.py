@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .._errors import plural, shown
+from .._errors import plural, printable
 from .._text import format_bytes, format_flops, short_arrays, short_source
 from .fold_layers import fold
 from .report_rows import ArrayRow, CollectiveRow
@@ -37,7 +37,7 @@ class Diff:
         return bool(self.arrays or self.collectives or self.numbers)
 
     def __str__(self) -> str:
-        return '\n'.join(map(shown, self._lines())) or 'no difference'
+        return '\n'.join(map(printable, self._lines())) or 'no difference'
 
     def __repr__(self) -> str:
         return str(self)

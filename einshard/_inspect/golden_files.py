@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .._errors import EinshardError, plural, shown
+from .._errors import EinshardError, plural, printable
 from .._sharding.describe import Description
 from .._text import short_source
 from .fold_layers import fold
@@ -43,7 +43,7 @@ def golden_text(report: Report) -> str:
         ('collectives', collectives),
     ]:
         lines += [title, *(rows or ['  none'])]
-    return '\n'.join(map(shown, lines)) + '\n'
+    return '\n'.join(map(printable, lines)) + '\n'
 
 
 def _array_lines(rows: Sequence[ArrayRow]) -> list[str]:

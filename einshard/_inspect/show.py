@@ -19,7 +19,7 @@ from jax.sharding import (
     Sharding,
 )
 
-from .._errors import EinshardError, plural, shown
+from .._errors import EinshardError, plural, printable
 from .._notation.expression import Expression, axis_letters, parse
 from .._pictures.blocks import Blocks
 from .._pictures.caption import describe_shards
@@ -166,7 +166,7 @@ def _gallery(
     for item, paths in itertools.islice(distinct, _MAX_PICTURES):
         about, picture = draw_item(item)
         more = f' and {len(paths) - 3} more' if len(paths) > 3 else ''
-        pictures.append((shown(f'{", ".join(paths[:3])}{more}{about}'), picture))
+        pictures.append((printable(f'{", ".join(paths[:3])}{more}{about}'), picture))
     return Gallery(pictures, len(distinct) - len(pictures))
 
 

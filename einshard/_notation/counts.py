@@ -82,7 +82,7 @@ def _root(n: int, k: int) -> int | None:
 
 
 def _works_with(multiple: int, stars: int) -> DeviceCounts:
-    """Lists the smallest device counts on which this many stars get equal counts."""
+    """Lists the first device counts that fit: `multiple` times a number r for each star."""
     counts = [multiple * r**stars for r in range(1, 5)]
     return DeviceCounts(f'{", ".join(map(str, counts))}, ... devices', counts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection
 
-from .._errors import quoted, shown
+from .._errors import printable, quoted
 from .._suggestions import works
 from .expression import ELLIPSIS, Expression, Term
 
@@ -30,7 +30,7 @@ def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> st
     if not expression.short:
         replicas_first = f'{" ".join(expression.names)} -> {replicas_first}'
     to_shard = f"'{joined}' to shard, or " if works(lambda: attempt(joined)) else ''
-    return shown(
+    return printable(
         f"in '{expression.text}', {quoted(str(count) for _, count in separate)} only "
         f'{"replicates" if len(separate) == 1 else "replicate"}, and nothing is sharded; '
         f"write {to_shard}'{replicas_first}' to replicate without this warning"
@@ -56,7 +56,7 @@ def mesh_axes_hint(
     if not same or not works(lambda: attempt(named)):
         return None
     are_axes = 'is an array axis' if len(same) == 1 else 'are array axes'
-    return shown(
+    return printable(
         f"in '{expression.text}', {quoted(map(str, same))} {are_axes}, and nothing is sharded; "
         f"write '{named}' to shard over the mesh {'axis' if len(same) == 1 else 'axes'}, or "
         f"'{' '.join(expression.names)} -> {expression.text}' to replicate without this warning"
@@ -79,5 +79,5 @@ def _is_replica(term: Term) -> bool:
 
 
 def _is_bare_name(term: Term) -> bool:
-    # 'a1' is not bare: f'a{n} {m} b' may write it, with n = 1
+    # a count of 1, as in 'a1', is no typo: f'a{n} {m} b' with n = 1 writes it
     return term.name not in (None, ELLIPSIS) and term == Term(term.name)

@@ -173,7 +173,7 @@ def _padding(layout: Layout, shape: Sequence[int], axis: int) -> dict[str, str]:
 
 
 def _shard_counts(size: int, n_devices: int) -> dict[str, str]:
-    """Returns the fact that lists the numbers of shards that divide both the size and devices."""
+    """Lists, for an error, the numbers of shards that divide the size and the number of devices."""
     common = math.gcd(size, n_devices)
     *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
     return {'works with': f'{", ".join(most)} or {last} shards' if most else '1 shard'}

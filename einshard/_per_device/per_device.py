@@ -20,7 +20,7 @@ from .._functions.promise import Promise
 from .._functions.sharded import ShardedFunction, no_function_error, sharded
 from .._notation.layout import axis_positions, mesh_text
 from .._sharding.context import context_on, current_context
-from .._sharding.leaf_spec import as_leaf_spec, check_constrained
+from .._sharding.leaf_spec import as_leaf_spec, reject_unconstrained
 from .._sharding.legacy_mesh import with_legacy_mesh_note
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
@@ -132,7 +132,7 @@ def _as_expressions(specs: Any) -> Any:
         if not isinstance(spec, NamedSharding | PartitionSpec):
             return spec
         leaf_spec = as_leaf_spec(spec)
-        check_constrained(leaf_spec)
+        reject_unconstrained(leaf_spec)
         if leaf_spec.memory_kind is not None:
             raise EinshardError(
                 f'per_device does not move arrays to {leaf_spec.memory_kind} memory',

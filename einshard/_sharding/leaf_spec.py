@@ -153,7 +153,7 @@ def with_fallbacks(
     on_indivisible: Fallback = 'error',
     rule: str | None = None,
 ) -> LeafSpec:
-    """Sets the options of a spec that are not 'error' here.
+    """Returns the spec with these options; 'error' leaves an option of the spec unchanged.
 
     Sets `rule` unless the spec has one: if rules contain rules, errors show the inner one.
     """
@@ -171,7 +171,7 @@ def parsed(spec: Any) -> Any:
     return as_leaf_spec(spec) if isinstance(spec, JAX_SPECS) else spec
 
 
-def check_constrained(spec: LeafSpec) -> None:
+def reject_unconstrained(spec: LeafSpec) -> None:
     """Raises if an axis is P.UNCONSTRAINED."""
     if spec.partition is not None and spec.unconstrained:
         raise EinshardError('P.UNCONSTRAINED is only for values in a traced function')

@@ -28,8 +28,8 @@ from .leaf_spec import (
     AnySpec,
     LeafSpec,
     as_leaf_spec,
-    check_constrained,
     of_rank,
+    reject_unconstrained,
     with_expression,
     with_fallbacks,
 )
@@ -123,7 +123,7 @@ def resolve(
 
     Args:
         shape: the shape or the rank; None if both are unknown.
-        option: how the caller's users ignore mesh axes that the mesh lacks: "missing='replicate'".
+        option: what errors suggest to ignore mesh axes that the mesh lacks: "missing='replicate'".
         traced: whether the arrays are traced values, which allow P.UNCONSTRAINED.
     """
     try:
@@ -131,7 +131,7 @@ def resolve(
             spec = with_fallbacks(spec, on_missing=missing, on_indivisible=indivisible)
         placement = find_placement(spec, shape, context, memory_kind)
         if placement.is_unconstrained and not traced:
-            check_constrained(as_leaf_spec(spec))
+            reject_unconstrained(as_leaf_spec(spec))
     except TypeError:  # raised by the cache for unhashable arguments
         check_types(spec, shape, memory_kind)
         raise
@@ -175,7 +175,7 @@ def find_placement(
     if spec.unconstrained:
         sharding = _with_unconstrained(sharding, spec)
     lacks_placement = (
-        _is_own_mesh(context)
+        _is_users_mesh(context)
         and not context.axis_rules
         and spec.expression.short
         and not any(term.is_sharded for term in spec.expression.right)
@@ -215,15 +215,15 @@ def _lay_out(
         shape,
         math.prod(axis_sizes.values()),
         named_sizes if context.mesh else None,
-        replicates_by_default=_is_own_mesh(context),
+        replicates_by_default=_is_users_mesh(context),
         replicate_indivisible=spec.on_indivisible == 'replicate' or ruled.replicate_indivisible,
         hints=_simulation_hint(mesh),
     )
     return ruled, layout
 
 
-def _is_own_mesh(context: Context) -> bool:
-    """Whether the mesh is the user's, not the canonical mesh."""
+def _is_users_mesh(context: Context) -> bool:
+    """Whether the mesh is given by the user, and is not the canonical mesh."""
     return context.mesh is not None and not is_device_mesh(context.mesh)
 
 
