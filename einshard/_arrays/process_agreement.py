@@ -65,7 +65,7 @@ def _digest(x: Any) -> str:
 
 
 def _all_gather_bytes(data: bytes, mesh: Mesh) -> dict[int, bytes]:
-    """Sends bytes to all processes and returns those of each process; all have the same length."""
+    """Returns the bytes that each process passes, all of the same length, by process."""
     rows = _process_rows(mesh)
     row = np.frombuffer(data, np.uint8)[None]
     one_each = NamedSharding(rows, PartitionSpec('row'))

@@ -28,7 +28,7 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
     """Reshards the arguments that jit would reject; returns `values` itself if there are none.
 
     Raises for arrays that are sharded differently, unless `reshard=True`. If `running`, all
-    processes run the program, and host arrays that differ between processes are errors too.
+    processes run the program, and host arrays that they shard must be equal in all of them.
     """
     context = traced.setup.context()
     pairs = [*zip(traced.arguments, values, strict=True)]
@@ -191,7 +191,11 @@ def _is_host_data_for_partial_sum(leaf: Any, sharding: NamedSharding) -> bool:
 
 
 def _must_agree(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether all processes must pass the same value: host data to be sharded across processes."""
+    """Whether to compare host data between processes: if their devices get different shards.
+
+    Processes pass their own rows by mistake. Replicated values, often scalars that change with each
+    call, are not worth the 2 ms.
+    """
     if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return False
     is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable

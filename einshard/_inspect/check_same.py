@@ -79,10 +79,9 @@ def check_same(
     _check(fn, name, args, kwargs)
     call = make_call(fn, name, args, kwargs)
     result = call.run()
-    single_function = call.function if reference is None else reference
-    comparison = _compare(call, result, single_function, gradients)
+    comparison = _compare(call, result, reference, gradients)
     if not comparison.same:
-        raise _different(comparison) from None
+        raise _different(comparison, has_reference=reference is not None) from None
     return comparison
 
 
@@ -111,7 +110,9 @@ def _check(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             )
 
 
-def _compare(call: Call, result: Any, reference: Callable[..., Any], gradients: bool) -> Comparison:
+def _compare(
+    call: Call, result: Any, reference: Callable[..., Any] | None, gradients: bool
+) -> Comparison:
     results, paths = jtu.tree_leaves(result), _result_paths(result)
     arrays = [x for x in results if isinstance(x, jax.Array)]
     if not arrays:
@@ -120,7 +121,8 @@ def _compare(call: Call, result: Any, reference: Callable[..., Any], gradients: 
     n_devices = len(sharding.device_set)
     device = min(sharding.device_set, key=lambda d: d.id)
     mesh: Any = sharding_on(sharding, device).mesh
-    check = _Check(call, on_one_device(call, reference, mesh), mesh, n_devices)
+    single = on_one_device(call, call.function if reference is None else reference, mesh)
+    check = _Check(call, single, mesh, n_devices, has_reference=reference is not None)
     rows = check.values(results, paths)
     notes: list[str] = []
     weights = {i: x for i, x in enumerate(results) if is_inexact(x)}
@@ -147,6 +149,7 @@ class _Check:
     single: Call  # on one device
     mesh: Mesh  # of the one device
     n_devices: int  # of `call`
+    has_reference: bool  # whether `single` runs another function than `call`
 
     @property
     def device(self) -> Any:
@@ -160,7 +163,7 @@ class _Check:
         rounding = largest_rounding(run.jaxpr.jaxpr, self.n_devices, self.device.platform)
         samples = self._samples(rounding)
         expected, *rounded = [run(arrays) for arrays in samples]
-        _check_shapes(self.call.name, results, expected)
+        self._check_shapes(results, expected)
         inputs = [gather(arrays) for arrays in samples]
         rows: list[ComparedRow] = []
         for i, (path, result) in enumerate(zip(paths, results, strict=True)):
@@ -169,6 +172,16 @@ class _Check:
             reference = Reference(expected[i], [x[i] for x in rounded], before, rounded_before)
             rows.append(compare(path, result, reference, rounding))
         return rows
+
+    def _check_shapes(self, found: Sequence[Any], expected: Sequence[Any]) -> None:
+        ours, theirs = ([x.shape for x in leaves] for leaves in (map(key_data, found), expected))
+        if ours != theirs:
+            other = 'its reference' if self.has_reference else 'on one device'
+            sentence = f'{self.call.name} returns arrays of different shapes on one device'
+            if self.has_reference:
+                sentence = f'{self.call.name} and its reference return arrays of different shapes'
+            facts = {'on all devices': str(ours), other: str(theirs)}
+            raise EinshardError(sentence, facts=facts)
 
     def gradients(self, results: Mapping[int, jax.Array]) -> list[ComparedRow]:
         random = np.random.default_rng(0)
@@ -237,16 +250,7 @@ def _rounded(arrays: Arrays, unit: float, seed: int) -> Arrays:
     return changed
 
 
-def _check_shapes(name: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
-    ours, theirs = ([x.shape for x in leaves] for leaves in (map(key_data, found), expected))
-    if ours != theirs:
-        raise EinshardError(
-            f'{name} returns arrays of different shapes on one device',
-            facts={'on all devices': str(ours), 'on one device': str(theirs)},
-        )
-
-
-def _different(comparison: Comparison) -> DifferentResults:
+def _different(comparison: Comparison, has_reference: bool) -> DifferentResults:
     wrong = [row for row in comparison.rows if not row.same]
     facts = {
         row.path: f'{row.array}, difference {row.difference:.1e}, tolerance {row.tolerance:.1e} '
@@ -255,8 +259,11 @@ def _different(comparison: Comparison) -> DifferentResults:
     }
     if len(wrong) > _MAX_ROWS:
         facts['and'] = f'{len(wrong) - _MAX_ROWS} more'
+    devices = plural(comparison.n_devices, 'device')
+    sentence = f'{comparison.name} has different results on {devices} and on one device'
+    if has_reference:
+        sentence = f'{comparison.name}, on {devices}, and its reference have different results'
     return DifferentResults(
-        f'{comparison.name} has different results on {plural(comparison.n_devices, "device")} and '
-        f'on one device: {len(wrong)} of {plural(len(comparison.rows), "array")} differ',
+        f'{sentence}: {len(wrong)} of {plural(len(comparison.rows), "array")} differ',
         facts=facts,
     )

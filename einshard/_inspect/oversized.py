@@ -91,7 +91,7 @@ def compile_stages(stages: Stages, mesh: AnyMesh | None) -> Compiled | Oversized
 
 
 def _read_oversized(stages: Stages, mesh: AnyMesh, available: int) -> Oversized | None:
-    """Compiles again, and reads the dumped program; None if dumps are missing."""
+    """Compiles again, and reads the dumped program; None if it cannot be read."""
     lowered = stages.lower()
     with tempfile.TemporaryDirectory() as folder:
         compile_with_dumps(lowered, folder)

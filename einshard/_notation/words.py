@@ -54,7 +54,7 @@ def read_digits(text: str, start: int, end: int) -> str:
 def read_mesh_axes(text: str, at: int, end: int, span: Span, has_count: bool) -> tuple[str, ...]:
     """Returns the mesh axes after the '@' at `at`.
 
-    Raises if the term, at `span`, also has a count or a star.
+    Raises if the term, at `span`, also has a count or a star, or if they are not valid.
     """
     if has_count:
         word = text[slice(*span)]
@@ -64,7 +64,8 @@ def read_mesh_axes(text: str, at: int, end: int, span: Span, has_count: bool) ->
             'by name': f"'{name}@data'  '{name}@(data,fsdp)'",
         }
         raise EinshardError(
-            f"'{word}' has both a count and mesh axes; use one or the other",
+            f"'{word}' has both a {'count' if re.search('[0-9]', word) else 'star'} and mesh axes; "
+            'use one or the other',
             expression=text,
             spans=[span],
             facts=_sign_examples(word[0]) if word[0] in SIGNS else facts,
@@ -155,7 +156,7 @@ def _wrong_separator(text: str, start: int, at: int, end: int) -> EinshardError:
     is_count = re.fullmatch(r'[0-9]*\*?', text[at + 1 : end]) is not None
     instead = 'a count comes right after the name' if is_count else "mesh axes come after '@'"
     sentence, span = f"'{character}' is not part of the notation; {instead}", (at, at + 1)
-    if character == '=':  # a sign, but not between a name and a count
+    if character == '=':  # in the notation, it is the sign of a term
         sentence, span = f"'{text[start:end]}' is not a valid term; {instead}", (start, end)
     fix = Suggestion(f'{text[:at]}{"" if is_count else "@"}{text[at + 1 :]}')
     return EinshardError(sentence, expression=text, spans=[span], fix=fix)

@@ -33,8 +33,8 @@ def topology(
             a Cloud accelerator type with its default shape, such as 'v5litepod-16' (16 chips,
             v5e:4x4) or 'v5p-128' (128 TensorCores, 64 chips, v5p:4x4x4). A chip of v2, v3, v4 or
             tpu7x may have two devices.
-        n_slices: number of slices, connected by the data center network. Slices are the slowest
-            mesh axes.
+        n_slices: number of slices, connected by the data center network. The devices of a slice
+            are consecutive, so the first mesh axis crosses slices.
         axis_types: the type of every mesh axis, as in `device_mesh`.
         axes: the mesh axes and their sizes, as in `device_mesh`. Default: the canonical mesh.
 

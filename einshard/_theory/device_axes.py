@@ -17,7 +17,11 @@ from .contraction import Contraction, is_placed, operand_text
 def device_axes(
     contraction: Contraction, n_devices: int | None, counts: Mapping[str, int]
 ) -> tuple[dict[str, int], tuple[Expression, ...]]:
-    """Returns the device axes with their sizes, and the operands with their placements."""
+    """Returns the device axes with their sizes, and the operands with their placements.
+
+    `counts` are the sizes of the mesh axes, if the einsum names any; else the number of shards of
+    array axes.
+    """
     if contraction.mesh_axes:
         named = _named_devices(contraction, counts)
         left = _n_replicas(contraction, named, n_devices)
@@ -54,7 +58,10 @@ def _n_replicas(contraction: Contraction, counts: Mapping[str, int], n_devices: 
 
 
 def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, str | None]:
-    """Returns the array axis that each device axis shards; device axes from major to minor."""
+    """Returns the array axis that each device axis shards, None if it holds replicas.
+
+    Device axes are in order, from major to minor; empty for an operand without a placement.
+    """
     if not is_placed(operand):
         return {}
     layout = lay_out(operand, len(operand.names), math.prod(devices.values()), devices)
@@ -65,7 +72,7 @@ def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, 
             f'the counts {counts} do not match the device axes',
             [term for term in operand.right if term.takes_devices],
             device_axes=mesh_text(devices),
-            how_built='the prime factors of the other devices, then the sizes given by name',
+            how_built='prime factors of the devices left over, then the mesh axes given by keyword',
             expected='counts that are products of consecutive device axis sizes, in order',
         )
     return {
@@ -106,7 +113,7 @@ def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str,
         if not counted:
             raise contraction.error('a star needs the number of devices', example='devices=8')
         n_devices = max(math.prod(term.factor for term in one.right) for one in counted)
-    # the device grid of each array splits the devices at the products of its first counts
+    # the devices are split wherever the device grid of an array has a boundary
     products = {1, n_devices}
     grids: dict[str, str] = {}
     for operand in placed:
