@@ -129,7 +129,7 @@ def test_no_mesh_axis_twice_and_all_sizes_divide():
     for one, _ in found:
         axes, sizes = dict(one.axes), dict(one.mesh)
         assert math.prod(sizes.values()) == 8
-        for names in model.together:
+        for names in model.names_by_array:
             used = [axis for name in names for axis in axes[name]]
             assert len(used) == len(set(used))
         for name, its in axes.items():
