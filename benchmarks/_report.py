@@ -59,6 +59,8 @@ def environment() -> dict[str, Any]:
     """The machine and the versions of this run. Starts JAX's backend."""
     import jax
 
+    import einshard
+
     affinity = getattr(os, 'sched_getaffinity', None)  # Linux only
     return {
         'cpu': cpu_model(),
@@ -66,7 +68,7 @@ def environment() -> dict[str, Any]:
         'device_kind': jax.devices()[0].device_kind,
         'device_count': jax.device_count(),
         'process_count': jax.process_count(),
-        'einshard': version_of('einshard'),
+        'einshard': einshard.__version__,
         'jax': jax.__version__,
         'libtpu': version_of('libtpu'),
         'python': platform.python_version(),

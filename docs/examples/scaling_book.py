@@ -228,8 +228,8 @@ best, times, products = compare(MESHES, b=48 * 2**10, d=8192, f=32_768)
 assert best == (16, 4)
 
 # %% [markdown]
-# The estimates of [`plan`](../plan.md#how-accurate-it-is) find this mix too, if the roles of the two
-# mesh axes are given.
+# The estimates of [`plan`](../plan.md#how-accurate-it-is) find this mix too, if the roles of the
+# two mesh axes are given.
 #
 # ## LLaMA 3 70B
 #

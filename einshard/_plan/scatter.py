@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 from .._text import format_bytes
@@ -37,6 +38,7 @@ def scatter_svg(judgements: Sequence[Judgement], limit: int | None) -> str:
             f'<text x="{_WIDTH - 8}" y="{y - 4:.1f}" text-anchor="end">'
             f'memory of a device: {format_bytes(limit)}</text>'
         )
+    numbers: defaultdict[tuple[int, int], list[str]] = defaultdict(list)  # by position
     for i, (plan, x, y) in enumerate(zip(points, x_of, y_of, strict=True)):
         fill = 'currentColor' if plan is judgements[0] else 'none'
         title = html.escape(
@@ -48,7 +50,11 @@ def scatter_svg(judgements: Sequence[Judgement], limit: int | None) -> str:
             f'<title>{title}</title></circle>'
         )
         if i < _NUMBERED:
-            parts.append(f'<text x="{x + 8:.1f}" y="{y + 4:.1f}">{i}</text>')
+            numbers[round(x), round(y)].append(str(i))
+    parts += [
+        f'<text x="{x + 8}" y="{y + 4}">{", ".join(plans)}</text>'
+        for (x, y), plans in numbers.items()
+    ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         f'style="max-width: {_WIDTH}px; width: 100%" font-size="11" fill="currentColor" '
