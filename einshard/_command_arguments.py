@@ -23,7 +23,7 @@ from ._sharding.mesh import AnyMesh, device_mesh
 from ._sharding.topology import topology
 from ._text import name_of
 
-# so many simulated devices need 2 GB and 12 s to start; 4 times as many need more than 100 s
+# this many simulated devices take 2 GB and 12 s to start; 4 times as many take more than 100 s
 _MAX_SIMULATED = 16_384
 _ARRAY = re.compile(r'(\w+)\[([\d,\s]*)\]')
 _KEYWORD = re.compile(r'([^\W\d]\w*)=(.*)', re.DOTALL)
@@ -93,11 +93,13 @@ def load(text: str) -> Any:
             f"'{text}' does not have the form module:name", facts={'example': 'model:step'}
         )
     value: Any = _import(module_name)
-    for name in path.split('.'):
+    names = path.split('.')
+    for i, name in enumerate(names):
         if not hasattr(value, name):
+            owner = '.'.join(names[:i]) or 'it'
             raise EinshardError(
                 f"module '{module_name}' has no '{path}'",
-                facts={'it has': ', '.join(_names_in(value, module_name)[:20]) or 'none'},
+                facts={f'{owner} has': ', '.join(_names_in(value, module_name)[:20]) or 'none'},
             )
         value = getattr(value, name)
     return value
@@ -122,7 +124,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _names_in(owner: Any, module_name: str) -> list[str]:
-    """Lists the public names that a module or class defines; all public names if there are none."""
+    """Lists the public names that a module or class defines; if none, the imported ones."""
 
     def is_imported(value: Any) -> bool:
         if inspect.isroutine(value) or inspect.isclass(value) or hasattr(value, '__wrapped__'):
@@ -146,26 +148,28 @@ def abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:
 def mesh_of(
     n_devices: int | None, axes: Sequence[tuple[str, int]] | None, slice_name: str | None
 ) -> AnyMesh | None:
-    """Builds the mesh for --devices, --mesh and --topology, and starts simulated devices for it.
+    """Builds the mesh for --devices, --mesh and --topology; None without these options.
 
-    Without these options, it returns None.
+    Unless --topology is given, it starts simulated devices for the mesh.
     """
-    shape = None if axes is None else abstract_mesh(axes)
-    n_devices = n_devices if shape is None else shape.size
+    requested = None if axes is None else abstract_mesh(axes)
+    n_devices = n_devices if requested is None else requested.size
     if slice_name is not None:
-        if shape is None and n_devices is not None:
+        if requested is None and n_devices is not None:
             raise EinshardError('--topology and --devices cannot be combined')
         mesh = topology(slice_name)
     elif n_devices is not None:
         mesh = device_mesh(_simulated(n_devices))
     else:
         return None
-    if shape is None:
+    if requested is None:
         return mesh
-    if shape.size != mesh.size:
-        raise EinshardError(f'--mesh has {shape.size} devices, but {slice_name} has {mesh.size}')
-    grid = mesh.devices.reshape(shape.axis_sizes)
-    return Mesh(grid, shape.axis_names, axis_types=shape.axis_types)
+    if requested.size != mesh.size:
+        raise EinshardError(
+            f'--mesh has {requested.size} devices, but {slice_name} has {mesh.size}'
+        )
+    grid = mesh.devices.reshape(requested.axis_sizes)
+    return Mesh(grid, requested.axis_names, axis_types=requested.axis_types)
 
 
 def _simulated(n_devices: int) -> list[Any]:

@@ -13,7 +13,7 @@ from ._text import display_width
 Segment: TypeAlias = tuple[str, str]  # text and its rich style
 
 _MIN_ELASTIC_WIDTH = 12
-_MIN_COLUMNS = 4  # so many stay side by side on a narrow page; the others go below
+_MIN_COLUMNS = 4  # this many stay side by side on a narrow page; the others go below
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ _WARNING = 'border-left: 3px solid #d9a400; background: rgba(217,164,0,0.12); pa
 # visible.
 _SCROLL = 'overflow: auto; max-height: 32em'
 _BELOW = f'border: none; padding: 0 0 4px 28px; text-align: left; {MONO}; opacity: 0.75'
-# On a narrow page, each row of a table becomes a list of its cells, with their headings. Rules must
-# override inline styles.
+# On a narrow page, each row of a table becomes a list of its cells, with their headings.
+# !important overrides the inline styles.
 _NARROW = """<style>
 .einshard-page { container-type: inline-size; overflow-wrap: anywhere }
 @container (max-width: 640px) {
@@ -49,14 +49,14 @@ def page_html(page: Page, *, scroll: bool = True) -> str:
     """Renders a page as self-contained HTML; long tables scroll unless `scroll` is false."""
     page = page.printable()
     style = _SCROLL if scroll else 'overflow: auto'
-    parts = [_titled(page.title, _TITLE), *(_section(section, style) for section in page.sections)]
+    parts = [_div(page.title, _TITLE), *(_section(section, style) for section in page.sections)]
     for title, texts, style in (
         ('findings', page.findings, f'{_WARNING}; margin: 3px 0'),
         ('notes', page.notes, 'margin: 3px 0'),
     ):
         if texts:
-            parts.append(_titled(title, _SECTION))
-        parts += [_titled(text, style) for text in texts]
+            parts.append(_div(title, _SECTION))
+        parts += [_div(text, style) for text in texts]
     return f'<div class="einshard-page" style="{_FRAME}">{_NARROW}{"".join(parts)}</div>'
 
 
@@ -82,12 +82,12 @@ def page_document(page: Page) -> str:
     return _DOCUMENT.format(title=title, body=page_html(page, scroll=False))
 
 
-def _titled(text: str, style: str) -> str:
+def _div(text: str, style: str) -> str:
     return f'<div style="{style}">{html.escape(text)}</div>' if text else ''
 
 
 def _section(section: Section, style: str) -> str:
-    parts = [_titled(section.title, _SECTION)]
+    parts = [_div(section.title, _SECTION)]
     if section.code:
         code = html.escape('\n'.join(section.code))
         parts.append(f'<pre style="{_CODE}">{code}</pre>')

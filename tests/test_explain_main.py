@@ -181,6 +181,7 @@ BAD_INPUT = [
         "module 'MODEL' has no 'layr'\n"
         '  it has: Config, init, layer, plain, rules, shapes, weights',
     ),
+    ('explain MODEL:Config.siez', "module 'MODEL' has no 'Config.siez'\n  Config has: size"),
     (
         'explain MODEL:plain --args f33[2]',
         "'f33' in 'f33[2]' is not a JAX dtype\n"

@@ -95,7 +95,7 @@ def _all_of(array: ArrayType) -> _Region:
 
 
 def _covered_bytes(arrays: Iterable[ArrayType], regions: Iterable[_Region]) -> int:
-    """Returns a lower bound on the bytes of the single array that the regions cover."""
+    """Returns a lower bound on the bytes that the regions cover; `arrays` must have one array."""
     disjoint: list[_Region] = []
     for region in sorted(set(regions), key=lambda region: -region.elements):
         if all(region.is_disjoint(other) for other in disjoint):

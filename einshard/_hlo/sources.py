@@ -53,7 +53,7 @@ class Sources:
 
     @property
     def has_lines(self) -> bool:
-        """Whether the module has tables of source lines."""
+        """Whether it has tables of stack frames; without them, only innermost lines are known."""
         return bool(self._frames)
 
     def line(self, metadata: str) -> str | None:

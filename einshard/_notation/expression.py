@@ -110,15 +110,20 @@ class Expression:
 
 
 @cached
-def parse(text: str) -> Expression:
-    """Parses an expression; raises EinshardError if it is invalid."""
+def parse(text: str, where: str = '') -> Expression:
+    """Parses an expression; raises EinshardError if it is invalid.
+
+    Args:
+        text: the expression.
+        where: for errors, the part of an einsum that `text` is, such as ' in operand 0'.
+    """
     try:
-        return _parse(text)
+        return _parse(text, where)
     except EinshardError as error:
         raise error.with_fix(working_fix(error, _parse)) from None
 
 
-def _parse(text: str) -> Expression:
+def _parse(text: str, where: str = '') -> Expression:
     text = unicodedata.normalize('NFC', text)
     arrows = [match.span() for match in re.finditer('->', text)]
     if not text.strip():
@@ -136,15 +141,15 @@ def _parse(text: str) -> Expression:
         right = _terms(text, 0, len(text))
         left = tuple(Term(term.name, span=term.span) for term in right if term.name is not None)
         expression = Expression(left, right, short=True, text=text)
-        _check_right(expression)
-        _check_short(expression)
+        _check_right(expression, where)
+        _check_short(expression, where)
         return expression
     ((start, end),) = arrows
     left, right = _terms(text, 0, start), _terms(text, end, len(text))
     expression = Expression(left, right, text=text)
     _check_left(expression)
     _check_sides(expression)
-    _check_right(expression)
+    _check_right(expression, ' on the right side')
     return expression
 
 
@@ -195,11 +200,11 @@ def _term(text: str, start: int, end: int) -> Term:
     return Term(name or None, int(count) if count else None, star, mesh_axes, sign, (start, end))
 
 
-def _check_short(expression: Expression) -> None:
+def _check_short(expression: Expression, where: str) -> None:
     repeated = _repeated(expression.right)
     if repeated:
         raise expression.error(
-            f"axis '{repeated[0].name}' appears {len(repeated)} times; it can appear once",
+            f"axis '{repeated[0].name}' appears {len(repeated)} times{where}; it can appear once",
             repeated,
             to_shard_an_axis_twice="repeat it after '->', as in 'i o -> i2 o4 i2'",
         )
@@ -268,8 +273,8 @@ def _only_on_right(expression: Expression, term: Term) -> EinshardError:
     )
 
 
-def _check_right(expression: Expression) -> None:
-    _check_ellipsis(expression, expression.right, '' if expression.short else ' on the right side')
+def _check_right(expression: Expression, where: str) -> None:
+    _check_ellipsis(expression, expression.right, where)
     check_mesh_axes(expression)
     for sign in SIGNS:
         groups = [term for term in expression.right if term.sign == sign]

@@ -42,7 +42,7 @@ def mesh_axes_hint(
 ) -> str | None:
     """Returns a warning if array axes have names of mesh axes and nothing is sharded: 'data model'.
 
-    None if the expression does not work with '@' either.
+    None if the expression with '@' does not work.
 
     Args:
         expression: an expression in the short form without placements.

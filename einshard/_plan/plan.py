@@ -166,7 +166,10 @@ def _check_has_no_mesh(fn: Any) -> None:
     if function is not None and function.has_mesh:
         raise EinshardError(
             f'{name_of(fn)} has its own mesh, so plan cannot try others',
-            facts={'instead': 'leave out mesh= of sharded, and enter the mesh with jax.set_mesh'},
+            facts={
+                'instead': 'leave out mesh= of sharded, and pass the devices to plan, '
+                "as in mesh=topology('v5e:4x4')"
+            },
         )
 
 

@@ -91,8 +91,10 @@ def _read(text: str) -> Contraction:
             facts={'example': "'b x, x y -> b y'"},
         )
     ((end, start),) = arrows
-    operands = tuple(_operand(text, *span) for span in _between_commas(text, end))
-    contraction = Contraction(operands, _operand(text, start, len(text)), text)
+    operands = tuple(
+        _array(text, *span, f' in operand {i}') for i, span in enumerate(_between_commas(text, end))
+    )
+    contraction = Contraction(operands, _array(text, start, len(text), ' in the result'), text)
     _check_result(contraction)
     return contraction
 
@@ -183,16 +185,17 @@ def _between_commas(text: str, end: int) -> Iterable[Span]:
     yield start, end
 
 
-def _operand(text: str, start: int, end: int) -> Expression:
+def _array(text: str, start: int, end: int, where: str) -> Expression:
+    """Parses one operand or the result; `where` says which, for errors."""
     written = text[start:end]
     if not written.strip():  # a scalar
         return Expression((), (), short=True, text=text)
     try:
         # padded with spaces, so that offsets are those of the full text
-        parsed = parse(' ' * start + written)
+        parsed = parse(' ' * start + written, where)
         return replace(parsed, text=text)
     except EinshardError as error:
-        # without the fix, which covers only this operand, and without advice about '->'
+        # without the fix, which covers only this array, and without advice about '->'
         facts = {label: fact for label, fact in error.facts.items() if "'->'" not in fact}
         raise EinshardError(
             error.sentence, expression=text, spans=error.spans, facts=facts

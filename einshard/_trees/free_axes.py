@@ -101,10 +101,10 @@ def _add_mesh_axes(
     keeps a part of the shard that it had, and no data moves between devices.
 
     On the canonical mesh, an entry must list mesh axes in mesh order. A free mesh axis that comes
-    before one of the entry is then major to it, and data moves. So on this mesh, array axes where
-    that does not happen are picked first. This matters for float32[256,1024] as 'd f -> * d f2' on
-    16 devices: with moments 'f8 d f2', XLA all-reduced unsharded gradients and gathered
-    activations; with 'd8 f2', it gathered only the new parameters.
+    before a mesh axis of the entry becomes major to that one, and data moves. So on this mesh,
+    array axes where that does not happen are picked first. This matters for float32[256,1024] as
+    'd f -> * d f2' on 16 devices: with moments 'f8 d f2', XLA all-reduced unsharded gradients and
+    gathered activations; with 'd8 f2', it gathered only the new parameters.
     """
     sizes = sizes_of(mesh)
     free = [axis for axis in free if sizes.get(str(axis), 1) > 1]
