@@ -377,7 +377,7 @@ def test_names_without_a_rule():
         "no axis rule has 'batch', so this constraint replicates a value that is sharded: "
         "'batch sequence d -> batch@data sequence d'"
     )
-    assert finding.suggestion == "write axis_rules(.., batch='@data')"
+    assert finding.suggestion == "write axis_rules(..., batch='@data')"
     fixed = ruled(batch='@data')
     assert found_in(fixed) == []
     assert fixed.network_bytes == 0

@@ -134,7 +134,10 @@ def test_nothing_fits():
     step, args = planned.mlp_step(8192, 512, 2048)
     found = plan(step, *args, mesh=EIGHT, chip=CHIP, memory='1 MB', compilations=1)
     assert not found.fits
-    assert found.warnings[0].startswith('no plan fits: this one is closest, and needs')
+    [warning] = found.warnings
+    assert warning.startswith('no plan fits: this one is closest, and needs')
+    assert 'per device, more than 976.6 KiB. To fit, ' in warning
+    assert warning.endswith('(weights and other state take 8.0 MiB before sharding)')
 
 
 def test_a_table_of_the_user_is_judged_alongside():

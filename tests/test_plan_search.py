@@ -7,6 +7,7 @@ import pytest
 from einshard._inspect.bounds import Bound, Bounds
 from einshard._plan.candidate import Candidate
 from einshard._plan.judgement import Judgement
+from einshard._plan.make_plan import _notes
 from einshard._plan.reasons import reason
 from einshard._plan.search import Search, is_neighbor
 
@@ -176,7 +177,35 @@ def test_reasons():
         BEST, 'compiler', Bounds([Bound('compute', '', 2.0), Bound('network', 'x', 1.5)])
     )
     assert [reason(one, better, 16 * 2**30) for one in (gathers, computes, better)] == [
-        'gathers 2.0 TiB of weights per run (instead of 0 B); needs 24.0 GiB of 16.0 GiB',
+        'gathers 2.0 TiB of weights per run (instead of 0 B); '
+        'needs 24.0 GiB of memory, more than 16.0 GiB',
         'computes for 2 s (instead of 0 ns)',
         'equal by this objective',
     ]
+
+
+def ranged(least, most):
+    """A judgement whose largest bound and sum of bounds are these."""
+    bounds = Bounds([Bound('network', 'x', least), Bound('compute', '', most - least)])
+    return Judgement(BEST, 'compiler', bounds, memory=1)
+
+
+@pytest.mark.parametrize(
+    ('objective', 'ranges', 'last'),
+    [
+        ('bound', [(4, 6), (5, 7), (6, 9), (7, 10)], 2),
+        ('bound', [(4, 6), (7, 9)], 0),
+        # the compiler's best plan comes first; the partitioner's next one is faster
+        ('bound', [(4, 6), (2, 3)], 0),
+        # in order of memory or bytes
+        ('memory', [(4, 6), (5, 7)], 0),
+        ('bytes', [(4, 6), (5, 7)], 0),
+    ],
+)
+def test_notes_plans_whose_ranges_overlap(objective, ranges, last):
+    search, _ = run(objective=objective)
+    notes = list(_notes([ranged(*one) for one in ranges], search))
+    assert notes == [
+        f'the bounds do not tell plans 0 to {last} apart: the ranges between their two numbers '
+        'overlap'
+    ] * (last > 0)

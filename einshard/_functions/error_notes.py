@@ -45,7 +45,7 @@ _Frame: TypeAlias = tuple[FrameType, int]
 
 
 class ErrorNotes:
-    """Adds a note to JAX's errors about shardings and shapes that leave the `with` block.
+    """Adds a note to an error of JAX about shardings or shapes, if it leaves the `with` block.
 
     Without an error it computes nothing.
     """

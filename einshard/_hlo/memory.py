@@ -34,7 +34,7 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, str]:
-        """The parts of the total that are not 0, as text: {'arguments': '1.2 GB'}."""
+        """The parts of the total that are not 0, as text: {'arguments': '1.2 GiB'}."""
         names = ('arguments', 'results', 'temporaries', 'code')
         parts = {name: format_bytes(getattr(self, name)) for name in names if getattr(self, name)}
         if self.aliased:
@@ -60,7 +60,7 @@ def read_memory(compiled: Any, capacity: int | None = None) -> Memory | None:
 
 
 def parse_bytes(value: object, given_as: str) -> int:
-    """Parses a number of bytes, or a text such as '15 GB' (10**9) or '15 GiB' (2**30).
+    """Parses a number of bytes, or a text: '15 GB' (15 * 10**9 bytes), '15 GiB' (15 * 2**30).
 
     >>> from einshard._hlo.memory import parse_bytes
     >>> parse_bytes('1.5 kB', 'memory='), parse_bytes('2 GiB', 'memory=')

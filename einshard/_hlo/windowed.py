@@ -34,7 +34,8 @@ def collective_einsums(
 
     Args:
         module: the compiled program.
-        permutes: the permutes of the program, each with the size of its groups.
+        permutes: the permutes of the program, each with the number of devices that its pairs
+            connect with each other.
     """
     loops = {
         loop.start: (loop, body[1])

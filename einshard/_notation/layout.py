@@ -224,9 +224,21 @@ def misfit(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
     return expression.error(
         f'the counts {counts} do not match the axes of the mesh',
         [term for term in expression.right if term.takes_devices and not term.mesh_axes],
+        fix=_with_star_after(expression),
         mesh=mesh,
         expected='counts that are products of consecutive mesh axis sizes, in mesh order',
     )
+
+
+def _with_star_after(expression: Expression) -> Suggestion | None:
+    """Moves a '*' from the front of the counts to their end: '* b4 d' to 'b4 * d'."""
+    counted = [term for term in expression.right if term.takes_devices and not term.mesh_axes]
+    if len(counted) < 2:
+        return None
+    text, (start, end), last = expression.text, counted[0].span, counted[-1].span[1]
+    if text[start:end] != '*':
+        return None
+    return Suggestion(f'{text[:start]}{text[end:last].lstrip()} *{text[last:]}')
 
 
 def fitting_sizes(layout: Layout) -> tuple[int, ...]:

@@ -49,7 +49,15 @@ def find_unknown_axis(
     mapped: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> EinshardError | None:
-    """Returns the error for a collective along an unknown mesh axis; None without one."""
+    """Returns the error for a collective along an unknown mesh axis; None without one.
+
+    Args:
+        function: the name of the function.
+        view: the device view of the function.
+        manual: the mesh axes in `axis_names=`; empty for all.
+        mapped: `jax.shard_map` of the body, without `out_specs` and `check_vma`.
+        arguments: the arguments of the function.
+    """
     try:
         # JAX raises AssertionError or KeyError with check_vma, NameError without
         unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)

@@ -95,7 +95,7 @@ class SpecAxes:
             raise self.error(
                 f"axis '{name}' is sharded twice, but only one mesh axis can be called '{name}'",
                 repeated,
-                instead="pass a mesh with named axes, and use them: 'i@(p,q)'",
+                instead=f"pass a mesh with named axes, and use them: '{name}@(p,q)'",
             )
         defined = {name for other in others for name in other.defines}
         for axis, term in self.uses.items():

@@ -105,7 +105,8 @@ def blocks_on_mesh(
         entries: for each array axis, the mesh axes that shard it, major to minor.
         names: the names of the array axes.
         sizes: the sizes of the array axes; None if unknown.
-        signs: by mesh axis, the sign of its replicas: '+' for terms of a sum.
+        signs: by mesh axis that shards no array axis, the sign of its term: '+' if its devices hold
+            terms of a sum, '=' if their gradients are terms of a sum. Missing for replicas.
     """
     steps: dict[Any, range] = {}
     stride = math.prod(mesh.values())

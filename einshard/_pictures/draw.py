@@ -40,7 +40,8 @@ def draw(
         sizes: the sizes of the array axes; None if unknown.
         dtype: the dtype; '' if unknown.
         named: whether the user named the mesh axes.
-        signs: by mesh axis, the sign of its replicas: '+' for terms of a sum.
+        signs: by mesh axis that shards no array axis, the sign of its term: '+' if its devices hold
+            terms of a sum, '=' if their gradients are terms of a sum. Missing for replicas.
     """
     check_drawable(math.prod(mesh.values()), len(names))
     blocks = blocks_on_mesh(mesh, entries, names, sizes, signs)

@@ -48,11 +48,11 @@ def make_plan(search: Search, found: Candidates, model: Model, function: Functio
 
 
 def _notes(choices: Sequence[Judgement], search: Search) -> Iterator[str]:
-    n_alike = _n_alike(choices)
+    n_alike = _n_alike(choices) if search.objective == 'bound' else 1
     if n_alike > 1:
         yield (
             f'the bounds do not tell plans 0 to {n_alike - 1} apart: the ranges between their two '
-            'numbers overlap, so these plans are ordered by the larger number'
+            'numbers overlap'
         )
     if search.by_compiler and not any(one.judge == 'compiler' for one in choices):
         yield (
@@ -62,15 +62,20 @@ def _notes(choices: Sequence[Judgement], search: Search) -> Iterator[str]:
 
 
 def _n_alike(choices: Sequence[Judgement]) -> int:
-    """Counts the first plans whose bounds overlap with those of the best one.
+    """Counts the plans, from the best on, whose range overlaps the range of the best one.
 
-    The range of a plan goes from its largest bound, if all resources overlap, to the sum, if none
-    do.
+    The range of a plan goes from its largest bound (all resources are used at the same time) to the
+    sum of its bounds (one after another).
     """
     if not choices[0].bounds:
         return 1
-    _, most = choices[0].seconds
-    differs = (i for i, one in enumerate(choices) if one.error or one.seconds[0] > most)
+    least, most = choices[0].seconds
+    # the best plan by the target's compiler comes first, even if the partitioner's are faster
+    differs = (
+        i
+        for i, one in enumerate(choices)
+        if one.error or one.seconds[0] > most or one.seconds[1] < least
+    )
     return next(differs, len(choices))
 
 
@@ -79,8 +84,8 @@ def _warnings(best: Judgement, search: Search, model: Model) -> Iterator[str]:
         return
     state = sum(array.bytes for array in model.arrays if array.role == 'state')
     yield (
-        f'no plan fits: this one is closest, and needs {format_bytes(best.memory)}, more than '
-        f'{format_bytes(search.limit)}. To fit, use a smaller batch or more accumulation steps, '
-        f'jax.checkpoint around each layer, or more chips (weights and other state take '
-        f'{format_bytes(state)} in total)'
+        f'no plan fits: this one is closest, and needs {format_bytes(best.memory)} per device, '
+        f'more than {format_bytes(search.limit)}. To fit, use a smaller batch or more accumulation '
+        'steps, jax.checkpoint around each layer, or more chips (weights and other state take '
+        f'{format_bytes(state)} before sharding)'
     )

@@ -24,7 +24,7 @@ def reason(worse: Judgement, better: Judgement, limit: int | None) -> str:
     parts = [_largest_increase(worse, better)]
     memory = worse.memory or 0
     if limit is not None and not worse.fits(limit):
-        parts.append(f'needs {format_bytes(memory)} of {format_bytes(limit)}')
+        parts.append(f'needs {format_bytes(memory)} of memory, more than {format_bytes(limit)}')
     elif not parts[0] and memory > (better.memory or 0):
         parts.append(f'needs {format_bytes(memory)} of memory')
     return '; '.join(filter(None, parts)) or 'equal by this objective'

@@ -53,7 +53,7 @@ class Search:
     stopped: str = ''
 
     def run(self) -> None:
-        """Fills `judged`. A KeyboardInterrupt ends the search if it has found something."""
+        """Fills `judged`. A KeyboardInterrupt ends it, and is raised only if nothing is judged."""
         self._started = time.monotonic()
         try:
             self._explore()

@@ -145,10 +145,13 @@ def _common_prefix(name: str, other: str) -> int:
 
 
 def _without_missing(expression: Expression, mesh_axes: Container[str]) -> Expression:
-    """Removes the mesh axes that the mesh lacks from an expression."""
+    """Removes from an expression the mesh axes that the mesh lacks.
+
+    Adds '*' if nothing is sharded then.
+    """
     right = tuple(_with_known_axes(term, mesh_axes) for term in expression.right)
     if not any(term.is_sharded for term in right):
-        right = (Term(star=True), *right)  # nothing is sharded: all devices hold replicas
+        right = (Term(star=True), *right)  # all devices hold replicas
     return replace(expression, right=right)
 
 

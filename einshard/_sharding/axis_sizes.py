@@ -65,7 +65,10 @@ def _wrong_sizes(
 
 
 def _fitting(sizes: Mapping[str, int], n_devices: int) -> Iterator[dict[str, int]]:
-    """Yields sizes that use all devices; at most two differ from `sizes`, or all but one are 1."""
+    """Yields axis sizes with the product `n_devices`.
+
+    These change at most two axes of `sizes` (-1 counts as 1), or give all devices to the first.
+    """
     requested = {name: max(size, 1) for name, size in sizes.items()}
     candidates: list[dict[str, int]] = []
     for first, second in itertools.combinations_with_replacement(requested, 2):

@@ -174,11 +174,11 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
         distinct = {sent.collective.name: sent for sent in sent_list}.values()
         n_bytes = sum(sent.row.total_bytes for sent in distinct)
         paths = paths_of(facts, [sent.weight for sent in sent_list])
-        what = f"axis '{name}'" if name else 'the contracted axis'
+        what = f"axis '{name}' is summed over, and" if name else 'the contracted axis is'
         kinds = ', '.join(dict.fromkeys(sent.row.kind for sent in distinct))
         yield Finding(
             'contracted axis',
-            f'{what} is summed over, and sharded along {sent_list[0].row.along} in the activations '
+            f'{what} sharded along {sent_list[0].row.along} in the activations '
             f'but not in {paths}: {kinds} of {format_bytes(n_bytes)}',
             line,
             n_bytes,

@@ -135,7 +135,7 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
             f"constraint replicates a value that is sharded: '{expression_of(axes, mesh)}'",
             constraint.line or None,
             sent,
-            f'write axis_rules(.., {rules})',
+            f'write axis_rules(..., {rules})',
         )
 
 
