@@ -37,7 +37,7 @@ def _largest_increase(worse: Judgement, better: Judgement) -> str:
         return _sends(worse, better) if worse.network_bytes > better.network_bytes else ''
     growth = {name: after[name] - before.get(name, 0.0) for name in after}
     resource = max(growth, key=growth.__getitem__)
-    if growth[resource] <= 0.001 * sum(before.values()):
+    if growth[resource] <= 0.01 * sum(before.values()):  # the numbers would look equal
         return ''
     if resource == 'network':
         return _sends(worse, better)
