@@ -55,7 +55,7 @@ if typing.TYPE_CHECKING:
     from ._eject.to_jax import to_jax as to_jax
     from ._plan.plan import plan as plan
 else:
-    # imported when first used: they have more code than the rest needs to start
+    # imported on first use: they load much code that nothing else needs
     _LATER = {'plan': '._plan.plan', 'to_jax': '._eject.to_jax'}
 
     def __getattr__(name: str) -> typing.Any:

@@ -18,10 +18,10 @@ _MOVES = ('bitcast', 'convert', 'copy')
 def min_hbm_bytes(module: Module) -> int:
     """Counts the bytes per device of the arguments that are read and the results that are written.
 
-    Each byte counts once. Of an array that is only sliced, the slices count. Not counted, because
-    they depend on data or on a kernel: reads by a gather, in a branch of a conditional or in a
-    kernel such as a Pallas kernel, and results that are updated in place. A loop with an unknown
-    trip count counts as one iteration.
+    Each byte counts once. Of an array that is only sliced, the slices count. Not counted: results
+    that are updated in place, and reads that depend on data or on a kernel (by a gather, in a
+    branch of a conditional, in a kernel such as a Pallas kernel). A loop with an unknown trip count
+    counts as one iteration.
     """
     entry = module.entry
     reads, total = _Reads(module), 0

@@ -114,16 +114,17 @@ def _wrong_product(
             ),
         )
     fix = _with_replica(expression)
+    remaining = 'remaining ' * bool(devices.mesh_axis_terms)
     if not counted:
         return expression.error(
-            f"nothing is sharded; add '*' to replicate over the {n} devices",
+            f"nothing is sharded; add '*' to replicate over the {n} {remaining}devices",
             guilty,
             fix=fix,
             devices=fact,
         )
     return expression.error(
         f'{quoted(map(str, counted))} {"uses" if len(counted) == 1 else "use"} only {product} of '
-        f"{n} devices; add '*' to replicate over the rest",
+        f"{n} {remaining}devices; add '*' to replicate over the rest",
         guilty,
         fix=fix,
         devices=fact,

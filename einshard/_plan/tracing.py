@@ -113,9 +113,9 @@ def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
 
 
 def names_in(expression: Expression) -> list[str]:
-    """Returns the names that axis rules apply to: without a placement, in expressions without '->'.
+    """Returns the names that axis rules apply to: those without a placement.
 
-    Names such as `_` are left out.
+    An expression with '->' has none. Names such as `_` are left out.
     """
     terms = expression.right if expression.short else ()
     names = [str(term.name) for term in terms if term == Term(term.name)]

@@ -37,8 +37,8 @@ class AxisTable(Mapping[str, str]):
 
 
 #: Axis rules for training, on a mesh with any of the axes data, fsdp, tensor, sequence and expert.
-#: `embed` is the model axis of parameters. Activations shard `batch` over fsdp, so name their model
-#: axis without a rule, such as d.
+#: `embed` is the model axis of parameters. Activations shard `batch` over fsdp, so give their model
+#: axis a name without a rule, such as `d`.
 TRAINING_AXES: Mapping[str, str] = AxisTable(
     'TRAINING_AXES',
     {
@@ -59,7 +59,7 @@ DECODING_AXES: Mapping[str, str] = AxisTable(
     'DECODING_AXES',
     {
         'batch': '@(data,fsdp)',  # requests are independent
-        'sequence': '',  # one token cannot be sharded, and each step reads the whole cache
+        'sequence': '',  # one token cannot be sharded; a sharded cache would need sums over devices
         'heads': '@tensor',  # each device computes its own heads ...
         'kv_heads': '@tensor',  # ... and stores the KV cache of these heads
         'head_dim': '',  # if sharded, each attention score would need an all-reduce

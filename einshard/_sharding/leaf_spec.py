@@ -74,7 +74,6 @@ def as_leaf_spec(spec: AnySpec | NamedSharding | PartitionSpec) -> LeafSpec:
         return spec
     if isinstance(spec, str):
         return _parse_spec(spec)
-    # by type first: on JAX 0.8.1 P('x') equals the tuple ('x',), with the same hash
     return _from_sharding(spec) if isinstance(spec, NamedSharding) else _from_partition(spec)
 
 
