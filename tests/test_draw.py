@@ -640,7 +640,7 @@ def test_a_report_on_a_mesh_with_names_is_drawn():
         (('a*', (-8,)), 'shape= must be a sequence of sizes, not (-8,)'),
         (('a*', ('8',)), "shape= must be a sequence of sizes, not ('8',)"),
         *[
-            (('a*', (8,), bad), f'devices= must be a number of devices, not {bad!r}')
+            (('a*', (8,), bad), f'devices={bad!r} is neither a number of devices nor a mesh')
             for bad in (True, 0, 2.5, {'a': 2})
         ],
         (('a*', (8,), []), 'a mesh needs at least one device'),

@@ -147,7 +147,7 @@ def test_named_mesh_axes(capsys):
             ['a -> a*', '--shape', '-4', '--devices', '4'],
             'shape= must be a sequence of sizes, not [-4]',
         ),
-        (['a -> a*', '--devices', '-4'], 'devices= must be a number of devices, not -4'),
+        (['a -> a*', '--devices', '-4'], 'devices=-4 is neither a number of devices nor a mesh'),
         ([''], 'the expression is empty'),
     ],
 )

@@ -99,9 +99,9 @@ def check_promise(
 ) -> None:
     """Raises if a compiled program has collectives that are not allowed.
 
-    `sharded_by` returns the mesh axes that shard the axes of the specs, by name. It is called only
-    for the error, with the results of the program as ShapeDtypeStructs, or None if unknown. A
-    function without specs has none.
+    `sharded_by` returns, by axis name, the mesh axes that shard it; None for a function without
+    specs. It is called only for the error, with the results of the program as ShapeDtypeStructs, or
+    None if they are unknown.
     """
     too_many = exceeding(allowed, read_collectives(program_text(name, compiled)))
     if not too_many:

@@ -59,7 +59,7 @@ def _before_partitioning(lowered: Lowered) -> str:
 
 
 def compile_with_dumps(lowered: Lowered, folder: str) -> None:
-    """Compiles again, and makes XLA write the program to `folder` in several stages."""
+    """Compiles again, and makes XLA write the program to `folder` after several stages."""
     options = {
         'xla_dump_to': folder,
         'xla_dump_hlo_as_text': True,
@@ -161,6 +161,7 @@ def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, tu
             continue
         entries = spec_axes(sharding.spec)
         axes = entries[ndim] if len(entries) > ndim else ()
+        # only expressions on Explicit axes have partial sums
         if not axes or AxisType.Explicit in mesh.axis_types:
             sharding = NamedSharding(mesh, partition_spec(entries[:ndim], axes))
             return describe_named(sharding, ndim), parts

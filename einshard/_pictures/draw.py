@@ -40,8 +40,8 @@ def draw(
         sizes: the sizes of the array axes; None if unknown.
         dtype: the dtype; '' if unknown.
         named: whether the user named the mesh axes.
-        signs: by mesh axis that shards no array axis, the sign of its term: '+' if its devices hold
-            terms of a sum, '=' if their gradients are terms of a sum. Missing for replicas.
+        signs: by mesh axis that shards no array axis: '+' if its devices hold terms of a sum, '='
+            if the gradients on its devices are terms of a sum. Missing for plain replicas.
     """
     check_drawable(math.prod(mesh.values()), len(names))
     blocks = blocks_on_mesh(mesh, entries, names, sizes, signs)
@@ -104,7 +104,7 @@ def _device_count(expression: Expression, devices: Any) -> int:
             n_devices = 0
         if n_devices < 1:
             raise EinshardError(
-                f'devices= must be a number of devices, not {devices!r}',
+                f'devices={devices!r} is neither a number of devices nor a mesh',
                 facts={'expected': 'a positive integer, a Mesh, an AbstractMesh or devices'},
             )
     check_drawable(n_devices, 0, expression.text)

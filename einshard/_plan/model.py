@@ -22,13 +22,14 @@ Role: TypeAlias = Literal['state', 'batch']
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An argument of the function.
+    """An array of the arguments.
 
     Attributes:
         names: the names of each axis; `()` for one that is not sharded.
-        role: 'state' for weights and whatever else the function updates, 'batch' for data. A guess:
-            donated arguments and pytrees are state, and without donation also arguments with the
-            shape of a result. A pytree is a batch if all its arrays have the same first axis name.
+        role: 'state' for weights and whatever else the function updates, 'batch' for data. An array
+            is state if it is donated, or if its argument is a pytree of arrays with different first
+            axis names. If nothing is donated and there are several results, an array is also state
+            if a result has its shape and dtype.
         donated: whether a result can take its memory.
     """
 

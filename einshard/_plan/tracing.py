@@ -38,7 +38,7 @@ _count = itertools.count()
 def first_trace(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_axes: Sequence[str]
 ) -> list[Expression]:
-    """Traces a function; returns the expressions of its specs and constraints."""
+    """Traces a function; returns the expressions of its argument specs and constraints."""
     constraints: list[Expression] = []
     token = constraints_of_trace.set(constraints)
     try:
@@ -98,7 +98,7 @@ def _struct(leaf: Any) -> Any:
 
 @contextmanager
 def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
-    """Enters a mesh with an axis of size 1 for each name, and rules that shard each name over it.
+    """Enters a mesh with an axis of size 1 for each name, and rules that shard names over theirs.
 
     One more rule, with a new name each time, makes JAX trace again: it caches traces by the rules.
     """

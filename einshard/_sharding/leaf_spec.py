@@ -69,7 +69,7 @@ def split_memory(text: str) -> tuple[str, str | None]:
 
 
 def as_leaf_spec(spec: AnySpec | NamedSharding | PartitionSpec) -> LeafSpec:
-    """Parses a spec; returns one object per text."""
+    """Parses or converts a spec; equal specs give the same object."""
     if isinstance(spec, LeafSpec):
         return spec
     if isinstance(spec, str):
