@@ -243,9 +243,9 @@ def test_what_to_write_for_results_that_may_vary(steps, spec, out, scalar):
         return
     gather = next((made for text, made in REPLICATING.items() if text in said), lax.all_gather)
     found = re.search(r'psum\(result, (.*?)\) to sum it', said)
-    axes = found and found[1]
-    if axes:
-        names = tuple(re.findall("'(.)'", axes))
+    if found:
+        several = re.search('for each of (.*?):', said)
+        names = tuple(re.findall("'(.)'", several[1] if several else found[1]))
         of_each = call(lambda x: body(x)[None, None], 'c d ... -> c@a d@b ...', check_vma=False)
         trace(functools.partial(body, gather=gather, end=lambda z: lax.psum(z, names)))
         for name in names:

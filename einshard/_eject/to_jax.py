@@ -56,8 +56,9 @@ def to_jax(
 
     * An expression, `PartitionSpec` or `NamedSharding`: `sharding`.
     * `Rules`: `RULES`, a list of patterns with their `PartitionSpec`s, and `shardings(RULES,
-      tree)`, the pytree of shardings for `jax.device_put` or `jax.jit`. Without a tree, each rule
-      must fit arrays of one rank.
+      tree)`, the pytree of shardings for `jax.device_put` or `jax.jit`. Without a tree, no spec
+      may depend on the arrays: no functions, no `indivisible='replicate'`, and no axis sharded
+      after '...', as in `'... d*'`.
     * A pytree of specs, or `for_optimizer(...)`, with a tree: the same, with patterns of the paths.
     * A `sharded` function with the arguments of a call: `jit_name(function)`, which calls `jax.jit`
       with these shardings. A comment lists the constraints inside the function, by source line. For
@@ -209,7 +210,7 @@ def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
 
 def _needs_tree(reason: str) -> EinshardError:
     return EinshardError(
-        f'{reason}, so to_jax needs them or their shapes',
+        f'{reason}, so to_jax needs the arrays or their shapes',
         facts={'expected': 'to_jax(rules, params); params may be shapes from jax.eval_shape'},
     )
 

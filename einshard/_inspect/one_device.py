@@ -105,7 +105,8 @@ def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 def _parameter_names(fn: Any) -> list[str]:
     """Returns the names of the parameters that may be passed by position."""
     parameters = inspect.signature(fn).parameters.values()
-    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.KEYWORD_ONLY)]
+    by_position = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [p.name for p in parameters if p.kind in by_position]
 
 
 def _place(program: Program) -> Callable[..., Any]:

@@ -119,11 +119,14 @@ def suggest_replication(
         return {'try': 'check_vma=False, if the result is in fact replicated'}
     facts = {'try': f'{gather}, which returns a replicated value'} if gather else {}
     if varying:
-        axes = repr(varying[0] if len(varying) == 1 else tuple(varying))
-        fixes = [f'jax.lax.psum(result, {axes}) to sum it'] if all(sums) else []
+        # a result may be a partial sum along one axis, and differ by rows along another
+        several = len(varying) > 1
+        axis = 'axis' if several else repr(varying[0])
+        fixes = [f'jax.lax.psum(result, {axis}) to sum it'] if all(sums) else []
         fixes += ['shard it in out='] if all(ranks) else []
+        each = f'for each of {quoted(varying)}: ' if several else ''
         label = f'along {", ".join(varying)}' if gathered else 'try'
-        facts |= {label: ', or '.join(fixes)} if fixes else {}
+        facts |= {label: each + ', or '.join(fixes)} if fixes else {}
     return facts
 
 

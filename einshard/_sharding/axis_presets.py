@@ -37,8 +37,8 @@ class AxisTable(Mapping[str, str]):
 
 
 #: Axis rules for training, on a mesh with any of the axes data, fsdp, tensor, sequence and expert.
-#: `embed` is the model axis of parameters. Activations shard `batch` over fsdp, so give their model
-#: axis a name without a rule, such as `d`.
+#: `embed` is the d_model axis of parameters. Activations shard `batch` over fsdp, so give their
+#: d_model axis a name without a rule, such as `d`.
 TRAINING_AXES: Mapping[str, str] = AxisTable(
     'TRAINING_AXES',
     {
