@@ -79,5 +79,5 @@ def _is_replica(term: Term) -> bool:
 
 
 def _is_bare_name(term: Term) -> bool:
-    # a count of 1, as in 'a1', is no typo: f'a{n} {m} b' with n = 1 writes it
+    # a count of 1, as in 'a1', is not a typo: f'a{n} {m} b' with n = 1 writes it
     return term.name not in (None, ELLIPSIS) and term == Term(term.name)
