@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 
 from einshard import EinshardError, make_sharding
+from einshard._notation.counts import prime_factors
 from einshard._notation.expression import parse
-from einshard._notation.layout import Layout, Split, lay_out, prime_factors
+from einshard._notation.layout import Layout, Split, lay_out
 
 pytestmark = oracle.ANY_SPACING
 

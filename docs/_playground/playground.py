@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from einshard._errors import EinshardError, Suggestion
+from einshard._notation.counts import prime_factors
 from einshard._notation.expression import Expression, parse
 from einshard._notation.hints import mesh_axes_hint, spacing_hint
 from einshard._notation.layout import (
@@ -17,7 +18,6 @@ from einshard._notation.layout import (
     lay_out,
     mesh_text,
     misfit,
-    prime_factors,
     signed_axes,
     spec_entries,
 )

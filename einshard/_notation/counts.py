@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .._cache import cached
 from .._errors import DeviceCounts, EinshardError, Suggestion, plural, quoted
 from .expression import ELLIPSIS, Expression, Term
 
@@ -201,3 +202,18 @@ def _with_terms(expression: Expression, replacements: Sequence[tuple[Term, Term]
         written = (replacement.name or '') if replacement.count == 1 else str(replacement)
         text = f'{text[:start]}{written}{text[end:] if written else text[end:].lstrip()}'
     return Suggestion(text.strip())
+
+
+@cached
+def prime_factors(n: int) -> tuple[int, ...]:
+    """Returns the prime factors of n, largest first: (3, 2, 2) for 12."""
+    factors: list[int] = []
+    divisor = 2
+    while divisor * divisor <= n:
+        while n % divisor == 0:
+            factors.append(divisor)
+            n //= divisor
+        divisor += 1
+    if n > 1:
+        factors.append(n)
+    return tuple(reversed(factors))

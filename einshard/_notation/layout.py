@@ -13,9 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from .._cache import cached
 from .._errors import EinshardError, Suggestion, plural, quoted
-from .counts import Devices, solve_counts
+from .counts import Devices, prime_factors, solve_counts
 from .expression import ELLIPSIS, Expression, Term
 
 
@@ -177,21 +176,6 @@ def _shard_counts(size: int, n_devices: int) -> dict[str, str]:
     common = math.gcd(size, n_devices)
     *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
     return {'works with': f'{", ".join(most)} or {last} shards' if most else '1 shard'}
-
-
-@cached
-def prime_factors(n: int) -> tuple[int, ...]:
-    """Returns the prime factors of n, largest first: (3, 2, 2) for 12."""
-    factors: list[int] = []
-    divisor = 2
-    while divisor * divisor <= n:
-        while n % divisor == 0:
-            factors.append(divisor)
-            n //= divisor
-        divisor += 1
-    if n > 1:
-        factors.append(n)
-    return tuple(reversed(factors))
 
 
 def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:

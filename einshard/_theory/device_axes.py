@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from .._errors import EinshardError, quoted
+from .._notation.counts import prime_factors
 from .._notation.expression import Expression
-from .._notation.layout import fit, lay_out, mesh_text, prime_factors
+from .._notation.layout import fit, lay_out, mesh_text
 from .contraction import Contraction, is_placed, operand_text
 
 
