@@ -32,7 +32,7 @@ What einshard costs, against hand-written JAX. Where no line of the compiled pro
 run equally fast; placing arrays, tracing and calling functions were timed.
 
 einshard and hand-written JAX took turns in one process, and each round gave one ratio. The table
-has median times, the difference that the median ratio means, and the spread of the ratios: half
+has median times, the difference according to the median ratio, and the spread of the ratios: half
 their interquartile range. "Equal" is a difference within the spread. Simulated devices share the
 cores of one machine: their times compare einshard with JAX, not one layout or number of devices
 with another.

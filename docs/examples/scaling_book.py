@@ -213,7 +213,7 @@ def network_seconds(fsdp, tensor, n_fsdp, n_tensor, *, b, d, f):
 
 
 def compare(meshes, **sizes):
-    """Returns the mesh whose collectives take the least time, and the times."""
+    """Returns the mesh with the fastest collectives, all times, and that of the products."""
     chips = math.prod(meshes[0][:2])
     products = 4 * math.prod(sizes.values()) / chips / flops
     print(f'products: {1e6 * products:6.0f} us')
