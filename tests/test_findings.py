@@ -1,5 +1,6 @@
 """The findings of explain: each planted mistake is found, and fixed as suggested."""
 
+import functools
 import importlib
 import lzma
 import re
@@ -13,6 +14,7 @@ import mistakes
 import numpy as np
 import pytest
 from hlo import llama
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mistakes import BOTH, FSDP, MEGATRON, Choices, arguments, make_step
 from placed import mesh_of, struct
@@ -29,6 +31,7 @@ from einshard import (
 )
 from einshard._inspect.lowered import Stages
 from einshard._inspect.oversized import Oversized
+from einshard._text import format_bytes
 
 ALONG_S = 'b s d -> b@data s@tensor d'
 WITHOUT_DATA = {name: spec.replace('@data', '') for name, spec in FSDP.items()}
@@ -354,6 +357,45 @@ def test_a_gather_in_a_loop_that_does_not_change_the_array():
     fixed = decoder(expression)
     assert found_in(fixed) == []
     assert fixed.network_bytes <= wrong.network_bytes // 4  # f32, where the loop had bf16
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+def test_activations_that_checkpoint_sends_again(platform):
+    """Two matrices per layer; the sum of the first product is needed again, that of the second not.
+
+    Two microbatches: a device keeps results of all layers, for one microbatch at a time.
+    """
+    layers, microbatches, batch, d, f = 6, 2, 256, 64, 256
+    specs = {'a': 'l d f@tensor', 'b': 'l f@tensor d', 'c': 'l d f@tensor', 'e': 'l f@tensor d'}
+    weights = {name: struct(layers, *((d, f) if name in 'ac' else (f, d))) for name in specs}
+    mesh = mesh_for('tensor', platform)
+
+    def report_for(policy):
+        @functools.partial(jax.checkpoint, policy=policy)
+        def layer(x, w):
+            x = x + checkpoint_name(jax.nn.relu(x @ w['a']) @ w['b'], 'sum')
+            return einshard(x + jax.nn.relu(x @ w['c']) @ w['e'], 'b@data d'), None
+
+        @sharded(specs, 'm b@data d', out=specs, mesh=mesh)
+        def gradients(w, batches):
+            def add(total, x):
+                gradient = jax.grad(lambda w: jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2))(w)
+                return jax.tree.map(jnp.add, total, gradient), None
+
+            return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, w), batches)[0]
+
+        return explain(gradients, weights, struct(microbatches, batch, d))
+
+    before = report_for(jax.checkpoint_policies.nothing_saveable)
+    (note,) = [note for note in before.notes if note.kind == 'sent again']
+    assert "save_only_these_names('sum')" in note.suggestion
+    shard = batch // 4 * d * 4
+    assert f'which takes {format_bytes(layers * shard)}: ' in note.suggestion
+    assert note.bytes == microbatches * layers * 2 * shard * 3 // 4
+
+    after = report_for(jax.checkpoint_policies.save_only_these_names('sum'))
+    assert 'sent again' not in [note.kind for note in after.notes]
+    assert after.network_bytes == before.network_bytes - note.bytes
 
 
 # --- constraints --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from .facts import Facts
 from .gathers import fully_rematerialized, gathered_again, weights_gathered_again
 from .large_arrays import replicated
 from .limits import does_not_fit, not_checked, promise_broken
+from .recomputed import recomputed_collectives
 from .reductions import sliced_sums, summed_in_loop
 from .replicated_compute import replicated_compute
 from .slow_network import slow_network
@@ -33,7 +34,13 @@ _DIAGNOSES = (
     slow_network,
     idle_constraints,
 )
-_NOTES = (not_checked, replicated, weights_gathered_again, repeated_constraints)
+_NOTES = (
+    not_checked,
+    replicated,
+    recomputed_collectives,
+    weights_gathered_again,
+    repeated_constraints,
+)
 
 
 def find_findings(facts: Facts) -> tuple[Finding, ...]:
