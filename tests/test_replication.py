@@ -152,6 +152,7 @@ def test_nothing_to_warn_of():
         ('embeed', 'embed'),
         ('Batch', 'batch'),
         ('kv_head', 'kv_heads'),
+        ('mpl', 'mlp'),
     ],
 )
 @pytest.mark.parametrize('given', [{'mesh': AUTO}, {'mesh': EXPLICIT}])

@@ -126,17 +126,20 @@ def _check_spelling(expression: Expression, term: Term, rule_names: Collection[s
 def _is_misspelled(name: str, other: str) -> bool:
     """Whether one letter is missing, added or different, or two neighbors are swapped.
 
-    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Ignores names of up to 3
-    letters, and words of one letter as in 'w_q' and 'w_k': they often differ on purpose.
+    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Names of up to 3 letters, and
+    words of one letter as in 'w_q' and 'w_k', often differ on purpose; of names of 3 letters, only
+    swaps count.
     """
     different = {*name.split('_')} ^ {*other.split('_')}
-    if min(len(name), len(other)) < 4 or any(len(word) == 1 for word in different):
+    shortest = min(len(name), len(other))
+    if shortest < 3 or any(len(word) == 1 for word in different):
         return False
     start = _common_prefix(name, other)
     name, other = name[start:], other[start:]
     end = _common_prefix(name[::-1], other[::-1])
     name, other = name[: len(name) - end], other[: len(other) - end]
-    return max(len(name), len(other)) == 1 or (len(name) == 2 and name == other[::-1])
+    is_swap = len(name) == 2 and name == other[::-1]
+    return is_swap or (shortest > 3 and max(len(name), len(other)) == 1)
 
 
 def _common_prefix(name: str, other: str) -> int:

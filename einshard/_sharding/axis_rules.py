@@ -14,7 +14,7 @@ from .._errors import EinshardError
 from .._notation.expression import ELLIPSIS, Term, parse
 from .._text import deferred_kind
 from .context import AxisRule, enter_rules, leave_rules
-from .mesh import UNCONSTRAINED, partition_text, spec_axes
+from .mesh import UNCONSTRAINED, AnyMesh, partition_text, spec_axes
 
 P = ParamSpec('P')
 R = TypeVar('R')
@@ -208,6 +208,11 @@ def _read_rule(name: object, placement: object) -> tuple[str, str]:
         )
     if not isinstance(placement, str) or not _is_placement(placement):
         instead = _mesh_axes_to_placement(placement)
+        if isinstance(placement, AnyMesh):
+            raise EinshardError(
+                f'axis_rules has no {name}=; enter the mesh before the rules',
+                facts={'instead': 'with jax.set_mesh(mesh), axis_rules(...):'},
+            )
         raise EinshardError(
             f'axis_rules has {name}={placement!r}, which is not a valid placement',
             facts={'expected': "'@data'  '@(data,fsdp)'  '4'  '*'  '2*'  '' (not sharded)"},

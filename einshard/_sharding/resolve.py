@@ -142,6 +142,9 @@ def resolve(
             error = error.about(spec=partition_text(spec.partition))
         if isinstance(spec, LeafSpec) and spec.rule is not None:
             error = error.about(rule=spec.rule)
+        written = error.expression in (None, str(spec))
+        if not written and _is_ruled(as_leaf_spec(spec).expression, context):
+            error = error.about(before_axis_rules=f"'{spec}'")
         raise with_legacy_mesh_note(error, context.mesh).with_fix(fix) from None
     if placement.warning:  # Python shows a warning only once per line of user code
         warnings.warn(placement.warning, stacklevel=depth_of_user())
