@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.tree_util as jtu
@@ -22,6 +22,8 @@ from .._trees.paths import path_text
 from .lowered import Stages
 from .oversized import Oversized
 from .report_rows import ArrayRow
+
+_NOT_USED = Description('not used')
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def find_arguments(
         if any(name.startswith('Arg_') for name in names.values()):
             names = _names_in_signature(stages.parameters, len(compiled.args_info[0]))
     return [
-        _array((_argument_name(path, names), path_text(path[2:])), leaf, sharding, spec)
+        _array(argument_path(path, names), leaf, sharding, spec)
         for (path, leaf), sharding, spec in zip(leaves, shardings, specs, strict=True)
     ]
 
@@ -59,25 +61,32 @@ def find_results(stages: Stages, results: Any) -> list[ProgramArray]:
     leaves = jtu.tree_leaves_with_path(results)
     specs = stages.result_specs(results) or [None] * len(leaves)
     return [
-        _array(('result', path_text(path)), leaf, leaf.sharding, spec)
+        _array(result_path(path), leaf, leaf.sharding, spec)
         for (path, leaf), spec in zip(leaves, specs, strict=True)
     ]
 
 
-def _array(
-    path: Sequence[str], leaf: Any, sharding: Sharding | None, spec: AnySpec | None
-) -> ProgramArray:
+def _array(path: str, leaf: Any, sharding: Sharding | None, spec: AnySpec | None) -> ProgramArray:
     shape = tuple(leaf.shape)
-    names = _axis_names(spec, len(shape))
-    return ProgramArray('/'.join(filter(None, path)), shape, leaf.dtype, sharding, names)
+    return ProgramArray(path, shape, leaf.dtype, sharding, _axis_names(spec, len(shape)))
 
 
-def _argument_name(path: Sequence[Any], names: Mapping[int, str]) -> str:
-    """Returns the name of the parameter of an argument, or 'args[i]' if it is unknown."""
-    by_keyword = path[0].idx == 1
-    if by_keyword:
-        return str(path[1].key)
-    return names.get(path[1].idx, f'args[{path[1].idx}]')
+def argument_path(path: Sequence[Any], names: Mapping[int, str]) -> str:
+    """Formats the path of an argument leaf: 'params/w', or 'args[0]/w' for a parameter of no name.
+
+    Args:
+        path: the key path of the leaf in (args, kwargs).
+        names: the names of parameters by position.
+    """
+    container, key, *rest = path
+    by_keyword = container.idx == 1
+    name = str(key.key) if by_keyword else names.get(key.idx, f'args[{key.idx}]')
+    return '/'.join(filter(None, (name, path_text(rest))))
+
+
+def result_path(path: Sequence[Any]) -> str:
+    """Formats the path of a result leaf: 'result/0/w', or 'result' for a single array."""
+    return '/'.join(filter(None, ('result', path_text(path))))
 
 
 def _names_in_program(
@@ -129,7 +138,20 @@ def array_row(array: ProgramArray) -> ArrayRow:
 
 def _placement(array: ProgramArray) -> str:
     if array.sharding is None:
-        return Description('not used')
+        return _NOT_USED
     if isinstance(array.sharding, NamedSharding):
         return describe_named(array.sharding, len(array.shape), array.names)
     return describe(array.sharding)
+
+
+def results_in_place(
+    arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], module: Module
+) -> tuple[tuple[str, str], ...]:
+    """Returns (result, argument) for results that reuse an argument's memory and sharding."""
+    inputs = [row for row in arguments if row.placement != _NOT_USED]
+    pairs = [
+        (results[output], inputs[parameter])
+        for output, parameter in module.aliases.items()
+        if output < len(results) and parameter < len(inputs)
+    ]
+    return tuple((a.path, b.path) for a, b in pairs if replace(a, path=b.path) == b)

@@ -104,6 +104,6 @@ def find_bounds(
 def bounds_section(chip: str, bounds: Bounds, unknown_loops: bool) -> Section:
     largest = bounds.largest
     mark = ' (the largest)' * (len(bounds) > 1)
-    words = [f'{bound}{mark * (bound is largest)}' for bound in bounds]
+    lines = [f'{bound}{mark * (bound is largest)}' for bound in bounds]
     once = '; loops of unknown length count once' * unknown_loops
-    return Section(f'lower bounds on the time of one run ({chip}{once})', lines=tuple(words))
+    return Section(f'lower bounds on the time of one run ({chip}{once})', lines=tuple(lines))

@@ -86,23 +86,25 @@ def make_diff(before: Compared, after: Compared) -> Diff:
     old, new = _placements(before.arrays), _placements(after.arrays)
     paths = list(dict.fromkeys([*old, *new]))
     old_sums, new_sums = _sums(before.collectives), _sums(after.collectives)
-    changed: list[tuple[tuple[str, int | None, int | None], tuple[int, str]]] = []
-    for text in dict.fromkeys([*old_sums, *new_sums]):
-        a, b = old_sums.get(text, _ZERO), new_sums.get(text, _ZERO)
-        if a.executions != b.executions:
-            lines = ', '.join(dict.fromkeys(filter(None, map(short_source, b.lines or a.lines))))
-            changed.append(((text, a.executions, b.executions), (b.sent - a.sent, lines)))
-    changed.sort(key=lambda pair: -abs(pair[1][0]))
+    texts = dict.fromkeys([*old_sums, *new_sums])
+    sums = [(text, old_sums.get(text, _ZERO), new_sums.get(text, _ZERO)) for text in texts]
+    changed = [(text, a, b) for text, a, b in sums if a.executions != b.executions]
+    changed.sort(key=lambda change: -abs(change[2].sent - change[1].sent))
     return Diff(
         arrays=tuple((p, old.get(p), new.get(p)) for p in paths if old.get(p) != new.get(p)),
-        collectives=tuple(collective for collective, _ in changed),
-        details=tuple(details for _, details in changed),
+        collectives=tuple((text, a.executions, b.executions) for text, a, b in changed),
+        details=tuple((b.sent - a.sent, _join(b.lines or a.lines)) for _, a, b in changed),
         numbers=tuple(
             (name, number, after.numbers[name])
             for name, number in before.numbers.items()
             if _format_number(name, number) != _format_number(name, after.numbers[name])
         ),
     )
+
+
+def _join(lines: Sequence[str | None]) -> str:
+    """Formats source lines: 'model.py:12, model.py:15'."""
+    return ', '.join(dict.fromkeys(filter(None, map(short_source, lines))))
 
 
 def _format_number(name: str, number: int) -> str:

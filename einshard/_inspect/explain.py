@@ -19,7 +19,7 @@ from .._hlo.memory import read_memory
 from .._hlo.module import Module
 from .._sharding.collective_axes import ShardedBy, along, find_sharded_by
 from .._sharding.mesh import AnyMesh, Device, MeshLike, is_device_mesh
-from .arrays import array_row, find_arguments, find_results
+from .arrays import array_row, find_arguments, find_results, results_in_place
 from .bounds import NO_BOUNDS, find_bounds
 from .findings.causes import with_causes
 from .findings.facts import Facts
@@ -27,7 +27,7 @@ from .findings.find import find_findings, find_notes
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, trace_call
 from .oversized import Oversized, compile_stages, find_compile_mesh
-from .payloads import Payload, find_payloads, find_weights, results_in_place
+from .payloads import Payload, find_payloads, find_weights
 from .report import Report
 from .report_rows import CollectiveRow
 from .totals import product_rows

@@ -83,7 +83,7 @@ class Goldens:
     written: list[str] = field(default_factory=list[str], init=False)
     _used: set[Path] = field(default_factory=set[Path], init=False)
 
-    def differs(self, report: Report, name: str | None = None) -> str | None:
+    def find_difference(self, report: Report, name: str | None = None) -> str | None:
         """Returns the difference between a report and its golden file; None if they are equal.
 
         With `--einshard-update`, it writes the file and returns None.
@@ -157,5 +157,5 @@ def file_name(name: str) -> str:
     plain = re.sub(r'[^\w.]+', '-', name, flags=re.ASCII).strip('-')
     if plain == name.replace('[', '-', 1).removesuffix(']') and len(plain) <= _MAX_LENGTH:
         return plain
-    mark = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return f'{plain[:_MAX_LENGTH]}-{mark}'
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f'{plain[:_MAX_LENGTH]}-{digest}'

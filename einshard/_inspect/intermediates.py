@@ -101,7 +101,7 @@ def _no_persistent_cache() -> Generator[None, None, None]:
 
 def _read_values(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
     module = Module(text)
-    placements: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
+    placements: dict[tuple[str, int], tuple[str, int, bool]] = {}
     for _, _, op in module.find(' sharding={'):
         source, sharding = module.source(op), _SHARDING.search(op.attributes)
         is_value = op.op_name.startswith('jit(') and op.opcode not in _NO_VALUES
@@ -110,15 +110,17 @@ def _read_values(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
         (array,) = op.results
         key = sharding[1], len(array.shape)
         if key not in placements:
-            placements[key] = _placement(*key, meshes)
-        placement, parts = placements[key]
+            placement, parts = _placement(*key, meshes)
+            is_partial_sum = any(_term_indices(*key, meshes[0].size))
+            placements[key] = placement, math.prod(parts), is_partial_sum
+        placement, n_shards, is_partial_sum = placements[key]
         yield ArrayRow(
             path=_OUTERMOST.sub('', op.op_name, count=1),
             shape=array.shape,
             dtype=array.dtype,
             placement=placement,
-            bytes=-(-array.bytes // math.prod(parts)),
-            sharded=math.prod(parts) > 1,
+            bytes=-(-array.bytes // n_shards),
+            sharded=n_shards > 1 or is_partial_sum,
             source=source,
         )
 

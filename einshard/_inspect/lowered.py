@@ -42,7 +42,7 @@ class Stages:
         argument_names: by position, for the program of a `sharded` function; else None.
         parameters: the names of all parameters, static ones too, for other functions.
         program, values: the program of a `sharded` function, and the values of the call.
-        promise: the limits on collectives and memory, or None.
+        limits: the limits on collectives and memory, or None.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Stages:
     parameters: Sequence[str] = ()
     program: TracedFunction | None = None
     values: tuple[Any, ...] = ()
-    promise: Limits | None = None
+    limits: Limits | None = None
 
     def lower(self) -> Lowered:
         """Lowers the program."""
@@ -194,7 +194,7 @@ def _trace(
                 argument_names=dict(enumerate(names)),
                 program=program,
                 values=values,
-                promise=unbound.limits,
+                limits=unbound.limits,
             )
         if not hasattr(fn, 'trace'):
             fn = jax.jit(fn)
@@ -206,7 +206,11 @@ def _trace(
                     'einshard(jax.ShapeDtypeStruct(...), spec, mesh=mesh)'
                 },
             )
-        return Stages(name, traced=fn.trace(*args, **kwargs), parameters=_parameters(fn, args))
+        return Stages(
+            name,
+            traced=fn.trace(*args, **kwargs),
+            parameters=positional_parameters(fn)[: len(args)],
+        )
     except EinshardError:
         raise
     except (TypeError, ValueError) as error:
@@ -219,14 +223,14 @@ def _trace(
         ) from error
 
 
-def _parameters(fn: Any, args: Sequence[Any]) -> list[str]:
-    """Returns the names of the positional parameters; [] if the signature is unknown."""
+def positional_parameters(fn: Any) -> list[str]:
+    """Returns the names of the parameters that may be passed by position; [] if unknown."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         return []
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in by_position][: len(args)]
+    return [p.name for p in parameters if p.kind in by_position]
 
 
 def _trace_program(program: Program) -> Callable[..., Any]:

@@ -126,7 +126,7 @@ class Network:
                 *_crossing(kind, within, self.chips),
             ]
             for axis in range(len(self.sizes)):
-                parts += self._into_ranges(kind, within, axis)
+                parts += self._range_crossings(kind, within, axis)
             # over all links, the array, or its sum, must reach every other chip of the group
             rounds = {'all-gather': 1, 'reduce-scatter': 1, 'all-reduce': 2}.get(kind, 0)
             chips = self.chips
@@ -147,7 +147,7 @@ class Network:
                 np.full(2 * n_chips, total + chip.network),
             ]
             if self.has_coords:
-                links = _Links(self, [(p.directed, self.split_by_slice(p)[0]) for p in patterns])
+                links = _Links(self, patterns)
                 parts += [n * chip.link for n in links.of_chips()]
                 for axis in range(len(self.sizes)):
                     across = [
@@ -177,7 +177,7 @@ class Network:
             for length in range(1, (size // 2 if wraps else size - 1) + 1):
                 yield start, length
 
-    def _into_ranges(self, kind: str, groups: Sequence[Ints], axis: int) -> Iterator[Any]:
+    def _range_crossings(self, kind: str, groups: Sequence[Ints], axis: int) -> Iterator[Any]:
         """Yields, for each range of positions, the bytes that enter it and that leave it."""
         size, at = self.sizes[axis], self.positions[:, axis]
         counts = np.zeros((len(groups), size), int)
@@ -186,15 +186,15 @@ class Network:
         n = counts.sum(1)
         any_along_axis = bool((np.count_nonzero(counts, axis=1) > 1).any())
         for start, length in self._ranges(axis):
-            part = np.arange(start, start + length) % size
+            positions = np.arange(start, start + length) % size
             if not any_along_axis:
                 yield np.zeros(2)
             elif kind == 'collective-permute':
-                inside = np.isin(at[np.array(groups)], part)  # of each pair: source, target
+                inside = np.isin(at[np.array(groups)], positions)  # of each pair: source, target
                 enters, leaves = inside[:, 1] & ~inside[:, 0], inside[:, 0] & ~inside[:, 1]
                 yield np.array([enters.sum(), leaves.sum()], float)
             else:
-                inside = counts[:, part].sum(1)
+                inside = counts[:, positions].sum(1)
                 kinds = kind, _REVERSED.get(kind, kind)
                 yield np.array([_entering(k, inside, n).sum() for k in kinds])
 
@@ -206,17 +206,20 @@ class _Pattern(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
 
 
-def _crossing(kind: str, groups: Sequence[Ints], parts: Any) -> tuple[Any, Any]:
-    """Returns the bytes that enter and leave each part; `parts` has the part of every device."""
-    enters, leaves = (np.zeros(int(parts.max()) + 1) for _ in range(2))
+def _crossing(kind: str, groups: Sequence[Ints], owners: Any) -> tuple[Any, Any]:
+    """Returns the bytes that enter each slice or chip, and those that leave it, as two arrays.
+
+    `owners` has the number of the slice or chip of every device.
+    """
+    enters, leaves = (np.zeros(int(owners.max()) + 1) for _ in range(2))
     for group in groups:
         if kind == 'collective-permute':
-            source, target = parts[group[0]], parts[group[1]]
+            source, target = owners[group[0]], owners[group[1]]
             if source != target:
                 enters[target] += 1
                 leaves[source] += 1
             continue
-        members, counts = np.unique(parts[list(group)], return_counts=True)
+        members, counts = np.unique(owners[list(group)], return_counts=True)
         enters[members] += _entering(kind, counts, len(group))
         leaves[members] += _entering(_REVERSED.get(kind, kind), counts, len(group))
     return enters, leaves
@@ -258,14 +261,14 @@ class _Links:
     `minus[axis]` which links in the opposite direction. A pair sends in one direction only.
     """
 
-    def __init__(self, network: Network, patterns: Sequence[tuple[bool, Sequence[Ints]]]):
+    def __init__(self, network: Network, patterns: Sequence[_Pattern]):
         self.network = network
         shape = (int(network.slices.max()) + 1, *network.sizes)
         axes = range(len(network.sizes))
         self.plus, self.minus = ([np.zeros(shape, bool) for _ in axes] for _ in range(2))
-        for directed, groups in patterns:
-            for group in groups:
-                self._add(group, directed)
+        for pattern in patterns:
+            for group in network.split_by_slice(pattern)[0]:
+                self._add(group, pattern.directed)
 
     def _add(self, group: Ints, directed: bool) -> None:
         network, at = self.network, self.network.positions[list(group)]
@@ -295,8 +298,8 @@ class _Links:
             out += plus + np.roll(minus, 1, axis).astype(int)
         places = (network.slices, *network.positions.T)
         counts = [np.zeros(int(network.chips.max()) + 1, int) for _ in range(2)]
-        for links, numbers in zip(counts, (into, out), strict=True):
-            links[network.chips] = numbers[places]
+        for of_chip, of_place in zip(counts, (into, out), strict=True):
+            of_chip[network.chips] = of_place[places]
         return counts[0], counts[1]
 
     def across(self, axis: int, start: int, end: int, wraps: bool) -> tuple[int, int]:

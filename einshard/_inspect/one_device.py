@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +26,8 @@ from .._progress import progress
 from .._sharding.context import ambient_mesh, one_device_scope
 from .._sharding.mesh import Device, device_mesh, of_size_one
 from .._text import format_bytes
-from .._trees.paths import path_text
+from .arrays import argument_path
+from .lowered import positional_parameters
 
 Arrays = Mapping[int, Any]  # by index of the leaf
 
@@ -91,22 +91,14 @@ def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
         fn, args = fn.func, (*fn.args, *args)
     if isinstance(fn, ShardedFunction):
         args, kwargs = fn._call(args, kwargs, _place)  # type: ignore[reportPrivateUsage]
-    names = _parameter_names(fn)
+    names = dict(enumerate(positional_parameters(fn)))
     with_paths, treedef = jtu.tree_flatten_with_path((tuple(args), dict(kwargs)))
-    paths: dict[int, str] = {}
-    for i, (path, leaf) in enumerate(with_paths):
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic):
-            at: Any = getattr(path[1], 'idx', len(names))
-            label = names[at] if at < len(names) else getattr(path[1], 'key', f'args[{at}]')
-            paths[i] = '/'.join(filter(None, (label, path_text(path[2:]))))
+    paths = {
+        i: argument_path(path, names)
+        for i, (path, leaf) in enumerate(with_paths)
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    }
     return Call(fn, name, [leaf for _, leaf in with_paths], treedef, paths)
-
-
-def _parameter_names(fn: Any) -> list[str]:
-    """Returns the names of the parameters that may be passed by position."""
-    parameters = inspect.signature(fn).parameters.values()
-    by_position = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return [p.name for p in parameters if p.kind in by_position]
 
 
 def _place(program: Program) -> Callable[..., Any]:
@@ -125,7 +117,7 @@ def is_inexact(array: Any) -> bool:
 
 
 def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
-    """Returns a call of `function` with the arrays on one device, for `Compiled`.
+    """Returns a call of `function` with the arrays on one device, for `OneDeviceProgram`.
 
     Args:
         call: the call.
@@ -139,11 +131,13 @@ def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
         function = ShardedFunction(function._setup)  # type: ignore[reportPrivateUsage]
     elif isinstance(function, _JITTED):
         function = function.__wrapped__  # type: ignore[reportFunctionMemberAccess]
-    leaves = [_put(x, mesh) if i in call.paths else x for i, x in enumerate(call.leaves)]
+    leaves = [
+        _put_on_one_device(x, mesh) if i in call.paths else x for i, x in enumerate(call.leaves)
+    ]
     return replace(call, function=function, leaves=leaves)
 
 
-def _put(array: Any, mesh: Mesh) -> Any:
+def _put_on_one_device(array: Any, mesh: Mesh) -> Any:
     sharding = getattr(array, 'sharding', None)
     if not isinstance(sharding, NamedSharding):
         sharding = NamedSharding(mesh, PartitionSpec())
@@ -173,7 +167,7 @@ def _use_mesh(mesh: Any) -> Generator[None, None, None]:
         yield
 
 
-class Compiled:
+class OneDeviceProgram:
     """A function of arrays, compiled for one device.
 
     Args:
@@ -191,7 +185,7 @@ class Compiled:
         self._mesh = mesh
         with self._errors_on_one_device():
             traced = jax.jit(function).trace(*arguments)
-            self.jaxpr = traced.jaxpr
+            self.jaxpr = traced.jaxpr.jaxpr
             lowered = traced.lower()
             with progress(f'compiling {name} for one device'):
                 self._compiled = lowered.compile()

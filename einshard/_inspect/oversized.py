@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,9 +51,6 @@ class Oversized:
 
     def memory_analysis(self) -> Any:
         return self._memory
-
-    def cost_analysis(self) -> Mapping[str, float]:
-        return {}
 
 
 def find_compile_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | None:
@@ -145,11 +142,11 @@ def read_sizes(buffers: str) -> Any:
         if 'color ' in description:  # other memory, such as VMEM
             continue
         is_argument, is_output = 'parameter ' in description, 'maybe-live-out' in description
-        for kind, counts in (
+        for kind, included in (
             ('argument', is_argument),
             ('output', is_output),
             ('alias', is_argument and is_output),
             ('temp', not (is_argument or is_output)),
         ):
-            sizes[kind] += int(size) * counts
+            sizes[kind] += int(size) * included
     return SimpleNamespace(**{f'{kind}_size_in_bytes': n for kind, n in sizes.items()})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from .._arrays.constrain import names_at
@@ -15,9 +14,7 @@ from .._hlo.module import Module
 from .._hlo.origins import Origins
 from .._hlo.output_uses import output_uses
 from .._notation.expression import ELLIPSIS
-from .report_rows import ArrayRow
 
-ROLES = ('weights', 'gradients', 'activations')
 # kinds that only move data; the others also sum
 _MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permute')
 
@@ -26,7 +23,7 @@ class Payload(NamedTuple):
     """What a collective sends.
 
     Attributes:
-        role: one of ROLES.
+        role: 'weights', 'gradients' or 'activations'.
         is_backward: whether the collective belongs to the backward pass.
         of: the path of the argument that it sends, or the paths of the results that are computed
             from it.
@@ -60,20 +57,22 @@ def find_payloads(
     uses = output_uses(module, [collective.name for collective in collectives])
     updated = _updated_inputs(module, inputs, outputs)
     for collective in collectives:
-        sent = origins.of(places[collective.name]) if collective.kind in _MOVES else None
-        if sent is not None and sent >= len(inputs):  # a `jax.Ref` that the function closes over
-            sent = None
-        becomes = uses[collective.name]
-        of = tuple(outputs[output] for output in becomes if output in outputs)
+        parameter = origins.of(places[collective.name]) if collective.kind in _MOVES else None
+        # later parameters are `jax.Ref`s that the function closes over
+        if parameter is not None and parameter >= len(inputs):
+            parameter = None
+        used_by = uses[collective.name]
+        of = tuple(outputs[output] for output in used_by if output in outputs)
         is_backward, role = 'transpose(' in collective.op_name, 'activations'
-        becomes_weights = any(weights.get(i) for output in becomes for i in updated[output])
-        if sent is not None:
-            of, role = (inputs[sent][0],), 'weights' if weights[sent] else 'activations'
-        elif becomes and (is_backward or becomes_weights):
+        becomes_weights = any(weights.get(i) for output in used_by for i in updated[output])
+        if parameter is not None:
+            of = (inputs[parameter][0],)
+            role = 'weights' if weights[parameter] else 'activations'
+        elif used_by and (is_backward or becomes_weights):
             # all-gathers may gather the new weights, as in ZeRO; others send gradients
             gathers_weights = collective.kind == 'all-gather' and not is_backward
             role = 'weights' if gathers_weights else 'gradients'
-        axes = _axes(collective) if role == 'activations' and sent is None else ''
+        axes = _axes(collective) if role == 'activations' and parameter is None else ''
         yield Payload(role, is_backward or role == 'gradients', of, axes)
 
 
@@ -126,19 +125,6 @@ def _updated_inputs(
                 if is_training or types.get(i) == results[output : output + 1]:
                     updated[output].append(i)
     return updated
-
-
-def results_in_place(
-    arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], module: Module
-) -> tuple[tuple[str, str], ...]:
-    """Returns (result, argument) for results that reuse an argument's memory and sharding."""
-    inputs = [row for row in arguments if row.placement != 'not used']
-    pairs = [
-        (results[output], inputs[parameter])
-        for output, parameter in module.aliases.items()
-        if output < len(results) and parameter < len(inputs)
-    ]
-    return tuple((a.path, b.path) for a, b in pairs if replace(a, path=b.path) == b)
 
 
 # elementwise operations: their operands and results have the axes of a constraint in their line

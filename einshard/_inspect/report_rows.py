@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._hlo.memory import Memory as Memory
 from .._text import deprecated_alias, shape_text
 
 

@@ -90,8 +90,8 @@ def _terms(eqn: Any) -> int:
         (contracted, _), _ = eqn.params['dimension_numbers']
         return math.prod(operands[0].shape[axis] for axis in contracted)
     if name == 'conv_general_dilated':
-        result = eqn.params['dimension_numbers'].rhs_spec[0]
-        return math.prod(operands[1].shape) // max(1, operands[1].shape[result])
+        kernel, axis = operands[1].shape, eqn.params['dimension_numbers'].rhs_spec[0]
+        return math.prod(kernel) // max(1, kernel[axis])  # without its output channels
     if name in ('reduce_sum', 'reduce_prod'):
         return math.prod(operands[0].shape[axis] for axis in eqn.params['axes'])
     if name in ('cumsum', 'cumprod', 'cumlogsumexp'):
