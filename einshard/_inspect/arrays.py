@@ -34,7 +34,7 @@ class ProgramArray:
     shape: tuple[int, ...]
     dtype: Any
     sharding: Sharding | None  # None if the program does not use the array
-    names: tuple[str, ...] | None  # the axis names of its spec; None if it has no spec
+    names: tuple[str, ...] | None  # axis names; None without a spec, and for '...'
 
 
 def find_arguments(
@@ -43,6 +43,10 @@ def find_arguments(
     shardings: Sequence[Sharding | None],
     module: Module,
 ) -> list[ProgramArray]:
+    """Returns the argument leaves of a call, including those that the program does not use.
+
+    `shardings` has the sharding of each leaf; None for unused leaves.
+    """
     leaves = jtu.tree_leaves_with_path(compiled.args_info)
     specs = stages.argument_specs() or [None] * len(leaves)
     names = stages.argument_names
@@ -58,6 +62,7 @@ def find_arguments(
 
 
 def find_results(stages: Stages, results: Any) -> list[ProgramArray]:
+    """Returns the result leaves; `results` is the pytree `out_info` of a `Compiled`."""
     leaves = jtu.tree_leaves_with_path(results)
     specs = stages.result_specs(results) or [None] * len(leaves)
     return [
@@ -72,11 +77,11 @@ def _array(path: str, leaf: Any, sharding: Sharding | None, spec: AnySpec | None
 
 
 def argument_path(path: Sequence[Any], names: Mapping[int, str]) -> str:
-    """Formats the path of an argument leaf: 'params/w', or 'args[0]/w' for a parameter of no name.
+    """Formats the path of an argument leaf: 'params/w'; 'args[0]/w' if the name is unknown.
 
     Args:
         path: the key path of the leaf in (args, kwargs).
-        names: the names of parameters by position.
+        names: the known parameter names, by position.
     """
     container, key, *rest = path
     by_keyword = container.idx == 1
@@ -92,7 +97,11 @@ def result_path(path: Sequence[Any]) -> str:
 def _names_in_program(
     paths: Sequence[Sequence[Any]], shardings: Sequence[Sharding | None], module: Module
 ) -> dict[int, str]:
-    """Reads parameter names by position from a program. It lacks those of unused arguments."""
+    """Reads the parameter name of each positional argument from a program.
+
+    `paths` and `shardings` are those of all argument leaves. The program has no names for unused
+    arguments.
+    """
     parameters = module.entry.parameters()
     in_program = {op.parameter_number: re.split(r'[\[.]', op.op_name)[0] for op in parameters}
     used = [path for path, s in zip(paths, shardings, strict=True) if s is not None]
@@ -103,12 +112,15 @@ def _names_in_program(
 
 
 def _names_in_signature(parameters: Sequence[str], n_arguments: int) -> Mapping[int, str]:
-    """Returns parameter names by position; none if static parameters shift the positions."""
+    """Returns parameter names by position; {} if static parameters shift the positions."""
     return dict(enumerate(parameters)) if len(parameters) == n_arguments else {}
 
 
 def _axis_names(spec: AnySpec | None, ndim: int) -> tuple[str, ...] | None:
-    """Returns the axis names of an array; axes in '...' get unused letters."""
+    """Returns the axis names of an array, with unused letters for the axes in '...'.
+
+    None if the spec is None or '...'.
+    """
     if spec is None:
         return None
     names = as_leaf_spec(spec).expression.names
@@ -147,7 +159,7 @@ def _placement(array: ProgramArray) -> str:
 def results_in_place(
     arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], module: Module
 ) -> tuple[tuple[str, str], ...]:
-    """Returns (result, argument) for results that reuse an argument's memory and sharding."""
+    """Returns the paths (result, argument) of `Report.in_place`."""
     inputs = [row for row in arguments if row.placement != _NOT_USED]
     pairs = [
         (results[output], inputs[parameter])

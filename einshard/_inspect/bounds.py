@@ -73,8 +73,11 @@ def find_bounds(
     Branches of conditionals do not count. Loops of unknown length count as one iteration.
 
     Args:
-        products: the matrix products.
-        collectives: the collectives, each with its mesh axes: `along`.
+        chip: the chip of the devices.
+        devices: the devices in the order of the program.
+        module: the compiled program.
+        products: its matrix products.
+        collectives: its collectives, each with the axes in `along` of its row.
         is_cpu: whether the program is compiled for CPUs that simulate the devices.
     """
     share = chip.share(devices[0])

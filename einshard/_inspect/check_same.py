@@ -161,6 +161,8 @@ class _Check:
         return self.mesh.devices.flat[0]
 
     def results(self, results: Sequence[jax.Array], paths: Sequence[str]) -> list[ComparedRow]:
+        """Compares each result with the same result on one device."""
+
         def leaves(arrays: Arrays) -> list[Any]:
             return jtu.tree_leaves(self.single.result(arrays))
 
@@ -188,7 +190,8 @@ class _Check:
             facts = {'on all devices': str(ours), other: str(theirs)}
             raise EinshardError(sentence, facts=facts)
 
-    def gradients(self, results: Mapping[int, jax.Array]) -> list[ComparedRow]:
+    def gradients(self, results: Arrays) -> list[ComparedRow]:
+        """Compares the gradients of a weighted sum of these results with those on one device."""
         random = np.random.default_rng(0)
         weights = {i: random.normal(size=x.shape).astype(x.dtype) for i, x in results.items()}
         weights_on_devices = {i: _put(weights[i], x.sharding) for i, x in results.items()}
@@ -228,10 +231,11 @@ class _Check:
         return [arrays, *(_rounded(arrays, rounding.unit, seed) for seed in range(_SAMPLES))]
 
     def _updated_argument(self, path: str, result: jax.Array) -> int | None:
-        """Returns the argument whose updated value a result may be; None if there is none.
+        """Returns the index of the argument whose updated value a result may be, or None.
 
-        For such a result, the change is compared instead of the value: it is so small that the
-        rounding of the value would hide errors in it.
+        This is a floating-point array with the same shape and dtype; of several, the one whose
+        path has the longest common end with `path`. For such a result, the change is compared
+        instead of the value: it is so small that the rounding of the value would hide errors in it.
         """
         leaves = self.call.leaves
         types = {i: (leaves[i].shape, leaves[i].dtype) for i in self.call.inputs}
@@ -240,6 +244,7 @@ class _Check:
 
 
 def _put(array: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Shards a host array; leaves it on the host if the sharding has no mesh."""
     return jax.device_put(array, sharding) if isinstance(sharding, NamedSharding) else array
 
 

@@ -19,10 +19,11 @@ class Diff:
     """The differences between two reports, made by `Report.diff`.
 
     Attributes:
-        arrays: (path, before, after) of changed arguments and results, each with its placement:
-            "float32[8,4] 'a b -> a8 b'"; None if a report lacks the array.
-        collectives: (collective, executions before, executions after), the largest change in bytes
-            first. Executions are None if a loop has an unknown trip count.
+        arrays: (path, before, after) of changed arguments and results. Before and after are texts
+            such as "float32[8,4] 'a b -> a8 b'"; None if a report lacks the array.
+        collectives: (text, executions before, executions after) of collectives that run more or
+            less often, the largest change in bytes first. Executions are 0 if a report lacks the
+            collective, and None if a loop has an unknown trip count.
         numbers: (name, before, after) of bytes and flops whose printed values differ.
         details: for each of `collectives`, the increase in the bytes that a device sends in one
             run, and the source lines. Lines are not compared.
@@ -127,6 +128,7 @@ _ZERO = _Sum(0, 0, ())
 
 
 def _sums(rows: Sequence[CollectiveRow]) -> dict[str, _Sum]:
+    """Adds up collectives with the same text: kind, arrays, groups and axes."""
     sums: dict[str, _Sum] = {}
     for row in rows:
         along = f' along {row.along}' if row.along else ''

@@ -86,7 +86,7 @@ class Goldens:
     def find_difference(self, report: Report, name: str | None = None) -> str | None:
         """Returns the difference between a report and its golden file; None if they are equal.
 
-        With `--einshard-update`, it writes the file and returns None.
+        If `update`, it writes the file and returns None.
         """
         if not isinstance(report, Report):
             raise EinshardError(
@@ -146,7 +146,10 @@ def _difference(report: Report, golden: str, text: str, shown_path: str) -> str:
 
 
 def file_name(name: str) -> str:
-    """Makes a portable file name; adds a hash if it has to replace characters.
+    """Makes a portable file name.
+
+    Adds a hash if it replaces characters other than the brackets of pytest parameters, or shortens
+    the name.
 
     >>> from einshard._inspect.golden_files import file_name
     >>> file_name('test_step[8-float32]')

@@ -39,10 +39,13 @@ class Stages:
         name: the name of the function; '' if unknown.
         compiled, lowered, traced: one of them is set: the stage that the user passed, or the traced
             function.
-        argument_names: by position, for the program of a `sharded` function; else None.
-        parameters: the names of all parameters, static ones too, for other functions.
-        program, values: the program of a `sharded` function, and the values of the call.
-        limits: the limits on collectives and memory, or None.
+        argument_names: for a `sharded` function, the names of its arguments by position, without
+            static ones; else None.
+        parameters: for other functions, the names of the parameters that the call passes by
+            position, static ones too.
+        program, values: the program of a `sharded` function, and the flat arguments of the call,
+            with static ones; None and () for other functions.
+        limits: the limits of a `sharded` function on collectives and memory, or None.
     """
 
     name: str
@@ -56,7 +59,7 @@ class Stages:
     limits: Limits | None = None
 
     def lower(self) -> Lowered:
-        """Lowers the program."""
+        """Lowers the program; raises for a `Compiled`."""
         if self.lowered is not None:
             return self.lowered
         if self.traced is None:
@@ -185,7 +188,7 @@ def _trace(
         unbound, args = fn.func, (*fn.args, *args)
     try:
         if isinstance(unbound, ShardedFunction):
-            # its programs take a flat list of arguments, which may have been placed already
+            # not fn.trace, which does not return the program and its flat arguments
             program, values, traced = unbound._call(args, kwargs, _trace_program)  # type: ignore[reportPrivateUsage]
             names = [p for i, p in enumerate(program.names) if i not in program.static]
             return Stages(
@@ -287,7 +290,7 @@ def check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
 
 
 def _without_devices(leaf: Any) -> Any:
-    """Replaces an array by its shape and dtype."""
+    """Replaces an array by a ShapeDtypeStruct without a sharding."""
     if isinstance(leaf, jax.Array | np.ndarray):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return leaf

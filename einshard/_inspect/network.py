@@ -42,6 +42,7 @@ class Network:
         chips: the number of the chip of each device; a chip may have several devices.
         positions: the torus coordinates of each device, with a column for each dimension.
         sizes, wraps: for each dimension of the torus, its size and whether it is a ring.
+        has_coords: whether positions are known; if not, `positions` and `sizes` are empty.
     """
 
     def __init__(self, devices: Sequence[Any], chip: Chip):
@@ -113,7 +114,8 @@ class Network:
 
     # `crossings` and `bandwidths` list borders in this order: of every slice and every chip, for
     # bytes between slices; of every chip and every range of positions, for bytes within a slice;
-    # and all links together. Each border but the last has two numbers: into it, out of it.
+    # and all links together. Each border but the last has two numbers, into it and out of it. For
+    # slices and chips, all numbers into them come first; for ranges, the two are adjacent.
 
     def crossings(self, kind: str, pattern: _Pattern) -> Any:
         """Returns the bytes that cross each border, per byte of a collective."""
@@ -171,7 +173,11 @@ class Network:
         return within, across
 
     def _ranges(self, axis: int) -> Iterator[tuple[int, int]]:
-        """Yields (start, length) of all ranges of positions along a dimension of the torus."""
+        """Yields (start, length) of ranges of positions along a dimension of the torus.
+
+        On a ring, those of at most half of it: the others have the same borders. On a line, those
+        at its start: no other one gives a larger bound.
+        """
         size, wraps = self.sizes[axis], self.wraps[axis]
         for start in range(size if wraps else 1):
             for length in range(1, (size // 2 if wraps else size - 1) + 1):
@@ -229,11 +235,13 @@ _REVERSED = {'all-gather': 'reduce-scatter', 'reduce-scatter': 'all-gather'}
 
 
 def _entering(kind: str, inside: Any, n: Any) -> Any:
-    """Returns the fraction of the array that must enter a part with `inside` of n devices.
+    """Returns the fraction of the array that must enter a set of devices.
+
+    The set has `inside` of the n devices of the group; both may be arrays, one number per group.
 
     In an all-gather, all shards outside must enter. In a reduce-scatter, one term of each sum whose
     result is inside; in an all-reduce, one term of every sum. In an all-to-all, each device inside
-    receives 1/n from each device outside. What must leave a part is what enters it in the reverse
+    receives 1/n from each device outside. What must leave the set is what enters it in the reverse
     collective.
     """
     split = (inside > 0) & (inside < n)
@@ -246,6 +254,7 @@ def _entering(kind: str, inside: Any, n: Any) -> Any:
 
 
 def _longest(n_bytes: Any, bandwidths: Any) -> float:
+    """Returns the time at the border that takes longest."""
     return float(_seconds(n_bytes, bandwidths).max())
 
 
@@ -257,8 +266,9 @@ def _seconds(n_bytes: Any, bandwidths: Any) -> Any:
 class _Links:
     """The links on shortest paths between the devices of each group.
 
-    `plus[axis]` says which links from each position to the next one along an axis are used, and
-    `minus[axis]` which links in the opposite direction. A pair sends in one direction only.
+    `plus[axis]` is a boolean array over slices and positions: whether the link to the next position
+    along the axis is used. `minus[axis]` is the same for the link back from that position. A pair
+    sends in one direction only.
     """
 
     def __init__(self, network: Network, patterns: Sequence[_Pattern]):
@@ -303,7 +313,7 @@ class _Links:
         return counts[0], counts[1]
 
     def across(self, axis: int, start: int, end: int, wraps: bool) -> tuple[int, int]:
-        """Returns the number of links into, and out of, the range of positions start to end."""
+        """Returns the number of links into, and out of, the positions from start to end - 1."""
         plus, minus = self._counts[axis]
         before, last = start - 1, (end - 1) % len(plus)
         has_before = wraps or start > 0
@@ -327,7 +337,11 @@ class _Links:
 def _shortest_paths(
     positions: tuple[int, ...], size: int, wraps: bool, directed: bool
 ) -> tuple[Any, ...]:
-    """Returns the links (plus, minus) and the positions on shortest paths along a dimension."""
+    """Returns the links (plus, minus) and the positions on shortest paths along a dimension.
+
+    All three are boolean arrays over positions. If `directed`, only paths from the first position
+    to the second count.
+    """
     plus, minus, covered = (np.zeros(size, bool) for _ in range(3))
     covered[list(positions)] = True
     pairs = [(a, b) for a in positions for b in positions if a != b]

@@ -29,7 +29,7 @@ from .._text import format_bytes
 from .arrays import argument_path
 from .lowered import positional_parameters
 
-Arrays = Mapping[int, Any]  # by index of the leaf
+Arrays = Mapping[int, Any]  # by index of the leaf in the arguments, or in the result
 
 _JITTED: Any = type(jax.jit(lambda: None))
 
@@ -39,7 +39,8 @@ class Call:
     """A call of a function.
 
     Attributes:
-        function, name: the function.
+        function: the function that is called.
+        name: the name of the user's function, for errors.
         leaves, treedef: the flattened (args, kwargs).
         paths: by index, the path of each leaf that is an array.
     """
@@ -60,7 +61,7 @@ class Call:
         return [i for i in self.paths if is_inexact(self.leaves[i])]
 
     def result(self, arrays: Arrays) -> Any:
-        """Calls the function with these arrays in place of its own."""
+        """Calls the function, with these arrays in place of those of the call."""
         args, kwargs = self.arguments(arrays)
         return self.function(*args, **kwargs)
 
@@ -71,11 +72,14 @@ class Call:
         return function(copies)
 
     def arguments(self, arrays: Arrays) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Returns (args, kwargs) with these arrays in place of its own."""
+        """Returns (args, kwargs), with these arrays in place of those of the call."""
         return self.treedef.unflatten([arrays.get(i, x) for i, x in enumerate(self.leaves)])
 
     def gradients(self, arrays: Arrays, weights: Arrays) -> Arrays:
-        """Returns the gradients of the sum of all results, multiplied by `weights`."""
+        """Returns the gradients of a weighted sum of the results, by index of the argument leaf.
+
+        `weights[i]` has a weight for each element of result i. Other results do not count.
+        """
 
         def results_with_weights(inputs: Arrays) -> Arrays:
             results = jtu.tree_leaves(self.result({**arrays, **inputs}))
@@ -102,6 +106,8 @@ def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _place(program: Program) -> Callable[..., Any]:
+    """Returns a function that places flat arguments, and returns them as (args, kwargs)."""
+
     def split(*values: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
         placed = place_arguments(program.traced, values, running=False)
         return program.traced.call.split(placed)
@@ -120,8 +126,8 @@ def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
     """Returns a call of `function` with the arrays on one device, for `OneDeviceProgram`.
 
     Args:
-        call: the call.
-        function: the function to call instead of that of `call`.
+        call: the call on several devices.
+        function: the user's function, or the reference.
         mesh: the mesh for arrays that have none: in explicit mode, all arrays need the same mesh.
     """
     if isinstance(function, BoundMethod):
@@ -138,6 +144,10 @@ def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
 
 
 def _put_on_one_device(array: Any, mesh: Mesh) -> Any:
+    """Moves an array to the device of `mesh`, and adds up partial sums.
+
+    Its sharding keeps its own mesh axes, with size 1.
+    """
     sharding = getattr(array, 'sharding', None)
     if not isinstance(sharding, NamedSharding):
         sharding = NamedSharding(mesh, PartitionSpec())
@@ -177,7 +187,7 @@ class OneDeviceProgram:
         arguments: arguments like those of the later calls.
 
     Attributes:
-        jaxpr: the traced function.
+        jaxpr: the jaxpr of the function.
     """
 
     def __init__(self, name: str, mesh: Mesh, function: Callable[..., Any], *arguments: Any):
@@ -198,6 +208,7 @@ class OneDeviceProgram:
 
     @contextmanager
     def _errors_on_one_device(self) -> Generator[None, None, None]:
+        """Enters the mesh, and says in errors that they are about one device."""
         try:
             with _use_mesh(self._mesh):
                 yield

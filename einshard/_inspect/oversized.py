@@ -54,7 +54,10 @@ class Oversized:
 
 
 def find_compile_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | None:
-    """Finds the mesh that a function will be compiled for; None if it is not known yet."""
+    """Finds the mesh that a program will be compiled for; None if it is unknown.
+
+    `args` is a pytree of the arguments, and `mesh` the value of `mesh=`.
+    """
     if stages.program is not None:
         return stages.program.mesh
     if mesh is not None:
@@ -124,7 +127,10 @@ def _read_oversized(stages: Stages, mesh: AnyMesh, available: int) -> Oversized 
 
 
 def _used_arguments(stages: Stages, n_leaves: int) -> Sequence[int]:
-    """Returns the indices of the arguments that are parameters: JAX drops unused ones."""
+    """Returns the indices of the argument leaves that the program keeps: JAX drops unused ones.
+
+    For a `Lowered`, whose jaxpr is unknown, returns all indices.
+    """
     if stages.traced is None:
         return range(n_leaves)
     jaxpr = stages.traced.jaxpr.jaxpr

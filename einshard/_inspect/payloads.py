@@ -15,7 +15,7 @@ from .._hlo.origins import Origins
 from .._hlo.output_uses import output_uses
 from .._notation.expression import ELLIPSIS
 
-# kinds that only move data; the others also sum
+# kinds that move their operand and do not sum
 _MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permute')
 
 
@@ -27,7 +27,7 @@ class Payload(NamedTuple):
         is_backward: whether the collective belongs to the backward pass.
         of: the path of the argument that it sends, or the paths of the results that are computed
             from it.
-        axes: the axis names of an activation, such as 'b s d', or ''.
+        axes: for activations, the axis names or the einsum, as in `CollectiveRow.axes`.
     """
 
     role: str
@@ -102,10 +102,11 @@ def _is_training(module: Module) -> bool:
 def _updated_inputs(
     module: Module, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]
 ) -> Mapping[int, Sequence[int]]:
-    """Finds the inputs that each output replaces: those donated to it, or with the same path.
+    """Returns, by output number, the inputs that an output replaces.
 
-    Paths are compared with and without their first key. In inference, inputs with the same path
-    must also have the same type.
+    These are the inputs that are donated to it, or that have the same path. Paths are compared with
+    and without their first key. In inference, inputs with the same path must also have the same
+    type.
     """
     by_path: dict[str, list[int]] = {}
     for i, (path, _) in enumerate(inputs):
@@ -138,7 +139,7 @@ _EINSUM = re.compile(r'/([A-Za-z,]+)->([A-Za-z]*)/')
 
 
 def _axes(collective: Collective) -> str:
-    """Finds the axis names of an activation, from an einsum or a constraint in its source line."""
+    """Finds `CollectiveRow.axes`, from the einsum or the constraint in the source line."""
     ndim, op_name = len(collective.arrays[0].shape), collective.op_name
     if einsum := _EINSUM.search(op_name):
         operands, result = einsum[1].split(','), einsum[2]

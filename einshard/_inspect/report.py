@@ -50,8 +50,8 @@ class Report(Display):
         bounds: lower bounds on the time of one run: compute, HBM, and the network along each mesh
             axis, with `largest`. Empty without a chip.
         products: where the flops come from, by source line.
-        in_place: (result, argument) for results that reuse the memory of a donated argument and
-            have its sharding.
+        in_place: (result path, argument path) for each result that reuses the memory of a donated
+            argument and has its shape, dtype and sharding.
         notes: facts that are worth knowing but often intended, such as large replicated arrays.
         meshes: (axis, size) of each of the user's meshes; the canonical mesh is omitted.
     """
@@ -112,7 +112,7 @@ class Report(Display):
             'meshes': [dict(mesh) for mesh in self.meshes],
             'counts': dict(self.collectives.counts),
             'network_bytes': self.network_bytes,
-            'warnings': as_json((*self.findings, *self.notes)),  # until 0.5
+            'warnings': as_json((*self.findings, *self.notes)),  # deprecated, until 0.5
         }
 
     def _page(self) -> Page:
@@ -179,7 +179,7 @@ def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:
 
 
 def _result_section(report: Report) -> Section:
-    """Lists the results; those that take the place of donated arguments are summed up in a line."""
+    """Lists the results; lines below the table count those that replace donated arguments."""
     in_place = dict(report.in_place)
     section = _array_section('results', [r for r in report.results if r.path not in in_place])
     counts = Counter(_without_common_end(*pair) for pair in report.in_place)
