@@ -137,9 +137,10 @@ def compare(path: str, found: jax.Array, reference: Reference, rounding: Roundin
     else:
         # an argument that did not change has no change to compare with
         scale = _largest(expected - reference.before) or _largest(expected)
-        unit = rounding_unit(found.dtype) * _largest(expected)
+        rounding_error = rounding_unit(found.dtype) * _largest(expected)  # of one element
         difference = _distance(value, expected, scale)
-        tolerance = rounding.tolerance + _relative(2 * unit, scale)
+        # both arrays are rounded to their dtype
+        tolerance = rounding.tolerance + _relative(2 * rounding_error, scale)
         because = str(rounding)
         by_rounding = [
             _distance(_numbers(after) - before, expected - reference.before, scale)

@@ -164,9 +164,9 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
     )
     bounds = NO_BOUNDS
     if chip is not None:
-        axes = [row.along for row in facts.rows]
-        collectives = list(zip(facts.collectives, axes, strict=True))
-        bounds = find_bounds(chip, facts.devices, module, facts.products, collectives)
+        pairs = zip(facts.collectives, facts.rows, strict=True)
+        with_axes = [(collective, row.along) for collective, row in pairs]
+        bounds = find_bounds(chip, facts.devices, module, facts.products, with_axes)
     return Report(
         name=facts.stages.name or module.name or 'the program',
         n_devices=facts.n_devices,

@@ -141,12 +141,12 @@ class Network:
         key = frozenset(patterns)
         if key not in self._bandwidths:
             chip, n_slices = self.chip, int(self.slices.max()) + 1
-            size = len(self.slices) / n_slices if chip.torus else chip.node
+            slice_size = len(self.slices) / n_slices if chip.torus else chip.node
             n_chips = int(self.chips.max()) + 1
-            total = (2 * chip.torus or 1) * chip.link
+            all_links = (2 * chip.torus or 1) * chip.link
             parts: list[Any] = [
-                np.full(2 * n_slices, size * chip.network),
-                np.full(2 * n_chips, total + chip.network),
+                np.full(2 * n_slices, slice_size * chip.network),
+                np.full(2 * n_chips, all_links + chip.network),
             ]
             if self.has_coords:
                 links = _Links(self, patterns)
@@ -159,7 +159,7 @@ class Network:
                     parts.append(np.ravel(np.array(across, float).reshape(-1, 2)) * chip.link)
                 parts.append([links.total * chip.link])
             else:
-                parts += [np.full(2 * n_chips, total), [0.0]]
+                parts += [np.full(2 * n_chips, all_links), [0.0]]
             self._bandwidths[key] = np.concatenate(parts)
         return self._bandwidths[key]
 
@@ -190,10 +190,10 @@ class Network:
         for i, group in enumerate(groups):
             np.add.at(counts[i], at[list(group)], 1)
         n = counts.sum(1)
-        any_along_axis = bool((np.count_nonzero(counts, axis=1) > 1).any())
+        some_group_extends = bool((np.count_nonzero(counts, axis=1) > 1).any())
         for start, length in self._ranges(axis):
             positions = np.arange(start, start + length) % size
-            if not any_along_axis:
+            if not some_group_extends:
                 yield np.zeros(2)
             elif kind == 'collective-permute':
                 inside = np.isin(at[np.array(groups)], positions)  # of each pair: source, target
