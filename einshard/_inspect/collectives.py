@@ -16,7 +16,7 @@ _LARGE = 0.01  # of all bytes sent; larger rows show their role even without pat
 
 
 class Collectives(Display, tuple[CollectiveRow, ...]):
-    """The collectives of a program, in order; those in loops appear once. Shown as a table."""
+    """The collectives of a program in execution order. Those in loops appear once."""
 
     __slots__ = ()
 

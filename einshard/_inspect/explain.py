@@ -58,8 +58,8 @@ def explain(
         >>> [(row.path, row.array) for row in report.arguments[1:]]
         [('w', 'float32[32,8]')]
 
-    `explain` compiles the function once. Later calls of the function reuse the compiled program;
-    with `collectives=` or `memory=`, they compile it again.
+    `explain` compiles the function once. Later calls of the function reuse the compiled program; if
+    it is `sharded` with `collectives=` or `memory=`, they compile it again.
 
     Args:
         fn: a `sharded` or jitted function, any other function (it is jitted), or the result of its

@@ -24,7 +24,7 @@ class Payload(NamedTuple):
 
     Attributes:
         role: 'weights', 'gradients' or 'activations'.
-        is_backward: whether the collective belongs to the backward pass.
+        is_backward: whether the collective sends gradients or belongs to the backward pass.
         of: the path of the argument that it sends, or the paths of the results that are computed
             from it.
         axes: for activations, the axis names or the einsum, as in `CollectiveRow.axes`.

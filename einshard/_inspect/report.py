@@ -43,7 +43,8 @@ class Report(Display):
         memory: bytes per device; None if the compiler does not report it.
         flops: flops of the matrix products and convolutions of a device in one run, including loop
             iterations; None if there are none. Kernels count if they declare their flops.
-        findings: likely mistakes and what to write instead, most bytes first.
+        findings: likely mistakes and what to write instead: first what keeps the program from
+            running, then most bytes first.
         intermediates: one row per intermediate value with a source line; None if not requested.
         temporaries: the largest intermediate arrays in the memory of a device.
         chip: the name of the chip that `bounds` are for; None if it is unknown, as for CPUs.

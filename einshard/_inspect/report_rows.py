@@ -64,8 +64,8 @@ class CollectiveRow:
         role: what it sends: 'weights', 'gradients' or 'activations'. In a train step, weights are
             the arguments that the step updates; in inference, those that the program does not
             update. Only floating-point arguments count.
-        is_backward: whether it belongs to the backward pass, which repeats parts of the forward
-            pass under `jax.checkpoint`.
+        is_backward: whether it sends gradients or belongs to the backward pass, which repeats parts
+            of the forward pass under `jax.checkpoint`.
         axes: for activations, their axis names, 'b s d', from the einsum or the constraint in the
             source line. If several arrays of the einsum fit, the einsum: 'bsd,df->bsf'. '' if
             unknown.
