@@ -64,11 +64,11 @@ def find_payloads(
         used_by = uses[collective.name]
         of = tuple(outputs[output] for output in used_by if output in outputs)
         is_backward, role = 'transpose(' in collective.op_name, 'activations'
-        becomes_weights = any(weights.get(i) for output in used_by for i in updated[output])
+        updates_weights = any(weights.get(i) for output in used_by for i in updated[output])
         if parameter is not None:
             of = (inputs[parameter][0],)
             role = 'weights' if weights[parameter] else 'activations'
-        elif used_by and (is_backward or becomes_weights):
+        elif used_by and (is_backward or updates_weights):
             # all-gathers may gather the new weights, as in ZeRO; others send gradients
             gathers_weights = collective.kind == 'all-gather' and not is_backward
             role = 'weights' if gathers_weights else 'gradients'
