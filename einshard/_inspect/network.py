@@ -118,7 +118,7 @@ class Network:
     # slices and chips, all numbers into them come first; for ranges, the two are adjacent.
 
     def crossings(self, kind: str, pattern: _Pattern) -> Any:
-        """Returns the bytes that cross each border, per byte of a collective."""
+        """Returns the bytes that cross each border, per byte of the array that is sent."""
         key = kind, pattern
         if key not in self._crossings:
             within, across = self.split_by_slice(pattern)
