@@ -16,10 +16,10 @@ from .._arrays.gather import gather
 from .._errors import EinshardError, plural
 from .._sharding.context import is_tracing
 from .._text import array_text, name_of
-from .._trees.paths import common_end, path_text
-from .arrays import result_path
+from .._trees.paths import common_end
+from .arrays import argument_path, result_path
 from .comparison import ComparedRow, Comparison, Reference, compare, key_data
-from .lowered import check_arguments
+from .lowered import check_arguments, positional_parameters
 from .one_device import (
     Arrays,
     Call,
@@ -111,11 +111,12 @@ def _check_supported(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[st
                 'instead': 'run it in one process, on simulated devices',
             },
         )
+    names = dict(enumerate(positional_parameters(fn)))
     for path, leaf in jtu.tree_leaves_with_path((args, dict(kwargs))):
         if isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref):
             raise EinshardError(
                 f'check_same needs arrays, not {type(leaf).__name__}',
-                facts={'argument': path_text(path[1:]), 'array': array_text(leaf)},
+                facts={'argument': argument_path(path, names), 'array': array_text(leaf)},
             )
 
 
