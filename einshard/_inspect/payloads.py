@@ -88,14 +88,17 @@ def find_weights(
     floating = [bool(re.match(r'b?float', dtype)) for _, dtype in inputs]
     by_output = _updated_inputs(module, inputs, outputs)
     updated = {i for indices in by_output.values() for i in indices}
-    if not _is_training(module):
+    if not _is_train_step(module):
         return {i: is_float and i not in updated for i, is_float in enumerate(floating)}
     updates_none = not any(floating[i] for i in updated)
     return {i: is_float and (updates_none or i in updated) for i, is_float in enumerate(floating)}
 
 
-def _is_training(module: Module) -> bool:
-    # a program without a backward pass may be the update of an optimizer, which has no products
+def _is_train_step(module: Module) -> bool:
+    """Whether a program is a train step: it has a backward pass, or no products.
+
+    A program without products may be the update of an optimizer.
+    """
     return '/transpose(' in module.text or next(find_products(module), None) is None
 
 
@@ -112,7 +115,7 @@ def _updated_inputs(
     for i, (path, _) in enumerate(inputs):
         for end in {path, path.partition('/')[2]}:
             by_path.setdefault(end, []).append(i)
-    is_training = _is_training(module)
+    is_train_step = _is_train_step(module)
     types = {op.parameter_number: op.results for op in module.entry.parameters()}
     results = module.entry.root.results
     updated: dict[int, list[int]] = defaultdict(list)
@@ -123,7 +126,7 @@ def _updated_inputs(
         path = path.partition('/')[2]  # without 'result'
         for end in {path, path.partition('/')[2]} - {''}:
             for i in by_path.get(end, ()):
-                if is_training or types.get(i) == results[output : output + 1]:
+                if is_train_step or types.get(i) == results[output : output + 1]:
                     updated[output].append(i)
     return updated
 
