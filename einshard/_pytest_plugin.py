@@ -55,7 +55,7 @@ def einshard_golden(request: pytest.FixtureRequest) -> Iterator[Callable[..., No
 
     def compare(report: Report, name: str | None = None) -> None:
         __tracebackhide__ = True
-        difference = goldens.differs(report, name)
+        difference = goldens.find_difference(report, name)
         if difference:
             pytest.fail(difference)
 

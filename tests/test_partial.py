@@ -330,7 +330,9 @@ def test_explained():
         B,
         intermediates=True,
     )
-    assert 'a b -> a b +@y' in [row.placement for row in report.intermediates]
+    partial_sums = [row for row in report.intermediates if row.placement == 'a b -> a b +@y']
+    assert partial_sums
+    assert all(row.sharded for row in partial_sums)
 
 
 # --- what JAX does ------------------------------------------------------------------------------

@@ -309,8 +309,8 @@ NOT_A_REPORT = (
 )
 def test_refusals(report, tmp_path, args, message):
     goldens = Goldens(tmp_path, 'test_step', tmp_path, update=True)
-    assert goldens.differs(report, 'forward') is None
-    error = refusal(goldens.differs, str(report) if args is None else report, *(args or ()))
+    assert goldens.find_difference(report, 'forward') is None
+    error = refusal(goldens.find_difference, str(report) if args is None else report, *(args or ()))
     assert str(error) == message
 
 

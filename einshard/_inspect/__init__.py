@@ -1,1 +1,1 @@
-"""`explain` and `show`: compiled programs and placements to reports and pictures."""
+"""`explain`, `check_same` and `show`: reports, comparisons and pictures."""

@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.tree_util as jtu
@@ -23,6 +23,8 @@ from .lowered import Stages
 from .oversized import Oversized
 from .report_rows import ArrayRow
 
+_NOT_USED = Description('not used')
+
 
 @dataclass(frozen=True)
 class ProgramArray:
@@ -32,7 +34,7 @@ class ProgramArray:
     shape: tuple[int, ...]
     dtype: Any
     sharding: Sharding | None  # None if the program does not use the array
-    names: tuple[str, ...] | None  # the axis names of its spec; None if it has no spec
+    names: tuple[str, ...] | None  # axis names; None without a spec, and for '...'
 
 
 def find_arguments(
@@ -41,6 +43,10 @@ def find_arguments(
     shardings: Sequence[Sharding | None],
     module: Module,
 ) -> list[ProgramArray]:
+    """Returns the argument leaves of a call, including those that the program does not use.
+
+    `shardings` has the sharding of each leaf; None for unused leaves.
+    """
     leaves = jtu.tree_leaves_with_path(compiled.args_info)
     specs = stages.argument_specs() or [None] * len(leaves)
     names = stages.argument_names
@@ -50,40 +56,52 @@ def find_arguments(
         if any(name.startswith('Arg_') for name in names.values()):
             names = _names_in_signature(stages.parameters, len(compiled.args_info[0]))
     return [
-        _array((_argument_name(path, names), path_text(path[2:])), leaf, sharding, spec)
+        _array(argument_path(path, names), leaf, sharding, spec)
         for (path, leaf), sharding, spec in zip(leaves, shardings, specs, strict=True)
     ]
 
 
 def find_results(stages: Stages, results: Any) -> list[ProgramArray]:
+    """Returns the result leaves; `results` is the pytree `out_info` of a `Compiled`."""
     leaves = jtu.tree_leaves_with_path(results)
     specs = stages.result_specs(results) or [None] * len(leaves)
     return [
-        _array(('result', path_text(path)), leaf, leaf.sharding, spec)
+        _array(result_path(path), leaf, leaf.sharding, spec)
         for (path, leaf), spec in zip(leaves, specs, strict=True)
     ]
 
 
-def _array(
-    path: Sequence[str], leaf: Any, sharding: Sharding | None, spec: AnySpec | None
-) -> ProgramArray:
+def _array(path: str, leaf: Any, sharding: Sharding | None, spec: AnySpec | None) -> ProgramArray:
     shape = tuple(leaf.shape)
-    names = _axis_names(spec, len(shape))
-    return ProgramArray('/'.join(filter(None, path)), shape, leaf.dtype, sharding, names)
+    return ProgramArray(path, shape, leaf.dtype, sharding, _axis_names(spec, len(shape)))
 
 
-def _argument_name(path: Sequence[Any], names: Mapping[int, str]) -> str:
-    """Returns the name of the parameter of an argument, or 'args[i]' if it is unknown."""
-    by_keyword = path[0].idx == 1
-    if by_keyword:
-        return str(path[1].key)
-    return names.get(path[1].idx, f'args[{path[1].idx}]')
+def argument_path(path: Sequence[Any], names: Mapping[int, str]) -> str:
+    """Formats the path of an argument leaf: 'params/w'; 'args[0]/w' if the name is unknown.
+
+    Args:
+        path: the key path of the leaf in (args, kwargs).
+        names: the known parameter names, by position.
+    """
+    container, key, *rest = path
+    by_keyword = container.idx == 1
+    name = str(key.key) if by_keyword else names.get(key.idx, f'args[{key.idx}]')
+    return '/'.join(filter(None, (name, path_text(rest))))
+
+
+def result_path(path: Sequence[Any]) -> str:
+    """Formats the path of a result leaf: 'result/0/w', or 'result' for a single array."""
+    return '/'.join(filter(None, ('result', path_text(path))))
 
 
 def _names_in_program(
     paths: Sequence[Sequence[Any]], shardings: Sequence[Sharding | None], module: Module
 ) -> dict[int, str]:
-    """Reads parameter names by position from a program. It lacks those of unused arguments."""
+    """Reads the parameter name of each positional argument from a program.
+
+    `paths` and `shardings` are those of all argument leaves. The program has no names for unused
+    arguments.
+    """
     parameters = module.entry.parameters()
     in_program = {op.parameter_number: re.split(r'[\[.]', op.op_name)[0] for op in parameters}
     used = [path for path, s in zip(paths, shardings, strict=True) if s is not None]
@@ -94,12 +112,15 @@ def _names_in_program(
 
 
 def _names_in_signature(parameters: Sequence[str], n_arguments: int) -> Mapping[int, str]:
-    """Returns parameter names by position; none if static parameters shift the positions."""
+    """Returns parameter names by position; {} if static parameters shift the positions."""
     return dict(enumerate(parameters)) if len(parameters) == n_arguments else {}
 
 
 def _axis_names(spec: AnySpec | None, ndim: int) -> tuple[str, ...] | None:
-    """Returns the axis names of an array; axes in '...' get unused letters."""
+    """Returns the axis names of an array, with unused letters for the axes in '...'.
+
+    None if the spec is None or '...'.
+    """
     if spec is None:
         return None
     names = as_leaf_spec(spec).expression.names
@@ -129,7 +150,20 @@ def array_row(array: ProgramArray) -> ArrayRow:
 
 def _placement(array: ProgramArray) -> str:
     if array.sharding is None:
-        return Description('not used')
+        return _NOT_USED
     if isinstance(array.sharding, NamedSharding):
         return describe_named(array.sharding, len(array.shape), array.names)
     return describe(array.sharding)
+
+
+def results_in_place(
+    arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], module: Module
+) -> tuple[tuple[str, str], ...]:
+    """Returns the paths (result, argument) of `Report.in_place`."""
+    inputs = [row for row in arguments if row.placement != _NOT_USED]
+    pairs = [
+        (results[output], inputs[parameter])
+        for output, parameter in module.aliases.items()
+        if output < len(results) and parameter < len(inputs)
+    ]
+    return tuple((a.path, b.path) for a, b in pairs if replace(a, path=b.path) == b)

@@ -73,8 +73,11 @@ def find_bounds(
     Branches of conditionals do not count. Loops of unknown length count as one iteration.
 
     Args:
-        products: the matrix products.
-        collectives: the collectives, each with its mesh axes: `along`.
+        chip: the chip of the devices.
+        devices: the devices in the order of the program.
+        module: the compiled program.
+        products: its matrix products.
+        collectives: its collectives, each with the axes in `along` of its row.
         is_cpu: whether the program is compiled for CPUs that simulate the devices.
     """
     share = chip.share(devices[0])
@@ -104,6 +107,6 @@ def find_bounds(
 def bounds_section(chip: str, bounds: Bounds, unknown_loops: bool) -> Section:
     largest = bounds.largest
     mark = ' (the largest)' * (len(bounds) > 1)
-    words = [f'{bound}{mark * (bound is largest)}' for bound in bounds]
+    lines = [f'{bound}{mark * (bound is largest)}' for bound in bounds]
     once = '; loops of unknown length count once' * unknown_loops
-    return Section(f'lower bounds on the time of one run ({chip}{once})', lines=tuple(words))
+    return Section(f'lower bounds on the time of one run ({chip}{once})', lines=tuple(lines))

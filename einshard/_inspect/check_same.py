@@ -16,10 +16,19 @@ from .._arrays.gather import gather
 from .._errors import EinshardError, plural
 from .._sharding.context import is_tracing
 from .._text import array_text, name_of
-from .._trees.paths import common_end, path_text
+from .._trees.paths import common_end
+from .arrays import argument_path, result_path
 from .comparison import ComparedRow, Comparison, Reference, compare, key_data
-from .lowered import check_arguments
-from .one_device import Arrays, Call, Compiled, is_inexact, make_call, on_one_device, sharding_on
+from .lowered import check_arguments, positional_parameters
+from .one_device import (
+    Arrays,
+    Call,
+    OneDeviceProgram,
+    is_inexact,
+    make_call,
+    on_one_device,
+    sharding_on,
+)
 from .tolerance import Rounding, largest_rounding, rounding_unit
 
 
@@ -76,7 +85,7 @@ def check_same(
         EinshardError: the function does not fit or run on one device, or cannot be differentiated.
     """
     name = name_of(fn)
-    _check(fn, name, args, kwargs)
+    _check_supported(fn, name, args, kwargs)
     call = make_call(fn, name, args, kwargs)
     result = call.run()
     comparison = _compare(call, result, reference, gradients)
@@ -85,7 +94,7 @@ def check_same(
     return comparison
 
 
-def _check(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_supported(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if isinstance(fn, stages.Compiled | stages.Lowered | stages.Traced) or not callable(fn):
         raise EinshardError(
             f'check_same needs a function, not {type(fn).__name__}',
@@ -102,18 +111,20 @@ def _check(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
                 'instead': 'run it in one process, on simulated devices',
             },
         )
+    names = dict(enumerate(positional_parameters(fn)))
     for path, leaf in jtu.tree_leaves_with_path((args, dict(kwargs))):
         if isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref):
             raise EinshardError(
                 f'check_same needs arrays, not {type(leaf).__name__}',
-                facts={'argument': path_text(path[1:]), 'array': array_text(leaf)},
+                facts={'argument': argument_path(path, names), 'array': array_text(leaf)},
             )
 
 
 def _compare(
     call: Call, result: Any, reference: Callable[..., Any] | None, gradients: bool
 ) -> Comparison:
-    results, paths = jtu.tree_leaves(result), _result_paths(result)
+    with_paths = jtu.tree_leaves_with_path(result)
+    results = [x for _, x in with_paths]
     arrays = [x for x in results if isinstance(x, jax.Array)]
     if not arrays:
         raise EinshardError(f'{call.name} returns no arrays to compare')
@@ -123,22 +134,17 @@ def _compare(
     mesh: Any = sharding_on(sharding, device).mesh
     single = on_one_device(call, call.function if reference is None else reference, mesh)
     check = _Check(call, single, mesh, n_devices, has_reference=reference is not None)
-    rows = check.values(results, paths)
+    rows = check.results(results, [result_path(path) for path, _ in with_paths])
     notes: list[str] = []
-    weights = {i: x for i, x in enumerate(results) if is_inexact(x)}
+    differentiable = {i: x for i, x in enumerate(results) if is_inexact(x)}
     if not gradients:
         notes.append('gradients were not compared: gradients=False')
-    elif not (weights and call.inputs):
+    elif not (differentiable and call.inputs):
         where = 'result' if call.inputs else 'argument'
         notes.append(f'there are no gradients: no {where} is a floating-point array')
     else:
-        rows += check.gradients(weights)
+        rows += check.gradients(differentiable)
     return Comparison(call.name, n_devices, tuple(rows), tuple(notes))
-
-
-def _result_paths(result: Any) -> list[str]:
-    paths = (path_text(path) for path, _ in jtu.tree_leaves_with_path(result))
-    return ['/'.join(filter(None, ('result', path))) for path in paths]
 
 
 @dataclass(frozen=True)
@@ -155,12 +161,14 @@ class _Check:
     def device(self) -> Any:
         return self.mesh.devices.flat[0]
 
-    def values(self, results: Sequence[jax.Array], paths: Sequence[str]) -> list[ComparedRow]:
+    def results(self, results: Sequence[jax.Array], paths: Sequence[str]) -> list[ComparedRow]:
+        """Compares each result with the same result on one device."""
+
         def leaves(arrays: Arrays) -> list[Any]:
             return jtu.tree_leaves(self.single.result(arrays))
 
-        run = Compiled(self.call.name, self.mesh, leaves, self.single.arrays)
-        rounding = largest_rounding(run.jaxpr.jaxpr, self.n_devices, self.device.platform)
+        run = OneDeviceProgram(self.call.name, self.mesh, leaves, self.single.arrays)
+        rounding = largest_rounding(run.jaxpr, self.n_devices, self.device.platform)
         samples = self._samples(rounding)
         expected, *rounded = [run(arrays) for arrays in samples]
         self._check_shapes(results, expected)
@@ -183,7 +191,8 @@ class _Check:
             facts = {'on all devices': str(ours), other: str(theirs)}
             raise EinshardError(sentence, facts=facts)
 
-    def gradients(self, results: Mapping[int, jax.Array]) -> list[ComparedRow]:
+    def gradients(self, results: Arrays) -> list[ComparedRow]:
+        """Compares the gradients of a weighted sum of these results with those on one device."""
         random = np.random.default_rng(0)
         weights = {i: random.normal(size=x.shape).astype(x.dtype) for i, x in results.items()}
         weights_on_devices = {i: _put(weights[i], x.sharding) for i, x in results.items()}
@@ -203,9 +212,9 @@ class _Check:
                     'try': 'check_same(..., gradients=False)',
                 },
             ) from error
-        single = self.single
-        run = Compiled(self.call.name, self.mesh, single.gradients, single.arrays, weights_on_one)
-        rounding = largest_rounding(run.jaxpr.jaxpr, self.n_devices, self.device.platform)
+        name, single = self.call.name, self.single
+        run = OneDeviceProgram(name, self.mesh, single.gradients, single.arrays, weights_on_one)
+        rounding = largest_rounding(run.jaxpr, self.n_devices, self.device.platform)
         expected, *rounded = [run(arrays, weights_on_one) for arrays in self._samples(rounding)]
         return [
             compare(
@@ -223,10 +232,11 @@ class _Check:
         return [arrays, *(_rounded(arrays, rounding.unit, seed) for seed in range(_SAMPLES))]
 
     def _updated_argument(self, path: str, result: jax.Array) -> int | None:
-        """Returns the argument whose updated value a result may be; None if there is none.
+        """Returns the index of the argument whose updated value a result may be, or None.
 
-        For such a result, the change is compared instead of the value: it is so small that the
-        rounding of the value would hide errors in it.
+        This is a floating-point array with the same shape and dtype; of several, the one whose
+        path has the longest common end with `path`. For such a result, the change is compared
+        instead of the value: it is so small that the rounding of the value would hide errors in it.
         """
         leaves = self.call.leaves
         types = {i: (leaves[i].shape, leaves[i].dtype) for i in self.call.inputs}
@@ -235,6 +245,7 @@ class _Check:
 
 
 def _put(array: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Shards a host array; leaves it on the host if the sharding has no mesh."""
     return jax.device_put(array, sharding) if isinstance(sharding, NamedSharding) else array
 
 

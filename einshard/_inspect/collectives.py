@@ -12,11 +12,11 @@ from .fold_layers import fold
 from .report_rows import CollectiveRow
 
 _MAX_ROWS = 40  # of the table in text
-_LARGE = 0.01  # of all bytes sent; rows with a larger fraction always show the role
+_LARGE = 0.01  # of all bytes sent; larger rows show their role even without paths or axes
 
 
 class Collectives(Display, tuple[CollectiveRow, ...]):
-    """The collectives of a program, in order; those in loops appear once. Shown as a table."""
+    """The collectives of a program in execution order. Those in loops appear once."""
 
     __slots__ = ()
 
@@ -108,7 +108,7 @@ def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[st
 
 def _of(rows: Sequence[CollectiveRow], is_large: bool) -> str:
     """Formats the payload of collectives: the paths, 'params/0-3/{q,k}', or the role and axes."""
-    # 'result' would say nothing: it is the entire result
+    # 'result' is the path of the only result, so it would say nothing
     paths = list(dict.fromkeys(path for row in rows for path in row.of if path != 'result'))
     folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
     if not folded and (rows[0].axes or is_large):

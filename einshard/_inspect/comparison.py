@@ -33,9 +33,9 @@ class ComparedRow:
             the updated value of an argument: relative to the largest change of an element. For
             integers: the fraction of elements that differ.
         tolerance: the largest difference that rounding explains.
-        because: the reason for the tolerance: 'float32, sums of 512 terms'; or 'rounded arguments',
-            if rounding the arguments changes the array more.
-        replicas_differ: whether replicas of a shard differ.
+        because: the reason for the tolerance: 'float32, sums of 512 terms'; 'integers', for
+            which it is 0; or 'rounded arguments', if rounding the arguments changes the array more.
+        replicas_differ: whether replicas of a shard differ by more than the tolerance.
     """
 
     path: str
@@ -57,7 +57,9 @@ class ComparedRow:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Display):
-    """Compares the results of a function on several devices and on one; made by `check_same`.
+    """The results of a function on several devices, compared with those on one device.
+
+    Made by `check_same`.
 
     Attributes:
         name: the name of the function.
@@ -135,9 +137,10 @@ def compare(path: str, found: jax.Array, reference: Reference, rounding: Roundin
     else:
         # an argument that did not change has no change to compare with
         scale = _largest(expected - reference.before) or _largest(expected)
-        unit = rounding_unit(found.dtype) * _largest(expected)
+        rounding_error = rounding_unit(found.dtype) * _largest(expected)  # of one element
         difference = _distance(value, expected, scale)
-        tolerance = rounding.tolerance + _relative(2 * unit, scale)
+        # both arrays are rounded to their dtype
+        tolerance = rounding.tolerance + _relative(2 * rounding_error, scale)
         because = str(rounding)
         by_rounding = [
             _distance(_numbers(after) - before, expected - reference.before, scale)
@@ -158,7 +161,7 @@ def compare(path: str, found: jax.Array, reference: Reference, rounding: Roundin
 
 
 def _copies(array: jax.Array) -> Iterator[Any]:
-    """Yields one full array for each replica, made of the shards of that replica."""
+    """Yields one full array for each replica, made of its shards; for a partial sum, the sum."""
     array = key_data(array)
     if isinstance(array.sharding, NamedSharding) and array.sharding.spec.unreduced:
         yield _numbers(gather(array))

@@ -19,10 +19,11 @@ class Diff:
     """The differences between two reports, made by `Report.diff`.
 
     Attributes:
-        arrays: (path, before, after) of changed arguments and results, each with its placement:
-            "float32[8,4] 'a b -> a8 b'"; None if a report lacks the array.
-        collectives: (collective, executions before, executions after), the largest change in bytes
-            first. Executions are None if a loop has an unknown trip count.
+        arrays: (path, before, after) of changed arguments and results. Before and after are texts
+            such as "float32[8,4] 'a b -> a8 b'"; None if a report lacks the array.
+        collectives: (text, executions before, executions after) of collectives that run more or
+            less often, the largest change in bytes first. Executions are 0 if a report lacks the
+            collective, and None if a loop has an unknown trip count.
         numbers: (name, before, after) of bytes and flops whose printed values differ.
         details: for each of `collectives`, the increase in the bytes that a device sends in one
             run, and the source lines. Lines are not compared.
@@ -86,23 +87,25 @@ def make_diff(before: Compared, after: Compared) -> Diff:
     old, new = _placements(before.arrays), _placements(after.arrays)
     paths = list(dict.fromkeys([*old, *new]))
     old_sums, new_sums = _sums(before.collectives), _sums(after.collectives)
-    changed: list[tuple[tuple[str, int | None, int | None], tuple[int, str]]] = []
-    for text in dict.fromkeys([*old_sums, *new_sums]):
-        a, b = old_sums.get(text, _ZERO), new_sums.get(text, _ZERO)
-        if a.executions != b.executions:
-            lines = ', '.join(dict.fromkeys(filter(None, map(short_source, b.lines or a.lines))))
-            changed.append(((text, a.executions, b.executions), (b.sent - a.sent, lines)))
-    changed.sort(key=lambda pair: -abs(pair[1][0]))
+    texts = dict.fromkeys([*old_sums, *new_sums])
+    sums = [(text, old_sums.get(text, _ZERO), new_sums.get(text, _ZERO)) for text in texts]
+    changed = [(text, a, b) for text, a, b in sums if a.executions != b.executions]
+    changed.sort(key=lambda change: -abs(change[2].sent - change[1].sent))
     return Diff(
         arrays=tuple((p, old.get(p), new.get(p)) for p in paths if old.get(p) != new.get(p)),
-        collectives=tuple(collective for collective, _ in changed),
-        details=tuple(details for _, details in changed),
+        collectives=tuple((text, a.executions, b.executions) for text, a, b in changed),
+        details=tuple((b.sent - a.sent, _join(b.lines or a.lines)) for _, a, b in changed),
         numbers=tuple(
             (name, number, after.numbers[name])
             for name, number in before.numbers.items()
             if _format_number(name, number) != _format_number(name, after.numbers[name])
         ),
     )
+
+
+def _join(lines: Sequence[str | None]) -> str:
+    """Formats source lines: 'model.py:12, model.py:15'."""
+    return ', '.join(dict.fromkeys(filter(None, map(short_source, lines))))
 
 
 def _format_number(name: str, number: int) -> str:
@@ -125,6 +128,7 @@ _ZERO = _Sum(0, 0, ())
 
 
 def _sums(rows: Sequence[CollectiveRow]) -> dict[str, _Sum]:
+    """Adds up collectives with the same text: kind, arrays, groups and axes."""
     sums: dict[str, _Sum] = {}
     for row in rows:
         along = f' along {row.along}' if row.along else ''

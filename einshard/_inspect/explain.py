@@ -19,7 +19,7 @@ from .._hlo.memory import read_memory
 from .._hlo.module import Module
 from .._sharding.collective_axes import ShardedBy, along, find_sharded_by
 from .._sharding.mesh import AnyMesh, Device, MeshLike, is_device_mesh
-from .arrays import array_row, find_arguments, find_results
+from .arrays import array_row, find_arguments, find_results, results_in_place
 from .bounds import NO_BOUNDS, find_bounds
 from .findings.causes import with_causes
 from .findings.facts import Facts
@@ -27,7 +27,7 @@ from .findings.find import find_findings, find_notes
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, trace_call
 from .oversized import Oversized, compile_stages, find_compile_mesh
-from .payloads import Payload, find_payloads, find_weights, results_in_place
+from .payloads import Payload, find_payloads, find_weights
 from .report import Report
 from .report_rows import CollectiveRow
 from .totals import product_rows
@@ -58,17 +58,18 @@ def explain(
         >>> [(row.path, row.array) for row in report.arguments[1:]]
         [('w', 'float32[32,8]')]
 
-    `explain` compiles the function once. Later calls of the function reuse the compiled program;
-    with `collectives=` or `memory=`, they compile it again.
+    `explain` compiles the function once. Later calls of the function reuse the compiled program; if
+    it is `sharded` with `collectives=` or `memory=`, they compile it again.
 
     Args:
         fn: a `sharded` or jitted function, any other function (it is jitted), or the result of its
             `lower(...)`, compiled or not.
         args, kwargs: arguments of the call: arrays, or `jax.ShapeDtypeStruct` in place of arrays.
-            Omit them for a lowered program. Pass arguments by position if their names clash with
-            those below.
+            Omit them for a lowered or compiled program. Pass arguments by position if their names
+            clash with those below.
         mesh: the mesh to compile for, unless `fn` has its own; `topology` makes one of devices you
-            don't have. If `mesh=` is given, only the shapes and dtypes of the arguments matter.
+            don't have. If `mesh=` is given, the shardings of arrays are ignored, but not
+            those of `ShapeDtypeStruct`s.
         replicated_above: note replicated arguments and results of more than this many bytes.
         intermediates: whether to list the placements of intermediate values; this compiles again.
         chip: the chip for the lower bounds on time: a `Chip`, or a name such as 'H100'. Default:
@@ -163,9 +164,9 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
     )
     bounds = NO_BOUNDS
     if chip is not None:
-        axes = [row.along for row in facts.rows]
-        collectives = list(zip(facts.collectives, axes, strict=True))
-        bounds = find_bounds(chip, facts.devices, module, facts.products, collectives)
+        pairs = zip(facts.collectives, facts.rows, strict=True)
+        with_axes = [(collective, row.along) for collective, row in pairs]
+        bounds = find_bounds(chip, facts.devices, module, facts.products, with_axes)
     return Report(
         name=facts.stages.name or module.name or 'the program',
         n_devices=facts.n_devices,
@@ -202,7 +203,8 @@ def _communication(
 ) -> tuple[Sequence[Collective], dict[str, AllGather]]:
     """Finds the collectives of a program, and its all-gathers by instruction name.
 
-    Parameters after the inputs belong to `jax.Ref`s that the function closes over.
+    Parameters from `n_inputs` on are `jax.Ref`s that the function closes over. They have no path,
+    so an all-gather of one has `parameter=None`.
     """
     collectives = find_collectives(module, device_ids)
     if all(collective.kind != 'all-gather' for collective in collectives):
@@ -215,7 +217,7 @@ def _communication(
 
 
 def _devices(shardings: Sequence[Sharding | None]) -> list[Device]:
-    """Returns the devices that run the program; one if it has no inputs and outputs."""
+    """Returns the devices that run the program; the first device if it has no inputs or outputs."""
     for sharding in shardings:
         if isinstance(sharding, NamedSharding):
             return list(sharding.mesh.devices.flat)  # type: ignore[reportOptionalMemberAccess]
@@ -227,7 +229,7 @@ def _devices(shardings: Sequence[Sharding | None]) -> list[Device]:
 def _output_paths(
     results: Sequence[str], inputs: Sequence[tuple[str, str]], module: Module
 ) -> Mapping[int, str]:
-    """Lists the paths of the program outputs: results, followed by final values of refs."""
+    """Returns, by output number, the path of each result, and of each `jax.Ref` that is updated."""
     paths = dict(enumerate(results))
     for output, parameter in module.aliases.items():
         if output not in paths and parameter < len(inputs):

@@ -1,4 +1,4 @@
-"""Folds paths that differ in one part, such as layers, into one line if their values are equal."""
+"""Folds paths with equal values, such as those of layers, into patterns: '0-11/{q,k}/w'."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import TypeAlias
 
 _Parts: TypeAlias = tuple[tuple[str, ...], ...]  # the alternatives for each part of a path
 
-_FEW = 12  # up to this many paths are not folded
+_FEW = 12
 
 
 def fold(
     paths: Sequence[str], values: Sequence[Hashable], few: int = _FEW
 ) -> list[tuple[str, list[int]]]:
     """Folds paths with equal values into patterns; returns each with the indices of its paths.
+
+    If there are at most `few` paths, each is a pattern of its own.
 
     >>> from einshard._inspect.fold_layers import fold
     >>> fold(['0/w', '0/b', '1/w', '1/b'], ['big', 'small', 'big', 'small'], few=2)

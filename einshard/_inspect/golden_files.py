@@ -83,10 +83,10 @@ class Goldens:
     written: list[str] = field(default_factory=list[str], init=False)
     _used: set[Path] = field(default_factory=set[Path], init=False)
 
-    def differs(self, report: Report, name: str | None = None) -> str | None:
+    def find_difference(self, report: Report, name: str | None = None) -> str | None:
         """Returns the difference between a report and its golden file; None if they are equal.
 
-        With `--einshard-update`, it writes the file and returns None.
+        If `update`, it writes the file and returns None.
         """
         if not isinstance(report, Report):
             raise EinshardError(
@@ -146,7 +146,10 @@ def _difference(report: Report, golden: str, text: str, shown_path: str) -> str:
 
 
 def file_name(name: str) -> str:
-    """Makes a portable file name; adds a hash if it has to replace characters.
+    """Makes a portable file name.
+
+    Adds a hash if it replaces characters other than the brackets of pytest parameters, or shortens
+    the name.
 
     >>> from einshard._inspect.golden_files import file_name
     >>> file_name('test_step[8-float32]')
@@ -157,5 +160,5 @@ def file_name(name: str) -> str:
     plain = re.sub(r'[^\w.]+', '-', name, flags=re.ASCII).strip('-')
     if plain == name.replace('[', '-', 1).removesuffix(']') and len(plain) <= _MAX_LENGTH:
         return plain
-    mark = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return f'{plain[:_MAX_LENGTH]}-{mark}'
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f'{plain[:_MAX_LENGTH]}-{digest}'

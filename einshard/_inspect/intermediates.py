@@ -30,6 +30,7 @@ from .._sharding.mesh import AnyMesh, partition_spec, spec_axes
 from .report_rows import ArrayRow
 
 _SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')  # not of a tuple
+# an element of the sharding of a tuple
 _ELEMENT = re.compile(r'\{((?:[^{}]|\{[^{}]*\})*)\}')
 _OUTERMOST = re.compile(r'jit\([^)]*\)/')
 _TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
@@ -39,7 +40,7 @@ _NO_VALUES = {'parameter', 'constant', 'tuple', 'get-tuple-element', 'broadcast'
 
 
 def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[ArrayRow]:
-    """Finds the intermediate arrays that have a source line."""
+    """Finds the intermediate arrays that have a source line; none without a mesh."""
     if not meshes or meshes[0].size == 1:
         return []
     text = _before_partitioning(lowered)
@@ -53,6 +54,7 @@ def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[Arra
 
 
 def _before_partitioning(lowered: Lowered) -> str:
+    """Compiles again; returns the HLO text before partitioning, or '' if it was not dumped."""
     with tempfile.TemporaryDirectory() as folder:
         compile_with_dumps(lowered, folder)
         return newest_dump(folder, 'before_*spmd-partitioning*')
@@ -100,8 +102,9 @@ def _no_persistent_cache() -> Generator[None, None, None]:
 
 
 def _read_values(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
+    """Yields a row for each value of the user's code that has a sharding and a source line."""
     module = Module(text)
-    placements: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
+    placements: dict[tuple[str, int], tuple[str, int, bool]] = {}
     for _, _, op in module.find(' sharding={'):
         source, sharding = module.source(op), _SHARDING.search(op.attributes)
         is_value = op.op_name.startswith('jit(') and op.opcode not in _NO_VALUES
@@ -110,15 +113,17 @@ def _read_values(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
         (array,) = op.results
         key = sharding[1], len(array.shape)
         if key not in placements:
-            placements[key] = _placement(*key, meshes)
-        placement, parts = placements[key]
+            placement, parts = _placement(*key, meshes)
+            is_partial_sum = any(_term_indices(*key, meshes[0].size))
+            placements[key] = placement, math.prod(parts), is_partial_sum
+        placement, n_shards, is_partial_sum = placements[key]
         yield ArrayRow(
             path=_OUTERMOST.sub('', op.op_name, count=1),
             shape=array.shape,
             dtype=array.dtype,
             placement=placement,
-            bytes=-(-array.bytes // math.prod(parts)),
-            sharded=math.prod(parts) > 1,
+            bytes=-(-array.bytes // n_shards),
+            sharded=n_shards > 1 or is_partial_sum,
             source=source,
         )
 
@@ -139,6 +144,7 @@ def read_shardings(
     if mesh.size == 1:
         return [NamedSharding(mesh, PartitionSpec()) for _ in ranks]
     _, _, text = op.attributes.partition('sharding=')
+    # the sharding of a tuple has another pair of braces around it
     elements = [*_ELEMENT.findall(text[text.startswith('{{') :]), *[''] * len(ranks)]
     shardings: list[NamedSharding | None] = []
     for element, ndim in zip(elements, ranks, strict=False):
@@ -148,7 +154,10 @@ def read_shardings(
 
 
 def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, tuple[int, ...]]:
-    """Converts a sharding in HLO text to an expression, and the number of shards of each axis."""
+    """Returns the expression for a sharding in HLO text, and the number of shards of each axis.
+
+    If no expression fits, returns the text itself instead of an expression.
+    """
     blocks = _block_indices(text, ndim, meshes[0].size)
     if blocks is None:
         return text, (1,) * ndim
@@ -161,7 +170,7 @@ def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, tu
             continue
         entries = spec_axes(sharding.spec)
         axes = entries[ndim] if len(entries) > ndim else ()
-        # only expressions on Explicit axes have partial sums
+        # JAX has partial sums only on Explicit axes; on other axes, the HLO text is returned
         if not axes or AxisType.Explicit in mesh.axis_types:
             sharding = NamedSharding(mesh, partition_spec(entries[:ndim], axes))
             return describe_named(sharding, ndim), parts
@@ -169,7 +178,7 @@ def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, tu
 
 
 def _term_indices(text: str, ndim: int, n_devices: int) -> list[int]:
-    """Lists the term of a partial sum that each device holds; zeros for other values."""
+    """Returns the number of the term that each device holds; all 0 if it is not a partial sum."""
     terms = [0] * n_devices
     kinds = re.search(r'last_tile_dims=\{(.*unreduced.*?)\}', text)
     if kinds and (tiles := _TILES.match(text)):
@@ -192,7 +201,7 @@ def _grid(tiles: re.Match[str]) -> np.ndarray[Any, Any]:
 
 
 def _block_indices(text: str, ndim: int, n_devices: int) -> list[list[int]] | None:
-    """Reads the block index of each device along each axis; None if the sharding is unknown."""
+    """Returns, for each array axis, the block index of each device; None if it cannot be read."""
     blocks = [[0] * n_devices for _ in range(ndim)]
     if text.startswith('replicated') or text.endswith(' replicated'):
         return blocks

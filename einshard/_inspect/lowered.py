@@ -39,10 +39,13 @@ class Stages:
         name: the name of the function; '' if unknown.
         compiled, lowered, traced: one of them is set: the stage that the user passed, or the traced
             function.
-        argument_names: by position, for the program of a `sharded` function; else None.
-        parameters: the names of all parameters, static ones too, for other functions.
-        program, values: the program of a `sharded` function, and the values of the call.
-        promise: the limits on collectives and memory, or None.
+        argument_names: for a `sharded` function, the names of its arguments by position, without
+            static ones; else None.
+        parameters: for other functions, the names of the parameters that the call passes by
+            position, static ones too.
+        program, values: the program of a `sharded` function, and the flat arguments of the call,
+            with static ones; None and () for other functions.
+        limits: the limits of a `sharded` function on collectives and memory, or None.
     """
 
     name: str
@@ -53,10 +56,10 @@ class Stages:
     parameters: Sequence[str] = ()
     program: TracedFunction | None = None
     values: tuple[Any, ...] = ()
-    promise: Limits | None = None
+    limits: Limits | None = None
 
     def lower(self) -> Lowered:
-        """Lowers the program."""
+        """Lowers the program; raises for a `Compiled`."""
         if self.lowered is not None:
             return self.lowered
         if self.traced is None:
@@ -185,7 +188,7 @@ def _trace(
         unbound, args = fn.func, (*fn.args, *args)
     try:
         if isinstance(unbound, ShardedFunction):
-            # its programs take a flat list of arguments, which may have been placed already
+            # not fn.trace, which does not return the program and its flat arguments
             program, values, traced = unbound._call(args, kwargs, _trace_program)  # type: ignore[reportPrivateUsage]
             names = [p for i, p in enumerate(program.names) if i not in program.static]
             return Stages(
@@ -194,7 +197,7 @@ def _trace(
                 argument_names=dict(enumerate(names)),
                 program=program,
                 values=values,
-                promise=unbound.limits,
+                limits=unbound.limits,
             )
         if not hasattr(fn, 'trace'):
             fn = jax.jit(fn)
@@ -206,7 +209,11 @@ def _trace(
                     'einshard(jax.ShapeDtypeStruct(...), spec, mesh=mesh)'
                 },
             )
-        return Stages(name, traced=fn.trace(*args, **kwargs), parameters=_parameters(fn, args))
+        return Stages(
+            name,
+            traced=fn.trace(*args, **kwargs),
+            parameters=positional_parameters(fn)[: len(args)],
+        )
     except EinshardError:
         raise
     except (TypeError, ValueError) as error:
@@ -219,14 +226,14 @@ def _trace(
         ) from error
 
 
-def _parameters(fn: Any, args: Sequence[Any]) -> list[str]:
-    """Returns the names of the positional parameters; [] if the signature is unknown."""
+def positional_parameters(fn: Any) -> list[str]:
+    """Returns the names of the parameters that may be passed by position; [] if unknown."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         return []
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in by_position][: len(args)]
+    return [p.name for p in parameters if p.kind in by_position]
 
 
 def _trace_program(program: Program) -> Callable[..., Any]:
@@ -283,7 +290,7 @@ def check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
 
 
 def _without_devices(leaf: Any) -> Any:
-    """Replaces an array by its shape and dtype."""
+    """Replaces an array by a ShapeDtypeStruct without a sharding."""
     if isinstance(leaf, jax.Array | np.ndarray):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return leaf

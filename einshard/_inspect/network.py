@@ -42,6 +42,7 @@ class Network:
         chips: the number of the chip of each device; a chip may have several devices.
         positions: the torus coordinates of each device, with a column for each dimension.
         sizes, wraps: for each dimension of the torus, its size and whether it is a ring.
+        has_coords: whether positions are known; if not, `positions` and `sizes` are empty.
     """
 
     def __init__(self, devices: Sequence[Any], chip: Chip):
@@ -113,10 +114,11 @@ class Network:
 
     # `crossings` and `bandwidths` list borders in this order: of every slice and every chip, for
     # bytes between slices; of every chip and every range of positions, for bytes within a slice;
-    # and all links together. Each border but the last has two numbers: into it, out of it.
+    # and all links together. Each border but the last has two numbers, into it and out of it. For
+    # slices and chips, all numbers into them come first; for ranges, the two are adjacent.
 
     def crossings(self, kind: str, pattern: _Pattern) -> Any:
-        """Returns the bytes that cross each border, per byte of a collective."""
+        """Returns the bytes that cross each border, per byte of the array that is sent."""
         key = kind, pattern
         if key not in self._crossings:
             within, across = self.split_by_slice(pattern)
@@ -126,7 +128,7 @@ class Network:
                 *_crossing(kind, within, self.chips),
             ]
             for axis in range(len(self.sizes)):
-                parts += self._into_ranges(kind, within, axis)
+                parts += self._range_crossings(kind, within, axis)
             # over all links, the array, or its sum, must reach every other chip of the group
             rounds = {'all-gather': 1, 'reduce-scatter': 1, 'all-reduce': 2}.get(kind, 0)
             chips = self.chips
@@ -139,15 +141,15 @@ class Network:
         key = frozenset(patterns)
         if key not in self._bandwidths:
             chip, n_slices = self.chip, int(self.slices.max()) + 1
-            size = len(self.slices) / n_slices if chip.torus else chip.node
+            slice_size = len(self.slices) / n_slices if chip.torus else chip.node
             n_chips = int(self.chips.max()) + 1
-            total = (2 * chip.torus or 1) * chip.link
+            all_links = (2 * chip.torus or 1) * chip.link
             parts: list[Any] = [
-                np.full(2 * n_slices, size * chip.network),
-                np.full(2 * n_chips, total + chip.network),
+                np.full(2 * n_slices, slice_size * chip.network),
+                np.full(2 * n_chips, all_links + chip.network),
             ]
             if self.has_coords:
-                links = _Links(self, [(p.directed, self.split_by_slice(p)[0]) for p in patterns])
+                links = _Links(self, patterns)
                 parts += [n * chip.link for n in links.of_chips()]
                 for axis in range(len(self.sizes)):
                     across = [
@@ -157,7 +159,7 @@ class Network:
                     parts.append(np.ravel(np.array(across, float).reshape(-1, 2)) * chip.link)
                 parts.append([links.total * chip.link])
             else:
-                parts += [np.full(2 * n_chips, total), [0.0]]
+                parts += [np.full(2 * n_chips, all_links), [0.0]]
             self._bandwidths[key] = np.concatenate(parts)
         return self._bandwidths[key]
 
@@ -171,30 +173,34 @@ class Network:
         return within, across
 
     def _ranges(self, axis: int) -> Iterator[tuple[int, int]]:
-        """Yields (start, length) of all ranges of positions along a dimension of the torus."""
+        """Yields (start, length) of ranges of positions along a dimension of the torus.
+
+        On a ring, those of at most half of it: the others have the same borders. On a line, those
+        at its start: no other one gives a larger bound.
+        """
         size, wraps = self.sizes[axis], self.wraps[axis]
         for start in range(size if wraps else 1):
             for length in range(1, (size // 2 if wraps else size - 1) + 1):
                 yield start, length
 
-    def _into_ranges(self, kind: str, groups: Sequence[Ints], axis: int) -> Iterator[Any]:
+    def _range_crossings(self, kind: str, groups: Sequence[Ints], axis: int) -> Iterator[Any]:
         """Yields, for each range of positions, the bytes that enter it and that leave it."""
         size, at = self.sizes[axis], self.positions[:, axis]
         counts = np.zeros((len(groups), size), int)
         for i, group in enumerate(groups):
             np.add.at(counts[i], at[list(group)], 1)
         n = counts.sum(1)
-        any_along_axis = bool((np.count_nonzero(counts, axis=1) > 1).any())
+        some_group_extends = bool((np.count_nonzero(counts, axis=1) > 1).any())
         for start, length in self._ranges(axis):
-            part = np.arange(start, start + length) % size
-            if not any_along_axis:
+            positions = np.arange(start, start + length) % size
+            if not some_group_extends:
                 yield np.zeros(2)
             elif kind == 'collective-permute':
-                inside = np.isin(at[np.array(groups)], part)  # of each pair: source, target
+                inside = np.isin(at[np.array(groups)], positions)  # of each pair: source, target
                 enters, leaves = inside[:, 1] & ~inside[:, 0], inside[:, 0] & ~inside[:, 1]
                 yield np.array([enters.sum(), leaves.sum()], float)
             else:
-                inside = counts[:, part].sum(1)
+                inside = counts[:, positions].sum(1)
                 kinds = kind, _REVERSED.get(kind, kind)
                 yield np.array([_entering(k, inside, n).sum() for k in kinds])
 
@@ -206,17 +212,20 @@ class _Pattern(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
 
 
-def _crossing(kind: str, groups: Sequence[Ints], parts: Any) -> tuple[Any, Any]:
-    """Returns the bytes that enter and leave each part; `parts` has the part of every device."""
-    enters, leaves = (np.zeros(int(parts.max()) + 1) for _ in range(2))
+def _crossing(kind: str, groups: Sequence[Ints], owners: Any) -> tuple[Any, Any]:
+    """Returns the bytes that enter each slice or chip, and those that leave it, as two arrays.
+
+    `owners` has the number of the slice or chip of every device.
+    """
+    enters, leaves = (np.zeros(int(owners.max()) + 1) for _ in range(2))
     for group in groups:
         if kind == 'collective-permute':
-            source, target = parts[group[0]], parts[group[1]]
+            source, target = owners[group[0]], owners[group[1]]
             if source != target:
                 enters[target] += 1
                 leaves[source] += 1
             continue
-        members, counts = np.unique(parts[list(group)], return_counts=True)
+        members, counts = np.unique(owners[list(group)], return_counts=True)
         enters[members] += _entering(kind, counts, len(group))
         leaves[members] += _entering(_REVERSED.get(kind, kind), counts, len(group))
     return enters, leaves
@@ -226,11 +235,13 @@ _REVERSED = {'all-gather': 'reduce-scatter', 'reduce-scatter': 'all-gather'}
 
 
 def _entering(kind: str, inside: Any, n: Any) -> Any:
-    """Returns the fraction of the array that must enter a part with `inside` of n devices.
+    """Returns the fraction of the array that must enter a set of devices.
+
+    The set has `inside` of the n devices of the group; both may be arrays, one number per group.
 
     In an all-gather, all shards outside must enter. In a reduce-scatter, one term of each sum whose
     result is inside; in an all-reduce, one term of every sum. In an all-to-all, each device inside
-    receives 1/n from each device outside. What must leave a part is what enters it in the reverse
+    receives 1/n from each device outside. What must leave the set is what enters it in the reverse
     collective.
     """
     split = (inside > 0) & (inside < n)
@@ -243,6 +254,7 @@ def _entering(kind: str, inside: Any, n: Any) -> Any:
 
 
 def _longest(n_bytes: Any, bandwidths: Any) -> float:
+    """Returns the time at the border that takes longest."""
     return float(_seconds(n_bytes, bandwidths).max())
 
 
@@ -254,18 +266,19 @@ def _seconds(n_bytes: Any, bandwidths: Any) -> Any:
 class _Links:
     """The links on shortest paths between the devices of each group.
 
-    `plus[axis]` says which links from each position to the next one along an axis are used, and
-    `minus[axis]` which links in the opposite direction. A pair sends in one direction only.
+    `plus[axis]` is a boolean array over slices and positions: whether the link to the next position
+    along the axis is used. `minus[axis]` is the same for the link back from that position. A pair
+    sends in one direction only.
     """
 
-    def __init__(self, network: Network, patterns: Sequence[tuple[bool, Sequence[Ints]]]):
+    def __init__(self, network: Network, patterns: Sequence[_Pattern]):
         self.network = network
         shape = (int(network.slices.max()) + 1, *network.sizes)
         axes = range(len(network.sizes))
         self.plus, self.minus = ([np.zeros(shape, bool) for _ in axes] for _ in range(2))
-        for directed, groups in patterns:
-            for group in groups:
-                self._add(group, directed)
+        for pattern in patterns:
+            for group in network.split_by_slice(pattern)[0]:
+                self._add(group, pattern.directed)
 
     def _add(self, group: Ints, directed: bool) -> None:
         network, at = self.network, self.network.positions[list(group)]
@@ -295,12 +308,12 @@ class _Links:
             out += plus + np.roll(minus, 1, axis).astype(int)
         places = (network.slices, *network.positions.T)
         counts = [np.zeros(int(network.chips.max()) + 1, int) for _ in range(2)]
-        for links, numbers in zip(counts, (into, out), strict=True):
-            links[network.chips] = numbers[places]
+        for of_chip, of_place in zip(counts, (into, out), strict=True):
+            of_chip[network.chips] = of_place[places]
         return counts[0], counts[1]
 
     def across(self, axis: int, start: int, end: int, wraps: bool) -> tuple[int, int]:
-        """Returns the number of links into, and out of, the range of positions start to end."""
+        """Returns the number of links into, and out of, the positions from start to end - 1."""
         plus, minus = self._counts[axis]
         before, last = start - 1, (end - 1) % len(plus)
         has_before = wraps or start > 0
@@ -324,7 +337,11 @@ class _Links:
 def _shortest_paths(
     positions: tuple[int, ...], size: int, wraps: bool, directed: bool
 ) -> tuple[Any, ...]:
-    """Returns the links (plus, minus) and the positions on shortest paths along a dimension."""
+    """Returns the links (plus, minus) and the positions on shortest paths along a dimension.
+
+    All three are boolean arrays over positions. If `directed`, only paths from the first position
+    to the second count.
+    """
     plus, minus, covered = (np.zeros(size, bool) for _ in range(3))
     covered[list(positions)] = True
     pairs = [(a, b) for a in positions for b in positions if a != b]

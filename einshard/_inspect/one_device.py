@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,9 +26,10 @@ from .._progress import progress
 from .._sharding.context import ambient_mesh, one_device_scope
 from .._sharding.mesh import Device, device_mesh, of_size_one
 from .._text import format_bytes
-from .._trees.paths import path_text
+from .arrays import argument_path
+from .lowered import positional_parameters
 
-Arrays = Mapping[int, Any]  # by index of the leaf
+Arrays = Mapping[int, Any]  # by index of the leaf in the arguments, or in the result
 
 _JITTED: Any = type(jax.jit(lambda: None))
 
@@ -39,7 +39,8 @@ class Call:
     """A call of a function.
 
     Attributes:
-        function, name: the function.
+        function: the function that is called.
+        name: the name of the user's function, for errors.
         leaves, treedef: the flattened (args, kwargs).
         paths: by index, the path of each leaf that is an array.
     """
@@ -60,7 +61,7 @@ class Call:
         return [i for i in self.paths if is_inexact(self.leaves[i])]
 
     def result(self, arrays: Arrays) -> Any:
-        """Calls the function with these arrays in place of its own."""
+        """Calls the function, with these arrays in place of those of the call."""
         args, kwargs = self.arguments(arrays)
         return self.function(*args, **kwargs)
 
@@ -71,11 +72,14 @@ class Call:
         return function(copies)
 
     def arguments(self, arrays: Arrays) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Returns (args, kwargs) with these arrays in place of its own."""
+        """Returns (args, kwargs), with these arrays in place of those of the call."""
         return self.treedef.unflatten([arrays.get(i, x) for i, x in enumerate(self.leaves)])
 
     def gradients(self, arrays: Arrays, weights: Arrays) -> Arrays:
-        """Returns the gradients of the sum of all results, multiplied by `weights`."""
+        """Returns the gradients of a weighted sum of the results, by index of the argument leaf.
+
+        `weights[i]` has a weight for each element of result i. Other results do not count.
+        """
 
         def results_with_weights(inputs: Arrays) -> Arrays:
             results = jtu.tree_leaves(self.result({**arrays, **inputs}))
@@ -91,25 +95,19 @@ def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
         fn, args = fn.func, (*fn.args, *args)
     if isinstance(fn, ShardedFunction):
         args, kwargs = fn._call(args, kwargs, _place)  # type: ignore[reportPrivateUsage]
-    names = _parameter_names(fn)
+    names = dict(enumerate(positional_parameters(fn)))
     with_paths, treedef = jtu.tree_flatten_with_path((tuple(args), dict(kwargs)))
-    paths: dict[int, str] = {}
-    for i, (path, leaf) in enumerate(with_paths):
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic):
-            at: Any = getattr(path[1], 'idx', len(names))
-            label = names[at] if at < len(names) else getattr(path[1], 'key', f'args[{at}]')
-            paths[i] = '/'.join(filter(None, (label, path_text(path[2:]))))
+    paths = {
+        i: argument_path(path, names)
+        for i, (path, leaf) in enumerate(with_paths)
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    }
     return Call(fn, name, [leaf for _, leaf in with_paths], treedef, paths)
 
 
-def _parameter_names(fn: Any) -> list[str]:
-    """Returns the names of the parameters that may be passed by position."""
-    parameters = inspect.signature(fn).parameters.values()
-    by_position = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return [p.name for p in parameters if p.kind in by_position]
-
-
 def _place(program: Program) -> Callable[..., Any]:
+    """Returns a function that places flat arguments, and returns them as (args, kwargs)."""
+
     def split(*values: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
         placed = place_arguments(program.traced, values, running=False)
         return program.traced.call.split(placed)
@@ -125,11 +123,11 @@ def is_inexact(array: Any) -> bool:
 
 
 def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
-    """Returns a call of `function` with the arrays on one device, for `Compiled`.
+    """Returns a call of `function` with the arrays on one device, for `OneDeviceProgram`.
 
     Args:
-        call: the call.
-        function: the function to call instead of that of `call`.
+        call: the call on several devices.
+        function: the user's function, or the reference.
         mesh: the mesh for arrays that have none: in explicit mode, all arrays need the same mesh.
     """
     if isinstance(function, BoundMethod):
@@ -139,11 +137,17 @@ def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
         function = ShardedFunction(function._setup)  # type: ignore[reportPrivateUsage]
     elif isinstance(function, _JITTED):
         function = function.__wrapped__  # type: ignore[reportFunctionMemberAccess]
-    leaves = [_put(x, mesh) if i in call.paths else x for i, x in enumerate(call.leaves)]
+    leaves = [
+        _put_on_one_device(x, mesh) if i in call.paths else x for i, x in enumerate(call.leaves)
+    ]
     return replace(call, function=function, leaves=leaves)
 
 
-def _put(array: Any, mesh: Mesh) -> Any:
+def _put_on_one_device(array: Any, mesh: Mesh) -> Any:
+    """Moves an array to the device of `mesh`, and adds up partial sums.
+
+    Its sharding keeps its own mesh axes, with size 1.
+    """
     sharding = getattr(array, 'sharding', None)
     if not isinstance(sharding, NamedSharding):
         sharding = NamedSharding(mesh, PartitionSpec())
@@ -173,7 +177,7 @@ def _use_mesh(mesh: Any) -> Generator[None, None, None]:
         yield
 
 
-class Compiled:
+class OneDeviceProgram:
     """A function of arrays, compiled for one device.
 
     Args:
@@ -183,7 +187,7 @@ class Compiled:
         arguments: arguments like those of the later calls.
 
     Attributes:
-        jaxpr: the traced function.
+        jaxpr: the jaxpr of the function.
     """
 
     def __init__(self, name: str, mesh: Mesh, function: Callable[..., Any], *arguments: Any):
@@ -191,7 +195,7 @@ class Compiled:
         self._mesh = mesh
         with self._errors_on_one_device():
             traced = jax.jit(function).trace(*arguments)
-            self.jaxpr = traced.jaxpr
+            self.jaxpr = traced.jaxpr.jaxpr
             lowered = traced.lower()
             with progress(f'compiling {name} for one device'):
                 self._compiled = lowered.compile()
@@ -204,6 +208,7 @@ class Compiled:
 
     @contextmanager
     def _errors_on_one_device(self) -> Generator[None, None, None]:
+        """Enters the mesh, and says in errors that they are about one device."""
         try:
             with _use_mesh(self._mesh):
                 yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,12 +52,12 @@ class Oversized:
     def memory_analysis(self) -> Any:
         return self._memory
 
-    def cost_analysis(self) -> Mapping[str, float]:
-        return {}
-
 
 def find_compile_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | None:
-    """Finds the mesh that a function will be compiled for; None if it is not known yet."""
+    """Finds the mesh that a program will be compiled for; None if it is unknown.
+
+    `args` is a pytree of the arguments, and `mesh` the value of `mesh=`.
+    """
     if stages.program is not None:
         return stages.program.mesh
     if mesh is not None:
@@ -127,7 +127,10 @@ def _read_oversized(stages: Stages, mesh: AnyMesh, available: int) -> Oversized 
 
 
 def _used_arguments(stages: Stages, n_leaves: int) -> Sequence[int]:
-    """Returns the indices of the arguments that are parameters: JAX drops unused ones."""
+    """Returns the indices of the argument leaves that the program keeps: JAX drops unused ones.
+
+    For a `Lowered`, whose jaxpr is unknown, returns all indices.
+    """
     if stages.traced is None:
         return range(n_leaves)
     jaxpr = stages.traced.jaxpr.jaxpr
@@ -145,11 +148,11 @@ def read_sizes(buffers: str) -> Any:
         if 'color ' in description:  # other memory, such as VMEM
             continue
         is_argument, is_output = 'parameter ' in description, 'maybe-live-out' in description
-        for kind, counts in (
+        for kind, included in (
             ('argument', is_argument),
             ('output', is_output),
             ('alias', is_argument and is_output),
             ('temp', not (is_argument or is_output)),
         ):
-            sizes[kind] += int(size) * counts
+            sizes[kind] += int(size) * included
     return SimpleNamespace(**{f'{kind}_size_in_bytes': n for kind, n in sizes.items()})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from .._arrays.constrain import names_at
@@ -15,10 +14,8 @@ from .._hlo.module import Module
 from .._hlo.origins import Origins
 from .._hlo.output_uses import output_uses
 from .._notation.expression import ELLIPSIS
-from .report_rows import ArrayRow
 
-ROLES = ('weights', 'gradients', 'activations')
-# kinds that only move data; the others also sum
+# kinds that move their operand and do not sum
 _MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permute')
 
 
@@ -26,11 +23,11 @@ class Payload(NamedTuple):
     """What a collective sends.
 
     Attributes:
-        role: one of ROLES.
-        is_backward: whether the collective belongs to the backward pass.
+        role: 'weights', 'gradients' or 'activations'.
+        is_backward: whether the collective sends gradients or belongs to the backward pass.
         of: the path of the argument that it sends, or the paths of the results that are computed
             from it.
-        axes: the axis names of an activation, such as 'b s d', or ''.
+        axes: for activations, the axis names or the einsum, as in `CollectiveRow.axes`.
     """
 
     role: str
@@ -60,20 +57,22 @@ def find_payloads(
     uses = output_uses(module, [collective.name for collective in collectives])
     updated = _updated_inputs(module, inputs, outputs)
     for collective in collectives:
-        sent = origins.of(places[collective.name]) if collective.kind in _MOVES else None
-        if sent is not None and sent >= len(inputs):  # a `jax.Ref` that the function closes over
-            sent = None
-        becomes = uses[collective.name]
-        of = tuple(outputs[output] for output in becomes if output in outputs)
+        parameter = origins.of(places[collective.name]) if collective.kind in _MOVES else None
+        # later parameters are `jax.Ref`s that the function closes over
+        if parameter is not None and parameter >= len(inputs):
+            parameter = None
+        used_by = uses[collective.name]
+        of = tuple(outputs[output] for output in used_by if output in outputs)
         is_backward, role = 'transpose(' in collective.op_name, 'activations'
-        becomes_weights = any(weights.get(i) for output in becomes for i in updated[output])
-        if sent is not None:
-            of, role = (inputs[sent][0],), 'weights' if weights[sent] else 'activations'
-        elif becomes and (is_backward or becomes_weights):
+        updates_weights = any(weights.get(i) for output in used_by for i in updated[output])
+        if parameter is not None:
+            of = (inputs[parameter][0],)
+            role = 'weights' if weights[parameter] else 'activations'
+        elif used_by and (is_backward or updates_weights):
             # all-gathers may gather the new weights, as in ZeRO; others send gradients
             gathers_weights = collective.kind == 'all-gather' and not is_backward
             role = 'weights' if gathers_weights else 'gradients'
-        axes = _axes(collective) if role == 'activations' and sent is None else ''
+        axes = _axes(collective) if role == 'activations' and parameter is None else ''
         yield Payload(role, is_backward or role == 'gradients', of, axes)
 
 
@@ -89,30 +88,34 @@ def find_weights(
     floating = [bool(re.match(r'b?float', dtype)) for _, dtype in inputs]
     by_output = _updated_inputs(module, inputs, outputs)
     updated = {i for indices in by_output.values() for i in indices}
-    if not _is_training(module):
+    if not _is_train_step(module):
         return {i: is_float and i not in updated for i, is_float in enumerate(floating)}
     updates_none = not any(floating[i] for i in updated)
     return {i: is_float and (updates_none or i in updated) for i, is_float in enumerate(floating)}
 
 
-def _is_training(module: Module) -> bool:
-    # a program without a backward pass may be the update of an optimizer, which has no products
+def _is_train_step(module: Module) -> bool:
+    """Whether a program is a train step: it has a backward pass, or no products.
+
+    A program without products may be the update of an optimizer.
+    """
     return '/transpose(' in module.text or next(find_products(module), None) is None
 
 
 def _updated_inputs(
     module: Module, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]
 ) -> Mapping[int, Sequence[int]]:
-    """Finds the inputs that each output replaces: those donated to it, or with the same path.
+    """Returns, by output number, the inputs that an output replaces.
 
-    Paths are compared with and without their first key. In inference, inputs with the same path
-    must also have the same type.
+    These are the inputs that are donated to it, or that have the same path. Paths are compared with
+    and without their first key. In inference, inputs with the same path must also have the same
+    type.
     """
     by_path: dict[str, list[int]] = {}
     for i, (path, _) in enumerate(inputs):
         for end in {path, path.partition('/')[2]}:
             by_path.setdefault(end, []).append(i)
-    is_training = _is_training(module)
+    is_train_step = _is_train_step(module)
     types = {op.parameter_number: op.results for op in module.entry.parameters()}
     results = module.entry.root.results
     updated: dict[int, list[int]] = defaultdict(list)
@@ -123,22 +126,9 @@ def _updated_inputs(
         path = path.partition('/')[2]  # without 'result'
         for end in {path, path.partition('/')[2]} - {''}:
             for i in by_path.get(end, ()):
-                if is_training or types.get(i) == results[output : output + 1]:
+                if is_train_step or types.get(i) == results[output : output + 1]:
                     updated[output].append(i)
     return updated
-
-
-def results_in_place(
-    arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], module: Module
-) -> tuple[tuple[str, str], ...]:
-    """Returns (result, argument) for results that reuse an argument's memory and sharding."""
-    inputs = [row for row in arguments if row.placement != 'not used']
-    pairs = [
-        (results[output], inputs[parameter])
-        for output, parameter in module.aliases.items()
-        if output < len(results) and parameter < len(inputs)
-    ]
-    return tuple((a.path, b.path) for a, b in pairs if replace(a, path=b.path) == b)
 
 
 # elementwise operations: their operands and results have the axes of a constraint in their line
@@ -152,7 +142,7 @@ _EINSUM = re.compile(r'/([A-Za-z,]+)->([A-Za-z]*)/')
 
 
 def _axes(collective: Collective) -> str:
-    """Finds the axis names of an activation, from an einsum or a constraint in its source line."""
+    """Finds `CollectiveRow.axes`, from the einsum or the constraint in the source line."""
     ndim, op_name = len(collective.arrays[0].shape), collective.op_name
     if einsum := _EINSUM.search(op_name):
         operands, result = einsum[1].split(','), einsum[2]

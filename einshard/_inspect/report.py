@@ -12,6 +12,7 @@ from warnings import warn
 from .._display import Display, as_json
 from .._errors import plural
 from .._hlo.buffers import Temporary
+from .._hlo.memory import Memory
 from .._page import Column, Page, Section
 from .._text import format_bytes, short_source
 from .._trees.paths import common_end
@@ -19,8 +20,8 @@ from .bounds import NO_BOUNDS, Bounds, bounds_section
 from .collectives import Collectives, collective_section
 from .diff import Compared, Diff, make_diff
 from .fold_layers import fold
-from .memory import temporaries_section
-from .report_rows import ArrayRow, Finding, Memory, ProductRow
+from .report_rows import ArrayRow, Finding, ProductRow
+from .temporaries import temporaries_section
 from .totals import compute_line, network_lines
 
 _MAX_ROWS = 40  # of a table in text
@@ -42,15 +43,16 @@ class Report(Display):
         memory: bytes per device; None if the compiler does not report it.
         flops: flops of the matrix products and convolutions of a device in one run, including loop
             iterations; None if there are none. Kernels count if they declare their flops.
-        findings: likely mistakes and what to write instead, most bytes first.
+        findings: likely mistakes and what to write instead: first what keeps the program from
+            running, then most bytes first.
         intermediates: one row per intermediate value with a source line; None if not requested.
         temporaries: the largest intermediate arrays in the memory of a device.
         chip: the name of the chip that `bounds` are for; None if it is unknown, as for CPUs.
         bounds: lower bounds on the time of one run: compute, HBM, and the network along each mesh
             axis, with `largest`. Empty without a chip.
         products: where the flops come from, by source line.
-        in_place: (result, argument) for results that reuse the memory of a donated argument and
-            have its sharding.
+        in_place: (result path, argument path) for each result that reuses the memory of a donated
+            argument and has its shape, dtype and sharding.
         notes: facts that are worth knowing but often intended, such as large replicated arrays.
         meshes: (axis, size) of each of the user's meshes; the canonical mesh is omitted.
     """
@@ -111,7 +113,7 @@ class Report(Display):
             'meshes': [dict(mesh) for mesh in self.meshes],
             'counts': dict(self.collectives.counts),
             'network_bytes': self.network_bytes,
-            'warnings': as_json((*self.findings, *self.notes)),  # until 0.5
+            'warnings': as_json((*self.findings, *self.notes)),  # deprecated, until 0.5
         }
 
     def _page(self) -> Page:
@@ -172,22 +174,22 @@ def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:
     values = [(row.array, row.placement) for row in rows]
     for path, indices in fold([row.path for row in rows], values):
         row = rows[indices[0]]
-        n = f'{len(indices)} x ' if len(indices) > 1 else ''
-        shown.append((path, row.array, row.placement, f'{n}{format_bytes(row.bytes)}'))
+        count = f'{len(indices)} x ' if len(indices) > 1 else ''
+        shown.append((path, row.array, row.placement, f'{count}{format_bytes(row.bytes)}'))
     return Section(title, _ARRAYS, tuple(shown), max_rows=_MAX_ROWS)
 
 
 def _result_section(report: Report) -> Section:
-    """Lists the results; those that take the place of donated arguments are summed up in a line."""
+    """Lists the results; lines below the table count those that replace donated arguments."""
     in_place = dict(report.in_place)
     section = _array_section('results', [r for r in report.results if r.path not in in_place])
     counts = Counter(_without_common_end(*pair) for pair in report.in_place)
-    words = [
+    lines = [
         f'{result}: {plural(n, "array")} in place of {argument}, sharded as before'
         for (result, argument), n in counts.items()
     ]
     columns = section.columns if section.rows else ()
-    return replace(section, columns=columns, lines=(*section.lines, *words))
+    return replace(section, columns=columns, lines=(*section.lines, *lines))
 
 
 def _without_common_end(a: str, b: str) -> tuple[str, str]:
@@ -208,12 +210,12 @@ def _intermediates(rows: Sequence[ArrayRow]) -> Section:
 
 
 def _resources(report: Report) -> list[str]:
-    words = list(network_lines(report.collectives))
+    lines = list(network_lines(report.collectives))
     if report.memory is not None:
-        words.append(f'memory: {_memory_text(report.memory)}')
+        lines.append(f'memory: {_memory_text(report.memory)}')
     if report.flops is not None:
-        words.append(compute_line(report.flops, report.products))
-    return words
+        lines.append(compute_line(report.flops, report.products))
+    return lines
 
 
 def _memory_text(memory: Memory) -> str:

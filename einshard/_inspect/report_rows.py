@@ -1,10 +1,9 @@
-"""The rows of a report: arrays, collectives, memory, findings."""
+"""The rows of a report: arrays, collectives, products, findings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._hlo.memory import Memory as Memory
 from .._text import deprecated_alias, shape_text
 
 
@@ -33,7 +32,7 @@ class ArrayRow:
 
     @property
     def array(self) -> str:
-        """float32[8,16]"""
+        """The dtype and global shape, such as 'float32[8,16]'."""
         return f'{self.dtype}{shape_text(self.shape)}'
 
 
@@ -50,7 +49,7 @@ class CollectiveRow:
         bytes: bytes of those arrays, per device.
         group_size: the number of devices in each group.
         groups: the number of groups; 0 if the program does not list them, as for a custom call, and
-            with JAX 0.8 and a newer libtpu. Bytes are then those of one group of all devices.
+            with JAX 0.8 and a newer libtpu. `network_bytes` then assumes one group of all devices.
         along: on a user's mesh, the mesh axes that it runs along. On the canonical mesh, the array
             axes that are sharded over the same devices: 'b,x' is both axes, 'h|k' is either one.
             For a permute, the axes along which senders and receivers differ. '' if unknown.
@@ -59,23 +58,24 @@ class CollectiveRow:
         network_bytes: bytes that a device sends per execution; None for a custom call.
         is_async: whether it overlaps with computation.
         source: 'model.py:12', or None.
-        of: the path of the argument that it sends, or of the results that are computed from it, as
-            new weights are from the all-reduce of a gradient; may be empty.
+        of: the path of the argument that it sends; or the paths of the results that are computed
+            from what it sends, such as new weights from a gradient. Empty if there are none.
         op_name: the JAX operation that it comes from.
-        role: 'weights', 'gradients' or 'activations'. In a train step, weights are the arguments
-            that it updates; in inference, the others. Only floating-point arguments count.
-        is_backward: whether it belongs to the backward pass, which repeats parts of the forward
-            pass under `jax.checkpoint`.
-        axes: the axis names of an activation, 'b s d', from the einsum or the constraint in its
-            line. If it may be one of several arrays of the einsum, the einsum: 'bsd,df->bsf'. ''
-            if unknown.
+        role: what it sends: 'weights', 'gradients' or 'activations'. In a train step, weights are
+            the arguments that the step updates; in inference, those that the program does not
+            update. Only floating-point arguments count.
+        is_backward: whether it sends gradients or belongs to the backward pass, which repeats parts
+            of the forward pass under `jax.checkpoint`.
+        axes: for activations, their axis names, 'b s d', from the einsum or the constraint in the
+            source line. If several arrays of the einsum fit, the einsum: 'bsd,df->bsf'. '' if
+            unknown.
         widened: whether the compiled program runs it in float32 although the arrays are bfloat16,
             as XLA does on CPU. `arrays` and bytes are those in bfloat16.
         called_at: if `source` is in a helper, such as a function with only one line in the program,
             the nearest calling line outside helpers; else None.
         in_branch: whether it is in a branch of a conditional; all branches count.
         cause: 'requested' by a constraint or by a collective in a `shard_map`; 'inserted' by the
-            compiler; or 'unknown': XLA may have dropped the name of a constraint.
+            compiler; or 'unknown', because XLA may have dropped the name of a constraint.
     """
 
     kind: str
@@ -103,17 +103,20 @@ class CollectiveRow:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that a device sends in one run of the program, as far as known."""
+        """Bytes that a device sends in one run of the program.
+
+        A loop with an unknown trip count counts as one iteration, a custom call as 0 bytes.
+        """
         return (self.network_bytes or 0) * (1 if self.executions is None else self.executions)
 
 
 @dataclass(frozen=True, slots=True)
 class ProductRow:
-    """The matrix products and convolutions of one source line.
+    """The matrix products and convolutions of one source line, dtype and pass.
 
     Attributes:
         flops: floating-point operations of a device in one run, with loops multiplied.
-        dtype: of the first operands, such as 'bf16'.
+        dtype: the dtype of their first operand, as in HLO: 'bf16'.
         is_backward: whether they belong to the backward pass.
         source: 'model.py:12', or None.
         at_least: whether a loop around them has an unknown trip count; it counts as one iteration.

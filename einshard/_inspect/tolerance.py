@@ -84,14 +84,14 @@ def _equations(jaxpr: Any, runs: int) -> Iterator[tuple[Any, int]]:
 
 
 def _terms(eqn: Any) -> int:
-    """Returns how many terms an operation adds up for each element of its result; 1 if none."""
+    """Returns how many terms an operation reduces to one element of its result; else 1."""
     name, operands = eqn.primitive.name, [variable.aval for variable in eqn.invars]
     if name == 'dot_general':
         (contracted, _), _ = eqn.params['dimension_numbers']
         return math.prod(operands[0].shape[axis] for axis in contracted)
     if name == 'conv_general_dilated':
-        result = eqn.params['dimension_numbers'].rhs_spec[0]
-        return math.prod(operands[1].shape) // max(1, operands[1].shape[result])
+        kernel, axis = operands[1].shape, eqn.params['dimension_numbers'].rhs_spec[0]
+        return math.prod(kernel) // max(1, kernel[axis])  # without its output channels
     if name in ('reduce_sum', 'reduce_prod'):
         return math.prod(operands[0].shape[axis] for axis in eqn.params['axes'])
     if name in ('cumsum', 'cumprod', 'cumlogsumexp'):
@@ -102,5 +102,6 @@ def _terms(eqn: Any) -> int:
 
 
 def _is_rounded_product(eqn: Any) -> bool:
+    """Whether an equation is a product that may round float32 operands."""
     precision = str(eqn.params.get('precision')).upper()
     return eqn.primitive.name in ('dot_general', 'conv_general_dilated') and 'HIGH' not in precision

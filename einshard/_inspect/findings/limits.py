@@ -30,7 +30,7 @@ def does_not_fit(facts: Facts) -> Iterator[Finding]:
 
 def promise_broken(facts: Facts) -> Iterator[Finding]:
     """Reports a program that `collectives=` or `memory=` does not allow, so that calls raise."""
-    limits, memory = facts.stages.promise, facts.memory
+    limits, memory = facts.stages.limits, facts.memory
     if limits is None:
         return
     if limits.collectives is not None and (

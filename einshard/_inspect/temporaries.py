@@ -1,4 +1,4 @@
-"""Lists the largest temporaries of a program."""
+"""The table of the largest temporaries of a program."""
 
 from __future__ import annotations
 
