@@ -9,12 +9,13 @@ device number.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from .arithmetic import ARITHMETIC
 from .module import ArrayType, Computation, Instruction, Module, Value
 
 # for each dimension of an array, the index of the block that each device has
@@ -101,8 +102,10 @@ class _Finder:
 
     def only_moves(self, op: Instruction) -> bool:
         """Whether an instruction only copies or reshapes its operand, as some fusions do on CPU."""
-        if len(op.operands) != 1 or op.opcode in _MOVES:
-            return len(op.operands) == 1
+        if len(op.operands) != 1:
+            return False
+        if op.opcode in _MOVES:
+            return True
         callee = self.module.called(op) if op.opcode == 'fusion' else None
         if callee is None:
             return False
@@ -205,20 +208,6 @@ class _Finder:
         if op.opcode in ARITHMETIC:
             return ARITHMETIC[op.opcode](*operands)
         raise _Unknown
-
-
-ARITHMETIC: Mapping[str, Any] = {
-    'add': np.add,
-    'subtract': np.subtract,
-    'multiply': np.multiply,
-    'divide': np.floor_divide,
-    'remainder': np.remainder,
-    'minimum': np.minimum,
-    'maximum': np.maximum,
-    'and': np.bitwise_and,
-    'shift-left': np.left_shift,
-    'shift-right-logical': np.right_shift,
-}
 
 
 def _source_axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:

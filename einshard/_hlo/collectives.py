@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .groups import Groups, Slices, connected, count_slices, read_groups
 from .loops import Executions
@@ -191,8 +191,10 @@ _PHASE = re.compile(r'custom_call_target="AsyncCollective(\w+)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
-# a collective with its instruction, and the offsets of its call sites to sort by
-_Record = tuple[tuple[int, ...], Place, Collective]
+class _Record(NamedTuple):
+    order: tuple[int, ...]  # sorts by execution: the offsets of the call sites and of `place`
+    place: Place
+    collective: Collective
 
 
 class _Finder:
@@ -220,24 +222,23 @@ class _Finder:
                 name=place.op.name,
                 executions=executions.of(place.comp),
                 n_devices=self.slices.n_devices,
-                in_branch=any(site.op.opcode == 'conditional' for site in path),
+                in_branch=self.module.in_branch(place.comp),
                 **self.origin(path, place),
             )
             if collective.group_size > 1 and place.start not in later_links:
                 order = (*(site.start for site in path), place.start)
-                records.append((order, place, self.with_callers(path, place, collective)))
+                records.append(_Record(order, place, self.with_callers(path, place, collective)))
         return self.in_order(records, executions)
 
     def in_order(self, records: list[_Record], executions: Executions) -> tuple[Collective, ...]:
         """Merges the permutes of collective einsums; returns the collectives in execution order."""
         permutes = {place: c.group_size for _, place, c in records if c.kind == _PERMUTE}
-        by_place = {record[1]: record for record in records}
-        ordered: list[tuple[tuple[int, ...], Collective]] = []
+        by_place = {record.place: record for record in records}
         for form, comp, places in collective_einsums(self.module, permutes):
-            parts = [by_place.pop(place) for place in places]
-            ordered.append(_merge_permutes(parts, form, executions.of(comp)))
-        ordered += [(order, collective) for order, _, collective in by_place.values()]
-        return tuple(collective for _, collective in sorted(ordered, key=lambda pair: pair[0]))
+            merged = _merge_permutes([by_place.pop(at) for at in places], form, executions.of(comp))
+            by_place[merged.place] = merged
+        ordered = sorted(by_place.values(), key=lambda record: record.order)
+        return tuple(record.collective for record in ordered)
 
     def instructions(self) -> Iterator[tuple[Place, dict[str, Any]]]:
         """Yields the instructions that communicate, each with fields of `Collective`."""
@@ -327,11 +328,11 @@ class _Finder:
             elif phase or (chain[1] and self.is_fused(place.comp)):
                 chains.setdefault(chain, []).append(place)
         for links in chains.values():
-            start = [place.start for place in links if self.phase(place.comp) == 'Start']
-            if not start:
+            starts = [place.start for place in links if self.phase(place.comp) == 'Start']
+            if not starts:
                 runs = {place.start: executions.of(place.comp) for place in links}
-                start = [min(runs, key=lambda at: (runs[at] is None, runs[at] or 0))]
-            later.update(place.start for place in links if place.start not in start)
+                starts = [min(runs, key=lambda at: (runs[at] is None, runs[at] or 0))]
+            later.update(place.start for place in links if place.start not in starts)
         return later
 
     def is_fused(self, comp: Computation) -> bool:
@@ -344,7 +345,7 @@ class _Finder:
             if op.opcode not in ('while', 'conditional') and not named.op_name:
                 named = op
         sourced, module = named, self.module
-        if module.source(named) is None and (not named.op_name or module.sources.has_lines):
+        if module.source(named) is None and (not named.op_name or module.sources.has_stacks):
             # the compiler inserted it: its line is that of the first user
             sourced = user_with_source(module, place.comp, place.op.name) or named
         return {
@@ -365,18 +366,15 @@ class _Finder:
         return found
 
 
-def _merge_permutes(
-    records: Sequence[_Record], form: str, executions: int | None
-) -> tuple[tuple[int, ...], Collective]:
-    """Merges the permutes of a collective einsum into one collective, with its sort key."""
-    permutes = [permute for _, _, permute in records]
+def _merge_permutes(records: Sequence[_Record], form: str, executions: int | None) -> _Record:
+    """Merges the permutes of a collective einsum into one collective, in place of the first."""
+    permutes = [record.collective for record in records]
     piece = max((p.operands for p in permutes), key=lambda arrays: sum(a.bytes for a in arrays))
     n = max(permute.group_size for permute in permutes)
     sent = [(permute.network_bytes or 0) * (permute.executions or 1) for permute in permutes]
-    order, _, first = records[0]
-    return order, replace(
+    merged = replace(
         max(permutes, key=lambda permute: permute.executions or 0),
-        name=first.name,
+        name=permutes[0].name,
         kind='all-gather' if form == 'ag' else 'reduce-scatter',
         operands=piece * (1 if form == 'ag' else n),
         results=piece * (n if form == 'ag' else 1),
@@ -385,6 +383,7 @@ def _merge_permutes(
         is_async=any(permute.is_async for permute in permutes),
         sent=sum(sent) // (executions or 1),
     )
+    return records[0]._replace(collective=merged)
 
 
 def _chain(op: Instruction) -> tuple[int, str]:

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 _ELEMENT = re.compile(r'%([^\s,()#]+)#(\d+)')
 _DEFINITION = re.compile(r'\n  (?:ROOT )?%([^\s=]+) = \((.*?)\) [a-z][^\n]*')
-_PART = re.compile(r'(?:/\*index=\d+\*/)?([^\s,{}]+(?:\{[^}]*\})?)')
+_TYPE = re.compile(r'(?:/\*index=\d+\*/)?([^\s,{}]+(?:\{[^}]*\})?)')
 
 
 def spell_out_elements(text: str) -> str:
@@ -32,7 +32,7 @@ def spell_out_elements(text: str) -> str:
         return text
 
     def with_elements(match: re.Match[str]) -> str:
-        name, types = match[1], _PART.findall(match[2])
+        name, types = match[1], _TYPE.findall(match[2])
         return match[0] + ''.join(
             f'\n  %{name}#{i} = {types[i]} get-tuple-element(%{name}), index={i}'
             for i in sorted(elements.get(name, ()))

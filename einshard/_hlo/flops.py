@@ -153,8 +153,8 @@ def _convolution_flops(place: Place) -> int:
     )
     window = re.search(r'window=\{([^}]*)\}', op.attributes)
     fields = dict(field.split('=') for field in window[1].split()) if window else {}
-    pairs = [
-        _pairs(
+    counts = [
+        _count_pairs(
             inputs[axis],
             kernel[axis],
             output[axis],
@@ -165,7 +165,7 @@ def _convolution_flops(place: Place) -> int:
     ]
     groups = re.search(r'batch_group_count=(\d+)', op.attributes)
     batch = inputs['b'] // (int(groups[1]) if groups else 1)
-    return 2 * batch * kernel['i'] * kernel['o'] * prod(pairs)
+    return 2 * batch * kernel['i'] * kernel['o'] * prod(counts)
 
 
 def _shapes(place: Place) -> tuple[tuple[int, ...], ...]:
@@ -192,7 +192,7 @@ def _field(fields: dict[str, str], name: str, axis: int, default: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _pairs(
+def _count_pairs(
     inputs: int,
     kernel: int,
     output: int,

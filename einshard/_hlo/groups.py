@@ -125,11 +125,13 @@ class Slices:
         if len(device_ids) <= n_partitions:
             device_ids = range(n_partitions)
             if n_slices > 1:
-                device_ids = [s * _SLICE + i for s in range(1, n_slices + 1) for i in device_ids]
+                device_ids = [
+                    s * _IDS_PER_SLICE + i for s in range(1, n_slices + 1) for i in device_ids
+                ]
         self._position = {device: i for i, device in enumerate(device_ids)}
         self._slices: dict[int, list[int]] = {}
         for position, device in enumerate(device_ids):
-            self._slices.setdefault(device // _SLICE, []).append(position)
+            self._slices.setdefault(device // _IDS_PER_SLICE, []).append(position)
         if len(device_ids) == n_partitions:
             self._slices = {1: list(range(n_partitions))}
         self.n_devices = len(device_ids)
@@ -160,7 +162,7 @@ class Slices:
         return tuple(tuple(self._position[device] for device in group) for group in listed)
 
 
-_SLICE = 100_000  # difference of device ids between consecutive slices
+_IDS_PER_SLICE = 100_000
 
 
 def count_slices(text: str) -> int:
@@ -170,5 +172,5 @@ def count_slices(text: str) -> int:
         if listed := re.match(r'"\{([\d,]+)\}x', target):
             found = max(found, *_numbers(listed[1]))
         else:
-            found = max(found, *(int(n) // _SLICE for n in re.findall(r'\d{6,}', target)))
+            found = max(found, *(int(n) // _IDS_PER_SLICE for n in re.findall(r'\d{6,}', target)))
     return found

@@ -82,11 +82,11 @@ GIB = 2**30
 # for 8 chips. For v4 this is the book's 25 GB/s per host, of 4 chips.
 # Small slices do not wrap around: on v5e and v6e only dimensions of size 16 are rings (also in
 # 8x16), on the others the dimensions of slices that consist of full 4x4x4 cubes (book, chapter 2).
-_cubes = functools.partial(Chip, torus=3, wraps_at=4, cores=2)
+_chip_3d = functools.partial(Chip, torus=3, wraps_at=4, cores=2)
 _TPUS = (
     (
         r'TPU v4(?! lite)',
-        _cubes(
+        _chip_3d(
             'TPU v4',
             {'bf16': 275e12, 'int8': 275e12},
             memory=30.5 * GIB,
@@ -110,7 +110,7 @@ _TPUS = (
     ),
     (
         r'TPU v5p?$',
-        _cubes(
+        _chip_3d(
             'TPU v5p',
             # int8 from the book; Google has 459e12 for fp8
             {'bf16': 459e12, 'fp8': 459e12, 'int8': 918e12},
@@ -136,7 +136,7 @@ _TPUS = (
     ),
     (
         r'TPU ?v?7',
-        _cubes(
+        _chip_3d(
             'TPU7x',
             {'bf16': 2307e12, 'fp8': 4614e12},
             memory=2 * 94.74 * GIB,

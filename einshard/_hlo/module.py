@@ -296,7 +296,7 @@ class Module:
         self.text = text
         headers = list(_HEADER.finditer(text))
         self._names = [header[2] for header in headers]
-        self._ends = [header.end() for header in headers]
+        self._starts = [header.end() for header in headers]
         self._numbers = {name: i for i, name in enumerate(self._names)}
         self._entry = next((i for i, header in enumerate(headers) if header[1]), -1)
         self._computations: dict[int, Computation] = {}
@@ -389,11 +389,11 @@ class Module:
     def _computation(self, i: int) -> Computation:
         comp = self._computations.get(i)
         if comp is None:
-            comp = Computation(self._names[i], self.text, self._ends[i], i == self._entry)
+            comp = Computation(self._names[i], self.text, self._starts[i], i == self._entry)
             self._computations[i] = comp
         return comp
 
     def _place(self, start: int) -> Place:
-        comp = self._computation(bisect.bisect(self._ends, start) - 1)
+        comp = self._computation(bisect.bisect(self._starts, start) - 1)
         line = self.text[start : self.text.index('\n', start)]
         return Place(start, comp, read_instruction(line))

@@ -35,10 +35,10 @@ class Origins:
         key = (value.comp.name, value.name, element)
         if key not in self._known:
             self._known[key] = None  # ends the recursion if a value depends on itself
-            self._known[key] = self._trace_operand(value, element, steps - 1) if steps else None
+            self._known[key] = self._trace_uncached(value, element, steps - 1) if steps else None
         return self._known[key]
 
-    def _trace_operand(self, value: Value, element: int, steps: int) -> int | None:
+    def _trace_uncached(self, value: Value, element: int, steps: int) -> int | None:
         op = value.op
         if op.opcode == 'parameter':
             return self._trace_parameter(value, element, steps)

@@ -93,10 +93,10 @@ class _Uses:
         return self._known[key]
 
     def _trace(self, comp: Computation, name: str) -> Iterator[int]:
-        seen, left = {name}, [name]
+        seen, pending = {name}, [name]
         root = comp.root
-        while left:
-            value = left.pop()
+        while pending:
+            value = pending.pop()
             if value == root.name and root.opcode != 'tuple':
                 yield 0
             for user in comp.users(value):
@@ -109,7 +109,7 @@ class _Uses:
                     continue
                 else:
                     values = self._values_of(comp, user, at)
-                left += set(values) - seen
+                pending += set(values) - seen
                 seen.update(values)
 
     def _loop_outputs(self, comp: Computation, state: Instruction, at: int) -> Iterator[str]:

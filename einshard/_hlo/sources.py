@@ -52,7 +52,7 @@ class Sources:
         self._parent_offset = 1 if self._frames.get(1, (0, 0))[1] == 1 else 0
 
     @property
-    def has_lines(self) -> bool:
+    def has_stacks(self) -> bool:
         """Whether it has tables of stack frames; without them, only innermost lines are known."""
         return bool(self._frames)
 

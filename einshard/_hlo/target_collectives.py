@@ -56,7 +56,7 @@ def target_collectives(module: Module, collectives: Sequence[Collective]) -> lis
         if not (collective.kind == 'all-gather' and key in seen):
             kept.append(collective)
         seen.add(key)
-    return list(_Reductions(module, places, kept).merged(kept))
+    return list(_Reductions(module, places, kept).on_target(kept))
 
 
 class _Use(NamedTuple):
@@ -87,21 +87,21 @@ class _Reductions:
     ):
         self._module = module
         self._places = places
-        self._known: dict[_Key, _Reduction] = {
+        self._by_key: dict[_Key, _Reduction] = {
             (c.name, i): _Reduction(array, c.groups)
             for c in collectives
             if c.kind == 'all-reduce' and len(places[c.name].op.operands) == len(c.operands)
             for i, array in enumerate(c.operands)
         }
-        for key, reduction in self._known.items():
+        for key, reduction in self._by_key.items():
             self._classify(key, reduction)
 
-    def merged(self, collectives: Sequence[Collective]) -> Iterator[Collective]:
+    def on_target(self, collectives: Sequence[Collective]) -> Iterator[Collective]:
         """Yields the collectives, with all-reduces split by kind and groups."""
         for collective in collectives:
             parts: dict[tuple[str, Groups], list[ArrayType]] = {}
             for i in range(len(collective.operands)):
-                reduction = self._known.get((collective.name, i))
+                reduction = self._by_key.get((collective.name, i))
                 if reduction is not None:
                     parts.setdefault((reduction.kind, reduction.groups), []).append(reduction.array)
             for (kind, groups), arrays in parts.items():
@@ -119,8 +119,8 @@ class _Reductions:
             reduction.kind = ''
             return
         users = [use.user for use in uses]
-        if len(uses) == 1 and (uses[0].user.name, uses[0].operand) in self._known:
-            after = self._known[uses[0].user.name, uses[0].operand]
+        if len(uses) == 1 and (uses[0].user.name, uses[0].operand) in self._by_key:
+            after = self._by_key[uses[0].user.name, uses[0].operand]
             joined = _joined_groups(reduction.groups, after.groups)
             if joined:
                 reduction.kind, after.groups = '', joined
@@ -148,7 +148,7 @@ class _Reductions:
         for user in comp.users(name):
             called = self._module.called(user) if user.opcode in ('fusion', 'call') else None
             added = self._terms(comp, user.name) if user.opcode == 'add' else None
-            if added and len({self._known[key].groups for key in added}) == 1:
+            if added and len({self._by_key[key].groups for key in added}) == 1:
                 yield from self._uses(comp, user.name, added)
             elif user.opcode in _MOVES:
                 yield from self._uses(comp, user.name, terms)
@@ -180,7 +180,7 @@ class _Reductions:
                 return self._terms(sites[0].comp, sites[0].op.operands[op.parameter_number])
         is_element = op.opcode == 'get-tuple-element'
         key = (op.operands[0], op.element) if is_element else (name, 0)
-        return frozenset([key]) if key in self._known else None
+        return frozenset([key]) if key in self._by_key else None
 
 
 def _callers(module: Module, comp: Computation) -> list[Place]:

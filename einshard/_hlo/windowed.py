@@ -78,8 +78,8 @@ def _is_first(place: Place, loop: Place) -> bool:
 
 def _is_last(place: Place, loop: Place) -> bool:
     """Whether a permute sends an output of the loop, possibly after an elementwise fusion."""
-    comp, (sent, *_) = place.comp, place.op.operands
-    op = comp[_origin(comp, sent)]
+    comp = place.comp
+    op = comp[_origin(comp, place.op.operands[0])]
     is_alike = place.op.op_name == loop.op.op_name != ''
     sources = op.operands if op.opcode == 'fusion' and is_alike else [op.name]
     return loop.op.name in [_origin(comp, source) for source in sources]
