@@ -30,11 +30,12 @@ class AllGather:
         name: the name of its instruction.
         array: the result on each device.
         dimension: the dimension along which shards are concatenated.
-        origin: (computation, instruction) that computes the operand, traced through copies.
+        origin: the names of the computation and of the instruction that computes the operand,
+            traced through copies.
         parameter: the number of the program parameter that is the operand, or None.
         invariant: whether it gathers the same array in every iteration of a loop.
-        kept: if every use slices the same block on each device: for each dimension, the index of
-            the block that each device keeps. Otherwise None.
+        kept: if each device only uses one block of the result: for each dimension, the index of
+            the block on each device. None if a device has other uses, or if all use the same block.
     """
 
     name: str
@@ -115,7 +116,7 @@ class _Finder:
         return inner.opcode == 'parameter'
 
     def passed_value(self, comp: Computation, op: Instruction) -> tuple[Computation, str] | None:
-        """Returns the value that the caller passes to a fusion parameter or a loop invariant."""
+        """Returns (caller, name) of the value passed for a fusion parameter or a loop invariant."""
         if op.opcode == 'parameter' and not comp.is_entry:
             for _, caller, call in self.module.call_sites(comp):
                 if 'calls=' in call.attributes:
@@ -176,7 +177,7 @@ class _Finder:
         return tuple(blocks)
 
     def evaluate(self, value: Value, device: int) -> Any:
-        """Computes the value of an integer array on a device."""
+        """Computes the value of an integer array on a device; raises _Unknown if it cannot."""
         op = value.op
         if op.opcode in ('partition-id', 'replica-id'):
             return np.array(device)
@@ -211,9 +212,14 @@ class _Finder:
 
 
 def _source_axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:
-    """Returns, for each axis of a transposed or copied array, the original axis; else None.
+    """Returns, for each axis of a transposed or copied array, the original axis.
 
-    On GPU, a bitcast to another layout is a transpose.
+    None for other instructions. On GPU, a bitcast to another layout is a transpose.
+
+    Args:
+        op: the instruction that transposes or copies.
+        before: the instruction that computes the array.
+        array: the dtype and shape of the array.
     """
     if op.opcode not in _MOVES:
         return None
@@ -231,14 +237,17 @@ def _source_axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequ
 
 
 def _memory_order(op: Instruction) -> Sequence[int]:
-    """Returns the axes in memory order, fastest first."""
+    """Returns the axes from minor to major."""
     match = re.search(r'\{([\d,]+)', op.type)
     rank = len(op.results[0].shape)
     return [int(axis) for axis in match[1].split(',')] if match else range(rank)[::-1]
 
 
 def _invariant_element(comp: Computation, op: Instruction) -> int | None:
-    """Returns the index of a loop-invariant element in the loop state, or None."""
+    """Returns the index of the loop state's element that `op` reads, if the body never changes it.
+
+    None for other instructions.
+    """
     root = comp.root
     if op.opcode != 'get-tuple-element' or root.opcode != 'tuple':
         return None

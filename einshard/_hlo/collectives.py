@@ -56,8 +56,8 @@ class Collective:
         n_devices: the number of devices of the program.
         widened: whether the compiled program runs it in f32 although the user's arrays are bf16, as
             on CPU. `operands`, `results` and bytes are in bf16.
-        called_at: if `source` is in a helper function, the nearest calling line outside helpers;
-            otherwise None. A function with only one line in the program is a helper.
+        called_at: if `source` is in a helper function, the nearest calling line outside helpers
+            (see `Sources.caller`); otherwise None.
         sent: bytes that a device sends in one execution of a collective einsum; None for others,
             whose `network_bytes` follow from the arrays.
         in_branch: whether it is in a branch of a conditional, which may not be taken.
@@ -255,7 +255,10 @@ class _Finder:
             yield places[0], self.read_transfer(places[0].op, places[-1].op)
 
     def read(self, place: Place) -> dict[str, Any] | None:
-        """Reads fields of `Collective`; None if only a user-given name matches MARKS."""
+        """Reads fields of `Collective`.
+
+        None if the instruction is half of a transfer, or if only a user-given name matches MARKS.
+        """
         op = place.op
         kind = op.opcode.removesuffix('-start')
         # from jax.lax.psend; GPU programs may also split a permute into send and recv
@@ -266,7 +269,7 @@ class _Finder:
         operands = tuple(array for name in op.operands for array in place.comp[name].results)
         results = op.results
         dtypes = widened_dtypes(self.module, place.comp, op)
-        if kind != op.opcode and len(results) > len(operands):  # its type lists the operands first
+        if kind != op.opcode and len(results) > len(operands):  # a -start lists operands first
             results = results[len(operands) : 2 * len(operands)]
         if is_send or kind == 'ragged-all-to-all':
             operands = operands[:1]  # the others are offsets, sizes or a token
@@ -293,9 +296,7 @@ class _Finder:
 
     def read_transfer(self, send: Instruction, receive: Instruction) -> dict[str, Any]:
         """Reads a transfer between TPU slices: a send and a recv with the same rendezvous."""
-        rendezvous = _RENDEZVOUS.search(send.attributes)
-        assert rendezvous is not None
-        _, target, kind = rendezvous.groups()
+        [(_, target, kind)] = _RENDEZVOUS.findall(send.attributes)
         groups = self.slices.parse_target(target)
         pairs = tuple((a, b) for a, b in groups) if '->' in target else ()
         return {
@@ -309,7 +310,7 @@ class _Finder:
         }
 
     def phase(self, comp: Computation) -> str:
-        """Returns 'Start' or 'Done' if a computation is an end of an async chain; else ''."""
+        """Returns the phase of a computation, or of one that it is fused into; '' if none."""
         fusions = [site for site in self.module.call_sites(comp) if site.op.opcode == 'fusion']
         return self.phases.get(comp.name) or (self.phase(fusions[0].comp) if fusions else '')
 
@@ -339,14 +340,15 @@ class _Finder:
         return any(site.op.opcode == 'fusion' for site in self.module.call_sites(comp))
 
     def origin(self, path: Sequence[Place], place: Place) -> dict[str, Any]:
-        """Finds the source line and the JAX operation: of the instruction, its fusion or a user."""
+        """Finds `source`, `called_at`, `op_name`: of the instruction, a call site or a user."""
         named = place.op
         for _, _, op in reversed(path):
             if op.opcode not in ('while', 'conditional') and not named.op_name:
                 named = op
         sourced, module = named, self.module
         if module.source(named) is None and (not named.op_name or module.sources.has_stacks):
-            # the compiler inserted it: its line is that of the first user
+            # the compiler inserted it: its line is that of the first user. In a text without
+            # stacks, an instruction with an op_name but no line shows that no line is known.
             sourced = user_with_source(module, place.comp, place.op.name) or named
         return {
             'source': module.source(sourced),
@@ -355,7 +357,7 @@ class _Finder:
         }
 
     def with_callers(self, path: Sequence[Place], place: Place, found: Collective) -> Collective:
-        """Marks a collective as async, or as a reduce-scatter, if the calling fusions say so."""
+        """Marks a collective as async, or as a reduce-scatter, if its call sites show it."""
         if self.phase(place.comp) == 'Start' or any(_is_async(site.op) for site in path):
             found = replace(found, is_async=True)
         for _, _, op in reversed(path):

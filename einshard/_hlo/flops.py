@@ -46,7 +46,7 @@ class Product:
 
 
 def find_products(module: Module) -> Iterator[Product]:
-    """Finds the matrix products and convolutions of a program.
+    """Finds the matrix products, convolutions and kernels with known flops of a program.
 
     >>> from einshard._hlo.flops import find_products
     >>> from einshard._hlo.module import Module
@@ -171,7 +171,8 @@ def _convolution_flops(place: Place) -> int:
 def _shapes(place: Place) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of input, kernel and output.
 
-    The gradient convolutions of cuDNN are labeled like the forward convolution.
+    cuDNN labels a gradient convolution like its forward convolution, so its result may be what the
+    labels call the input or the kernel.
     """
     operands = [place.comp[name].results[0].shape for name in place.op.operands[:2]]
     result = place.op.results[0].shape

@@ -39,8 +39,11 @@ def min_hbm_bytes(module: Module) -> int:
 
 
 def _is_written(module: Module, value: Value) -> bool:
-    """Whether all of a value is written: it is not an argument, or one updated in place."""
-    # outside of fusions, a convert or a copy writes an array
+    """Whether a result is written in full.
+
+    False for an argument, an update in place, and an unknown result, such as of a conditional.
+    """
+    # in the entry computation, a convert or a copy writes an array; elsewhere it may be fused
     moves = _MOVES if value.arguments else ('bitcast',)
     while value.op.opcode in moves:
         value = value.sibling(value.op.operands[0])
@@ -110,7 +113,11 @@ _LIBRARY = 'custom_call_target="__'  # calls of cuBLAS and cuDNN, which read all
 
 
 class _Reads:
-    """Finds the regions of values that a program reads."""
+    """Finds the regions of values that a program reads.
+
+    A value with `arguments` is in a fusion or call: operations there read it only where their own
+    results are read.
+    """
 
     def __init__(self, module: Module):
         self._module = module
@@ -140,6 +147,7 @@ class _Reads:
     def _read_by_user(
         self, value: Value, element: int, user: Instruction, loop: Value | None
     ) -> list[_Region]:
+        """Returns the regions of a value that `user` reads, or that uses of its result read."""
         at, result = user.operands.index(value.name), value.sibling(user.name)
         match user.opcode.removesuffix('-start'):
             case 'tuple' if user.name != value.comp.root.name:
@@ -180,7 +188,7 @@ class _Reads:
                 return [_all_of(array) for array in value.op.results[:1]]
 
     def _read_in_fusion(self, value: Value, result: Value, loop: Value | None) -> list[_Region]:
-        """Returns the regions that a fusion reads of an operand, from those read of its result."""
+        """Returns the regions of a value that must be read for those that are read of `result`."""
         array, needed = value.op.results[0], self.of(result, -1, loop)
         if any(region.is_full for region in needed):
             return [_all_of(array)]

@@ -73,7 +73,15 @@ def find_counter(module: Module, loop: Value) -> Counter | None:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """The element of the loop state that counts iterations."""
+    """The element of the loop state that counts iterations.
+
+    Attributes:
+        loop: the loop.
+        element: the index of the element.
+        start: its value in the first iteration.
+        step: what each iteration adds to it.
+        trips: the number of iterations.
+    """
 
     loop: _Loop
     element: int
@@ -82,7 +90,10 @@ class Counter:
     trips: int
 
     def values(self, value: Value) -> Any:
-        """Returns the integers that a value of the body has in the iterations; None if unknown."""
+        """Returns the integers that a value of the body has, one for each iteration.
+
+        A single integer, as an array of shape (), if it never changes. None if it is unknown.
+        """
         value, element = self.loop.find_source(value)
         op = value.op
         if op.integer_constant is not None:
@@ -105,12 +116,18 @@ _Sum = tuple[int | None, int]
 
 @dataclass(frozen=True, slots=True)
 class _Loop:
+    """A loop; `condition` and `body` are the roots of these computations."""
+
     module: Module
     initial_state: Value
     condition: Value
     body: Value
 
     def counter(self) -> Counter | None:
+        """Finds the element that the condition compares with a constant.
+
+        None unless it starts at a constant, and the body adds a constant to it.
+        """
         compared, _ = self.find_source(self.condition)
         comparison = compared.op
         if comparison.opcode != 'compare':
@@ -160,8 +177,8 @@ class _Loop:
     def find_source(self, value: Value, element: int | None = None) -> tuple[Value, int | None]:
         """Returns the instruction that computes a value, or an element of a tuple.
 
-        Skips copies, tuples and calls. The second result is the element, if that instruction makes
-        a tuple.
+        Skips copies, tuples and calls. The second result is the index of the element if that
+        instruction has a tuple as its result, such as the parameter of a body; else None.
         """
         while True:
             op = value.op
@@ -184,6 +201,8 @@ _MIRRORED = {'LT': 'GT', 'LE': 'GE', 'GT': 'LT', 'GE': 'LE'}
 
 def _count_terms(start: int, step: int, direction: str, limit: int) -> int | None:
     """Counts the terms of `start`, `start + step`, ... before the comparison with `limit` fails.
+
+    None if it is not known to fail.
 
     >>> from einshard._hlo.loops import _count_terms
     >>> _count_terms(0, 1, 'LT', 12), _count_terms(12, -2, 'GE', 1), _count_terms(5, 1, 'LT', 3)

@@ -85,7 +85,7 @@ class _Uses:
         return set[int]().union(*(self.elements_from(comp, name) for name in names))
 
     def elements_from(self, comp: Computation, name: str) -> set[int]:
-        """Returns the elements of the result computed from one value; {0} if it is not a tuple."""
+        """Returns the elements of the result computed from one value; an array is element 0."""
         key = comp.name, name
         if key not in self._known:
             self._known[key] = set()  # ends the recursion if a value depends on itself
@@ -93,6 +93,7 @@ class _Uses:
         return self._known[key]
 
     def _trace(self, comp: Computation, name: str) -> Iterator[int]:
+        """Yields what `elements_from` returns; an element may come more than once."""
         seen, pending = {name}, [name]
         root = comp.root
         while pending:

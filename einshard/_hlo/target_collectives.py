@@ -1,8 +1,8 @@
 """Finds the collectives that a TPU would run, in a program compiled for CPU. Imports no JAX.
 
-The CPU backend has no reduce-scatter: it all-reduces, and each device slices the result. It also
-combines all-reduces that are sliced with others, all-reduces each term of a sum, all-reduces along
-one mesh axis after another, and all-gathers an array once per use.
+The CPU backend has no reduce-scatter: it all-reduces, and each device slices the result. It
+combines all-reduces even if only some of the results are sliced. It all-reduces each term of a sum,
+all-reduces along one mesh axis after another, and all-gathers an array once per use.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ def target_collectives(module: Module, collectives: Sequence[Collective]) -> lis
 
 
 class _Use(NamedTuple):
-    """An instruction that uses a sum, as operand number `operand`."""
+    """An instruction that uses the result of an all-reduce, or a sum of such results."""
 
     user: Instruction
-    operand: int
+    operand: int  # the number of that operand; -1 if the program or a loop returns it
     terms: frozenset[_Key]  # the all-reduces that are added before this use
 
 
 @dataclass
 class _Reduction:
-    """One array of an all-reduce."""
+    """One array of an all-reduce, and how a TPU would reduce it."""
 
     array: ArrayType
     groups: Groups
@@ -97,7 +97,7 @@ class _Reductions:
             self._classify(key, reduction)
 
     def on_target(self, collectives: Sequence[Collective]) -> Iterator[Collective]:
-        """Yields the collectives, with all-reduces split by kind and groups."""
+        """Yields the collectives; drops an all-reduce, or splits it by kind and groups."""
         for collective in collectives:
             parts: dict[tuple[str, Groups], list[ArrayType]] = {}
             for i in range(len(collective.operands)):
@@ -111,10 +111,14 @@ class _Reductions:
                 yield collective
 
     def _classify(self, key: _Key, reduction: _Reduction) -> None:
-        """Sets the kind of an array's reduction from the instructions that use the sum."""
+        """Sets the kind of an array's reduction from the instructions that use the sum.
+
+        If the only use is another all-reduce, that one may get the groups of both.
+        """
         place = self._places[key[0]]
         uses = list(self._array_uses(place, key))
         terms = {use.terms for use in uses}
+        # the terms of a sum need only one all-reduce: that with the smallest key
         if len(terms) == 1 and min(next(iter(terms))) != key:
             reduction.kind = ''
             return
@@ -167,7 +171,7 @@ class _Reductions:
                 yield _Use(root, -1, terms)
 
     def _terms(self, comp: Computation, name: str) -> frozenset[_Key] | None:
-        """Returns the all-reduces whose sum is the value; None for other values."""
+        """Returns the all-reduces that add up to a value, or the only one; None for other values."""
         op = comp[name]
         if op.opcode in _MOVES:
             return self._terms(comp, op.operands[0])
@@ -189,7 +193,7 @@ def _callers(module: Module, comp: Computation) -> list[Place]:
 
 
 def _joined_groups(first: Groups, second: Groups) -> Groups | None:
-    """Returns the groups of two successive all-reduces as one; None if they do not combine."""
+    """Returns the groups of an all-reduce that replaces two successive ones; None if none can."""
     pairs = [(group[0], other) for group in (*first, *second) for other in group]
     joined = connected(pairs)
     size = len(first[0]) * len(second[0]) if first and second else 0

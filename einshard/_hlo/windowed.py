@@ -152,6 +152,6 @@ def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
     if not gathered and not has_sums and len(starts) == len(chains):
         return  # permutes of different arrays
     for chain in chains:
-        # the form of a single step is unknown: it belongs to a chain in the other direction
+        # a single permute does not show its form: it belongs to a chain in the other direction
         is_alone = len(chain.permutes) == 1 and chain.start not in gathered and has_sums
         yield chain.permutes, 'rs' if chain.is_sum or is_alone else 'ag'
