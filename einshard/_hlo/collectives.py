@@ -235,8 +235,8 @@ class _Finder:
         permutes = {place: c.group_size for _, place, c in records if c.kind == _PERMUTE}
         by_place = {record.place: record for record in records}
         for form, comp, places in collective_einsums(self.module, permutes):
-            merged = _merge_permutes([by_place.pop(at) for at in places], form, executions.of(comp))
-            by_place[merged.place] = merged
+            pieces = [by_place.pop(place) for place in places]
+            by_place[places[0]] = _merge_permutes(pieces, form, executions.of(comp))
         ordered = sorted(by_place.values(), key=lambda record: record.order)
         return tuple(record.collective for record in ordered)
 
@@ -264,7 +264,7 @@ class _Finder:
         # from jax.lax.psend; GPU programs may also split a permute into send and recv
         is_send = kind == 'send' and 'source_target_pairs=' in op.attributes
         is_kernel = kind == 'custom-call' and _COMMUNICATES in op.attributes + op.metadata
-        if not (is_send or is_kernel or kind in KINDS[:-1]):
+        if not (is_send or is_kernel or kind in KINDS[:-1]):  # the last is custom-call
             return None
         operands = tuple(array for name in op.operands for array in place.comp[name].results)
         results = op.results
@@ -283,7 +283,7 @@ class _Finder:
         elif match := _GROUPS.search(op.attributes):
             groups = self.slices.within(read_groups(match[1]))
         if not (groups or is_kernel or 'channel_id=' in op.attributes):
-            groups = (tuple(range(self.slices.n_devices)),)
+            groups = (tuple(range(self.slices.n_devices)),)  # '{}' means all devices
         return {
             'kind': kind,
             'operands': narrowed(operands, dtypes),

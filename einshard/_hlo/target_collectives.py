@@ -137,11 +137,11 @@ class _Reductions:
     def _array_uses(self, place: Place, key: _Key) -> Iterator[_Use]:
         """Yields the uses of one array of an all-reduce."""
         op, comp = place.op, place.comp
-        if not op.type.startswith('('):
-            yield from self._uses(comp, op.name, frozenset([key]))
-        for user in comp.users(op.name) if op.type.startswith('(') else ():
-            if user.element == key[1]:
-                yield from self._uses(comp, user.name, frozenset([key]))
+        names = [op.name]
+        if op.type.startswith('('):
+            names = [user.name for user in comp.users(op.name) if user.element == key[1]]
+        for name in names:
+            yield from self._uses(comp, name, frozenset([key]))
 
     def _uses(self, comp: Computation, name: str, terms: frozenset[_Key]) -> Iterator[_Use]:
         """Yields the instructions that use a value, directly or after moves and sums.
@@ -171,7 +171,7 @@ class _Reductions:
                 yield _Use(root, -1, terms)
 
     def _terms(self, comp: Computation, name: str) -> frozenset[_Key] | None:
-        """Returns the all-reduces that add up to a value, or the only one; None for other values."""
+        """Returns the all-reduces that add up to a value (one or more); None for others."""
         op = comp[name]
         if op.opcode in _MOVES:
             return self._terms(comp, op.operands[0])
