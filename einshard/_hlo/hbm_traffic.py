@@ -115,8 +115,8 @@ _LIBRARY = 'custom_call_target="__'  # calls of cuBLAS and cuDNN, which read all
 class _Reads:
     """Finds the regions of values that a program reads.
 
-    A value with `arguments` is in a fusion or call: operations there read it only where their own
-    results are read.
+    A value with `arguments` is in a fusion or call, which computes all of its root; the other
+    operations there read only what the uses of their results need.
     """
 
     def __init__(self, module: Module):

@@ -32,6 +32,7 @@ class Origins:
         return self._trace(Value(place.comp, operands[0]), -1, _MAX_STEPS) if operands else None
 
     def _trace(self, value: Value, element: int, steps: int) -> int | None:
+        """Traces a value, or an element of a tuple (else -1), in at most `steps` steps."""
         key = (value.comp.name, value.name, element)
         if key not in self._known:
             self._known[key] = None  # ends the recursion if a value depends on itself
