@@ -54,12 +54,8 @@ def _is_written(module: Module, value: Value) -> bool:
         if tuple_value.op.opcode == 'while':
             comp = module.computation(tuple_value.op.body)
         if comp is None or comp.root.opcode != 'tuple':
-            return tuple_value.op.opcode not in (
-                'parameter',
-                'conditional',
-                'custom-call',
-                'while',
-            )
+            not_written = ('parameter', 'conditional', 'custom-call', 'while')
+            return tuple_value.op.opcode not in not_written
         return _is_written(module, tuple_value.in_callee(comp, comp.root.operands[op.element]))
     if op.opcode == 'fusion' and (called := module.called(op)):
         return _is_written(module, value.in_callee(called))
@@ -168,9 +164,8 @@ class _Reads:
             case 'bitcast' | 'opt-barrier':
                 return self._read_in_fusion(value, result, loop)
             case 'slice':
-                return self._read_in_fusion(value, result, loop) and [
-                    _constant_slice(value.op, user)
-                ]
+                read = self._read_in_fusion(value, result, loop)
+                return [_constant_slice(value.op, user)] if read else []
             case 'dynamic-slice' if at == 0:
                 read = not value.arguments or self._read_in_fusion(value, result, loop)
                 return [self._dynamic_slice(value, result, loop)] if read else []
@@ -205,7 +200,7 @@ class _Reads:
         starts = [start for start in values if start is not None]
         n = 1
         if len(starts) == len(size):
-            moving = [
+            moving = [  # (starts in all iterations, size) by dimension, if the start changes
                 (np.clip(start, 0, whole - part).tolist(), part)
                 for start, whole, part in zip(starts, array.shape, size, strict=True)
                 if start.size > 1
