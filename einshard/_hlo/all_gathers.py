@@ -24,7 +24,7 @@ Blocks: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class AllGather:
-    """An all-gather.
+    """An all-gather with one operand.
 
     Attributes:
         name: the name of its instruction.
@@ -55,8 +55,12 @@ def find_all_gathers(module: Module, n_devices: int) -> list[AllGather]:
 _DIMENSION = re.compile(r'dimensions=\{(\d+)\}')
 _SIZES = re.compile(r'dynamic_slice_sizes=\{([\d,]+)\}')
 # operations that copy, reshape or convert an array
-_COPIES = {'copy', 'copy-start', 'copy-done', 'all-gather-done', 'optimization-barrier'}
-_MOVES = frozenset({'bitcast', 'reshape', 'transpose', 'convert', *_COPIES})
+_MOVES = frozenset(
+    (
+        *('all-gather-done', 'bitcast', 'convert', 'copy', 'copy-done', 'copy-start'),
+        *('opt-barrier', 'reshape', 'transpose'),
+    )
+)
 
 
 class _Unknown(Exception):

@@ -9,7 +9,7 @@ _MOVES = frozenset(
     (
         *('all-gather', 'all-gather-done', 'all-gather-start', 'bitcast', 'collective-permute'),
         *('convert', 'copy', 'copy-done', 'copy-start', 'dynamic-slice', 'opt-barrier'),
-        *('optimization-barrier', 'reshape', 'slice', 'slice-done', 'slice-start', 'transpose'),
+        *('reshape', 'slice', 'slice-done', 'slice-start', 'transpose'),
     )
 )
 _MAX_STEPS = 200  # a loop may lead to a cycle

@@ -19,7 +19,7 @@ _ELEMENTWISE = frozenset(
         *('subtract', 'tanh'),
     )
 )
-_COPIES = frozenset(('copy', 'convert', 'bitcast', 'opt-barrier', 'optimization-barrier'))
+_COPIES = frozenset(('copy', 'convert', 'bitcast', 'opt-barrier'))
 _MAX_USES = 200
 _MAX_STEPS = 30  # from the offset of a slice back to the device number
 
