@@ -11,7 +11,7 @@ _TYPE = re.compile(r'(?:/\*index=\d+\*/)?([^\s,{}]+(?:\{[^}]*\})?)')
 
 
 def spell_out_elements(text: str) -> str:
-    """Adds a get-tuple-element instruction for each element used, such as %all-reduce#1.
+    """Adds a get-tuple-element instruction for each tuple element used, such as %all-reduce#1.
 
     XLA omits these instructions in the programs that it dumps with JAX 0.12.
 

@@ -24,7 +24,7 @@ from .._errors import EinshardError
 
 @dataclass(frozen=True)
 class Chip:
-    """Peak rates of a chip, for the lower bounds in `explain`.
+    """Peak rates of a chip, for the lower bounds in `explain` and `plan`.
 
         >>> from einshard import Chip
         >>> chip = Chip('ours', {'bf16': 1e15}, memory=1e11, memory_bandwidth=4e12, link=1e11)

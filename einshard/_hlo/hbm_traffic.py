@@ -94,7 +94,7 @@ def _all_of(array: ArrayType) -> _Region:
 
 
 def _covered_bytes(array: ArrayType, regions: Iterable[_Region]) -> int:
-    """Returns a lower bound on the bytes of an array that the regions cover."""
+    """Returns a lower bound on the bytes that regions of an array cover."""
     disjoint: list[_Region] = []
     for region in sorted(set(regions), key=lambda region: -region.elements):
         if all(region.is_disjoint(other) for other in disjoint):
@@ -200,7 +200,7 @@ class _Reads:
         starts = [start for start in values if start is not None]
         n = 1
         if len(starts) == len(size):
-            moving = [  # (starts in all iterations, size) by dimension, if the start changes
+            moving = [  # (starts in all iterations, size) of each dimension whose start changes
                 (np.clip(start, 0, whole - part).tolist(), part)
                 for start, whole, part in zip(starts, array.shape, size, strict=True)
                 if start.size > 1

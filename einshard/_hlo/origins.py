@@ -32,7 +32,7 @@ class Origins:
         return self._trace(Value(place.comp, operands[0]), -1, _MAX_STEPS) if operands else None
 
     def _trace(self, value: Value, element: int, steps: int) -> int | None:
-        """Traces a value, or an element of a tuple (else -1), in at most `steps` steps."""
+        """Traces a value, or `element` of a tuple (-1 for others), in at most `steps` steps."""
         key = (value.comp.name, value.name, element)
         if key not in self._known:
             self._known[key] = None  # ends the recursion if a value depends on itself
@@ -72,7 +72,7 @@ class Origins:
         return None
 
     def _is_invariant(self, loop: Instruction, element: int) -> bool:
-        """Whether a loop changes an element of its state only by `_MOVES`, such as a permute."""
+        """Whether a loop only copies or permutes an element of its state (see `_MOVES`)."""
         body = self._module.computation(loop.body)
         root = body.root
         if element < 0 or root.opcode != 'tuple' or element >= len(root.operands):
@@ -95,7 +95,7 @@ class Origins:
 
 
 def _moved_operand(op: Instruction) -> str | None:
-    """Returns the name of the operand if an instruction only moves it, by `_MOVES`; else None."""
+    """Returns the name of the operand of a move (see `_MOVES`); None for other instructions."""
     is_move = op.opcode in _MOVES or op.joins_slices
     return op.operands[0] if is_move and op.operands else None
 

@@ -124,7 +124,7 @@ class _Uses:
 
     def _values_of(self, comp: Computation, user: Instruction, at: set[int]) -> list[str]:
         """Lists the values that `user` computes from its operands `at`: itself, or its elements."""
-        outputs = at
+        outputs = at  # element i of a collective comes from operand i
         if user.opcode in ('fusion', 'call'):
             callee = self._module.called(user)
             if callee is None:

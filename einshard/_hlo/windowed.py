@@ -139,7 +139,7 @@ def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
         op = comp[sent]
         operands = map(functools.partial(_origin, comp), op.operands)
         added = next((name for name in operands if name in by_name), None)
-        # this permute sends the result of the one before, or a sum of it by a fusion
+        # this permute passes on the result of the one before, or a fusion adds to it in between
         before = by_name.get(sent) or (by_name[added] if added and op.opcode == 'fusion' else None)
         chain = next((chain for chain in chains if before in chain.permutes), None)
         if chain is None:
