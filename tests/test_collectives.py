@@ -721,6 +721,7 @@ ENTRY %main (x: f32[{n},4]) -> f32[16,2] {{
         (16, '1,0', 'transpose(%g), dimensions={1,0}', 0),
         (16, '1,0', 'bitcast(%g)', 1),
         (16, '0,1', 'copy(%g)', 1),
+        (16, '0,1', 'opt-barrier(%g)', 1),
         (8, '1,0', 'bitcast(%g)', None),  # other axes
     ],
 )

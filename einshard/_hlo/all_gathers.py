@@ -9,12 +9,13 @@ device number.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from .arithmetic import ARITHMETIC
 from .module import ArrayType, Computation, Instruction, Module, Value
 
 # for each dimension of an array, the index of the block that each device has
@@ -23,17 +24,18 @@ Blocks: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class AllGather:
-    """An all-gather.
+    """An all-gather with one operand.
 
     Attributes:
         name: the name of its instruction.
         array: the result on each device.
         dimension: the dimension along which shards are concatenated.
-        origin: (computation, instruction) that computes the operand, traced through copies.
+        origin: the names of the computation and of the instruction that computes the operand,
+            traced through copies.
         parameter: the number of the program parameter that is the operand, or None.
         invariant: whether it gathers the same array in every iteration of a loop.
-        kept: if every use slices the same block on each device: for each dimension, the index of
-            the block that each device keeps. Otherwise None.
+        kept: if each device only uses one block of the result: for each dimension, the index of
+            the block on each device. None if a device has other uses, or if all use the same block.
     """
 
     name: str
@@ -53,8 +55,12 @@ def find_all_gathers(module: Module, n_devices: int) -> list[AllGather]:
 _DIMENSION = re.compile(r'dimensions=\{(\d+)\}')
 _SIZES = re.compile(r'dynamic_slice_sizes=\{([\d,]+)\}')
 # operations that copy, reshape or convert an array
-_COPIES = {'copy', 'copy-start', 'copy-done', 'all-gather-done', 'optimization-barrier'}
-_MOVES = frozenset({'bitcast', 'reshape', 'transpose', 'convert', *_COPIES})
+_MOVES = frozenset(
+    (
+        *('all-gather-done', 'bitcast', 'convert', 'copy', 'copy-done', 'copy-start'),
+        *('opt-barrier', 'reshape', 'transpose'),
+    )
+)
 
 
 class _Unknown(Exception):
@@ -101,8 +107,10 @@ class _Finder:
 
     def only_moves(self, op: Instruction) -> bool:
         """Whether an instruction only copies or reshapes its operand, as some fusions do on CPU."""
-        if len(op.operands) != 1 or op.opcode in _MOVES:
-            return len(op.operands) == 1
+        if len(op.operands) != 1:
+            return False
+        if op.opcode in _MOVES:
+            return True
         callee = self.module.called(op) if op.opcode == 'fusion' else None
         if callee is None:
             return False
@@ -112,7 +120,7 @@ class _Finder:
         return inner.opcode == 'parameter'
 
     def passed_value(self, comp: Computation, op: Instruction) -> tuple[Computation, str] | None:
-        """Returns the value that the caller passes to a fusion parameter or a loop invariant."""
+        """Returns (caller, name) of the value passed for a fusion parameter or a loop invariant."""
         if op.opcode == 'parameter' and not comp.is_entry:
             for _, caller, call in self.module.call_sites(comp):
                 if 'calls=' in call.attributes:
@@ -173,7 +181,7 @@ class _Finder:
         return tuple(blocks)
 
     def evaluate(self, value: Value, device: int) -> Any:
-        """Computes the value of an integer array on a device."""
+        """Computes the value of an integer array on a device; raises _Unknown if it cannot."""
         op = value.op
         if op.opcode in ('partition-id', 'replica-id'):
             return np.array(device)
@@ -207,24 +215,15 @@ class _Finder:
         raise _Unknown
 
 
-ARITHMETIC: Mapping[str, Any] = {
-    'add': np.add,
-    'subtract': np.subtract,
-    'multiply': np.multiply,
-    'divide': np.floor_divide,
-    'remainder': np.remainder,
-    'minimum': np.minimum,
-    'maximum': np.maximum,
-    'and': np.bitwise_and,
-    'shift-left': np.left_shift,
-    'shift-right-logical': np.right_shift,
-}
-
-
 def _source_axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:
-    """Returns, for each axis of a transposed or copied array, the original axis; else None.
+    """Returns, for each axis of a transposed or copied array, the original axis.
 
-    On GPU, a bitcast to another layout is a transpose.
+    None for other instructions. On GPU, a bitcast to another layout is a transpose.
+
+    Args:
+        op: the instruction that transposes or copies.
+        before: the instruction that computes the array.
+        array: the dtype and shape of the array.
     """
     if op.opcode not in _MOVES:
         return None
@@ -242,14 +241,17 @@ def _source_axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequ
 
 
 def _memory_order(op: Instruction) -> Sequence[int]:
-    """Returns the axes in memory order, fastest first."""
+    """Returns the axes from minor to major."""
     match = re.search(r'\{([\d,]+)', op.type)
     rank = len(op.results[0].shape)
     return [int(axis) for axis in match[1].split(',')] if match else range(rank)[::-1]
 
 
 def _invariant_element(comp: Computation, op: Instruction) -> int | None:
-    """Returns the index of a loop-invariant element in the loop state, or None."""
+    """Returns the index of the loop state's element that `op` reads, if the body never changes it.
+
+    None for other instructions.
+    """
     root = comp.root
     if op.opcode != 'get-tuple-element' or root.opcode != 'tuple':
         return None

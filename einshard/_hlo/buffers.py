@@ -66,7 +66,7 @@ def _arrays(module: Module) -> Iterator[tuple[ArrayType, Instruction]]:
     """Yields the temporary arrays, each with the instruction that computes it."""
     for comp in _executed(module):
         root = comp.root
-        # the results of the program and of loop bodies are not temporaries
+        # the results of the program, of loop bodies and of branches are not temporaries
         outputs = {root.name, *(root.operands if root.opcode == 'tuple' else ())}
         for op in comp.instructions():
             if op.opcode in _NO_ARRAY or op.opcode.endswith(('-start', '-update')):

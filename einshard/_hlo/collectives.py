@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .groups import Groups, Slices, connected, count_slices, read_groups
 from .loops import Executions
@@ -56,8 +56,8 @@ class Collective:
         n_devices: the number of devices of the program.
         widened: whether the compiled program runs it in f32 although the user's arrays are bf16, as
             on CPU. `operands`, `results` and bytes are in bf16.
-        called_at: if `source` is in a helper function, the nearest calling line outside helpers;
-            otherwise None. A function with only one line in the program is a helper.
+        called_at: if `source` is in a helper function, the nearest calling line outside helpers
+            (see `Sources.caller`); otherwise None.
         sent: bytes that a device sends in one execution of a collective einsum; None for others,
             whose `network_bytes` follow from the arrays.
         in_branch: whether it is in a branch of a conditional, which may not be taken.
@@ -191,8 +191,10 @@ _PHASE = re.compile(r'custom_call_target="AsyncCollective(\w+)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
-# a collective with its instruction, and the offsets of its call sites to sort by
-_Record = tuple[tuple[int, ...], Place, Collective]
+class _Record(NamedTuple):
+    order: tuple[int, ...]  # sorts by execution: the offsets of the call sites and of `place`
+    place: Place
+    collective: Collective
 
 
 class _Finder:
@@ -220,24 +222,23 @@ class _Finder:
                 name=place.op.name,
                 executions=executions.of(place.comp),
                 n_devices=self.slices.n_devices,
-                in_branch=any(site.op.opcode == 'conditional' for site in path),
+                in_branch=self.module.in_branch(place.comp),
                 **self.origin(path, place),
             )
             if collective.group_size > 1 and place.start not in later_links:
                 order = (*(site.start for site in path), place.start)
-                records.append((order, place, self.with_callers(path, place, collective)))
+                records.append(_Record(order, place, self.with_callers(path, place, collective)))
         return self.in_order(records, executions)
 
     def in_order(self, records: list[_Record], executions: Executions) -> tuple[Collective, ...]:
         """Merges the permutes of collective einsums; returns the collectives in execution order."""
         permutes = {place: c.group_size for _, place, c in records if c.kind == _PERMUTE}
-        by_place = {record[1]: record for record in records}
-        ordered: list[tuple[tuple[int, ...], Collective]] = []
+        by_place = {record.place: record for record in records}
         for form, comp, places in collective_einsums(self.module, permutes):
-            parts = [by_place.pop(place) for place in places]
-            ordered.append(_merge_permutes(parts, form, executions.of(comp)))
-        ordered += [(order, collective) for order, _, collective in by_place.values()]
-        return tuple(collective for _, collective in sorted(ordered, key=lambda pair: pair[0]))
+            pieces = [by_place.pop(place) for place in places]
+            by_place[places[0]] = _merge_permutes(pieces, form, executions.of(comp))
+        ordered = sorted(by_place.values(), key=lambda record: record.order)
+        return tuple(record.collective for record in ordered)
 
     def instructions(self) -> Iterator[tuple[Place, dict[str, Any]]]:
         """Yields the instructions that communicate, each with fields of `Collective`."""
@@ -254,18 +255,21 @@ class _Finder:
             yield places[0], self.read_transfer(places[0].op, places[-1].op)
 
     def read(self, place: Place) -> dict[str, Any] | None:
-        """Reads fields of `Collective`; None if only a user-given name matches MARKS."""
+        """Reads fields of `Collective`.
+
+        None if the instruction is half of a transfer, or if only a user-given name matches MARKS.
+        """
         op = place.op
         kind = op.opcode.removesuffix('-start')
         # from jax.lax.psend; GPU programs may also split a permute into send and recv
         is_send = kind == 'send' and 'source_target_pairs=' in op.attributes
         is_kernel = kind == 'custom-call' and _COMMUNICATES in op.attributes + op.metadata
-        if not (is_send or is_kernel or kind in KINDS[:-1]):
+        if not (is_send or is_kernel or kind in KINDS[:-1]):  # the last is custom-call
             return None
         operands = tuple(array for name in op.operands for array in place.comp[name].results)
         results = op.results
         dtypes = widened_dtypes(self.module, place.comp, op)
-        if kind != op.opcode and len(results) > len(operands):  # its type lists the operands first
+        if kind != op.opcode and len(results) > len(operands):  # a -start lists operands first
             results = results[len(operands) : 2 * len(operands)]
         if is_send or kind == 'ragged-all-to-all':
             operands = operands[:1]  # the others are offsets, sizes or a token
@@ -279,7 +283,7 @@ class _Finder:
         elif match := _GROUPS.search(op.attributes):
             groups = self.slices.within(read_groups(match[1]))
         if not (groups or is_kernel or 'channel_id=' in op.attributes):
-            groups = (tuple(range(self.slices.n_devices)),)
+            groups = (tuple(range(self.slices.n_devices)),)  # '{}' means all devices
         return {
             'kind': kind,
             'operands': narrowed(operands, dtypes),
@@ -292,9 +296,7 @@ class _Finder:
 
     def read_transfer(self, send: Instruction, receive: Instruction) -> dict[str, Any]:
         """Reads a transfer between TPU slices: a send and a recv with the same rendezvous."""
-        rendezvous = _RENDEZVOUS.search(send.attributes)
-        assert rendezvous is not None
-        _, target, kind = rendezvous.groups()
+        [(_, target, kind)] = _RENDEZVOUS.findall(send.attributes)
         groups = self.slices.parse_target(target)
         pairs = tuple((a, b) for a, b in groups) if '->' in target else ()
         return {
@@ -308,7 +310,7 @@ class _Finder:
         }
 
     def phase(self, comp: Computation) -> str:
-        """Returns 'Start' or 'Done' if a computation is an end of an async chain; else ''."""
+        """Returns the phase of a computation, or of one that it is fused into; '' if none."""
         fusions = [site for site in self.module.call_sites(comp) if site.op.opcode == 'fusion']
         return self.phases.get(comp.name) or (self.phase(fusions[0].comp) if fusions else '')
 
@@ -327,25 +329,26 @@ class _Finder:
             elif phase or (chain[1] and self.is_fused(place.comp)):
                 chains.setdefault(chain, []).append(place)
         for links in chains.values():
-            start = [place.start for place in links if self.phase(place.comp) == 'Start']
-            if not start:
+            starts = [place.start for place in links if self.phase(place.comp) == 'Start']
+            if not starts:
                 runs = {place.start: executions.of(place.comp) for place in links}
-                start = [min(runs, key=lambda at: (runs[at] is None, runs[at] or 0))]
-            later.update(place.start for place in links if place.start not in start)
+                starts = [min(runs, key=lambda at: (runs[at] is None, runs[at] or 0))]
+            later.update(place.start for place in links if place.start not in starts)
         return later
 
     def is_fused(self, comp: Computation) -> bool:
         return any(site.op.opcode == 'fusion' for site in self.module.call_sites(comp))
 
     def origin(self, path: Sequence[Place], place: Place) -> dict[str, Any]:
-        """Finds the source line and the JAX operation: of the instruction, its fusion or a user."""
+        """Finds `source`, `called_at`, `op_name`: of the instruction, a call site or a user."""
         named = place.op
         for _, _, op in reversed(path):
             if op.opcode not in ('while', 'conditional') and not named.op_name:
                 named = op
         sourced, module = named, self.module
-        if module.source(named) is None and (not named.op_name or module.sources.has_lines):
-            # the compiler inserted it: its line is that of the first user
+        if module.source(named) is None and (not named.op_name or module.sources.has_stacks):
+            # the compiler inserted it: its line is that of the first user. In a text without
+            # stacks, an instruction with an op_name but no line shows that no line is known.
             sourced = user_with_source(module, place.comp, place.op.name) or named
         return {
             'source': module.source(sourced),
@@ -354,7 +357,7 @@ class _Finder:
         }
 
     def with_callers(self, path: Sequence[Place], place: Place, found: Collective) -> Collective:
-        """Marks a collective as async, or as a reduce-scatter, if the calling fusions say so."""
+        """Marks a collective as async, or as a reduce-scatter, if its call sites show it."""
         if self.phase(place.comp) == 'Start' or any(_is_async(site.op) for site in path):
             found = replace(found, is_async=True)
         for _, _, op in reversed(path):
@@ -365,18 +368,15 @@ class _Finder:
         return found
 
 
-def _merge_permutes(
-    records: Sequence[_Record], form: str, executions: int | None
-) -> tuple[tuple[int, ...], Collective]:
-    """Merges the permutes of a collective einsum into one collective, with its sort key."""
-    permutes = [permute for _, _, permute in records]
+def _merge_permutes(records: Sequence[_Record], form: str, executions: int | None) -> _Record:
+    """Merges the permutes of a collective einsum into one collective, in place of the first."""
+    permutes = [record.collective for record in records]
     piece = max((p.operands for p in permutes), key=lambda arrays: sum(a.bytes for a in arrays))
     n = max(permute.group_size for permute in permutes)
     sent = [(permute.network_bytes or 0) * (permute.executions or 1) for permute in permutes]
-    order, _, first = records[0]
-    return order, replace(
+    merged = replace(
         max(permutes, key=lambda permute: permute.executions or 0),
-        name=first.name,
+        name=permutes[0].name,
         kind='all-gather' if form == 'ag' else 'reduce-scatter',
         operands=piece * (1 if form == 'ag' else n),
         results=piece * (n if form == 'ag' else 1),
@@ -385,6 +385,7 @@ def _merge_permutes(
         is_async=any(permute.is_async for permute in permutes),
         sent=sum(sent) // (executions or 1),
     )
+    return records[0]._replace(collective=merged)
 
 
 def _chain(op: Instruction) -> tuple[int, str]:

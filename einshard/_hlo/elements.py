@@ -7,11 +7,11 @@ from collections import defaultdict
 
 _ELEMENT = re.compile(r'%([^\s,()#]+)#(\d+)')
 _DEFINITION = re.compile(r'\n  (?:ROOT )?%([^\s=]+) = \((.*?)\) [a-z][^\n]*')
-_PART = re.compile(r'(?:/\*index=\d+\*/)?([^\s,{}]+(?:\{[^}]*\})?)')
+_TYPE = re.compile(r'(?:/\*index=\d+\*/)?([^\s,{}]+(?:\{[^}]*\})?)')
 
 
 def spell_out_elements(text: str) -> str:
-    """Adds a get-tuple-element instruction for each element of a tuple, such as %all-reduce#1.
+    """Adds a get-tuple-element instruction for each tuple element used, such as %all-reduce#1.
 
     XLA omits these instructions in the programs that it dumps with JAX 0.12.
 
@@ -32,7 +32,7 @@ def spell_out_elements(text: str) -> str:
         return text
 
     def with_elements(match: re.Match[str]) -> str:
-        name, types = match[1], _PART.findall(match[2])
+        name, types = match[1], _TYPE.findall(match[2])
         return match[0] + ''.join(
             f'\n  %{name}#{i} = {types[i]} get-tuple-element(%{name}), index={i}'
             for i in sorted(elements.get(name, ()))

@@ -46,7 +46,7 @@ class Product:
 
 
 def find_products(module: Module) -> Iterator[Product]:
-    """Finds the matrix products and convolutions of a program.
+    """Finds the matrix products, convolutions and kernels with known flops of a program.
 
     >>> from einshard._hlo.flops import find_products
     >>> from einshard._hlo.module import Module
@@ -153,8 +153,8 @@ def _convolution_flops(place: Place) -> int:
     )
     window = re.search(r'window=\{([^}]*)\}', op.attributes)
     fields = dict(field.split('=') for field in window[1].split()) if window else {}
-    pairs = [
-        _pairs(
+    counts = [
+        _count_pairs(
             inputs[axis],
             kernel[axis],
             output[axis],
@@ -165,13 +165,14 @@ def _convolution_flops(place: Place) -> int:
     ]
     groups = re.search(r'batch_group_count=(\d+)', op.attributes)
     batch = inputs['b'] // (int(groups[1]) if groups else 1)
-    return 2 * batch * kernel['i'] * kernel['o'] * prod(pairs)
+    return 2 * batch * kernel['i'] * kernel['o'] * prod(counts)
 
 
 def _shapes(place: Place) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of input, kernel and output.
 
-    The gradient convolutions of cuDNN are labeled like the forward convolution.
+    cuDNN labels a gradient convolution like its forward convolution, so its result may be what the
+    labels call the input or the kernel.
     """
     operands = [place.comp[name].results[0].shape for name in place.op.operands[:2]]
     result = place.op.results[0].shape
@@ -192,7 +193,7 @@ def _field(fields: dict[str, str], name: str, axis: int, default: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _pairs(
+def _count_pairs(
     inputs: int,
     kernel: int,
     output: int,

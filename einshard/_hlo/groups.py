@@ -117,19 +117,22 @@ class Slices:
 
     Args:
         n_partitions: the number of devices of one slice.
-        n_slices: the number of slices that the text mentions; 1 if there are none.
-        device_ids: the ids of the program's devices in order. Default: slice by slice.
+        n_slices: the number of slices, from `count_slices`.
+        device_ids: the ids of the program's devices in order. Default: slice by slice. Ignored if
+            there are no more than `n_partitions`.
     """
 
     def __init__(self, n_partitions: int, n_slices: int, device_ids: Sequence[int] = ()):
         if len(device_ids) <= n_partitions:
             device_ids = range(n_partitions)
             if n_slices > 1:
-                device_ids = [s * _SLICE + i for s in range(1, n_slices + 1) for i in device_ids]
+                device_ids = [
+                    s * _IDS_PER_SLICE + i for s in range(1, n_slices + 1) for i in device_ids
+                ]
         self._position = {device: i for i, device in enumerate(device_ids)}
         self._slices: dict[int, list[int]] = {}
         for position, device in enumerate(device_ids):
-            self._slices.setdefault(device // _SLICE, []).append(position)
+            self._slices.setdefault(device // _IDS_PER_SLICE, []).append(position)
         if len(device_ids) == n_partitions:
             self._slices = {1: list(range(n_partitions))}
         self.n_devices = len(device_ids)
@@ -147,8 +150,8 @@ class Slices:
     def parse_target(self, target: str) -> Groups:
         """Parses the devices of a transfer between slices; returns their positions.
 
-        '{1,2}x{0:15}' are devices 0 to 15 of slices 1 and 2. '{{100000,200000},...}' and
-        '{100000->200000,...}' list device ids.
+        '{1,2}x{0:15}' has 16 groups: device i of slice 1 and device i of slice 2, for i from 0 to
+        15. '{{100000,200000},...}' and '{100000->200000,...}' list device ids.
         """
         if ranges := re.fullmatch(r'\{([\d,]+)\}x\{(\d+):(\d+)\}', target):
             slices, first, last = ranges.groups()
@@ -160,15 +163,15 @@ class Slices:
         return tuple(tuple(self._position[device] for device in group) for group in listed)
 
 
-_SLICE = 100_000  # difference of device ids between consecutive slices
+_IDS_PER_SLICE = 100_000
 
 
 def count_slices(text: str) -> int:
-    """Counts the slices that a program's transfers mention."""
+    """Returns the highest slice number in a program's transfers; 1 if there are none."""
     found = 1
     for target in set(re.findall(r'_xla_megascale_target=("[^"]*"|\{[\d,>{}-]*\})', text)):
         if listed := re.match(r'"\{([\d,]+)\}x', target):
             found = max(found, *_numbers(listed[1]))
         else:
-            found = max(found, *(int(n) // _SLICE for n in re.findall(r'\d{6,}', target)))
+            found = max(found, *(int(n) // _IDS_PER_SLICE for n in re.findall(r'\d{6,}', target)))
     return found

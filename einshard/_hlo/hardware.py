@@ -6,7 +6,7 @@ Sources, and their differences:
 - NVIDIA: data sheets of A100, H100, H200 and HGX B200, as listed at
   glennklockwood.com/garden/processors. Rates are dense: half of those with sparsity.
 
-The figures are upper bounds on speed, so this uses the highest published one.
+The rates must be upper bounds, so where sources differ, this module has the highest rate.
 ICI: Google quotes both directions of all links of a chip, such as 400 GB/s for the 4 links of v5e:
 50 GB/s per link and direction. The book has 10 % less: 45 GB/s for v4 and v5e, 90 for v5p and v6e.
 """
@@ -24,7 +24,7 @@ from .._errors import EinshardError
 
 @dataclass(frozen=True)
 class Chip:
-    """Peak rates of a chip, for the lower bounds in `explain`.
+    """Peak rates of a chip, for the lower bounds in `explain` and `plan`.
 
         >>> from einshard import Chip
         >>> chip = Chip('ours', {'bf16': 1e15}, memory=1e11, memory_bandwidth=4e12, link=1e11)
@@ -37,7 +37,7 @@ class Chip:
             default: as 'bf16'), 'fp8', 'int8', 'fp4'. A missing dtype has the highest rate.
         memory: bytes of HBM that programs can use.
         memory_bandwidth: HBM bytes per second.
-        link: bytes per second that a device can send to its neighbors: over one link of a torus in
+        link: bytes per second that a chip can send to its neighbors: over one link of a torus in
             one direction, or without a torus over all its links to the switches of its node.
         torus: the number of torus dimensions; 0 for devices that a switch connects.
         wraps_at: the dimensions of a slice that are multiples of this number are rings, the others
@@ -82,11 +82,11 @@ GIB = 2**30
 # for 8 chips. For v4 this is the book's 25 GB/s per host, of 4 chips.
 # Small slices do not wrap around: on v5e and v6e only dimensions of size 16 are rings (also in
 # 8x16), on the others the dimensions of slices that consist of full 4x4x4 cubes (book, chapter 2).
-_cubes = functools.partial(Chip, torus=3, wraps_at=4, cores=2)
+_chip_3d = functools.partial(Chip, torus=3, wraps_at=4, cores=2)
 _TPUS = (
     (
         r'TPU v4(?! lite)',
-        _cubes(
+        _chip_3d(
             'TPU v4',
             {'bf16': 275e12, 'int8': 275e12},
             memory=30.5 * GIB,
@@ -101,7 +101,7 @@ _TPUS = (
             'TPU v5e',
             {'bf16': 197e12, 'int8': 394e12},  # Google has 393e12 for int8, the book 394e12
             memory=15.75 * GIB,
-            memory_bandwidth=819e9,  # one version of Google's page has 800 GiB/s
+            memory_bandwidth=819e9,  # one version of Google's page has 800 GiB/s, likely for GB/s
             link=50e9,
             torus=2,
             wraps_at=16,
@@ -110,9 +110,9 @@ _TPUS = (
     ),
     (
         r'TPU v5p?$',
-        _cubes(
+        _chip_3d(
             'TPU v5p',
-            # int8 from the book; Google has 459e12 for fp8
+            # int8 from the book, fp8 from Google
             {'bf16': 459e12, 'fp8': 459e12, 'int8': 918e12},
             memory=95.73 * GIB,
             memory_bandwidth=2.8e12,  # the book; Google has 2.765e12
@@ -136,7 +136,7 @@ _TPUS = (
     ),
     (
         r'TPU ?v?7',
-        _cubes(
+        _chip_3d(
             'TPU7x',
             {'bf16': 2307e12, 'fp8': 4614e12},
             memory=2 * 94.74 * GIB,

@@ -27,7 +27,7 @@ def min_hbm_bytes(module: Module) -> int:
     reads, total = _Reads(module), 0
     for op in entry.parameters():
         if op.is_in_hbm:
-            total += _covered_bytes(op.results, reads.of(Value(entry, op.name)))
+            total += _covered_bytes(op.results[0], reads.of(Value(entry, op.name)))
     root = entry.root
     for op in [entry[name] for name in root.operands] if root.opcode == 'tuple' else [root]:
         if op.is_in_hbm and _is_written(module, Value(entry, op.name)):
@@ -39,8 +39,11 @@ def min_hbm_bytes(module: Module) -> int:
 
 
 def _is_written(module: Module, value: Value) -> bool:
-    """Whether all of a value is written: it is not an argument, or one updated in place."""
-    # outside of fusions, a convert or a copy writes an array
+    """Whether a result is written in full.
+
+    False for an argument, an update in place, and an unknown result, such as of a conditional.
+    """
+    # in the entry computation, a convert or a copy writes an array; elsewhere it may be fused
     moves = _MOVES if value.arguments else ('bitcast',)
     while value.op.opcode in moves:
         value = value.sibling(value.op.operands[0])
@@ -51,12 +54,8 @@ def _is_written(module: Module, value: Value) -> bool:
         if tuple_value.op.opcode == 'while':
             comp = module.computation(tuple_value.op.body)
         if comp is None or comp.root.opcode != 'tuple':
-            return tuple_value.op.opcode not in (
-                'parameter',
-                'conditional',
-                'custom-call',
-                'while',
-            )
+            not_written = ('parameter', 'conditional', 'custom-call', 'while')
+            return tuple_value.op.opcode not in not_written
         return _is_written(module, tuple_value.in_callee(comp, comp.root.operands[op.element]))
     if op.opcode == 'fusion' and (called := module.called(op)):
         return _is_written(module, value.in_callee(called))
@@ -94,13 +93,12 @@ def _all_of(array: ArrayType) -> _Region:
     return _Region(array.shape, tuple((0, size) for size in array.shape), prod(array.shape))
 
 
-def _covered_bytes(arrays: Iterable[ArrayType], regions: Iterable[_Region]) -> int:
-    """Returns a lower bound on the bytes that the regions cover; `arrays` must have one array."""
+def _covered_bytes(array: ArrayType, regions: Iterable[_Region]) -> int:
+    """Returns a lower bound on the bytes that regions of an array cover."""
     disjoint: list[_Region] = []
     for region in sorted(set(regions), key=lambda region: -region.elements):
         if all(region.is_disjoint(other) for other in disjoint):
             disjoint.append(region)
-    [array] = arrays
     n = min(sum(region.elements for region in disjoint), prod(array.shape))
     return array.bytes * n // max(prod(array.shape), 1)
 
@@ -111,7 +109,11 @@ _LIBRARY = 'custom_call_target="__'  # calls of cuBLAS and cuDNN, which read all
 
 
 class _Reads:
-    """Finds the regions of values that a program reads."""
+    """Finds the regions of values that a program reads.
+
+    A value with `arguments` is in a fusion or call, which computes all of its root; the other
+    operations there read only what the uses of their results need.
+    """
 
     def __init__(self, module: Module):
         self._module = module
@@ -141,30 +143,32 @@ class _Reads:
     def _read_by_user(
         self, value: Value, element: int, user: Instruction, loop: Value | None
     ) -> list[_Region]:
-        at, used = user.operands.index(value.name), value.sibling(user.name)
+        """Returns the regions of a value that `user` reads, or that uses of its result read."""
+        at, result = user.operands.index(value.name), value.sibling(user.name)
         match user.opcode.removesuffix('-start'):
             case 'tuple' if user.name != value.comp.root.name:
-                return self.of(used, at, loop)
+                return self.of(result, at, loop)
             case 'tuple':
                 return [_all_of(value.op.results[0])] if value.arguments else []
             case 'get-tuple-element':
-                return self.of(used, -1, loop) if user.element == element else []
+                return self.of(result, -1, loop) if user.element == element else []
             case 'while':
                 body = self._module.computation(user.body)
                 start = Value(body, body.parameter(0))
-                return self.of(start, element, used)
+                return self.of(start, element, result)
             case 'fusion' | 'call' if called := self._module.called(user):
-                inside = used.in_callee(called, called.parameter(at))
+                inside = result.in_callee(called, called.parameter(at))
                 # on TPU there are fusions of nothing but a bitcast
-                only_moves = _before_moves(used.in_callee(called)) == inside.name
-                return self.of(used if only_moves else inside, element, loop)
+                only_moves = _before_moves(result.in_callee(called)) == inside.name
+                return self.of(result if only_moves else inside, element, loop)
             case 'bitcast' | 'opt-barrier':
-                return self._read_in_fusion(value, used, loop)
+                return self._read_in_fusion(value, result, loop)
             case 'slice':
-                return self._read_in_fusion(value, used, loop) and [_constant_slice(value.op, user)]
+                read = self._read_in_fusion(value, result, loop)
+                return [_constant_slice(value.op, user)] if read else []
             case 'dynamic-slice' if at == 0:
-                read = not value.arguments or self._read_in_fusion(value, used, loop)
-                return [self._dynamic_slice(value, used, loop)] if read else []
+                read = not value.arguments or self._read_in_fusion(value, result, loop)
+                return [self._dynamic_slice(value, result, loop)] if read else []
             case 'gather' | 'dynamic-update-slice' | 'scatter' if at == 0:
                 return []
             case 'conditional' | 'async':
@@ -175,28 +179,28 @@ class _Reads:
                 return []
             case _:
                 if value.arguments:
-                    return self._read_in_fusion(value, used, loop)
+                    return self._read_in_fusion(value, result, loop)
                 return [_all_of(array) for array in value.op.results[:1]]
 
-    def _read_in_fusion(self, value: Value, used: Value, loop: Value | None) -> list[_Region]:
-        """Returns the regions that a fusion reads of an operand, from those read of its result."""
-        array, needed = value.op.results[0], self.of(used, -1, loop)
+    def _read_in_fusion(self, value: Value, result: Value, loop: Value | None) -> list[_Region]:
+        """Returns the regions of a value that must be read for those that are read of `result`."""
+        array, needed = value.op.results[0], self.of(result, -1, loop)
         if any(region.is_full for region in needed):
             return [_all_of(array)]
         n = [region.elements for region in needed if prod(region.shape) == prod(array.shape)]
         return [_Region(array.shape, (), max(n))] if n else []
 
-    def _dynamic_slice(self, value: Value, used: Value, loop: Value | None) -> _Region:
+    def _dynamic_slice(self, value: Value, result: Value, loop: Value | None) -> _Region:
         """Returns the region that a dynamic slice reads; in a loop, during all iterations."""
-        array, sizes = value.op.results[0], _SIZES.search(used.op.attributes)
+        array, sizes = value.op.results[0], _SIZES.search(result.op.attributes)
         size = [int(n) for n in sizes[1].split(',') if n] if sizes else []
         counter = find_counter(self._module, loop) if loop else None
-        names = used.op.operands[1:] if counter else []
-        values = (counter.values(used.sibling(name)) if counter else None for name in names)
+        offsets = [result.sibling(name) for name in result.op.operands[1:]]
+        values = [counter.values(offset) for offset in offsets] if counter else []
         starts = [start for start in values if start is not None]
         n = 1
         if len(starts) == len(size):
-            moving = [
+            moving = [  # (starts in all iterations, size) of each dimension whose start changes
                 (np.clip(start, 0, whole - part).tolist(), part)
                 for start, whole, part in zip(starts, array.shape, size, strict=True)
                 if start.size > 1

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from .all_gathers import ARITHMETIC
+from .arithmetic import ARITHMETIC
 from .module import Computation, Module, Place, Value
 
-_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _MOVES = frozenset(('copy', 'copy-start', 'copy-done', 'bitcast', 'opt-barrier'))
 
 
@@ -57,7 +57,7 @@ class Executions:
 def trip_count(module: Module, loop: Place) -> int | None:
     """Returns the trip count of a loop; None if it is unknown."""
     op = loop.op
-    if match := _KNOWN.search(op.attributes + op.metadata):
+    if match := _TRIP_COUNT.search(op.attributes + op.metadata):
         return int(match[1])
     counter = find_counter(module, Value(loop.comp, op.name))
     return counter.trips if counter else None
@@ -73,7 +73,15 @@ def find_counter(module: Module, loop: Value) -> Counter | None:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """The element of the loop state that counts iterations."""
+    """The element of the loop state that counts iterations.
+
+    Attributes:
+        loop: the loop.
+        element: the index of the element.
+        start: its value in the first iteration.
+        step: what each iteration adds to it.
+        trips: the number of iterations.
+    """
 
     loop: _Loop
     element: int
@@ -82,7 +90,10 @@ class Counter:
     trips: int
 
     def values(self, value: Value) -> Any:
-        """Returns the integers that a value of the body has in the iterations; None if unknown."""
+        """Returns the integers that a value of the body has, one for each iteration.
+
+        A single integer, as an array of shape (), if it never changes. None if it is unknown.
+        """
         value, element = self.loop.find_source(value)
         op = value.op
         if op.integer_constant is not None:
@@ -105,39 +116,45 @@ _Sum = tuple[int | None, int]
 
 @dataclass(frozen=True, slots=True)
 class _Loop:
+    """A loop; `condition` and `body` are the roots of these computations."""
+
     module: Module
-    state: Value
+    initial_state: Value
     condition: Value
     body: Value
 
     def counter(self) -> Counter | None:
+        """Finds the element that the condition compares with a constant.
+
+        None unless it starts at a constant, and the body adds a constant to it.
+        """
         compared, _ = self.find_source(self.condition)
         comparison = compared.op
         if comparison.opcode != 'compare':
             return None
-        direction = re.search(r'direction=(\w+)', comparison.attributes)
+        match = re.search(r'direction=(\w+)', comparison.attributes)
         sums = [self.sum(compared.sibling(operand)) for operand in comparison.operands]
-        if not direction or len(sums) != 2:
+        if not match or len(sums) != 2:
             return None
-        operator = direction[1]
+        direction = match[1]
         left, right = (self.resolve_constant(sum_) for sum_ in sums)
         if left and left[0] is None:
-            left, right, operator = right, left, _MIRRORED.get(operator, operator)
+            left, right, direction = right, left, _MIRRORED.get(direction, direction)
         if not left or not right or left[0] is None or right[0] is not None:
             return None
-        counter, offset = left[0], left[1]
-        start, after = self.sum(self.state, counter), self.sum(self.body, counter)
-        if not start or start[0] is not None or not after or after[0] != counter:
+        element, offset = left[0], left[1]
+        start, after = self.sum(self.initial_state, element), self.sum(self.body, element)
+        if not start or start[0] is not None or not after or after[0] != element:
             return None
-        trips = _count_terms(start[1] + offset, after[1], operator, right[1])
-        return None if trips is None else Counter(self, counter, start[1], after[1], trips)
+        trips = _count_terms(start[1] + offset, after[1], direction, right[1])
+        return None if trips is None else Counter(self, element, start[1], after[1], trips)
 
     def resolve_constant(self, sum_: _Sum | None) -> _Sum | None:
         """Replaces the element in a sum by its value, if that is a loop-invariant constant."""
         if sum_ and sum_[0] is not None and self.sum(self.body, sum_[0]) == (sum_[0], 0):
-            outside = self.sum(self.state, sum_[0])
-            if outside and outside[0] is None:
-                return None, outside[1] + sum_[1]
+            initial = self.sum(self.initial_state, sum_[0])
+            if initial and initial[0] is None:
+                return None, initial[1] + sum_[1]
         return sum_
 
     def sum(self, value: Value, element: int | None = None) -> _Sum | None:
@@ -160,8 +177,8 @@ class _Loop:
     def find_source(self, value: Value, element: int | None = None) -> tuple[Value, int | None]:
         """Returns the instruction that computes a value, or an element of a tuple.
 
-        Skips copies, tuples and calls. The second result is the element, if that instruction makes
-        a tuple.
+        Skips copies, tuples and calls. The second result is the index of the element if that
+        instruction has a tuple as its result, such as the parameter of a body; else None.
         """
         while True:
             op = value.op
@@ -185,13 +202,14 @@ _MIRRORED = {'LT': 'GT', 'LE': 'GE', 'GT': 'LT', 'GE': 'LE'}
 def _count_terms(start: int, step: int, direction: str, limit: int) -> int | None:
     """Counts the terms of `start`, `start + step`, ... before the comparison with `limit` fails.
 
+    None if it is not known to fail.
+
     >>> from einshard._hlo.loops import _count_terms
     >>> _count_terms(0, 1, 'LT', 12), _count_terms(12, -2, 'GE', 1), _count_terms(5, 1, 'LT', 3)
     (12, 6, 0)
     """
     if direction in ('GT', 'GE'):
-        mirrored = _MIRRORED[direction]
-        return _count_terms(-start, -step, mirrored, -limit)
+        return _count_terms(-start, -step, _MIRRORED[direction], -limit)
     if direction == 'LE':
         limit += 1
     if direction == 'NE' and step and not (limit - start) % step and (limit - start) // step >= 0:

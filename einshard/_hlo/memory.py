@@ -60,7 +60,9 @@ def read_memory(compiled: Any, capacity: int | None = None) -> Memory | None:
 
 
 def parse_bytes(value: object, given_as: str) -> int:
-    """Parses a number of bytes, or a text: '15 GB' (15 * 10**9 bytes), '15 GiB' (15 * 2**30).
+    """Converts a size such as '15 GB' (15 * 10**9 bytes), '15 GiB' (15 * 2**30) or 1500 to bytes.
+
+    `given_as` names the value in the error.
 
     >>> from einshard._hlo.memory import parse_bytes
     >>> parse_bytes('1.5 kB', 'memory='), parse_bytes('2 GiB', 'memory=')

@@ -81,7 +81,8 @@ class Instruction(NamedTuple):
     """One line of a computation.
 
     `operand_text` is the text in parentheses after the opcode: the operands, the value of a
-    constant, or the number of a parameter.
+    constant, or the number of a parameter. `metadata` is all text after 'metadata={', so
+    backend_config may be there or in `attributes`.
     """
 
     name: str
@@ -116,14 +117,14 @@ class Instruction(NamedTuple):
 
     @property
     def callee(self) -> str:
-        """The name of the computation that a fusion or call runs, or ''."""
+        """The name of the computation that a fusion, call or reduction runs, or ''."""
         match = _CALLEE.search(self.attributes)
         return match[1] if match else ''
 
     @property
     def callees(self) -> list[str]:
         """The names of all computations that the instruction runs."""
-        # backend_config may contain user-given names
+        # names that users gave, in backend_config, may look like references
         attributes = self.attributes.partition(', backend_config=')[0]
         lists = (several or single for several, single in _CALLEES.findall(attributes))
         return [name for names in lists for name in names.replace('%', '').split(', ')]
@@ -211,7 +212,7 @@ class Computation:
 
     @functools.cached_property
     def _lines(self) -> dict[str, int]:
-        """The offset of each instruction's line."""
+        """The offset of each instruction's line, by name; that of the root also by ''."""
         lines: dict[str, int] = {}
         for match in _LINE.finditer(self._text, *self._span):
             lines[match[2]] = match.start() + 1
@@ -296,7 +297,7 @@ class Module:
         self.text = text
         headers = list(_HEADER.finditer(text))
         self._names = [header[2] for header in headers]
-        self._ends = [header.end() for header in headers]
+        self._starts = [header.end() for header in headers]
         self._numbers = {name: i for i, name in enumerate(self._names)}
         self._entry = next((i for i, header in enumerate(headers) if header[1]), -1)
         self._computations: dict[int, Computation] = {}
@@ -325,7 +326,7 @@ class Module:
         return {int(o or 0): int(p) for o, p in re.findall(r'\{(\d*)\}: \((\d+), \{\}', line)}
 
     def source(self, op: Instruction) -> str | None:
-        """Returns the user's source line of an instruction, such as 'model.py:12'."""
+        """Returns the user's source line of an instruction, such as 'model.py:12', or None."""
         return self.sources.line(op.metadata) if op.metadata else None
 
     def find(self, *marks: str) -> Iterator[Place]:
@@ -341,7 +342,7 @@ class Module:
                 yield self._place(start)
 
     def called(self, op: Instruction) -> Computation | None:
-        """Returns the computation that a fusion or call runs, or None."""
+        """Returns the computation that a fusion, call or reduction runs, or None."""
         number = self._numbers.get(op.callee)
         return None if number is None else self._computation(number)
 
@@ -349,7 +350,7 @@ class Module:
         return self._computation(self._numbers[name])
 
     def call_sites(self, computation: Computation) -> list[Place]:
-        """Finds the instructions that run a computation, except -update and -done."""
+        """Finds the instructions that run a computation; of an asynchronous one only the -start."""
         name = computation.name
         sites = self._call_sites.get(name)
         if sites is None:
@@ -361,7 +362,7 @@ class Module:
         return sites
 
     def path(self, computation: Computation) -> list[Place] | None:
-        """Finds the call sites from the entry to a computation; None if it never runs."""
+        """Finds one chain of call sites from the entry to a computation; None if it never runs."""
         if computation.is_entry:
             return []
         for site in self.call_sites(computation):
@@ -371,7 +372,7 @@ class Module:
         return None
 
     def in_branch(self, computation: Computation) -> bool:
-        """Whether a computation runs only in a branch of a conditional."""
+        """Whether the `path` to a computation goes through a branch of a conditional."""
         sites = self.path(computation) or ()
         return any(site.op.opcode == 'conditional' for site in sites)
 
@@ -389,11 +390,11 @@ class Module:
     def _computation(self, i: int) -> Computation:
         comp = self._computations.get(i)
         if comp is None:
-            comp = Computation(self._names[i], self.text, self._ends[i], i == self._entry)
+            comp = Computation(self._names[i], self.text, self._starts[i], i == self._entry)
             self._computations[i] = comp
         return comp
 
     def _place(self, start: int) -> Place:
-        comp = self._computation(bisect.bisect(self._ends, start) - 1)
+        comp = self._computation(bisect.bisect(self._starts, start) - 1)
         line = self.text[start : self.text.index('\n', start)]
         return Place(start, comp, read_instruction(line))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from .module import Computation, Instruction, Module, Place, Value
 
-# operations that slice, copy, reshape or convert their first operand
+# operations that gather, permute, slice, copy, reshape or convert their first operand
 _MOVES = frozenset(
     (
         *('all-gather', 'all-gather-done', 'all-gather-start', 'bitcast', 'collective-permute'),
         *('convert', 'copy', 'copy-done', 'copy-start', 'dynamic-slice', 'opt-barrier'),
-        *('optimization-barrier', 'reshape', 'slice', 'slice-done', 'slice-start', 'transpose'),
+        *('reshape', 'slice', 'slice-done', 'slice-start', 'transpose'),
     )
 )
 _MAX_STEPS = 200  # a loop may lead to a cycle
@@ -27,18 +27,19 @@ class Origins:
         self._known: dict[tuple[str, str, int], int | None] = {}
 
     def of(self, place: Place) -> int | None:
-        """Returns the number of the parameter from which the first operand is copied, or None."""
+        """Returns the number of the program parameter that the first operand copies, or None."""
         operands = place.op.operands
         return self._trace(Value(place.comp, operands[0]), -1, _MAX_STEPS) if operands else None
 
     def _trace(self, value: Value, element: int, steps: int) -> int | None:
+        """Traces a value, or `element` of a tuple (-1 for others), in at most `steps` steps."""
         key = (value.comp.name, value.name, element)
         if key not in self._known:
             self._known[key] = None  # ends the recursion if a value depends on itself
-            self._known[key] = self._trace_operand(value, element, steps - 1) if steps else None
+            self._known[key] = self._trace_uncached(value, element, steps - 1) if steps else None
         return self._known[key]
 
-    def _trace_operand(self, value: Value, element: int, steps: int) -> int | None:
+    def _trace_uncached(self, value: Value, element: int, steps: int) -> int | None:
         op = value.op
         if op.opcode == 'parameter':
             return self._trace_parameter(value, element, steps)
@@ -71,7 +72,7 @@ class Origins:
         return None
 
     def _is_invariant(self, loop: Instruction, element: int) -> bool:
-        """Whether a loop does not change an element of its state, except by a permute."""
+        """Whether a loop only copies or permutes an element of its state (see `_MOVES`)."""
         body = self._module.computation(loop.body)
         root = body.root
         if element < 0 or root.opcode != 'tuple' or element >= len(root.operands):
@@ -94,7 +95,7 @@ class Origins:
 
 
 def _moved_operand(op: Instruction) -> str | None:
-    """Returns the operand if an instruction only slices, reshapes or converts it; else None."""
+    """Returns the name of the operand of a move (see `_MOVES`); None for other instructions."""
     is_move = op.opcode in _MOVES or op.joins_slices
     return op.operands[0] if is_move and op.operands else None
 
@@ -102,7 +103,14 @@ def _moved_operand(op: Instruction) -> str | None:
 def user_with_source(
     module: Module, comp: Computation, name: str, distance: int = 3
 ) -> Instruction | None:
-    """Finds the nearest user of an array that has a source line, up to `distance` steps away."""
+    """Finds a user of an array, or a user of its users, that has a source line; None if none has.
+
+    Args:
+        module: the compiled program.
+        comp: the computation that contains the array.
+        name: the name of the instruction that computes the array.
+        distance: the number of steps to follow beyond the direct users, also into fusions.
+    """
     for user in comp.users(name):
         called = module.called(user)
         if module.source(user) is not None:

@@ -85,7 +85,7 @@ class _Uses:
         return set[int]().union(*(self.elements_from(comp, name) for name in names))
 
     def elements_from(self, comp: Computation, name: str) -> set[int]:
-        """Returns the elements of the result computed from one value; {0} if it is not a tuple."""
+        """Returns the elements of the result computed from one value; an array is element 0."""
         key = comp.name, name
         if key not in self._known:
             self._known[key] = set()  # ends the recursion if a value depends on itself
@@ -93,10 +93,11 @@ class _Uses:
         return self._known[key]
 
     def _trace(self, comp: Computation, name: str) -> Iterator[int]:
-        seen, left = {name}, [name]
+        """Yields what `elements_from` returns; an element may come more than once."""
+        seen, pending = {name}, [name]
         root = comp.root
-        while left:
-            value = left.pop()
+        while pending:
+            value = pending.pop()
             if value == root.name and root.opcode != 'tuple':
                 yield 0
             for user in comp.users(value):
@@ -109,7 +110,7 @@ class _Uses:
                     continue
                 else:
                     values = self._values_of(comp, user, at)
-                left += set(values) - seen
+                pending += set(values) - seen
                 seen.update(values)
 
     def _loop_outputs(self, comp: Computation, state: Instruction, at: int) -> Iterator[str]:
@@ -123,7 +124,7 @@ class _Uses:
 
     def _values_of(self, comp: Computation, user: Instruction, at: set[int]) -> list[str]:
         """Lists the values that `user` computes from its operands `at`: itself, or its elements."""
-        outputs = at
+        outputs = at  # element i of a collective comes from operand i
         if user.opcode in ('fusion', 'call'):
             callee = self._module.called(user)
             if callee is None:

@@ -19,7 +19,7 @@ _ELEMENTWISE = frozenset(
         *('subtract', 'tanh'),
     )
 )
-_COPIES = frozenset(('copy', 'convert', 'bitcast', 'opt-barrier', 'optimization-barrier'))
+_COPIES = frozenset(('copy', 'convert', 'bitcast', 'opt-barrier'))
 _MAX_USES = 200
 _MAX_STEPS = 30  # from the offset of a slice back to the device number
 
@@ -37,7 +37,7 @@ class SlicedSum(NamedTuple):
 
 
 def find_sliced_sum(module: Module, place: Place) -> SlicedSum | None:
-    """Finds the slices of an all-reduce; None if the sum has other uses."""
+    """Finds the slices of an all-reduce of one array; None if the sum has other uses."""
     op = place.op
     if len(op.operands) != 1 or op.type.startswith('('):
         return None

@@ -34,6 +34,8 @@ class Sources:
                 rows = tables.setdefault(line, {})
             elif row := _ROW.fullmatch(line):
                 rows[int(row[1])] = row[2] or row[3]
+        # by number: {file: name}, {location: (file, line)}, {location: function},
+        # {frame: (location, parent frame)}
         self._files = tables.get('FileNames', {})
         self._locations = {
             number: (number_of('file_name_id', row), number_of('line', row))
@@ -52,15 +54,15 @@ class Sources:
         self._parent_offset = 1 if self._frames.get(1, (0, 0))[1] == 1 else 0
 
     @property
-    def has_lines(self) -> bool:
-        """Whether it has tables of stack frames; without them, only innermost lines are known."""
+    def has_stacks(self) -> bool:
+        """Whether the module has stack frames; without them, only innermost lines are known."""
         return bool(self._frames)
 
     def line(self, metadata: str) -> str | None:
-        """Finds the source line of an instruction, such as 'model.py:12'.
+        """Finds the source line of an instruction, such as 'model.py:12', or None.
 
-        This is the line of the innermost frame outside libraries. If all frames are in libraries,
-        the innermost frame outside JAX; if all are in JAX, the innermost frame.
+        With stack frames, this is the `innermost_user_line`; without, the line that JAX wrote at
+        the instruction.
         """
         if file := re.search(r'source_file="([^"]*)"', metadata):
             return f'{file[1]}:{number_of("source_line", metadata)}'
@@ -71,7 +73,8 @@ class Sources:
         """If `line` is in a helper, returns the nearest calling line outside helpers; else None.
 
         A helper is a function with only one line in the program, or a function that another one
-        calls in several lines. Lines that call the jitted function are ignored.
+        calls in several lines. If all calling lines are in helpers, returns the outermost. Frames
+        that all instructions share, such as those that call the jitted function, are ignored.
         """
         stack = [
             (frame, location)
@@ -127,7 +130,10 @@ class Sources:
 
 
 def innermost_user_line(frames: Iterable[tuple[str, int | str]]) -> str | None:
-    """Finds the line of the innermost frame outside libraries, else outside JAX, else of any.
+    """Finds the line of the innermost frame outside libraries.
+
+    If all frames are in libraries, the innermost frame outside JAX; if all are in JAX, the
+    innermost frame. None without frames.
 
     Args:
         frames: file and line, from the innermost frame out.

@@ -1,8 +1,8 @@
 """Finds the collectives that a TPU would run, in a program compiled for CPU. Imports no JAX.
 
-The CPU backend has no reduce-scatter: it all-reduces, and each device slices the result. It also
-combines all-reduces that are sliced with others, all-reduces each term of a sum, all-reduces along
-one mesh axis after another, and all-gathers an array once per use.
+The CPU backend has no reduce-scatter: it all-reduces, and each device slices the result. It
+combines all-reduces even if only some of the results are sliced. It all-reduces each term of a sum,
+all-reduces along one mesh axis after another, and all-gathers an array once per use.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ def target_collectives(module: Module, collectives: Sequence[Collective]) -> lis
         if not (collective.kind == 'all-gather' and key in seen):
             kept.append(collective)
         seen.add(key)
-    return list(_Reductions(module, places, kept).merged(kept))
+    return list(_Reductions(module, places, kept).on_target(kept))
 
 
 class _Use(NamedTuple):
-    """An instruction that uses a sum, as operand number `operand`."""
+    """An instruction that uses the result of an all-reduce, or a sum of such results."""
 
     user: Instruction
-    operand: int
+    operand: int  # the number of that operand; -1 if the program or a loop returns it
     terms: frozenset[_Key]  # the all-reduces that are added before this use
 
 
 @dataclass
 class _Reduction:
-    """One array of an all-reduce."""
+    """One array of an all-reduce, and how a TPU would reduce it."""
 
     array: ArrayType
     groups: Groups
@@ -87,21 +87,21 @@ class _Reductions:
     ):
         self._module = module
         self._places = places
-        self._known: dict[_Key, _Reduction] = {
+        self._by_key: dict[_Key, _Reduction] = {
             (c.name, i): _Reduction(array, c.groups)
             for c in collectives
             if c.kind == 'all-reduce' and len(places[c.name].op.operands) == len(c.operands)
             for i, array in enumerate(c.operands)
         }
-        for key, reduction in self._known.items():
+        for key, reduction in self._by_key.items():
             self._classify(key, reduction)
 
-    def merged(self, collectives: Sequence[Collective]) -> Iterator[Collective]:
-        """Yields the collectives, with all-reduces split by kind and groups."""
+    def on_target(self, collectives: Sequence[Collective]) -> Iterator[Collective]:
+        """Yields the collectives; drops an all-reduce, or splits it by kind and groups."""
         for collective in collectives:
             parts: dict[tuple[str, Groups], list[ArrayType]] = {}
             for i in range(len(collective.operands)):
-                reduction = self._known.get((collective.name, i))
+                reduction = self._by_key.get((collective.name, i))
                 if reduction is not None:
                     parts.setdefault((reduction.kind, reduction.groups), []).append(reduction.array)
             for (kind, groups), arrays in parts.items():
@@ -111,16 +111,20 @@ class _Reductions:
                 yield collective
 
     def _classify(self, key: _Key, reduction: _Reduction) -> None:
-        """Sets the kind of an array's reduction from the instructions that use the sum."""
+        """Sets the kind of an array's reduction from the instructions that use the sum.
+
+        If the only use is another all-reduce, that one may get the groups of both.
+        """
         place = self._places[key[0]]
         uses = list(self._array_uses(place, key))
         terms = {use.terms for use in uses}
+        # the terms of a sum need only one all-reduce: that with the smallest key
         if len(terms) == 1 and min(next(iter(terms))) != key:
             reduction.kind = ''
             return
         users = [use.user for use in uses]
-        if len(uses) == 1 and (uses[0].user.name, uses[0].operand) in self._known:
-            after = self._known[uses[0].user.name, uses[0].operand]
+        if len(uses) == 1 and (uses[0].user.name, uses[0].operand) in self._by_key:
+            after = self._by_key[uses[0].user.name, uses[0].operand]
             joined = _joined_groups(reduction.groups, after.groups)
             if joined:
                 reduction.kind, after.groups = '', joined
@@ -133,11 +137,11 @@ class _Reductions:
     def _array_uses(self, place: Place, key: _Key) -> Iterator[_Use]:
         """Yields the uses of one array of an all-reduce."""
         op, comp = place.op, place.comp
-        if not op.type.startswith('('):
-            yield from self._uses(comp, op.name, frozenset([key]))
-        for user in comp.users(op.name) if op.type.startswith('(') else ():
-            if user.element == key[1]:
-                yield from self._uses(comp, user.name, frozenset([key]))
+        names = [op.name]
+        if op.type.startswith('('):
+            names = [user.name for user in comp.users(op.name) if user.element == key[1]]
+        for name in names:
+            yield from self._uses(comp, name, frozenset([key]))
 
     def _uses(self, comp: Computation, name: str, terms: frozenset[_Key]) -> Iterator[_Use]:
         """Yields the instructions that use a value, directly or after moves and sums.
@@ -148,7 +152,7 @@ class _Reductions:
         for user in comp.users(name):
             called = self._module.called(user) if user.opcode in ('fusion', 'call') else None
             added = self._terms(comp, user.name) if user.opcode == 'add' else None
-            if added and len({self._known[key].groups for key in added}) == 1:
+            if added and len({self._by_key[key].groups for key in added}) == 1:
                 yield from self._uses(comp, user.name, added)
             elif user.opcode in _MOVES:
                 yield from self._uses(comp, user.name, terms)
@@ -167,7 +171,7 @@ class _Reductions:
                 yield _Use(root, -1, terms)
 
     def _terms(self, comp: Computation, name: str) -> frozenset[_Key] | None:
-        """Returns the all-reduces whose sum is the value; None for other values."""
+        """Returns the all-reduces that add up to a value (one or more); None for others."""
         op = comp[name]
         if op.opcode in _MOVES:
             return self._terms(comp, op.operands[0])
@@ -180,7 +184,7 @@ class _Reductions:
                 return self._terms(sites[0].comp, sites[0].op.operands[op.parameter_number])
         is_element = op.opcode == 'get-tuple-element'
         key = (op.operands[0], op.element) if is_element else (name, 0)
-        return frozenset([key]) if key in self._known else None
+        return frozenset([key]) if key in self._by_key else None
 
 
 def _callers(module: Module, comp: Computation) -> list[Place]:
@@ -189,7 +193,7 @@ def _callers(module: Module, comp: Computation) -> list[Place]:
 
 
 def _joined_groups(first: Groups, second: Groups) -> Groups | None:
-    """Returns the groups of two successive all-reduces as one; None if they do not combine."""
+    """Returns the groups of an all-reduce that replaces two successive ones; None if none can."""
     pairs = [(group[0], other) for group in (*first, *second) for other in group]
     joined = connected(pairs)
     size = len(first[0]) * len(second[0]) if first and second else 0

@@ -78,8 +78,8 @@ def _is_first(place: Place, loop: Place) -> bool:
 
 def _is_last(place: Place, loop: Place) -> bool:
     """Whether a permute sends an output of the loop, possibly after an elementwise fusion."""
-    comp, (sent, *_) = place.comp, place.op.operands
-    op = comp[_origin(comp, sent)]
+    comp = place.comp
+    op = comp[_origin(comp, place.op.operands[0])]
     is_alike = place.op.op_name == loop.op.op_name != ''
     sources = op.operands if op.opcode == 'fusion' and is_alike else [op.name]
     return loop.op.name in [_origin(comp, source) for source in sources]
@@ -139,6 +139,7 @@ def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
         op = comp[sent]
         operands = map(functools.partial(_origin, comp), op.operands)
         added = next((name for name in operands if name in by_name), None)
+        # this permute passes on the result of the one before, or a fusion adds to it in between
         before = by_name.get(sent) or (by_name[added] if added and op.opcode == 'fusion' else None)
         chain = next((chain for chain in chains if before in chain.permutes), None)
         if chain is None:
@@ -152,6 +153,6 @@ def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
     if not gathered and not has_sums and len(starts) == len(chains):
         return  # permutes of different arrays
     for chain in chains:
-        # the form of a single step is unknown: it belongs to a chain in the other direction
+        # a single permute does not show its form: it belongs to a chain in the other direction
         is_alone = len(chain.permutes) == 1 and chain.start not in gathered and has_sums
         yield chain.permutes, 'rs' if chain.is_sum or is_alone else 'ag'

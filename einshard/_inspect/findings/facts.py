@@ -118,7 +118,7 @@ class Facts:
 
         That line may be in a library.
         """
-        return not self.module.sources.has_lines
+        return not self.module.sources.has_stacks
 
     @functools.cached_property
     def values(self) -> Sequence[Value]:
