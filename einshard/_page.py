@@ -121,8 +121,7 @@ def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment
         if section.has_rule:
             yield [(indent, ''), ('  '.join('-' * width for width in widths), 'dim')]
         for row in section.rows:
-            fitted = zip(row, beside, widths, strict=False)
-            cells = [_shortened(cell, column, width) for cell, column, width in fitted]
+            cells = list(map(_shortened, row, beside, widths))
             yield [(indent, ''), (_line(cells, beside, widths), '')]
             for i, line in enumerate(_below(below_text(row[n:], below), width)):
                 yield [(' ' * (10 if i else 8), ''), (line, 'dim')]

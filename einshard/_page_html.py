@@ -48,8 +48,8 @@ _NARROW = """<style>
 def page_html(page: Page, *, scroll: bool = True) -> str:
     """Renders a page as self-contained HTML; long tables scroll unless `scroll` is false."""
     page = page.printable()
-    style = _SCROLL if scroll else 'overflow: auto'
-    parts = [_div(page.title, _TITLE), *(_section(section, style) for section in page.sections)]
+    table_style = _SCROLL if scroll else 'overflow: auto'
+    parts = [_div(page.title, _TITLE), *(_section(s, table_style) for s in page.sections)]
     for title, texts, style in (
         ('findings', page.findings, f'{_WARNING}; margin: 3px 0'),
         ('notes', page.notes, 'margin: 3px 0'),
@@ -86,7 +86,7 @@ def _div(text: str, style: str) -> str:
     return f'<div style="{style}">{html.escape(text)}</div>' if text else ''
 
 
-def _section(section: Section, style: str) -> str:
+def _section(section: Section, table_style: str) -> str:
     parts = [_div(section.title, _SECTION)]
     if section.code:
         code = html.escape('\n'.join(section.code))
@@ -94,7 +94,7 @@ def _section(section: Section, style: str) -> str:
     if section.columns:
         rows = _head(section.columns)
         rows += ''.join(_row(row, section.columns) for row in section.rows)
-        parts.append(f'<div style="{style}"><table style="{_TABLE}">{rows}</table></div>')
+        parts.append(f'<div style="{table_style}"><table style="{_TABLE}">{rows}</table></div>')
     if section.lines:
         items = ''.join(f'<li>{html.escape(line)}</li>' for line in section.lines)
         parts.append(f'<ul style="{_LINES}">{items}</ul>')

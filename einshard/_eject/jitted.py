@@ -112,10 +112,10 @@ class _Trees:
         self.parameters.append(parameter)
         # the shardings may be a prefix of the value
         subtrees = jtu.tree_structure(shardings, is_leaf=is_none).flatten_up_to(value)
-        each = [
+        by_leaf = [
             s for s, subtree in zip(leaves, subtrees, strict=True) for _ in jtu.tree_leaves(subtree)
         ]
-        rules = find_path_rules(list(zip(leaf_paths(value), each, strict=True)))
+        rules = find_path_rules(list(zip(leaf_paths(value), by_leaf, strict=True)))
         table = self._tables.add(f'{parameter.upper()}_RULES', rules)
         return f'shardings({table}, {parameter})'
 
@@ -165,23 +165,24 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
     # over Explicit axes, `sharded` reshards the arguments; these constraints have no line, or on
     # JAX 0.8 that of the user's call
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
-    outside = '', f'{user.f_code.co_filename}:{user.f_lineno}'
+    lines_outside = '', f'{user.f_code.co_filename}:{user.f_lineno}'
     found: dict[tuple[str, str], str] = {}
     for eqn in _constraints(stages.traced.jaxpr.jaxpr):
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
         if isinstance(sharding, NamedSharding) and unreduced_kind(sharding.spec) == 'sum':
             line, aval = line_of(eqn), eqn.outvars[0].aval
-            if eqn.primitive.name == 'reshard' and line in outside:
+            if eqn.primitive.name == 'reshard' and line in lines_outside:
                 continue
             names = names_at.get(line, ())
-            what = f' {" ".join(names)!r}' if len(names) == len(aval.shape) > 0 else ''
+            axes = f' {" ".join(names)!r}' if len(names) == len(aval.shape) > 0 else ''
             call = f'{_CONSTRAINTS[eqn.primitive.name]}(x, {writer.sharding(sharding)})'
-            found.setdefault((line, call), f'{array_text(aval)}{what}')
+            found.setdefault((line, call), f'{array_text(aval)}{axes}')
     comment = [
         f'# Constraints inside {stages.name or "the function"}, instead of einshard(x, ...):'
     ]
-    for (line, call), what in found.items():
-        comment += ['#', f'# {short_source(line) or "no source line"}, {what}', f'#     x = {call}']
+    for (line, call), array in found.items():
+        where = short_source(line) or 'no source line'
+        comment += ['#', f'# {where}, {array}', f'#     x = {call}']
     return ['\n'.join(comment)] if found else []
 
 

@@ -59,7 +59,7 @@ def find_path_rules(
             rest += group
     by_path = [(_exactly(path), sharding) for path, sharding in leaves]
     for rules in ([*_by_template(rest), *kept], by_path):
-        if all(_first(rules, path) == sharding for path, sharding in leaves):
+        if all(_find_sharding(rules, path) == sharding for path, sharding in leaves):
             return rules
     counts = Counter(path for path, _ in leaves)
     raise EinshardError(
@@ -94,7 +94,7 @@ def _is_uniform(leaves: Sequence[Leaf]) -> bool:
     return len({sharding for _, sharding in leaves}) == 1
 
 
-def _first(rules: Sequence[PathRule], path: str) -> NamedSharding | None:
+def _find_sharding(rules: Sequence[PathRule], path: str) -> NamedSharding | None:
     return next(sharding for pattern, sharding in rules if re.search(pattern, path))
 
 
@@ -123,9 +123,9 @@ class Tables:
         """
         if not self._tables:
             return []
-        found = [sharding for rules in self._tables.values() for _, sharding in rules]
+        shardings = [sharding for rules in self._tables.values() for _, sharding in rules]
         # if all are on one mesh, in default memory, the lists have PartitionSpecs
-        meshes = {s.mesh if s and has_default_memory(s) else None for s in found}
+        meshes = {s.mesh if s and has_default_memory(s) else None for s in shardings}
         (mesh,) = meshes if len(meshes) == 1 else [None]
         write, value, result = self._writer.sharding, 'sharding', 'sharding'
         if mesh:

@@ -79,35 +79,35 @@ class Writer:
 
     def _definition(self, mesh: AnyMesh, name: str) -> str:
         types = [f'AxisType.{kind.name}' for kind in mesh.axis_types]
-        in_brackets: Code = Brackets('axis_types=(', tuple(types))
+        axis_types: Code = Brackets('axis_types=(', tuple(types))
         if len(set(types)) == 1 < len(types):
-            in_brackets = f'axis_types=({types[0]},) * {len(types)}'
+            axis_types = f'axis_types=({types[0]},) * {len(types)}'
         axes = Brackets('(', tuple(map(repr, mesh.axis_names)))
         if _is_of_make_mesh(mesh):
             sizes = Brackets('(', tuple(map(str, mesh.axis_sizes)))
-            comment = '# jax.make_mesh may reorder the devices of a TPU slice\n'
-            is_known = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == 'tpu'
-            made = statement(Brackets(f'{name} = jax.make_mesh(', (sizes, axes, in_brackets)))
-            return made if is_known else f'{comment}{made}'
-        devices = f'{self._array(mesh)}.reshape({", ".join(map(str, mesh.axis_sizes))})'
-        made = statement(Brackets(f'{name} = Mesh(', (devices, axes, in_brackets)))
+            code = statement(Brackets(f'{name} = jax.make_mesh(', (sizes, axes, axis_types)))
+            if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == 'tpu':
+                return code  # `_is_of_make_mesh` has compared the orders
+            return f'# jax.make_mesh may reorder the devices of a TPU slice\n{code}'
+        devices = f'{self._device_array(mesh)}.reshape({", ".join(map(str, mesh.axis_sizes))})'
+        code = statement(Brackets(f'{name} = Mesh(', (devices, axes, axis_types)))
         comment = f'# one axis for each prime factor of {mesh.size}\n'
         is_canonical = is_device_mesh(mesh) and device_mesh(mesh).axis_sizes == mesh.axis_sizes
-        return f'{comment}{made}' if is_canonical and len(types) > 1 else made
+        return f'{comment}{code}' if is_canonical and len(types) > 1 else code
 
-    def _array(self, mesh: AnyMesh) -> str:
+    def _device_array(self, mesh: AnyMesh) -> str:
         """Writes the devices of a mesh, in its order."""
         if isinstance(mesh, AbstractMesh):
-            return f'np.array({self._list("jax.devices()")})'
+            return f'np.array({self._sorted_devices("jax.devices()")})'
         devices: list[Device] = list(mesh.devices.flat)
         call, available = _available(devices)
-        name = self._list(call)
+        name = self._sorted_devices(call)
         order = [available.index(device) for device in devices]
         if order != list(range(len(order))):
             return f'np.array({name})[{order}]'
         return f'np.array({name}{f"[:{len(order)}]" if len(order) < len(available) else ""})'
 
-    def _list(self, call: str) -> str:
+    def _sorted_devices(self, call: str) -> str:
         return self._devices.setdefault(call, _numbered('devices', len(self._devices)))
 
 
@@ -131,8 +131,10 @@ def _available(devices: Sequence[Device]) -> tuple[str, list[Device]]:
 
 def _is_of_make_mesh(mesh: AnyMesh) -> bool:
     """Whether `jax.make_mesh` makes this mesh. An abstract mesh has no other order of devices."""
-    if isinstance(mesh, AbstractMesh) or is_device_mesh(mesh):
-        return not is_device_mesh(mesh)
+    if is_device_mesh(mesh):
+        return False
+    if isinstance(mesh, AbstractMesh):
+        return True
     call, available = _available(list(mesh.devices.flat))
     if call != 'jax.devices()':
         return False

@@ -100,8 +100,8 @@ def to_jax(
             )
         check_specs(what, expected=_EXPECTED)
         context = current_context(mesh)
-        is_leaf = isinstance(what, LEAF_SPECS) and (not args or jtu.all_leaves(args))
-        if is_leaf:
+        is_for_one_array = isinstance(what, LEAF_SPECS) and (not args or jtu.all_leaves(args))
+        if is_for_one_array:
             return _write_sharding(what, args, shape, context)
         return _write_rules(what, args, mesh, shape, context)
     if shape is not None:
@@ -154,8 +154,8 @@ def _write_rules(
     writer = Writer(context.lowering_mesh)
     tables, conditions = Tables(writer), list[str]()
     if args:
-        rules, has_others = _rules_of_tree(spec, args[0], mesh, context)
-        if has_others:
+        rules, skips_non_arrays = _rules_of_tree(spec, args[0], mesh, context)
+        if skips_non_arrays:
             conditions = ["if not hasattr(leaf, 'shape'):", '    return None']
     elif isinstance(spec, Rules):
         rules = _rules_of_patterns(spec, context)

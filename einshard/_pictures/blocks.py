@@ -108,16 +108,16 @@ def blocks_on_mesh(
         signs: by mesh axis that shards no array axis, the sign of its term: '+' if its devices hold
             terms of a sum, '=' if their gradients are terms of a sum. Missing for replicas.
     """
-    steps: dict[Any, range] = {}
+    offsets: dict[Any, range] = {}  # of device numbers, by mesh axis
     stride = math.prod(mesh.values())
     for axis, size in mesh.items():
-        steps[axis] = range(0, stride, stride // size)
+        offsets[axis] = range(0, stride, stride // size)
         stride //= size
     sharded = [axis for entry in entries for axis in entry]
     summed = [axis for axis in mesh if signs.get(axis) == '+']
     devices = [0]
     for axis in dict.fromkeys([*sharded, *summed, *mesh]):
-        devices = [first + step for first in devices for step in steps[axis]]
+        devices = [device + offset for device in devices for offset in offsets[axis]]
     parts = tuple(math.prod(mesh[axis] for axis in entry) for entry in entries)
     return Blocks(devices, parts, names, sizes, math.prod(mesh[axis] for axis in summed))
 
@@ -168,12 +168,12 @@ def slices_of(blocks: Blocks) -> Slices:
     if len(axes) > 2:
         axes = [axis for axis in axes if blocks.parts[axis] > 1]
     *leading, row_axis, column_axis = [None, None, *axes]
-    heads = [
+    labels = [
         [blocks.named_part_label(axis, part) for part in range(blocks.parts[axis])]
         for axis in leading
         if axis is not None
     ]
-    titles = tuple(map(', '.join, itertools.product(*heads)))
+    titles = tuple(map(', '.join, itertools.product(*labels)))
     return Slices(blocks, row_axis, column_axis, titles)
 
 

@@ -89,21 +89,21 @@ def _sheet(slices: Slices) -> _Sheet:
     blocks, n_slices = slices.blocks, len(slices.titles)
     full_width = _SIDE / math.sqrt(max(blocks.aspect, 0.5)) if blocks.parts else _SCALAR
     full_height = max(full_width * blocks.aspect, _LOWEST)
-    title = max(map(_text_width, slices.titles))
+    title_width = max(map(_text_width, slices.titles))
     # at most twice as many columns as rows of slices
-    fitting = max(1, int((full_width + _GAP) / (title + _GAP)))
-    slice_rows = math.ceil(n_slices / min(fitting, math.ceil(math.sqrt(2 * n_slices))))
+    most_per_row = max(1, int((full_width + _GAP) / (title_width + _GAP)))
+    slice_rows = math.ceil(n_slices / min(most_per_row, math.ceil(math.sqrt(2 * n_slices))))
     slices_per_row = math.ceil(n_slices / slice_rows)
     width = (full_width + _GAP) / slices_per_row - _GAP
     height = max(full_height / slice_rows, min(_FONT * slices.n_rows, _MIN_SLICE))
     margin = max(_text_width(slices.row_label(row)) for row in range(slices.n_rows))
     margin += 6 * bool(margin)
-    content_width = max(title, _text_width(legend(blocks)), full_width)
+    content_width = max(title_width, _text_width(legend(blocks)), full_width)
     for text, center in _column_labels(slices, width / slices.n_columns):
         half = _text_width(text) / 2
         margin = max(margin, half - center)
         content_width = max(content_width, full_width - width + center + half)
-    top = (bool(title) + (slices.column_axis is not None)) * 1.5 * _FONT
+    top = (bool(title_width) + (slices.column_axis is not None)) * 1.5 * _FONT
     labels = _fit_labels(blocks, width / slices.n_columns, height / slices.n_rows)
     return _Sheet(slices, slices_per_row, width, height, margin, top, content_width, labels)
 
@@ -181,9 +181,9 @@ def _fit_labels(blocks: Blocks, width: float, height: float) -> _Labels:
         size = min(_FONT, 0.95 * height, (width - 1) / widths[most])
         if size >= _MIN_FONT:
             return _Labels(most, size)
-    least = widths[2] * _MIN_FONT
+    min_width = widths[2] * _MIN_FONT
     row_step = 1 if 0.95 * height >= _MIN_FONT else math.ceil(2 * _MIN_FONT / height)
-    column_step = 1 if width - 1 >= least else math.ceil(2 * least / width)
+    column_step = 1 if width - 1 >= min_width else math.ceil(2 * min_width / width)
     return _Labels(2, _MIN_FONT, row_step, column_step)
 
 

@@ -57,13 +57,13 @@ def text_lines(blocks: Blocks, width: int) -> list[Line]:
     boxes = _boxes(slices, width) if len(slices.titles) <= _MAX_SLICES else None
     if boxes is None:
         return list(_table_lines(blocks, width))
-    beside = max(1, (width + 2) // (boxes.width + 2))
+    n_beside = max(1, (width + 2) // (boxes.width + 2))
     lines: list[Line] = []
-    for start in range(0, len(slices.titles), beside):
-        numbers = range(start, min(start + beside, len(slices.titles)))
+    for start in range(0, len(slices.titles), n_beside):
+        indices = range(start, min(start + n_beside, len(slices.titles)))
         if lines:
             lines.append([])
-        drawn = [_slice_lines(boxes, n) for n in numbers]
+        drawn = [_slice_lines(boxes, n) for n in indices]
         lines += [_join(pieces, boxes.width) for pieces in zip(*drawn, strict=True)]
     return lines
 
@@ -86,18 +86,18 @@ def _boxes(slices: Slices, width: int) -> _Boxes | None:
     if 2 * slices.n_columns > width:
         return None
     rows = _shown_rows(slices.n_rows)
-    title = max(map(display_width, slices.titles))
+    title_width = max(map(display_width, slices.titles))
     for max_devices in (4, 2, 1):
         cells = [
             [_cells(slices, n, row, max_devices) for row in rows] for n in range(len(slices.titles))
         ]
-        cell_width = max(len(text) for n in cells for row in n for text, _ in row)
+        cell_width = max(len(text) for slice_rows in cells for row in slice_rows for text, _ in row)
         for has_names, padding, is_ruler in _LABEL_STYLES:
             labels, corner = _column_labels(slices, has_names)
             label_width = 0 if is_ruler else max(map(display_width, labels))
             box_width = max(cell_width, label_width) + 2 * padding
             boxes = _Boxes(slices, rows, cells, labels, corner, box_width)
-            if max(boxes.width, boxes.margin + title) > width:
+            if max(boxes.width, boxes.margin + title_width) > width:
                 continue
             if is_ruler:
                 return replace(boxes, column_labels=_every_kth(labels, boxes.box_width))
