@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jax.sharding import AbstractMesh
@@ -89,7 +89,7 @@ def _run(arguments: Sequence[str]) -> str:
 def _print(text: str) -> None:
     """Prints text, unless the reader, such as `head`, has closed the pipe."""
     try:
-        print(_printable(text, sys.stdout.encoding), end='', flush=True)
+        print(_encodable(text, sys.stdout.encoding), end='', flush=True)
     except BrokenPipeError:
         # Python flushes stdout once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -117,7 +117,6 @@ def _show_parser() -> argparse.ArgumentParser:
         'Draws which devices hold which block of an array.\nThe devices do not have to exist.',
         _SHOW_EXAMPLES,
         'devices, which do not have to exist',
-        count=int,
     )
     parser.add_argument('expression', help="the placement, such as 'a b -> 2 a2* b*'")
     parser.add_argument(
@@ -253,7 +252,7 @@ def _eject(arguments: Sequence[str]) -> str:
         mesh = mesh_of(options.devices, options.mesh, options.topology)
     what = options.what if is_expression else load(options.what)
     args, kwargs = read_arguments(options.args)
-    return to_jax(what, *args, mesh=mesh, shape=options.shape, **kwargs).rstrip()
+    return to_jax(what, *args, mesh=mesh, shape=options.shape, **kwargs)
 
 
 def _devices_or_mesh(options: argparse.Namespace) -> AbstractMesh | None:
@@ -308,11 +307,7 @@ def _compiling_parser(command: str, description: str, examples: str) -> argparse
 
 
 def _parser(
-    command: str,
-    description: str,
-    examples: str,
-    devices: str,
-    count: Callable[[str], int] = _count,
+    command: str, description: str, examples: str, kind_of_devices: str
 ) -> argparse.ArgumentParser:
     """Makes a parser with the options --devices and --mesh."""
     parser = argparse.ArgumentParser(
@@ -322,18 +317,18 @@ def _parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument('--devices', type=count, metavar='N', help=f'number of {devices}')
+    group.add_argument('--devices', type=_count, metavar='N', help=f'number of {kind_of_devices}')
     group.add_argument(
         '--mesh',
         type=_mesh_axis,
         nargs='+',
         metavar='AXIS=SIZE',
-        help=f'a mesh of {devices}: its axes, slowest first',
+        help=f'a mesh of {kind_of_devices}: its axes, slowest first',
     )
     return parser
 
 
-def _printable(text: str, encoding: str | None) -> str:
+def _encodable(text: str, encoding: str | None) -> str:
     """Replaces box characters by ASCII if the output encoding, such as cp1252, lacks them."""
     try:
         text.encode(encoding or 'utf-8')
