@@ -106,7 +106,7 @@ def script() -> int:
 
 
 def _program() -> str:
-    """Returns how this program was called."""
+    """Returns the command that started this program."""
     is_script = Path(sys.argv[0]).stem == 'einshard'
     return 'einshard' if is_script else 'python -m einshard'
 

@@ -21,7 +21,7 @@ class Column:
     head: str
     right: bool = False  # align right, for numbers
     elastic: str = ''  # 'middle' or 'start': the part of a cell to omit on a narrow page
-    below: bool = False  # write the cell on a line below its row, for long paths
+    below: bool = False  # write the cell on a line below its row; these columns are the last
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def below_text(cells: Sequence[str], columns: Sequence[Column]) -> str:
 
 
 def _below(text: str, width: int | None) -> list[str]:
-    """Wraps the lines below a row; long paths break anywhere."""
+    """Wraps the text below a row; long paths break anywhere."""
     room = len(text) if width is None else width - 12
     return textwrap.wrap(text, room, break_on_hyphens=False) if text else []
 

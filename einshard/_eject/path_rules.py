@@ -45,7 +45,7 @@ def find_path_rules(
 
     Args:
         leaves: the leaves; each path is different.
-        labels: for each leaf, the index of the pattern that matched it; none if there are no
+        labels: for each leaf, the index of the pattern that matched it; empty if there are no
             patterns.
         patterns: the patterns, in order.
     """
@@ -69,7 +69,7 @@ def find_path_rules(
 
 
 def _by_template(leaves: Sequence[Leaf]) -> Iterator[PathRule]:
-    """Yields a rule for paths that differ only in numbers, if they have the same sharding."""
+    """Yields one rule for paths that differ only in numbers, or one each if shardings differ."""
     pairs = [(_exactly(path), sharding) for path, sharding in leaves]
     templates = [re.sub(r'\d+', r'\\d+', pattern) for pattern, _ in pairs]
     for template, group in _grouped(pairs, templates).items():
@@ -99,7 +99,7 @@ def _find_sharding(rules: Sequence[PathRule], path: str) -> NamedSharding | None
 
 
 class Tables:
-    """The lists of rules of a module, by the names of their variables."""
+    """The lists of rules that the text defines, by the names of their variables."""
 
     def __init__(self, writer: Writer):
         self._writer = writer

@@ -35,13 +35,15 @@ class Writer:
     """Writes shardings, and the meshes that they are on.
 
     Args:
-        mesh: the mesh in context: traced values are on its abstract mesh.
+        mesh: the mesh in context. Traced values are on its abstract mesh, for which this mesh is
+            written.
     """
 
     def __init__(self, mesh: AnyMesh) -> None:
         self._in_context = mesh
-        self._meshes: dict[AnyMesh, str] = {}  # with the name of the variable
-        self._devices: dict[str, str] = {}  # by the call that returns them
+        self._meshes: dict[AnyMesh, str] = {}  # the variable of each mesh
+        # the variable of each sorted list of devices, by the call that returns the devices
+        self._devices: dict[str, str] = {}
 
     def mesh(self, mesh: AnyMesh) -> str:
         """Returns the variable of a mesh."""
@@ -58,7 +60,7 @@ class Writer:
         return self._meshes[mesh]
 
     def sharding(self, sharding: NamedSharding | None) -> Code:
-        """Writes a NamedSharding; None as it is."""
+        """Writes a NamedSharding, or None."""
         if sharding is None:
             return 'None'
         items = [self.mesh(sharding.mesh), spec_code(sharding.spec)]
@@ -108,6 +110,7 @@ class Writer:
         return f'np.array({name}{f"[:{len(order)}]" if len(order) < len(available) else ""})'
 
     def _sorted_devices(self, call: str) -> str:
+        """Returns the variable of the devices that a call returns, in hardware order."""
         return self._devices.setdefault(call, _numbered('devices', len(self._devices)))
 
 
@@ -116,9 +119,12 @@ def _numbered(name: str, n_before: int) -> str:
 
 
 def _available(devices: Sequence[Device]) -> tuple[str, list[Device]]:
-    """Returns the call that lists the devices of the machine, and these in hardware order.
+    """Finds a call of `jax.devices` that returns all of `devices`, and maybe others.
 
-    Devices of a topology are not in any list: then these devices are all that the machine has.
+    No call returns the devices of a topology: the text runs on a machine that has only these.
+
+    Returns:
+        The call, and the devices that it returns, in hardware order.
     """
     platform = devices[0].platform
     for call, arguments in (('jax.devices()', ()), (f'jax.devices({platform!r})', (platform,))):
@@ -130,11 +136,11 @@ def _available(devices: Sequence[Device]) -> tuple[str, list[Device]]:
 
 
 def _is_of_make_mesh(mesh: AnyMesh) -> bool:
-    """Whether `jax.make_mesh` makes this mesh. An abstract mesh has no other order of devices."""
+    """Whether the text calls `jax.make_mesh`: if that orders the devices as this mesh does."""
     if is_device_mesh(mesh):
-        return False
+        return False  # the text sorts its devices in hardware order
     if isinstance(mesh, AbstractMesh):
-        return True
+        return True  # it has no order of devices
     call, available = _available(list(mesh.devices.flat))
     if call != 'jax.devices()':
         return False

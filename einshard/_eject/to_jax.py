@@ -59,16 +59,18 @@ def to_jax(
       tree)`, the pytree of shardings for `jax.device_put` or `jax.jit`. Without a tree, no spec
       may depend on the arrays: no functions, no `indivisible='replicate'`, and no axis sharded
       after '...', as in `'... d*'`.
-    * A pytree of specs, or `for_optimizer(...)`, with a tree: the same, with patterns of the paths.
-    * A `sharded` function with the arguments of a call: `jit_name(function)`, which calls `jax.jit`
-      with these shardings. A comment lists the constraints inside the function, by source line. For
-      other functions, only the constraints are listed.
-    * A `Plan`: the same for its function, with the best plan.
+    * A pytree of specs, or `for_optimizer(...)`, with a tree: the same, with patterns that match
+      the paths of the tree.
+    * A `sharded` function `step` with the arguments of a call: `jit_step(function)`, which calls
+      `jax.jit` with these shardings. It also takes the pytrees whose shardings it finds by path, as
+      in `jit_step(function, state)`. A comment lists the constraints inside the function, by source
+      line. For functions that are not `sharded`, only the constraints are listed.
+    * A `Plan`: the same for its function, with the shardings of the best plan.
 
     The shardings equal those of einshard: the same `PartitionSpec`s, and meshes of the same devices
     in the same order. If `jax.make_mesh` makes the same mesh, the text calls it. Otherwise it
-    arranges the devices in hardware order, on any machine with the same number of devices. It has
-    none of einshard's checks.
+    arranges the devices in hardware order, on any machine with the same number of devices. The text
+    has none of einshard's checks.
 
     Args:
         what: what to write.
@@ -82,7 +84,7 @@ def to_jax(
 
     Raises:
         EinshardError: a spec does not fit; the specs depend on a pytree that is not given; the call
-            has keyword-only arguments, for which `jax.jit` takes no shardings; or it is a
+            has keyword-only arguments, for which `jax.jit` takes no shardings; or the function is a
             `per_device` function.
     """
     if isinstance(what, Plan):
@@ -113,7 +115,7 @@ def to_jax(
 
 
 def _is_spec(what: Any) -> bool:
-    if what is shard_largest or hasattr(what, 'for_leaves'):
+    if what is shard_largest or hasattr(what, 'for_leaves'):  # specs that are callable
         return True
     return not (is_function(what) or isinstance(what, Lowered | Compiled | Traced))
 
@@ -173,7 +175,11 @@ def _write_rules(
 def _rules_of_tree(
     spec: Any, tree: Any, mesh: MeshLike | None, context: Context
 ) -> tuple[list[PathRule], bool]:
-    """Finds rules for the leaves of a pytree; also returns whether some leaves are not arrays."""
+    """Finds rules for the leaves of a pytree.
+
+    Leaves that `Rules` skip get no rule: scalars, small arrays and leaves that are not arrays. Also
+    returns whether `Rules` skip leaves that are not arrays.
+    """
     shapes = jtu.tree_map(_struct, tree)
     placed = jtu.tree_leaves(einshard(shapes, spec, mesh=mesh))
     shardings = [getattr(leaf, 'sharding', None) for leaf in placed]

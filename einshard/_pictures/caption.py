@@ -11,7 +11,7 @@ from .blocks import Blocks
 
 
 def describe_shards(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> str:
-    """Describes the shards in a sentence.
+    """Describes the shards: 'x is in 4 parts; each shard is on one device; a device holds ..'.
 
     Args:
         blocks: the blocks of the array.
@@ -65,7 +65,16 @@ def describe_device_order(
     entries: Sequence[tuple[Any, ...]],
     signs: Mapping[Any, str],
 ) -> list[str]:
-    """Lists the dimensions of the device grid, slowest first; empty if it has fewer than two."""
+    """Lists the dimensions of the device grid: 'devices, slowest first: 2 replicas x 4 parts of a'.
+
+    Args:
+        mesh, names, entries, signs: as for `blocks_on_mesh`.
+        named: whether the user named the mesh axes, so that the line lists them.
+
+    Returns:
+        The line, in a list. Without signs, [] if there are fewer than two dimensions, or if nothing
+        is sharded.
+    """
     array_axis = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}
     dimensions: list[tuple[str, Any, int]] = []
     for axis, size in mesh.items():

@@ -43,8 +43,8 @@ class Picture(ColorRepr):
     """A picture of a placement, made by `show`.
 
     `str` is plain text; `repr` adds color on a terminal if rich is installed; notebooks show an
-    SVG. Each block has the color of its first device, and lists all of them; replicated blocks are
-    hatched in the SVG. Arrays of the same shape have the same size in all pictures.
+    SVG. Each block has the color of its first device, and is labeled with its devices; replicated
+    blocks are hatched in the SVG. Arrays of the same shape have the same size in all pictures.
 
     Attributes:
         blocks: the blocks of the array and their devices.

@@ -13,11 +13,11 @@ from .caption import legend
 
 _SIDE = 290  # pixels, of a square array; all matrices have the same area
 _SCALAR, _LOWEST = 100, 40  # the width of a scalar; the height of scalars and vectors
-_MIN_SLICE = 60
+_MIN_SLICE = 60  # the height of a slice is at least this, or 12 pixels a row if that is less
 _FONT, _MIN_FONT = 12, 9
 _CHARACTER = 0.62  # the width of a monospaced character, in font sizes
 _GAP = 18
-_LINE = '#444'
+_LINE = '#444'  # the color of lines between blocks
 _HATCH = 8  # pixels between the lines
 _MAX_BOXES = 20_000
 
@@ -57,7 +57,8 @@ class _Sheet:
 def svg_text(blocks: Blocks) -> str:
     """Draws blocks in the colors of their first devices; replicated blocks are hatched.
 
-    An array with more than two sharded axes is drawn as several slices.
+    An array with more than two sharded axes is drawn as several slices. Slices after the first
+    `_MAX_BOXES` blocks are left out.
     """
     slices = slices_of(blocks)
     sheet = _sheet(slices)
@@ -173,7 +174,7 @@ def _labels(sheet: _Sheet, n: int) -> Iterator[str]:
 def _fit_labels(blocks: Blocks, width: float, height: float) -> _Labels:
     """Chooses the most detailed labels that fit into boxes of this size."""
     all_holders = [blocks.holders(i) for i in range(min(blocks.n_blocks, _MAX_BOXES))]
-    widths = {  # in font sizes
+    widths = {  # in font sizes, by the most devices that a label lists
         most: _CHARACTER * max(len(blocks.devices_label(holders, most)) for holders in all_holders)
         for most in (4, 2, 1)
     }

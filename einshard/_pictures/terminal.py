@@ -52,7 +52,7 @@ class _Boxes:
 
 
 def text_lines(blocks: Blocks, width: int) -> list[Line]:
-    """Draws boxes if they fit in `width` columns; otherwise a table."""
+    """Draws boxes if there are few slices and they fit in `width` columns; otherwise a table."""
     slices = slices_of(blocks)
     boxes = _boxes(slices, width) if len(slices.titles) <= _MAX_SLICES else None
     if boxes is None:
@@ -83,7 +83,7 @@ _LABEL_STYLES = (
 
 def _boxes(slices: Slices, width: int) -> _Boxes | None:
     """Chooses the clearest labels with which the boxes fit in `width`; returns None if none fit."""
-    if 2 * slices.n_columns > width:
+    if 2 * slices.n_columns > width:  # a box has a line and at least one column
         return None
     rows = _shown_rows(slices.n_rows)
     title_width = max(map(display_width, slices.titles))
@@ -142,7 +142,7 @@ def _every_kth(labels: Sequence[str], box_width: int) -> list[str]:
 
 
 def _enlarged(boxes: _Boxes, width: int) -> _Boxes:
-    """Enlarges boxes so that an array has one size however it is sharded, if its labels fit."""
+    """Enlarges boxes, if labels fit, so that an array's size does not depend on its sharding."""
     slices = boxes.slices
     if not slices.blocks.parts or not boxes.ruled or len(slices.titles) > 1:
         return boxes
