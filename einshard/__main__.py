@@ -263,6 +263,7 @@ def _devices_or_mesh(options: argparse.Namespace) -> AbstractMesh | None:
 
 
 def _count(text: str) -> int:
+    """Reads a positive integer."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f'{text!r} is not a positive integer')
     return int(text)

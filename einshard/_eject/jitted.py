@@ -64,8 +64,9 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     if program.out_shardings is not None:
         code = trees.code(program.out_shardings, 'result', traced.out_info)
         arguments.append(labeled('out_shardings=', code))
-    options = _selected('static', static, program)
-    options |= _selected('donate', program.positions(setup.declaration.donated), program)
+    donated = program.positions(setup.declaration.donated)
+    options = _argument_options('static', static, program)
+    options |= _argument_options('donate', donated, program)
     options |= {name: value for name, value in setup.options.items() if _is_literal(value)}
     arguments += [f'{name}={value!r}' for name, value in options.items()]
     body = [f'    """Jits {setup.name}({", ".join(program.names)})."""']
@@ -80,7 +81,9 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     return ['\n'.join([*lines(head), *body, *lines(call, indent=4)])]
 
 
-def _selected(kind: str, positions: Sequence[int], program: TracedFunction) -> dict[str, Any]:
+def _argument_options(
+    kind: str, positions: Sequence[int], program: TracedFunction
+) -> dict[str, Any]:
     """Returns the options of `jax.jit` for 'static' or 'donate': {'donate_argnums': (0,)}."""
     n = program.call.n_positional
     numbers = tuple(i for i in positions if i < n)
@@ -93,8 +96,8 @@ class _Trees:
     """Writes pytrees of shardings.
 
     Attributes:
-        parameters: parameters of the written function, in addition to the user's function: the
-            pytrees whose shardings it finds by path.
+        parameters: the pytrees whose shardings the written function finds by path, which are its
+            parameters.
     """
 
     def __init__(self, writer: Writer, tables: Tables):

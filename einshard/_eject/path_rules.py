@@ -23,7 +23,7 @@ K = TypeVar('K')
 
 _FUNCTION = '''\
 def shardings(rules, tree):
-    """Returns the shardings of a pytree: for each leaf, the first pattern in its path."""
+    """Returns the shardings of a pytree: the first pattern found in a path applies."""
 
     def find(path, leaf):
 {conditions}        path = jax.tree_util.keystr(path, simple=True, separator='/')

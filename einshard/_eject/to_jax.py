@@ -73,7 +73,7 @@ def to_jax(
     has none of einshard's checks.
 
     Args:
-        what: what to write.
+        what: a spec, a pytree of specs, a function or a `Plan`.
         args, kwargs: for a spec, a pytree of arrays or shapes; for a function, the arguments of a
             call, as in `explain`. Pass arguments by position if their names are `mesh` or `shape`.
         mesh: a mesh or devices, as for `make_sharding`; an `AbstractMesh` needs no devices.
@@ -187,8 +187,9 @@ def _rules_of_tree(
     if not isinstance(spec, Rules):
         return find_path_rules(leaves), False
     with mesh_scope(context.mesh):
-        found = spec.find_all(leaf_paths(shapes), jtu.tree_leaves(shapes))
-    labels = [len(spec.rules) if reason == 'default' else reason for reason, _ in found]
+        rules_and_specs = spec.find_all(leaf_paths(shapes), jtu.tree_leaves(shapes))
+    # by leaf, the index of its rule, or a word such as 'scalar' if it is skipped
+    labels = [len(spec.rules) if rule == 'default' else rule for rule, _ in rules_and_specs]
     pairs = [(leaf, i) for leaf, i in zip(leaves, labels, strict=True) if isinstance(i, int)]
     patterns = [*(pattern for pattern, _ in spec.rules), '']
     rules = find_path_rules([leaf for leaf, _ in pairs], [i for _, i in pairs], patterns)
@@ -200,18 +201,18 @@ def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
     if rules.indivisible == 'replicate' or context.replicates_indivisible:
         raise _needs_tree("indivisible='replicate' depends on the shapes of the arrays")
     default = [] if rules.default is ... else [('', rules.default)]
-    found: list[PathRule] = []
+    path_rules: list[PathRule] = []
     for pattern, spec in (*rules.rules, *default):
         if spec is None:
-            found.append((pattern, None))
+            path_rules.append((pattern, None))
             continue
         if not isinstance(spec, LEAF_SPECS):
             raise _needs_tree(f"the spec of '{pattern}' is a function of the arrays")
         leaf_spec = with_fallbacks(parsed(spec), on_missing=rules.missing, rule=f"'{pattern}'")
         if needs_rank(leaf_spec.expression):
             raise _needs_tree(f"the sharding of '{pattern}' depends on the ranks of the arrays")
-        found.append((pattern, resolve(leaf_spec, None, context).sharding))
-    return found
+        path_rules.append((pattern, resolve(leaf_spec, None, context).sharding))
+    return path_rules
 
 
 def _needs_tree(reason: str) -> EinshardError:

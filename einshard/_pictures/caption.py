@@ -76,7 +76,7 @@ def describe_device_order(
         is sharded.
     """
     array_axis = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}
-    dimensions: list[tuple[str, Any, int]] = []
+    dimensions: list[tuple[str, Any, int]] = []  # label, mesh axis, size
     for axis, size in mesh.items():
         if axis in array_axis:
             label = f'parts of {array_axis[axis]}'
