@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .._errors import plural
 from .._text import display_width
 from .blocks import Blocks, Slices, slices_of
 from .caption import legend
@@ -58,13 +59,13 @@ def svg_text(blocks: Blocks) -> str:
     """Draws blocks in the colors of their first devices; replicated blocks are hatched.
 
     An array with more than two sharded axes is drawn as several slices. Slices after the first
-    `_MAX_BOXES` blocks are left out.
+    `_MAX_BOXES` blocks are only counted.
     """
     slices = slices_of(blocks)
     sheet = _sheet(slices)
-    n_slices = len(slices.titles)
-    if blocks.n_blocks > _MAX_BOXES:
-        n_slices = min(n_slices, max(1, _MAX_BOXES // (slices.n_rows * slices.n_columns)))
+    most = max(1, _MAX_BOXES // (slices.n_rows * slices.n_columns))
+    n_slices = min(len(slices.titles), most)
+    n_more = len(slices.titles) - n_slices
     parts: list[str] = []
     bottom = 0.0
     for i in range(n_slices):
@@ -73,7 +74,8 @@ def svg_text(blocks: Blocks) -> str:
         bottom = top + sheet.height
         drawing = ''.join(_slice(sheet, i))
         parts.append(f'<g transform="translate({_px(left)} {_px(top)})">{drawing}</g>')
-    if text := legend(blocks):
+    more = f'and {plural(n_more, "more slice")}' if n_more else ''
+    for text in filter(None, (more, legend(blocks))):
         bottom += 1.5 * _FONT
         parts.append(_text(text, sheet.margin, bottom - 0.3 * _FONT, 'start'))
     width, height = sheet.margin + sheet.content_width + 1, bottom + 1
