@@ -157,12 +157,12 @@ def _write_rules(
     tables, conditions = Tables(writer), list[str]()
     if args:
         rules, skips_non_arrays = _rules_of_tree(spec, args[0], mesh, context)
-        if skips_non_arrays:
-            conditions = ["if not hasattr(leaf, 'shape'):", '    return None']
     elif isinstance(spec, Rules):
-        rules = _rules_of_patterns(spec, context)
+        rules, skips_non_arrays = _rules_of_patterns(spec, context), True  # if a tree has any
     else:
         raise _needs_tree('these specs depend on the paths or shapes of the arrays')
+    if skips_non_arrays:
+        conditions += ["if not hasattr(leaf, 'shape'):", '    return None']
     if isinstance(spec, Rules):
         replicated = writer.sharding(resolve(REPLICATED, None, context).sharding)
         is_small = f' or leaf.size < {spec.min_size}' if spec.min_size > 1 else ''
