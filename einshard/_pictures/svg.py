@@ -89,6 +89,7 @@ def svg_text(blocks: Blocks) -> str:
 
 
 def _sheet(slices: Slices) -> _Sheet:
+    """Computes the sizes: all slices together are about as large as the matrix of a 2-D array."""
     blocks, n_slices = slices.blocks, len(slices.titles)
     full_width = _SIDE / math.sqrt(max(blocks.aspect, 0.5)) if blocks.parts else _SCALAR
     full_height = max(full_width * blocks.aspect, _LOWEST)
@@ -102,6 +103,7 @@ def _sheet(slices: Slices) -> _Sheet:
     margin = max(_text_width(slices.row_label(row)) for row in range(slices.n_rows))
     margin += 6 * bool(margin)
     content_width = max(title_width, _text_width(legend(blocks)), full_width)
+    # column labels may be wider than their columns
     for text, center in _column_labels(slices, width / slices.n_columns):
         half = _text_width(text) / 2
         margin = max(margin, half - center)

@@ -54,7 +54,7 @@ class _Boxes:
 def text_lines(blocks: Blocks, width: int) -> list[Line]:
     """Draws boxes if there are few slices and they fit in `width` columns; otherwise a table."""
     slices = slices_of(blocks)
-    boxes = _boxes(slices, width) if len(slices.titles) <= _MAX_SLICES else None
+    boxes = _fit_boxes(slices, width) if len(slices.titles) <= _MAX_SLICES else None
     if boxes is None:
         return list(_table_lines(blocks, width))
     n_beside = max(1, (width + 2) // (boxes.width + 2))
@@ -81,7 +81,7 @@ _LABEL_STYLES = (
 )
 
 
-def _boxes(slices: Slices, width: int) -> _Boxes | None:
+def _fit_boxes(slices: Slices, width: int) -> _Boxes | None:
     """Chooses the clearest labels with which the boxes fit in `width`; returns None if none fit."""
     if 2 * slices.n_columns > width:  # a box has a line and at least one column
         return None
@@ -164,11 +164,11 @@ def _slice_lines(boxes: _Boxes, n: int) -> list[Line]:
     for i, (label, row) in enumerate(zip(boxes.row_labels, boxes.cells[n], strict=True)):
         if i and boxes.ruled:
             lines.append([(margin + _rule('├┼┤', boxes), None)])
-        for at in range(boxes.box_height):
-            middle = at == boxes.box_height // 2
-            line: Line = [(_in_margin(label if middle else '', boxes), None)]
+        for i_line in range(boxes.box_height):
+            is_middle = i_line == boxes.box_height // 2
+            line: Line = [(_in_margin(label if is_middle else '', boxes), None)]
             for text, device in row:
-                line += [('│', None), (_center(text if middle else '', boxes.box_width), device)]
+                line += [('│', None), (_center(text if is_middle else '', boxes.box_width), device)]
             lines.append([*line, ('│', None)])
     lines.append([(margin + _rule('└┴┘', boxes), None)])
     return lines
