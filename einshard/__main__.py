@@ -116,7 +116,6 @@ def _show_parser() -> argparse.ArgumentParser:
         '',
         'Draws which devices hold which block of an array.\nThe devices do not have to exist.',
         _SHOW_EXAMPLES,
-        'devices, which do not have to exist',
     )
     parser.add_argument('expression', help="the placement, such as 'a b -> 2 a2* b*'")
     parser.add_argument(
@@ -203,7 +202,6 @@ def _table(arguments: Sequence[str]) -> str:
         'table',
         'Shows how rules shard the arrays of a model.',
         _TABLE_EXAMPLES,
-        'devices, which do not have to exist',
     )
     parser.add_argument('rules', metavar='module:rules')
     parser.add_argument(
@@ -228,7 +226,6 @@ def _eject(arguments: Sequence[str]) -> str:
         'eject',
         'Writes an expression, rules or a sharded function as plain JAX, without einshard.',
         _EJECT_EXAMPLES,
-        'devices, which do not have to exist',
     )
     parser.add_argument('what', help='an expression, or module:name for rules or a function')
     parser.add_argument(
@@ -308,7 +305,10 @@ def _compiling_parser(command: str, description: str, examples: str) -> argparse
 
 
 def _parser(
-    command: str, description: str, examples: str, kind_of_devices: str
+    command: str,
+    description: str,
+    examples: str,
+    kind_of_devices: str = 'devices, which do not have to exist',
 ) -> argparse.ArgumentParser:
     """Makes a parser with the options --devices and --mesh."""
     parser = argparse.ArgumentParser(

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from ._errors import printable
 from ._page import Column, Page, Section, below_text
-from ._text import MONO
+from ._text import MONOSPACED
 
 # Styles are inline, because some notebook viewers drop style sheets.
+_MONO = f'font-family: {MONOSPACED}'
 _FRAME = 'font: 13px/1.45 system-ui, sans-serif; text-align: left; max-width: 70em'
 _TITLE = 'font-size: 15px; font-weight: 600; margin: 2px 0 8px'
 _SECTION = 'font-weight: 600; margin: 12px 0 2px'
@@ -18,13 +19,13 @@ _SECTION = 'font-weight: 600; margin: 12px 0 2px'
 _TABLE = 'border-collapse: collapse; border: none; margin: 0; font-size: 12px; color: inherit'
 _HEAD = 'border: none; padding: 2px 14px 2px 0; font-weight: normal; opacity: 0.65'
 _CELL = 'border: none; border-top: 1px solid rgba(128,128,128,0.3); padding: 2px 14px 2px 0'
-_CODE = f'margin: 4px 0; overflow: auto; font-size: 12px; {MONO}'
+_CODE = f'margin: 4px 0; overflow: auto; font-size: 12px; {_MONO}'
 _LINES = 'list-style: none; margin: 4px 0; padding: 0'
 _WARNING = 'border-left: 3px solid #d9a400; background: rgba(217,164,0,0.12); padding: 3px 10px'
 # Tables of large models have hundreds of rows. In notebooks they scroll, so that totals stay
 # visible.
 _SCROLL = 'overflow: auto; max-height: 32em'
-_BELOW = f'border: none; padding: 0 0 4px 28px; text-align: left; {MONO}; opacity: 0.75'
+_BELOW = f'border: none; padding: 0 0 4px 28px; text-align: left; {_MONO}; opacity: 0.75'
 # On a narrow page, each row of a table becomes a list of its cells, with their headings.
 # !important overrides the inline styles.
 _NARROW = """<style>
@@ -113,7 +114,7 @@ def _head(columns: Sequence[Column]) -> str:
 def _row(row: Sequence[str], columns: Sequence[Column]) -> str:
     beside = [
         f'<td data-head="{html.escape(column.head)}" '
-        f'style="{_CELL}; {_align(column)}; {MONO}">{html.escape(cell)}</td>'
+        f'style="{_CELL}; {_align(column)}; {_MONO}">{html.escape(cell)}</td>'
         for cell, column in zip(row, columns, strict=True)
         if not column.below
     ]

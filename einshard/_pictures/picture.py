@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._errors import plural
+from .._text import MONOSPACED
 from .blocks import Blocks
 from .caption import wrapped
 from .svg import svg_text
@@ -84,7 +85,7 @@ class Picture(ColorRepr):
     def _repr_html_(self) -> str:
         lines = ''.join(f'<div>{html.escape(line)}</div>' for line in self.words)
         return (
-            '<div style="font: 13px/1.35 ui-monospace, Menlo, Consolas, monospace">'
+            f'<div style="font: 13px/1.35 {MONOSPACED}">'
             f'<div style="overflow-x: auto">{self.svg}</div>'
             f'<div style="margin-top: 6px">{lines}</div></div>'
         )

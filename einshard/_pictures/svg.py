@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .._errors import plural
-from .._text import display_width
+from .._text import MONOSPACED, display_width
 from .blocks import Blocks, Slices, slices_of
 from .caption import legend
 
@@ -83,7 +83,7 @@ def svg_text(blocks: Blocks) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_px(width)}" height="{_px(height)}" '
         f'viewBox="-0.5 -0.5 {_px(width)} {_px(height)}" fill="currentColor" '
         'style="max-width: 100%; height: auto; overflow: visible" '
-        f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="{_FONT}">'
+        f'font-family="{MONOSPACED}" font-size="{_FONT}">'
         f'{"".join(parts)}</svg>'
     )
 
