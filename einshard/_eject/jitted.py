@@ -186,7 +186,7 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
     found: dict[tuple[str, str], str] = {}
     for eqn in _constraints(stages.traced.jaxpr.jaxpr):
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
-        # also 'sum' if nothing is unreduced; `spec_code` cannot write 'max' and 'min'
+        # 'sum' also if nothing is unreduced; einshard makes no partial 'max' or 'min'
         if isinstance(sharding, NamedSharding) and unreduced_kind(sharding.spec) == 'sum':
             line, aval = line_of(eqn), eqn.outvars[0].aval
             if eqn.primitive.name == 'reshard' and line in lines_outside:
