@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jax.sharding import AbstractMesh
@@ -89,7 +89,7 @@ def _run(arguments: Sequence[str]) -> str:
 def _print(text: str) -> None:
     """Prints text, unless the reader, such as `head`, has closed the pipe."""
     try:
-        print(_printable(text, sys.stdout.encoding), end='', flush=True)
+        print(_encodable(text, sys.stdout.encoding), end='', flush=True)
     except BrokenPipeError:
         # Python flushes stdout once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -106,7 +106,7 @@ def script() -> int:
 
 
 def _program() -> str:
-    """Returns how this program was called."""
+    """Returns the command that started this program."""
     is_script = Path(sys.argv[0]).stem == 'einshard'
     return 'einshard' if is_script else 'python -m einshard'
 
@@ -116,8 +116,6 @@ def _show_parser() -> argparse.ArgumentParser:
         '',
         'Draws which devices hold which block of an array.\nThe devices do not have to exist.',
         _SHOW_EXAMPLES,
-        'devices, which do not have to exist',
-        count=int,
     )
     parser.add_argument('expression', help="the placement, such as 'a b -> 2 a2* b*'")
     parser.add_argument(
@@ -204,7 +202,6 @@ def _table(arguments: Sequence[str]) -> str:
         'table',
         'Shows how rules shard the arrays of a model.',
         _TABLE_EXAMPLES,
-        'devices, which do not have to exist',
     )
     parser.add_argument('rules', metavar='module:rules')
     parser.add_argument(
@@ -229,7 +226,6 @@ def _eject(arguments: Sequence[str]) -> str:
         'eject',
         'Writes an expression, rules or a sharded function as plain JAX, without einshard.',
         _EJECT_EXAMPLES,
-        'devices, which do not have to exist',
     )
     parser.add_argument('what', help='an expression, or module:name for rules or a function')
     parser.add_argument(
@@ -253,7 +249,7 @@ def _eject(arguments: Sequence[str]) -> str:
         mesh = mesh_of(options.devices, options.mesh, options.topology)
     what = options.what if is_expression else load(options.what)
     args, kwargs = read_arguments(options.args)
-    return to_jax(what, *args, mesh=mesh, shape=options.shape, **kwargs).rstrip()
+    return to_jax(what, *args, mesh=mesh, shape=options.shape, **kwargs)
 
 
 def _devices_or_mesh(options: argparse.Namespace) -> AbstractMesh | None:
@@ -264,6 +260,7 @@ def _devices_or_mesh(options: argparse.Namespace) -> AbstractMesh | None:
 
 
 def _count(text: str) -> int:
+    """Reads a positive integer."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f'{text!r} is not a positive integer')
     return int(text)
@@ -311,8 +308,7 @@ def _parser(
     command: str,
     description: str,
     examples: str,
-    devices: str,
-    count: Callable[[str], int] = _count,
+    kind_of_devices: str = 'devices, which do not have to exist',
 ) -> argparse.ArgumentParser:
     """Makes a parser with the options --devices and --mesh."""
     parser = argparse.ArgumentParser(
@@ -322,18 +318,18 @@ def _parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument('--devices', type=count, metavar='N', help=f'number of {devices}')
+    group.add_argument('--devices', type=_count, metavar='N', help=f'number of {kind_of_devices}')
     group.add_argument(
         '--mesh',
         type=_mesh_axis,
         nargs='+',
         metavar='AXIS=SIZE',
-        help=f'a mesh of {devices}: its axes, slowest first',
+        help=f'a mesh of {kind_of_devices}: its axes, slowest first',
     )
     return parser
 
 
-def _printable(text: str, encoding: str | None) -> str:
+def _encodable(text: str, encoding: str | None) -> str:
     """Replaces box characters by ASCII if the output encoding, such as cp1252, lacks them."""
     try:
         text.encode(encoding or 'utf-8')

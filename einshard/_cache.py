@@ -31,7 +31,7 @@ def register(cache: dict[_K, _V]) -> dict[_K, _V]:
 
 
 def clear_caches() -> None:
-    """Clears the caches of parsed expressions, shardings, meshes and compiled functions.
+    """Clears the caches of parsed expressions, shardings and meshes.
 
         >>> from einshard import clear_caches
         >>> clear_caches()

@@ -173,7 +173,7 @@ def mesh_of(
 
 
 def _simulated(n_devices: int) -> list[Any]:
-    """Starts simulated CPU devices. The JAX backend must not have started yet."""
+    """Returns simulated CPU devices; raises if JAX has already started with fewer."""
     if n_devices > _MAX_SIMULATED:
         raise EinshardError(
             f'cannot simulate {n_devices} devices',

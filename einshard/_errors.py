@@ -117,7 +117,7 @@ EinshardError.__module__ = 'einshard'  # tracebacks print the public name
 
 
 def hide_inner_frames(error: BaseException) -> None:
-    """Removes the frames of this package from a traceback, except its first frame."""
+    """Removes this package's frames from a traceback, except the first frame of the traceback."""
     frame = error.__traceback__
     while frame is not None:
         while frame.tb_next and frame.tb_next.tb_frame.f_code.co_filename.startswith(_FOLDER):

@@ -21,7 +21,7 @@ class Column:
     head: str
     right: bool = False  # align right, for numbers
     elastic: str = ''  # 'middle' or 'start': the part of a cell to omit on a narrow page
-    below: bool = False  # write the cell on a line below its row, for long paths
+    below: bool = False  # write the cell on a line below its row; these columns are the last
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,7 @@ def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment
         if section.has_rule:
             yield [(indent, ''), ('  '.join('-' * width for width in widths), 'dim')]
         for row in section.rows:
-            fitted = zip(row, beside, widths, strict=False)
-            cells = [_shortened(cell, column, width) for cell, column, width in fitted]
+            cells = list(map(_shortened, row, beside, widths))
             yield [(indent, ''), (_line(cells, beside, widths), '')]
             for i, line in enumerate(_below(below_text(row[n:], below), width)):
                 yield [(' ' * (10 if i else 8), ''), (line, 'dim')]
@@ -143,7 +142,7 @@ def below_text(cells: Sequence[str], columns: Sequence[Column]) -> str:
 
 
 def _below(text: str, width: int | None) -> list[str]:
-    """Wraps the lines below a row; long paths break anywhere."""
+    """Wraps the text below a row; long paths break anywhere."""
     room = len(text) if width is None else width - 12
     return textwrap.wrap(text, room, break_on_hyphens=False) if text else []
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from ._errors import printable
 from ._page import Column, Page, Section, below_text
-from ._text import MONO
+from ._text import MONOSPACED
 
 # Styles are inline, because some notebook viewers drop style sheets.
+_MONO = f'font-family: {MONOSPACED}'
 _FRAME = 'font: 13px/1.45 system-ui, sans-serif; text-align: left; max-width: 70em'
 _TITLE = 'font-size: 15px; font-weight: 600; margin: 2px 0 8px'
 _SECTION = 'font-weight: 600; margin: 12px 0 2px'
@@ -18,13 +19,13 @@ _SECTION = 'font-weight: 600; margin: 12px 0 2px'
 _TABLE = 'border-collapse: collapse; border: none; margin: 0; font-size: 12px; color: inherit'
 _HEAD = 'border: none; padding: 2px 14px 2px 0; font-weight: normal; opacity: 0.65'
 _CELL = 'border: none; border-top: 1px solid rgba(128,128,128,0.3); padding: 2px 14px 2px 0'
-_CODE = f'margin: 4px 0; overflow: auto; font-size: 12px; {MONO}'
+_CODE = f'margin: 4px 0; overflow: auto; font-size: 12px; {_MONO}'
 _LINES = 'list-style: none; margin: 4px 0; padding: 0'
 _WARNING = 'border-left: 3px solid #d9a400; background: rgba(217,164,0,0.12); padding: 3px 10px'
 # Tables of large models have hundreds of rows. In notebooks they scroll, so that totals stay
 # visible.
 _SCROLL = 'overflow: auto; max-height: 32em'
-_BELOW = f'border: none; padding: 0 0 4px 28px; text-align: left; {MONO}; opacity: 0.75'
+_BELOW = f'border: none; padding: 0 0 4px 28px; text-align: left; {_MONO}; opacity: 0.75'
 # On a narrow page, each row of a table becomes a list of its cells, with their headings.
 # !important overrides the inline styles.
 _NARROW = """<style>
@@ -48,8 +49,8 @@ _NARROW = """<style>
 def page_html(page: Page, *, scroll: bool = True) -> str:
     """Renders a page as self-contained HTML; long tables scroll unless `scroll` is false."""
     page = page.printable()
-    style = _SCROLL if scroll else 'overflow: auto'
-    parts = [_div(page.title, _TITLE), *(_section(section, style) for section in page.sections)]
+    table_style = _SCROLL if scroll else 'overflow: auto'
+    parts = [_div(page.title, _TITLE), *(_section(s, table_style) for s in page.sections)]
     for title, texts, style in (
         ('findings', page.findings, f'{_WARNING}; margin: 3px 0'),
         ('notes', page.notes, 'margin: 3px 0'),
@@ -86,7 +87,7 @@ def _div(text: str, style: str) -> str:
     return f'<div style="{style}">{html.escape(text)}</div>' if text else ''
 
 
-def _section(section: Section, style: str) -> str:
+def _section(section: Section, table_style: str) -> str:
     parts = [_div(section.title, _SECTION)]
     if section.code:
         code = html.escape('\n'.join(section.code))
@@ -94,7 +95,7 @@ def _section(section: Section, style: str) -> str:
     if section.columns:
         rows = _head(section.columns)
         rows += ''.join(_row(row, section.columns) for row in section.rows)
-        parts.append(f'<div style="{style}"><table style="{_TABLE}">{rows}</table></div>')
+        parts.append(f'<div style="{table_style}"><table style="{_TABLE}">{rows}</table></div>')
     if section.lines:
         items = ''.join(f'<li>{html.escape(line)}</li>' for line in section.lines)
         parts.append(f'<ul style="{_LINES}">{items}</ul>')
@@ -113,7 +114,7 @@ def _head(columns: Sequence[Column]) -> str:
 def _row(row: Sequence[str], columns: Sequence[Column]) -> str:
     beside = [
         f'<td data-head="{html.escape(column.head)}" '
-        f'style="{_CELL}; {_align(column)}; {MONO}">{html.escape(cell)}</td>'
+        f'style="{_CELL}; {_align(column)}; {_MONO}">{html.escape(cell)}</td>'
         for cell, column in zip(row, columns, strict=True)
         if not column.below
     ]

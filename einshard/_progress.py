@@ -15,7 +15,7 @@ _line_is_taken = threading.Lock()
 
 @contextmanager
 def progress(label: str | Callable[[], str]) -> Generator[None, None, None]:
-    """Writes 'label: 12 s' to standard error while a slow block runs, if it is a terminal.
+    """Writes 'label: 12 s' to standard error, if that is a terminal, while a slow block runs.
 
     The label may be a function that is called for each update. Nested blocks write nothing.
     """

@@ -1,4 +1,4 @@
-"""The pytest plugin: fixtures `assert_collectives` and `einshard_golden`, `--einshard-update`.
+"""The pytest plugin: `assert_collectives`, `einshard_golden` and the option `--einshard-update`.
 
 In the wheel it is a module next to the package (see pyproject.toml). Inside the package it would
 import einshard and JAX whenever pytest starts. That takes seconds, and happens before a conftest.py

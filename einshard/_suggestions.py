@@ -34,7 +34,10 @@ def keep_working_suggestions(
 
 
 def working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> Suggestion | None:
-    """Returns the fix of an error if it works; else tests the fix of the error that it raises."""
+    """Returns the fix of an error if it works; else tests the fix of the error that it raises.
+
+    Returns None if none works, or if a fix is not an expression.
+    """
     fix = error.fix
     for _ in range(_MAX_FIXES):
         if not isinstance(fix, Suggestion):

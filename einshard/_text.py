@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-MONO = 'font-family: ui-monospace, Menlo, Consolas, monospace'  # for aligned HTML cells
+MONOSPACED = 'ui-monospace, Menlo, Consolas, monospace'  # CSS fonts, for aligned text
 
 
 def format_bytes(n_bytes: int) -> str:

@@ -534,6 +534,17 @@ def test_svg_boxes_fit_the_page_and_do_not_overlap(expression, shape, n):
 
 
 @pytest.mark.parametrize(
+    ('limit', 'more'), [(8, ['and 2 more slices']), (12, ['and 1 more slice']), (16, [])]
+)
+def test_slices_that_are_not_drawn_are_counted(limit, more, monkeypatch):
+    monkeypatch.setattr('einshard._pictures.svg._MAX_BOXES', limit)
+    svg = show('a b c d -> 2 a2 b2 c2 d2').svg
+    assert len(drawn_boxes(svg)) == limit
+    notes = [text.text for text in ElementTree.fromstring(svg).findall(f'{SVG}text')]
+    assert notes == [*more, 'hatched: 2 replicas']
+
+
+@pytest.mark.parametrize(
     ('expression', 'n', 'most'),
     [
         ('a b -> a b16', 16, 16),

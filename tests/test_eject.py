@@ -299,11 +299,12 @@ def test_two_meshes():
         assert text.count('sorted(jax.devices()') == 1
 
 
-def test_leaves_that_are_not_arrays():
-    text = to_jax(Rules([('w', 'd@tp')]), {'w': f32(8), 'f': jax.nn.relu}, mesh=MESH)
-    names = run(text)
-    made = names['shardings'](names['RULES'], {'w': f32(8), 'f': jax.nn.relu})
-    assert made == {'w': NamedSharding(MESH, P('tp')), 'f': None}
+@pytest.mark.parametrize('with_tree', [True, False])
+def test_leaves_that_are_not_arrays(with_tree):
+    tree = {'w': f32(8), 'f': jax.nn.relu, 'rate': 0.1}
+    names = run(to_jax(Rules([('w', 'd@tp')]), *[tree] * with_tree, mesh=MESH))
+    made = names['shardings'](names['RULES'], tree)
+    assert made == {'w': NamedSharding(MESH, P('tp')), 'f': None, 'rate': None}
 
 
 @pytest.mark.parametrize('name', MODELS)

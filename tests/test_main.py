@@ -147,7 +147,6 @@ def test_named_mesh_axes(capsys):
             ['a -> a*', '--shape', '-4', '--devices', '4'],
             'shape= must be a sequence of sizes, not [-4]',
         ),
-        (['a -> a*', '--devices', '-4'], 'devices=-4 is neither a number of devices nor a mesh'),
         ([''], 'the expression is empty'),
     ],
 )
@@ -165,6 +164,7 @@ def test_errors_are_printed(arguments, error, capsys):
         (['a -> a4', '--mesh', 'tp=0'], "'tp=0' is not a mesh axis with its size"),
         (['--mesh', 'tp=4', 'a -> a4'], 'put the expression before --mesh'),
         (['a -> a4', '--shape', 'x'], "invalid int value: 'x'"),
+        (['a -> a*', '--devices', '-4'], "--devices: '-4' is not a positive integer"),
         (['a -> a4', '--devices', '4', '--mesh', 'tp=4'], 'not allowed with argument'),
     ],
 )

@@ -32,7 +32,7 @@ _CONSTRAINTS = {
     'reshard': 'jax.sharding.reshard',
 }
 _MAX_LITERAL = 8  # the most shardings of a pytree that are written as a pytree
-# names that the text may define or import, so parameters have other names
+# names that the written module may define or import; parameters get other names
 _TAKEN = re.compile(
     'function|shardings|hardware_order|jax|np|re|P|AxisType|Mesh|NamedSharding'
     r'|(mesh|devices)(_\d+)?'
@@ -40,11 +40,15 @@ _TAKEN = re.compile(
 
 
 def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
-    """Writes a function that jits the user's function as `sharded` does."""
+    """Writes a function that jits the user's function as `sharded` does.
+
+    Returns its source, in a list; [] if the user's function is not `sharded`.
+    """
     program, traced = stages.program, stages.traced
     if program is None or traced is None:
         return []
     setup, static = program.setup, program.static
+    # the function that per_device passes to `sharded` is defined in its own module
     if getattr(setup.function, '__globals__', {}).get('__name__') == per_device.__module__:
         raise EinshardError(
             f"to_jax cannot write '{setup.name}', a per_device function",
@@ -60,8 +64,9 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     if program.out_shardings is not None:
         code = trees.code(program.out_shardings, 'result', traced.out_info)
         arguments.append(labeled('out_shardings=', code))
-    options = _selected('static', static, program)
-    options |= _selected('donate', program.positions(setup.declaration.donated), program)
+    donated = program.positions(setup.declaration.donated)
+    options = _argument_options('static', static, program)
+    options |= _argument_options('donate', donated, program)
     options |= {name: value for name, value in setup.options.items() if _is_literal(value)}
     arguments += [f'{name}={value!r}' for name, value in options.items()]
     body = [f'    """Jits {setup.name}({", ".join(program.names)})."""']
@@ -76,8 +81,10 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     return ['\n'.join([*lines(head), *body, *lines(call, indent=4)])]
 
 
-def _selected(kind: str, positions: Sequence[int], program: TracedFunction) -> dict[str, Any]:
-    """Returns the options of `jax.jit` for static or donated arguments."""
+def _argument_options(
+    kind: str, positions: Sequence[int], program: TracedFunction
+) -> dict[str, Any]:
+    """Returns the options of `jax.jit` for 'static' or 'donate': {'donate_argnums': (0,)}."""
     n = program.call.n_positional
     numbers = tuple(i for i in positions if i < n)
     names = tuple(program.names[i] for i in positions if i >= n)
@@ -89,7 +96,8 @@ class _Trees:
     """Writes pytrees of shardings.
 
     Attributes:
-        parameters: names for the pytrees whose shardings the text finds by path, when it runs.
+        parameters: the pytrees whose shardings the written function finds by path, which are its
+            parameters.
     """
 
     def __init__(self, writer: Writer, tables: Tables):
@@ -98,7 +106,13 @@ class _Trees:
         self._tables = tables
 
     def code(self, shardings: Any, name: str, value: Any) -> Code:
-        """Writes the shardings of a value: one for all leaves, a pytree, or a search by path."""
+        """Writes the shardings of a value: one for all leaves, a pytree, or a search by path.
+
+        Args:
+            shardings: a sharding or None for each leaf, or a pytree prefix of these.
+            name: the name of the value; a search by path adds a parameter with this name.
+            value: the argument or result, as arrays or shapes.
+        """
         leaves = jtu.tree_leaves(shardings, is_leaf=is_none)
         if leaves and all(leaf == leaves[0] for leaf in leaves):
             return self._writer.sharding(leaves[0])
@@ -112,10 +126,10 @@ class _Trees:
         self.parameters.append(parameter)
         # the shardings may be a prefix of the value
         subtrees = jtu.tree_structure(shardings, is_leaf=is_none).flatten_up_to(value)
-        each = [
+        by_leaf = [
             s for s, subtree in zip(leaves, subtrees, strict=True) for _ in jtu.tree_leaves(subtree)
         ]
-        rules = find_path_rules(list(zip(leaf_paths(value), each, strict=True)))
+        rules = find_path_rules(list(zip(leaf_paths(value), by_leaf, strict=True)))
         table = self._tables.add(f'{parameter.upper()}_RULES', rules)
         return f'shardings({table}, {parameter})'
 
@@ -136,7 +150,7 @@ class _Trees:
 
 
 def _check_positional(program: TracedFunction) -> None:
-    """Raises if a call has keyword-only arguments, which jit with in_shardings rejects."""
+    """Raises if arguments can only be passed by keyword, which jit with in_shardings rejects."""
     if program.call.keywords:
         raise EinshardError(
             f'{program.setup.name} is called with keyword arguments, which jax.jit with '
@@ -160,33 +174,38 @@ def _identifier(name: str) -> str:
 
 
 def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
-    """Writes the sharding constraints inside a function as a comment, by source line."""
+    """Writes the sharding constraints inside a function as a comment, by source line.
+
+    Returns the comment, in a list; [] if there are none.
+    """
     assert stages.traced is not None, 'a function was traced'
-    # over Explicit axes, `sharded` reshards the arguments; these constraints have no line, or on
-    # JAX 0.8 that of the user's call
+    # over Explicit axes, `sharded` reshards the arguments before it calls the function; these
+    # reshards have no line, or on JAX 0.8 that of the call of to_jax
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
-    outside = '', f'{user.f_code.co_filename}:{user.f_lineno}'
+    lines_outside = '', f'{user.f_code.co_filename}:{user.f_lineno}'
     found: dict[tuple[str, str], str] = {}
     for eqn in _constraints(stages.traced.jaxpr.jaxpr):
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
+        # 'sum' also if nothing is unreduced; einshard makes no partial 'max' or 'min'
         if isinstance(sharding, NamedSharding) and unreduced_kind(sharding.spec) == 'sum':
             line, aval = line_of(eqn), eqn.outvars[0].aval
-            if eqn.primitive.name == 'reshard' and line in outside:
+            if eqn.primitive.name == 'reshard' and line in lines_outside:
                 continue
             names = names_at.get(line, ())
-            what = f' {" ".join(names)!r}' if len(names) == len(aval.shape) > 0 else ''
+            axes = f' {" ".join(names)!r}' if len(names) == len(aval.shape) > 0 else ''
             call = f'{_CONSTRAINTS[eqn.primitive.name]}(x, {writer.sharding(sharding)})'
-            found.setdefault((line, call), f'{array_text(aval)}{what}')
+            found.setdefault((line, call), f'{array_text(aval)}{axes}')
     comment = [
         f'# Constraints inside {stages.name or "the function"}, instead of einshard(x, ...):'
     ]
-    for (line, call), what in found.items():
-        comment += ['#', f'# {short_source(line) or "no source line"}, {what}', f'#     x = {call}']
+    for (line, call), array in found.items():
+        where = short_source(line) or 'no source line'
+        comment += ['#', f'# {where}, {array}', f'#     x = {call}']
     return ['\n'.join(comment)] if found else []
 
 
 def _constraints(jaxpr: Any) -> Iterator[Any]:
-    """Yields the constraints of a jaxpr, except those of the backward pass."""
+    """Yields the equations of constraints, also of inner jaxprs, but not of the backward pass."""
     for eqn in jaxpr.eqns:
         is_backward = 'transpose(' in str(eqn.source_info.name_stack)
         if eqn.primitive.name in _CONSTRAINTS and not is_backward:

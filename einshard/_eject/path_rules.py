@@ -23,7 +23,7 @@ K = TypeVar('K')
 
 _FUNCTION = '''\
 def shardings(rules, tree):
-    """Returns the shardings of a pytree: for each leaf, the first pattern in its path."""
+    """Returns the shardings of a pytree: the first pattern found in a path applies."""
 
     def find(path, leaf):
 {conditions}        path = jax.tree_util.keystr(path, simple=True, separator='/')
@@ -45,7 +45,7 @@ def find_path_rules(
 
     Args:
         leaves: the leaves; each path is different.
-        labels: for each leaf, the index of the pattern that matched it; none if there are no
+        labels: for each leaf, the index of the pattern that matched it; empty if there are no
             patterns.
         patterns: the patterns, in order.
     """
@@ -59,7 +59,7 @@ def find_path_rules(
             rest += group
     by_path = [(_exactly(path), sharding) for path, sharding in leaves]
     for rules in ([*_by_template(rest), *kept], by_path):
-        if all(_first(rules, path) == sharding for path, sharding in leaves):
+        if all(_find_sharding(rules, path) == sharding for path, sharding in leaves):
             return rules
     counts = Counter(path for path, _ in leaves)
     raise EinshardError(
@@ -69,7 +69,7 @@ def find_path_rules(
 
 
 def _by_template(leaves: Sequence[Leaf]) -> Iterator[PathRule]:
-    """Yields a rule for paths that differ only in numbers, if they have the same sharding."""
+    """Yields one rule for paths that differ only in numbers, or one each if shardings differ."""
     pairs = [(_exactly(path), sharding) for path, sharding in leaves]
     templates = [re.sub(r'\d+', r'\\d+', pattern) for pattern, _ in pairs]
     for template, group in _grouped(pairs, templates).items():
@@ -94,12 +94,12 @@ def _is_uniform(leaves: Sequence[Leaf]) -> bool:
     return len({sharding for _, sharding in leaves}) == 1
 
 
-def _first(rules: Sequence[PathRule], path: str) -> NamedSharding | None:
+def _find_sharding(rules: Sequence[PathRule], path: str) -> NamedSharding | None:
     return next(sharding for pattern, sharding in rules if re.search(pattern, path))
 
 
 class Tables:
-    """The lists of rules of a module, by the names of their variables."""
+    """The lists of rules that the text defines, by the names of their variables."""
 
     def __init__(self, writer: Writer):
         self._writer = writer
@@ -123,9 +123,9 @@ class Tables:
         """
         if not self._tables:
             return []
-        found = [sharding for rules in self._tables.values() for _, sharding in rules]
+        shardings = [sharding for rules in self._tables.values() for _, sharding in rules]
         # if all are on one mesh, in default memory, the lists have PartitionSpecs
-        meshes = {s.mesh if s and has_default_memory(s) else None for s in found}
+        meshes = {s.mesh if s and has_default_memory(s) else None for s in shardings}
         (mesh,) = meshes if len(meshes) == 1 else [None]
         write, value, result = self._writer.sharding, 'sharding', 'sharding'
         if mesh:

@@ -35,13 +35,15 @@ class Writer:
     """Writes shardings, and the meshes that they are on.
 
     Args:
-        mesh: the mesh in context: traced values are on its abstract mesh.
+        mesh: the mesh in context. Traced values are on its abstract mesh, for which this mesh is
+            written.
     """
 
     def __init__(self, mesh: AnyMesh) -> None:
         self._in_context = mesh
-        self._meshes: dict[AnyMesh, str] = {}  # with the name of the variable
-        self._devices: dict[str, str] = {}  # by the call that returns them
+        self._meshes: dict[AnyMesh, str] = {}  # the variable of each mesh
+        # the variable of each sorted list of devices, by the call that returns the devices
+        self._devices: dict[str, str] = {}
 
     def mesh(self, mesh: AnyMesh) -> str:
         """Returns the variable of a mesh."""
@@ -58,7 +60,7 @@ class Writer:
         return self._meshes[mesh]
 
     def sharding(self, sharding: NamedSharding | None) -> Code:
-        """Writes a NamedSharding; None as it is."""
+        """Writes a NamedSharding, or None."""
         if sharding is None:
             return 'None'
         items = [self.mesh(sharding.mesh), spec_code(sharding.spec)]
@@ -79,35 +81,36 @@ class Writer:
 
     def _definition(self, mesh: AnyMesh, name: str) -> str:
         types = [f'AxisType.{kind.name}' for kind in mesh.axis_types]
-        in_brackets: Code = Brackets('axis_types=(', tuple(types))
+        axis_types: Code = Brackets('axis_types=(', tuple(types))
         if len(set(types)) == 1 < len(types):
-            in_brackets = f'axis_types=({types[0]},) * {len(types)}'
+            axis_types = f'axis_types=({types[0]},) * {len(types)}'
         axes = Brackets('(', tuple(map(repr, mesh.axis_names)))
         if _is_of_make_mesh(mesh):
             sizes = Brackets('(', tuple(map(str, mesh.axis_sizes)))
-            comment = '# jax.make_mesh may reorder the devices of a TPU slice\n'
-            is_known = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == 'tpu'
-            made = statement(Brackets(f'{name} = jax.make_mesh(', (sizes, axes, in_brackets)))
-            return made if is_known else f'{comment}{made}'
-        devices = f'{self._array(mesh)}.reshape({", ".join(map(str, mesh.axis_sizes))})'
-        made = statement(Brackets(f'{name} = Mesh(', (devices, axes, in_brackets)))
+            code = statement(Brackets(f'{name} = jax.make_mesh(', (sizes, axes, axis_types)))
+            if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == 'tpu':
+                return code  # `_is_of_make_mesh` has compared the orders
+            return f'# jax.make_mesh may reorder the devices of a TPU slice\n{code}'
+        devices = f'{self._device_array(mesh)}.reshape({", ".join(map(str, mesh.axis_sizes))})'
+        code = statement(Brackets(f'{name} = Mesh(', (devices, axes, axis_types)))
         comment = f'# one axis for each prime factor of {mesh.size}\n'
         is_canonical = is_device_mesh(mesh) and device_mesh(mesh).axis_sizes == mesh.axis_sizes
-        return f'{comment}{made}' if is_canonical and len(types) > 1 else made
+        return f'{comment}{code}' if is_canonical and len(types) > 1 else code
 
-    def _array(self, mesh: AnyMesh) -> str:
+    def _device_array(self, mesh: AnyMesh) -> str:
         """Writes the devices of a mesh, in its order."""
         if isinstance(mesh, AbstractMesh):
-            return f'np.array({self._list("jax.devices()")})'
+            return f'np.array({self._sorted_devices("jax.devices()")})'
         devices: list[Device] = list(mesh.devices.flat)
         call, available = _available(devices)
-        name = self._list(call)
+        name = self._sorted_devices(call)
         order = [available.index(device) for device in devices]
         if order != list(range(len(order))):
             return f'np.array({name})[{order}]'
         return f'np.array({name}{f"[:{len(order)}]" if len(order) < len(available) else ""})'
 
-    def _list(self, call: str) -> str:
+    def _sorted_devices(self, call: str) -> str:
+        """Returns the variable of the devices that a call returns, in hardware order."""
         return self._devices.setdefault(call, _numbered('devices', len(self._devices)))
 
 
@@ -116,9 +119,12 @@ def _numbered(name: str, n_before: int) -> str:
 
 
 def _available(devices: Sequence[Device]) -> tuple[str, list[Device]]:
-    """Returns the call that lists the devices of the machine, and these in hardware order.
+    """Finds a call of `jax.devices` that returns all of `devices`, and maybe others.
 
-    Devices of a topology are not in any list: then these devices are all that the machine has.
+    No call returns the devices of a topology: the text runs on a machine that has only these.
+
+    Returns:
+        The call, and the devices that it returns, in hardware order.
     """
     platform = devices[0].platform
     for call, arguments in (('jax.devices()', ()), (f'jax.devices({platform!r})', (platform,))):
@@ -130,9 +136,11 @@ def _available(devices: Sequence[Device]) -> tuple[str, list[Device]]:
 
 
 def _is_of_make_mesh(mesh: AnyMesh) -> bool:
-    """Whether `jax.make_mesh` makes this mesh. An abstract mesh has no other order of devices."""
-    if isinstance(mesh, AbstractMesh) or is_device_mesh(mesh):
-        return not is_device_mesh(mesh)
+    """Whether the text calls `jax.make_mesh`: if that orders the devices as this mesh does."""
+    if is_device_mesh(mesh):
+        return False  # the text sorts its devices in hardware order
+    if isinstance(mesh, AbstractMesh):
+        return True  # it has no order of devices
     call, available = _available(list(mesh.devices.flat))
     if call != 'jax.devices()':
         return False

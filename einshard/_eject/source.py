@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 _WIDTH = 88  # the default of ruff
+# imports by the names that need them; an empty line follows those of the standard library
 _IMPORTS = {
     're': 'import re\n',
     'jax': 'import jax',
@@ -51,7 +52,7 @@ def labeled(label: str, code: Code) -> Code:
 
 
 def lines(code: Code, after: str = '', indent: int = 0) -> list[str]:
-    """Returns the lines of an expression or a statement."""
+    """Returns the lines of an expression or a statement; `after`, such as ',', ends the last."""
     pad = ' ' * indent
     line = f'{pad}{code}{after}'
     if isinstance(code, str) or not code.items or len(line) <= _WIDTH:

@@ -59,19 +59,21 @@ def to_jax(
       tree)`, the pytree of shardings for `jax.device_put` or `jax.jit`. Without a tree, no spec
       may depend on the arrays: no functions, no `indivisible='replicate'`, and no axis sharded
       after '...', as in `'... d*'`.
-    * A pytree of specs, or `for_optimizer(...)`, with a tree: the same, with patterns of the paths.
-    * A `sharded` function with the arguments of a call: `jit_name(function)`, which calls `jax.jit`
-      with these shardings. A comment lists the constraints inside the function, by source line. For
-      other functions, only the constraints are listed.
-    * A `Plan`: the same for its function, with the best plan.
+    * A pytree of specs, or `for_optimizer(...)`, with a tree: the same, with patterns that match
+      the paths of the tree.
+    * A `sharded` function `step` with the arguments of a call: `jit_step(function)`, which calls
+      `jax.jit` with these shardings. It also takes the pytrees whose shardings it finds by path, as
+      in `jit_step(function, state)`. A comment lists the constraints inside the function, by source
+      line. For functions that are not `sharded`, only the constraints are listed.
+    * A `Plan`: the same for its function, with the shardings of the best plan.
 
     The shardings equal those of einshard: the same `PartitionSpec`s, and meshes of the same devices
     in the same order. If `jax.make_mesh` makes the same mesh, the text calls it. Otherwise it
-    arranges the devices in hardware order, on any machine with the same number of devices. It has
-    none of einshard's checks.
+    arranges the devices in hardware order, on any machine with the same number of devices. The text
+    has none of einshard's checks.
 
     Args:
-        what: what to write.
+        what: a spec, a pytree of specs, a function or a `Plan`.
         args, kwargs: for a spec, a pytree of arrays or shapes; for a function, the arguments of a
             call, as in `explain`. Pass arguments by position if their names are `mesh` or `shape`.
         mesh: a mesh or devices, as for `make_sharding`; an `AbstractMesh` needs no devices.
@@ -82,7 +84,7 @@ def to_jax(
 
     Raises:
         EinshardError: a spec does not fit; the specs depend on a pytree that is not given; the call
-            has keyword-only arguments, for which `jax.jit` takes no shardings; or it is a
+            has keyword-only arguments, for which `jax.jit` takes no shardings; or the function is a
             `per_device` function.
     """
     if isinstance(what, Plan):
@@ -100,8 +102,8 @@ def to_jax(
             )
         check_specs(what, expected=_EXPECTED)
         context = current_context(mesh)
-        is_leaf = isinstance(what, LEAF_SPECS) and (not args or jtu.all_leaves(args))
-        if is_leaf:
+        is_for_one_array = isinstance(what, LEAF_SPECS) and (not args or jtu.all_leaves(args))
+        if is_for_one_array:
             return _write_sharding(what, args, shape, context)
         return _write_rules(what, args, mesh, shape, context)
     if shape is not None:
@@ -113,7 +115,7 @@ def to_jax(
 
 
 def _is_spec(what: Any) -> bool:
-    if what is shard_largest or hasattr(what, 'for_leaves'):
+    if what is shard_largest or hasattr(what, 'for_leaves'):  # specs that are callable
         return True
     return not (is_function(what) or isinstance(what, Lowered | Compiled | Traced))
 
@@ -154,13 +156,13 @@ def _write_rules(
     writer = Writer(context.lowering_mesh)
     tables, conditions = Tables(writer), list[str]()
     if args:
-        rules, has_others = _rules_of_tree(spec, args[0], mesh, context)
-        if has_others:
-            conditions = ["if not hasattr(leaf, 'shape'):", '    return None']
+        rules, skips_non_arrays = _rules_of_tree(spec, args[0], mesh, context)
     elif isinstance(spec, Rules):
-        rules = _rules_of_patterns(spec, context)
+        rules, skips_non_arrays = _rules_of_patterns(spec, context), True  # if a tree has any
     else:
         raise _needs_tree('these specs depend on the paths or shapes of the arrays')
+    if skips_non_arrays:
+        conditions += ["if not hasattr(leaf, 'shape'):", '    return None']
     if isinstance(spec, Rules):
         replicated = writer.sharding(resolve(REPLICATED, None, context).sharding)
         is_small = f' or leaf.size < {spec.min_size}' if spec.min_size > 1 else ''
@@ -173,7 +175,11 @@ def _write_rules(
 def _rules_of_tree(
     spec: Any, tree: Any, mesh: MeshLike | None, context: Context
 ) -> tuple[list[PathRule], bool]:
-    """Finds rules for the leaves of a pytree; also returns whether some leaves are not arrays."""
+    """Finds rules for the leaves of a pytree.
+
+    Leaves that `Rules` skip get no rule: scalars, small arrays and leaves that are not arrays. Also
+    returns whether `Rules` skip leaves that are not arrays.
+    """
     shapes = jtu.tree_map(_struct, tree)
     placed = jtu.tree_leaves(einshard(shapes, spec, mesh=mesh))
     shardings = [getattr(leaf, 'sharding', None) for leaf in placed]
@@ -181,8 +187,9 @@ def _rules_of_tree(
     if not isinstance(spec, Rules):
         return find_path_rules(leaves), False
     with mesh_scope(context.mesh):
-        found = spec.find_all(leaf_paths(shapes), jtu.tree_leaves(shapes))
-    labels = [len(spec.rules) if reason == 'default' else reason for reason, _ in found]
+        rules_and_specs = spec.find_all(leaf_paths(shapes), jtu.tree_leaves(shapes))
+    # by leaf, the index of its rule, or a word such as 'scalar' if it is skipped
+    labels = [len(spec.rules) if rule == 'default' else rule for rule, _ in rules_and_specs]
     pairs = [(leaf, i) for leaf, i in zip(leaves, labels, strict=True) if isinstance(i, int)]
     patterns = [*(pattern for pattern, _ in spec.rules), '']
     rules = find_path_rules([leaf for leaf, _ in pairs], [i for _, i in pairs], patterns)
@@ -194,18 +201,18 @@ def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
     if rules.indivisible == 'replicate' or context.replicates_indivisible:
         raise _needs_tree("indivisible='replicate' depends on the shapes of the arrays")
     default = [] if rules.default is ... else [('', rules.default)]
-    found: list[PathRule] = []
+    path_rules: list[PathRule] = []
     for pattern, spec in (*rules.rules, *default):
         if spec is None:
-            found.append((pattern, None))
+            path_rules.append((pattern, None))
             continue
         if not isinstance(spec, LEAF_SPECS):
             raise _needs_tree(f"the spec of '{pattern}' is a function of the arrays")
         leaf_spec = with_fallbacks(parsed(spec), on_missing=rules.missing, rule=f"'{pattern}'")
         if needs_rank(leaf_spec.expression):
             raise _needs_tree(f"the sharding of '{pattern}' depends on the ranks of the arrays")
-        found.append((pattern, resolve(leaf_spec, None, context).sharding))
-    return found
+        path_rules.append((pattern, resolve(leaf_spec, None, context).sharding))
+    return path_rules
 
 
 def _needs_tree(reason: str) -> EinshardError:

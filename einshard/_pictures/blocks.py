@@ -48,7 +48,7 @@ class Blocks:
 
     @property
     def aspect(self) -> float:
-        """Height by width of a picture. Depends only on the shape, not on the placement."""
+        """Height divided by width of a picture. Depends only on the shape, not on the placement."""
         if self.sizes is None or len(self.parts) != 2:
             return 0.5 if len(self.parts) > 1 else 0.1
         high, wide = (max(1, size) for size in self.sizes)
@@ -80,7 +80,7 @@ class Blocks:
         return {first: i for i, first in enumerate(sorted(self.devices[:: self.n_holders]))}
 
     def part_label(self, axis: int, part: int) -> str:
-        """Labels a shard of an axis: '0:2', or 'part 0' if the size is unknown."""
+        """Labels a shard of an axis: '0:2'; if sizes are unknown, 'part 0', or '' if unsharded."""
         if self.sizes is None:
             return f'part {part}' if self.parts[axis] > 1 else ''
         step = self.sizes[axis] // self.parts[axis]
@@ -105,19 +105,19 @@ def blocks_on_mesh(
         entries: for each array axis, the mesh axes that shard it, major to minor.
         names: the names of the array axes.
         sizes: the sizes of the array axes; None if unknown.
-        signs: by mesh axis that shards no array axis, the sign of its term: '+' if its devices hold
-            terms of a sum, '=' if their gradients are terms of a sum. Missing for replicas.
+        signs: by mesh axis that shards no array axis: '+' if its devices hold terms of a sum, '='
+            if the gradients on its devices are terms of a sum. Missing for plain replicas.
     """
-    steps: dict[Any, range] = {}
+    offsets: dict[Any, range] = {}  # of device numbers, by mesh axis
     stride = math.prod(mesh.values())
     for axis, size in mesh.items():
-        steps[axis] = range(0, stride, stride // size)
+        offsets[axis] = range(0, stride, stride // size)
         stride //= size
     sharded = [axis for entry in entries for axis in entry]
     summed = [axis for axis in mesh if signs.get(axis) == '+']
     devices = [0]
     for axis in dict.fromkeys([*sharded, *summed, *mesh]):
-        devices = [first + step for first in devices for step in steps[axis]]
+        devices = [device + offset for device in devices for offset in offsets[axis]]
     parts = tuple(math.prod(mesh[axis] for axis in entry) for entry in entries)
     return Blocks(devices, parts, names, sizes, math.prod(mesh[axis] for axis in summed))
 
@@ -133,7 +133,8 @@ class Slices:
         blocks: the blocks.
         row_axis: the array axis that the rows show, or None.
         column_axis: the array axis that the columns show, or None.
-        titles: for each slice, the shards of the other axes.
+        titles: for each slice, the shards of the other axes, such as 'a 0:2, b 4:8'; '' if there
+            are no other axes.
     """
 
     blocks: Blocks
@@ -163,17 +164,17 @@ class Slices:
 
 
 def slices_of(blocks: Blocks) -> Slices:
-    """Arranges blocks as matrices over the last two sharded axes."""
+    """Arranges blocks as matrices over the last two axes that are not omitted."""
     axes = list(range(len(blocks.parts)))
     if len(axes) > 2:
         axes = [axis for axis in axes if blocks.parts[axis] > 1]
     *leading, row_axis, column_axis = [None, None, *axes]
-    heads = [
+    labels = [
         [blocks.named_part_label(axis, part) for part in range(blocks.parts[axis])]
         for axis in leading
         if axis is not None
     ]
-    titles = tuple(map(', '.join, itertools.product(*heads)))
+    titles = tuple(map(', '.join, itertools.product(*labels)))
     return Slices(blocks, row_axis, column_axis, titles)
 
 

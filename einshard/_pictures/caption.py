@@ -11,7 +11,7 @@ from .blocks import Blocks
 
 
 def describe_shards(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> str:
-    """Describes the shards in a sentence.
+    """Describes the shards: 'x is in 4 parts; each shard is on one device; a device holds ..'.
 
     Args:
         blocks: the blocks of the array.
@@ -20,15 +20,15 @@ def describe_shards(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...
     """
     n_shards = blocks.n_blocks
     sharded = [axis for axis, count in enumerate(blocks.parts) if count > 1]
-    array = '' if blocks.sizes is None else f', {dtype}{shape_text(blocks.sizes)}'
     if not sharded:
         noun = 'scalar' if blocks.sizes == () else 'full array'
-        array = array if blocks.sizes else ''
+        type_text = f', {dtype}{shape_text(blocks.sizes)}' if blocks.sizes else ''
         if blocks.terms > 1:
-            return f'nothing is sharded: the {noun}{array and array + ","} {_holders_text(blocks)}'
+            comma = ',' if type_text else ''
+            return f'nothing is sharded: the {noun}{type_text}{comma} {_holders_text(blocks)}'
         n = blocks.replicas
         holds = 'the one device holds' if n == 1 else f'each of the {n} devices holds a replica of'
-        return f'nothing is sharded: {holds} the {noun}{array}'
+        return f'nothing is sharded: {holds} the {noun}{type_text}'
     clauses: list[str] = []
     for i, axis in enumerate(sharded):
         verb = ' is in' if i == 0 else ' in'
@@ -65,13 +65,23 @@ def describe_device_order(
     entries: Sequence[tuple[Any, ...]],
     signs: Mapping[Any, str],
 ) -> list[str]:
-    """Lists the dimensions of the device grid, slowest first; empty if it has fewer than two."""
+    """Lists the dimensions of the device grid: 'devices, slowest first: 2 replicas x 4 parts of a'.
+
+    Args:
+        mesh, names, entries, signs: as for `blocks_on_mesh`.
+        named: whether the user named the mesh axes, so that the line lists them.
+
+    Returns:
+        The line, in a list. Without signs, [] if there are fewer than two dimensions, or if nothing
+        is sharded.
+    """
     array_axis = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}
-    dimensions: list[tuple[str, Any, int]] = []
+    dimensions: list[tuple[str, Any, int]] = []  # label, mesh axis, size
     for axis, size in mesh.items():
-        label = (
-            f'parts of {array_axis[axis]}' if axis in array_axis else _REPLICAS[signs.get(axis, '')]
-        )
+        if axis in array_axis:
+            label = f'parts of {array_axis[axis]}'
+        else:
+            label = _LABEL_OF_SIGN[signs.get(axis, '')]
         if size > 1 and dimensions and dimensions[-1][0] == label and not named:
             dimensions[-1] = (label, axis, dimensions[-1][2] * size)
         elif size > 1:
@@ -83,7 +93,7 @@ def describe_device_order(
     return [f'{noun}, slowest first: {(", " if named else " x ").join(texts)}']
 
 
-_REPLICAS = {
+_LABEL_OF_SIGN = {
     '': 'replicas',
     '+': 'terms of a sum',
     '=': 'replicas whose gradients are terms of a sum',
@@ -95,11 +105,11 @@ def _mesh_axes_text(mesh_axes: Sequence[Any]) -> str:
     return axes if len(mesh_axes) == 1 else f'({axes})'
 
 
-def wrapped(words: Sequence[str], width: int) -> Iterator[str]:
+def wrapped(sentences: Sequence[str], width: int) -> Iterator[str]:
     """Wraps text to `width` columns, between clauses if possible."""
-    for line in words:
+    for sentence in sentences:
         clauses = ''
-        for clause in re.split('(?<=[;:]) ', line):
+        for clause in re.split('(?<=[;:]) ', sentence):
             if clauses and display_width(clauses) + display_width(clause) >= width:
                 yield from _filled(clauses, width)
                 clauses = clause

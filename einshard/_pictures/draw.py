@@ -34,14 +34,9 @@ def draw(
     """Draws an array.
 
     Args:
-        mesh: mesh axes and their sizes, slowest first.
-        entries: for each array axis, the mesh axes that shard it, major to minor.
-        names: the names of the array axes.
-        sizes: the sizes of the array axes; None if unknown.
+        mesh, entries, names, sizes, signs: as for `blocks_on_mesh`.
         dtype: the dtype; '' if unknown.
         named: whether the user named the mesh axes.
-        signs: by mesh axis that shards no array axis: '+' if its devices hold terms of a sum, '='
-            if the gradients on its devices are terms of a sum. Missing for plain replicas.
     """
     check_drawable(math.prod(mesh.values()), len(names))
     blocks = blocks_on_mesh(mesh, entries, names, sizes, signs)
@@ -55,7 +50,7 @@ def draw_expression(
     """Draws an expression, without a mesh.
 
     Args:
-        expression: an expression with counts only.
+        expression: the expression; raises if it names mesh axes.
         shape: the shape of the array; if None, '...' stands for no axes.
         n_devices: the number of devices. Default: the number that the counts use.
     """
@@ -94,7 +89,7 @@ def _device_count(expression: Expression, devices: Any) -> int:
                 'a star needs the number of devices',
                 stars,
                 example='devices=8; also a mesh or a list of devices',
-                command_line='--devices 8',
+                on_the_command_line='--devices 8',
             )
         n_devices = math.prod(term.factor for term in expression.right)
     else:
@@ -105,7 +100,7 @@ def _device_count(expression: Expression, devices: Any) -> int:
         if n_devices < 1:
             raise EinshardError(
                 f'devices={devices!r} is neither a number of devices nor a mesh',
-                facts={'expected': 'a positive integer, a Mesh, an AbstractMesh or devices'},
+                facts={'expected': 'a positive integer, a mesh or a list of devices'},
             )
     check_drawable(n_devices, 0, expression.text)
     return n_devices
@@ -114,7 +109,7 @@ def _device_count(expression: Expression, devices: Any) -> int:
 def _no_mesh(
     expression: Expression, shape: tuple[int, ...] | None, n_devices: int | None
 ) -> EinshardError:
-    """Returns the error for terms that name mesh axes, with a mesh on which they can be drawn."""
+    """Returns the error for terms that name mesh axes; suggests a mesh that they fit, if any."""
     terms = [term for term in expression.right if term.mesh_axes]
     sentence = (
         f'{quoted(map(str, terms))} {"names" if len(terms) == 1 else "name"} mesh axes, '
@@ -126,7 +121,7 @@ def _no_mesh(
     return expression.error(
         sentence,
         terms,
-        command_line=f'--mesh {" ".join(f"{axis}={size}" for axis, size in mesh.items())}',
+        on_the_command_line=f'--mesh {" ".join(f"{axis}={n}" for axis, n in mesh.items())}',
         fix=f'devices=AbstractMesh({(*mesh.values(),)}, {(*mesh,)})',
     )
 
@@ -134,15 +129,15 @@ def _no_mesh(
 def _find_mesh(
     expression: Expression, shape: tuple[int, ...] | None, n_devices: int | None
 ) -> Mapping[str, int] | None:
-    """Finds sizes for the mesh axes of an expression, as equal as possible, larger ones first.
+    """Finds sizes for the mesh axes of an expression: {'data': 4, 'tensor': 2} for 8 devices.
 
-    Returns None if there are none, if there are too many devices to try, or if the expression has
-    counts, stars or partial sums too.
+    Sizes are as equal as possible, larger ones first. Returns None if no sizes fit, if there are
+    too many devices to try, or if the expression also has counts, stars or signs.
     """
     names = list(dict.fromkeys(axis for term in expression.right for axis in term.mesh_axes))
     if any(term.sign or (term.takes_devices and not term.mesh_axes) for term in expression.right):
         return None
-    n = 2 ** len(names) if n_devices is None else n_devices
+    n = 2 ** len(names) if n_devices is None else n_devices  # 2 for each axis
     if n > _MAX_FACTORED:
         return None
     by_spread = sorted(_factorizations(n, len(names)), key=lambda s: (max(s) - min(s), -s[0]))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._errors import plural
+from .._text import MONOSPACED
 from .blocks import Blocks
 from .caption import wrapped
 from .svg import svg_text
@@ -43,8 +44,8 @@ class Picture(ColorRepr):
     """A picture of a placement, made by `show`.
 
     `str` is plain text; `repr` adds color on a terminal if rich is installed; notebooks show an
-    SVG. Each block has the color of its first device, and lists all of them; replicated blocks are
-    hatched in the SVG. Arrays of the same shape have the same size in all pictures.
+    SVG. Each block has the color of its first device, and is labeled with its devices; replicated
+    blocks are hatched in the SVG. Arrays of the same shape have the same size in all pictures.
 
     Attributes:
         blocks: the blocks of the array and their devices.
@@ -84,7 +85,7 @@ class Picture(ColorRepr):
     def _repr_html_(self) -> str:
         lines = ''.join(f'<div>{html.escape(line)}</div>' for line in self.words)
         return (
-            '<div style="font: 13px/1.35 ui-monospace, Menlo, Consolas, monospace">'
+            f'<div style="font: 13px/1.35 {MONOSPACED}">'
             f'<div style="overflow-x: auto">{self.svg}</div>'
             f'<div style="margin-top: 6px">{lines}</div></div>'
         )

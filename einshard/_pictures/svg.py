@@ -7,17 +7,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .._text import display_width
+from .._errors import plural
+from .._text import MONOSPACED, display_width
 from .blocks import Blocks, Slices, slices_of
 from .caption import legend
 
 _SIDE = 290  # pixels, of a square array; all matrices have the same area
 _SCALAR, _LOWEST = 100, 40  # the width of a scalar; the height of scalars and vectors
-_MIN_SLICE = 60
+_MIN_SLICE = 60  # the height of a slice is at least this, or 12 pixels a row if that is less
 _FONT, _MIN_FONT = 12, 9
 _CHARACTER = 0.62  # the width of a monospaced character, in font sizes
 _GAP = 18
-_LINE = '#444'
+_LINE = '#444'  # the color of lines between blocks
 _HATCH = 8  # pixels between the lines
 _MAX_BOXES = 20_000
 
@@ -57,13 +58,14 @@ class _Sheet:
 def svg_text(blocks: Blocks) -> str:
     """Draws blocks in the colors of their first devices; replicated blocks are hatched.
 
-    An array with more than two sharded axes is drawn as several slices.
+    An array with more than two sharded axes is drawn as several slices. Slices after the first
+    `_MAX_BOXES` blocks are only counted.
     """
     slices = slices_of(blocks)
     sheet = _sheet(slices)
-    n_slices = len(slices.titles)
-    if blocks.n_blocks > _MAX_BOXES:
-        n_slices = min(n_slices, max(1, _MAX_BOXES // (slices.n_rows * slices.n_columns)))
+    most = max(1, _MAX_BOXES // (slices.n_rows * slices.n_columns))
+    n_slices = min(len(slices.titles), most)
+    n_more = len(slices.titles) - n_slices
     parts: list[str] = []
     bottom = 0.0
     for i in range(n_slices):
@@ -72,7 +74,8 @@ def svg_text(blocks: Blocks) -> str:
         bottom = top + sheet.height
         drawing = ''.join(_slice(sheet, i))
         parts.append(f'<g transform="translate({_px(left)} {_px(top)})">{drawing}</g>')
-    if text := legend(blocks):
+    more = f'and {plural(n_more, "more slice")}' if n_more else ''
+    for text in filter(None, (more, legend(blocks))):
         bottom += 1.5 * _FONT
         parts.append(_text(text, sheet.margin, bottom - 0.3 * _FONT, 'start'))
     width, height = sheet.margin + sheet.content_width + 1, bottom + 1
@@ -80,30 +83,32 @@ def svg_text(blocks: Blocks) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_px(width)}" height="{_px(height)}" '
         f'viewBox="-0.5 -0.5 {_px(width)} {_px(height)}" fill="currentColor" '
         'style="max-width: 100%; height: auto; overflow: visible" '
-        f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="{_FONT}">'
+        f'font-family="{MONOSPACED}" font-size="{_FONT}">'
         f'{"".join(parts)}</svg>'
     )
 
 
 def _sheet(slices: Slices) -> _Sheet:
+    """Computes the sizes: all slices together are about as large as the matrix of a 2-D array."""
     blocks, n_slices = slices.blocks, len(slices.titles)
     full_width = _SIDE / math.sqrt(max(blocks.aspect, 0.5)) if blocks.parts else _SCALAR
     full_height = max(full_width * blocks.aspect, _LOWEST)
-    title = max(map(_text_width, slices.titles))
+    title_width = max(map(_text_width, slices.titles))
     # at most twice as many columns as rows of slices
-    fitting = max(1, int((full_width + _GAP) / (title + _GAP)))
-    slice_rows = math.ceil(n_slices / min(fitting, math.ceil(math.sqrt(2 * n_slices))))
+    most_per_row = max(1, int((full_width + _GAP) / (title_width + _GAP)))
+    slice_rows = math.ceil(n_slices / min(most_per_row, math.ceil(math.sqrt(2 * n_slices))))
     slices_per_row = math.ceil(n_slices / slice_rows)
     width = (full_width + _GAP) / slices_per_row - _GAP
     height = max(full_height / slice_rows, min(_FONT * slices.n_rows, _MIN_SLICE))
     margin = max(_text_width(slices.row_label(row)) for row in range(slices.n_rows))
     margin += 6 * bool(margin)
-    content_width = max(title, _text_width(legend(blocks)), full_width)
+    content_width = max(title_width, _text_width(legend(blocks)), full_width)
+    # column labels may be wider than their columns
     for text, center in _column_labels(slices, width / slices.n_columns):
         half = _text_width(text) / 2
         margin = max(margin, half - center)
         content_width = max(content_width, full_width - width + center + half)
-    top = (bool(title) + (slices.column_axis is not None)) * 1.5 * _FONT
+    top = (bool(title_width) + (slices.column_axis is not None)) * 1.5 * _FONT
     labels = _fit_labels(blocks, width / slices.n_columns, height / slices.n_rows)
     return _Sheet(slices, slices_per_row, width, height, margin, top, content_width, labels)
 
@@ -173,7 +178,7 @@ def _labels(sheet: _Sheet, n: int) -> Iterator[str]:
 def _fit_labels(blocks: Blocks, width: float, height: float) -> _Labels:
     """Chooses the most detailed labels that fit into boxes of this size."""
     all_holders = [blocks.holders(i) for i in range(min(blocks.n_blocks, _MAX_BOXES))]
-    widths = {  # in font sizes
+    widths = {  # in font sizes, by the most devices that a label lists
         most: _CHARACTER * max(len(blocks.devices_label(holders, most)) for holders in all_holders)
         for most in (4, 2, 1)
     }
@@ -181,9 +186,9 @@ def _fit_labels(blocks: Blocks, width: float, height: float) -> _Labels:
         size = min(_FONT, 0.95 * height, (width - 1) / widths[most])
         if size >= _MIN_FONT:
             return _Labels(most, size)
-    least = widths[2] * _MIN_FONT
+    min_width = widths[2] * _MIN_FONT
     row_step = 1 if 0.95 * height >= _MIN_FONT else math.ceil(2 * _MIN_FONT / height)
-    column_step = 1 if width - 1 >= least else math.ceil(2 * least / width)
+    column_step = 1 if width - 1 >= min_width else math.ceil(2 * min_width / width)
     return _Labels(2, _MIN_FONT, row_step, column_step)
 
 

@@ -52,18 +52,18 @@ class _Boxes:
 
 
 def text_lines(blocks: Blocks, width: int) -> list[Line]:
-    """Draws boxes if they fit in `width` columns; otherwise a table."""
+    """Draws boxes if there are few slices and they fit in `width` columns; otherwise a table."""
     slices = slices_of(blocks)
-    boxes = _boxes(slices, width) if len(slices.titles) <= _MAX_SLICES else None
+    boxes = _fit_boxes(slices, width) if len(slices.titles) <= _MAX_SLICES else None
     if boxes is None:
         return list(_table_lines(blocks, width))
-    beside = max(1, (width + 2) // (boxes.width + 2))
+    n_beside = max(1, (width + 2) // (boxes.width + 2))
     lines: list[Line] = []
-    for start in range(0, len(slices.titles), beside):
-        numbers = range(start, min(start + beside, len(slices.titles)))
+    for start in range(0, len(slices.titles), n_beside):
+        indices = range(start, min(start + n_beside, len(slices.titles)))
         if lines:
             lines.append([])
-        drawn = [_slice_lines(boxes, n) for n in numbers]
+        drawn = [_slice_lines(boxes, n) for n in indices]
         lines += [_join(pieces, boxes.width) for pieces in zip(*drawn, strict=True)]
     return lines
 
@@ -81,23 +81,23 @@ _LABEL_STYLES = (
 )
 
 
-def _boxes(slices: Slices, width: int) -> _Boxes | None:
+def _fit_boxes(slices: Slices, width: int) -> _Boxes | None:
     """Chooses the clearest labels with which the boxes fit in `width`; returns None if none fit."""
-    if 2 * slices.n_columns > width:
+    if 2 * slices.n_columns > width:  # a box has a line and at least one column
         return None
     rows = _shown_rows(slices.n_rows)
-    title = max(map(display_width, slices.titles))
+    title_width = max(map(display_width, slices.titles))
     for max_devices in (4, 2, 1):
         cells = [
             [_cells(slices, n, row, max_devices) for row in rows] for n in range(len(slices.titles))
         ]
-        cell_width = max(len(text) for n in cells for row in n for text, _ in row)
+        cell_width = max(len(text) for slice_rows in cells for row in slice_rows for text, _ in row)
         for has_names, padding, is_ruler in _LABEL_STYLES:
             labels, corner = _column_labels(slices, has_names)
             label_width = 0 if is_ruler else max(map(display_width, labels))
             box_width = max(cell_width, label_width) + 2 * padding
             boxes = _Boxes(slices, rows, cells, labels, corner, box_width)
-            if max(boxes.width, boxes.margin + title) > width:
+            if max(boxes.width, boxes.margin + title_width) > width:
                 continue
             if is_ruler:
                 return replace(boxes, column_labels=_every_kth(labels, boxes.box_width))
@@ -142,7 +142,7 @@ def _every_kth(labels: Sequence[str], box_width: int) -> list[str]:
 
 
 def _enlarged(boxes: _Boxes, width: int) -> _Boxes:
-    """Enlarges boxes so that an array has one size however it is sharded, if its labels fit."""
+    """Enlarges boxes, if labels fit, so that an array's size does not depend on its sharding."""
     slices = boxes.slices
     if not slices.blocks.parts or not boxes.ruled or len(slices.titles) > 1:
         return boxes
@@ -164,11 +164,11 @@ def _slice_lines(boxes: _Boxes, n: int) -> list[Line]:
     for i, (label, row) in enumerate(zip(boxes.row_labels, boxes.cells[n], strict=True)):
         if i and boxes.ruled:
             lines.append([(margin + _rule('├┼┤', boxes), None)])
-        for at in range(boxes.box_height):
-            middle = at == boxes.box_height // 2
-            line: Line = [(_in_margin(label if middle else '', boxes), None)]
+        for i_line in range(boxes.box_height):
+            is_middle = i_line == boxes.box_height // 2
+            line: Line = [(_in_margin(label if is_middle else '', boxes), None)]
             for text, device in row:
-                line += [('│', None), (_center(text if middle else '', boxes.box_width), device)]
+                line += [('│', None), (_center(text if is_middle else '', boxes.box_width), device)]
             lines.append([*line, ('│', None)])
     lines.append([(margin + _rule('└┴┘', boxes), None)])
     return lines
