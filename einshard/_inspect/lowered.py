@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.stages import Compiled, Lowered, Traced
 
 from .._errors import EinshardError
@@ -145,6 +145,7 @@ def trace_call(
     if target is not None:
         # arrays cannot be moved to devices that may not exist
         _check_no_refs(name, target, args, kwargs)
+        _check_devices(name, target, args, kwargs)
         args, kwargs = jtu.tree_map(_without_devices, (tuple(args), dict(kwargs)))
     with nullcontext() if target is None else mesh_scope(target):
         stages = _trace(fn, name, args, kwargs, target)
@@ -253,6 +254,27 @@ def _check_no_refs(
                 'instead': 'pass an array, and call jax.new_ref inside the function',
             },
         )
+
+
+def _check_devices(
+    name: str, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises if a ShapeDtypeStruct has a sharding on other devices than those of the mesh."""
+    example_of: dict[AnyMesh, Any] = {}
+    for leaf in jtu.tree_leaves((tuple(args), dict(kwargs))):
+        if isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(leaf.sharding, NamedSharding):
+            example_of[leaf.sharding.mesh] = leaf
+    for other, leaf in example_of.items():
+        if isinstance(other, Mesh) and {*other.devices.flat} != {*mesh.devices.flat}:
+            raise EinshardError(
+                f'an argument of {name} is sharded over other devices than those of mesh=',
+                facts={
+                    'array': array_text(leaf),
+                    'its mesh': mesh_fact(other),
+                    'mesh=': mesh_fact(mesh),
+                    'instead': 'leave out mesh=, or the sharding of the argument',
+                },
+            )
 
 
 def concrete(mesh: AnyMesh, use: str) -> Mesh:
