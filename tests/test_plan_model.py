@@ -293,6 +293,13 @@ def test_bounds_of_an_mlp():
     assert judged(chip=None, batch=X, embed=X).sent == {'x': 3 * (WEIGHTS + GRADIENTS) // 4}
 
 
+def test_axes_with_the_names_of_mesh_axes():
+    model = find_model(sharded('x y', 'y z')(jnp.matmul), (f32(64, 16), f32(16, 32)), {})
+    candidate = Candidate((('x', 2), ('y', 2)), (('x', ()), ('y', ('x',)), ('z', ('y',))))
+    found = Estimator(model, jax.devices()[:4], SLOW).judge(candidate)
+    assert found.sent == {'x': 2 * (4 * 64 * 32 // 2) * 1 // 2}  # an all-reduce of columns
+
+
 def test_gathers_of_a_scan():
     c = Sizes()
     made = transformer_step(c)

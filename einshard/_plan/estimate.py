@@ -90,15 +90,18 @@ class Estimator:
 
     def judge(self, candidate: Candidate) -> Judgement:
         """Estimates the bounds, the memory and the bytes sent of a candidate."""
-        axes = _axes_of(candidate)
+        sizes = [size for _, size in candidate.mesh]
+        mesh = dict(zip(dict(candidate.mesh), mesh_axes(sizes), strict=True))
+        axes = {name: tuple(mesh[axis] for axis in used) for name, used in candidate.axes}
+        # specs may name mesh axes, too
+        axes = {name: (axis,) for name, axis in mesh.items()} | axes
         totals = self.totals(axes)
         sent: Counter[str] = Counter()
         sent_by: Counter[tuple[str, str]] = Counter()
         seconds: dict[str, float] = defaultdict(float)
-        by_axis = {axes[name][0]: name for name, _ in candidate.mesh}
         for (product, _), cost in zip(self.products, self._costs(axes), strict=True):
             for one in cost.way.sent:
-                along = ','.join(name for axis, name in by_axis.items() if axis in one.axes)
+                along = ','.join(name for name, axis in mesh.items() if axis in one.axes)
                 n_bytes = product.executions * _sent_bytes(one)
                 sent[along] += round(n_bytes)
                 sent_by[one.kind, one.role] += round(n_bytes)
@@ -134,14 +137,6 @@ class Estimator:
         return _Cost(
             n * compute, n * (way.seconds - compute), n * sum(map(_sent_bytes, way.sent)), way
         )
-
-
-def _axes_of(candidate: Candidate) -> Axes:
-    """Returns the mesh axes of each name; names of mesh axes count too, as in specs."""
-    sizes = [size for _, size in candidate.mesh]
-    of = {name: axis for (name, _), axis in zip(candidate.mesh, mesh_axes(sizes), strict=True)}
-    by_name = {name: tuple(of[axis] for axis in used) for name, used in candidate.axes}
-    return {name: (axis,) for name, axis in of.items()} | by_name
 
 
 def _sent_bytes(one: Sent) -> float:
