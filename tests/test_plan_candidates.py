@@ -200,7 +200,7 @@ def test_nothing_to_shard_by():
         ({'enbed': '@x'}, None, "pin= has 'enbed', but step has no such axis name"),
         ({'embed': '@data'}, None, "pin= shards 'embed' over 'data', but the mesh axes are"),
         ({'embed': '@x', 'mlp': '@x'}, None, "'mlp' and 'embed' of one array over 'x'"),
-        ({'embed': '@x', 'batch': '@y'}, None, 'pin= fits no mesh of 8 devices'),
+        ({'embed': '@x', 'batch': '@y'}, None, 'pin= does not fit any mesh of 8 devices'),
         ({'embed': '@a'}, (('a', 8),), 'pin= does not fit the mesh: axis'),
         ({'embed': '4'}, None, "pin= must name the mesh axes of 'embed', not '4'"),
     ],

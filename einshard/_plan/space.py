@@ -174,10 +174,17 @@ class Space:
             check_divisible('pin=', self.pinned, self.model, dict(self.mesh))
         elif not self.shapes():
             known = self.model.divisors
-            sizes = [f"'{n}' (size {known[n]})" for n, axes in self.pinned.items() if axes]
+            pinned = [
+                f"'{name}' (size {known[name]}) over {quoted(axes)}"
+                for name, axes in self.pinned.items()
+                if axes
+            ]
             raise EinshardError(
-                f'pin= fits no mesh of {plural(self.n_devices, "device")}: {" or ".join(sizes)} '
-                'is not divisible by its mesh axes',
+                f'pin= does not fit any mesh of {plural(self.n_devices, "device")}',
+                facts={
+                    'pinned': '; '.join(pinned),
+                    'expected': 'mesh axes of 2 or more devices, which divide these sizes',
+                },
             )
 
 
