@@ -127,7 +127,7 @@ class Plan(Display):
 
     def plot(self) -> str:
         """Draws memory against bytes sent, a point per compiled plan, as SVG text."""
-        return scatter_svg(self.choices, self.limit)
+        return scatter_svg(self.choices, self.limit, _SHOWN)
 
     def to_dict(self) -> dict[str, Any]:
         """Converts the plan to dictionaries, lists, strings and numbers, for JSON."""
