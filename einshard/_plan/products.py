@@ -177,10 +177,10 @@ class _Shares:
         self._weight_names |= {one[1:] for one in self._weight_names if any(one[1:])}
 
     def of_operand(self, op: Op, value: int) -> float:
-        return 1 / max(self._n_users[op.scope, self._roots(value)], 1)
+        return 1 / self._n_users[op.scope, self._roots(value)]
 
     def of_result(self, value: int) -> float:
-        return 1 / max(self._n_terms[self._sum_of[value]], 1)
+        return 1 / self._n_terms[self._sum_of[value]]
 
     def role(self, value: int) -> str:
         return 'weights' if self._roots(value) in self._weights else 'activations'
