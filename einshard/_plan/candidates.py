@@ -70,6 +70,8 @@ def find_candidates(
 
 
 class _CandidateSearch:
+    """A search for the best plans of a space. It keeps the sort key of each plan it evaluates."""
+
     def __init__(
         self, space: Space, estimator: Estimator, memory: float | None, objective: Objective
     ):

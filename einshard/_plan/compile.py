@@ -173,7 +173,14 @@ def check_flatbuffers() -> None:
 
 
 def export(stages: Stages, axes: Sequence[tuple[str, int]]) -> tuple[dict[str, Any], Sequence[int]]:
-    """Lowers a traced program for CPU; returns the request, and the numbers of used arguments."""
+    """Lowers a traced program for CPU, to be compiled by a `Worker`.
+
+    Args:
+        axes: the mesh axes with their sizes.
+
+    Returns:
+        The request for `Worker.submit`, and the numbers of the arguments that the program uses.
+    """
     traced = stages.traced
     exported = jax.export.export(_Jitted(traced), platforms=['cpu'])()  # type: ignore[reportArgumentType]
     # pytrees of other libraries cannot be serialized, so the program takes and returns leaves

@@ -33,7 +33,12 @@ _TYPICAL = 'TPU v5e'
 
 
 class Totals(NamedTuple):
-    """The costs of a candidate per device: seconds, and bytes sent and in memory."""
+    """The costs of a candidate per device.
+
+    Attributes:
+        compute, hbm, network: lower bounds in seconds.
+        sent, memory: bytes.
+    """
 
     compute: float
     hbm: float
@@ -47,7 +52,13 @@ class Totals(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """The cost of all executions of a product: seconds, bytes sent, and how it is computed."""
+    """The cost of all executions of a product per device.
+
+    Attributes:
+        compute, network: seconds.
+        sent: bytes.
+        way: how each execution is computed.
+    """
 
     compute: float
     network: float
@@ -68,7 +79,7 @@ class Estimator:
         self.devices = list(in_order)
         self.chip_is_known = chip is not None
         self.chip = as_chip(_TYPICAL) if chip is None else chip
-        self.share = self.chip.share(self.devices[0])
+        self.chip_share = self.chip.share(self.devices[0])  # 1/2 for one of two TensorCores
         self.network = MeshNetwork(self.devices, self.chip)
         named = [(one, _names_of([*one.operands, one.out])) for one in model.products]
         self.products = [(one, names) for one, names in named if one.flops or names]
@@ -85,7 +96,7 @@ class Estimator:
             sent += one.sent
             gathered = max(gathered, one.way.gathered)
         read_and_written, memory = self.stored.bytes(axes)
-        hbm = read_and_written / (self.chip.memory_bandwidth * self.share)
+        hbm = read_and_written / (self.chip.memory_bandwidth * self.chip_share)
         return Totals(compute, hbm, network, sent, memory + gathered)
 
     def judge(self, candidate: Candidate) -> Judgement:
@@ -131,7 +142,7 @@ class Estimator:
         return costs
 
     def _cost(self, product: Product, axes: Axes) -> _Cost:
-        flop_seconds = product.flops / (self.chip.rate(product.dtype) * self.share)
+        flop_seconds = product.flops / (self.chip.rate(product.dtype) * self.chip_share)
         way = cheapest_way(product, axes, flop_seconds, self.network.seconds_per_byte)
         n, compute = product.executions, flop_seconds / way.parts
         return _Cost(
@@ -158,18 +169,20 @@ class _StoredArrays:
         arguments = [(one.names, one.bytes) for one in model.arrays]
         donated = [(one.names, one.bytes) for one in model.arrays if one.donated]
         peaks = [[(names, n * size) for (names, size), n in peak] for peak in model.peaks] or [[]]
-        # what is read or written once, then what is in memory at each peak
+        # arrays that are read or written (donated ones are both), then those in memory at each peak
         rows = [
             _summed([*arguments, *donated, *model.results]),
             *(_summed([*arguments, *model.results, *peak]) for peak in peaks),
         ]
         kinds = list(dict.fromkeys(names for row in rows for names in row))
+        # the names of all axes in one tuple, and of each axis
         self.kinds = [(tuple(name for one in names for name in one), names) for names in kinds]
         self.sizes = np.array([[row[names] for names in kinds] for row in rows], float)
+        # for each kind, the fraction that a device has, by the mesh axes of its names
         self._known: list[dict[Any, float]] = [{} for _ in self.kinds]
 
     def bytes(self, axes: Axes) -> tuple[float, float]:
-        """Returns the bytes per device that are read or written once, and the peak memory."""
+        """Returns bytes per device: those that are read or written once, and the peak memory."""
         fractions: list[float] = []
         axes_of = axes.__getitem__
         for (flat_names, names), known in zip(self.kinds, self._known, strict=True):
@@ -178,12 +191,12 @@ class _StoredArrays:
             if fraction is None:
                 fraction = known[key] = 1 / math.prod(axis.size for axis in shards(names, axes))
             fractions.append(fraction)
-        once, *peaks = self.sizes.dot(fractions)
-        return float(once), float(max(peaks))
+        read_and_written, *peaks = self.sizes.dot(fractions)
+        return float(read_and_written), float(max(peaks))
 
 
 def _summed(stored: Iterable[Stored]) -> Counter[tuple[Names, ...]]:
-    """Adds up the bytes of arrays with the same names."""
+    """Adds up the bytes of arrays with the same names, leaving out axes without names."""
     total: Counter[tuple[Names, ...]] = Counter()
     for names, n_bytes in stored:
         total[tuple(one for one in names if one)] += n_bytes

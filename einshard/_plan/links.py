@@ -45,7 +45,7 @@ class Relation:
     Attributes:
         links: the pairs of dimensions that can.
         einsum: the indices of a product, a reduction or a lookup; None for other operations.
-        unsharded: (operand, dimension) that a device needs in full, so it cannot be sharded.
+        unsharded: (operand, dimension) pairs that a device needs in full, so they stay unsharded.
     """
 
     links: tuple[Link, ...] = ()

@@ -16,7 +16,7 @@ from .names import Names
 
 
 def metadata_names(args: Any) -> list[tuple[Names, ...] | None]:
-    """Returns the names of the axes of every leaf; None for a leaf without metadata."""
+    """Returns the axis names of every leaf; None if it has none, or they do not match its rank."""
     found: list[tuple[Names, ...] | None] = []
     for node in jtu.tree_leaves(args, is_leaf=_has_names):
         entries = _names(node)

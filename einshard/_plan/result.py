@@ -122,7 +122,7 @@ class Plan(Display):
             arrays=tuple((name, before.get(name), after.get(name)) for name in names),
             collectives=changed,
             numbers=tuple((name, a, b) for name, a, b in numbers if a != b),
-            details=((0, ''),) * len(changed),
+            details=((0, ''),) * len(changed),  # a judgement does not have them
         )
 
     def plot(self) -> str:
@@ -139,7 +139,7 @@ class Plan(Display):
             'objective': self.objective,
             'memory_limit': self.limit,
             'fits': self.fits,
-            'choices': [_plain(one) for one in self.choices],
+            'choices': [_judgement_dict(one) for one in self.choices],
             'n_candidates': self.n_candidates,
             'pruned': dict(self.pruned),
             'stopped': self.stopped,
@@ -177,7 +177,7 @@ class Plan(Display):
         rows = [self._row(i, one) for i, one in enumerate(self.choices[:_SHOWN])]
         compiled = [one.judge for one in self.choices]
         pruned = ', '.join(f'{n} {why}' for why, n in self.pruned.items())
-        words = [
+        lines = [
             f'{plural(self.n_candidates, "candidate")} estimated; {len(compiled)} compiled, '
             f'{compiled.count("compiler")} of them for the target'
             f'{f" ({self.stopped})" if self.stopped else ""}',
@@ -186,7 +186,7 @@ class Plan(Display):
         chip = f' ({self.chip})' if self.chip else ''
         sections = (
             Section(_OBJECTIVES[self.objective], code=tuple(self._code())),
-            Section(f'plans{chip}', _COLUMNS, tuple(rows), tuple(words)),
+            Section(f'plans{chip}', _COLUMNS, tuple(rows), tuple(lines)),
         )
         title = f'plan for {self.name} on {devices} ({kind})'
         return Page(title, sections, self.warnings, self.notes)
@@ -230,11 +230,11 @@ _COLUMNS = (
 
 @dataclass(frozen=True, repr=False)
 class Why(Display):
-    """How plans compare that shard one axis differently, made by `Plan.why`.
+    """A comparison of plans that differ in how they shard one axis, made by `Plan.why`.
 
     Attributes:
-        name: the axis.
-        rows: (placement, judgement), the chosen one first.
+        name: the axis name.
+        rows: (placement, judgement) of each plan, the best plan first.
         limit: the memory of a device in bytes; None if unknown.
     """
 
@@ -260,7 +260,7 @@ def _cost_text(one: Judgement) -> str:
     return f'{bound}sent {format_bytes(one.network_bytes)}{memory}'
 
 
-def _plain(one: Judgement) -> dict[str, Any]:
+def _judgement_dict(one: Judgement) -> dict[str, Any]:
     least, most = one.seconds
     return {
         'mesh': dict(one.candidate.mesh),

@@ -32,11 +32,11 @@ class Space:
 
     Attributes:
         n_devices: the number of devices.
-        n_slices: the number of TPU slices. If there are several, they are the first mesh axis, and
-            only the batch is sharded over it.
+        n_slices: the number of TPU slices. If there are several, and the user has not named the
+            mesh axes, the slices are the first mesh axis, over which only the batch is sharded.
         mesh: the user's mesh axes with their sizes; None to try all factorizations.
         pinned: names with their mesh axes, which do not change.
-        pruned: how many roles were left out, by reason.
+        pruned: how many names or roles of a mesh axis were left out, by reason.
     """
 
     model: Model
@@ -55,7 +55,7 @@ class Space:
         return AXES if self.mesh is None else tuple(name for name, _ in self.mesh)
 
     def shapes(self, max_axes: int = len(AXES)) -> list[Sizes]:
-        """The mesh shapes with up to this many axes, slowest first; or only that of the user."""
+        """Returns the mesh shapes with up to `max_axes` axes; or only that of the user."""
         if self.mesh is not None:
             return [tuple(size for _, size in self.mesh)]
         first = (self.n_slices,) if self.n_slices > 1 else ()
@@ -91,12 +91,13 @@ class Space:
         return all({*axes[name]} == {*pinned} for name, pinned in self.pinned.items())
 
     def axes(self, plan: PlanRoles) -> dict[str, tuple[MeshAxis, ...]]:
-        """The mesh axes of each name; names of the user's mesh axes count too, as in specs."""
+        """Returns the mesh axes of each axis name, and of the names of the user's mesh axes."""
         sizes, roles = plan
-        found: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(self.model.names, ())
+        found: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(self.model.sizes, ())
         for axis, role in zip(mesh_axes(sizes), roles, strict=True):
             for name in role:
                 found[name] += (axis,)
+        # specs may name mesh axes, too
         of_user = zip(self.mesh or (), mesh_axes(sizes), strict=False)
         return {name: (axis,) for (name, _), axis in of_user} | found
 
@@ -107,12 +108,12 @@ class Space:
             tuple(zip(self.mesh_axes, sizes, strict=False)),
             tuple(
                 (name, tuple(axis for axis, role in mesh_axes if name in role))
-                for name in self.model.names
+                for name in self.model.sizes
             ),
         )
 
     def _batch_names(self) -> frozenset[str]:
-        """The first axis name of each array that is data."""
+        """Returns the first axis name of each array that is data, such as 'batch'."""
         return frozenset(
             next((name for one in array.names for name in one), '')
             for array in self.model.arrays
@@ -120,7 +121,8 @@ class Space:
         )
 
     def _find_roles(self, size: int, across_slices: bool, pinned: Role) -> list[Role]:
-        names = [name for name in self.model.names if name not in self.pinned]
+        """Lists the roles of a mesh axis, and counts in `pruned` what it leaves out."""
+        names = [name for name in self.model.sizes if name not in self.pinned]
         divided = [name for name in names if self.model.divisors[name] % size == 0]
         self.pruned['indivisible'] += len(names) - len(divided)
         if across_slices:
@@ -139,7 +141,7 @@ class Space:
 
     def _conflicts(self) -> dict[str, set[str]]:
         """For each name, the names that share an array with it."""
-        found: dict[str, set[str]] = {name: set() for name in self.model.names}
+        found: dict[str, set[str]] = {name: set() for name in self.model.sizes}
         for names in self.model.names_by_array:
             for name, other in itertools.permutations(names, 2):
                 if name in found:
@@ -155,12 +157,12 @@ class Space:
         )
 
     def _check_pins(self) -> None:
-        unknown = [name for name in self.pinned if name not in self.model.names]
+        unknown = [name for name in self.pinned if name not in self.model.sizes]
         if unknown:
             raise EinshardError(
                 f'pin= has {quoted(unknown)}, but {self.model.name or "the function"} '
                 'has no such axis name',
-                facts={'axis names': ', '.join(self.model.names)},
+                facts={'axis names': ', '.join(self.model.sizes)},
             )
         for names in self.model.names_by_array:
             for name, other in itertools.combinations(names, 2):
