@@ -48,7 +48,9 @@ def find_candidates(
     objective: Objective = 'bound',
     max_candidates: int = 200,
 ) -> Candidates:
-    """Finds the candidates of a space with the lowest estimates.
+    """Finds the candidates with the best estimates in a space.
+
+    Names whose sharding does not lower the cost are left unsharded.
 
     Args:
         memory: the bytes that a device has; None if unknown.

@@ -101,8 +101,8 @@ class Estimator:
 
     def judge(self, candidate: Candidate) -> Judgement:
         """Estimates the bounds, the memory and the bytes sent of a candidate."""
-        sizes = [size for _, size in candidate.mesh]
-        mesh = dict(zip(dict(candidate.mesh), mesh_axes(sizes), strict=True))
+        in_order = mesh_axes([size for _, size in candidate.mesh])
+        mesh = {name: axis for (name, _), axis in zip(candidate.mesh, in_order, strict=True)}
         axes = {name: tuple(mesh[axis] for axis in used) for name, used in candidate.axes}
         # specs may name mesh axes, too
         axes = {name: (axis,) for name, axis in mesh.items()} | axes
@@ -120,11 +120,11 @@ class Estimator:
                 seconds[along] += product.executions * one.bytes * rate
         bounds = [Bound('compute', '', totals.compute), Bound('HBM', '', totals.hbm)]
         bounds += [Bound('network', along, time) for along, time in seconds.items()]
-        known = Bounds(bound for bound in bounds if bound.seconds)
+        positive = Bounds(bound for bound in bounds if bound.seconds)
         return Judgement(
             candidate,
             'estimate',
-            known if self.chip_is_known else NO_BOUNDS,
+            positive if self.chip_is_known else NO_BOUNDS,
             round(totals.memory),
             dict(sent),
             dict(sent_by),

@@ -88,6 +88,12 @@ def flatten(closed: Any) -> Program:
 
 
 class _Reader:
+    """Reads jaxprs into one program.
+
+    Attributes:
+        executions, scope: those of the operations that it adds next, as in `Op`.
+    """
+
     def __init__(self) -> None:
         self.program = Program()
         self.executions = 1
@@ -211,7 +217,7 @@ class _Reader:
         inner = self.new_values(body.invars[n_body:])
         outs = self.new_values(eqn.outvars)
         self.carry(carry, inner)
-        found = self.read_loop(body, [*consts, *inner], 1)
+        found = self.read_loop(body, [*consts, *inner], 1)  # the number of iterations is unknown
         self.carry(found, inner)
         self.carry(found, outs)
         return outs

@@ -119,7 +119,7 @@ def _buffers(
 
 
 def _spans(program: Program) -> dict[int, tuple[int, int]]:
-    """Returns the numbers of the first and the last operation of every loop."""
+    """Returns the numbers of the first and the last operation of every loop, by its number."""
     spans: dict[int, tuple[int, int]] = {0: (0, 0)}
     for at, op in enumerate(program.ops):
         for scope in {op.scope, op.body} - {0}:

@@ -49,7 +49,7 @@ class Way(NamedTuple):
         seconds: of compute and network, without overlap.
         parts: the number of devices that share the flops.
         sent: the collectives.
-        gathered: the bytes of the operands that were resharded, afterwards.
+        gathered: the bytes of resharded operands, which need memory in addition.
     """
 
     seconds: float

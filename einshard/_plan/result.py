@@ -176,7 +176,7 @@ class Plan(Display):
         devices = plural(self.devices.size, 'device')
         rows = [self._row(i, one) for i, one in enumerate(self.choices[:_SHOWN])]
         compiled = [one.judge for one in self.choices]
-        pruned = ', '.join(f'{n} {why}' for why, n in self.pruned.items())
+        pruned = ', '.join(f'{why} ({n})' for why, n in self.pruned.items())
         lines = [
             f'{plural(self.n_candidates, "candidate")} estimated; {len(compiled)} compiled, '
             f'{compiled.count("compiler")} of them for the target'

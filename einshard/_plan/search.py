@@ -120,7 +120,7 @@ class Search:
         margin = None if self.limit is None else _MARGIN * self.limit
         may_fit = [one for one in ranked if one.fits(margin)]
         by_cost = sorted(may_fit, key=lambda one: one.cost(self.objective)) or ranked
-        # first the best plan that fits by the partitioner, then those that may fit
+        # first the partitioner's best plan, then the cheapest ones that may fit
         plans = list(dict.fromkeys(one.candidate for one in [*may_fit[:1], *by_cost]))
         finalists, others = plans[:_FINALISTS], plans[_FINALISTS:]
         contrast = [c for c in others if c.mesh != finalists[0].mesh][:1]
