@@ -53,7 +53,7 @@ def find_candidates(
     Names whose sharding does not lower the cost are left unsharded.
 
     Args:
-        memory: the bytes that a device has; None if unknown.
+        memory: the bytes that a plan may use on a device; None if unknown.
     """
     search = _CandidateSearch(space, estimator, memory, objective)
     if search.n_plans() <= MAX_ENUMERATED:
@@ -131,7 +131,7 @@ class _CandidateSearch:
         return list(found.values())
 
     def simplified(self, plan: PlanRoles) -> PlanRoles:
-        """Returns the plan without the names whose sharding does not lower its cost."""
+        """Removes names whose sharding does not lower the cost of a plan, and merges mesh axes."""
         sizes, roles = plan
         for axis, name in [(i, name) for i, role in enumerate(roles) for name in sorted(role)]:
             if name in self.space.pinned:
@@ -144,7 +144,7 @@ class _CandidateSearch:
         return self.merged((sizes, roles))
 
     def merged(self, plan: PlanRoles) -> PlanRoles:
-        """Merges mesh axes that shard the same names, except the axis between slices."""
+        """Merges mesh axes that shard the same names, except the axis across slices."""
         if self.space.mesh is not None or any(self.space.pinned.values()):
             return plan  # the user has named the mesh axes
         sizes: dict[tuple[Role, bool], int] = {}

@@ -63,7 +63,7 @@ class Worker:
             self._requests.flush()
 
     def result(self) -> Compiled | str:
-        """Waits for the next program; returns it compiled, or the error of the compiler."""
+        """Waits until the next program is compiled; returns it, or the error of the compiler."""
         try:
             answer = pickle.load(self._answers)
         except (EOFError, pickle.UnpicklingError):

@@ -36,7 +36,7 @@ class Totals(NamedTuple):
     """The costs of a candidate per device.
 
     Attributes:
-        compute, hbm, network: lower bounds in seconds.
+        compute, hbm, network: seconds.
         sent, memory: bytes.
     """
 
@@ -160,7 +160,7 @@ def _names_of(sides: Sequence[Side]) -> tuple[str, ...]:
 
 
 class _StoredArrays:
-    """The bytes of the arrays in memory.
+    """The bytes of the arguments, the results, and the arrays in memory at each peak.
 
     Those of arrays with the same axis names are added up, because they have the same sharding.
     """

@@ -27,7 +27,7 @@ def name_axes(
     """Returns the names of the axes of every value.
 
     Args:
-        arguments, results: the axis names in the specs; None for an array without a spec.
+        arguments, results: the axis names from specs and metadata; None for arrays without them.
     """
     required = _Table(program)
     for value, names in zip(program.results, results, strict=True):

@@ -57,7 +57,7 @@ def _by_resource(judgement: Judgement) -> dict[str, float]:
 
 
 def _sends(worse: Judgement, better: Judgement) -> str:
-    """Describes the collectives whose bytes grow most from the better to the worse plan."""
+    """Describes the collectives whose bytes grow most; all bytes sent if none grow."""
     growth = {key: n - better.sent_by.get(key, 0) for key, n in worse.sent_by.items()}
     kind, carries = key = max(growth, key=growth.__getitem__)
     if growth[key] <= 0:  # the same bytes, along slower mesh axes

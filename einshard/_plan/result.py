@@ -34,12 +34,13 @@ class Plan(Display):
         devices: the devices that were planned for.
         chip: the name of the chip for the bounds; None if it is unknown.
         objective: what was minimized.
-        limit: the memory of a device in bytes; None if unknown.
+        limit: the bytes that a plan may use on a device; None if unknown.
         sizes: the axis names of the model, with their sizes.
         choices: the compiled plans, best first, each a `Judgement`.
         code: the specs of the function with the placements of the best plan, as source text.
         n_candidates: how many candidates were estimated.
-        pruned: how many others were left out, by reason: {'indivisible': 120}.
+        pruned: how many other ways to shard the model or a mesh axis were left out, by reason:
+            {'indivisible': 120}.
         stopped: why the search ended early, or ''.
         notes: what to know about the result, such as plans that cannot be told apart.
         warnings: why the result may not be usable.
@@ -76,7 +77,7 @@ class Plan(Display):
 
     @property
     def fits(self) -> bool:
-        """Whether the best plan fits into the memory of a device."""
+        """Whether the best plan compiles and needs no more memory than `limit`."""
         return self.best.fits(self.limit)
 
     def explain(self, i: int = 0) -> Report:
@@ -235,7 +236,7 @@ class Why(Display):
     Attributes:
         name: the axis name.
         rows: (placement, judgement) of each plan, the best plan first.
-        limit: the memory of a device in bytes; None if unknown.
+        limit: the bytes that a plan may use on a device; None if unknown.
     """
 
     name: str

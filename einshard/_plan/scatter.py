@@ -38,7 +38,7 @@ def scatter_svg(judgements: Sequence[Judgement], limit: int | None, n_numbered: 
             f'<line x1="{_MARGIN}" x2="{_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" '
             'stroke="currentColor" stroke-dasharray="4 3"/>'
             f'<text x="{_WIDTH - 8}" y="{y - 4:.1f}" text-anchor="end">'
-            f'memory of a device: {format_bytes(limit)}</text>'
+            f'memory limit: {format_bytes(limit)}</text>'
         )
     numbers: defaultdict[tuple[int, int], list[str]] = defaultdict(list)  # by position
     for (i, plan), x, y in zip(points.items(), x_of, y_of, strict=True):

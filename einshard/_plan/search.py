@@ -34,7 +34,7 @@ class Search:
         by_partitioner: judges candidates by XLA's partitioner.
         by_compiler: judges candidates by the target's compiler; None for simulated devices, whose
             compiler is the partitioner.
-        limit: the memory of a device in bytes; None if unknown.
+        limit: the bytes that a plan may use on a device; None if unknown.
         compilations: how many candidates the partitioner compiles.
         seconds: no compilation starts after this time; None for no limit.
         judged: the last judgement of each compiled candidate.

@@ -68,7 +68,7 @@ class Space:
         return [sizes for sizes in found if self._fits_pins(sizes)]
 
     def roles(self, sizes: Sizes, axis: int) -> list[Role]:
-        """The sets of names that a mesh axis may shard; each has the names pinned to it."""
+        """Returns the sets of names that a mesh axis may shard; each has the names pinned to it."""
         across_slices = self.n_slices > 1 and self.mesh is None and axis == 0
         pinned = frozenset(n for n, axes in self.pinned.items() if self.mesh_axes[axis] in axes)
         key = sizes[axis], across_slices, pinned
@@ -140,7 +140,7 @@ class Space:
         return [role for role in roles if role] or [frozenset()]
 
     def _conflicts(self) -> dict[str, set[str]]:
-        """For each name, the names that share an array with it."""
+        """Returns, for each name, the names that share an array with it."""
         found: dict[str, set[str]] = {name: set() for name in self.model.sizes}
         for names in self.model.names_by_array:
             for name, other in itertools.permutations(names, 2):

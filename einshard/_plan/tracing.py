@@ -57,9 +57,9 @@ def trace_with_names(
     names: Sequence[str],
     mesh_axes: Sequence[str],
 ) -> tuple[Stages, list[AxisNames | None], list[AxisNames | None]]:
-    """Traces a function; returns it, and the axis names of each argument and each result.
+    """Returns the traced function, and the axis names of its arguments and of its results.
 
-    They are None for a leaf without a spec.
+    They have an entry for each leaf: None without a spec.
     """
     with _scope(names, mesh_axes):
         stages = _trace(fn, args, kwargs)
