@@ -75,7 +75,7 @@ def plan(
         mesh: the devices, such as `topology('v5e:16x16')`. A mesh with named axes fixes the mesh
             shape, so that only the names are planned.
         chip: the chip for the lower bounds, as in `explain`. Default: that of the devices.
-        memory: bytes per device that a plan may use, such as '14 GB'. Default: the chip's memory.
+        memory: bytes of a device that a plan may use, such as '14 GB'. Default: all of them.
         objective: what to minimize: 'bound', the sum of the lower bounds; 'bytes' that a device
             sends; or 'memory'. Ties are broken by memory, then bytes.
         pin: placements that are fixed, by name: {'embed': '@x', 'layers': ''}.

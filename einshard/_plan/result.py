@@ -123,7 +123,8 @@ class Plan(Display):
             arrays=tuple((name, before.get(name), after.get(name)) for name in names),
             collectives=changed,
             numbers=tuple((name, a, b) for name, a, b in numbers if a != b),
-            details=((0, ''),) * len(changed),  # a judgement does not have them
+            # a judgement does not have the bytes and source lines of each collective
+            details=((0, ''),) * len(changed),
         )
 
     def plot(self) -> str:
