@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 from planned import Sizes, experts_step, mlp_step, transformer_step
 from test_bounds import tpus
@@ -177,6 +178,13 @@ def test_named_mesh():
     model = model_of(mlp_step())
     found = find(model, DEVICES, mesh=(('data', 4), ('tensor', 2))).ranked
     assert {one.mesh for one in found} == {(('data', 4), ('tensor', 2))}
+
+
+def test_mesh_axes_in_specs_shard_no_other_axis_of_the_array():
+    x = jax.ShapeDtypeStruct((64, 64), 'float32')
+    model = find_model(sharded('a b@tp', 'b@tp c')(jnp.matmul), (x, x), {}, ['data', 'tp'])
+    found = find(model, DEVICES, mesh=(('data', 4), ('tp', 2))).ranked
+    assert {axes for one in found for _, axes in one.axes} == {(), ('data',)}
 
 
 def test_slices_shard_only_the_batch():

@@ -71,7 +71,9 @@ class Space:
         """Returns the sets of names that a mesh axis may shard; each has the names pinned to it."""
         across_slices = self.n_slices > 1 and self.mesh is None and axis == 0
         pinned = frozenset(n for n, axes in self.pinned.items() if self.mesh_axes[axis] in axes)
-        key = sizes[axis], across_slices, pinned
+        # specs may name a mesh axis of the user, which then shards no other axis of the array
+        of_user = frozenset({self.mesh[axis][0]} if self.mesh else ())
+        key = sizes[axis], across_slices, pinned, of_user
         if key not in self._roles:
             self._roles[key] = self._find_roles(*key)
         return self._roles[key]
@@ -120,8 +122,13 @@ class Space:
             if array.role == 'batch'
         )
 
-    def _find_roles(self, size: int, across_slices: bool, pinned: Role) -> list[Role]:
-        """Lists the roles of a mesh axis, and counts in `pruned` what it leaves out."""
+    def _find_roles(
+        self, size: int, across_slices: bool, pinned: Role, of_user: frozenset[str]
+    ) -> list[Role]:
+        """Lists the roles of a mesh axis, and counts in `pruned` what it leaves out.
+
+        `of_user` has the name of the mesh axis if specs may name it.
+        """
         names = [name for name in self.model.sizes if name not in self.pinned]
         divided = [name for name in names if self.model.divisors[name] % size == 0]
         self.pruned['indivisible'] += len(names) - len(divided)
@@ -133,7 +140,8 @@ class Space:
         roles: list[Role] = [pinned]
         for name in divided:
             if len(roles) < _MAX_ROLES:
-                more = [role | {name} for role in roles if role.isdisjoint(conflicts[name])]
+                others = conflicts[name]
+                more = [role | {name} for role in roles if others.isdisjoint(role | of_user)]
                 self.pruned['two axes of an array over one mesh axis'] += len(roles) - len(more)
                 roles += more
         # a mesh axis may shard nothing only if there is nothing that it can shard
