@@ -161,7 +161,7 @@ def find_best(step, args, mesh, given):
     model = find_model(step, args, {})
     estimator = Estimator(model, mesh, chip)
     found = find_candidates(Space(model, DEVICES), estimator, memory=chip.memory)
-    estimates = [estimator.judge(one) for one, _ in found.found]
+    estimates = [estimator.judge(one) for one in found.ranked]
     with closing(Partitioner(Function(step, args, {}, mesh, chip))) as fast:
         limit = int(chip.memory)
         search = Search(estimates, given, fast.judge_all, None, 'bound', limit, COMPILATIONS)

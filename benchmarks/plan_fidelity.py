@@ -155,8 +155,10 @@ def check(name, slice_name, n_sampled=30, known=None):
     model = find_model(step, args, {})
     space, estimator = Space(model, mesh.size), Estimator(model, mesh, chip)
     with mock.patch.object(candidates, 'MAX_ENUMERATED', math.inf):  # enumerates all plans
-        found = candidates.find_candidates(space, estimator, memory=chip.memory, limit=10**9)
-    every = [one for one, _ in found.found]
+        found = candidates.find_candidates(
+            space, estimator, memory=chip.memory, max_candidates=10**9
+        )
+    every = list(found.ranked)
     mixed = random.Random(0).sample(every, len(every))
     chosen = every if len(every) < 550 else list(dict.fromkeys([*every[:150], *mixed]))[:200]
     function = Function(step, args, {}, mesh, chip)
@@ -192,8 +194,8 @@ def compare(searched, judges, both):
 def search(space, estimator, fast, slow):
     """Searches as `plan` does."""
     memory = int(estimator.chip.memory)
-    found = candidates.find_candidates(space, estimator, memory=memory).found
-    estimates = [estimator.judge(one) for one, _ in found]
+    found = candidates.find_candidates(space, estimator, memory=memory).ranked
+    estimates = [estimator.judge(one) for one in found]
     searched = Search(estimates, [], fast, slow, 'bound', memory, compilations=40)
     searched.run()
     return searched

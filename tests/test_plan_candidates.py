@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 from planned import Sizes, experts_step, mlp_step, transformer_step
 from test_bounds import tpus
@@ -34,7 +35,12 @@ def find(model, devices, chip=V5E, *, memory=None, objective='bound', **space):
 
 def best(*args, **options):
     """'x=4, y=2: batch@x, mlp@y'"""
-    return str(find(*args, **options).found[0][0])
+    return str(find(*args, **options).ranked[0])
+
+
+def estimates(model, **options):
+    estimator = Estimator(model, DEVICES, V5E)
+    return [estimator.judge(one) for one in find(model, DEVICES, **options).ranked]
 
 
 # --- the scaling book, by bounds alone ------------------------------------------------------------
@@ -82,7 +88,7 @@ def test_data_parallelism_for_small_weights():
 def test_fsdp_if_the_weights_do_not_fit():
     model = model_of(mlp_step(tokens=2**16, width=1024, hidden=4096))
     assert best(model, DEVICES) == 'x=8: batch@x'
-    replicated = find(model, DEVICES).found[0][1].memory
+    replicated = estimates(model)[0].memory
     # parameters of 32 MiB, and their gradients
     assert best(model, DEVICES, memory=replicated - 2**24) == 'x=8: embed@x, batch@x'
 
@@ -96,8 +102,8 @@ def test_fsdp_and_tensor_parallelism():
     c = Sizes(8, 4096, heads=32, kv=32, head=128, mlp=16384, vocab=1024, seq=1024, batch=32)
     model = model_of(transformer_step(c))
     space = {'mesh': (('x', 8), ('y', 4)), 'pinned': {'act': ()}}
-    found = [find(model, tpus(8, 4), memory=n * GIB, **space).found for n in (3, 1.2)]
-    roomy, tight = (dict(one[0][0].axes) for one in found)
+    found = [find(model, tpus(8, 4), memory=n * GIB, **space).ranked for n in (3, 1.2)]
+    roomy, tight = (dict(one[0].axes) for one in found)
     for axes in (roomy, tight):
         assert axes['batch'] == axes['embed'] == ('x',)
         assert axes['mlp'] == axes['heads'] == axes['kv'] == ('y',)
@@ -118,15 +124,15 @@ def test_a_beam_finds_the_best_of_all(monkeypatch):
     monkeypatch.setattr(candidates, 'MAX_ENUMERATED', 0)
     beam = find(model, DEVICES)
     assert beam.pruned != everything.pruned  # the beam has compared other plans
-    assert beam.found[0] == everything.found[0]
-    assert find(model, DEVICES).found == beam.found  # deterministic
+    assert beam.ranked[0] == everything.ranked[0]
+    assert find(model, DEVICES).ranked == beam.ranked  # deterministic
 
 
 def test_no_mesh_axis_twice_and_all_sizes_divide():
     model = model_of(transformer_step(Sizes(heads=12, kv=6, batch=24)))
-    found = find(model, DEVICES).found
+    found = find(model, DEVICES).ranked
     assert len(found) > 20
-    for one, _ in found:
+    for one in found:
         axes, sizes = dict(one.axes), dict(one.mesh)
         assert math.prod(sizes.values()) == 8
         for names in model.names_by_array:
@@ -146,18 +152,15 @@ def test_pruned():
 
 def test_objectives():
     model = model_of(mlp_step(tokens=4096))
-    by_time, by_bytes, by_memory = (
-        [totals for _, totals in find(model, DEVICES, objective=one).found]
-        for one in ('bound', 'bytes', 'memory')
-    )
-    assert [one.seconds for one in by_time] == sorted(one.seconds for one in by_time)
-    assert [one.sent for one in by_bytes] == sorted(one.sent for one in by_bytes)
-    assert [one.memory for one in by_memory] == sorted(one.memory for one in by_memory)
+    for objective in ('bound', 'bytes', 'memory'):
+        found = estimates(model, objective=objective)
+        costs = [float(f'{one.cost(objective)[0]:.9g}') for one in found]
+        assert costs == sorted(costs)
+        assert len(set(costs)) > 1
 
 
 def test_what_does_not_fit_comes_last():
-    found = find(model_of(mlp_step()), DEVICES, memory=0).found
-    memories = [totals.memory for _, totals in found]
+    memories = [one.memory for one in estimates(model_of(mlp_step()), memory=0)]
     assert memories == sorted(memories)
 
 
@@ -166,22 +169,29 @@ def test_what_does_not_fit_comes_last():
 def test_pins(pin, axes, enumerated, monkeypatch):
     monkeypatch.setattr(candidates, 'MAX_ENUMERATED', enumerated)
     pinned = read_pins({'embed': pin, 'act': ''}, AXES)
-    found = find(model_of(mlp_step()), DEVICES, pinned=pinned).found
-    assert {dict(one.axes)['embed'] for one, _ in found} == {axes}
-    assert {dict(one.axes)['act'] for one, _ in found} == {()}
+    found = find(model_of(mlp_step()), DEVICES, pinned=pinned).ranked
+    assert {dict(one.axes)['embed'] for one in found} == {axes}
+    assert {dict(one.axes)['act'] for one in found} == {()}
 
 
 def test_named_mesh():
     model = model_of(mlp_step())
-    found = find(model, DEVICES, mesh=(('data', 4), ('tensor', 2))).found
-    assert {one.mesh for one, _ in found} == {(('data', 4), ('tensor', 2))}
+    found = find(model, DEVICES, mesh=(('data', 4), ('tensor', 2))).ranked
+    assert {one.mesh for one in found} == {(('data', 4), ('tensor', 2))}
+
+
+def test_mesh_axes_in_specs_shard_no_other_axis_of_the_array():
+    x = jax.ShapeDtypeStruct((64, 64), 'float32')
+    model = find_model(sharded('a b@tp', 'b@tp c')(jnp.matmul), (x, x), {}, ['data', 'tp'])
+    found = find(model, DEVICES, mesh=(('data', 4), ('tp', 2))).ranked
+    assert {axes for one in found for _, axes in one.axes} == {(), ('data',)}
 
 
 def test_slices_shard_only_the_batch():
     model = model_of(mlp_step(tokens=4096))
-    found = find(model, tpus(2, 2, slices=2), V5E, n_slices=2).found
+    found = find(model, tpus(2, 2, slices=2), V5E, n_slices=2).ranked
     assert found
-    for one, _ in found:
+    for one in found:
         assert one.mesh[0] == ('x', 2)
         assert [name for name, axes in one.axes if 'x' in axes] == ['batch']
 
@@ -200,7 +210,7 @@ def test_nothing_to_shard_by():
         ({'enbed': '@x'}, None, "pin= has 'enbed', but step has no such axis name"),
         ({'embed': '@data'}, None, "pin= shards 'embed' over 'data', but the mesh axes are"),
         ({'embed': '@x', 'mlp': '@x'}, None, "'mlp' and 'embed' of one array over 'x'"),
-        ({'embed': '@x', 'batch': '@y'}, None, 'pin= fits no mesh of 8 devices'),
+        ({'embed': '@x', 'batch': '@y'}, None, 'pin= does not fit any mesh of 8 devices'),
         ({'embed': '@a'}, (('a', 8),), 'pin= does not fit the mesh: axis'),
         ({'embed': '4'}, None, "pin= must name the mesh axes of 'embed', not '4'"),
     ],

@@ -42,7 +42,7 @@ def products(model):
 def test_model_of_an_mlp():
     model = model_of(mlp_step())
     assert model.name == 'step'
-    assert model.names == {'mlp': 32, 'embed': 16, 'batch': 64, 'act': 16}
+    assert model.sizes == {'mlp': 32, 'embed': 16, 'batch': 64, 'act': 16}
     assert [(one.names, one.role, one.donated, one.bytes) for one in model.arrays] == [
         ((('mlp',), ('embed',)), 'state', True, 2048),
         ((('embed',), ('mlp',)), 'state', True, 2048),
@@ -185,7 +185,7 @@ def test_flax_names():
     layer = linen.Dense(32, kernel_init=init, use_bias=False)
     weights = jax.eval_shape(layer.init, jax.random.key(0), f32(8, 16))
     model = find_model(layer.apply, (weights, f32(8, 16)), {})
-    assert model.names == {'embed': 16, 'mlp': 32}
+    assert model.sizes == {'embed': 16, 'mlp': 32}
     assert list(products(model)) == ['. ., embed mlp -> . mlp']
 
 
@@ -206,7 +206,7 @@ def test_flax_variables():
     )
     w = Variable(f32(16, 32), sharding_names=('embed', None))
     model = find_model(lambda x, w: x @ w.value, (f32(8, 16), w), {})
-    assert model.names == {'embed': 16}
+    assert model.sizes == {'embed': 16}
     assert model.arrays[1].names == (('embed',), ())
 
 
@@ -216,7 +216,7 @@ def test_mesh_axes_in_expressions():
         return x @ w
 
     model = find_model(up, (f32(8, 16), f32(16, 32)), {}, ['data', 'tensor'])
-    assert model.names == {'batch': 8, 'act': 16, 'embed': 16}
+    assert model.sizes == {'batch': 8, 'act': 16, 'embed': 16}
     assert list(products(model)) == ['batch act, embed tensor -> batch tensor']
 
 
@@ -233,7 +233,7 @@ def test_no_names():
     )
     known = {'sharded': sharded, 'Rules': Rules, 'up': up}
     assert set(
-        find_model(eval(fix, known), ({'w': f32(16, 32), 'b': f32(32)}, f32(8, 16)), {}).names
+        find_model(eval(fix, known), ({'w': f32(16, 32), 'b': f32(32)}, f32(8, 16)), {}).sizes
     ) == {'rows', 'columns'}
 
 
@@ -247,7 +247,7 @@ def judged(n=4, chip=SLOW, made=None, **axes):
     made = made or mlp_step(T, D, F)
     model = model_of(made)
     mesh = (('x', n),)
-    names = tuple((name, axes.get(name, ())) for name in model.names)
+    names = tuple((name, axes.get(name, ())) for name in model.sizes)
     return Estimator(model, jax.devices()[:n], chip).judge(Candidate(mesh, names))
 
 
@@ -291,6 +291,13 @@ def test_bounds_of_an_mlp():
     assert bound(found, 'HBM') == (2 * WEIGHTS + 4 * T * D) / 4
     assert judged(chip=None, batch=X, embed=X).bounds == ()
     assert judged(chip=None, batch=X, embed=X).sent == {'x': 3 * (WEIGHTS + GRADIENTS) // 4}
+
+
+def test_axes_with_the_names_of_mesh_axes():
+    model = find_model(sharded('x y', 'y z')(jnp.matmul), (f32(64, 16), f32(16, 32)), {})
+    candidate = Candidate((('x', 2), ('y', 2)), (('x', ()), ('y', ('x',)), ('z', ('y',))))
+    found = Estimator(model, jax.devices()[:4], SLOW).judge(candidate)
+    assert found.sent == {'x': 2 * (4 * 64 * 32 // 2) * 1 // 2}  # an all-reduce of columns
 
 
 def test_gathers_of_a_scan():

@@ -9,6 +9,7 @@ from einshard._plan.candidate import Candidate
 from einshard._plan.judgement import Judgement
 from einshard._plan.make_plan import _notes
 from einshard._plan.reasons import reason
+from einshard._plan.scatter import scatter_svg
 from einshard._plan.search import Search, is_neighbor
 
 NAMES = ('batch', 'embed', 'mlp')
@@ -209,3 +210,10 @@ def test_notes_plans_whose_ranges_overlap(objective, ranges, last):
         f'the bounds do not tell plans 0 to {last} apart: the ranges between their two numbers '
         'overlap'
     ] * (last > 0)
+
+
+def test_points_have_the_numbers_of_the_plans():
+    plans = [judged(ALL[i], 'partitioner', 1.0, memory) for i, memory in enumerate((8, None, 9))]
+    svg = scatter_svg(plans, None, n_numbered=3)
+    assert ('plan 0:' in svg, 'plan 1:' in svg, 'plan 2:' in svg) == (True, False, True)
+    assert ('>1</text>' in svg, '>2</text>' in svg) == (False, True)

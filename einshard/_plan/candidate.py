@@ -21,7 +21,7 @@ class Candidate:
 
     Attributes:
         mesh: the mesh axes with their sizes, slowest first: (('x', 64), ('y', 4)).
-        axes: the mesh axes of every axis name of the model, in the order of `Model.names`:
+        axes: the mesh axes of every axis name of the model, in the order of `Model.sizes`:
             (('batch', ('x',)), ('embed', ('x', 'y')), ('layers', ())).
     """
 

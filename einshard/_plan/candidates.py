@@ -2,7 +2,7 @@
 
 The role of a mesh axis is the set of axis names that it shards. A small space is enumerated. In a
 large one, a beam search changes the role of one mesh axis at a time; then mesh axes are split in
-two, and single names are added and removed. The same model always gives the same candidates.
+two, and names are added, removed and replaced. The same model always gives the same candidates.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from .candidate import Candidate
-from .estimate import Estimator, Totals
+from .estimate import Estimator
 from .judgement import Objective
 from .space import PlanRoles, Role, Sizes, Space
 
 # spaces of up to this many plans are enumerated; each plan takes 0.1 ms
 MAX_ENUMERATED = 20_000
-# how many plans the beam search starts from, for each mesh shape
+# the beam search starts from at most this many plans for each mesh shape
 _STARTS = 2000
 # how many plans each step of the beam search keeps
 _BEAM = 12
@@ -28,14 +28,15 @@ _BEAM = 12
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidates of a model, the best estimate first.
+    """The candidates of a model that are worth compiling.
 
     Attributes:
-        found: each with its estimate; those that need too much memory come last.
-        pruned: how many plans, or roles of mesh axes, were left out, by reason.
+        ranked: the best estimate first; those that need too much memory come last.
+        pruned: how many plans, names or roles of a mesh axis were left out, by reason:
+            {'indivisible': 120}.
     """
 
-    found: tuple[tuple[Candidate, Totals], ...]
+    ranked: tuple[Candidate, ...]
     pruned: Mapping[str, int]
 
 
@@ -45,13 +46,14 @@ def find_candidates(
     *,
     memory: float | None,
     objective: Objective = 'bound',
-    limit: int = 200,
+    max_candidates: int = 200,
 ) -> Candidates:
-    """Searches the candidates of a space.
+    """Finds the candidates with the best estimates in a space.
+
+    Names whose sharding does not lower the cost are left unsharded.
 
     Args:
-        memory: the bytes that a device has; None if unknown.
-        limit: the number of candidates to return.
+        memory: the bytes that a plan may use on a device; None if unknown.
     """
     search = _CandidateSearch(space, estimator, memory, objective)
     if search.n_plans() <= MAX_ENUMERATED:
@@ -60,18 +62,18 @@ def find_candidates(
         search.vary_roles()
         search.split()
         search.refine()
-    ranked = search.ranked()
-    simple = list(dict.fromkeys(search.simplified(plan) for plan in ranked[:limit]))
-    simple.sort(key=search.key)
+    best = search.ranked()[:max_candidates]
+    simple = sorted(dict.fromkeys(map(search.simplified, best)), key=search.key)
     pruned = Counter(space.pruned) + search.pruned
-    pruned['without effect'] += len(ranked[:limit]) - len(simple)
+    pruned['without effect'] += len(best) - len(simple)
     return Candidates(
-        tuple((space.candidate(plan), search.totals(plan)) for plan in simple),
-        {reason: n for reason, n in pruned.items() if n},
+        tuple(map(space.candidate, simple)), {reason: n for reason, n in pruned.items() if n}
     )
 
 
 class _CandidateSearch:
+    """A search for the best plans of a space. It keeps the sort key of each plan it evaluates."""
+
     def __init__(
         self, space: Space, estimator: Estimator, memory: float | None, objective: Objective
     ):
@@ -80,28 +82,26 @@ class _CandidateSearch:
         self.memory = math.inf if memory is None else memory
         self.objective: Objective = objective
         self.pruned: Counter[str] = Counter()
-        self._known: dict[PlanRoles, tuple[tuple[float, ...], Totals]] = {}
+        self._keys: dict[PlanRoles, tuple[float, ...]] = {}  # of the evaluated plans
 
     # --- costs --------------------------------------------------------------------------------
 
-    def totals(self, plan: PlanRoles) -> Totals:
-        return self._evaluated(plan)[1]
-
     def key(self, plan: PlanRoles) -> tuple[float, ...]:
-        """Returns the sort key of a plan: missing memory, the objective, memory, bytes sent."""
-        return self._evaluated(plan)[0]
+        """Returns the sort key of a plan, and keeps it.
 
-    def _evaluated(self, plan: PlanRoles) -> tuple[tuple[float, ...], Totals]:
-        known = self._known.get(plan)
-        if known is None:
+        It has the memory that a device lacks, the objective, memory, bytes sent, and the number of
+        mesh axes.
+        """
+        key = self._keys.get(plan)
+        if key is None:
             totals = self.estimator.totals(self.space.axes(plan))
             missing = max(totals.memory - self.memory, 0)
             first = {'bound': totals.seconds, 'bytes': totals.sent, 'memory': totals.memory}
             # rounded, because equal sums of many numbers may differ in their last digits
             numbers = (first[self.objective], totals.memory, totals.sent)
             key = missing, *(float(f'{number:.9g}') for number in numbers), len(plan[0])
-            known = self._known[plan] = key, totals
-        return known
+            self._keys[plan] = key
+        return key
 
     def add(self, plans: Iterable[PlanRoles]) -> None:
         """Evaluates plans; leaves out those that are not valid, or repeat one with fewer axes."""
@@ -111,40 +111,40 @@ class _CandidateSearch:
             elif self.merged(plan) != plan:
                 self.pruned['same as with fewer mesh axes'] += 1
             else:
-                self._evaluated(plan)
+                self.key(plan)
 
     def best(self, plans: Iterable[PlanRoles]) -> list[PlanRoles]:
-        """Returns the best plans, as many as a step of the beam search keeps."""
+        """Returns the best valid plans, as many as a step of the beam search keeps."""
         valid = [plan for plan in plans if self.space.is_valid(plan)]
         return sorted(dict.fromkeys(valid), key=self.key)[:_BEAM]
 
     def ranked(self) -> list[PlanRoles]:
-        """Returns all plans, best first, without those that only rename the mesh axes."""
+        """Returns the evaluated plans, best first, without those that only rename mesh axes."""
         found: dict[object, PlanRoles] = {}
-        for plan in sorted(self._known, key=self.key):
+        for plan in sorted(self._keys, key=self.key):
             sizes, roles = plan
             axes = sorted((size, sorted(role)) for size, role in zip(sizes, roles, strict=True))
-            same = sizes, str(axes)
-            if same in found:
+            without_names = sizes, str(axes)
+            if without_names in found:
                 self.pruned['same after renaming mesh axes'] += 1
-            found.setdefault(same, plan)
+            found.setdefault(without_names, plan)
         return list(found.values())
 
     def simplified(self, plan: PlanRoles) -> PlanRoles:
-        """Returns the plan without the names whose sharding does not lower its cost."""
+        """Removes names whose sharding does not lower the cost of a plan, and merges mesh axes."""
         sizes, roles = plan
         for axis, name in [(i, name) for i, role in enumerate(roles) for name in sorted(role)]:
             if name in self.space.pinned:
                 continue
             fewer = (*roles[:axis], roles[axis] - {name}, *roles[axis + 1 :])
-            # only a mesh axis of the user may shard nothing
+            # each mesh axis must shard something, except those of the user
             is_allowed = fewer[axis] or self.space.mesh is not None
             if is_allowed and self.key((sizes, fewer)) <= self.key((sizes, roles)):
                 roles = fewer
         return self.merged((sizes, roles))
 
     def merged(self, plan: PlanRoles) -> PlanRoles:
-        """Merges mesh axes that shard the same names, except the axis between slices."""
+        """Merges mesh axes that shard the same names, except the axis across slices."""
         if self.space.mesh is not None or any(self.space.pinned.values()):
             return plan  # the user has named the mesh axes
         sizes: dict[tuple[Role, bool], int] = {}
@@ -168,10 +168,11 @@ class _CandidateSearch:
             yield from ((sizes, chosen) for chosen in itertools.product(*roles))
 
     def vary_roles(self) -> None:
-        """Tries all roles of one mesh axis, with the best roles of the others, for each axis."""
+        """Tries all roles of one mesh axis after another, in the best plans of each mesh shape."""
         # shapes with more axes come from `split`, unless pins need more
         for sizes in self.space.shapes(2) or self.space.shapes():
             found = self.best(self.starts(sizes))
+            # in both directions, because the best role of an axis depends on the other axes
             for axis in (*range(len(sizes))[::-1], *range(len(sizes))):
                 changed = [
                     (sizes, (*roles[:axis], role, *roles[axis + 1 :]))
@@ -182,7 +183,7 @@ class _CandidateSearch:
                 found = self.best([*found, *changed])
 
     def starts(self, sizes: Sizes) -> list[PlanRoles]:
-        """Combines the roles that are best for each mesh axis alone, by time, memory and bytes."""
+        """Combines the roles that are best for each mesh axis alone: by time, memory or compute."""
         alone: list[list[Role]] = []
         n_each = int(_STARTS ** (1 / len(sizes)))
         for axis, size in enumerate(sizes):
@@ -192,38 +193,39 @@ class _CandidateSearch:
             ]
             by_time = sorted(costs, key=lambda one: one[1].seconds)[:4]
             by_memory = sorted(costs, key=lambda one: (one[1].memory, one[1].seconds))[:4]
-            by_bytes = sorted(costs, key=lambda one: (one[1].compute, one[1].sent))[:4]
-            best = itertools.chain(*zip(by_time, by_memory, by_bytes, strict=True))
+            by_compute = sorted(costs, key=lambda one: (one[1].compute, one[1].sent))[:4]
+            best = itertools.chain(*zip(by_time, by_memory, by_compute, strict=True))
             alone.append([*dict.fromkeys(role for role, _ in best)][:n_each])
         return [(sizes, roles) for roles in itertools.product(*alone)]
 
     def split(self) -> None:
-        """Splits a mesh axis of the best plans; one half gets a role from another good plan."""
+        """Splits mesh axes of the best plans in two, one of which gets a role of a good plan."""
         if self.space.mesh is not None:
             return
         ranked = self.ranked()
         good = {role for _, roles in ranked[: 4 * _BEAM] for role in roles}
         for plan in ranked[:_BEAM]:
             if len(plan[0]) < len(self.space.mesh_axes):
-                # a split moves the mesh axes after it, which may be pinned
+                # the mesh axes after the split one get other names, and pins name mesh axes
                 self.add(filter(self.space.obeys_pins, self.splits(plan, good)))
 
     def splits(self, plan: PlanRoles, good: Container[Role]) -> Iterator[PlanRoles]:
+        """Yields plans with two mesh axes for one: one keeps its role, one gets a good role."""
         sizes, roles = plan
-        first = 1 if self.space.n_slices > 1 else 0
+        first = 1 if self.space.n_slices > 1 else 0  # the axis across slices is not split
         for axis in range(first, len(sizes)):
-            for part in range(2, sizes[axis] // 2 + 1):
-                if sizes[axis] % part:
+            for size in range(2, sizes[axis] // 2 + 1):
+                if sizes[axis] % size:
                     continue
-                split = (*sizes[:axis], part, sizes[axis] // part, *sizes[axis + 1 :])
-                for half in (0, 1):
-                    for role in self.space.roles(split, axis + half):
-                        pair = (roles[axis], role) if half else (role, roles[axis])
+                split = (*sizes[:axis], size, sizes[axis] // size, *sizes[axis + 1 :])
+                for changed in (0, 1):
+                    for role in self.space.roles(split, axis + changed):
+                        pair = (roles[axis], role) if changed else (role, roles[axis])
                         if role in good:
                             yield split, (*roles[:axis], *pair, *roles[axis + 1 :])
 
     def refine(self) -> None:
-        """Adds and removes single names of the best plans, as long as that helps."""
+        """Changes up to two names of a role in the best plans, until these stay the same."""
         tried: set[PlanRoles] = set()
         while new := [plan for plan in self.ranked()[:_BEAM] if plan not in tried]:
             tried.update(new)
@@ -231,6 +233,7 @@ class _CandidateSearch:
                 self.add(self.neighbors(plan))
 
     def neighbors(self, plan: PlanRoles) -> Iterator[PlanRoles]:
+        """Yields the plans in which the role of one mesh axis differs in up to two names."""
         sizes, roles = plan
         for axis, role in enumerate(roles):
             for other in self.space.roles(sizes, axis):

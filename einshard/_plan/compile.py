@@ -63,7 +63,7 @@ class Worker:
             self._requests.flush()
 
     def result(self) -> Compiled | str:
-        """Waits for the next program; returns it compiled, or the error of the compiler."""
+        """Waits until the next program is compiled; returns it, or the error of the compiler."""
         try:
             answer = pickle.load(self._answers)
         except (EOFError, pickle.UnpicklingError):
@@ -173,7 +173,14 @@ def check_flatbuffers() -> None:
 
 
 def export(stages: Stages, axes: Sequence[tuple[str, int]]) -> tuple[dict[str, Any], Sequence[int]]:
-    """Lowers a traced program for CPU; returns the request, and the numbers of used arguments."""
+    """Lowers a traced program for CPU, to be compiled by a `Worker`.
+
+    Args:
+        axes: the mesh axes with their sizes.
+
+    Returns:
+        The request for `Worker.submit`, and the numbers of the arguments that the program uses.
+    """
     traced = stages.traced
     exported = jax.export.export(_Jitted(traced), platforms=['cpu'])()  # type: ignore[reportArgumentType]
     # pytrees of other libraries cannot be serialized, so the program takes and returns leaves

@@ -33,7 +33,12 @@ _TYPICAL = 'TPU v5e'
 
 
 class Totals(NamedTuple):
-    """The costs of a candidate per device: seconds, and bytes sent and in memory."""
+    """The costs of a candidate per device.
+
+    Attributes:
+        compute, hbm, network: seconds.
+        sent, memory: bytes.
+    """
 
     compute: float
     hbm: float
@@ -47,7 +52,13 @@ class Totals(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """The cost of all executions of a product: seconds, bytes sent, and how it is computed."""
+    """The cost of all executions of a product per device.
+
+    Attributes:
+        compute, network: seconds.
+        sent: bytes.
+        way: how each execution is computed.
+    """
 
     compute: float
     network: float
@@ -68,7 +79,7 @@ class Estimator:
         self.devices = list(in_order)
         self.chip_is_known = chip is not None
         self.chip = as_chip(_TYPICAL) if chip is None else chip
-        self.share = self.chip.share(self.devices[0])
+        self.chip_share = self.chip.share(self.devices[0])  # 1/2 for one of two TensorCores
         self.network = MeshNetwork(self.devices, self.chip)
         named = [(one, _names_of([*one.operands, one.out])) for one in model.products]
         self.products = [(one, names) for one, names in named if one.flops or names]
@@ -85,20 +96,23 @@ class Estimator:
             sent += one.sent
             gathered = max(gathered, one.way.gathered)
         read_and_written, memory = self.stored.bytes(axes)
-        hbm = read_and_written / (self.chip.memory_bandwidth * self.share)
+        hbm = read_and_written / (self.chip.memory_bandwidth * self.chip_share)
         return Totals(compute, hbm, network, sent, memory + gathered)
 
     def judge(self, candidate: Candidate) -> Judgement:
         """Estimates the bounds, the memory and the bytes sent of a candidate."""
-        axes = _axes_of(candidate)
+        in_order = mesh_axes([size for _, size in candidate.mesh])
+        mesh = {name: axis for (name, _), axis in zip(candidate.mesh, in_order, strict=True)}
+        axes = {name: tuple(mesh[axis] for axis in used) for name, used in candidate.axes}
+        # specs may name mesh axes, too
+        axes = {name: (axis,) for name, axis in mesh.items()} | axes
         totals = self.totals(axes)
         sent: Counter[str] = Counter()
         sent_by: Counter[tuple[str, str]] = Counter()
         seconds: dict[str, float] = defaultdict(float)
-        by_axis = {axes[name][0]: name for name, _ in candidate.mesh}
         for (product, _), cost in zip(self.products, self._costs(axes), strict=True):
             for one in cost.way.sent:
-                along = ','.join(name for axis, name in by_axis.items() if axis in one.axes)
+                along = ','.join(name for name, axis in mesh.items() if axis in one.axes)
                 n_bytes = product.executions * _sent_bytes(one)
                 sent[along] += round(n_bytes)
                 sent_by[one.kind, one.role] += round(n_bytes)
@@ -106,11 +120,11 @@ class Estimator:
                 seconds[along] += product.executions * one.bytes * rate
         bounds = [Bound('compute', '', totals.compute), Bound('HBM', '', totals.hbm)]
         bounds += [Bound('network', along, time) for along, time in seconds.items()]
-        known = Bounds(bound for bound in bounds if bound.seconds)
+        positive = Bounds(bound for bound in bounds if bound.seconds)
         return Judgement(
             candidate,
             'estimate',
-            known if self.chip_is_known else NO_BOUNDS,
+            positive if self.chip_is_known else NO_BOUNDS,
             round(totals.memory),
             dict(sent),
             dict(sent_by),
@@ -128,20 +142,12 @@ class Estimator:
         return costs
 
     def _cost(self, product: Product, axes: Axes) -> _Cost:
-        flop_seconds = product.flops / (self.chip.rate(product.dtype) * self.share)
+        flop_seconds = product.flops / (self.chip.rate(product.dtype) * self.chip_share)
         way = cheapest_way(product, axes, flop_seconds, self.network.seconds_per_byte)
         n, compute = product.executions, flop_seconds / way.parts
         return _Cost(
             n * compute, n * (way.seconds - compute), n * sum(map(_sent_bytes, way.sent)), way
         )
-
-
-def _axes_of(candidate: Candidate) -> Axes:
-    """Returns the mesh axes of each name; names of mesh axes count too, as in specs."""
-    sizes = [size for _, size in candidate.mesh]
-    of = {name: axis for (name, _), axis in zip(candidate.mesh, mesh_axes(sizes), strict=True)}
-    by_name = {name: tuple(of[axis] for axis in used) for name, used in candidate.axes}
-    return {name: (axis,) for name, axis in of.items()} | by_name
 
 
 def _sent_bytes(one: Sent) -> float:
@@ -154,7 +160,7 @@ def _names_of(sides: Sequence[Side]) -> tuple[str, ...]:
 
 
 class _StoredArrays:
-    """The bytes of the arrays in memory.
+    """The bytes of the arguments, the results, and the arrays in memory at each peak.
 
     Those of arrays with the same axis names are added up, because they have the same sharding.
     """
@@ -163,18 +169,20 @@ class _StoredArrays:
         arguments = [(one.names, one.bytes) for one in model.arrays]
         donated = [(one.names, one.bytes) for one in model.arrays if one.donated]
         peaks = [[(names, n * size) for (names, size), n in peak] for peak in model.peaks] or [[]]
-        # what is read or written once, then what is in memory at each peak
+        # arrays that are read or written (donated ones are both), then those in memory at each peak
         rows = [
             _summed([*arguments, *donated, *model.results]),
             *(_summed([*arguments, *model.results, *peak]) for peak in peaks),
         ]
         kinds = list(dict.fromkeys(names for row in rows for names in row))
+        # the names of all axes in one tuple, and of each axis
         self.kinds = [(tuple(name for one in names for name in one), names) for names in kinds]
         self.sizes = np.array([[row[names] for names in kinds] for row in rows], float)
+        # for each kind, the fraction that a device has, by the mesh axes of its names
         self._known: list[dict[Any, float]] = [{} for _ in self.kinds]
 
     def bytes(self, axes: Axes) -> tuple[float, float]:
-        """Returns the bytes per device that are read or written once, and the peak memory."""
+        """Returns bytes per device: those that are read or written once, and the peak memory."""
         fractions: list[float] = []
         axes_of = axes.__getitem__
         for (flat_names, names), known in zip(self.kinds, self._known, strict=True):
@@ -183,12 +191,12 @@ class _StoredArrays:
             if fraction is None:
                 fraction = known[key] = 1 / math.prod(axis.size for axis in shards(names, axes))
             fractions.append(fraction)
-        once, *peaks = self.sizes.dot(fractions)
-        return float(once), float(max(peaks))
+        read_and_written, *peaks = self.sizes.dot(fractions)
+        return float(read_and_written), float(max(peaks))
 
 
 def _summed(stored: Iterable[Stored]) -> Counter[tuple[Names, ...]]:
-    """Adds up the bytes of arrays with the same names."""
+    """Adds up the bytes of arrays with the same names, leaving out axes without names."""
     total: Counter[tuple[Names, ...]] = Counter()
     for names, n_bytes in stored:
         total[tuple(one for one in names if one)] += n_bytes

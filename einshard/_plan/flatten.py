@@ -33,8 +33,8 @@ class Op:
     """An operation of the program.
 
     Attributes:
-        primitive: its name in JAX; 'scan_input', 'scan_output', 'scan_axis' and 'carry' connect a
-            loop with its body.
+        primitive: its name in JAX; or 'scan_input', 'scan_output', 'scan_axis' or 'carry', which
+            connect a loop with its body, and branches with the result of a `cond`.
         ins, outs: operands and results, as numbers of values; None for a scalar.
         executions: how often it runs: the product of the lengths of the loops around it.
         scope: the number of the innermost loop around it; 0 outside of loops.
@@ -88,6 +88,12 @@ def flatten(closed: Any) -> Program:
 
 
 class _Reader:
+    """Reads jaxprs into one program.
+
+    Attributes:
+        executions, scope: those of the operations that it adds next, as in `Op`.
+    """
+
     def __init__(self) -> None:
         self.program = Program()
         self.executions = 1
@@ -131,6 +137,7 @@ class _Reader:
             return self.while_loop(eqn, ins)
         if name == 'cond':
             return self.cond(eqn, ins)
+        # a nested function such as jit; the body of a Pallas kernel has blocks instead of arrays
         body = next(_bodies(params), None)
         if body is not None and len(body.invars) == len(ins) and name != 'pallas_call':
             found = self.read(body, ins)
@@ -169,7 +176,7 @@ class _Reader:
         self.append(Op(name, (old,), (new,), Relation(links, unsharded=unsharded), body=body))
 
     def carry(self, olds: Sequence[int | None], news: Sequence[int | None]) -> None:
-        """Connects the values that a loop carries into its body, to the next iteration or out."""
+        """Connects values that enter or leave a loop or branch, or go to the next iteration."""
         for old, new in zip(olds, news, strict=True):
             self.connect('carry', old, new, (0, 0))
 
@@ -210,7 +217,7 @@ class _Reader:
         inner = self.new_values(body.invars[n_body:])
         outs = self.new_values(eqn.outvars)
         self.carry(carry, inner)
-        found = self.read_loop(body, [*consts, *inner], 1)
+        found = self.read_loop(body, [*consts, *inner], 1)  # the number of iterations is unknown
         self.carry(found, inner)
         self.carry(found, outs)
         return outs
@@ -242,7 +249,7 @@ def _bodies(params: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _open(jaxpr: Any) -> Any:
-    """Returns the jaxpr in a ClosedJaxpr."""
+    """Returns the jaxpr in a ClosedJaxpr; anything else as it is."""
     return getattr(jaxpr, 'jaxpr', jaxpr)
 
 
@@ -270,6 +277,6 @@ def _used(program: Program) -> list[Op]:
             op = program.ops[i]
             if i not in kept and any(value in used for value in op.outs):
                 kept.add(i)
-                if op.primitive != 'scan_axis':
+                if op.primitive != 'scan_axis':  # it links axes, and reads no data
                     used.update(op.arrays_in)
     return [op for i, op in enumerate(program.ops) if i in kept]

@@ -82,13 +82,13 @@ class Function:
         yield from map(self.judge, candidates)
 
     def _shapes(self, candidate: Candidate, mesh: Mesh) -> Any:
-        """The arguments as shapes; those with Flax axis names are sharded by them."""
+        """Returns `args` and `kwargs` as shapes; those with Flax axis names are sharded by them."""
         arguments = tuple(self.args), dict(self.kwargs)
         leaves, treedef = jtu.tree_flatten(arguments)
         axes = dict(candidate.axes)
-        # the specs of a sharded function say how its arguments are sharded
-        is_sharded = as_sharded(self.fn) is not None
-        of_flax = [None] * len(leaves) if is_sharded else metadata_names(arguments)
+        # the specs of a `sharded` function say how its arguments are sharded
+        has_specs = as_sharded(self.fn) is not None
+        of_flax = [None] * len(leaves) if has_specs else metadata_names(arguments)
         shapes: list[Any] = []
         for x, array_axes in zip(leaves, of_flax, strict=True):
             sharding = None
@@ -132,16 +132,16 @@ class Partitioner:
 
     def judge_all(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
         """Judges candidates in order, tracing each while the worker compiles the one before."""
-        sent: deque[_Program | Judgement] = deque()
+        pending: deque[_Program | Judgement] = deque()
         try:
             for candidate in candidates:
-                sent.append(self._send(candidate))
-                if len(sent) > 1:
-                    yield self._receive(sent.popleft())
-            while sent:
-                yield self._receive(sent.popleft())
+                pending.append(self._send(candidate))
+                if len(pending) > 1:
+                    yield self._receive(pending.popleft())
+            while pending:
+                yield self._receive(pending.popleft())
         finally:
-            if sent:  # the caller has stopped early, so nobody reads the worker's answers
+            if pending:  # the caller has stopped early, so nobody reads the worker's answers
                 self.close()
 
     def _send(self, candidate: Candidate) -> _Program | Judgement:
@@ -160,6 +160,7 @@ class Partitioner:
             return _failed(candidate, 'partitioner', str(error))
 
     def _receive(self, program: _Program | Judgement) -> Judgement:
+        """Judges a sent program when it is compiled; returns a judgement as it is."""
         if isinstance(program, Judgement):
             return program
         compiled = self._worker.result()
@@ -173,8 +174,8 @@ class _Program:
     """A program that the worker compiles.
 
     Attributes:
-        inputs: the path and the dtype of each argument that it uses.
-        outputs: the paths of its results.
+        inputs: the path and the dtype of each argument that the program uses.
+        outputs: the path of each result, by its number.
     """
 
     candidate: Candidate
@@ -233,5 +234,8 @@ def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
 
 
 def _sent_bytes(one: Collective) -> int:
-    """Returns the bytes that a device sends in one run; unknown ones count as 0."""
+    """Returns the bytes that a device sends in one run of the program.
+
+    Unknown bytes count as 0, an unknown number of executions as 1.
+    """
     return (one.network_bytes or 0) * (1 if one.executions is None else one.executions)

@@ -45,7 +45,7 @@ class Relation:
     Attributes:
         links: the pairs of dimensions that can.
         einsum: the indices of a product, a reduction or a lookup; None for other operations.
-        unsharded: (operand, dimension) that a device needs in full, so it cannot be sharded.
+        unsharded: (operand, dimension) pairs that a device needs in full, so they stay unsharded.
     """
 
     links: tuple[Link, ...] = ()
@@ -106,9 +106,9 @@ def _ragged_dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relatio
     groups = {plain.indices[1][d] for d in numbers.rhs_group_dimensions}
     flops = plain.flops // math.prod(ins[1][d] for d in numbers.rhs_group_dimensions)
     out = tuple(index for index in plain.out if index not in groups)
-    if not groups:  # the sums are over the rows of each group
+    if len(out) < len(outs[0]):  # a matrix for each group: the sums are over its rows
         out = (-1, *out)
-    return _related(Einsum((0, 1), plain.indices, out[-len(outs[0]) :], flops))
+    return _related(Einsum((0, 1), plain.indices, out, flops))
 
 
 def _related(einsum: Einsum, links: Iterable[Link] = ()) -> Relation:

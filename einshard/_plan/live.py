@@ -20,7 +20,7 @@ _VIEWS = frozenset(
     {'broadcast_in_dim', 'carry', 'convert_element_type', 'copy', 'expand_dims', 'reshape'}
     | {'optimization_barrier', 'sharding_constraint', 'squeeze', 'transpose'}
 )
-_MAX_PEAKS = 24
+_MAX_PEAKS = 24  # every estimate computes the memory of each
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class _Buffer:
 
 
 class Roots:
-    """Finds the value that has the memory of a view; for other values, themselves."""
+    """Finds the value whose memory a value uses: for a view, its source; else the value itself."""
 
     def __init__(self, program: Program):
         self.of = list(range(len(program.values)))
@@ -55,10 +55,11 @@ class Roots:
 
 
 def find_peaks(program: Program, names: Sequence[tuple[Names, ...]]) -> tuple[Peak, ...]:
-    """Returns the largest sets of arrays that are in memory at the same time.
+    """Returns sets of arrays that are in memory at the same time, those with the most bytes first.
 
-    Arrays count if they must be in memory: operands and results of products and lookups, and what
-    loops stack and carry. Other values may be fused. Arguments are left out.
+    Which one is the peak depends on the sharding, so there are up to `_MAX_PEAKS`. Arrays count if
+    they must be in memory: operands and results of products and lookups, and what loops stack and
+    carry. Other values may be fused. Arguments are left out.
     """
     roots = Roots(program)
     kept = {roots(value) for value in _in_memory(program.ops)}
@@ -66,6 +67,7 @@ def find_peaks(program: Program, names: Sequence[tuple[Names, ...]]) -> tuple[Pe
     buffers = _buffers(program, names, roots, kept)
     if not buffers:
         return ()
+    # smaller arrays are left out: they hardly change the sum
     least = max(buffer.stored[1] for buffer in buffers) // 1000
     found: dict[Peak, None] = {}
     for end in sorted({buffer.end for buffer in buffers}):
@@ -76,6 +78,7 @@ def find_peaks(program: Program, names: Sequence[tuple[Names, ...]]) -> tuple[Pe
 
 
 def _in_memory(ops: Iterable[Op]) -> Iterable[int]:
+    """Yields the values that must be in memory."""
     for op in ops:
         einsum = op.relation.einsum
         if op.primitive in ('carry', 'scan_output'):
@@ -88,7 +91,7 @@ def _in_memory(ops: Iterable[Op]) -> Iterable[int]:
 def _buffers(
     program: Program, names: Sequence[tuple[Names, ...]], roots: Roots, kept: set[int]
 ) -> list[_Buffer]:
-    """Finds from when to when each value of `kept` is in memory."""
+    """Finds the first and the last operation that need each value of `kept` in memory."""
     spans = _spans(program)
     buffers: dict[int, _Buffer] = {}
     results = {value for value in program.results if value is not None}
@@ -116,7 +119,7 @@ def _buffers(
 
 
 def _spans(program: Program) -> dict[int, tuple[int, int]]:
-    """The first and the last operation of every scope."""
+    """Returns the numbers of the first and the last operation of every loop, by its number."""
     spans: dict[int, tuple[int, int]] = {0: (0, 0)}
     for at, op in enumerate(program.ops):
         for scope in {op.scope, op.body} - {0}:
@@ -136,6 +139,7 @@ def _outermost_within(scope: int, outer: int, parents: Sequence[int]) -> int:
 
 
 def _not_contained(peaks: Sequence[Peak]) -> list[Peak]:
+    """Leaves out the peaks whose arrays are all in an earlier peak."""
     kept: list[tuple[Peak, Counter[Stored]]] = []
     for peak in peaks:
         counted = Counter(dict(peak))

@@ -35,7 +35,7 @@ def make_plan(search: Search, found: Candidates, model: Model, function: Functio
         chip=function.chip.name if function.chip else None,
         objective=search.objective,
         limit=search.limit,
-        sizes=model.names,
+        sizes=model.sizes,
         choices=tuple(choices),
         code=spec_lines(specs, best),
         n_candidates=len(search.estimates),
@@ -70,13 +70,13 @@ def _n_alike(choices: Sequence[Judgement]) -> int:
     if not choices[0].bounds:
         return 1
     least, most = choices[0].seconds
-    # the best plan by the target's compiler comes first, even if the partitioner's are faster
-    differs = (
+    # a plan may be faster than the first, which is the best one by the target's compiler
+    apart = (
         i
         for i, one in enumerate(choices)
         if one.error or one.seconds[0] > most or one.seconds[1] < least
     )
-    return next(differs, len(choices))
+    return next(apart, len(choices))
 
 
 def _warnings(best: Judgement, search: Search, model: Model) -> Iterator[str]:

@@ -27,7 +27,7 @@ class MeshNetwork:
     def seconds_per_byte(self, kind: str, axes: Sequence[MeshAxis]) -> float:
         """Returns the minimum time of a collective along mesh axes, per byte of its array."""
         kind = 'all-gather' if kind == 'reduce-scatter' else kind  # the same in reverse
-        # by the axes as given, too: to merge them each time makes estimates 20 % slower
+        # also kept by the axes as given: merging them each time makes estimates 20 % slower
         key = kind, tuple(axes)
         found = self._known.get(key)
         if found is None:

@@ -16,13 +16,14 @@ from .names import Names
 
 
 def metadata_names(args: Any) -> list[tuple[Names, ...] | None]:
-    """Returns the names of the axes of every leaf; None for a leaf without metadata."""
+    """Returns the axis names of every leaf; None if it has none, or they do not match its rank."""
     found: list[tuple[Names, ...] | None] = []
     for node in jtu.tree_leaves(args, is_leaf=_has_names):
-        names = _names(node)
+        entries = _names(node)
+        names = None if entries is None else tuple(map(_as_tuple, entries))
         for leaf in jtu.tree_leaves(node):
             fits = names is not None and len(names) == len(getattr(leaf, 'shape', ()))
-            found.append(tuple(map(_as_tuple, names)) if fits and names is not None else None)
+            found.append(names if fits else None)
     return found
 
 

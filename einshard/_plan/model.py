@@ -25,7 +25,7 @@ class Array:
     """An array of the arguments.
 
     Attributes:
-        names: the names of each axis; `()` for one that is not sharded.
+        names: the names of each axis; `()` for one without a name, which no plan shards.
         role: 'state' for weights and whatever else the function updates, 'batch' for data. An array
             is state if it is donated, or if its argument is a pytree of arrays with different first
             axis names. If nothing is donated and there are several results, an array is also state
@@ -47,18 +47,19 @@ class Model:
 
     Attributes:
         name: of the function.
-        names: the names, in order of appearance, with the largest size of an axis of that name.
-        divisors: for each name, the greatest common divisor of its sizes, which its number of
-            shards must divide.
-        names_by_array: the axis names of each argument, and of each array with a constraint.
+        sizes: the axis names in order of appearance, each with the size of its largest axis.
+        divisors: for each axis name, the greatest common divisor of the sizes of its axes, which
+            the number of shards must divide.
+        names_by_array: the axis names of each argument, and of each array with a constraint,
+            without repetitions.
         arrays: the arguments.
         results: the results that do not reuse the memory of a donated argument.
         products: the operations that may communicate.
-        peaks: the arrays that are in memory at the same time, in addition to the arguments.
+        peaks: sets of arrays that are in memory at the same time, in addition to the arguments.
     """
 
     name: str
-    names: Mapping[str, int]
+    sizes: Mapping[str, int]
     divisors: Mapping[str, int]
     names_by_array: tuple[tuple[str, ...], ...]
     arrays: tuple[Array, ...]
@@ -88,13 +89,13 @@ def find_model(
         raise no_names(fn, args, kwargs)
     stages, of_arguments, of_results = trace_with_names(fn, args, kwargs, names, mesh_axes)
     assert stages.traced is not None, 'a function was traced'
-    of_arguments = _or_known(of_arguments, metadata)
-    of_results = _or_known(of_results, metadata_names(stages.traced.out_info))
+    of_arguments = _with_metadata(of_arguments, metadata)
+    of_results = _with_metadata(of_results, metadata_names(stages.traced.out_info))
     program = flatten(stages.traced.jaxpr)
     found = name_axes(program, of_arguments, of_results)
-    axes = [tuple(one or () for one in of_value) for of_value in found]
-    arguments = [() if value is None else axes[value] for value in program.arguments]
-    sizes, divisors, names_by_array = _sizes(program, axes, names)
+    axis_names = [tuple(one or () for one in of_value) for of_value in found]
+    arguments = [() if value is None else axis_names[value] for value in program.arguments]
+    sizes, divisors, names_by_array = _sizes(program, axis_names, names)
     results = jtu.tree_leaves(stages.traced.out_info)
     arrays = _arrays(stages.traced.args_info, arguments, results)
     pairs = zip(program.arguments, arrays, strict=True)
@@ -105,13 +106,13 @@ def find_model(
         divisors,
         names_by_array,
         arrays,
-        _new_results(program, axes, arrays, results),
-        find_products(program, axes, states),
-        find_peaks(program, axes),
+        _new_results(program, axis_names, arrays, results),
+        find_products(program, axis_names, states),
+        find_peaks(program, axis_names),
     )
 
 
-def _or_known(
+def _with_metadata(
     specified: list[AxisNames | None], metadata: Sequence[AxisNames | None]
 ) -> list[AxisNames | None]:
     """Returns the axis names of each leaf: those of its spec, else those of its metadata."""
@@ -122,17 +123,20 @@ def _or_known(
 
 
 def _sizes(
-    program: Program, axes: Sequence[tuple[Names, ...]], names: Sequence[str]
+    program: Program, axis_names: Sequence[tuple[Names, ...]], names: Sequence[str]
 ) -> tuple[dict[str, int], dict[str, int], tuple[tuple[str, ...], ...]]:
-    """Returns the sizes of the names, their divisors, and the names of each array."""
+    """Returns `sizes`, `divisors` and `names_by_array` of the model.
+
+    They are those of the arguments and of arrays with a constraint.
+    """
     sizes, divisors = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     names_by_array: dict[tuple[str, ...], None] = {}
     fixed = [value for value in program.arguments if value is not None]
     fixed += [i for i, value in enumerate(program.values) if value.spec is not None]
     for i in fixed:
-        of_array = tuple(name for one in axes[i] for name in one)
+        of_array = tuple(name for one in axis_names[i] for name in one)
         names_by_array[of_array] = None
-        for one, size in zip(axes[i], program.values[i].shape, strict=True):
+        for one, size in zip(axis_names[i], program.values[i].shape, strict=True):
             for name in one:
                 if name in sizes:
                     sizes[name] = max(sizes[name], size)
@@ -141,12 +145,12 @@ def _sizes(
 
 
 def _arrays(
-    args_info: Any, axes: Sequence[tuple[Names, ...]], results: Sequence[Any]
+    args_info: Any, axis_names: Sequence[tuple[Names, ...]], results: Sequence[Any]
 ) -> tuple[Array, ...]:
     leaves = jtu.tree_leaves_with_path(args_info)
     n_leaves: Counter[Any] = Counter()
     first_names: defaultdict[Any, set[str]] = defaultdict(set)
-    for (path, _), names in zip(leaves, axes, strict=True):
+    for (path, _), names in zip(leaves, axis_names, strict=True):
         argument = path[:2]
         n_leaves[argument] += 1
         first_names[argument].add(next((name for one in names for name in one), ''))
@@ -154,7 +158,7 @@ def _arrays(
     # if there is only one result, an argument of the same shape may be a coincidence
     by_shape = len(results) > 1 and not any(info.donated for _, info in leaves)
     found: list[Array] = []
-    for (path, info), names in zip(leaves, axes, strict=True):
+    for (path, info), names in zip(leaves, axis_names, strict=True):
         shape, dtype = tuple(map(int, info.shape)), str(info.dtype)
         has_weights = n_leaves[path[:2]] > 1 and len(first_names[path[:2]]) > 1
         is_state = info.donated or has_weights or (by_shape and returned[shape, dtype] > 0)
@@ -173,7 +177,7 @@ def _arrays(
 
 def _new_results(
     program: Program,
-    axes: Sequence[tuple[Names, ...]],
+    axis_names: Sequence[tuple[Names, ...]],
     arrays: Sequence[Array],
     results: Sequence[Any],
 ) -> tuple[Stored, ...]:
@@ -185,5 +189,5 @@ def _new_results(
         if free[key]:
             free[key] -= 1
         elif value is not None:
-            found.append((axes[value], program.values[value].bytes))
+            found.append((axis_names[value], program.values[value].bytes))
     return tuple(found)

@@ -24,7 +24,11 @@ def name_axes(
     arguments: Sequence[AxisNames | None],
     results: Sequence[AxisNames | None],
 ) -> list[AxisNames]:
-    """Returns the names of the axes of every value."""
+    """Returns the names of the axes of every value.
+
+    Args:
+        arguments, results: the axis names from specs and metadata; None for arrays without them.
+    """
     required = _Table(program)
     for value, names in zip(program.results, results, strict=True):
         if value is not None:
@@ -45,7 +49,7 @@ def name_axes(
 
 
 class _Table:
-    """The axis names of every value; names that are set do not change."""
+    """The axis names of every value. Names that are known do not change."""
 
     def __init__(self, program: Program):
         self.specs = [value.spec for value in program.values]

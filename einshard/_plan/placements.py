@@ -25,7 +25,7 @@ def read_pins(pin: Mapping[str, AxisPlacement], mesh_axes: Collection[str]) -> M
 def read_candidate(number: int, given: Any, model: Model, n_devices: int) -> Candidate:
     """Reads one of `candidates=`: the mesh sizes, and a placement by axis name.
 
-    Names that the model lacks are ignored, because a table usually serves several models.
+    Names that the model lacks are ignored, because the same placements often serve several models.
     """
     label = f'candidates[{number}]'
     is_pair = isinstance(given, tuple | list) and len(given) == 2
@@ -41,7 +41,7 @@ def read_candidate(number: int, given: Any, model: Model, n_devices: int) -> Can
             facts={'mesh sizes': mesh_text(mesh)},
         )
     placed = _read_placements(label, given[1], mesh)
-    axes = {name: placed.get(name, ()) for name in model.names}
+    axes = {name: placed.get(name, ()) for name in model.sizes}
     check_divisible(label, axes, model, mesh)
     return Candidate(tuple(mesh.items()), tuple(axes.items()))
 

@@ -75,7 +75,7 @@ def plan(
         mesh: the devices, such as `topology('v5e:16x16')`. A mesh with named axes fixes the mesh
             shape, so that only the names are planned.
         chip: the chip for the lower bounds, as in `explain`. Default: that of the devices.
-        memory: bytes per device that a plan may use, such as '14 GB'. Default: those of the chip.
+        memory: bytes of a device that a plan may use, such as '14 GB'. Default: all of them.
         objective: what to minimize: 'bound', the sum of the lower bounds; 'bytes' that a device
             sends; or 'memory'. Ties are broken by memory, then bytes.
         pin: placements that are fixed, by name: {'embed': '@x', 'layers': ''}.
@@ -103,17 +103,17 @@ def plan(
     model = find_model(fn, args, kwargs, names)
     pinned = read_pins(pin or {}, names or AXES)
     space = Space(model, devices.size, _n_slices(devices), mesh_axes, pinned)
-    given = [read_candidate(i, one, model, devices.size) for i, one in enumerate(candidates)]
+    given = [read_candidate(i, pair, model, devices.size) for i, pair in enumerate(candidates)]
     estimator = Estimator(model, devices, chip)
     found = find_candidates(space, estimator, memory=limit, objective=objective)
-    if not any(axes for one, _ in found.found for _, axes in one.axes):
+    if not any(axes for candidate in found.ranked for _, axes in candidate.axes):
         raise _nothing_to_shard(model, devices)
     function = Function(fn, args, kwargs, devices, chip)
     # for CPUs, the programs of the partitioner are the real ones
     is_simulated = devices.devices.flat[0].platform == 'cpu'
     with closing(Partitioner(function)) as partitioner:
         search = Search(
-            estimates=[estimator.judge(candidate) for candidate, _ in found.found],
+            estimates=[estimator.judge(candidate) for candidate in found.ranked],
             given=given,
             by_partitioner=partitioner.judge_all,
             by_compiler=None if is_simulated else function.judge_all,

@@ -1,9 +1,9 @@
 """The cheapest way to compute one product whose arrays are sharded over mesh axes.
 
-A way chooses for every mesh axis which index of the product it shards, or none. An operand that it
-shards along another index is resharded first. If it shards a contracted index, the devices have
-partial sums, which are added afterwards. `parallelism` lists such ways for an einsum; this takes
-microseconds for one product, because a search needs many thousands.
+A way chooses for every mesh axis which index of the product it shards, or none. An operand is
+resharded first if the mesh axis shards it along another index. If the mesh axis shards a contracted
+index, the devices have partial sums, which are added afterwards. `parallelism` lists such ways for
+an einsum; this module takes microseconds for a product, because a search needs many thousands.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ Rate: TypeAlias = Callable[[str, Sequence[MeshAxis]], float]
 
 
 class Sent(NamedTuple):
-    """A collective: its kind, what it carries, the mesh axes, and the bytes of its array."""
+    """A collective: its kind, what it carries, the mesh axes, and the bytes of its array.
+
+    Products that share a collective each have a fraction of the bytes.
+    """
 
     kind: str
     role: str
@@ -46,7 +49,7 @@ class Way(NamedTuple):
         seconds: of compute and network, without overlap.
         parts: the number of devices that share the flops.
         sent: the collectives.
-        gathered: the bytes of resharded operands.
+        gathered: the bytes of resharded operands, which need memory in addition.
     """
 
     seconds: float
@@ -71,15 +74,20 @@ def shards(names: Sequence[Names], axes: Axes) -> dict[MeshAxis, int]:
     If the names of several array axes have the same mesh axis, it shards the first of them.
     """
     found: dict[MeshAxis, int] = {}
-    for at, several in enumerate(names):
-        for name in several:
+    for i, axis_names in enumerate(names):
+        for name in axis_names:
             for axis in axes[name]:
-                found.setdefault(axis, at)
+                found.setdefault(axis, i)
     return found
 
 
 def cheapest_way(product: Product, axes: Axes, flop_seconds: float, rate: Rate) -> Way:
-    """Returns the way that takes the least time."""
+    """Returns the way that takes the least time.
+
+    Args:
+        flop_seconds: the time of the product's flops on one device.
+        rate: the time of a collective per byte of its array.
+    """
     sides = [_Sharded(side, axes) for side in (*product.operands, product.out)]
     used = sorted({axis for side in sides for axis in side.index_of})
     *operands, out = sides
@@ -102,9 +110,9 @@ def cheapest_way(product: Product, axes: Axes, flop_seconds: float, rate: Rate) 
 
 
 def _choices(axis: MeshAxis, sides: Sequence[_Sharded], product: Product) -> list[int | None]:
-    """The indices that a mesh axis may shard; with None if its devices may repeat work.
+    """Lists the indices that a mesh axis may shard, and None if its devices may repeat work.
 
-    If it shards an index in two of the arrays, it shards that index, as in XLA.
+    If the mesh axis shards the same index of two arrays, that index is the only choice, as in XLA.
     """
     sharded = [side.index_of[axis] for side in sides if axis in side.index_of]
     for index in sharded:
@@ -130,7 +138,7 @@ class _Sharded:
         self.role = side.role
         self.indices = side.indices
         self.index_of = {
-            axis: side.indices[at] for axis, at in shards(side.names, axes).items() if axis.size > 1
+            axis: side.indices[i] for axis, i in shards(side.names, axes).items() if axis.size > 1
         }
 
     def add_collective(
@@ -139,10 +147,15 @@ class _Sharded:
         sent.append(Sent(kind, self.role, tuple(axes), n_bytes * self.share))
 
     def reshard(self, computed: Mapping[MeshAxis, int], sent: list[Sent]) -> float:
-        """Appends to `sent` the collectives that reshard an operand; returns its new bytes, or 0.
+        """Appends to `sent` the collectives that reshard an operand.
 
-        `computed` has the index that each mesh axis shards in the product. Slicing is free, and
-        comes first.
+        Slicing is free, and comes first.
+
+        Args:
+            computed: the index that each mesh axis shards in the product.
+
+        Returns:
+            The bytes of the resharded operand per device; 0 if it needs no collective.
         """
         new = {axis: index for axis, index in computed.items() if index in self.indices}
         old = self.index_of

@@ -18,9 +18,9 @@ class Side:
 
     Attributes:
         indices: the index of every axis, as the letters of an einsum.
-        names: the names of every axis; `()` for one that is not sharded.
-        share: 1 / n, if n products share one collective: they use this operand, or are added up
-            to this result.
+        names: the names of every axis; `()` for one without a name, which is never sharded.
+        share: 1 / n, if n products share one collective, because all of them use this operand, or
+            are added up to this result.
         role: what a collective on it carries: 'weights', 'gradients' or 'activations'.
     """
 
@@ -36,10 +36,9 @@ class Product:
     """An operation that may communicate: a product, a reduction, a lookup or a constraint.
 
     Attributes:
-        kind: 'product', 'reduction' or 'reshard'.
-        operands, out: the arrays.
+        kind: 'product' (also of a lookup), 'reduction' or 'reshard'.
         flops: of one execution.
-        dtype: of the operands, as in HLO.
+        dtype: of the first operand, as in HLO; '' for a reshard.
         executions: how often it and equal products run in one run of the function.
     """
 
@@ -54,9 +53,11 @@ class Product:
 def find_products(
     program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]
 ) -> tuple[Product, ...]:
-    """Returns the operations that may communicate or compute much; equal ones are merged.
+    """Returns the operations that have flops or may communicate; equal ones are merged.
 
-    `states` are the values of arguments that are weights or other state.
+    Args:
+        names: the names of the axes of every value.
+        states: the numbers of the values of arguments that are weights or other state.
     """
     shares = _Shares(program, names, states)
     counts: Counter[Product] = Counter()
@@ -69,6 +70,7 @@ def find_products(
 def _products(
     op: Op, program: Program, names: Sequence[tuple[Names, ...]], shares: _Shares
 ) -> Iterator[Product]:
+    """Yields the products of an operation: reshards of its operands, then the operation itself."""
     out = op.outs[0] if op.outs else None
     einsum = op.relation.einsum
     for operand, axis in op.relation.unsharded:
@@ -83,7 +85,7 @@ def _products(
     if einsum is None or out is None:
         return
     values = [value for i in einsum.operands if (value := op.ins[i]) is not None]
-    if len(values) < len(einsum.operands):
+    if len(values) < len(einsum.operands):  # an operand is a scalar
         return
     is_product = len(values) > 1
     sides = tuple(
@@ -141,7 +143,7 @@ def _hlo_dtype(dtype: object) -> str:
 
 # operations whose result is a part of their operand: a part of a weight is a weight
 _PARTS = ('scan_input', 'slice', 'dynamic_slice')
-# operations between a gradient and its addition to others
+# operations that add gradients, or come between a gradient and its addition
 _SUMS = ('add_any', 'convert_element_type', 'transpose')
 
 
@@ -177,10 +179,10 @@ class _Shares:
         self._weight_names |= {one[1:] for one in self._weight_names if any(one[1:])}
 
     def of_operand(self, op: Op, value: int) -> float:
-        return 1 / max(self._n_users[op.scope, self._roots(value)], 1)
+        return 1 / self._n_users[op.scope, self._roots(value)]
 
     def of_result(self, value: int) -> float:
-        return 1 / max(self._n_terms[self._sum_of[value]], 1)
+        return 1 / self._n_terms[self._sum_of[value]]
 
     def role(self, value: int) -> str:
         return 'weights' if self._roots(value) in self._weights else 'activations'

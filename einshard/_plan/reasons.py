@@ -31,9 +31,12 @@ def reason(worse: Judgement, better: Judgement, limit: int | None) -> str:
 
 
 def _largest_increase(worse: Judgement, better: Judgement) -> str:
-    """Describes the resource whose bound grows most; '' if none grows."""
+    """Describes the resource whose bound grows most; '' if it grows by less than 1 % of the sum.
+
+    Without bounds, describes the bytes sent.
+    """
     before, after = _by_resource(better), _by_resource(worse)
-    if not after:  # no chip
+    if not after:
         return _sends(worse, better) if worse.network_bytes > better.network_bytes else ''
     growth = {name: after[name] - before.get(name, 0.0) for name in after}
     resource = max(growth, key=growth.__getitem__)
@@ -54,7 +57,7 @@ def _by_resource(judgement: Judgement) -> dict[str, float]:
 
 
 def _sends(worse: Judgement, better: Judgement) -> str:
-    """Describes the collectives whose bytes grow most from the better to the worse plan."""
+    """Describes the collectives whose bytes grow most; all bytes sent if none grow."""
     growth = {key: n - better.sent_by.get(key, 0) for key, n in worse.sent_by.items()}
     kind, carries = key = max(growth, key=growth.__getitem__)
     if growth[key] <= 0:  # the same bytes, along slower mesh axes

@@ -34,12 +34,13 @@ class Plan(Display):
         devices: the devices that were planned for.
         chip: the name of the chip for the bounds; None if it is unknown.
         objective: what was minimized.
-        limit: the memory of a device in bytes; None if unknown.
+        limit: the bytes that a plan may use on a device; None if unknown.
         sizes: the axis names of the model, with their sizes.
         choices: the compiled plans, best first, each a `Judgement`.
         code: the specs of the function with the placements of the best plan, as source text.
         n_candidates: how many candidates were estimated.
-        pruned: how many others were left out, by reason: {'indivisible': 120}.
+        pruned: how many other ways to shard the model or a mesh axis were left out, by reason:
+            {'indivisible': 120}.
         stopped: why the search ended early, or ''.
         notes: what to know about the result, such as plans that cannot be told apart.
         warnings: why the result may not be usable.
@@ -76,7 +77,7 @@ class Plan(Display):
 
     @property
     def fits(self) -> bool:
-        """Whether the best plan fits into the memory of a device."""
+        """Whether the best plan compiles and needs no more memory than `limit`."""
         return self.best.fits(self.limit)
 
     def explain(self, i: int = 0) -> Report:
@@ -122,12 +123,13 @@ class Plan(Display):
             arrays=tuple((name, before.get(name), after.get(name)) for name in names),
             collectives=changed,
             numbers=tuple((name, a, b) for name, a, b in numbers if a != b),
+            # a judgement does not have the bytes and source lines of each collective
             details=((0, ''),) * len(changed),
         )
 
     def plot(self) -> str:
         """Draws memory against bytes sent, a point per compiled plan, as SVG text."""
-        return scatter_svg(self.choices, self.limit)
+        return scatter_svg(self.choices, self.limit, _SHOWN)
 
     def to_dict(self) -> dict[str, Any]:
         """Converts the plan to dictionaries, lists, strings and numbers, for JSON."""
@@ -139,7 +141,7 @@ class Plan(Display):
             'objective': self.objective,
             'memory_limit': self.limit,
             'fits': self.fits,
-            'choices': [_plain(one) for one in self.choices],
+            'choices': [_judgement_dict(one) for one in self.choices],
             'n_candidates': self.n_candidates,
             'pruned': dict(self.pruned),
             'stopped': self.stopped,
@@ -176,8 +178,8 @@ class Plan(Display):
         devices = plural(self.devices.size, 'device')
         rows = [self._row(i, one) for i, one in enumerate(self.choices[:_SHOWN])]
         compiled = [one.judge for one in self.choices]
-        pruned = ', '.join(f'{n} {why}' for why, n in self.pruned.items())
-        words = [
+        pruned = ', '.join(f'{why} ({n})' for why, n in self.pruned.items())
+        lines = [
             f'{plural(self.n_candidates, "candidate")} estimated; {len(compiled)} compiled, '
             f'{compiled.count("compiler")} of them for the target'
             f'{f" ({self.stopped})" if self.stopped else ""}',
@@ -186,7 +188,7 @@ class Plan(Display):
         chip = f' ({self.chip})' if self.chip else ''
         sections = (
             Section(_OBJECTIVES[self.objective], code=tuple(self._code())),
-            Section(f'plans{chip}', _COLUMNS, tuple(rows), tuple(words)),
+            Section(f'plans{chip}', _COLUMNS, tuple(rows), tuple(lines)),
         )
         title = f'plan for {self.name} on {devices} ({kind})'
         return Page(title, sections, self.warnings, self.notes)
@@ -230,12 +232,12 @@ _COLUMNS = (
 
 @dataclass(frozen=True, repr=False)
 class Why(Display):
-    """How plans compare that shard one axis differently, made by `Plan.why`.
+    """A comparison of plans that differ in how they shard one axis, made by `Plan.why`.
 
     Attributes:
-        name: the axis.
-        rows: (placement, judgement), the chosen one first.
-        limit: the memory of a device in bytes; None if unknown.
+        name: the axis name.
+        rows: (placement, judgement) of each plan, the best plan first.
+        limit: the bytes that a plan may use on a device; None if unknown.
     """
 
     name: str
@@ -260,7 +262,7 @@ def _cost_text(one: Judgement) -> str:
     return f'{bound}sent {format_bytes(one.network_bytes)}{memory}'
 
 
-def _plain(one: Judgement) -> dict[str, Any]:
+def _judgement_dict(one: Judgement) -> dict[str, Any]:
     least, most = one.seconds
     return {
         'mesh': dict(one.candidate.mesh),

@@ -11,24 +11,26 @@ from .._text import format_bytes
 from .judgement import Judgement
 
 _WIDTH, _HEIGHT, _MARGIN = 480, 280, 76
-_NUMBERED = 4  # the plans in the table of a `Plan`
 
 
-def scatter_svg(judgements: Sequence[Judgement], limit: int | None) -> str:
+def scatter_svg(judgements: Sequence[Judgement], limit: int | None, n_numbered: int) -> str:
     """Draws a point per plan, and the memory limit as a line. Bytes sent are on a log scale.
 
-    The best plan is filled, and the first ones are numbered. Tooltips give the shardings.
+    The best plan is filled, and the first `n_numbered` plans have their numbers. Tooltips give the
+    shardings. Plans that do not compile, or whose memory is unknown, have no point.
     """
-    points = [plan for plan in judgements if plan.memory is not None and not plan.error]
+    points = {
+        i: plan for i, plan in enumerate(judgements) if plan.memory is not None and not plan.error
+    }
     if not points:
         return ''
-    sent = [math.log2(max(1, plan.network_bytes)) for plan in points]
+    sent = [math.log2(max(1, plan.network_bytes)) for plan in points.values()]
     low, high = min(sent), max(sent)
-    top = max(plan.memory or 0 for plan in points) * 1.08
+    top = max(plan.memory or 0 for plan in points.values()) * 1.08
     if limit and top > limit / 4:  # else the points would be too close to each other
         top = max(top, limit * 1.08)
     x_of = [_MARGIN + (x - low) / ((high - low) or 1) * (_WIDTH - 2 * _MARGIN) for x in sent]
-    y_of = [_y(plan.memory or 0, top) for plan in points]
+    y_of = [_y(plan.memory or 0, top) for plan in points.values()]
     parts = [_axes(2**low, 2**high, top)]
     if limit and limit < top:
         y = _y(limit, top)
@@ -36,11 +38,11 @@ def scatter_svg(judgements: Sequence[Judgement], limit: int | None) -> str:
             f'<line x1="{_MARGIN}" x2="{_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" '
             'stroke="currentColor" stroke-dasharray="4 3"/>'
             f'<text x="{_WIDTH - 8}" y="{y - 4:.1f}" text-anchor="end">'
-            f'memory of a device: {format_bytes(limit)}</text>'
+            f'memory limit: {format_bytes(limit)}</text>'
         )
     numbers: defaultdict[tuple[int, int], list[str]] = defaultdict(list)  # by position
-    for i, (plan, x, y) in enumerate(zip(points, x_of, y_of, strict=True)):
-        fill = 'currentColor' if plan is judgements[0] else 'none'
+    for (i, plan), x, y in zip(points.items(), x_of, y_of, strict=True):
+        fill = 'currentColor' if i == 0 else 'none'
         title = html.escape(
             f'plan {i}: {plan.candidate}; memory {format_bytes(plan.memory or 0)}, '
             f'sent {format_bytes(plan.network_bytes)}'
@@ -49,7 +51,7 @@ def scatter_svg(judgements: Sequence[Judgement], limit: int | None) -> str:
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}" stroke="currentColor">'
             f'<title>{title}</title></circle>'
         )
-        if i < _NUMBERED:
+        if i < n_numbered:
             numbers[round(x), round(y)].append(str(i))
     parts += [
         f'<text x="{x + 8}" y="{y + 4}">{", ".join(plans)}</text>'

@@ -15,11 +15,11 @@ from typing import TypeAlias
 from .candidate import Candidate
 from .judgement import Judgement, Objective
 
-# Compiles candidates one after another.
+# Judges candidates one after another, by compiling them.
 CompileAll: TypeAlias = Callable[[Sequence[Candidate]], Generator[Judgement, None, None]]
 
 _FINALISTS = 3  # how many of the best plans the target's compiler gets at first
-_MAX_FINALISTS = 5
+_MAX_FINALISTS = 5  # after this many, it gets another one only if the newest is the best
 _TIE = 1.02  # plans whose costs differ by less than this ratio are equally good
 _MARGIN = 1.5  # of large models, the partitioner's memory was 0.95 to 1.42 times the TPU compiler's
 
@@ -30,11 +30,11 @@ class Search:
 
     Attributes:
         estimates: the candidates left after pruning, the best estimate first.
-        given: candidates of the user, which are always compiled.
+        given: candidates of the user, which are compiled first.
         by_partitioner: judges candidates by XLA's partitioner.
         by_compiler: judges candidates by the target's compiler; None for simulated devices, whose
             compiler is the partitioner.
-        limit: the memory of a device in bytes; None if unknown.
+        limit: the bytes that a plan may use on a device; None if unknown.
         compilations: how many candidates the partitioner compiles.
         seconds: no compilation starts after this time; None for no limit.
         judged: the last judgement of each compiled candidate.
@@ -92,17 +92,17 @@ class Search:
     # --- the partitioner -------------------------------------------------------------------------
 
     def _explore(self) -> None:
-        """Compiles the best estimates of every mesh shape, then neighbors of the best plan."""
+        """Compiles the user's candidates and the best estimates, then others in batches."""
         first = [*self.given, *_spread(self.estimates, max(1, self.compilations // 2))]
         self._compile(self.by_partitioner, first[: self.compilations])
         while not self.stopped and (left := self.compilations - len(self.judged)) > 0:
-            batch = self._next(min(left, max(2, self.compilations // 8)))
+            batch = self._next_batch(min(left, max(2, self.compilations // 8)))
             if not batch:
                 return
             self._compile(self.by_partitioner, batch)
 
-    def _next(self, n: int) -> list[Candidate]:
-        """Chooses n candidates: half are neighbors of the best plan, half the best estimates."""
+    def _next_batch(self, n: int) -> list[Candidate]:
+        """Chooses up to n candidates: half are neighbors of the best plan, half best estimates."""
         new = [one.candidate for one in self.estimates if one.candidate not in self.judged]
         best = self.ranking()[0].candidate
         neighbors = [candidate for candidate in new if is_neighbor(best, candidate)]
@@ -111,15 +111,16 @@ class Search:
     # --- the target's compiler -------------------------------------------------------------------
 
     def _decide(self, compile_all: CompileAll) -> None:
-        """Compiles the best plans for the target, and the best one with another mesh shape.
+        """Compiles for the target: the best plans, the best with another mesh shape, the user's.
 
-        If this changes their order, more are compiled, as long as each is better than all before.
+        More plans follow, one by one, while the target's compiler disagrees with the order of the
+        partitioner; after `_MAX_FINALISTS`, only while the newest is the best.
         """
         ranked = self.ranking()
         margin = None if self.limit is None else _MARGIN * self.limit
         may_fit = [one for one in ranked if one.fits(margin)]
         by_cost = sorted(may_fit, key=lambda one: one.cost(self.objective)) or ranked
-        # first the best plan that fits by the partitioner, then those that may fit
+        # first the partitioner's best plan, then the cheapest ones that may fit
         plans = list(dict.fromkeys(one.candidate for one in [*may_fit[:1], *by_cost]))
         finalists, others = plans[:_FINALISTS], plans[_FINALISTS:]
         contrast = [c for c in others if c.mesh != finalists[0].mesh][:1]
@@ -137,7 +138,10 @@ class Search:
             newest = candidate
 
     def _keeps_order(self, ranked: Sequence[Judgement]) -> bool:
-        """Whether the target's compiler ranks the plans that it has compiled as in `ranked`."""
+        """Whether the target's compiler agrees with the order of `ranked`.
+
+        Only plans that it has compiled and that fit are compared.
+        """
         highest = 0.0
         for one in ranked:
             judged = self.judged[one.candidate]

@@ -16,9 +16,12 @@ from .candidate import Candidate
 
 
 def spec_lines(arguments: Sequence[tuple[str, Spec]], candidate: Candidate) -> tuple[str, ...]:
-    """The spec of each argument: "x = 'batch@x embed'", "params = Rules([...])".
+    """Returns lines that assign a spec to each argument, such as "x = 'batch@x embed'".
 
     Arguments without a spec, and specs that are functions, are left out.
+
+    Args:
+        arguments: the name and the spec of each. `Rules` have a line for each rule.
     """
     axes = dict(candidate.axes)
     return tuple(line for name, spec in arguments for line in _assigned(name, spec, axes))
@@ -27,9 +30,9 @@ def spec_lines(arguments: Sequence[tuple[str, Spec]], candidate: Candidate) -> t
 def _assigned(name: str, spec: Spec, axes: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     if isinstance(spec, Rules):
         yield f'{name} = Rules(['
-        for pattern, one in spec.rules:
-            if isinstance(one, LEAF_SPECS):
-                yield f'    ({raw_string(pattern)}, {_with_mesh_axes(one, axes)!r}),'
+        for pattern, leaf_spec in spec.rules:
+            if isinstance(leaf_spec, LEAF_SPECS):
+                yield f'    ({raw_string(pattern)}, {_with_mesh_axes(leaf_spec, axes)!r}),'
         default = spec.default if isinstance(spec.default, LEAF_SPECS) else None
         yield '])' if default is None else f'], default={_with_mesh_axes(default, axes)!r})'
     elif isinstance(spec, LEAF_SPECS):

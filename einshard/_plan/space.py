@@ -32,11 +32,11 @@ class Space:
 
     Attributes:
         n_devices: the number of devices.
-        n_slices: the number of TPU slices. If there are several, they are the first mesh axis, and
-            only the batch is sharded over it.
+        n_slices: the number of TPU slices. If there are several, and the user has not named the
+            mesh axes, the slices are the first mesh axis, over which only the batch is sharded.
         mesh: the user's mesh axes with their sizes; None to try all factorizations.
         pinned: names with their mesh axes, which do not change.
-        pruned: how many roles were left out, by reason.
+        pruned: how many names or roles of a mesh axis were left out, by reason.
     """
 
     model: Model
@@ -55,7 +55,7 @@ class Space:
         return AXES if self.mesh is None else tuple(name for name, _ in self.mesh)
 
     def shapes(self, max_axes: int = len(AXES)) -> list[Sizes]:
-        """The mesh shapes with up to this many axes, slowest first; or only that of the user."""
+        """Returns the mesh shapes with up to `max_axes` axes; or only that of the user."""
         if self.mesh is not None:
             return [tuple(size for _, size in self.mesh)]
         first = (self.n_slices,) if self.n_slices > 1 else ()
@@ -68,10 +68,12 @@ class Space:
         return [sizes for sizes in found if self._fits_pins(sizes)]
 
     def roles(self, sizes: Sizes, axis: int) -> list[Role]:
-        """The sets of names that a mesh axis may shard; each has the names pinned to it."""
+        """Returns the sets of names that a mesh axis may shard; each has the names pinned to it."""
         across_slices = self.n_slices > 1 and self.mesh is None and axis == 0
         pinned = frozenset(n for n, axes in self.pinned.items() if self.mesh_axes[axis] in axes)
-        key = sizes[axis], across_slices, pinned
+        # specs may name a mesh axis of the user, which then shards no other axis of the array
+        of_user = frozenset({self.mesh[axis][0]} if self.mesh else ())
+        key = sizes[axis], across_slices, pinned, of_user
         if key not in self._roles:
             self._roles[key] = self._find_roles(*key)
         return self._roles[key]
@@ -91,12 +93,13 @@ class Space:
         return all({*axes[name]} == {*pinned} for name, pinned in self.pinned.items())
 
     def axes(self, plan: PlanRoles) -> dict[str, tuple[MeshAxis, ...]]:
-        """The mesh axes of each name; names of the user's mesh axes count too, as in specs."""
+        """Returns the mesh axes of each axis name, and of the names of the user's mesh axes."""
         sizes, roles = plan
-        found: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(self.model.names, ())
+        found: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(self.model.sizes, ())
         for axis, role in zip(mesh_axes(sizes), roles, strict=True):
             for name in role:
                 found[name] += (axis,)
+        # specs may name mesh axes, too
         of_user = zip(self.mesh or (), mesh_axes(sizes), strict=False)
         return {name: (axis,) for (name, _), axis in of_user} | found
 
@@ -107,20 +110,26 @@ class Space:
             tuple(zip(self.mesh_axes, sizes, strict=False)),
             tuple(
                 (name, tuple(axis for axis, role in mesh_axes if name in role))
-                for name in self.model.names
+                for name in self.model.sizes
             ),
         )
 
     def _batch_names(self) -> frozenset[str]:
-        """The first axis name of each array that is data."""
+        """Returns the first axis name of each array that is data, such as 'batch'."""
         return frozenset(
             next((name for one in array.names for name in one), '')
             for array in self.model.arrays
             if array.role == 'batch'
         )
 
-    def _find_roles(self, size: int, across_slices: bool, pinned: Role) -> list[Role]:
-        names = [name for name in self.model.names if name not in self.pinned]
+    def _find_roles(
+        self, size: int, across_slices: bool, pinned: Role, of_user: frozenset[str]
+    ) -> list[Role]:
+        """Lists the roles of a mesh axis, and counts in `pruned` what it leaves out.
+
+        `of_user` has the name of the mesh axis if specs may name it.
+        """
+        names = [name for name in self.model.sizes if name not in self.pinned]
         divided = [name for name in names if self.model.divisors[name] % size == 0]
         self.pruned['indivisible'] += len(names) - len(divided)
         if across_slices:
@@ -131,15 +140,16 @@ class Space:
         roles: list[Role] = [pinned]
         for name in divided:
             if len(roles) < _MAX_ROLES:
-                more = [role | {name} for role in roles if role.isdisjoint(conflicts[name])]
+                others = conflicts[name]
+                more = [role | {name} for role in roles if others.isdisjoint(role | of_user)]
                 self.pruned['two axes of an array over one mesh axis'] += len(roles) - len(more)
                 roles += more
         # a mesh axis may shard nothing only if there is nothing that it can shard
         return [role for role in roles if role] or [frozenset()]
 
     def _conflicts(self) -> dict[str, set[str]]:
-        """For each name, the names that share an array with it."""
-        found: dict[str, set[str]] = {name: set() for name in self.model.names}
+        """Returns, for each name, the names that share an array with it."""
+        found: dict[str, set[str]] = {name: set() for name in self.model.sizes}
         for names in self.model.names_by_array:
             for name, other in itertools.permutations(names, 2):
                 if name in found:
@@ -155,12 +165,12 @@ class Space:
         )
 
     def _check_pins(self) -> None:
-        unknown = [name for name in self.pinned if name not in self.model.names]
+        unknown = [name for name in self.pinned if name not in self.model.sizes]
         if unknown:
             raise EinshardError(
                 f'pin= has {quoted(unknown)}, but {self.model.name or "the function"} '
                 'has no such axis name',
-                facts={'axis names': ', '.join(self.model.names)},
+                facts={'axis names': ', '.join(self.model.sizes)},
             )
         for names in self.model.names_by_array:
             for name, other in itertools.combinations(names, 2):
@@ -174,10 +184,17 @@ class Space:
             check_divisible('pin=', self.pinned, self.model, dict(self.mesh))
         elif not self.shapes():
             known = self.model.divisors
-            sizes = [f"'{n}' (size {known[n]})" for n, axes in self.pinned.items() if axes]
+            pinned = [
+                f"'{name}' (size {known[name]}) over {quoted(axes)}"
+                for name, axes in self.pinned.items()
+                if axes
+            ]
             raise EinshardError(
-                f'pin= fits no mesh of {plural(self.n_devices, "device")}: {" or ".join(sizes)} '
-                'is not divisible by its mesh axes',
+                f'pin= does not fit any mesh of {plural(self.n_devices, "device")}',
+                facts={
+                    'pinned': '; '.join(pinned),
+                    'expected': 'mesh axes of 2 or more devices, which divide these sizes',
+                },
             )
 
 

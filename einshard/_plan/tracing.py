@@ -57,7 +57,10 @@ def trace_with_names(
     names: Sequence[str],
     mesh_axes: Sequence[str],
 ) -> tuple[Stages, list[AxisNames | None], list[AxisNames | None]]:
-    """Traces a function; also returns the axis names of every argument and result leaf."""
+    """Returns the traced function, and the axis names of its arguments and of its results.
+
+    They have an entry for each leaf: None without a spec.
+    """
     with _scope(names, mesh_axes):
         stages = _trace(fn, args, kwargs)
         traced = stages.traced
@@ -86,11 +89,13 @@ def _names_of(
 
 def _trace(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Stages:
     args, kwargs = jtu.tree_map(_struct, (tuple(args), dict(kwargs)))
+    # `trace_call` takes no mesh for jitted functions; the context has it
     is_jitted = hasattr(fn, 'trace') and not isinstance(fn, ShardedFunction)
     return trace_call(fn, args, kwargs, None if is_jitted else current_context().lowering_mesh)
 
 
 def _struct(leaf: Any) -> Any:
+    """Returns the shape and dtype of an array, without its sharding; other leaves as they are."""
     if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return leaf

@@ -66,7 +66,7 @@ def _compile(
 
     exported = jax.export.deserialize(bytearray(program))
     sizes = [size for _, size in axes]
-    if exported.nr_devices == 1:
+    if exported.nr_devices == 1:  # a program without shardings
         sizes = [1] * len(sizes)
     devices = np.array(jax.devices()[: exported.nr_devices]).reshape(sizes)
     mesh = jax.sharding.Mesh(devices, [name for name, _ in axes])
@@ -118,6 +118,7 @@ OPTIMIZED, BUFFERS = '.cpu_after_optimizations.txt', '-buffer-assignment.txt'
 
 
 def _dumped(folder: str, ending: str) -> str:
+    """Returns the text of the last dump with this ending; '' if there is none."""
     dumps = sorted(Path(folder).glob(f'*{ending}'))
     return dumps[-1].read_text(encoding='utf-8') if dumps else ''
 
