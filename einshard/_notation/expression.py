@@ -181,7 +181,7 @@ def _term(text: str, start: int, end: int) -> Term:
     at += star
     mesh_axes = ()
     if at < end and text[at] == '@' and (name or sign):
-        mesh_axes = read_mesh_axes(text, at, end, span=(start, end), has_count=bool(count) or star)
+        mesh_axes = read_mesh_axes(text, start, at, end, count + '*' * star)
         at = end
     if at < end:
         raise not_a_term(text, start, at, end)
@@ -277,11 +277,11 @@ def _check_right(expression: Expression, where: str) -> None:
     _check_ellipsis(expression, expression.right, where)
     check_mesh_axes(expression)
     for sign in SIGNS:
-        groups = [term for term in expression.right if term.sign == sign]
-        if len(groups) > 1:
+        signed = [term for term in expression.right if term.sign == sign]
+        if len(signed) > 1:
             raise expression.error(
-                f"'{sign}' appears {len(groups)} times; write it once, with all its mesh axes",
-                groups,
+                f"'{sign}' appears {len(signed)} times; write it once, with all its mesh axes",
+                signed,
                 example=f"'{sign}@(data,tp)'",
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from .._errors import EinshardError, Span, Suggestion
+from .._errors import EinshardError, Suggestion
 
 ELLIPSIS = '...'
 # '+': devices hold terms of a sum (JAX: unreduced); '=': the gradient is such a sum (reduced)
@@ -38,7 +38,7 @@ def read_sign(text: str, start: int, end: int) -> str:
             f"'{sign}' alone is not a valid term; add a count, a star or mesh axes",
             expression=text,
             spans=[(start, end)],
-            facts={'by count': f"'{sign}2'  '{sign}*'", 'by name': f"'{sign}@tp'"},
+            facts=_sign_examples(sign),
         )
     return sign
 
@@ -51,29 +51,29 @@ def read_digits(text: str, start: int, end: int) -> str:
     return text[start:at]
 
 
-def read_mesh_axes(text: str, at: int, end: int, span: Span, has_count: bool) -> tuple[str, ...]:
-    """Returns the mesh axes after the '@' at `at`.
+def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tuple[str, ...]:
+    """Returns the mesh axes of the term from `start` to `end`, whose '@' is at `at`.
 
-    Raises if the term, at `span`, also has a count or a star, or if they are not valid.
+    Raises if they are invalid, or if the term also has a `count`, such as '2', '*' or '2*'.
     """
-    if has_count:
-        word = text[slice(*span)]
-        name = re.split('[0-9*]', word, maxsplit=1)[0]
+    word = text[start:end]
+    if count:
+        name = text[start : at - len(count)]
         facts = {
             'by count': f"'{name}4'  '{name}*'",
             'by name': f"'{name}@data'  '{name}@(data,fsdp)'",
         }
         raise EinshardError(
-            f"'{word}' has both a {'count' if re.search('[0-9]', word) else 'star'} and mesh axes; "
+            f"'{word}' has both a {'star' if count == '*' else 'count'} and mesh axes; "
             'use one or the other',
             expression=text,
-            spans=[span],
-            facts=_sign_examples(word[0]) if word[0] in SIGNS else facts,
+            spans=[(start, end)],
+            facts=_sign_examples(name) if name in SIGNS else facts,
         )
     written = text[at + 1 : end].strip()
     grouped = written.startswith('(') and written.endswith(')')
-    words = written[1:-1].split(',') if grouped else [written]
-    axes = tuple(word.strip() for word in words)
+    names = written[1:-1].split(',') if grouped else [written]
+    axes = tuple(name.strip() for name in names)
     if not all(map(is_mesh_axis, axes)):
         fix = None
         if re.fullmatch(r'[0-9]*\*', written):
@@ -81,9 +81,9 @@ def read_mesh_axes(text: str, at: int, end: int, span: Span, has_count: bool) ->
         elif ',' in written and not grouped:
             fix = f'{text[: at + 1]}({written}){text[end:]}'
         raise EinshardError(
-            f"'{text[slice(*span)]}' has no valid mesh axes after '@'",
+            f"'{word}' has no valid mesh axes after '@'",
             expression=text,
-            spans=[span],
+            spans=[(start, end)],
             facts={'one mesh axis': "'b@data'", 'several': "'b@(data,fsdp)'"},
             fix=Suggestion(fix) if fix else None,
         )
@@ -99,7 +99,7 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
     """Returns the error for a word that is not a term because of the characters from `at` on."""
     word, rest = text[start:end], text[at:end]
     character = rest[0]
-    if character.isalpha() or character == '_':
+    if _in_name(character, first=True):
         after_sign = word[0] in SIGNS and at == start + 1
         return (_signed_name if after_sign else _two_terms)(text, start, at, end)
     if character in '->→⟶⇒' or rest.startswith('=>'):
@@ -132,7 +132,7 @@ def _about_dots(word: str) -> str:
         return "; write '...' for unnamed axes"
     if word.startswith(ELLIPSIS) and (other[0] in '*@' or read_digits(other, 0, 1)):
         return ": the axes in '...' are unsharded"
-    return f": put a space between '...' and '{other}'"
+    return ": put spaces around '...'"
 
 
 def _wrong_arrow(text: str, at: int, rest: str) -> EinshardError:
@@ -205,6 +205,8 @@ def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
         sentence = f"'{word}' is not a valid term: {digits}spaces separate terms"
         if re.fullmatch(r'\w+', word):
             facts['as one name'] = f"'{re.sub('[0-9]+', '_', word).strip('_')}'"
+    elif head[0] in SIGNS:
+        sentence = f"'{word}' is not a valid term: spaces separate terms"
     else:
         part = 'star' if head.endswith('*') else 'count'
         sentence = f"'{word}' is not a valid term: a {part} comes after the name"
