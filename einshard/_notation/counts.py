@@ -182,7 +182,7 @@ def _counts_that_fit(
         if len(counted) > 1:
             return None
         replacements = [(counted[0], replace(counted[0], count=n))]
-    return _with_terms(expression, replacements)
+    return with_terms(expression, replacements)
 
 
 def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -> Suggestion:
@@ -191,10 +191,10 @@ def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int)
     replacements = [
         (term, replace(term, count=n if term is taker else 1, star=False)) for term in stars
     ]
-    return _with_terms(expression, replacements)
+    return with_terms(expression, replacements)
 
 
-def _with_terms(expression: Expression, replacements: Sequence[tuple[Term, Term]]) -> Suggestion:
+def with_terms(expression: Expression, replacements: Sequence[tuple[Term, Term]]) -> Suggestion:
     """Suggests the expression with some terms replaced; omits counts of 1."""
     text = expression.text
     for term, replacement in reversed(replacements):

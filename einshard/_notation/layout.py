@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from .._errors import EinshardError, Suggestion, plural, quoted
-from .counts import Devices, prime_factors, solve_counts
+from .counts import Devices, prime_factors, solve_counts, with_terms
 from .expression import ELLIPSIS, Expression, Term
 
 
@@ -106,15 +106,15 @@ def _lay_out(
     taken = math.prod(split.count for split in by_name)
     if (by_name or replicates_by_default) and not any(term.takes_devices for term in unnamed):
         return Layout(tuple(by_name))
-    left = n_devices // taken
-    counts = solve_counts(expression, unnamed, left, Devices(n_devices, named, taken, hints))
-    next_split, next_count = iter(by_name), iter(counts)
+    devices = Devices(n_devices, named, taken, hints)
+    counts = iter(solve_counts(expression, unnamed, n_devices // taken, devices))
+    splits = iter(by_name)
     written: list[Split] = []
     for term in expression.right:
         if term.mesh_axes:
-            written.append(next(next_split))
+            written.append(next(splits))
             continue
-        count = next(next_count)
+        count = next(counts)
         if term.name != ELLIPSIS and count > 1:
             axis = None if term.name is None else positions[term.name]
             written.append(Split(count, axis, sign=term.sign))
@@ -332,13 +332,13 @@ def _named_splits(
             f'{quoted(map(str, terms))} {"names" if len(terms) == 1 else "name"} mesh axes, '
             'but there is no mesh',
             terms,
-            fix=_with_term(expression, *counts[0]) if counts else None,
+            fix=with_terms(expression, counts[:1]) if counts else None,
             expected="mesh=mesh or 'with jax.set_mesh(mesh):'",
         )
     splits: list[Split] = []
     for term in terms:
         sizes = [_axis_size(expression, term, axis, axis_sizes) for axis in term.mesh_axes]
-        axis = positions.get(str(term.name))
+        axis = None if term.name is None else positions[term.name]
         splits.append(Split(math.prod(sizes), axis, term.mesh_axes, term.sign))
     return splits
 
@@ -351,7 +351,7 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
     raise expression.error(
         f"the mesh has no axis '{axis}'",
         [term],
-        fix=_with_term(expression, term, meant) if meant else None,
+        fix=with_terms(expression, [(term, meant)]) if meant else None,
         mesh=mesh_text(sizes),
     )
 
@@ -370,11 +370,6 @@ def _other_axes(term: Term, axis: str, free: Collection[str]) -> Term | None:
         meant = difflib.get_close_matches(axis, free, n=1)
     axes = [name for old in term.mesh_axes for name in (meant if old == axis else [old])]
     return replace(term, mesh_axes=tuple(axes)) if meant else None
-
-
-def _with_term(expression: Expression, old: Term, new: Term) -> Suggestion:
-    start, end = old.span
-    return Suggestion(f'{expression.text[:start]}{new}{expression.text[end:]}')
 
 
 def mesh_text(axis_sizes: Mapping[str, int]) -> str:
