@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from .._errors import printable, quoted
 from .._suggestions import works
 from .expression import ELLIPSIS, Expression, Term
+from .write import write, write_short
 
 
 def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> str | None:
@@ -26,14 +27,12 @@ def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> st
     for name, count in reversed(separate):
         joined = f'{joined[: name.span[1]]}{joined[count.span[0] :]}'
     terms = sorted(expression.right, key=lambda term: term.name is not None)
-    replicas_first = ' '.join(map(str, terms))
-    if not expression.short:
-        replicas_first = f'{" ".join(expression.names)} -> {replicas_first}'
+    replicas_first = write_short(terms) if expression.short else write(expression.left, terms)
     to_shard = f"'{joined}' to shard, or " if works(lambda: attempt(joined)) else ''
     return printable(
         f"in '{expression.text}', {quoted(str(count) for _, count in separate)} only "
         f'{"replicates" if len(separate) == 1 else "replicate"}, and nothing is sharded; '
-        f"write {to_shard}'{replicas_first}' to replicate without this warning"
+        f"write {to_shard}'{replicas_first.text}' to replicate without this warning"
     )
 
 
