@@ -10,7 +10,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 
 from .._errors import EinshardError
 from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters
@@ -20,7 +20,7 @@ from .._notation.write import write
 from .leaf_spec import in_memory, signed_terms
 from .lower import lower
 from .mesh import (
-    device_mesh,
+    UNCONSTRAINED,
     has_names,
     is_device_mesh,
     is_partial,
@@ -135,7 +135,7 @@ def sharding_of(x: Any) -> Sharding | Description | None:
     """Returns the sharding of an array, or a description of it; None if `x` is not an array."""
     if isinstance(x, Tracer):
         sharding = jax.typeof(x).sharding
-        if not any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
+        if AxisType.Explicit not in sharding.mesh.axis_types:
             return Description('decided by the compiler: a traced value')
         return sharding
     if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
@@ -151,8 +151,7 @@ def sharding_of(x: Any) -> Sharding | Description | None:
 
 def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
     """Returns the mesh axes of each array axis; None for an unconstrained axis."""
-    unconstrained = PartitionSpec.UNCONSTRAINED
-    return [None if axes == (unconstrained,) else axes for axes in spec_axes(sharding.spec)]
+    return [None if axes == UNCONSTRAINED else axes for axes in spec_axes(sharding.spec)]
 
 
 def find_expression(
@@ -211,24 +210,18 @@ def _terms_by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
 
 def _fits_counts(sharding: NamedSharding) -> bool:
     """Whether counts in the order of the mesh axes lower to exactly this sharding."""
-    mesh, entries = sharding.mesh, _entries(sharding)
-    signs = [split.sign for split in _device_grid(sharding) if split.sign]
-    if AxisType.Manual in mesh.axis_types or len(signs) > len(set(signs)):
+    grid = _device_grid(sharding)
+    signs = [split.sign for split in grid if split.sign]
+    # an expression has each sign at most once
+    if AxisType.Manual in sharding.mesh.axis_types or len(signs) > len(set(signs)):
         return False
+    lowered = lower(Layout(tuple(grid)), sharding.mesh)
+    assert lowered is not None, 'a device grid fits its mesh'
+    entries = _entries(sharding)
     while entries and not entries[-1]:
         entries.pop()
-    meshes = [mesh]
-    if is_device_mesh(mesh):
-        meshes.insert(0, device_mesh(mesh, axis_types=mesh.axis_types[0]))
-    for candidate in meshes:
-        lowered = lower(Layout(tuple(_device_grid(sharding))), candidate)
-        # devices need no comparison: both meshes have the same devices, or are abstract
-        if lowered is not None and _entries(lowered) == entries:
-            axes = lowered.mesh.axis_names, lowered.mesh.axis_sizes
-            same = partial_axes(lowered) == partial_axes(sharding)
-            if same and axes == (mesh.axis_names, mesh.axis_sizes):
-                return True
-    return False
+    same = partial_axes(lowered) == partial_axes(sharding)
+    return same and _entries(lowered) == entries
 
 
 def _device_grid(sharding: NamedSharding) -> list[Split]:

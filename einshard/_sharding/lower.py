@@ -22,9 +22,9 @@ def lower(
     """
     fitted = fit(layout, sizes_of(mesh))
     if fitted is None:
-        has_names = any(split.mesh_axes for split in layout.splits)
-        is_auto = is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
-        if mesh_is_ambient or has_names or not is_auto:
+        by_name = any(split.mesh_axes for split in layout.splits)
+        is_auto = set(mesh.axis_types) == {AxisType.Auto}
+        if mesh_is_ambient or by_name or not (is_auto and is_device_mesh(mesh)):
             return None
         mesh = refactored_mesh(mesh, fitting_sizes(layout))
         fitted = fit(layout, sizes_of(mesh))
