@@ -13,14 +13,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
-from .._notation.expression import Expression
+from .._notation.expression import ELLIPSIS, Expression
 from .._notation.hints import mesh_axes_hint, spacing_hint
-from .._notation.layout import (
-    Layout,
-    lay_out,
-    misfit,
-)
-from .._suggestions import working_fix
+from .._notation.layout import Layout, lay_out, misfit
+from .._suggestions import working_fix, works
 from .apply_axis_rules import RuledExpression, apply_axis_rules
 from .axis_rules import Fallback
 from .context import Context, context_on, current_context, depth_of_user, make_context
@@ -243,7 +239,7 @@ def _names_without_rule(
     is_sharded = any(term.name and term.is_sharded for term in ruled.right)
     if not (context.axis_rules and is_bare) or is_sharded:
         return ()
-    known = {rule.name for rule in context.axis_rules}
+    known = {ELLIPSIS, *(rule.name for rule in context.axis_rules)}
     return tuple(name for name in written.names if name not in known)
 
 
@@ -336,13 +332,9 @@ def _working_fix(
     if mesh is None or error.fix is not None:
         return None
     lenient_rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
-    lenient_context = make_context(mesh, context.mesh_is_ambient, lenient_rules)
-    try:
-        if lenient_context is not context:
-            attempt(spec, lenient_context)
-            return "axis_rules(..., missing='replicate')"
-    except EinshardError:
-        pass
+    lenient = make_context(mesh, context.mesh_is_ambient, lenient_rules, context.on_one_device)
+    if lenient is not context and works(lambda: attempt(spec, lenient)):
+        return "axis_rules(..., missing='replicate')"
     if option is None:
         return None
     try:
