@@ -85,26 +85,26 @@ def _ruled_terms(
     ruled: list[tuple[Term, AxisRule | None]] = [(term, None) for term in expression.right]
     if not (expression.short and rules):
         return ruled
-    by_name = {term.name: i for i, term in enumerate(expression.right) if term == Term(term.name)}
+    index_of = {term.name: i for i, term in enumerate(expression.right) if term == Term(term.name)}
     used = {axis for term in expression.right for axis in term.mesh_axes}
     for rule in rules:
-        i = by_name.get(rule.name)
+        i = index_of.get(rule.name)
         if i is None or ruled[i][1] is not None:
             continue
         term = replace(
             _parse_placement(rule.placement), name=rule.name, span=expression.right[i].span
         )
-        used_here = used.intersection(term.mesh_axes)
+        taken = used.intersection(term.mesh_axes)
         size_if_missing = 1 if rule.ignores_missing else None
-        conflicts = any(axis_sizes.get(axis, size_if_missing) != 1 for axis in used_here)
+        conflicts = any(axis_sizes.get(axis, size_if_missing) != 1 for axis in taken)
         if rule.skips_taken and conflicts:
             continue
         # a mesh axis of size 1 shards nothing, so rules for several array axes may name it
-        axes = tuple(a for a in term.mesh_axes if a not in used_here or axis_sizes.get(a) != 1)
+        axes = tuple(a for a in term.mesh_axes if a not in taken or axis_sizes.get(a) != 1)
         used.update(axes)
         ruled[i] = replace(term, mesh_axes=axes), rule
     rule_names = {rule.name for rule in rules}
-    for name, i in by_name.items():
+    for name, i in index_of.items():
         if name not in rule_names:
             _check_spelling(expression, expression.right[i], rule_names)
     return ruled
@@ -132,14 +132,14 @@ def _is_misspelled(name: str, other: str) -> bool:
     different = {*name.split('_')} ^ {*other.split('_')}
     if min(len(name), len(other)) < 4 or any(len(word) == 1 for word in different):
         return False
-    start = _common_prefix(name, other)
+    start = _common_prefix_length(name, other)
     name, other = name[start:], other[start:]
-    end = _common_prefix(name[::-1], other[::-1])
+    end = _common_prefix_length(name[::-1], other[::-1])
     name, other = name[: len(name) - end], other[: len(other) - end]
     return max(len(name), len(other)) == 1 or (len(name) == 2 and name == other[::-1])
 
 
-def _common_prefix(name: str, other: str) -> int:
+def _common_prefix_length(name: str, other: str) -> int:
     pairs = zip(name, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -59,11 +59,11 @@ def mesh_axes_between(pairs: Sequence[tuple[int, int]], mesh: AnyMesh) -> tuple[
         ('tp',)
     """
     places = np.array(np.unravel_index(np.array(pairs), mesh.axis_sizes))  # [axis, pair, end]
-    differ = (places[..., 0] != places[..., 1]).any(axis=1).tolist()
-    return tuple(str(name) for name, n in zip(mesh.axis_names, differ, strict=True) if n)
+    differ = (places[..., 0] != places[..., 1]).any(axis=1)
+    return tuple(map(str, itertools.compress(mesh.axis_names, differ)))
 
 
-def sharding_of(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding | None:
+def sharding_of_blocks(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding | None:
     """Finds the sharding over a mesh in which devices hold these blocks; None if there is none.
 
     Args:
@@ -79,15 +79,14 @@ def sharding_of(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding
             for i, size in enumerate(sizes)
             if size > 1
         }
-        sharding = sorted((i for i, step in steps.items() if step), key=lambda i: -steps[i])
-        # a sharding is row-major over its axes
+        major_to_minor = sorted((i for i, step in steps.items() if step), key=lambda i: -steps[i])
         row_major = np.zeros(sizes, int)
-        for i in sharding:
+        for i in major_to_minor:
             shape = [sizes[i] if i == j else 1 for j in range(len(sizes))]
             row_major = row_major * sizes[i] + np.arange(sizes[i]).reshape(shape)
         if not np.array_equal(row_major, grid):
             return None
-        entries.append(tuple(mesh.axis_names[i] for i in sharding))
+        entries.append(tuple(mesh.axis_names[i] for i in major_to_minor))
     return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in entries)))
 
 
@@ -101,7 +100,7 @@ def find_sharded_by(arrays: Iterable[tuple[Sequence[str], NamedSharding]]) -> Sh
     return sharded_by
 
 
-def along(
+def along_text(
     groups: Sequence[Sequence[int]],
     pairs: Sequence[tuple[int, int]],
     meshes: Sequence[AnyMesh],
@@ -118,10 +117,10 @@ def along(
         axes = mesh_axes_of(groups, mesh)
         if axes is not None:
             return axes_text(axes, mesh, sharded_by)
+    if not (pairs and meshes):
+        return ''
     # the pairs of a permute may not connect all devices along its axes
-    for mesh in meshes[:1] if pairs else ():
-        return axes_text(mesh_axes_between(pairs, mesh), mesh, sharded_by)
-    return ''
+    return axes_text(mesh_axes_between(pairs, meshes[0]), meshes[0], sharded_by)
 
 
 def axes_text(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy) -> str:

@@ -165,14 +165,14 @@ def with_fallbacks(
     return replace(leaf_spec, on_missing=on_missing, on_indivisible=on_indivisible, rule=rule)
 
 
-def parsed(spec: Any) -> Any:
+def convert_jax_spec(spec: Any) -> Any:
     """Converts a PartitionSpec or NamedSharding to a LeafSpec; returns other specs as they are."""
     return as_leaf_spec(spec) if isinstance(spec, JAX_SPECS) else spec
 
 
 def reject_unconstrained(spec: LeafSpec) -> None:
     """Raises if an axis is P.UNCONSTRAINED."""
-    if spec.partition is not None and spec.unconstrained:
+    if spec.unconstrained:
         raise EinshardError('P.UNCONSTRAINED is only for values in a traced function')
 
 
