@@ -87,7 +87,7 @@ def lay_out(
             named = [positions[name] for name in replicate_indivisible]
             axes = tuple(axis for axis in axes if axis in named)
         if axes:
-            layout = replace(without_axes(layout, axes), replicated_axes=axes)
+            layout = replace(replicate_axes(layout, axes), replicated_axes=axes)
     check_divisible(expression, layout, shape, n_devices)
     return layout
 
@@ -246,7 +246,7 @@ def signed_axes(layout: Layout, fitted: Sequence[tuple[str, ...]], sign: str) ->
     return tuple(axis for split, axes in splits if split.sign == sign for axis in axes)
 
 
-def without_axes(layout: Layout, axes: Collection[int]) -> Layout:
+def replicate_axes(layout: Layout, axes: Collection[int]) -> Layout:
     """Returns the layout with these array axes replicated."""
     splits = [replace(s, axis=None) if s.axis in axes else s for s in layout.splits]
     return Layout(tuple(merge_neighbors(splits)))

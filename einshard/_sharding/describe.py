@@ -120,7 +120,7 @@ def describe_named(
         return in_memory(expression.text, sharding.memory_kind)
     axes, rest = _axis_names(sharding, ndim, names)
     named = write(map(Term, (*axes, *rest)), (*_terms_by_name(sharding, axes), *map(Term, rest)))
-    return Description(f'{named.text}{_inexpressible(sharding)}')
+    return Description(f'{named.text}{_notes(sharding)}')
 
 
 def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
@@ -245,7 +245,7 @@ def signs_of(sharding: NamedSharding) -> dict[Any, str]:
     return dict.fromkeys(unreduced, '+') | dict.fromkeys(reduced, '=')
 
 
-def _inexpressible(sharding: NamedSharding) -> str:
+def _notes(sharding: NamedSharding) -> str:
     """Describes the parts of a sharding that an expression cannot express: ' (in pinned_host)'."""
     notes: list[str] = []
     if None in _entries(sharding):
