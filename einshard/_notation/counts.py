@@ -1,4 +1,4 @@
-"""Computes the number of shards of each term, on a number of devices. Imports no JAX."""
+"""Solves counts and stars for a number of devices. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ class Devices:
 def solve_counts(
     expression: Expression, terms: Sequence[Term], n: int, devices: Devices
 ) -> tuple[int, ...]:
-    """Returns the number of shards of each term on `n` devices, those left by mesh axes.
+    """Returns the counts of the terms, with stars replaced by numbers.
 
-    All stars stand for the same number r:
+    `terms` are the terms without mesh axes, and `n` is the number of devices that the mesh axes
+    leave. All stars stand for the same number r:
     r ** (number of stars) = n / (product of the written counts).
     """
     stars = [term for term in terms if term.star]
@@ -83,7 +84,7 @@ def _root(n: int, k: int) -> int | None:
 
 
 def _works_with(multiple: int, stars: int) -> DeviceCounts:
-    """Lists the first device counts that fit: `multiple` times a number r for each star."""
+    """Lists the device counts multiple * r ** stars for r = 1, 2, 3 and 4, as a fact."""
     counts = [multiple * r**stars for r in range(1, 5)]
     text = f'{", ".join(map(str, counts))}, ... devices'
     if stars > 1:
@@ -170,6 +171,7 @@ def _counts_that_fit(
 ) -> Suggestion | None:
     """Suggests smaller counts if the counts need more than n devices; None if it finds none."""
     counted = [term for term in terms if term.factor > 1]
+    # on one device, every count would be 1
     if math.prod(term.factor for term in counted) <= n or devices.total == 1:
         return None
     replacements: list[tuple[Term, Term]] = []

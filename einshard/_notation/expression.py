@@ -48,12 +48,12 @@ class Term:
 
     @property
     def takes_devices(self) -> bool:
-        """Whether the term's count or star takes devices."""
+        """Whether the term takes devices by a count or a star."""
         return self.star or self.factor > 1
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the term takes devices, by its count, star or mesh axes."""
+        """Whether the term takes devices by a count, a star or mesh axes; also for replicas."""
         return self.takes_devices or bool(self.mesh_axes)
 
     def __str__(self) -> str:
@@ -94,13 +94,13 @@ class Expression:
         return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
 
     def on_one_device(self) -> Expression:
-        """Returns the expression with every count 1, and without stars and replicas."""
+        """Returns the expression with every count and star replaced by 1, and without replicas."""
         terms = [
             term if term.count is None and not term.star else replace(term, count=1, star=False)
             for term in self.right
             if term.name is not None
         ]
-        # 'i2 o i4' becomes 'i o'
+        # 'i2 o i4' becomes 'i1 o'
         distinct = [t for i, t in enumerate(terms) if t.mesh_axes or t not in terms[:i]]
         return replace(self, right=tuple(distinct))
 

@@ -14,7 +14,7 @@ from .write import write, write_short
 def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> str | None:
     """Returns a warning about a count or star after an unsharded name, a likely typo: 'a 8 b'.
 
-    None if a name is sharded, or if all replicas come first, as in '8 a b'.
+    None if a name is sharded, or if no count or star follows a name, as in '8 a b'.
 
     Args:
         expression: the expression.
@@ -41,7 +41,7 @@ def mesh_axes_hint(
 ) -> str | None:
     """Returns a warning if array axes have names of mesh axes and nothing is sharded: 'data model'.
 
-    None if the expression with '@' does not work.
+    None if the expression does not work with '@' added, as in 'data@data model@model'.
 
     Args:
         expression: an expression in the short form without placements.
@@ -63,7 +63,7 @@ def mesh_axes_hint(
 
 
 def _separate_counts(expression: Expression) -> list[tuple[Term, Term]]:
-    """Returns each name with the count or star after it; [] if a name is sharded."""
+    """Returns pairs of a name and the count or star after it; [] if a name is sharded."""
     if any(term.name and term.is_sharded for term in expression.right):
         return []
     return [

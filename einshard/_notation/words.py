@@ -1,4 +1,4 @@
-"""Reads the words of an expression, and explains what is wrong with a word. Imports no JAX."""
+"""Reads words, the texts of terms, and explains what is wrong with one. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import unicodedata
 from .._errors import EinshardError, Suggestion
 
 ELLIPSIS = '...'
-# '+': devices hold terms of a sum (JAX: unreduced); '=': the gradient is such a sum (reduced)
+# '+': devices hold partial sums (JAX: unreduced); '=': gradients are partial sums (JAX: reduced)
 SIGNS = '+='
 _MESH_AXIS = re.compile(r'[^\s(),@*]+')
 
@@ -29,8 +29,8 @@ def _in_name(character: str, first: bool) -> bool:
 
 
 def read_sign(text: str, start: int, end: int) -> str:
-    """Returns the sign at `start`; '' if there is none. Raises for a sign without devices."""
-    if text[start] not in SIGNS or text.startswith('=>', start):
+    """Returns the sign at `start`; '' if there is none. Raises if it is the only character."""
+    if text[start] not in SIGNS or text.startswith('=>', start):  # '=>' is a wrong arrow
         return ''
     sign = text[start]
     if end == start + 1:
@@ -44,7 +44,7 @@ def read_sign(text: str, start: int, end: int) -> str:
 
 
 def read_digits(text: str, start: int, end: int) -> str:
-    """Returns the count at `start`; '' if there is none."""
+    """Returns the digits at `start`; '' if there are none."""
     at = start
     while at < end and text[at] in '0123456789':
         at += 1
@@ -91,7 +91,7 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
 
 
 def is_mesh_axis(name: str) -> bool:
-    """Whether this is a valid name of a mesh axis in an expression."""
+    """Whether a mesh axis of this name can be written in an expression."""
     return _MESH_AXIS.fullmatch(name) is not None
 
 
@@ -104,6 +104,7 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
         return (_signed_name if after_sign else _two_terms)(text, start, at, end)
     if character in '->→⟶⇒' or rest.startswith('=>'):
         return _wrong_arrow(text, at, rest)
+    # 'a=@tp' is not a wrong separator: it lacks a space
     if character in '/:=' and at > start and len(rest) > 1 and rest[1] != '@':
         return _wrong_separator(text, start, at, end)
     fix = None
@@ -156,13 +157,14 @@ def _wrong_separator(text: str, start: int, at: int, end: int) -> EinshardError:
     is_count = re.fullmatch(r'[0-9]*\*?', text[at + 1 : end]) is not None
     instead = 'a count comes right after the name' if is_count else "mesh axes come after '@'"
     sentence, span = f"'{character}' is not part of the notation; {instead}", (at, at + 1)
-    if character == '=':  # in the notation, it is the sign of a term
+    if character == '=':  # part of the notation, as a sign
         sentence, span = f"'{text[start:end]}' is not a valid term; {instead}", (start, end)
     fix = Suggestion(f'{text[:at]}{"" if is_count else "@"}{text[at + 1 :]}')
     return EinshardError(sentence, expression=text, spans=[span], fix=fix)
 
 
 def _invalid_character(text: str, at: int) -> EinshardError:
+    """Returns the error for a character that no term can have, such as ','."""
     character, spans = text[at], [(at, at + 1)]
     if character.isdigit():
         sentence = f"'{character}' is not a valid digit; counts use the digits 0 to 9"
@@ -197,7 +199,7 @@ def _sign_examples(sign: str) -> dict[str, str]:
 
 
 def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
-    """Returns the error for a name right after a count, a star or a term, as in 'a2b' or '2a'."""
+    """Returns the error for a name right after a count or a star, as in 'a2b', 'a*b' or '2a'."""
     word, head, rest = text[start:end], text[start:at], text[at:end]
     facts: dict[str, object] = {'as two terms': f"'{head} {rest}'"}
     if read_name(text, start, end):

@@ -1,4 +1,4 @@
-"""Writes expressions from terms. No other module does. Imports no JAX."""
+"""Writes expressions from terms. Imports no JAX."""
 
 from __future__ import annotations
 

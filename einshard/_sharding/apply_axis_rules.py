@@ -19,7 +19,8 @@ class RuledExpression(NamedTuple):
     """An expression with axis rules applied.
 
     Attributes:
-        missing_axes: mesh axes that it named but the mesh lacks.
+        expression: the expression, without the missing axes that are to be ignored.
+        missing_axes: all mesh axes that the mesh lacks, of the expression and the rules applied.
         replicate_indivisible: the array axes to replicate if their size is not divisible.
     """
 
@@ -57,7 +58,7 @@ def _with_placements(
     ruled: Sequence[tuple[Term, AxisRule | None]],
     axis_sizes: Mapping[str, int],
 ) -> Expression:
-    """Replaces the terms of a short form by those of `ruled`."""
+    """Replaces the terms of a short form by those of `ruled`; raises if two share a mesh axis."""
     terms = [
         _with_known_axes(term, axis_sizes) if rule and rule.ignores_missing else term
         for term, rule in ruled
@@ -65,7 +66,8 @@ def _with_placements(
     takes_devices = any(term.takes_devices for term in terms)
     named = any(term.mesh_axes for term in terms)
     if not any(term.star for term in terms) and (takes_devices or not named):
-        terms.insert(0, Term(star=True))  # unused devices hold replicas
+        # unused devices hold replicas; with mesh axes only, they do so without a star
+        terms.insert(0, Term(star=True))
     placed = write_short(terms)
     try:
         check_mesh_axes(placed)
@@ -95,6 +97,7 @@ def _ruled_terms(
             _parse_placement(rule.placement), name=rule.name, span=expression.right[i].span
         )
         taken = used.intersection(term.mesh_axes)
+        # a missing mesh axis that the rule ignores shards nothing either
         size_if_missing = 1 if rule.ignores_missing else None
         conflicts = any(axis_sizes.get(axis, size_if_missing) != 1 for axis in taken)
         if rule.skips_taken and conflicts:

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .mesh import AnyMesh, is_device_mesh, spec_axes
 
-# By the name of an array axis, the mesh axes that shard it: one entry for each way in which the
-# expressions of a program shard axes of this name.
+# By the name of an array axis, the mesh axes that shard it, such as {'b': [('d0', 'd1'), ('d0',)]}:
+# one entry for each way in which the expressions of a program shard axes of this name.
 ShardedBy = Mapping[str, Sequence[tuple[str, ...]]]
 
 
@@ -33,7 +33,7 @@ def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, .
     grid = np.arange(mesh.size).reshape([size for _, size in axes])
     first_group = set(groups[0])
     origin = np.unravel_index(groups[0][0], grid.shape)
-    varying: list[int] = []
+    varying: list[int] = []  # the axes along which the origin has a neighbor in its group
     for i in range(len(axes)):
         neighbor = (*origin[:i], 1 - min(origin[i], 1), *origin[i + 1 :])
         if int(grid[neighbor]) in first_group:
@@ -74,6 +74,7 @@ def sharding_of_blocks(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedS
     entries: list[tuple[str, ...]] = []
     for block_indices in blocks:
         grid = np.asarray(block_indices).reshape(sizes)
+        # along each mesh axis, the block of the second device; the first one has block 0
         steps = {
             i: int(grid[tuple(int(i == j) for j in range(len(sizes)))])
             for i, size in enumerate(sizes)
@@ -91,7 +92,10 @@ def sharding_of_blocks(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedS
 
 
 def find_sharded_by(arrays: Iterable[tuple[Sequence[str], NamedSharding]]) -> ShardedBy:
-    """Collects the mesh axes that shard each named axis of arrays with these axis names."""
+    """Collects the mesh axes that shard each array axis, by axis name.
+
+    `arrays` has the axis names and the sharding of each array.
+    """
     sharded_by: dict[str, list[tuple[str, ...]]] = {}
     for names, sharding in arrays:
         for name, axes in zip(names, spec_axes(sharding.spec), strict=False):
@@ -108,10 +112,13 @@ def along_text(
 ) -> str:
     """Formats the axes that a collective runs along, on the first mesh where they are known.
 
+    Returns '' if they are known on no mesh.
+
     Args:
-        groups, pairs: those of the collective.
+        groups: the groups of devices of the collective.
+        pairs: the sources and targets of a permute; empty for other collectives.
         meshes: the meshes of the program.
-        sharded_by: for the canonical mesh, the array axes that its mesh axes shard.
+        sharded_by: the mesh axes that shard each array axis, as `axes_text` needs them.
     """
     for mesh in meshes if groups else ():
         axes = mesh_axes_of(groups, mesh)
@@ -127,7 +134,8 @@ def axes_text(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy
     """Formats the mesh axes of a collective; on the canonical mesh, as the array axes they shard.
 
     'b,x' stands for the mesh axes that shard b and those that shard x. 'h|k' stands for mesh axes
-    that shard h in some arrays and k in others. If `axes` is None, returns ''.
+    that shard h in some arrays and k in others. If no array axes match, returns the mesh axes, or
+    'all' for all of them. If `axes` is None, returns ''.
     """
     if axes is None:
         return ''

@@ -16,8 +16,10 @@ def lower(
 ) -> NamedSharding | None:
     """Lowers a layout to a sharding; None if its counts do not match the axes of the mesh.
 
-    Counts that do not fit the canonical mesh get a mesh of the same devices with other axis sizes.
-    An ambient mesh is never replaced, because JAX rejects arrays on any other.
+    If the counts do not fit the canonical mesh, and its axes are Auto, the sharding is on a mesh of
+    the same devices with other axis sizes. An ambient mesh is never replaced, because JAX rejects
+    arrays on any other.
+
     The cache makes arrays of many shapes share one sharding object, which is faster in device_put.
     """
     fitted = fit(layout, sizes_of(mesh))

@@ -98,7 +98,7 @@ def _example(generation: str) -> str:
 
 
 def _check_shape(name: str) -> None:
-    """Raises for invalid names: the errors of libtpu use its internal names."""
+    """Raises for invalid names, because the errors of libtpu use its internal names."""
     if _GPU.search(name):
         raise EinshardError(
             f"'{name}' is not a TPU slice: topology() knows only TPUs",
