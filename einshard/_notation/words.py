@@ -57,19 +57,6 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
     Raises if they are invalid, or if the term also has a `count`, such as '2', '*' or '2*'.
     """
     word = text[start:end]
-    if count:
-        name = text[start : at - len(count)]
-        facts = {
-            'by count': f"'{name}4'  '{name}*'",
-            'by name': f"'{name}@data'  '{name}@(data,fsdp)'",
-        }
-        raise EinshardError(
-            f"'{word}' has both a {'star' if count == '*' else 'count'} and mesh axes; "
-            'use one or the other',
-            expression=text,
-            spans=[(start, end)],
-            facts=_sign_examples(name) if name in SIGNS else facts,
-        )
     written = text[at + 1 : end].strip()
     grouped = written.startswith('(') and written.endswith(')')
     names = written[1:-1].split(',') if grouped else [written]
@@ -86,6 +73,15 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
             spans=[(start, end)],
             facts={'one mesh axis': "'b@data'", 'several': "'b@(data,fsdp)'"},
             fix=Suggestion(fix) if fix else None,
+        )
+    if count:
+        name = text[start : at - len(count)]
+        raise EinshardError(
+            f"'{word}' has both a {'star' if count == '*' else 'count'} and mesh axes; "
+            'use one or the other',
+            expression=text,
+            spans=[(start, end)],
+            facts={'by count': f"'{name}{count}'", 'by name': f"'{name}{text[at:end]}'"},
         )
     return axes
 
