@@ -124,9 +124,11 @@ def _wrong_product(
             fix=fix,
             devices=fact,
         )
+    # '*' may not fit the mesh axes that are left
+    instead = 'counts must use all of them' if remaining else "add '*' to replicate over the rest"
     return expression.error(
         f'{quoted(map(str, counted))} {"uses" if len(counted) == 1 else "use"} only {product} of '
-        f"{n} {remaining}devices; add '*' to replicate over the rest",
+        f'{n} {remaining}devices; {instead}',
         guilty,
         fix=fix,
         devices=fact,
