@@ -136,7 +136,10 @@ def _partition_to_expression(spec: PartitionSpec, ndim: int | None) -> Expressio
 
 
 def signed_terms(spec: PartitionSpec, order: Collection[Any]) -> list[Term]:
-    """Returns a term of the unreduced and one of the reduced mesh axes, if any, listed in `order`."""
+    """Returns the '+' term of the unreduced and the '=' term of the reduced mesh axes, if any.
+
+    `order` lists the mesh axes in the order in which the terms name them.
+    """
     groups = [
         (sign, tuple(str(axis) for axis in order if axis in axes))
         for sign, axes in zip(SIGNS, (spec.unreduced, spec.reduced), strict=True)
