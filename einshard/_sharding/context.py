@@ -99,9 +99,9 @@ _NO_CONTEXT = Context()
 
 
 def current_context(mesh: MeshLike | None = None) -> Context:
-    """Returns the context of a call: the given or ambient mesh, and the axis rules.
+    """Returns the context of a call: the given or default mesh, and the axis rules.
 
-    The ambient mesh is the one of an enclosing per-device function; if there is none, of an
+    The default mesh is the one of an enclosing per-device function; if there is none, of an
     enclosing `sharded` function; if there is none, of `jax.set_mesh`. Call this once per pytree,
     not per leaf: finding the mesh in context takes 1 us, and hashing a sequence of devices more.
     """
@@ -244,9 +244,9 @@ _thread = _Thread()
 
 
 def mesh_scope(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
-    """Makes `mesh` the ambient mesh; None leaves it as it is.
+    """Makes `mesh` the default mesh in a `sharded` function, or while a spec function runs.
 
-    Used in `sharded` functions, and while spec functions run.
+    None leaves the default mesh as it is.
     """
     if mesh is None:
         return nullcontext()
