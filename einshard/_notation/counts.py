@@ -115,24 +115,16 @@ def _wrong_product(
                 f"{needed} devices, or a multiple of {needed} with '*' added", [needed]
             ),
         )
-    fix = _with_replica(expression)
-    remaining = 'remaining ' * bool(devices.mesh_axis_terms)
-    if not counted:
-        return expression.error(
-            f"nothing is sharded; add '*' to replicate over the {n} {remaining}devices",
-            guilty,
-            fix=fix,
-            devices=fact,
-        )
-    # '*' may not fit the mesh axes that are left
-    instead = 'counts must use all of them' if remaining else "add '*' to replicate over the rest"
-    return expression.error(
-        f'{quoted(map(str, counted))} {"uses" if len(counted) == 1 else "use"} only {product} of '
-        f'{n} {remaining}devices; {instead}',
-        guilty,
-        fix=fix,
-        devices=fact,
-    )
+    if not counted:  # then there are no mesh axes either
+        sentence = f"nothing is sharded; add '*' to replicate over the {n} devices"
+    else:
+        use = 'uses' if len(counted) == 1 else 'use'
+        sentence = f'{quoted(map(str, counted))} {use} only {product} of {n} '
+        if devices.mesh_axis_terms:  # '*' may not fit the mesh axes that are left
+            sentence += 'remaining devices; counts must use all of them'
+        else:
+            sentence += "devices; add '*' to replicate over the rest"
+    return expression.error(sentence, guilty, fix=_with_replica(expression), devices=fact)
 
 
 def _not_a_multiple(
