@@ -244,10 +244,7 @@ _thread = _Thread()
 
 
 def mesh_scope(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
-    """Makes `mesh` the default mesh in a `sharded` function, or while a spec function runs.
-
-    None leaves the default mesh as it is.
-    """
+    """Makes `mesh` the default mesh in a `with` block; None leaves the default mesh as it is."""
     if mesh is None:
         return nullcontext()
     context = _enclosing()
