@@ -40,7 +40,7 @@ from einshard._sharding.collective_axes import (
     axes_text,
     mesh_axes_between,
     mesh_axes_of,
-    sharding_of,
+    sharding_of_blocks,
 )
 
 sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
@@ -870,9 +870,9 @@ def test_shardings_of_blocks(expression):
     for axis, step in enumerate(sharding.shard_shape((8, 8))):
         starts = [indices[device][axis].start or 0 for device in sharding.mesh.devices.flat]
         blocks.append([start // step for start in starts])
-    found = sharding_of(blocks, sharding.mesh)
+    found = sharding_of_blocks(blocks, sharding.mesh)
     assert found.is_equivalent_to(sharding, 2)
-    assert sharding_of([[0, 1, 1, 0, 2, 2, 3, 3], [0] * 8], sharding.mesh) is None
+    assert sharding_of_blocks([[0, 1, 1, 0, 2, 2, 3, 3], [0] * 8], sharding.mesh) is None
 
 
 def test_paths_of_equal_things_are_one():

@@ -75,6 +75,7 @@ def test_laid_out_like_replicas_but_apart_from_them():
 # Each expression with the spec that it stands for, on x=4, y=2.
 SPECS = {
     'a b +@y': P(unreduced={'y'}),
+    'None b +@y': P(unreduced={'y'}),
     'a@x b +@y': P('x', unreduced={'y'}),
     'a b@y +@x': P(None, 'y', unreduced={'x'}),
     'a b +@(x,y)': P(unreduced={'x', 'y'}),

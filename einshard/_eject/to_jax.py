@@ -17,7 +17,13 @@ from .._inspect.show import checked_shape
 from .._notation.layout import needs_rank
 from .._plan.result import Plan
 from .._sharding.context import Context, current_context, mesh_scope
-from .._sharding.leaf_spec import LEAF_SPECS, REPLICATED, as_leaf_spec, parsed, with_fallbacks
+from .._sharding.leaf_spec import (
+    LEAF_SPECS,
+    REPLICATED,
+    as_leaf_spec,
+    convert_jax_spec,
+    with_fallbacks,
+)
 from .._sharding.mesh import AnyMesh, MeshLike
 from .._sharding.resolve import resolve
 from .._text import array_text, name_of
@@ -139,7 +145,7 @@ def _write_sharding(spec: Any, args: Sequence[Any], shape: Any, context: Context
         shape = checked_shape(shape)
     elif args:
         shape = np.shape(args[0])
-    sharding = resolve(parsed(spec), shape, context).sharding
+    sharding = resolve(convert_jax_spec(spec), shape, context).sharding
     writer = Writer(context.lowering_mesh)
     code = labeled('sharding = ', writer.sharding(sharding))
     return module(_title(spec, sharding.mesh), [*writer.definitions(), statement(code)])
@@ -208,7 +214,9 @@ def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
             continue
         if not isinstance(spec, LEAF_SPECS):
             raise _needs_tree(f"the spec of '{pattern}' is a function of the arrays")
-        leaf_spec = with_fallbacks(parsed(spec), on_missing=rules.missing, rule=f"'{pattern}'")
+        leaf_spec = with_fallbacks(
+            convert_jax_spec(spec), on_missing=rules.missing, rule=f"'{pattern}'"
+        )
         if needs_rank(leaf_spec.expression):
             raise _needs_tree(f"the sharding of '{pattern}' depends on the ranks of the arrays")
         path_rules.append((pattern, resolve(leaf_spec, None, context).sharding))

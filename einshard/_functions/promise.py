@@ -21,7 +21,7 @@ from .._hlo.buffers import Temporary, largest_temporaries
 from .._hlo.collectives import KINDS, Collective, read_collectives
 from .._hlo.memory import parse_bytes, read_memory
 from .._hlo.module import Module
-from .._sharding.collective_axes import ShardedBy, along
+from .._sharding.collective_axes import ShardedBy, along_text
 from .._sharding.context import depth_of_user, is_staging, is_tracing
 from .._text import format_bytes, short_arrays, short_source
 
@@ -114,7 +114,7 @@ def check_promise(
     shardings += [result.sharding for result in jtu.tree_leaves(results)]
     meshes = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
     by_name = {} if sharded_by is None else sharded_by(results)
-    with_axes = [(x, along(x.groups, x.pairs, meshes, by_name)) for x in too_many]
+    with_axes = [(x, along_text(x.groups, x.pairs, meshes, by_name)) for x in too_many]
     raise _unexpected(name, allowed, with_axes) from None
 
 

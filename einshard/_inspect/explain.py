@@ -17,7 +17,7 @@ from .._hlo.collectives import Collective, find_collectives
 from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import read_memory
 from .._hlo.module import Module
-from .._sharding.collective_axes import ShardedBy, along, find_sharded_by
+from .._sharding.collective_axes import ShardedBy, along_text, find_sharded_by
 from .._sharding.mesh import AnyMesh, Device, MeshLike, is_device_mesh
 from .arrays import array_row, find_arguments, find_results, results_in_place
 from .bounds import NO_BOUNDS, find_bounds
@@ -246,7 +246,7 @@ def _collective_row(
         bytes=collective.bytes,
         group_size=collective.group_size,
         groups=collective.n_groups,
-        along=along(collective.groups, collective.pairs, meshes, sharded_by),
+        along=along_text(collective.groups, collective.pairs, meshes, sharded_by),
         executions=collective.executions,
         network_bytes=collective.network_bytes,
         is_async=collective.is_async,

@@ -24,7 +24,7 @@ from .._errors import EinshardError
 from .._hlo.groups import read_groups
 from .._hlo.module import Instruction, Module
 from .._progress import progress
-from .._sharding.collective_axes import sharding_of
+from .._sharding.collective_axes import sharding_of_blocks
 from .._sharding.describe import describe_named
 from .._sharding.mesh import AnyMesh, partition_spec, spec_axes
 from .report_rows import ArrayRow
@@ -149,7 +149,7 @@ def read_shardings(
     shardings: list[NamedSharding | None] = []
     for element, ndim in zip(elements, ranks, strict=False):
         blocks = _block_indices(element, ndim, mesh.size)
-        shardings.append(None if blocks is None else sharding_of(blocks, mesh))
+        shardings.append(None if blocks is None else sharding_of_blocks(blocks, mesh))
     return shardings
 
 
@@ -165,7 +165,7 @@ def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, tu
     terms = _term_indices(text, ndim, meshes[0].size)
     for mesh in meshes:
         # as if the terms of a partial sum were stacked along one more axis
-        sharding = sharding_of([*blocks, terms], mesh)
+        sharding = sharding_of_blocks([*blocks, terms], mesh)
         if sharding is None:
             continue
         entries = spec_axes(sharding.spec)

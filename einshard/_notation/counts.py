@@ -1,4 +1,4 @@
-"""Computes the number of shards of each term, on a number of devices. Imports no JAX."""
+"""Solves counts and stars for a number of devices. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ class Devices:
 def solve_counts(
     expression: Expression, terms: Sequence[Term], n: int, devices: Devices
 ) -> tuple[int, ...]:
-    """Returns the number of shards of each term on `n` devices, those left by mesh axes.
+    """Returns the counts of the terms, with stars replaced by numbers.
 
-    All stars stand for the same number r:
+    `terms` are the terms without mesh axes, and `n` is the number of devices that the mesh axes
+    leave. All stars stand for the same number r:
     r ** (number of stars) = n / (product of the written counts).
     """
     stars = [term for term in terms if term.star]
@@ -83,7 +84,7 @@ def _root(n: int, k: int) -> int | None:
 
 
 def _works_with(multiple: int, stars: int) -> DeviceCounts:
-    """Lists the first device counts that fit: `multiple` times a number r for each star."""
+    """Lists the device counts multiple * r ** stars for r = 1, 2, 3 and 4, as a fact."""
     counts = [multiple * r**stars for r in range(1, 5)]
     text = f'{", ".join(map(str, counts))}, ... devices'
     if stars > 1:
@@ -114,22 +115,16 @@ def _wrong_product(
                 f"{needed} devices, or a multiple of {needed} with '*' added", [needed]
             ),
         )
-    fix = _with_replica(expression)
-    remaining = 'remaining ' * bool(devices.mesh_axis_terms)
-    if not counted:
-        return expression.error(
-            f"nothing is sharded; add '*' to replicate over the {n} {remaining}devices",
-            guilty,
-            fix=fix,
-            devices=fact,
-        )
-    return expression.error(
-        f'{quoted(map(str, counted))} {"uses" if len(counted) == 1 else "use"} only {product} of '
-        f"{n} {remaining}devices; add '*' to replicate over the rest",
-        guilty,
-        fix=fix,
-        devices=fact,
-    )
+    if not counted:  # then there are no mesh axes either
+        sentence = f"nothing is sharded; add '*' to replicate over the {n} devices"
+    else:
+        use = 'uses' if len(counted) == 1 else 'use'
+        sentence = f'{quoted(map(str, counted))} {use} only {product} of {n} '
+        if devices.mesh_axis_terms:  # '*' may not fit the mesh axes that are left
+            sentence += 'remaining devices; counts must use all of them'
+        else:
+            sentence += "devices; add '*' to replicate over the rest"
+    return expression.error(sentence, guilty, fix=_with_replica(expression), devices=fact)
 
 
 def _not_a_multiple(
@@ -170,6 +165,7 @@ def _counts_that_fit(
 ) -> Suggestion | None:
     """Suggests smaller counts if the counts need more than n devices; None if it finds none."""
     counted = [term for term in terms if term.factor > 1]
+    # on one device, every count would be 1
     if math.prod(term.factor for term in counted) <= n or devices.total == 1:
         return None
     replacements: list[tuple[Term, Term]] = []
@@ -182,7 +178,7 @@ def _counts_that_fit(
         if len(counted) > 1:
             return None
         replacements = [(counted[0], replace(counted[0], count=n))]
-    return _with_terms(expression, replacements)
+    return with_terms(expression, replacements)
 
 
 def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -> Suggestion:
@@ -191,10 +187,10 @@ def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int)
     replacements = [
         (term, replace(term, count=n if term is taker else 1, star=False)) for term in stars
     ]
-    return _with_terms(expression, replacements)
+    return with_terms(expression, replacements)
 
 
-def _with_terms(expression: Expression, replacements: Sequence[tuple[Term, Term]]) -> Suggestion:
+def with_terms(expression: Expression, replacements: Sequence[tuple[Term, Term]]) -> Suggestion:
     """Suggests the expression with some terms replaced; omits counts of 1."""
     text = expression.text
     for term, replacement in reversed(replacements):

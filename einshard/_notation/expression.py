@@ -48,12 +48,12 @@ class Term:
 
     @property
     def takes_devices(self) -> bool:
-        """Whether the term's count or star takes devices."""
+        """Whether the term takes devices by a count or a star."""
         return self.star or self.factor > 1
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the term takes devices, by its count, star or mesh axes."""
+        """Whether the term takes devices by a count, a star or mesh axes; also for replicas."""
         return self.takes_devices or bool(self.mesh_axes)
 
     def __str__(self) -> str:
@@ -94,13 +94,13 @@ class Expression:
         return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
 
     def on_one_device(self) -> Expression:
-        """Returns the expression with every count 1, and without stars and replicas."""
+        """Returns the expression with every count and star replaced by 1, and without replicas."""
         terms = [
             term if term.count is None and not term.star else replace(term, count=1, star=False)
             for term in self.right
             if term.name is not None
         ]
-        # 'i2 o i4' becomes 'i o'
+        # 'i2 o i4' becomes 'i1 o'
         distinct = [t for i, t in enumerate(terms) if t.mesh_axes or t not in terms[:i]]
         return replace(self, right=tuple(distinct))
 
@@ -181,7 +181,7 @@ def _term(text: str, start: int, end: int) -> Term:
     at += star
     mesh_axes = ()
     if at < end and text[at] == '@' and (name or sign):
-        mesh_axes = read_mesh_axes(text, at, end, span=(start, end), has_count=bool(count) or star)
+        mesh_axes = read_mesh_axes(text, start, at, end, count + '*' * star)
         at = end
     if at < end:
         raise not_a_term(text, start, at, end)
@@ -277,11 +277,11 @@ def _check_right(expression: Expression, where: str) -> None:
     _check_ellipsis(expression, expression.right, where)
     check_mesh_axes(expression)
     for sign in SIGNS:
-        groups = [term for term in expression.right if term.sign == sign]
-        if len(groups) > 1:
+        signed = [term for term in expression.right if term.sign == sign]
+        if len(signed) > 1:
             raise expression.error(
-                f"'{sign}' appears {len(groups)} times; write it once, with all its mesh axes",
-                groups,
+                f"'{sign}' appears {len(signed)} times; write it once, with all its mesh axes",
+                signed,
                 example=f"'{sign}@(data,tp)'",
             )
 

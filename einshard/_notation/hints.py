@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection
 from .._errors import printable, quoted
 from .._suggestions import works
 from .expression import ELLIPSIS, Expression, Term
+from .write import write, write_short
 
 
 def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> str | None:
     """Returns a warning about a count or star after an unsharded name, a likely typo: 'a 8 b'.
 
-    None if a name is sharded, or if all replicas come first, as in '8 a b'.
+    None if a name is sharded, or if no count or star follows a name, as in '8 a b'.
 
     Args:
         expression: the expression.
@@ -26,14 +27,12 @@ def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> st
     for name, count in reversed(separate):
         joined = f'{joined[: name.span[1]]}{joined[count.span[0] :]}'
     terms = sorted(expression.right, key=lambda term: term.name is not None)
-    replicas_first = ' '.join(map(str, terms))
-    if not expression.short:
-        replicas_first = f'{" ".join(expression.names)} -> {replicas_first}'
+    replicas_first = write_short(terms) if expression.short else write(expression.left, terms)
     to_shard = f"'{joined}' to shard, or " if works(lambda: attempt(joined)) else ''
     return printable(
         f"in '{expression.text}', {quoted(str(count) for _, count in separate)} only "
         f'{"replicates" if len(separate) == 1 else "replicate"}, and nothing is sharded; '
-        f"write {to_shard}'{replicas_first}' to replicate without this warning"
+        f"write {to_shard}'{replicas_first.text}' to replicate without this warning"
     )
 
 
@@ -42,7 +41,7 @@ def mesh_axes_hint(
 ) -> str | None:
     """Returns a warning if array axes have names of mesh axes and nothing is sharded: 'data model'.
 
-    None if the expression with '@' does not work.
+    None if the expression does not work with '@' added, as in 'data@data model@model'.
 
     Args:
         expression: an expression in the short form without placements.
@@ -64,7 +63,7 @@ def mesh_axes_hint(
 
 
 def _separate_counts(expression: Expression) -> list[tuple[Term, Term]]:
-    """Returns each name with the count or star after it; [] if a name is sharded."""
+    """Returns pairs of a name and the count or star after it; [] if a name is sharded."""
     if any(term.name and term.is_sharded for term in expression.right):
         return []
     return [

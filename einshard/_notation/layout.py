@@ -1,7 +1,4 @@
-"""Lays out an expression on devices. Imports no JAX.
-
-Devices are numbered 0 to N - 1 in hardware order.
-"""
+"""Lays out an expression on devices. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from .._errors import EinshardError, Suggestion, plural, quoted
-from .counts import Devices, prime_factors, solve_counts
+from .counts import Devices, prime_factors, solve_counts, with_terms
 from .expression import ELLIPSIS, Expression, Term
 
 
@@ -30,21 +27,23 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The device grid of an expression: its dimensions, slowest first.
+    """The device grid of an expression.
 
-    Equal placements have equal layouts: dimensions of size 1 are omitted, and neighbors that shard
-    the same axis are merged. Splits by mesh axes come first, in the order written; splits by count
-    use the remaining devices. If an array axis has both kinds, all its splits come in the second
-    part, in the order written.
+    Splits by mesh axes come first, in the order written. Splits by count follow: they divide the
+    remaining devices, slowest first. If an array axis has both kinds, all its splits are in the
+    second part, in the order written.
+
+    Every split by count has a count above 1, and neighbors are merged if they shard the same axis
+    or hold the same kind of replicas. So equal placements by counts have equal layouts.
     """
 
     splits: tuple[Split, ...]
-    # axes that are replicated because their size is not divisible
+    # positions of the axes that are replicated because their size is not divisible
     replicated_axes: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def n_shards(self) -> dict[int, int]:
-        """The number of shards of each sharded array axis."""
+        """The number of shards of each sharded array axis, by the position of the axis."""
         n_shards: dict[int, int] = {}
         for split in self.splits:
             if split.axis is not None:
@@ -65,7 +64,6 @@ def lay_out(
     """Returns the layout of an expression on `n_devices` devices; raises if it does not fit.
 
     Args:
-        expression: the expression.
         shape: the shape of the array, or the rank that the user gave as `ndim=`. None is allowed if
             no sharded axis comes after '...'.
         n_devices: the number of devices.
@@ -87,7 +85,7 @@ def lay_out(
             named = [positions[name] for name in replicate_indivisible]
             axes = tuple(axis for axis in axes if axis in named)
         if axes:
-            layout = replace(without_axes(layout, axes), replicated_axes=axes)
+            layout = replace(replicate_axes(layout, axes), replicated_axes=axes)
     check_divisible(expression, layout, shape, n_devices)
     return layout
 
@@ -100,25 +98,26 @@ def _lay_out(
     replicates_by_default: bool,
     hints: Mapping[str, str],
 ) -> Layout:
+    """Returns the layout, without checking sizes; `positions` are those of the named axes."""
     named = [term for term in expression.right if term.mesh_axes]
     unnamed = [term for term in expression.right if not term.mesh_axes]
     by_name = _named_splits(expression, named, positions, axis_sizes)
     taken = math.prod(split.count for split in by_name)
     if (by_name or replicates_by_default) and not any(term.takes_devices for term in unnamed):
         return Layout(tuple(by_name))
-    left = n_devices // taken
-    counts = solve_counts(expression, unnamed, left, Devices(n_devices, named, taken, hints))
-    next_split, next_count = iter(by_name), iter(counts)
+    devices = Devices(n_devices, named, taken, hints)
+    counts = iter(solve_counts(expression, unnamed, n_devices // taken, devices))
+    splits = iter(by_name)
     written: list[Split] = []
     for term in expression.right:
         if term.mesh_axes:
-            written.append(next(next_split))
+            written.append(next(splits))
             continue
-        count = next(next_count)
+        count = next(counts)
         if term.name != ELLIPSIS and count > 1:
             axis = None if term.name is None else positions[term.name]
             written.append(Split(count, axis, sign=term.sign))
-    # an axis sharded by name and by count: its splits in the order written, major first
+    # the splits of an axis that is sharded by mesh axes and by count stay in the order written
     counted_axes = {split.axis for split in written if not split.mesh_axes} - {None}
     first = [split for split in by_name if split.axis not in counted_axes]
     rest = [split for split in written if not split.mesh_axes or split.axis in counted_axes]
@@ -215,7 +214,7 @@ def misfit(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
 
 
 def _with_star_after(expression: Expression) -> Suggestion | None:
-    """Moves a '*' from the front of the counts to their end: '* b4 d' to 'b4 * d'."""
+    """Suggests 'b4 * d' for '* b4 d'; None unless '*' comes before the other counts."""
     counted = [term for term in expression.right if term.takes_devices and not term.mesh_axes]
     if len(counted) < 2:
         return None
@@ -231,7 +230,10 @@ def fitting_sizes(layout: Layout) -> tuple[int, ...]:
 
 
 def spec_entries(layout: Layout, fitted: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    """Returns the mesh axes of each array axis, major to minor, up to the last sharded axis."""
+    """Returns the mesh axes of each array axis, major to minor, up to the last sharded axis.
+
+    `fitted` is what `fit` returns.
+    """
     entries: dict[int, tuple[str, ...]] = {}
     for split, mesh_axes in zip(layout.splits, fitted, strict=True):
         if split.axis is not None:
@@ -246,7 +248,7 @@ def signed_axes(layout: Layout, fitted: Sequence[tuple[str, ...]], sign: str) ->
     return tuple(axis for split, axes in splits if split.sign == sign for axis in axes)
 
 
-def without_axes(layout: Layout, axes: Collection[int]) -> Layout:
+def replicate_axes(layout: Layout, axes: Collection[int]) -> Layout:
     """Returns the layout with these array axes replicated."""
     splits = [replace(s, axis=None) if s.axis in axes else s for s in layout.splits]
     return Layout(tuple(merge_neighbors(splits)))
@@ -268,7 +270,7 @@ def with_unsharded(terms: Sequence[Term], names: Sequence[str]) -> list[Term]:
 
 
 def needs_rank(expression: Expression) -> bool:
-    """Whether the sharding depends on ndim: a sharded axis comes after '...'."""
+    """Whether the sharding depends on ndim: a sharded axis comes after '...' on the left side."""
     names = expression.names
     late = names[names.index(ELLIPSIS) + 1 :] if ELLIPSIS in names else ()
     return any(term.name in late and term.is_sharded for term in expression.right)
@@ -279,7 +281,8 @@ def axis_positions(
 ) -> dict[str, int]:
     """Returns the position of each named axis in an array of `ndim` dimensions.
 
-    `rank_text` states the rank in errors, unless it is that of an array: 'ndim=3'.
+    `rank_text` is how errors state the rank, such as 'ndim=3'. Default: 'the array has 3
+    dimensions'.
     """
     names = expression.names
     rank_text = rank_text or f'the array has {plural(ndim or 0, "dimension")}'
@@ -324,6 +327,7 @@ def _named_splits(
     positions: Mapping[str, int],
     axis_sizes: Mapping[str, int] | None,
 ) -> list[Split]:
+    """Returns the split of each term, all of which have mesh axes."""
     if not terms:
         return []
     if axis_sizes is None:
@@ -332,13 +336,13 @@ def _named_splits(
             f'{quoted(map(str, terms))} {"names" if len(terms) == 1 else "name"} mesh axes, '
             'but there is no mesh',
             terms,
-            fix=_with_term(expression, *counts[0]) if counts else None,
+            fix=with_terms(expression, counts[:1]) if counts else None,
             expected="mesh=mesh or 'with jax.set_mesh(mesh):'",
         )
     splits: list[Split] = []
     for term in terms:
         sizes = [_axis_size(expression, term, axis, axis_sizes) for axis in term.mesh_axes]
-        axis = positions.get(str(term.name))
+        axis = None if term.name is None else positions[term.name]
         splits.append(Split(math.prod(sizes), axis, term.mesh_axes, term.sign))
     return splits
 
@@ -351,7 +355,7 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
     raise expression.error(
         f"the mesh has no axis '{axis}'",
         [term],
-        fix=_with_term(expression, term, meant) if meant else None,
+        fix=with_terms(expression, [(term, meant)]) if meant else None,
         mesh=mesh_text(sizes),
     )
 
@@ -364,17 +368,12 @@ def _as_count(term: Term) -> Term | None:
 
 
 def _other_axes(term: Term, axis: str, free: Collection[str]) -> Term | None:
-    """Replaces a missing mesh axis by likely ones: 'a@data+tp' to 'a@(data,tp)', 'a@dta' to ..."""
+    """Replaces a missing mesh axis, as in 'a@data+tp', by likely ones; None if there are none."""
     meant = re.findall(r'\w+', axis)
     if len(meant) == 1 or not {*meant} <= {*free}:
         meant = difflib.get_close_matches(axis, free, n=1)
     axes = [name for old in term.mesh_axes for name in (meant if old == axis else [old])]
     return replace(term, mesh_axes=tuple(axes)) if meant else None
-
-
-def _with_term(expression: Expression, old: Term, new: Term) -> Suggestion:
-    start, end = old.span
-    return Suggestion(f'{expression.text[:start]}{new}{expression.text[end:]}')
 
 
 def mesh_text(axis_sizes: Mapping[str, int]) -> str:
@@ -383,7 +382,7 @@ def mesh_text(axis_sizes: Mapping[str, int]) -> str:
 
 
 def merge_neighbors(splits: Sequence[Split]) -> list[Split]:
-    """Merges neighboring splits by count that shard the same array axis or hold replicas."""
+    """Merges neighboring splits by count with the same axis and sign."""
     merged: list[Split] = []
     for split in splits:
         last = merged[-1] if merged else None

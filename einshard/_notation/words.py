@@ -1,14 +1,14 @@
-"""Reads the words of an expression, and explains what is wrong with a word. Imports no JAX."""
+"""Reads words, the texts of terms, and explains what is wrong with one. Imports no JAX."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 
-from .._errors import EinshardError, Span, Suggestion
+from .._errors import EinshardError, Suggestion
 
 ELLIPSIS = '...'
-# '+': devices hold terms of a sum (JAX: unreduced); '=': the gradient is such a sum (reduced)
+# '+': devices hold partial sums (JAX: unreduced); '=': gradients are partial sums (JAX: reduced)
 SIGNS = '+='
 _MESH_AXIS = re.compile(r'[^\s(),@*]+')
 
@@ -29,8 +29,8 @@ def _in_name(character: str, first: bool) -> bool:
 
 
 def read_sign(text: str, start: int, end: int) -> str:
-    """Returns the sign at `start`; '' if there is none. Raises for a sign without devices."""
-    if text[start] not in SIGNS or text.startswith('=>', start):
+    """Returns the sign at `start`; '' if there is none. Raises if it is the only character."""
+    if text[start] not in SIGNS or text.startswith('=>', start):  # '=>' is a wrong arrow
         return ''
     sign = text[start]
     if end == start + 1:
@@ -38,42 +38,29 @@ def read_sign(text: str, start: int, end: int) -> str:
             f"'{sign}' alone is not a valid term; add a count, a star or mesh axes",
             expression=text,
             spans=[(start, end)],
-            facts={'by count': f"'{sign}2'  '{sign}*'", 'by name': f"'{sign}@tp'"},
+            facts=_sign_examples(sign),
         )
     return sign
 
 
 def read_digits(text: str, start: int, end: int) -> str:
-    """Returns the count at `start`; '' if there is none."""
+    """Returns the digits at `start`; '' if there are none."""
     at = start
     while at < end and text[at] in '0123456789':
         at += 1
     return text[start:at]
 
 
-def read_mesh_axes(text: str, at: int, end: int, span: Span, has_count: bool) -> tuple[str, ...]:
-    """Returns the mesh axes after the '@' at `at`.
+def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tuple[str, ...]:
+    """Returns the mesh axes of the term from `start` to `end`, whose '@' is at `at`.
 
-    Raises if the term, at `span`, also has a count or a star, or if they are not valid.
+    Raises if they are invalid, or if the term also has a `count`, such as '2', '*' or '2*'.
     """
-    if has_count:
-        word = text[slice(*span)]
-        name = re.split('[0-9*]', word, maxsplit=1)[0]
-        facts = {
-            'by count': f"'{name}4'  '{name}*'",
-            'by name': f"'{name}@data'  '{name}@(data,fsdp)'",
-        }
-        raise EinshardError(
-            f"'{word}' has both a {'count' if re.search('[0-9]', word) else 'star'} and mesh axes; "
-            'use one or the other',
-            expression=text,
-            spans=[span],
-            facts=_sign_examples(word[0]) if word[0] in SIGNS else facts,
-        )
+    word = text[start:end]
     written = text[at + 1 : end].strip()
     grouped = written.startswith('(') and written.endswith(')')
-    words = written[1:-1].split(',') if grouped else [written]
-    axes = tuple(word.strip() for word in words)
+    names = written[1:-1].split(',') if grouped else [written]
+    axes = tuple(name.strip() for name in names)
     if not all(map(is_mesh_axis, axes)):
         fix = None
         if re.fullmatch(r'[0-9]*\*', written):
@@ -81,17 +68,26 @@ def read_mesh_axes(text: str, at: int, end: int, span: Span, has_count: bool) ->
         elif ',' in written and not grouped:
             fix = f'{text[: at + 1]}({written}){text[end:]}'
         raise EinshardError(
-            f"'{text[slice(*span)]}' has no valid mesh axes after '@'",
+            f"'{word}' has no valid mesh axes after '@'",
             expression=text,
-            spans=[span],
+            spans=[(start, end)],
             facts={'one mesh axis': "'b@data'", 'several': "'b@(data,fsdp)'"},
             fix=Suggestion(fix) if fix else None,
+        )
+    if count:
+        name = text[start : at - len(count)]
+        raise EinshardError(
+            f"'{word}' has both a {'star' if count == '*' else 'count'} and mesh axes; "
+            'use one or the other',
+            expression=text,
+            spans=[(start, end)],
+            facts={'by count': f"'{name}{count}'", 'by name': f"'{name}{text[at:end]}'"},
         )
     return axes
 
 
 def is_mesh_axis(name: str) -> bool:
-    """Whether this is a valid name of a mesh axis in an expression."""
+    """Whether a mesh axis of this name can be written in an expression."""
     return _MESH_AXIS.fullmatch(name) is not None
 
 
@@ -99,11 +95,12 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
     """Returns the error for a word that is not a term because of the characters from `at` on."""
     word, rest = text[start:end], text[at:end]
     character = rest[0]
-    if character.isalpha() or character == '_':
+    if _in_name(character, first=True):
         after_sign = word[0] in SIGNS and at == start + 1
         return (_signed_name if after_sign else _two_terms)(text, start, at, end)
     if character in '->→⟶⇒' or rest.startswith('=>'):
         return _wrong_arrow(text, at, rest)
+    # 'a=@tp' is not a wrong separator: it lacks a space
     if character in '/:=' and at > start and len(rest) > 1 and rest[1] != '@':
         return _wrong_separator(text, start, at, end)
     fix = None
@@ -132,7 +129,7 @@ def _about_dots(word: str) -> str:
         return "; write '...' for unnamed axes"
     if word.startswith(ELLIPSIS) and (other[0] in '*@' or read_digits(other, 0, 1)):
         return ": the axes in '...' are unsharded"
-    return f": put a space between '...' and '{other}'"
+    return ": put spaces around '...'"
 
 
 def _wrong_arrow(text: str, at: int, rest: str) -> EinshardError:
@@ -156,13 +153,14 @@ def _wrong_separator(text: str, start: int, at: int, end: int) -> EinshardError:
     is_count = re.fullmatch(r'[0-9]*\*?', text[at + 1 : end]) is not None
     instead = 'a count comes right after the name' if is_count else "mesh axes come after '@'"
     sentence, span = f"'{character}' is not part of the notation; {instead}", (at, at + 1)
-    if character == '=':  # in the notation, it is the sign of a term
+    if character == '=':  # part of the notation, as a sign
         sentence, span = f"'{text[start:end]}' is not a valid term; {instead}", (start, end)
     fix = Suggestion(f'{text[:at]}{"" if is_count else "@"}{text[at + 1 :]}')
     return EinshardError(sentence, expression=text, spans=[span], fix=fix)
 
 
 def _invalid_character(text: str, at: int) -> EinshardError:
+    """Returns the error for a character that no term can have, such as ','."""
     character, spans = text[at], [(at, at + 1)]
     if character.isdigit():
         sentence = f"'{character}' is not a valid digit; counts use the digits 0 to 9"
@@ -197,7 +195,7 @@ def _sign_examples(sign: str) -> dict[str, str]:
 
 
 def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
-    """Returns the error for a name right after a count, a star or a term, as in 'a2b' or '2a'."""
+    """Returns the error for a name right after a count or a star, as in 'a2b', 'a*b' or '2a'."""
     word, head, rest = text[start:end], text[start:at], text[at:end]
     facts: dict[str, object] = {'as two terms': f"'{head} {rest}'"}
     if read_name(text, start, end):
@@ -205,6 +203,8 @@ def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
         sentence = f"'{word}' is not a valid term: {digits}spaces separate terms"
         if re.fullmatch(r'\w+', word):
             facts['as one name'] = f"'{re.sub('[0-9]+', '_', word).strip('_')}'"
+    elif head[0] in SIGNS:
+        sentence = f"'{word}' is not a valid term: spaces separate terms"
     else:
         part = 'star' if head.endswith('*') else 'count'
         sentence = f"'{word}' is not a valid term: a {part} comes after the name"

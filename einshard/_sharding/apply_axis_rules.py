@@ -19,7 +19,8 @@ class RuledExpression(NamedTuple):
     """An expression with axis rules applied.
 
     Attributes:
-        missing_axes: mesh axes that it named but the mesh lacks.
+        expression: the expression, without the missing axes that are to be ignored.
+        missing_axes: all mesh axes that the mesh lacks, of the expression and the rules applied.
         replicate_indivisible: the array axes to replicate if their size is not divisible.
     """
 
@@ -57,7 +58,7 @@ def _with_placements(
     ruled: Sequence[tuple[Term, AxisRule | None]],
     axis_sizes: Mapping[str, int],
 ) -> Expression:
-    """Replaces the terms of a short form by those of `ruled`."""
+    """Replaces the terms of a short form by those of `ruled`; raises if two share a mesh axis."""
     terms = [
         _with_known_axes(term, axis_sizes) if rule and rule.ignores_missing else term
         for term, rule in ruled
@@ -65,7 +66,8 @@ def _with_placements(
     takes_devices = any(term.takes_devices for term in terms)
     named = any(term.mesh_axes for term in terms)
     if not any(term.star for term in terms) and (takes_devices or not named):
-        terms.insert(0, Term(star=True))  # unused devices hold replicas
+        # unused devices hold replicas; with mesh axes only, they do so without a star
+        terms.insert(0, Term(star=True))
     placed = write_short(terms)
     try:
         check_mesh_axes(placed)
@@ -85,26 +87,27 @@ def _ruled_terms(
     ruled: list[tuple[Term, AxisRule | None]] = [(term, None) for term in expression.right]
     if not (expression.short and rules):
         return ruled
-    by_name = {term.name: i for i, term in enumerate(expression.right) if term == Term(term.name)}
+    index_of = {term.name: i for i, term in enumerate(expression.right) if term == Term(term.name)}
     used = {axis for term in expression.right for axis in term.mesh_axes}
     for rule in rules:
-        i = by_name.get(rule.name)
+        i = index_of.get(rule.name)
         if i is None or ruled[i][1] is not None:
             continue
         term = replace(
             _parse_placement(rule.placement), name=rule.name, span=expression.right[i].span
         )
-        used_here = used.intersection(term.mesh_axes)
+        taken = used.intersection(term.mesh_axes)
+        # a missing mesh axis that the rule ignores shards nothing either
         size_if_missing = 1 if rule.ignores_missing else None
-        conflicts = any(axis_sizes.get(axis, size_if_missing) != 1 for axis in used_here)
+        conflicts = any(axis_sizes.get(axis, size_if_missing) != 1 for axis in taken)
         if rule.skips_taken and conflicts:
             continue
         # a mesh axis of size 1 shards nothing, so rules for several array axes may name it
-        axes = tuple(a for a in term.mesh_axes if a not in used_here or axis_sizes.get(a) != 1)
+        axes = tuple(a for a in term.mesh_axes if a not in taken or axis_sizes.get(a) != 1)
         used.update(axes)
         ruled[i] = replace(term, mesh_axes=axes), rule
     rule_names = {rule.name for rule in rules}
-    for name, i in by_name.items():
+    for name, i in index_of.items():
         if name not in rule_names:
             _check_spelling(expression, expression.right[i], rule_names)
     return ruled
@@ -134,15 +137,15 @@ def _is_misspelled(name: str, other: str) -> bool:
     shortest = min(len(name), len(other))
     if shortest < 3 or any(len(word) == 1 for word in different):
         return False
-    start = _common_prefix(name, other)
+    start = _common_prefix_length(name, other)
     name, other = name[start:], other[start:]
-    end = _common_prefix(name[::-1], other[::-1])
+    end = _common_prefix_length(name[::-1], other[::-1])
     name, other = name[: len(name) - end], other[: len(other) - end]
     is_swap = len(name) == 2 and name == other[::-1]
     return is_swap or (shortest > 3 and max(len(name), len(other)) == 1)
 
 
-def _common_prefix(name: str, other: str) -> int:
+def _common_prefix_length(name: str, other: str) -> int:
     pairs = zip(name, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -67,7 +67,7 @@ def _wrong_sizes(
 def _fitting(sizes: Mapping[str, int], n_devices: int) -> Iterator[dict[str, int]]:
     """Yields axis sizes with the product `n_devices`.
 
-    These change at most two axes of `sizes` (-1 counts as 1), or give all devices to the first.
+    They differ from `sizes` in at most two axes (-1 counts as 1), or give all devices to the first.
     """
     requested = {name: max(size, 1) for name, size in sizes.items()}
     candidates: list[dict[str, int]] = []
@@ -90,7 +90,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _distance(sizes: Mapping[str, int], other: Mapping[str, int]) -> float:
-    """Sums up by which factors the sizes differ, on a logarithmic scale."""
+    """Returns the sum of |log(other size / size)| over all axes but the one of size -1."""
     return sum(abs(math.log(other[name] / size)) for name, size in sizes.items() if size != -1)
 
 

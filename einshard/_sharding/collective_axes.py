@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .mesh import AnyMesh, is_device_mesh, spec_axes
 
-# By the name of an array axis, the mesh axes that shard it: one entry for each way in which the
-# expressions of a program shard axes of this name.
+# By the name of an array axis, the mesh axes that shard it, such as {'b': [('d0', 'd1'), ('d0',)]}:
+# one entry for each way in which the expressions of a program shard axes of this name.
 ShardedBy = Mapping[str, Sequence[tuple[str, ...]]]
 
 
@@ -33,7 +33,7 @@ def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, .
     grid = np.arange(mesh.size).reshape([size for _, size in axes])
     first_group = set(groups[0])
     origin = np.unravel_index(groups[0][0], grid.shape)
-    varying: list[int] = []
+    varying: list[int] = []  # the axes along which the origin has a neighbor in its group
     for i in range(len(axes)):
         neighbor = (*origin[:i], 1 - min(origin[i], 1), *origin[i + 1 :])
         if int(grid[neighbor]) in first_group:
@@ -59,11 +59,11 @@ def mesh_axes_between(pairs: Sequence[tuple[int, int]], mesh: AnyMesh) -> tuple[
         ('tp',)
     """
     places = np.array(np.unravel_index(np.array(pairs), mesh.axis_sizes))  # [axis, pair, end]
-    differ = (places[..., 0] != places[..., 1]).any(axis=1).tolist()
-    return tuple(str(name) for name, n in zip(mesh.axis_names, differ, strict=True) if n)
+    differ = (places[..., 0] != places[..., 1]).any(axis=1)
+    return tuple(map(str, itertools.compress(mesh.axis_names, differ)))
 
 
-def sharding_of(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding | None:
+def sharding_of_blocks(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding | None:
     """Finds the sharding over a mesh in which devices hold these blocks; None if there is none.
 
     Args:
@@ -74,25 +74,28 @@ def sharding_of(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding
     entries: list[tuple[str, ...]] = []
     for block_indices in blocks:
         grid = np.asarray(block_indices).reshape(sizes)
+        # along each mesh axis, the block of the second device; the first one has block 0
         steps = {
             i: int(grid[tuple(int(i == j) for j in range(len(sizes)))])
             for i, size in enumerate(sizes)
             if size > 1
         }
-        sharding = sorted((i for i, step in steps.items() if step), key=lambda i: -steps[i])
-        # a sharding is row-major over its axes
+        major_to_minor = sorted((i for i, step in steps.items() if step), key=lambda i: -steps[i])
         row_major = np.zeros(sizes, int)
-        for i in sharding:
+        for i in major_to_minor:
             shape = [sizes[i] if i == j else 1 for j in range(len(sizes))]
             row_major = row_major * sizes[i] + np.arange(sizes[i]).reshape(shape)
         if not np.array_equal(row_major, grid):
             return None
-        entries.append(tuple(mesh.axis_names[i] for i in sharding))
+        entries.append(tuple(mesh.axis_names[i] for i in major_to_minor))
     return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in entries)))
 
 
 def find_sharded_by(arrays: Iterable[tuple[Sequence[str], NamedSharding]]) -> ShardedBy:
-    """Collects the mesh axes that shard each named axis of arrays with these axis names."""
+    """Collects the mesh axes that shard each array axis, by axis name.
+
+    `arrays` has the axis names and the sharding of each array.
+    """
     sharded_by: dict[str, list[tuple[str, ...]]] = {}
     for names, sharding in arrays:
         for name, axes in zip(names, spec_axes(sharding.spec), strict=False):
@@ -101,7 +104,7 @@ def find_sharded_by(arrays: Iterable[tuple[Sequence[str], NamedSharding]]) -> Sh
     return sharded_by
 
 
-def along(
+def along_text(
     groups: Sequence[Sequence[int]],
     pairs: Sequence[tuple[int, int]],
     meshes: Sequence[AnyMesh],
@@ -109,26 +112,30 @@ def along(
 ) -> str:
     """Formats the axes that a collective runs along, on the first mesh where they are known.
 
+    Returns '' if they are known on no mesh.
+
     Args:
-        groups, pairs: those of the collective.
+        groups: the groups of devices of the collective.
+        pairs: the sources and targets of a permute; empty for other collectives.
         meshes: the meshes of the program.
-        sharded_by: for the canonical mesh, the array axes that its mesh axes shard.
+        sharded_by: the mesh axes that shard each array axis, as `axes_text` needs them.
     """
     for mesh in meshes if groups else ():
         axes = mesh_axes_of(groups, mesh)
         if axes is not None:
             return axes_text(axes, mesh, sharded_by)
+    if not (pairs and meshes):
+        return ''
     # the pairs of a permute may not connect all devices along its axes
-    for mesh in meshes[:1] if pairs else ():
-        return axes_text(mesh_axes_between(pairs, mesh), mesh, sharded_by)
-    return ''
+    return axes_text(mesh_axes_between(pairs, meshes[0]), meshes[0], sharded_by)
 
 
 def axes_text(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy) -> str:
     """Formats the mesh axes of a collective; on the canonical mesh, as the array axes they shard.
 
     'b,x' stands for the mesh axes that shard b and those that shard x. 'h|k' stands for mesh axes
-    that shard h in some arrays and k in others. If `axes` is None, returns ''.
+    that shard h in some arrays and k in others. If no array axes match, returns the mesh axes, or
+    'all' for all of them. If `axes` is None, returns ''.
     """
     if axes is None:
         return ''

@@ -74,7 +74,10 @@ class Context:
         return any(rule.replicates_indivisible for rule in self.axis_rules)
 
     def key(self) -> _Key | None:
-        """Returns the value for JAX's cache keys, which compare it by equality; None if empty."""
+        """Returns the value for JAX's cache keys, which compare it by equality.
+
+        None if there is neither a mesh nor an axis rule.
+        """
         key = self.mesh, self.axis_rules, self.on_one_device
         return key if self.mesh or self.axis_rules else None
 
@@ -96,9 +99,9 @@ _NO_CONTEXT = Context()
 
 
 def current_context(mesh: MeshLike | None = None) -> Context:
-    """Returns the context of a call: the given or ambient mesh, and the axis rules.
+    """Returns the context of a call: the given or default mesh, and the axis rules.
 
-    The ambient mesh is the one of an enclosing per-device function; if there is none, of an
+    The default mesh is the one of an enclosing per-device function; if there is none, of an
     enclosing `sharded` function; if there is none, of `jax.set_mesh`. Call this once per pytree,
     not per leaf: finding the mesh in context takes 1 us, and hashing a sequence of devices more.
     """
@@ -171,7 +174,10 @@ def is_mesh_in_context(mesh: AnyMesh) -> bool:
 
 @cached
 def _retyped(concrete: Mesh, abstract: AbstractMesh) -> AnyMesh:
-    """Returns the mesh with the axis types in context, e.g. inside `jax.sharding.auto_axes`."""
+    """Returns `concrete` with the types of `abstract`; `abstract` if axis names or sizes differ.
+
+    Inside `jax.sharding.auto_axes`, the types in context are not those of the concrete mesh.
+    """
     if concrete.axis_names != abstract.axis_names or concrete.axis_sizes != abstract.axis_sizes:
         return abstract
     return Mesh(concrete.devices, concrete.axis_names, axis_types=abstract.axis_types)
@@ -238,7 +244,7 @@ _thread = _Thread()
 
 
 def mesh_scope(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
-    """Makes `mesh` the ambient mesh: in `sharded` functions, and while spec functions run."""
+    """Makes `mesh` the default mesh in a `with` block; None leaves the default mesh as it is."""
     if mesh is None:
         return nullcontext()
     context = _enclosing()
@@ -282,7 +288,7 @@ def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
     outer = _NO_CONTEXT if scope is None else scope.context
     names = {rule.name for rule in rules}
     merged = [*rules, *(rule for rule in outer.axis_rules if rule.name not in names)]
-    # only rules that skip taken mesh axes depend on their order
+    # in one order for equal cache keys; only rules that skip taken mesh axes depend on their order
     merged.sort(key=lambda rule: (True,) if rule.skips_taken else (False, rule))
     context = make_context(outer.mesh, False, tuple(merged), outer.on_one_device)
     Scope(context, owner).__enter__()

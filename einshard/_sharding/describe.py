@@ -10,7 +10,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 
 from .._errors import EinshardError
 from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters
@@ -20,7 +20,7 @@ from .._notation.write import write
 from .leaf_spec import in_memory, signed_terms
 from .lower import lower
 from .mesh import (
-    device_mesh,
+    UNCONSTRAINED,
     has_names,
     is_device_mesh,
     is_partial,
@@ -62,11 +62,12 @@ def describe(x: Any) -> Any:
 
     Returns:
         An expression. Host arrays, arrays on a single device, and tracers sharded by the compiler
-        have none; for these, a description such as 'on one device: ..', which is not a valid spec.
-        For a pytree, a pytree of expressions and descriptions; None for leaves that are not arrays.
+        have none; for these, a description such as 'on one device: cpu:0', which is not a valid
+        spec. For a pytree, a pytree of expressions and descriptions; None for leaves that are not
+        arrays.
 
     Raises:
-        EinshardError: `x` is a leaf without a sharding.
+        EinshardError: `x` is a leaf that is neither an array nor a sharding.
     """
     if isinstance(x, Sharding) or jtu.all_leaves([x]):
         text = _describe_leaf(x)
@@ -120,7 +121,7 @@ def describe_named(
         return in_memory(expression.text, sharding.memory_kind)
     axes, rest = _axis_names(sharding, ndim, names)
     named = write(map(Term, (*axes, *rest)), (*_terms_by_name(sharding, axes), *map(Term, rest)))
-    return Description(f'{named.text}{_inexpressible(sharding)}')
+    return Description(f'{named.text}{_notes(sharding)}')
 
 
 def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
@@ -132,10 +133,10 @@ def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
 
 
 def sharding_of(x: Any) -> Sharding | Description | None:
-    """Returns the sharding of an array, or a description of it; None if `x` is not an array."""
+    """Returns the sharding of an array, or a description if it has none; None for other values."""
     if isinstance(x, Tracer):
         sharding = jax.typeof(x).sharding
-        if not any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
+        if AxisType.Explicit not in sharding.mesh.axis_types:
             return Description('decided by the compiler: a traced value')
         return sharding
     if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
@@ -151,8 +152,7 @@ def sharding_of(x: Any) -> Sharding | Description | None:
 
 def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
     """Returns the mesh axes of each array axis; None for an unconstrained axis."""
-    unconstrained = PartitionSpec.UNCONSTRAINED
-    return [None if axes == (unconstrained,) else axes for axes in spec_axes(sharding.spec)]
+    return [None if axes == UNCONSTRAINED else axes for axes in spec_axes(sharding.spec)]
 
 
 def find_expression(
@@ -165,6 +165,7 @@ def find_expression(
         return None
     axes, rest = _axis_names(sharding, ndim, names)
     by_name = (any(entries) or is_partial(sharding)) and _has_writable_axes(sharding)
+    # on a mesh with named axes, counts are for replicas, and for axes whose names are not valid
     if _fits_counts(sharding) and (is_device_mesh(mesh) or not by_name):
         right = (*_terms_by_count(sharding, axes), *map(Term, rest))
     elif by_name:
@@ -178,14 +179,18 @@ def find_expression(
 def _axis_names(
     sharding: NamedSharding, ndim: int | None, names: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the names of the array axes; and ['...'] if the rank is unknown or 0, else []."""
+    """Returns the names of the array axes, and what follows them on both sides: ['...'] or [].
+
+    '...' follows if the rank is unknown, and also if there are no names, because the right side of
+    an expression cannot be empty.
+    """
     n_named = len(_entries(sharding)) if ndim is None else ndim
     axes = list(itertools.islice(axis_letters(), n_named)) if names is None else names
     return axes, [ELLIPSIS] if ndim is None or not axes else []
 
 
 def _terms_by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
-    """Returns the right side of an expression with mesh axes, such as 'a@data'."""
+    """Returns the terms of the array axes, with mesh axes, as in 'a@data b'."""
     entries = [*_entries(sharding), *[()] * len(axes)]
     pairs = zip(axes, entries, strict=False)
     return [Term(axis, mesh_axes=tuple(map(str, entry or ()))) for axis, entry in pairs]
@@ -201,7 +206,7 @@ def _has_writable_axes(sharding: NamedSharding) -> bool:
 
 
 def _terms_by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
-    """Returns the right side of an expression with counts, such as 'a8'."""
+    """Returns the terms of the array axes and of replicas, with counts, as in '2 a8 b'."""
     terms = [
         Term(None if s.axis is None else axes[s.axis], s.count, sign=s.sign)
         for s in _device_grid(sharding)
@@ -211,28 +216,22 @@ def _terms_by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
 
 def _fits_counts(sharding: NamedSharding) -> bool:
     """Whether counts in the order of the mesh axes lower to exactly this sharding."""
-    mesh, entries = sharding.mesh, _entries(sharding)
-    signs = [split.sign for split in _device_grid(sharding) if split.sign]
-    if AxisType.Manual in mesh.axis_types or len(signs) > len(set(signs)):
+    grid = _device_grid(sharding)
+    signs = [split.sign for split in grid if split.sign]
+    # an expression has each sign at most once
+    if AxisType.Manual in sharding.mesh.axis_types or len(signs) > len(set(signs)):
         return False
+    lowered = lower(Layout(tuple(grid)), sharding.mesh)
+    assert lowered is not None, 'a device grid fits its mesh'
+    entries = _entries(sharding)
     while entries and not entries[-1]:
         entries.pop()
-    meshes = [mesh]
-    if is_device_mesh(mesh):
-        meshes.insert(0, device_mesh(mesh, axis_types=mesh.axis_types[0]))
-    for candidate in meshes:
-        lowered = lower(Layout(tuple(_device_grid(sharding))), candidate)
-        # devices need no comparison: both meshes have the same devices, or are abstract
-        if lowered is not None and _entries(lowered) == entries:
-            axes = lowered.mesh.axis_names, lowered.mesh.axis_sizes
-            same = partial_axes(lowered) == partial_axes(sharding)
-            if same and axes == (mesh.axis_names, mesh.axis_sizes):
-                return True
-    return False
+    same = partial_axes(lowered) == partial_axes(sharding)
+    return same and _entries(lowered) == entries
 
 
 def _device_grid(sharding: NamedSharding) -> list[Split]:
-    """Returns the device grid; adjacent mesh axes that shard the same array axis are merged."""
+    """Returns the mesh axes as splits by count, in mesh order, with neighbors merged."""
     array_axis = {axis: i for i, entry in enumerate(_entries(sharding)) for axis in entry or ()}
     mesh = sharding.mesh
     sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
@@ -247,13 +246,16 @@ def _device_grid(sharding: NamedSharding) -> list[Split]:
 
 
 def signs_of(sharding: NamedSharding) -> dict[Any, str]:
-    """Returns the sign of each mesh axis along which devices hold partial sums, or gradients do."""
+    """Returns the sign of each unreduced mesh axis, '+', and of each reduced one, '='."""
     unreduced, reduced = partial_axes(sharding)
     return dict.fromkeys(unreduced, '+') | dict.fromkeys(reduced, '=')
 
 
-def _inexpressible(sharding: NamedSharding) -> str:
-    """Describes the parts of a sharding that an expression cannot express: ' (in pinned_host)'."""
+def _notes(sharding: NamedSharding) -> str:
+    """Describes what the mesh axes of array axes do not show; '' if there is nothing.
+
+    Example: ' (with unconstrained axes; in pinned_host)'.
+    """
     notes: list[str] = []
     if None in _entries(sharding):
         notes.append('with unconstrained axes')

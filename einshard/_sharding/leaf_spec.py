@@ -30,19 +30,19 @@ REPLICATED = '... -> * ...'
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafSpec:
-    """A parsed spec of one leaf. Compared by identity, because caches use it as a key."""
+    """A parsed spec of one leaf. Compared by identity, which makes it a fast key of caches."""
 
     expression: Expression
     memory_kind: str | None = None
     on_missing: Fallback = 'error'  # 'replicate': ignore mesh axes that the mesh lacks
     on_indivisible: Fallback = 'error'  # 'replicate': replicate axes that are not divisible
     rule: str | None = None  # the rule that gave this spec, for errors
-    mesh: AnyMesh | None = None  # the mesh, if it was a NamedSharding
-    partition: PartitionSpec | None = None  # the PartitionSpec, if it was not an expression
+    mesh: AnyMesh | None = None  # the mesh, if the spec was a NamedSharding
+    partition: PartitionSpec | None = None  # None if the spec was an expression
 
     @property
     def unconstrained(self) -> tuple[int, ...]:
-        """The axes that are P.UNCONSTRAINED."""
+        """The positions of the axes that are P.UNCONSTRAINED."""
         entries = [] if self.partition is None else spec_axes(self.partition)
         return tuple(i for i, entry in enumerate(entries) if entry == UNCONSTRAINED)
 
@@ -50,7 +50,7 @@ class LeafSpec:
         return in_memory(self.expression.text, self.memory_kind)
 
 
-AnySpec: TypeAlias = str | LeafSpec  # the spec of one leaf: an expression, or parsed
+AnySpec: TypeAlias = str | LeafSpec  # the spec of one leaf, as text or parsed
 JAX_SPECS = (NamedSharding, PartitionSpec)
 LEAF_SPECS = (str, LeafSpec, *JAX_SPECS)
 
@@ -58,7 +58,7 @@ _IN_MEMORY = re.compile(r'(.*\S)\s+\(in (\w+)\)\s*', re.DOTALL)
 
 
 def in_memory(expression: str, memory_kind: str | None) -> str:
-    """Adds a memory kind to an expression, as `describe` does: 'a -> a8 (in pinned_host)'."""
+    """Returns 'a -> a8 (in pinned_host)'; for None and 'device', only the expression."""
     return expression if memory_kind in (None, 'device') else f'{expression} (in {memory_kind})'
 
 
@@ -104,7 +104,7 @@ def _from_partition(spec: PartitionSpec) -> LeafSpec:
 
 @cached
 def of_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
-    """If the spec is a PartitionSpec, rewrites its expression for arrays of rank `ndim`."""
+    """Rewrites the expression of a PartitionSpec for a rank; returns other specs as they are."""
     partition = spec.partition
     if partition is None:
         return spec
@@ -112,7 +112,7 @@ def of_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
 
 
 def _partition_to_expression(spec: PartitionSpec, ndim: int | None) -> Expression:
-    """Converts a PartitionSpec to an expression; with '...' if the rank is not known."""
+    """Converts a PartitionSpec to an expression, with '...' if the rank is not known."""
     entries = [() if entry == UNCONSTRAINED else entry for entry in spec_axes(spec)]
     signed = signed_terms(spec, sorted(spec.unreduced | spec.reduced, key=str))
     if ndim is not None and len(entries) > ndim:
@@ -136,7 +136,10 @@ def _partition_to_expression(spec: PartitionSpec, ndim: int | None) -> Expressio
 
 
 def signed_terms(spec: PartitionSpec, order: Collection[Any]) -> list[Term]:
-    """Returns the terms for the unreduced and reduced mesh axes; `order` lists the mesh axes."""
+    """Returns the '+' term of the unreduced and the '=' term of the reduced mesh axes, if any.
+
+    `order` lists the mesh axes in the order in which the terms name them.
+    """
     groups = [
         (sign, tuple(str(axis) for axis in order if axis in axes))
         for sign, axes in zip(SIGNS, (spec.unreduced, spec.reduced), strict=True)
@@ -165,19 +168,19 @@ def with_fallbacks(
     return replace(leaf_spec, on_missing=on_missing, on_indivisible=on_indivisible, rule=rule)
 
 
-def parsed(spec: Any) -> Any:
+def convert_jax_spec(spec: Any) -> Any:
     """Converts a PartitionSpec or NamedSharding to a LeafSpec; returns other specs as they are."""
     return as_leaf_spec(spec) if isinstance(spec, JAX_SPECS) else spec
 
 
 def reject_unconstrained(spec: LeafSpec) -> None:
-    """Raises if an axis is P.UNCONSTRAINED."""
-    if spec.partition is not None and spec.unconstrained:
+    """Raises if an axis of the spec is P.UNCONSTRAINED."""
+    if spec.unconstrained:
         raise EinshardError('P.UNCONSTRAINED is only for values in a traced function')
 
 
 def with_expression(spec: AnySpec, expression: str) -> AnySpec:
-    """Returns the spec with another expression, and the same memory kind."""
+    """Returns the spec with another expression, and the same memory kind and options."""
     if isinstance(spec, str):
         return in_memory(expression, split_memory(spec)[1])
     return replace(as_leaf_spec(spec), expression=parse(expression), partition=None)

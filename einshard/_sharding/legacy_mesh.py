@@ -20,7 +20,7 @@ _NOTE = "einshard does not use the mesh of 'with mesh:'; use 'with jax.set_mesh(
 
 
 def warn_if_ignored(function: str, mesh: object) -> None:
-    """Warns in the trace of a function without a mesh if `with mesh:` is in effect."""
+    """Warns in the trace of `function` if it has no mesh, but `with mesh:` is in effect."""
     if mesh is None and _is_entered():
         warnings.warn(f'{function}: {_NOTE}', stacklevel=depth_of_user())
 

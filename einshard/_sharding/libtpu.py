@@ -23,7 +23,7 @@ def has_libtpu() -> bool:
 
 @functools.cache
 def quiet_libtpu() -> None:
-    """Sets the variables that are unset, before JAX loads libtpu on a machine without TPUs."""
+    """Sets the variables that are unset, on a machine without TPUs. Call it before libtpu loads."""
     if has_libtpu() and not _has_tpu():
         for variable, value in _WITHOUT_TPU.items():
             os.environ.setdefault(variable, value)

@@ -16,15 +16,17 @@ def lower(
 ) -> NamedSharding | None:
     """Lowers a layout to a sharding; None if its counts do not match the axes of the mesh.
 
-    Counts that do not fit the canonical mesh get a mesh of the same devices with other axis sizes.
-    An ambient mesh is never replaced, because JAX rejects arrays on any other.
+    If the counts do not fit the canonical mesh, and its axes are Auto, the sharding is on a mesh of
+    the same devices with other axis sizes. An ambient mesh is never replaced, because JAX rejects
+    arrays on any other.
+
     The cache makes arrays of many shapes share one sharding object, which is faster in device_put.
     """
     fitted = fit(layout, sizes_of(mesh))
     if fitted is None:
-        has_names = any(split.mesh_axes for split in layout.splits)
-        is_auto = is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
-        if mesh_is_ambient or has_names or not is_auto:
+        by_name = any(split.mesh_axes for split in layout.splits)
+        is_auto = set(mesh.axis_types) == {AxisType.Auto}
+        if mesh_is_ambient or by_name or not (is_auto and is_device_mesh(mesh)):
             return None
         mesh = refactored_mesh(mesh, fitting_sizes(layout))
         fitted = fit(layout, sizes_of(mesh))

@@ -61,7 +61,8 @@ def device_mesh(
 
     Without axes, `device_mesh` returns the canonical mesh, which expressions are lowered onto
     unless you use a mesh of your own. Its axes `d0`, `d1`, ... are the prime factors of the number
-    of devices. Slices, torus dimensions and hosts have their own factors, larger ones first.
+    of devices. Slices, torus dimensions and hosts have their own factors, larger ones first: on 2
+    hosts with 6 devices each, the sizes are 2, 3 and 2.
 
     Args:
         devices: the devices, in any order; or a mesh, whose devices are used. Default: all devices
@@ -84,7 +85,7 @@ def device_mesh(
 
 
 def named_mesh(mesh: AnyMesh, axes: Mapping[str, int], call: str) -> AnyMesh:
-    """Returns the canonical mesh with named axes. `call` starts the call that errors suggest."""
+    """Returns `mesh`, a canonical mesh, with named axes. `call` starts the call in suggestions."""
     sizes = solve_sizes(axes, mesh.size, call)
     return _named_mesh(mesh, tuple(sizes), tuple(sizes.values()))
 
@@ -204,7 +205,7 @@ def axis_sizes_of(positions: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:
-    """Returns the sizes of the mesh axes, without Manual axes, which expressions cannot use."""
+    """Returns the mesh axis sizes by name, without Manual axes, which expressions cannot use."""
     names = [str(name) for name in mesh.axis_names]
     if not has_names(mesh):
         raise EinshardError(
@@ -217,7 +218,7 @@ def sizes_of(mesh: AnyMesh) -> dict[str, int]:
 
 
 def has_names(mesh: AnyMesh) -> bool:
-    """Whether mesh axis names are distinct and nonempty. JAX reads P(0) and P('') as unsharded."""
+    """Whether axis names are distinct and not 0 or '': JAX reads P(0) and P('') as unsharded."""
     return all(mesh.axis_names) and len(set(map(str, mesh.axis_names))) == len(mesh.axis_names)
 
 
@@ -274,12 +275,12 @@ def are_equivalent(sharding: Sharding, other: Sharding, ndim: int) -> bool:
 
 
 def unreduced_kind(spec: PartitionSpec) -> str:
-    """Returns how devices' values are combined: 'sum'; in newer JAX also 'max' or 'min'."""
+    """Returns how unreduced values are combined: 'sum'; in newer JAX also 'max' or 'min'."""
     kind = getattr(spec, 'unreduced_kind', None)
     return 'sum' if kind is None else kind.name
 
 
-UNCONSTRAINED = (PartitionSpec.UNCONSTRAINED,)  # what `spec_axes` returns for such an entry
+UNCONSTRAINED = (PartitionSpec.UNCONSTRAINED,)  # P.UNCONSTRAINED in the result of `spec_axes`
 
 
 def partition_text(spec: PartitionSpec) -> str:
@@ -307,7 +308,7 @@ def is_device_mesh(mesh: AnyMesh) -> bool:
 
 
 def is_refactored(mesh: AnyMesh, other: AnyMesh) -> bool:
-    """Whether both are the canonical mesh of the same devices, possibly with other axis sizes."""
+    """Whether both are canonical meshes of the same devices; their axis sizes may differ."""
     if mesh.size != other.size or not (is_device_mesh(mesh) and is_device_mesh(other)):
         return False
     return refactored_mesh(other, mesh.axis_sizes) == mesh
@@ -330,14 +331,14 @@ def memory_kind_of(sharding: Sharding) -> str | None:
 
 
 def memory_kinds(mesh: AnyMesh) -> list[str] | None:
-    """Returns the memory kinds of each device; None for an abstract mesh."""
+    """Returns the kinds of memory that the devices have; None for an abstract mesh."""
     if isinstance(mesh, AbstractMesh):
         return None
     return sorted({memory.kind for memory in mesh.devices.flat[0].addressable_memories()})
 
 
 def check_mesh(mesh: Any, option: str = 'mesh=') -> None:
-    """Raises if this is not a valid `mesh=`. Does not initialize a backend."""
+    """Raises if the value of `mesh=`, or of another option, is not valid. Starts no backend."""
     if mesh is None or isinstance(mesh, Mesh | AbstractMesh):
         return
     ndim = getattr(mesh, 'ndim', 1)
@@ -374,7 +375,7 @@ def _make_mesh_call(sizes: Any) -> str | None:
 
 
 def mesh_fact(mesh: AnyMesh) -> str:
-    """Formats a mesh for errors: 'data': 4, 'tp': 2 (Auto)"""
+    """Formats a mesh for errors: "'data': 4, 'tp': 2 (Auto)"."""
     kinds = {kind.name for kind in mesh.axis_types}
     sizes = dict(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
     return f'{mesh_text(sizes)} ({", ".join(sorted(kinds))})'

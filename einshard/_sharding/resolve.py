@@ -13,14 +13,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
-from .._notation.expression import Expression
+from .._notation.expression import ELLIPSIS, Expression
 from .._notation.hints import mesh_axes_hint, spacing_hint
-from .._notation.layout import (
-    Layout,
-    lay_out,
-    misfit,
-)
-from .._suggestions import working_fix
+from .._notation.layout import Layout, lay_out, misfit
+from .._suggestions import working_fix, works
 from .apply_axis_rules import RuledExpression, apply_axis_rules
 from .axis_rules import Fallback
 from .context import Context, context_on, current_context, depth_of_user, make_context
@@ -155,7 +151,7 @@ def resolve(
 def find_placement(
     spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
 ) -> Placement:
-    """Does what `resolve` does, in one cache lookup, without suggestions and warnings."""
+    """Does what `resolve` does in one cache lookup, but suggests no fix and shows no warning."""
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
     if spec.partition is not None and shape is not None:
@@ -202,7 +198,7 @@ def _lay_out(
     """Applies the axis rules of the context to an expression, and lays out the result."""
     mesh = context.lowering_mesh
     axis_sizes = sizes_of(mesh)
-    # expressions cannot name the axes d0, d1, ... of the canonical mesh
+    # without a mesh, expressions cannot name the axes d0, d1, ... of the canonical mesh
     named_sizes = axis_sizes if context.mesh else {}
     ruled = apply_axis_rules(spec.expression, context.axis_rules, named_sizes, spec.on_missing)
     if context.on_one_device:
@@ -226,7 +222,7 @@ def _lay_out(
 
 
 def _is_users_mesh(context: Context) -> bool:
-    """Whether the mesh is given by the user, and is not the canonical mesh."""
+    """Whether the context has a mesh that is not the canonical mesh."""
     return context.mesh is not None and not is_device_mesh(context.mesh)
 
 
@@ -241,12 +237,12 @@ def _check_memory_kind(expression: Expression, memory_kind: str | None, mesh: An
 def _names_without_rule(
     written: Expression, ruled: Expression, context: Context
 ) -> tuple[str, ...]:
-    """Lists the names of a short form that have no axis rule, if it shards no axis."""
+    """Lists the names of a short form that lack an axis rule, if no axis is sharded; else ()."""
     is_bare = written.short and not any(term.is_sharded for term in written.right)
     is_sharded = any(term.name and term.is_sharded for term in ruled.right)
     if not (context.axis_rules and is_bare) or is_sharded:
         return ()
-    known = {rule.name for rule in context.axis_rules}
+    known = {ELLIPSIS, *(rule.name for rule in context.axis_rules)}
     return tuple(name for name in written.names if name not in known)
 
 
@@ -257,7 +253,7 @@ def _likely_typo(
     memory_kind: str | None,
     lacks_placement: bool,
 ) -> str | None:
-    """Returns a warning about a valid spec that is likely a typo, with a fix that works."""
+    """Returns a warning, with a tested fix, if a valid spec is likely a typo; else None."""
 
     def attempt(text: str) -> Placement:
         return find_placement(with_expression(spec, text), shape, context, memory_kind)
@@ -335,17 +331,14 @@ def _working_fix(
             (_with_unconstrained(sharding, spec) if spec.unconstrained else sharding).spec
         )
     mesh, rules = context.mesh, context.axis_rules
-    # if there is no mesh, mesh= was probably forgotten; a fix of the error is a better suggestion
+    # without a mesh, mesh= was probably forgotten; if the error has a fix, even one that fails, the
+    # expression is probably wrong, and not meant for meshes with other axes
     if mesh is None or error.fix is not None:
         return None
     lenient_rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
-    lenient_context = make_context(mesh, context.mesh_is_ambient, lenient_rules)
-    try:
-        if lenient_context is not context:
-            attempt(spec, lenient_context)
-            return "axis_rules(..., missing='replicate')"
-    except EinshardError:
-        pass
+    lenient = make_context(mesh, context.mesh_is_ambient, lenient_rules, context.on_one_device)
+    if lenient is not context and works(lambda: attempt(spec, lenient)):
+        return "axis_rules(..., missing='replicate')"
     if option is None:
         return None
     try:

@@ -45,7 +45,7 @@ def topology_name(name: str) -> str:
     (https://cloud.google.com/tpu/docs/types-topologies).
     """
     try:
-        return _known_name(name)
+        return _convert(name)
     except EinshardError as error:
         raise error.with_fix(_respelled(name)) from None
 
@@ -55,13 +55,13 @@ def _respelled(name: str) -> str | None:
     compact = re.sub(r'\s*([-:/x])\s*', r'\1', name.strip().lower())
     text = re.sub(r'[-/](?=\d+x)', ':', compact)
     try:
-        _known_name(text)
+        _convert(text)
     except EinshardError:
         return None
     return f"'{text}'"
 
 
-def _known_name(name: str) -> str:
+def _convert(name: str) -> str:
     match = _CLOUD_NAME.fullmatch(name)
     if match is None:
         _check_shape(name)
@@ -98,7 +98,7 @@ def _example(generation: str) -> str:
 
 
 def _check_shape(name: str) -> None:
-    """Raises for invalid names: the errors of libtpu use its internal names."""
+    """Raises for invalid names, because the errors of libtpu use its internal names."""
     if _GPU.search(name):
         raise EinshardError(
             f"'{name}' is not a TPU slice: topology() knows only TPUs",

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .._notation.expression import Term
-from .._notation.layout import Layout, Split, merge_neighbors, with_unsharded, without_axes
+from .._notation.layout import Layout, Split, merge_neighbors, replicate_axes, with_unsharded
 from .._text import deprecated_alias
 
 
@@ -89,7 +89,7 @@ class Blocks:
     def with_layout(self, layout: Layout) -> Blocks:
         """Returns the array in another layout, which may also shard axes that it lacks."""
         others = {i for i, name in enumerate(self.space.names) if name not in self.names}
-        return replace(self, layout=self.space.sharded(without_axes(layout, others), {}))
+        return replace(self, layout=self.space.sharded(replicate_axes(layout, others), {}))
 
     def sharded(self, array_axes: Mapping[str, str | None]) -> Blocks:
         """Returns the array after a change of device axes: see `Space.sharded`."""

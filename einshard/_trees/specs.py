@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from .._errors import EinshardError, quoted
 from .._notation.layout import needs_rank
 from .._sharding.context import mesh_scope
-from .._sharding.leaf_spec import LEAF_SPECS, AnySpec, LeafSpec, as_leaf_spec, parsed
+from .._sharding.leaf_spec import LEAF_SPECS, AnySpec, LeafSpec, as_leaf_spec, convert_jax_spec
 from .._sharding.mesh import AnyMesh, mesh_fact
 from .._text import array_text, name_of
 from .paths import leaf_paths, leaf_text, path_text
@@ -39,7 +39,7 @@ def leaf_specs(
     as the mesh in context.
     """
     if spec is None or isinstance(spec, LEAF_SPECS):
-        return [parsed(spec)] * len(leaves)
+        return [convert_jax_spec(spec)] * len(leaves)
     check_specs(spec, _ORDER)
     prefix, prefix_def = jtu.tree_flatten(spec, is_leaf=is_none)
     is_single = len(prefix) == 1 and prefix[0] is spec
@@ -48,7 +48,7 @@ def leaf_specs(
         counts = [len(jtu.tree_leaves(subtree)) for subtree in subtrees]
         return [
             prefix_leaf
-            for prefix_leaf, count in zip(map(parsed, prefix), counts, strict=True)
+            for prefix_leaf, count in zip(map(convert_jax_spec, prefix), counts, strict=True)
             for _ in range(count)
         ]
     specs: list[AnySpec | None] = []
@@ -162,7 +162,7 @@ def call_spec(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
                 facts={'array': leaf_text(path, leaf), 'expected': f'{_LEAF_SPEC} or None'},
             )
         spec = spec(path, leaf)
-    return parsed(spec)
+    return convert_jax_spec(spec)
 
 
 def mesh_of(spec: Spec) -> AnyMesh | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..._errors import plural
 from ..._hlo.all_gathers import AllGather
 from ..._hlo.collectives import Collective
-from ..._sharding.collective_axes import sharding_of
+from ..._sharding.collective_axes import sharding_of_blocks
 from ..._sharding.describe import describe_named
 from ..._sharding.mesh import AnyMesh
 from ..._text import first_of, format_bytes, short_source
@@ -61,7 +61,7 @@ def _before_and_after(
         for i, device in enumerate(group):
             blocks[gather.dimension][device] = i
     for mesh in meshes:
-        before, after = sharding_of(blocks, mesh), sharding_of(gather.kept, mesh)
+        before, after = sharding_of_blocks(blocks, mesh), sharding_of_blocks(gather.kept, mesh)
         if before is not None and after is not None:
             return describe_named(before, ndim, names), describe_named(after, ndim, names)
     return None
