@@ -47,16 +47,17 @@ def _read_argument(text: str) -> Any:
     if array := _ARRAY.fullmatch(text.strip()):
         sizes = tuple(int(size) for size in array[2].split(',') if size.strip())
         return jax.ShapeDtypeStruct(sizes, _dtype(array[1], text))
-    if ':' in text:
-        value = load(text)
-        return result_shapes(value, (), {}) if callable(value) else value
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
+        pass
+    if ':' not in text:
         raise EinshardError(
             f"'{text}' is not a valid argument",
             facts={'arrays': "'f32[8,128]'", 'values': '0.1, True, module:name'},
-        ) from None
+        )
+    value = load(text)
+    return result_shapes(value, (), {}) if callable(value) else value
 
 
 def _dtype(name: str, text: str) -> Any:
