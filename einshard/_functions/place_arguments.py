@@ -18,6 +18,7 @@ from .._arrays.process_agreement import PlannedArray, check_same_contents
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
 from .._sharding.describe import describe, describe_in
+from .._sharding.leaf_spec import in_memory
 from .._sharding.mesh import is_partial, memory_kind_of
 from .._sharding.resolve import Placement
 from .program import TracedFunction
@@ -29,6 +30,7 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
 
     Raises for arrays that are sharded differently, unless `reshard=True`. If `running`, all
     processes run the program, and host arrays that they shard must be equal in all of them.
+    An argument without a spec must be uncommitted, or committed to the devices of the mesh.
     """
     context = traced.setup.context()
     pairs = [*zip(traced.arguments, values, strict=True)]
@@ -76,7 +78,7 @@ def _place(
     current = _rejected_sharding(traced, leaf, sharding)
     if current is not None and not (_is_unsharded(current) or traced.setup.reshard):
         raise _placed_differently(
-            current, placement, leaf, argument.leaf_text(path, leaf)
+            traced, current, placement, leaf, argument.leaf_text(path, leaf)
         ) from None
     if (
         current is not None
@@ -94,7 +96,7 @@ def _rejected_sharding(
 
     None for host data too, which jit places.
     """
-    if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
+    if isinstance(leaf, Tracer) or _hides_devices(traced, sharding):
         return rejected_by_jit(leaf, traced.for_jit(sharding))
     # on explicit axes jit rejects uncommitted arrays too
     explicit = AxisType.Explicit in traced.mesh.axis_types
@@ -104,7 +106,7 @@ def _rejected_sharding(
 
 
 def _reshard(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
-    if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
+    if isinstance(leaf, Tracer) or _hides_devices(traced, sharding):
         return reshard_traced(leaf, sharding, traced.for_jit(NamedSharding(sharding.mesh, P())))
     if jax.process_count() > 1 or is_partial(sharding):
         return put([leaf], [sharding])[0]
@@ -112,13 +114,13 @@ def _reshard(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
     return device_put(leaf, sharding)  # unlike put, accepts an abstract mesh
 
 
-def _is_hidden(traced: TracedFunction, sharding: NamedSharding) -> bool:
+def _hides_devices(traced: TracedFunction, sharding: NamedSharding) -> bool:
     """Whether JAX hides the devices of the mesh in context, as inside a transformation."""
     return traced.mesh_is_ambient and isinstance(sharding.mesh, AbstractMesh)
 
 
 def _placed_differently(
-    current: Sharding, placement: Placement, leaf: Any, text: str
+    traced: TracedFunction, current: Sharding, placement: Placement, leaf: Any, array: str
 ) -> EinshardError:
     memory, expected = memory_kind_of(current), memory_kind_of(placement.sharding)
     if memory != expected:
@@ -126,17 +128,19 @@ def _placed_differently(
     else:
         # under jax.vmap the sharding includes the batch axis, which the leaf lacks
         batched = isinstance(current, NamedSharding) and len(current.spec) > leaf.ndim
-        text_now = (
+        current_text = (
             describe(current) if batched else describe_in(placement.expression, current, leaf.ndim)
         )
         is_sum = is_partial(current) and not is_partial(placement.sharding)
         state = 'a partial sum, sharded' if is_sum else 'already sharded differently,'
-        sentence = f"the argument is {state} as '{text_now}'"
+        sentence = f"the argument is {state} as '{current_text}'"
+    spec = in_memory(str(placement.expression), placement.sharding.memory_kind)
+    mesh = '' if traced.setup.mesh is None else ', mesh=...'
     return placement.expression.error(
         sentence,
         [term for term in placement.expression.right if term.is_sharded],
-        array=text,
-        **{'try': f"reshard=True, or einshard(x, '{placement.expression}') before the call"},
+        array=array,
+        **{'try': f"reshard=True, or einshard(x, '{spec}'{mesh}) before the call"},
     )
 
 
@@ -185,7 +189,7 @@ def _is_multi_process_host_data(leaf: Any) -> bool:
 
 
 def _is_host_data_for_partial_sum(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether an argument is host data that jit cannot place: its spec is a partial sum."""
+    """Whether jit cannot place host data or an uncommitted array: its spec is a partial sum."""
     placed = isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref) or _is_committed(leaf)
     return is_partial(sharding) and not (placed or isinstance(leaf, Tracer))
 
@@ -193,8 +197,8 @@ def _is_host_data_for_partial_sum(leaf: Any, sharding: NamedSharding) -> bool:
 def _must_agree(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether to compare host data between processes: if their devices get different shards.
 
-    Processes pass their own rows by mistake. Replicated values, often scalars that change with each
-    call, are not worth the 2 ms.
+    This finds a process that passes only its own rows, instead of the full array. For replicated
+    values, often scalars that change with each call, the check is not worth its 2 ms.
     """
     if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return False
