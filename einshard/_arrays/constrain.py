@@ -71,10 +71,9 @@ def place_constant(x: Any, placement: Placement) -> Any:
     _check_context(placement)
     sharding = placement.sharding
     try:
-        # device_put needs devices, and fails for P.UNCONSTRAINED
-        if isinstance(sharding.mesh, AbstractMesh) or placement.is_unconstrained:
-            return _constrain_in_jit(x, sharding)
-        if is_partial(sharding):
+        # device_put needs devices, and fails for P.UNCONSTRAINED and partial sums
+        is_abstract = isinstance(sharding.mesh, AbstractMesh)
+        if is_abstract or placement.is_unconstrained or is_partial(sharding):
             return _constrain_in_jit(x, sharding)
         # under jit, device_put returns a tracer and places nothing; under jax.grad or jax.vmap
         # outside jit, it returns a placed array

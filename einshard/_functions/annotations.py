@@ -253,7 +253,7 @@ def _dimension(token: str) -> str | None:
 def _match(names: list[str], dims: list[str | None]) -> bool:
     """Whether axis names match dimensions; '...' matches any number of dimensions."""
     if not names or not dims:
-        return not dims if not names else names == [ELLIPSIS]
+        return names == dims or names == [ELLIPSIS]
     if names[0] == ELLIPSIS:
         return any(_match(names[1:], dims[i:]) for i in range(len(dims) + 1))
     if dims[0] == ELLIPSIS:

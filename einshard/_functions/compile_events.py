@@ -73,8 +73,9 @@ def _on_event(event: str, duration_secs: float, **fields: Any) -> None:
         if event == COMPILED:
             texts += map(_text, _compiled_since(programs, name, before.get(platform)))
     failed = sys.exc_info()[0] is not None
-    if event == COMPILED and not (failed and not texts):
-        _thread.watchers[-1](re.sub(r'^\w+\((.*)\)$', r'\1', name), texts)
+    if event == COMPILED and (texts or not failed):
+        name = re.sub(r'^\w+\((.*)\)$', r'\1', name)  # 'jit(f)' to 'f'
+        _thread.watchers[-1](name, texts)
 
 
 def _loaded_programs() -> Iterator[tuple[str, Sequence[Any]]]:

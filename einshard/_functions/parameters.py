@@ -55,10 +55,9 @@ class Parameters:
         options: more keywords that errors may suggest for a misspelled keyword.
     """
 
-    def __init__(self, function: Callable[..., Any], options: Iterable[str] = ()):
+    def __init__(self, function: Callable[..., Any]):
         self.function = name_of(function)
         self.qualname = getattr(function, '__qualname__', self.function)
-        self.options = tuple(options)
         try:
             self.signature = inspect.signature(function)
         except (ValueError, TypeError):  # some builtins
@@ -102,8 +101,10 @@ class Parameters:
         """
         named = self.names[: call.n_positional]
         rest = (f'{self.var_positional}[{i}]' for i in range(call.n_positional - len(named)))
-        taken = self.positional_only
-        by_keyword = (f"{self.var_keyword}['{k}']" if k in taken else k for k in call.keywords)
+        by_keyword = (
+            f"{self.var_keyword}['{name}']" if name in self.positional_only else name
+            for name in call.keywords
+        )
         return (*named, *rest, *by_keyword)
 
     def assign(self, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +145,7 @@ class Parameters:
         known += [rest for rest in (self.var_positional, self.var_keyword) if rest is not None]
         if name in known or self.var_keyword is not None:
             return
-        near = difflib.get_close_matches(name, [*known, *self.options], n=1)
+        near = difflib.get_close_matches(name, [*known, *sorted(JIT_OPTIONS)], n=1)
         raise EinshardError(
             f"'{name}' is neither a parameter of {self.function} nor an option of jax.jit",
             facts={'parameters': ', '.join(known) or 'none'},
@@ -277,7 +278,7 @@ def declare(
 ) -> tuple[dict[str, Any], Declaration]:
     """Splits the arguments of `sharded` into options of `jax.jit` and a `Declaration`."""
     options = _jit_options(named)
-    parameters = Parameters(function, sorted(JIT_OPTIONS))
+    parameters = Parameters(function)
     specs = {name: spec for name, spec in named.items() if name not in options}
     if not (in_specs or specs) and out is None:
         specs, out = read_annotations(function)

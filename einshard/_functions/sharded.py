@@ -333,8 +333,9 @@ def sharded(
     named = named_specs_and_jit_options
     limits = collectives, memory
     options = out, mesh, reshard, indivisible, limits, named
-    no_options = out is None and mesh is None and limits == (None, None) and indivisible == 'error'
-    if no_options and not (named or reshard) and len(in_specs) == 1 and _can_decorate(in_specs[0]):
+    no_options = all(x is None for x in (out, mesh, *limits)) and not (named or reshard)
+    one_function = len(in_specs) == 1 and _can_decorate(in_specs[0])
+    if one_function and no_options and indivisible == 'error':
         return _decorate(in_specs[0], (), *options)
     check_spec_functions(in_specs)
 

@@ -166,7 +166,7 @@ class _PerDeviceFunction:
     ):
         self.function = function
         self.name = name_of(function)
-        self.parameters = Parameters(function, sorted(JIT_OPTIONS))
+        self.parameters = Parameters(function)
         self.out = out
         self.mesh = mesh
         self.spec_mesh = spec_mesh  # the mesh of the NamedShardings in the specs
