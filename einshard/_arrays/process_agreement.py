@@ -21,7 +21,7 @@ from .._errors import EinshardError
 PlannedArray = tuple[str, str]
 
 MAX_COMPARED = 2**20  # arrays
-MAX_SHOWN_BYTES = 1024  # of each array in an error
+MAX_SHOWN_BYTES = 1024  # of the description of each array in an error
 
 
 def check_same_plan(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:
@@ -89,7 +89,11 @@ def _process_rows(mesh: Mesh) -> Mesh:
 
 
 def _difference(planned: Mapping[int, Sequence[str]]) -> EinshardError:
-    """Returns the error for planned arrays that differ, from (text, expression) by process."""
+    """Returns the error for planned arrays that differ.
+
+    `planned` has (description, expression) by process, or (description,) if the description is cut
+    off or says that the process has no more arrays.
+    """
     expressions = {expression for _, *rest in planned.values() for expression in rest}
     if len(expressions) == 1:
         texts = {process: array for process, (array, *_) in planned.items()}

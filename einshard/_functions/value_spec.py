@@ -32,7 +32,7 @@ class ValueSpec:
 
     Attributes:
         function: the name of the function.
-        name: the name of the argument; None for the result.
+        name: the label of the argument, such as 'w' or 'args[0]'; None for the result.
         spec: the parsed spec; None leaves the value to the compiler.
         indivisible: 'replicate' to replicate axes whose size is not divisible.
     """
@@ -53,13 +53,16 @@ class ValueSpec:
         return self.indivisible != 'error' or context.replicates_indivisible
 
     def find_placements(self, value: Any, context: Context) -> list[PlacedLeaf]:
-        """Finds the placement of every leaf; raises if a leaf does not fit its spec."""
+        """Finds the placement of every leaf; raises if a leaf does not fit its spec.
+
+        Returns [] if the value has no spec at all.
+        """
         if self.spec is None:
             return []
         try:
             specs = leaf_specs(value, jtu.tree_leaves(value), self.spec, context.mesh)
         except EinshardError as error:
-            # errors of per_device are about a function, not about one of its values
+            # an error of a `per_device` function under `sharded` is about its mesh, not this value
             facts = {} if 'function' in error.facts else self._prefix_facts(value)
             raise error.about(**facts) from None
         placed: list[PlacedLeaf] = []
