@@ -156,19 +156,24 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
     for path, leaf in jtu.tree_leaves_with_path(value):
         if not _is_committed(leaf):
             continue
-        if leaf.sharding.device_set != set(devices):
-            where = f'{len(leaf.sharding.device_set)} of the {traced.mesh.size} devices'
+        leaf_devices = leaf.sharding.device_set
+        if not leaf_devices <= set(devices):
+            where = 'devices outside the mesh'
+        elif len(leaf_devices) < len(devices):
+            where = f'{len(leaf_devices)} of the {len(devices)} devices'
         elif _device_order(leaf.sharding) not in (None, devices):
             where = 'the devices of the mesh in another order'
         else:
             continue
-        device, *others = leaf.sharding.device_set
+        device, *others = leaf_devices
+        must_reshard = not (_is_unsharded(leaf.sharding) or traced.setup.reshard)
+        reshard = ' and reshard=True' if must_reshard else ''
         raise EinshardError(
             f"argument '{argument.name}' has no spec and is committed to {where}",
             facts={
                 'array': argument.leaf_text(path, leaf),
                 'got': describe(leaf) if others else f'committed to {device}',
-                'try': f"{argument.name}='... -> * ...' to replicate it",
+                'try': f"{argument.name}='... -> * ...'{reshard} to replicate it",
             },
         ) from None
 
