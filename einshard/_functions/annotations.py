@@ -182,15 +182,15 @@ class _ContainerSpec:
         hints = [self.hint]
         for key in keys:
             hints = [inner for hint in hints for inner in _element_types(hint, key)]
-        found = (_find_metadata(member) for hint in hints for member in _members(hint))
+        found = (_find_metadata(member) for hint in hints for member in _union_members(hint))
         return next((metadata.spec for metadata in found if metadata is not None), None)
 
 
-def _members(hint: Any) -> list[Any]:
+def _union_members(hint: Any) -> list[Any]:
     """Returns the members of a union, including nested unions; [hint] for other types."""
     hint = _unwrapped(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [inner for member in typing.get_args(hint) for inner in _members(member)]
+        return [inner for member in typing.get_args(hint) for inner in _union_members(member)]
     return [hint]
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+# a program is compiled between these two events
 LOWERED = '/jax/core/compile/jaxpr_to_mlir_module_duration'
 COMPILED = '/jax/core/compile/backend_compile_duration'
 _PING = '/einshard/ping'

@@ -98,8 +98,8 @@ class Parameters:
     def value_labels(self, call: CallSignature) -> tuple[str, ...]:
         """Labels each value of a call: its parameter name, or 'args[2]' for an element of `*args`.
 
-        If a keyword x in `**kwargs` is also a positional-only parameter, the label is
-        "kwargs['x']".
+        The label of a keyword x in `**kwargs` is "kwargs['x']" if a positional-only parameter has
+        the name x.
         """
         named = self.names[: call.n_positional]
         rest = (f'{self.var_positional}[{i}]' for i in range(call.n_positional - len(named)))

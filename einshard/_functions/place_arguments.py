@@ -35,7 +35,7 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
     context = traced.setup.context()
     pairs = [*zip(traced.arguments, values, strict=True)]
     # check all before resharding any
-    leaves = [argument.find_placements(value, context) for argument, value in pairs]
+    placements = [argument.find_placements(value, context) for argument, value in pairs]
     placed = list(values)
     to_compare: list[tuple[PlannedArray, Any]] = []
     for i, (argument, value) in enumerate(pairs):
@@ -45,14 +45,14 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
             _check_devices(traced, argument, value)
             continue
         moved: list[Any] = []
-        for path, leaf, placement in leaves[i]:
+        for path, leaf, placement in placements[i]:
             moved.append(
                 leaf if placement is None else _place(traced, argument, path, leaf, placement)
             )
             if placement and moved[-1] is not leaf and _must_agree(leaf, placement.sharding):
                 planned = argument.leaf_text(path, leaf), placement.expression.text
                 to_compare.append((planned, leaf))
-        if any(new is not old for new, (_, old, _) in zip(moved, leaves[i], strict=True)):
+        if any(new is not old for new, (_, old, _) in zip(moved, placements[i], strict=True)):
             placed[i] = jtu.tree_unflatten(jtu.tree_structure(value), moved)
     if to_compare and running and isinstance(traced.mesh, Mesh) and not is_tracing():
         check_same_contents(to_compare, traced.mesh)
@@ -151,7 +151,7 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
     """
     has_shardings = any(traced.in_shardings) or bool(jtu.tree_leaves(traced.out_shardings))
     if isinstance(traced.mesh, AbstractMesh) or not has_shardings:
-        return
+        return  # without shardings, jit runs on the devices of its arguments
     devices = tuple(traced.mesh.devices.flat)
     for path, leaf in jtu.tree_leaves_with_path(value):
         if not _is_committed(leaf):
@@ -194,13 +194,13 @@ def _is_multi_process_host_data(leaf: Any) -> bool:
 
 
 def _is_host_data_for_partial_sum(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether jit cannot place host data or an uncommitted array: its spec is a partial sum."""
+    """Whether jit cannot place a leaf: host data or an uncommitted array, for a partial sum."""
     placed = isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref) or _is_committed(leaf)
     return is_partial(sharding) and not (placed or isinstance(leaf, Tracer))
 
 
 def _must_agree(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether to compare host data between processes: if their devices get different shards.
+    """Whether to compare a leaf between processes: host data, sharded over several processes.
 
     This finds a process that passes only its own rows, instead of the full array. For replicated
     values, often scalars that change with each call, the check is not worth its 2 ms.
