@@ -157,7 +157,7 @@ class ShardedFunction(Generic[P, R]):
         return self._call(args, kwargs, get_method)
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], get_method: _GetMethod) -> Any:
-        """Calls the method of the right program; later calls like this may take the fast path."""
+        """Calls what `get_method` returns for the program of a call, and prepares the fast path."""
         if entered_scope() and not (matches_cache_keys() or is_tracing()):
             # this thread runs in a copied contextvars context, which JAX's cache keys lack
             with copy_into_thread():
