@@ -88,7 +88,7 @@ def is_sharding_type_error(error: BaseException) -> bool:
 
 
 def is_error_of_jax(error: BaseException) -> bool:
-    """Whether JAX itself raised this TypeError or ValueError, as for shapes that do not match."""
+    """Whether this is a TypeError or ValueError from JAX itself, such as for shapes that differ."""
     *_, innermost = walk_tb(error.__traceback__)
     return type(error) in (TypeError, ValueError) and _package(innermost) in _JAX
 
