@@ -38,9 +38,12 @@ constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
 
 
 def constrain(x: Any, placement: Placement) -> Any:
-    """Constrains a traced value: reshards it over Explicit mesh axes, and constrains Auto ones."""
+    """Constrains a traced value.
+
+    Uses `reshard` for Explicit mesh axes and `with_sharding_constraint` for Auto ones.
+    """
     _check_context(placement)
-    _record_names(placement.expression, placement.names_without_rule)
+    _record(placement.expression, placement.names_without_rule)
     if isinstance(x, jax.Ref):
         return _checked_ref(x, placement)
     try:
@@ -50,10 +53,11 @@ def constrain(x: Any, placement: Placement) -> Any:
         raise _cannot_constrain(placement, error) from error
 
 
-def _record_names(expression: Expression, without_rule: tuple[str, ...]) -> None:
-    """Records the axis names of a constrained value for its line.
+def _record(expression: Expression, without_rule: tuple[str, ...]) -> None:
+    """Records a constraint for `plan`, and its axis names for `explain`, by line.
 
-    Records them for the line of the caller too, because the constraint may be in a helper function.
+    Records the names for the line of the caller too, because the constraint may be in a helper
+    function.
     """
     expressions = constraints_of_trace.get()
     if expressions is not None:
@@ -71,10 +75,9 @@ def place_constant(x: Any, placement: Placement) -> Any:
     _check_context(placement)
     sharding = placement.sharding
     try:
-        # device_put needs devices, and fails for P.UNCONSTRAINED
-        if isinstance(sharding.mesh, AbstractMesh) or placement.is_unconstrained:
-            return _constrain_in_jit(x, sharding)
-        if is_partial(sharding):
+        # device_put needs devices, and fails for P.UNCONSTRAINED and partial sums
+        is_abstract = isinstance(sharding.mesh, AbstractMesh)
+        if is_abstract or placement.is_unconstrained or is_partial(sharding):
             return _constrain_in_jit(x, sharding)
         # under jit, device_put returns a tracer and places nothing; under jax.grad or jax.vmap
         # outside jit, it returns a placed array
@@ -119,7 +122,7 @@ _constrain_in_jit = jax.jit(_constrain, static_argnums=1)
 
 
 def restrict_to_type(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
-    """Returns the sharding without mesh axes that are not of type `kind`."""
+    """Returns the sharding with only the mesh axes of type `kind`."""
     mesh = sharding.mesh
     if set(mesh.axis_types) == {kind}:
         return sharding
@@ -210,8 +213,8 @@ def _check_context(placement: Placement) -> None:
         )
     types = _axis_types(mesh)
     for entry in spec_axes(sharding.spec):
-        kinds = [types[axis] == AxisType.Explicit for axis in entry]
-        if kinds != sorted(kinds, reverse=True):
+        are_explicit = [types[axis] == AxisType.Explicit for axis in entry]
+        if are_explicit != sorted(are_explicit, reverse=True):
             raise error(
                 f'an axis is sharded over {", ".join(map(str, entry))}, with an Auto mesh axis '
                 'before an Explicit one; JAX needs Explicit axes first',

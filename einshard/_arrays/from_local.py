@@ -185,7 +185,7 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
     placement = resolve(spec, (0,) * array.ndim, context)
     if is_partial(placement.sharding):
         raise placement.expression.error(
-            'from_local builds no partial sums',
+            'from_local cannot build a partial sum',
             [term for term in placement.expression.right if term.sign],
             instead='einshard(x, ...) on the global array',
         )
@@ -229,7 +229,7 @@ def _shards_by_process(
 def _indivisible(
     placement: Placement, axis: int, array: Any, n_local: int, spec: AnySpec
 ) -> EinshardError:
-    size, n_parts = array.shape[axis], placement.layout.n_shards[axis]
+    size, n_shards = array.shape[axis], placement.layout.n_shards[axis]
     name, terms = terms_of_axis(placement.expression, axis, array.ndim)
     replicates = as_leaf_spec(spec).on_indivisible == 'replicate'
     return placement.expression.error(
@@ -237,7 +237,7 @@ def _indivisible(
         f'{n_local} local shards',
         terms,
         process=jax.process_index(),
-        global_size=f'{size * n_parts // n_local} in {n_parts} shards',
+        global_size=f'{size * n_shards // n_local} in {n_shards} shards',
         works_with=f'multiples of {n_local}',
         **{'note': "indivisible='replicate' is ignored: processes have different rows"}
         if replicates

@@ -118,8 +118,8 @@ def _place_array(x: Any, spec: str, context: Context, memory_kind: str | None, d
         return None
     sharding = placement.sharding
     if kind == _ARRAY:
-        placed = x.sharding
-        if placed is sharding or placed == sharding or is_placed(x, sharding):
+        current = x.sharding
+        if current is sharding or current == sharding or is_placed(x, sharding):
             return x
     elif not _is_dtype_of_jax(x.dtype):
         return None
@@ -159,6 +159,10 @@ def _place_leaves(
     tracing: bool,
     donate: bool,
 ) -> list[Any]:
+    """Applies the specs to `leaves`, and returns the list.
+
+    Raises one error for all leaves that do not fit, before any is moved.
+    """
     moving: dict[int, NamedSharding] = {}  # by index of the leaf
     errors: list[EinshardError] = []
     for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
@@ -168,7 +172,7 @@ def _place_leaves(
             if placement is None:
                 continue
             if tracing or kind not in _CONCRETE:
-                leaves[i] = _annotated(leaf, kind, placement)
+                leaves[i] = _apply(placement, leaf, kind)
             elif kind != _ARRAY or not is_placed(leaf, placement.sharding):
                 moving[i] = placement.sharding
         except EinshardError as error:
@@ -210,8 +214,8 @@ def _suggest_numpy(x: Any, leaves: list[Any], spec: Spec, context: Context) -> s
     return f'einshard(np.array(x), {spec!r})'
 
 
-def _annotated(leaf: Any, kind: int, placement: Placement) -> Any:
-    """Applies a placement to a ShapeDtypeStruct, Ref or traced value, without moving data."""
+def _apply(placement: Placement, leaf: Any, kind: int) -> Any:
+    """Applies a placement to a ShapeDtypeStruct or Ref, or to any array in a traced function."""
     if kind == _STRUCT:
         return leaf.update(sharding=placement.sharding)
     if kind == _REF:
@@ -219,7 +223,7 @@ def _annotated(leaf: Any, kind: int, placement: Placement) -> Any:
         return leaf
     if placement.lacks_placement:
         warn_replicated(placement)
-    # constants too: jit drops their shardings
+    # constants are constrained too, because jit drops their shardings
     return constrain(leaf, placement) if kind == _TRACER else place_constant(leaf, placement)
 
 
@@ -247,7 +251,6 @@ _CONCRETE = frozenset({_ARRAY, _HOST, _SCALAR})
 
 @cached
 def _kind(leaf_type: type) -> int:
-    """Returns the kind of a leaf, by its type."""
     if issubclass(leaf_type, Tracer):
         return _TRACER
     if issubclass(leaf_type, jax.Array):

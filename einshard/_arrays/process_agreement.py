@@ -21,7 +21,7 @@ from .._errors import EinshardError
 PlannedArray = tuple[str, str]
 
 MAX_COMPARED = 2**20  # arrays
-MAX_SHOWN_BYTES = 1024  # of each array in an error
+MAX_SHOWN_BYTES = 1024  # of the description of each array in an error
 
 
 def check_same_plan(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:
@@ -66,21 +66,22 @@ def _digest(x: Any) -> str:
 
 def _all_gather_bytes(data: bytes, mesh: Mesh) -> dict[int, bytes]:
     """Returns the bytes that each process passes, all of the same length, by process."""
-    rows = _process_rows(mesh)
+    row_mesh = _mesh_of_rows(mesh)
     row = np.frombuffer(data, np.uint8)[None]
-    one_each = NamedSharding(rows, PartitionSpec('row'))
-    sharded = jax.make_array_from_callback((rows.shape['row'], len(data)), one_each, lambda _: row)
+    by_row = NamedSharding(row_mesh, PartitionSpec('row'))
+    shape = row_mesh.shape['row'], len(data)
+    sharded = jax.make_array_from_callback(shape, by_row, lambda _: row)
     # This takes 2.1 ms on 8 simulated devices in 2 processes. multihost_utils.process_allgather
     # takes 2.6 ms and waits for processes outside the mesh. One device per process would take
     # 0.4 ms, but the TPU compiler aborts with one device per host of a v5e:4x4.
-    replicated = jax.device_put(sharded, NamedSharding(rows, PartitionSpec()))
+    replicated = jax.device_put(sharded, NamedSharding(row_mesh, PartitionSpec()))
     received = np.asarray(replicated.addressable_data(0))
-    processes = [devices[0].process_index for devices in rows.devices]
+    processes = [devices[0].process_index for devices in row_mesh.devices]
     return {process: bytes(row) for process, row in zip(processes, received, strict=True)}
 
 
 @cached
-def _process_rows(mesh: Mesh) -> Mesh:
+def _mesh_of_rows(mesh: Mesh) -> Mesh:
     """Returns a mesh in which each row has devices of one process; rows are as long as possible."""
     devices = sorted(mesh.devices.flat, key=lambda device: device.process_index)
     counts = Counter(device.process_index for device in devices)
@@ -89,7 +90,11 @@ def _process_rows(mesh: Mesh) -> Mesh:
 
 
 def _difference(planned: Mapping[int, Sequence[str]]) -> EinshardError:
-    """Returns the error for planned arrays that differ, from (text, expression) by process."""
+    """Returns the error for planned arrays that differ.
+
+    `planned` has (description, expression) by process, or (description,) if the description is cut
+    off or says that the process has no more arrays.
+    """
     expressions = {expression for _, *rest in planned.values() for expression in rest}
     if len(expressions) == 1:
         texts = {process: array for process, (array, *_) in planned.items()}

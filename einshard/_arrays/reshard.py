@@ -37,7 +37,10 @@ def reshard(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _check_dtype(aval: Any, sharding: NamedSharding) -> None:
-    """Raises for PRNG keys, for which JAX fails, and for partial sums of what are not numbers."""
+    """Raises if values that are not numbers become a partial sum.
+
+    PRNG keys cannot have reduced axes either: JAX fails.
+    """
     is_key = jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended)
     is_number = jax.numpy.issubdtype(aval.dtype, jax.numpy.number)
     if (is_key and is_partial(sharding)) or (sharding.spec.unreduced and not is_number):
@@ -48,7 +51,7 @@ def _check_dtype(aval: Any, sharding: NamedSharding) -> None:
 
 
 def _as_partial_sum(x: Any, sharding: NamedSharding) -> Any:
-    """Makes a partial sum: one device of each group has the value, the others have zeros."""
+    """Makes a partial sum: along the unreduced axes, one device has the value, the others zeros."""
     mesh, entries = sharding.mesh, spec_axes(sharding.spec)
     entries += [()] * (x.ndim - len(entries))
     summed_over = tuple(axis for axis in mesh.axis_names if axis in sharding.spec.unreduced)

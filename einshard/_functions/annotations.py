@@ -49,8 +49,8 @@ else:
         parameters and the result, including those inside tuples, lists, dicts, NamedTuples,
         TypedDicts, dataclasses and Equinox modules. Under beartype, with or without
         `jaxtyping.jaxtyped`, an array that is sharded differently raises EinshardError. Shardings
-        of traced arrays are checked only if all mesh axes are explicit, as they are then part of
-        the array's type.
+        of traced arrays are checked only if all mesh axes are explicit, because only then is the
+        sharding part of the array's type.
 
         The array type may be a jaxtyping type, `jax.Array`, or a pytree type; all leaves of a
         pytree have the same spec. The axis names of an expression must match the dimensions of a
@@ -86,7 +86,10 @@ class SpecMetadata:
 
 
 def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spec]:
-    """Reads `Sharded` annotations; returns the specs of parameters by name, and of the result."""
+    """Reads `Sharded` annotations; returns the specs of parameters by name, and of the result.
+
+    Parameters without a spec are left out; the spec of a result without one is None.
+    """
     target: Any = function
     while isinstance(target, functools.partial):
         target = typing.cast('functools.partial[Any]', target).func
@@ -110,16 +113,20 @@ def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spe
 
 
 def _spec_of(hint: Any) -> Spec:
-    """Returns the spec of a type, or None if the type does not contain `Sharded`."""
+    """Returns the spec of a type, or None if the type does not contain `Sharded`.
+
+    A tuple type without other containers gives a tuple of specs, any other container type a
+    `_ContainerSpec`.
+    """
     hint = _unwrapped(hint)
     metadata = _find_metadata(hint)
     if metadata is not None:
         return metadata.spec
     if typing.get_origin(hint) is tuple and Ellipsis not in typing.get_args(hint):
         specs = tuple(_spec_of(item) for item in typing.get_args(hint))
-        if not any(isinstance(spec, _ByPath) for spec in specs):
+        if not any(isinstance(spec, _ContainerSpec) for spec in specs):
             return specs if any(spec is not None for spec in specs) else None
-    return _ByPath(hint) if _mentions_sharded(hint, ()) else None
+    return _ContainerSpec(hint) if _mentions_sharded(hint, ()) else None
 
 
 def _unwrapped(hint: Any) -> Any:
@@ -154,8 +161,11 @@ def _find_metadata(hint: Any) -> SpecMetadata | None:
     return None
 
 
-class _ByPath:
-    """The spec for the annotation of a container: each leaf gets the one that its path leads to."""
+class _ContainerSpec:
+    """The spec for a container type, such as `dict[str, Sharded[Array, 'x*']]`.
+
+    Gives each leaf the spec of the type that the container type has at the path of the leaf.
+    """
 
     def __init__(self, hint: Any):
         self.hint = hint
@@ -164,7 +174,7 @@ class _ByPath:
         return self._spec_at(path.split('/') if path else ())
 
     def for_tree(self, tree: Any) -> list[Spec]:
-        """Returns the specs of all leaves. It uses key paths, as a dict key may contain '/'."""
+        """Returns the specs of all leaves. Uses key paths, because dict keys may contain '/'."""
         paths = [path for path, _ in jtu.tree_leaves_with_path(tree)]
         return [self._spec_at([path_text([key]) for key in path]) for path in paths]
 
@@ -172,20 +182,23 @@ class _ByPath:
         hints = [self.hint]
         for key in keys:
             hints = [inner for hint in hints for inner in _element_types(hint, key)]
-        found = (_find_metadata(member) for hint in hints for member in _members(hint))
+        found = (_find_metadata(member) for hint in hints for member in _union_members(hint))
         return next((metadata.spec for metadata in found if metadata is not None), None)
 
 
-def _members(hint: Any) -> list[Any]:
+def _union_members(hint: Any) -> list[Any]:
     """Returns the members of a union, including nested unions; [hint] for other types."""
     hint = _unwrapped(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [inner for member in typing.get_args(hint) for inner in _members(member)]
+        return [inner for member in typing.get_args(hint) for inner in _union_members(member)]
     return [hint]
 
 
 def _element_types(hint: Any, key: str) -> list[Any]:
-    """Returns the type of the element at a key of a container; several types for a union."""
+    """Returns the types that a container type allows at a key such as '0' or 'w'.
+
+    Several for a union; [] if the type has no such key.
+    """
     hint = _unwrapped(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if _find_metadata(hint) is not None:
@@ -203,7 +216,10 @@ def _element_types(hint: Any, key: str) -> list[Any]:
 
 
 def _fields(cls: Any) -> dict[str, Any]:
-    """Returns the annotated fields of a NamedTuple, TypedDict, dataclass or Equinox module."""
+    """Returns the field types of a NamedTuple, TypedDict, dataclass or Equinox module, by name.
+
+    Returns {} for other types.
+    """
     has_fields = (
         dataclasses.is_dataclass(cls) or typing.is_typeddict(cls) or hasattr(cls, '_fields')
     )
@@ -251,9 +267,9 @@ def _dimension(token: str) -> str | None:
 
 
 def _match(names: list[str], dims: list[str | None]) -> bool:
-    """Whether axis names match dimensions; '...' matches any number of dimensions."""
+    """Whether axis names match dimensions; a '...' in `names` matches any number of dimensions."""
     if not names or not dims:
-        return not dims if not names else names == [ELLIPSIS]
+        return names == dims or names == [ELLIPSIS]
     if names[0] == ELLIPSIS:
         return any(_match(names[1:], dims[i:]) for i in range(len(dims) + 1))
     if dims[0] == ELLIPSIS:

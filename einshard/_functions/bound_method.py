@@ -25,7 +25,7 @@ class BoundMethod(functools.partial[Any]):
     def __self__(self) -> Any:
         return self.args[0]
 
-    # `inspect.signature` reads it, so that the signature has no `self`
+    # `inspect.signature` follows `__wrapped__`, so that the signature has no `self`
     @property
     def __wrapped__(self) -> Any:
         return types.MethodType(self.__func__.__wrapped__, self.__self__)

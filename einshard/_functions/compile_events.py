@@ -16,11 +16,13 @@ from typing import Any, TypeAlias
 
 import jax
 
+# a program is compiled between these two events
 LOWERED = '/jax/core/compile/jaxpr_to_mlir_module_duration'
 COMPILED = '/jax/core/compile/backend_compile_duration'
 _PING = '/einshard/ping'
 
-# Called with the name of a function, and the texts of the programs that were compiled for it.
+# Called with the name of a function, and the texts of the programs that were compiled for it; no
+# texts if the backends of this process do not list the program.
 Watcher: TypeAlias = Callable[[str, Sequence[str]], None]
 
 
@@ -72,9 +74,11 @@ def _on_event(event: str, duration_secs: float, **fields: Any) -> None:
             _thread.newest[platform] = programs[0]
         if event == COMPILED:
             texts += map(_text, _compiled_since(programs, name, before.get(platform)))
+    # JAX reports a compilation that failed too; it has no program
     failed = sys.exc_info()[0] is not None
-    if event == COMPILED and not (failed and not texts):
-        _thread.watchers[-1](re.sub(r'^\w+\((.*)\)$', r'\1', name), texts)
+    if event == COMPILED and (texts or not failed):
+        name = re.sub(r'^\w+\((.*)\)$', r'\1', name)  # 'jit(f)' to 'f'
+        _thread.watchers[-1](name, texts)
 
 
 def _loaded_programs() -> Iterator[tuple[str, Sequence[Any]]]:

@@ -88,13 +88,16 @@ def is_sharding_type_error(error: BaseException) -> bool:
 
 
 def is_error_of_jax(error: BaseException) -> bool:
-    """Whether JAX itself raised an error, as it does for shapes that do not match."""
+    """Whether this is a TypeError or ValueError from JAX itself, such as for shapes that differ."""
     *_, innermost = walk_tb(error.__traceback__)
     return type(error) in (TypeError, ValueError) and _package(innermost) in _JAX
 
 
 class SpecLeaf(NamedTuple):
-    """A leaf of an argument: its name ('w' or 'params/w'), value, and expression or None."""
+    """A leaf of an argument: its name, such as 'w' or 'params/w', its value and its expression.
+
+    The expression is None for a leaf without a spec, or with a PartitionSpec.
+    """
 
     name: str
     value: Any
@@ -156,7 +159,7 @@ def _sharding_note(
         text = _operand_text(operand, by_id.get(id(operand)), mesh_axes)
         facts[f'operand {i}' if len(operands) > 1 else 'operand'] = text
     facts['try'] = next(fix for part, fix in _FIXES.items() if part in str(error))
-    facts['or Auto axes'] = _auto_mesh(mesh)
+    facts['or Auto axes'] = _auto_mesh_call(mesh)
     sentence = f'JAX cannot infer a sharding in {function}, because the mesh axes are Explicit'
     return str(EinshardError(sentence, facts=facts))
 
@@ -216,7 +219,7 @@ _FIXES = {
 }
 
 
-def _auto_mesh(mesh: AnyMesh) -> str:
+def _auto_mesh_call(mesh: AnyMesh) -> str:
     if is_device_mesh(mesh):
         return 'device_mesh()'
     sizes, names = tuple(mesh.axis_sizes), tuple(mesh.axis_names)
@@ -228,22 +231,24 @@ def sizes_that_differ(leaves: Iterable[SpecLeaf], message: str) -> Iterator[str]
     """Yields sentences such as "axis 'x' is 6 in parameter 'x' and 8 in 'w'".
 
     Only for sizes in JAX's message: names are local to an expression, so different sizes alone are
-    not an error. Leaves of one parameter with the same expression are not compared with each other.
+    not an error. Leaves of one parameter with the same expression, as in a list of layers, are left
+    out if their sizes differ.
     """
-    named: dict[str, dict[tuple[str, str], tuple[int, str]]] = {}
-    mixed: set[tuple[str, tuple[str, str]]] = set()
+    # by axis name, then by parameter and expression: the size and the name of the first leaf
+    first_leaves: dict[str, dict[tuple[str, str], tuple[int, str]]] = {}
+    differing: set[tuple[str, tuple[str, str]]] = set()
     for leaf in leaves:
         for axis, i in leaf.axes.items():
-            spec = leaf.name.split('/')[0], str(leaf.expression)
-            size, sizes_by_spec = leaf.value.shape[i], named.setdefault(axis, {})
-            if sizes_by_spec.setdefault(spec, (size, leaf.name))[0] != size:
-                mixed.add((axis, spec))
+            source = leaf.name.split('/')[0], str(leaf.expression)
+            size, by_source = leaf.value.shape[i], first_leaves.setdefault(axis, {})
+            if by_source.setdefault(source, (size, leaf.name))[0] != size:
+                differing.add((axis, source))
     in_message = {*map(int, re.findall(r'\b\d+\b', message))}
-    for axis, sizes_by_spec in named.items():
-        first: dict[int, str] = {}
-        for spec, (size, name) in sizes_by_spec.items():
-            if size in in_message and (axis, spec) not in mixed:
-                first.setdefault(size, f"{size} in '{name}'")
-        if len(first) > 1:
-            sizes = ' and '.join(first.values()).replace('in', 'in parameter', 1)
+    for axis, by_source in first_leaves.items():
+        texts: dict[int, str] = {}  # by size
+        for source, (size, name) in by_source.items():
+            if size in in_message and (axis, source) not in differing:
+                texts.setdefault(size, f"{size} in '{name}'")
+        if len(texts) > 1:
+            sizes = ' and '.join(texts.values()).replace('in', 'in parameter', 1)
             yield f"axis '{axis}' is {sizes}"

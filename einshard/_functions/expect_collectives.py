@@ -1,4 +1,4 @@
-"""expect_collectives: limits the collectives of every program that a block compiles."""
+"""expect_collectives: checks the collectives of every program that a block compiles."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from .._sharding.context import depth_of_user, is_tracing
 from .compile_events import is_listening, unwatch, watch
 from .promise import Promise, find_unexpected, read_promise
 
-# Part of JAX's cache keys, so that a program that was compiled under another promise is compiled
-# again, and checked. Created once, at import: creation makes JAX retrace everything.
+# Part of JAX's cache keys, so that a program that was compiled outside the block or with other
+# limits is compiled again, and checked. Created once, at import: creation makes JAX retrace
+# everything.
 _in_cache_keys: Any = jax.make_user_context(default_value=None)
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # blocks that are entered and not yet exited, each with the context manager for cache keys
+        # the blocks entered and not yet exited, with the context manager that sets the cache key
         self.entered: list[tuple[expect_collectives, Any]] = []
 
 
@@ -41,12 +42,12 @@ class expect_collectives:
 
     It covers `sharded` functions, plain `jax.jit`, and operations outside of jit. A program is
     checked after it is compiled and before it runs. Functions that were called before the block are
-    compiled again, once for each promise; later blocks with the same promise reuse the programs. A
-    collective in a loop counts once. In nested blocks, only the inner promise applies.
+    compiled again; later blocks with the same arguments reuse these programs. A collective in a
+    loop counts once. In nested blocks, only the arguments of the innermost block apply.
 
-    The promise is for this thread only. It does not cover programs that were compiled ahead of time
-    before the block. A program for devices that you don't have is not checked, which gives a
-    warning. Do not `await` or `yield` inside the block.
+    Only this thread is checked, and not programs that were compiled ahead of time before the block.
+    A program for devices that you don't have is not checked, which gives a warning. Do not `await`
+    or `yield` inside the block.
 
     Args:
         allowed: `()` for none; a kind such as 'all-reduce'; a collection of kinds; or the limit of

@@ -32,7 +32,7 @@ JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {'fun'}
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """How a call passes its values: the first `n_positional` by position, the rest by keyword."""
+    """How values are passed: the first `n_positional` by position, the rest by `keywords`."""
 
     n_positional: int
     keywords: tuple[str, ...]
@@ -47,18 +47,18 @@ class Parameters:
     """The parameters of a function by kind; `*args, **kwargs` if it has no signature.
 
     Attributes:
+        function: the name of the function.
         names: the names of the positional parameters, including `self`.
-        instance: 1 if the first parameter is the `self` or `cls` of a method, otherwise 0.
+        positional_only: those of `names` that cannot be passed by keyword.
         keyword_only: the names of the keyword-only parameters.
         var_positional: the name of `*args`, or None.
         var_keyword: the name of `**kwargs`, or None.
-        options: more keywords that errors may suggest for a misspelled keyword.
+        n_self: 1 if the first parameter is the `self` or `cls` of a method, else 0.
     """
 
-    def __init__(self, function: Callable[..., Any], options: Iterable[str] = ()):
+    def __init__(self, function: Callable[..., Any]):
         self.function = name_of(function)
         self.qualname = getattr(function, '__qualname__', self.function)
-        self.options = tuple(options)
         try:
             self.signature = inspect.signature(function)
         except (ValueError, TypeError):  # some builtins
@@ -77,9 +77,10 @@ class Parameters:
     def flatten_call(
         self, n_args: int, keywords: Iterable[str]
     ) -> tuple[CallSignature, tuple[str, ...]]:
-        """Returns the signature of a call, and the order of its keyword arguments.
+        """Returns the signature of a call, and its keywords in the order of the values.
 
-        Keyword arguments become positional where possible.
+        The values of a call are its `n_args` positional arguments, then its keyword arguments in
+        this order. In the signature, keyword arguments become positional where possible.
         """
         by_keyword = set(keywords)
         for name in self.names[:n_args]:
@@ -94,20 +95,22 @@ class Parameters:
         others = tuple(sorted(by_keyword.difference(now_positional)))
         return CallSignature(n_args + len(now_positional), others), (*now_positional, *others)
 
-    def value_names(self, call: CallSignature) -> tuple[str, ...]:
-        """Labels each value with its parameter name, or 'args[2]' for an element of `*args`.
+    def value_labels(self, call: CallSignature) -> tuple[str, ...]:
+        """Labels each value of a call: its parameter name, or 'args[2]' for an element of `*args`.
 
-        If a keyword x in `**kwargs` is also a positional-only parameter, the label is
-        "kwargs['x']".
+        The label of a keyword x in `**kwargs` is "kwargs['x']" if a positional-only parameter has
+        the name x.
         """
         named = self.names[: call.n_positional]
         rest = (f'{self.var_positional}[{i}]' for i in range(call.n_positional - len(named)))
-        taken = self.positional_only
-        by_keyword = (f"{self.var_keyword}['{k}']" if k in taken else k for k in call.keywords)
+        by_keyword = (
+            f"{self.var_keyword}['{name}']" if name in self.positional_only else name
+            for name in call.keywords
+        )
         return (*named, *rest, *by_keyword)
 
     def assign(self, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Combines specs by position and by name; returns them by parameter label."""
+        """Combines specs by position and by name; returns them by label, as in `value_labels`."""
         names = self.names[self.n_self :]
         if len(specs) > len(names) and self.var_positional is None:
             raise EinshardError(
@@ -129,7 +132,10 @@ class Parameters:
         return assigned
 
     def spec_for(self, label: str, specs: Mapping[str, Any]) -> Any:
-        """Returns the spec of a value. The spec of `*args` or `**kwargs` is for all its values."""
+        """Returns the spec of the value with this label, or None.
+
+        A spec for `*args` or `**kwargs` is for all its values without a spec of their own.
+        """
         if label in specs:
             return specs[label]
         if self.var_positional is not None and label.startswith(f'{self.var_positional}['):
@@ -144,7 +150,7 @@ class Parameters:
         known += [rest for rest in (self.var_positional, self.var_keyword) if rest is not None]
         if name in known or self.var_keyword is not None:
             return
-        near = difflib.get_close_matches(name, [*known, *self.options], n=1)
+        near = difflib.get_close_matches(name, [*known, *sorted(JIT_OPTIONS)], n=1)
         raise EinshardError(
             f"'{name}' is neither a parameter of {self.function} nor an option of jax.jit",
             facts={'parameters': ', '.join(known) or 'none'},
@@ -152,7 +158,13 @@ class Parameters:
         )
 
     def labels(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
-        """Returns the labels of the parameters in `*_argnums` and `*_argnames` options."""
+        """Returns the labels of the parameters that an option and its `argnums` variant select.
+
+        Args:
+            numbers, names: the values of the two options, such as `static_argnums` and
+                `static_argnames`.
+            option: the name of the second, for errors: 'static_argnames'.
+        """
         labels: set[str] = set(as_list(names, str, option, 'names of parameters', "('x',)"))
         known = (*self.names, *self.keyword_only)
         for name in labels:
@@ -181,7 +193,9 @@ class Declaration:
     """The specs of parameters and result, and which parameters are static or donated.
 
     Attributes:
-        static, donated: labels, as in `Parameters.value_names`.
+        specs: the parsed specs by label; labels are those of `Parameters.value_labels`.
+        static, donated: the labels of static and of donated parameters.
+        result: the spec of the result.
     """
 
     def __init__(
@@ -210,7 +224,10 @@ class Declaration:
     def flatten_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[CallSignature, tuple[str, ...], list[Any]]:
-        """Returns the signature of a call, the order of its keyword arguments, and all values."""
+        """Returns the signature of a call, its keywords in the order of the values, and the values.
+
+        Adds the array defaults of omitted parameters as keyword arguments.
+        """
         if self._defaults:
             taken = self.parameters.names[: len(args)]
             defaults = {name: x for name, x in self._defaults.items() if name not in taken}
@@ -235,7 +252,7 @@ class Declaration:
                     parameters.spec_for(name, self.specs),
                     self.indivisible,
                 )
-                for name in parameters.value_names(call)
+                for name in parameters.value_labels(call)
             )
             self._arguments[call] = value_specs
         return value_specs
@@ -253,9 +270,9 @@ class Declaration:
             raise error.about(**where) from None
 
     def _array_defaults(self) -> dict[str, Any]:
-        """Returns defaults that contain arrays, for parameters with specs.
+        """Returns the defaults that contain arrays, by parameter name, for parameters with specs.
 
-        Calls pass them as arguments, so that they are placed as the specs say.
+        Calls pass them as keyword arguments, so that they are placed as the specs say.
         """
         return {
             name: parameter.default
@@ -275,9 +292,13 @@ def declare(
     named: Mapping[str, Any],
     indivisible: Fallback = 'error',
 ) -> tuple[dict[str, Any], Declaration]:
-    """Splits the arguments of `sharded` into options of `jax.jit` and a `Declaration`."""
+    """Splits the arguments of `sharded` into options of `jax.jit` and a `Declaration`.
+
+    `named` has specs by parameter name and options of `jax.jit`; those that name parameters, such
+    as `static_argnums`, go into the declaration. Without specs, reads annotations.
+    """
     options = _jit_options(named)
-    parameters = Parameters(function, sorted(JIT_OPTIONS))
+    parameters = Parameters(function)
     specs = {name: spec for name, spec in named.items() if name not in options}
     if not (in_specs or specs) and out is None:
         specs, out = read_annotations(function)

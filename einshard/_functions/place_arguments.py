@@ -18,6 +18,7 @@ from .._arrays.process_agreement import PlannedArray, check_same_contents
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
 from .._sharding.describe import describe, describe_in
+from .._sharding.leaf_spec import in_memory
 from .._sharding.mesh import is_partial, memory_kind_of
 from .._sharding.resolve import Placement
 from .program import TracedFunction
@@ -29,11 +30,12 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
 
     Raises for arrays that are sharded differently, unless `reshard=True`. If `running`, all
     processes run the program, and host arrays that they shard must be equal in all of them.
+    An argument without a spec must be uncommitted, or committed to the devices of the mesh.
     """
     context = traced.setup.context()
     pairs = [*zip(traced.arguments, values, strict=True)]
     # check all before resharding any
-    leaves = [argument.find_placements(value, context) for argument, value in pairs]
+    placements = [argument.find_placements(value, context) for argument, value in pairs]
     placed = list(values)
     to_compare: list[tuple[PlannedArray, Any]] = []
     for i, (argument, value) in enumerate(pairs):
@@ -43,14 +45,14 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
             _check_devices(traced, argument, value)
             continue
         moved: list[Any] = []
-        for path, leaf, placement in leaves[i]:
+        for path, leaf, placement in placements[i]:
             moved.append(
                 leaf if placement is None else _place(traced, argument, path, leaf, placement)
             )
             if placement and moved[-1] is not leaf and _must_agree(leaf, placement.sharding):
                 planned = argument.leaf_text(path, leaf), placement.expression.text
                 to_compare.append((planned, leaf))
-        if any(new is not old for new, (_, old, _) in zip(moved, leaves[i], strict=True)):
+        if any(new is not old for new, (_, old, _) in zip(moved, placements[i], strict=True)):
             placed[i] = jtu.tree_unflatten(jtu.tree_structure(value), moved)
     if to_compare and running and isinstance(traced.mesh, Mesh) and not is_tracing():
         check_same_contents(to_compare, traced.mesh)
@@ -76,7 +78,7 @@ def _place(
     current = _rejected_sharding(traced, leaf, sharding)
     if current is not None and not (_is_unsharded(current) or traced.setup.reshard):
         raise _placed_differently(
-            current, placement, leaf, argument.leaf_text(path, leaf)
+            traced, current, placement, leaf, argument.leaf_text(path, leaf)
         ) from None
     if (
         current is not None
@@ -94,7 +96,7 @@ def _rejected_sharding(
 
     None for host data too, which jit places.
     """
-    if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
+    if isinstance(leaf, Tracer) or _hides_devices(traced, sharding):
         return rejected_by_jit(leaf, traced.for_jit(sharding))
     # on explicit axes jit rejects uncommitted arrays too
     explicit = AxisType.Explicit in traced.mesh.axis_types
@@ -104,7 +106,7 @@ def _rejected_sharding(
 
 
 def _reshard(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
-    if isinstance(leaf, Tracer) or _is_hidden(traced, sharding):
+    if isinstance(leaf, Tracer) or _hides_devices(traced, sharding):
         return reshard_traced(leaf, sharding, traced.for_jit(NamedSharding(sharding.mesh, P())))
     if jax.process_count() > 1 or is_partial(sharding):
         return put([leaf], [sharding])[0]
@@ -112,13 +114,13 @@ def _reshard(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
     return device_put(leaf, sharding)  # unlike put, accepts an abstract mesh
 
 
-def _is_hidden(traced: TracedFunction, sharding: NamedSharding) -> bool:
+def _hides_devices(traced: TracedFunction, sharding: NamedSharding) -> bool:
     """Whether JAX hides the devices of the mesh in context, as inside a transformation."""
     return traced.mesh_is_ambient and isinstance(sharding.mesh, AbstractMesh)
 
 
 def _placed_differently(
-    current: Sharding, placement: Placement, leaf: Any, text: str
+    traced: TracedFunction, current: Sharding, placement: Placement, leaf: Any, array: str
 ) -> EinshardError:
     memory, expected = memory_kind_of(current), memory_kind_of(placement.sharding)
     if memory != expected:
@@ -126,17 +128,19 @@ def _placed_differently(
     else:
         # under jax.vmap the sharding includes the batch axis, which the leaf lacks
         batched = isinstance(current, NamedSharding) and len(current.spec) > leaf.ndim
-        text_now = (
+        current_text = (
             describe(current) if batched else describe_in(placement.expression, current, leaf.ndim)
         )
         is_sum = is_partial(current) and not is_partial(placement.sharding)
         state = 'a partial sum, sharded' if is_sum else 'already sharded differently,'
-        sentence = f"the argument is {state} as '{text_now}'"
+        sentence = f"the argument is {state} as '{current_text}'"
+    spec = in_memory(str(placement.expression), placement.sharding.memory_kind)
+    mesh = '' if traced.setup.mesh is None else ', mesh=...'
     return placement.expression.error(
         sentence,
         [term for term in placement.expression.right if term.is_sharded],
-        array=text,
-        **{'try': f"reshard=True, or einshard(x, '{placement.expression}') before the call"},
+        array=array,
+        **{'try': f"reshard=True, or einshard(x, '{spec}'{mesh}) before the call"},
     )
 
 
@@ -147,24 +151,29 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
     """
     has_shardings = any(traced.in_shardings) or bool(jtu.tree_leaves(traced.out_shardings))
     if isinstance(traced.mesh, AbstractMesh) or not has_shardings:
-        return
+        return  # without shardings, jit runs on the devices of its arguments
     devices = tuple(traced.mesh.devices.flat)
     for path, leaf in jtu.tree_leaves_with_path(value):
         if not _is_committed(leaf):
             continue
-        if leaf.sharding.device_set != set(devices):
-            where = f'{len(leaf.sharding.device_set)} of the {traced.mesh.size} devices'
+        leaf_devices = leaf.sharding.device_set
+        if not leaf_devices <= set(devices):
+            where = 'devices outside the mesh'
+        elif len(leaf_devices) < len(devices):
+            where = f'{len(leaf_devices)} of the {len(devices)} devices'
         elif _device_order(leaf.sharding) not in (None, devices):
             where = 'the devices of the mesh in another order'
         else:
             continue
-        device, *others = leaf.sharding.device_set
+        device, *others = leaf_devices
+        must_reshard = not (_is_unsharded(leaf.sharding) or traced.setup.reshard)
+        reshard = ' and reshard=True' if must_reshard else ''
         raise EinshardError(
             f"argument '{argument.name}' has no spec and is committed to {where}",
             facts={
                 'array': argument.leaf_text(path, leaf),
                 'got': describe(leaf) if others else f'committed to {device}',
-                'try': f"{argument.name}='... -> * ...' to replicate it",
+                'try': f"{argument.name}='... -> * ...'{reshard} to replicate it",
             },
         ) from None
 
@@ -185,16 +194,16 @@ def _is_multi_process_host_data(leaf: Any) -> bool:
 
 
 def _is_host_data_for_partial_sum(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether an argument is host data that jit cannot place: its spec is a partial sum."""
+    """Whether jit cannot place a leaf: host data or an uncommitted array, for a partial sum."""
     placed = isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref) or _is_committed(leaf)
     return is_partial(sharding) and not (placed or isinstance(leaf, Tracer))
 
 
 def _must_agree(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether to compare host data between processes: if their devices get different shards.
+    """Whether to compare a leaf between processes: host data, sharded over several processes.
 
-    Processes pass their own rows by mistake. Replicated values, often scalars that change with each
-    call, are not worth the 2 ms.
+    This finds a process that passes only its own rows, instead of the full array. For replicated
+    values, often scalars that change with each call, the check is not worth its 2 ms.
     """
     if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return False

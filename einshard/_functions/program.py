@@ -113,7 +113,10 @@ class TracedFunction:
 
     @property
     def constrains_result(self) -> bool:
-        """Whether a trace must constrain the result: explicit axes ignore its out_shardings."""
+        """Whether a call inside a trace must constrain the result.
+
+        With explicit mesh axes, JAX ignores the out_shardings of a nested jit.
+        """
         return self.result.spec is not None and AxisType.Explicit in self.mesh.axis_types
 
     def positions(self, names: Collection[str]) -> list[int]:
@@ -165,9 +168,9 @@ class TracedFunction:
         return True
 
     def sharded_by(self, values: Sequence[Any], result: Any) -> ShardedBy:
-        """Returns, by axis name, the mesh axes that shard the arguments and the result.
+        """Returns, by axis name, the mesh axes that shard it in the arguments and the result.
 
-        If `result` is None, it is unknown, and its axes are left out.
+        `result` is a pytree of ShapeDtypeStructs, or None if it is unknown.
         """
         pairs = [*zip(self.arguments, values, strict=True)]
         if result is not None:
@@ -195,7 +198,7 @@ class TracedFunction:
         return jtu.tree_map(convert, shardings, is_leaf=is_none)
 
     def set_names(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        """Sets the names of a wrapper, which jit shows in programs and errors."""
+        """Sets the names of a wrapper, which jit shows in programs and errors; returns it."""
         wrapper.__name__ = wrapper.__qualname__ = self.setup.name
         wrapper.__wrapped__ = self.setup.function  # type: ignore[attr-defined]
         wrapper.__signature__ = positional_signature(self.names)  # type: ignore[attr-defined]
@@ -247,7 +250,7 @@ class Program:
             them into in_shardings, which reject arrays that are sharded differently.
         called: the function that a call runs: `jitted`, or `checked.call`.
         checked: the function that checks limits; None without a budget.
-        without_spec: with a budget, the positions of arguments without a spec.
+        without_spec: with a budget, the positions of arguments that have leaves without a spec.
         shardings_without_spec: the shardings of those arguments. The program is only for these:
             JAX would recompile it for others without a new trace, and so without a check of limits.
         args_checked: whether `place_arguments` has run for a call.
@@ -284,10 +287,11 @@ class Program:
         )
 
     def must_place_arguments(self) -> bool:
-        """Whether calls must place the arguments, because jit would not.
+        """Whether each call must place the arguments, because jit would not.
 
-        Under jax.grad and jax.vmap outside jit, jit accepts any sharding. Host data for a partial
-        sum is an error in jit; in JAX 0.8.1, the sum is too large.
+        Under jax.grad or jax.vmap outside jit, `nested` accepts any sharding if the mesh is
+        ambient, as it has no in_shardings then. Host data for a partial sum is an error in jit; in
+        JAX 0.8.1, the sum is too large.
         """
         if is_tracing():
             return self.traced.mesh_is_ambient and not is_staging()
@@ -302,10 +306,11 @@ class Program:
     def trace_as_called(
         self, n_args: int, given: Collection[str], order: Sequence[str], values: Sequence[Any]
     ) -> jax.stages.Traced:
-        """Traces a call with the keyword arguments `given`.
+        """Traces a call that passes the parameters in `given` by keyword.
 
         `jax.jit` with in_shardings rejects keyword arguments, so the shardings are those of
-        ShapeDtypeStructs instead. `order` is the order of keywords and defaults in `values`.
+        ShapeDtypeStructs instead. `order` has the keywords of `values[n_args:]`: those in `given`,
+        and those of array defaults.
         """
         traced, names = self.traced, dict(enumerate(order, n_args))
         context = traced.setup.context()
@@ -358,7 +363,8 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     if not traced.mesh_is_ambient and (
         traced.out_shardings is None or isinstance(traced.mesh, AbstractMesh)
     ):
-        nested = jitted  # no result to constrain
+        # no result spec; or a mesh without devices that is not in context: constraints would fail
+        nested = jitted
     called, checked, without_spec = jitted, None, list[int]()
     if budget is not None:
         checked = CheckedJit(budget, traced.wrapper, traced.sharded_by, with_shardings, nested)

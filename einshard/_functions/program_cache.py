@@ -37,8 +37,8 @@ class ProgramCache:
     def find(self, call: CallSignature, values: Sequence[Any], wrong: Any = None) -> Program:
         """Finds the program for a call, and makes it if there is none.
 
-        Without the full lookup, returns the first program of the call signature. If that was wrong,
-        pass its `called` as `wrong`, which enables the full lookup.
+        A quick lookup returns the first program of the call signature, mesh and axis rules. If that
+        was wrong, pass its `called` as `wrong`: from then on, lookups are full and use `values`.
         """
         context = self._setup.context()
         mesh_key = self._setup.mesh_key(context)
@@ -80,9 +80,10 @@ class ProgramCache:
 def _leaves_key(
     declaration: Declaration, call: CallSignature, values: Sequence[Any], context: Context
 ) -> Any:
-    """Returns the structure, shapes and dtypes of arguments on which shardings depend.
+    """Returns the structures, shapes and dtypes of the arguments on which shardings depend.
 
-    If the shardings of the result depend on its leaves, these are all arguments.
+    If the shardings of the result depend on its leaves, these are all arguments; of static ones,
+    the key has the value.
     """
     arguments = declaration.arguments(call)
     uses_all = declaration.result.needs_leaves(context)

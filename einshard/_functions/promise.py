@@ -27,7 +27,7 @@ from .._text import format_bytes, short_arrays, short_source
 
 # The collectives that a program may have: one kind, several kinds, or the limit of each kind.
 Promise: TypeAlias = str | Collection[str] | Mapping[str, int]
-# The limit of each kind; 0 for kinds that are missing.
+# The limit of each kind, math.inf for any number; kinds that are missing are not allowed.
 Allowed: TypeAlias = Mapping[str, float]
 
 
@@ -99,9 +99,9 @@ def check_promise(
 ) -> None:
     """Raises if a compiled program has collectives that are not allowed.
 
-    `sharded_by` returns, by axis name, the mesh axes that shard it; None for a function without
-    specs. It is called only for the error, with the results of the program as ShapeDtypeStructs, or
-    None if they are unknown.
+    `sharded_by` gets the results of the program as ShapeDtypeStructs, or None if they are unknown,
+    and returns, by axis name, the mesh axes that shard it. It is called only for the error. Without
+    specs there are no axis names: pass None.
     """
     too_many = exceeding(allowed, read_collectives(program_text(name, compiled)))
     if not too_many:
@@ -225,7 +225,10 @@ class Budget:
         self._warned = False
 
     def on_one_device(self) -> Budget | None:
-        """Returns the budget of a program without collectives; None if nothing limits memory."""
+        """Returns the budget of a program on one device, which cannot have collectives.
+
+        None if the budget does not limit memory.
+        """
         return None if self.limits.memory is None else self
 
     def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy]) -> None:
@@ -256,10 +259,10 @@ class Budget:
 class CheckedJit:
     """A jitted function that checks the limits of its programs.
 
-    Its first program is checked before it runs, later ones before the result is returned. JAX does
-    not report compilations, but each compilation follows a trace. So the function records its
-    traces, and a call that caused a trace gets the compiled program from JAX's cache to check it.
-    Checking inside the trace would be earlier, but makes later calls with those arguments take
+    Its first program is checked before it runs, later ones before the result is returned. A call
+    does not tell whether it compiled, but each compilation follows a trace. So the function records
+    its traces, and a call that caused a trace gets the compiled program from JAX's cache to check
+    it. Checking inside the trace would be earlier, but makes later calls with those arguments take
     jit's slow path (80 to 250 us).
 
     A thread may run a program that another thread has traced but not checked. So a call checks its
@@ -272,13 +275,13 @@ class CheckedJit:
     def __init__(
         self,
         budget: Budget,
-        traced: Callable[..., Any],
+        function: Callable[..., Any],
         sharded_by: Callable[[Sequence[Any], Any], ShardedBy],
         options: Mapping[str, Any],
         nested: Callable[..., Any],
     ):
         self._budget = budget
-        self._traced = traced
+        self._function = function
         self._sharded_by = sharded_by
         self._options = options
         self._nested = nested
@@ -312,12 +315,13 @@ class CheckedJit:
         """Starts over with a new jitted function."""
         unchecked = set[int]()  # ids of threads that have traced, but not checked, a program
 
-        @functools.wraps(self._traced)
+        @functools.wraps(self._function)
         def record_trace(*values: Any) -> Any:
             unchecked.add(threading.get_ident())
-            return self._traced(*values)
+            return self._function(*values)
 
         self._first_is_checked = False
+        # one attribute, so that another thread never reads one without the other
         self._state: tuple[Any, set[int]] = jax.jit(record_trace, **self._options), unchecked
 
     def _check_first(self, values: Sequence[Any]) -> None:

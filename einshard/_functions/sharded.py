@@ -157,6 +157,7 @@ class ShardedFunction(Generic[P, R]):
         return self._call(args, kwargs, get_method)
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], get_method: _GetMethod) -> Any:
+        """Calls what `get_method` returns for the program of a call, and prepares the fast path."""
         if entered_scope() and not (matches_cache_keys() or is_tracing()):
             # this thread runs in a copied contextvars context, which JAX's cache keys lack
             with copy_into_thread():
@@ -207,9 +208,9 @@ class ShardedFunction(Generic[P, R]):
         values: Sequence[Any],
         get_method: _GetMethod,
     ) -> Any:
-        """Retries a call in which the jitted function `failed` raised `error`, or raises.
+        """Handles the `error` that the jitted function `failed` raised in a call.
 
-        Retries with the right program, or with resharded arguments.
+        Retries with the right program, or with resharded arguments; raises if neither applies.
         """
         if isinstance(error, UnexpectedCollectives | MemoryExceeded):
             self._fast_path = {}  # the next program is checked before it runs
@@ -235,7 +236,7 @@ class ShardedFunction(Generic[P, R]):
     def _traced_function(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[TracedFunction, Sequence[Any]]:
-        """Returns the function and the values of a call. Checks these, as no trace will."""
+        """Returns the function and the values of a call. Checks the values, as no trace follows."""
         call, _, values = self._setup.declaration.flatten_call(args, kwargs)
         program = self._programs.find(call, values)
         program.traced.check(values)
@@ -333,8 +334,9 @@ def sharded(
     named = named_specs_and_jit_options
     limits = collectives, memory
     options = out, mesh, reshard, indivisible, limits, named
-    no_options = out is None and mesh is None and limits == (None, None) and indivisible == 'error'
-    if no_options and not (named or reshard) and len(in_specs) == 1 and _can_decorate(in_specs[0]):
+    no_options = all(x is None for x in (out, mesh, *limits)) and not (named or reshard)
+    one_function = len(in_specs) == 1 and _can_decorate(in_specs[0])
+    if one_function and no_options and indivisible == 'error':
         return _decorate(in_specs[0], (), *options)
     check_spec_functions(in_specs)
 

@@ -20,7 +20,7 @@ def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, 
     """
     if not positions or is_tracing():
         return ()
-    # without `committed`, which would double the time: jit rejects the arrays for which it matters
+    # `committed` is left out: it would double the time, and jit rejects arrays for which it matters
     leaves = [leaf for i in positions for leaf in jtu.tree_leaves(values[i])]
     return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
 

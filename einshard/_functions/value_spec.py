@@ -24,7 +24,7 @@ from .._trees.paths import path_text
 from .._trees.specs import Spec, check_registered_pytree, is_none, leaf_specs, needs_leaves
 
 # The path of a leaf, the leaf, and its placement; None if it has no spec.
-PlacedLeaf: TypeAlias = tuple[Sequence[Any], Any, Placement | None]
+LeafPlacement: TypeAlias = tuple[Sequence[Any], Any, Placement | None]
 
 
 class ValueSpec:
@@ -32,7 +32,7 @@ class ValueSpec:
 
     Attributes:
         function: the name of the function.
-        name: the name of the argument; None for the result.
+        name: the label of the argument, such as 'w' or 'args[0]'; None for the result.
         spec: the parsed spec; None leaves the value to the compiler.
         indivisible: 'replicate' to replicate axes whose size is not divisible.
     """
@@ -52,17 +52,20 @@ class ValueSpec:
             return self._needs_leaves
         return self.indivisible != 'error' or context.replicates_indivisible
 
-    def find_placements(self, value: Any, context: Context) -> list[PlacedLeaf]:
-        """Finds the placement of every leaf; raises if a leaf does not fit its spec."""
+    def find_placements(self, value: Any, context: Context) -> list[LeafPlacement]:
+        """Finds the placement of every leaf; raises if a leaf does not fit its spec.
+
+        Returns [] if the value has no spec at all.
+        """
         if self.spec is None:
             return []
         try:
             specs = leaf_specs(value, jtu.tree_leaves(value), self.spec, context.mesh)
         except EinshardError as error:
-            # errors of per_device are about a function, not about one of its values
+            # an error of a `per_device` function under `sharded` is about its mesh, not this value
             facts = {} if 'function' in error.facts else self._prefix_facts(value)
             raise error.about(**facts) from None
-        placed: list[PlacedLeaf] = []
+        placements: list[LeafPlacement] = []
         errors: list[EinshardError] = []
         for (path, leaf), spec in zip(jtu.tree_leaves_with_path(value), specs, strict=True):
             try:
@@ -75,10 +78,10 @@ class ValueSpec:
                 argument = None if path else self.name
                 errors.append(_not_an_array(leaf, text, argument) or error.about(array=text))
                 continue
-            placed.append((path, leaf, placement))
+            placements.append((path, leaf, placement))
         if errors:
             raise combine_errors(errors) from None
-        return placed
+        return placements
 
     def shardings(self, value: Any, context: Context) -> Any:
         """Returns shardings for `jax.jit`: a pytree prefix, or one per leaf if `needs_leaves`."""
@@ -86,8 +89,8 @@ class ValueSpec:
             return None
         if not self.needs_leaves(context):
             return jtu.tree_map(partial(self._sharding, context), self.spec, is_leaf=is_none)
-        placed = self.find_placements(value, context)
-        shardings = [placement and placement.sharding for _, _, placement in placed]
+        placements = self.find_placements(value, context)
+        shardings = [placement and placement.sharding for _, _, placement in placements]
         return jtu.tree_unflatten(jtu.tree_structure(value), shardings)
 
     def named_shardings(

@@ -166,7 +166,7 @@ class _PerDeviceFunction:
     ):
         self.function = function
         self.name = name_of(function)
-        self.parameters = Parameters(function, sorted(JIT_OPTIONS))
+        self.parameters = Parameters(function)
         self.out = out
         self.mesh = mesh
         self.spec_mesh = spec_mesh  # the mesh of the NamedShardings in the specs
@@ -262,7 +262,7 @@ class _PerDeviceFunction:
         if len(args) > len(self.parameters.names) and self.parameters.var_positional is None:
             return self.function(*args, **kwargs)  # raises Python's TypeError
         view = self._view()
-        labels = self.parameters.value_names(CallSignature(len(args), tuple(kwargs)))
+        labels = self.parameters.value_labels(CallSignature(len(args), tuple(kwargs)))
         values = [*args, *kwargs.values()]
         # the other values are static or have no array leaves
         traced = [i for i, value in enumerate(values) if _is_traced(value)]
