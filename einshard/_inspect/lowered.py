@@ -256,9 +256,7 @@ def _check_no_refs(
         )
 
 
-def _check_devices(
-    name: str, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
+def _check_devices(name: str, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises if a ShapeDtypeStruct has a sharding on other devices than those of the mesh."""
     example_of: dict[AnyMesh, Any] = {}
     for leaf in jtu.tree_leaves((tuple(args), dict(kwargs))):
