@@ -15,7 +15,7 @@ from .._notation.layout import mesh_text
 from .._text import array_text
 from .device_view import View
 
-_MAX_SHOWN = 4
+_MAX_ARGUMENTS = 4  # in an error
 
 
 def find_different_sizes(
@@ -35,7 +35,7 @@ def find_different_sizes(
     if not sizes:
         return None
     facts = {'function': function}
-    for name, shard, expression in shards[:_MAX_SHOWN]:
+    for name, shard, expression in shards[:_MAX_ARGUMENTS]:
         spec = f", '{expression.text}'" if expression else ''
         facts[f"parameter '{name}'"] = f'{array_text(shard)} per device{spec}'
     facts['JAX says'] = str(error).splitlines()[0]
@@ -76,7 +76,7 @@ def _unknown_axis(function: str, view: View, manual: Collection[str], axis: str)
     sentence = f"{function} uses mesh axis '{axis}', "
     if axis in view.axes:
         sentence += 'which is not in axis_names='
-    elif view.by_name:
+    elif view.uses_array_names:
         sentence += f"but no expression shards an axis named '{axis}'"
     else:
         sentence += 'but the mesh has no such axis'

@@ -34,7 +34,7 @@ class View(NamedTuple):
     """The mesh of a per-device function, and how its expressions map to mesh axes."""
 
     mesh: AnyMesh  # for `jax.shard_map`
-    by_name: bool  # whether mesh axes have the names of array axes; False on the user's mesh
+    uses_array_names: bool  # whether mesh axes are named after array axes; False on the user's mesh
     joint: JointMesh
     n_devices: int
     rules: AxisRules
@@ -43,11 +43,11 @@ class View(NamedTuple):
     @property
     def axes(self) -> dict[str, int]:
         """The mesh axes that the function may use."""
-        return self.joint.named_sizes if self.by_name else sizes_of(self.mesh)
+        return self.joint.named_sizes if self.uses_array_names else sizes_of(self.mesh)
 
     def expression(self, text: str) -> Expression:
         """Parses an expression, and applies the axis rules."""
-        sizes = {} if self.by_name else sizes_of(self.mesh)
+        sizes = {} if self.uses_array_names else sizes_of(self.mesh)
         return _apply_rules(parse(text), self.rules, sizes, self.on_one_device)
 
     def complete(self, text: str) -> str:
@@ -119,7 +119,7 @@ class View(NamedTuple):
 
     def _on_mesh_axes(self, text: str) -> str:
         """Rewrites an expression so that `make_sharding` can lower it onto `mesh`."""
-        if not self.by_name:
+        if not self.uses_array_names:
             return self.complete(text)
         return self.joint.use_mesh_axes(self.expression(text))
 
@@ -128,7 +128,7 @@ class View(NamedTuple):
 
         On the user's mesh, an expression with named mesh axes needs no joint mesh.
         """
-        return self.by_name or not any(term.mesh_axes for term in expression.right)
+        return self.uses_array_names or not any(term.mesh_axes for term in expression.right)
 
 
 @cached
@@ -137,21 +137,23 @@ def make_view(
     mesh: AnyMesh,
     in_context: bool,
     rules: AxisRules,
-    on_one_device: bool = False,
+    on_one_device: bool,
 ) -> View:
     """Builds the view of a function with these specs, on the canonical or the user's mesh."""
     sizes = sizes_of(mesh)
     n_devices = math.prod(sizes.values())
     # JAX rejects any mesh but the one in context
-    by_name = not in_context and is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
+    uses_array_names = (
+        not in_context and is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
+    )
     # 'x@d0' uses an axis of the canonical mesh: 'd0' cannot be the name of an array axis
-    by_name = by_name and not any(sizes.keys() & spec.uses.keys() for spec in specs)
-    named_sizes = {} if by_name else sizes
+    uses_array_names &= not any(sizes.keys() & spec.uses.keys() for spec in specs)
+    named_sizes = {} if uses_array_names else sizes
     specs = tuple(
         replace(s, expression=_apply_rules(s.expression, rules, named_sizes, on_one_device))
         for s in specs
     )
-    if not by_name:
+    if not uses_array_names:
         by_count = tuple(spec for spec in specs if not spec.uses)
         has_counts = any(spec.defines or spec.lists_replicas for spec in by_count)
         if not has_counts and (len(by_count) < len(specs) or not is_device_mesh(mesh)):

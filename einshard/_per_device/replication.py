@@ -94,19 +94,18 @@ def suggest_replication(
     shard_map: Callable[..., Any],
 ) -> dict[str, str]:
     """Suggests how to make the result replicated, as facts."""
-    histories, ranks, sums = list[History](), list[int](), list[bool]()
+    histories, ranks, can_add = list[History](), list[int](), list[bool]()
 
     def trace_body(*values: Any) -> None:
         jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(*values)
-        all_histories = _histories(
-            jaxpr.jaxpr, list(map(_sharded_along, jtu.tree_leaves(in_specs)))
-        )
+        all_histories = _histories(jaxpr.jaxpr, list(map(_history_of, jtu.tree_leaves(in_specs))))
         leaves = jtu.tree_leaves_with_path(shapes)
         for (path, leaf), history in zip(leaves, all_histories, strict=True):
             if jtu.keystr(path).startswith(result.key):
                 histories.append(history)
                 ranks.append(leaf.ndim)
-                sums.append(not jnp.issubdtype(leaf.dtype, jax.dtypes.extended))  # no keys
+                # random keys have an extended dtype
+                can_add.append(not jnp.issubdtype(leaf.dtype, jax.dtypes.extended))
 
     unchecked = shard_map(trace_body, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)
     jax.eval_shape(unchecked, *arguments)
@@ -122,7 +121,7 @@ def suggest_replication(
         # a result may be a partial sum along one axis, and differ by rows along another
         several = len(varying) > 1
         axis = 'axis' if several else repr(varying[0])
-        fixes = [f'jax.lax.psum(result, {axis}) to sum it'] if all(sums) else []
+        fixes = [f'jax.lax.psum(result, {axis}) to sum it'] if all(can_add) else []
         fixes += ['shard it in out='] if all(ranks) else []
         each = f'for each of {quoted(varying)}: ' if several else ''
         label = f'along {", ".join(varying)}' if gathered else 'try'
@@ -130,7 +129,7 @@ def suggest_replication(
     return facts
 
 
-def _sharded_along(spec: PartitionSpec) -> History:
+def _history_of(spec: PartitionSpec) -> History:
     return History(frozenset(axis for entry in spec for axis in entry_axes(entry)))
 
 

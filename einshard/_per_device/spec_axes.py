@@ -51,12 +51,12 @@ class SpecAxes:
 
         If the expression lists no replicas, the grid has only the axes that it defines.
         """
+        if not self.lists_replicas:
+            return tuple((name, counts[name]) for name in self.defines if counts[name] > 1)
         terms: list[Term] = []
         for term in self.expression.right:
             count = counts.get(str(term.name)) if term.star else None
             terms.append(term if count is None else replace(term, count=count, star=False))
-        if not self.lists_replicas:
-            return tuple((name, counts[name]) for name in self.defines if counts[name] > 1)
         expression = replace(self.expression, right=tuple(terms))
         try:
             return grid_of(expression, n_devices, counts if self.uses else None)

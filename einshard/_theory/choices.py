@@ -32,12 +32,12 @@ class Choice:
     @property
     def bytes(self) -> int | None:
         """The bytes of all collectives; None if sizes are not given."""
-        if any(one.bytes is None for one in self.collectives):
+        if any(collective.bytes is None for collective in self.collectives):
             return None
-        return sum(one.bytes or 0 for one in self.collectives)
+        return sum(collective.bytes or 0 for collective in self.collectives)
 
     def __str__(self) -> str:
-        steps = [f'slice {one} (no communication)' for one in self.slices]
+        steps = [f'slice {operand} (no communication)' for operand in self.slices]
         steps += map(str, self.collectives)
         return '\n'.join([f"result '{self.result}'", *(steps or ['no communication'])])
 
@@ -95,20 +95,20 @@ def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]
     for chosen in itertools.product(*candidates):
         pairs = zip(chosen, groups.values(), strict=True)
         array_axes = {axis: name for name, axes in pairs for axis in axes}
-        targets[space.sharded(space.replicated, _in_order([*operands, result], array_axes))] = None
+        targets[space.sharded(space.replicated, _ordered([*operands, result], array_axes))] = None
     return targets
 
 
-def _in_order(
+def _ordered(
     arrays: Sequence[Blocks], array_axes: Mapping[str, str | None]
 ) -> dict[str, str | None]:
     """Orders the device axes of each array axis as in the array that shards it most."""
-    first: dict[str, str | None] = {}
+    ordered: dict[str, str | None] = {}
     for name in dict.fromkeys(array_axes.values()):
         if name:
             longest = max((array.device_axes(name) for array in arrays), key=len)
-            first |= {axis: name for axis in longest if array_axes[axis] == name}
-    return first | {axis: name for axis, name in array_axes.items() if axis not in first}
+            ordered |= {axis: name for axis in longest if array_axes[axis] == name}
+    return ordered | {axis: name for axis, name in array_axes.items() if axis not in ordered}
 
 
 def choices_for(
@@ -121,14 +121,14 @@ def choices_for(
     """
     matched = [operand.with_layout(target) for operand in operands]
     pairs = list(zip(operands, matched, strict=True))
-    before = [one for old, new in pairs for one in resharding(old, new)]
+    before = [collective for old, new in pairs for collective in resharding(old, new)]
     slices = [
         f'{old.array} along {name}'
         for old, new in pairs
         for name in new.names
         if any(old.array_axis(axis) is None for axis in new.device_axes(name))
     ]
-    block = ' '.join(f'[{one.block}]' for one in matched)
+    block = ' '.join(f'[{operand.block}]' for operand in matched)
     product = result.with_layout(target)
     used = {split.mesh_axes[0] for split in target.splits if split.axis is not None}
     # device axes that shard a contracted axis
@@ -138,7 +138,7 @@ def choices_for(
             final.expression(),
             (*before, *_sums(product, partial, final)),
             tuple(slices),
-            tuple(one.expression() for one in matched),
+            tuple(operand.expression() for operand in matched),
             block,
         )
 
@@ -160,6 +160,6 @@ def _scattered(product: Blocks, partial: Sequence[str]) -> Iterable[Blocks]:
     devices, sizes = product.space.devices, product.space.sizes
     for name in product.names if partial else ():
         over = (*product.device_axes(name), *partial)
-        parts = math.prod(devices[axis] for axis in over)
-        if (sizes is None or sizes[name] % parts == 0) and in_order(over, devices):
+        n_shards = math.prod(devices[axis] for axis in over)
+        if (sizes is None or sizes[name] % n_shards == 0) and in_order(over, devices):
             yield product.sharded(dict.fromkeys(partial, name))

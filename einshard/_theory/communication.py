@@ -106,15 +106,15 @@ class Blocks:
         """Returns the array axis that a device axis shards, or None."""
         return next((name for name in self.names if device_axis in self.device_axes(name)), None)
 
-    def parts(self, name: str) -> int:
+    def n_shards(self, name: str) -> int:
         """Returns the number of shards of an array axis."""
         return self.layout.n_shards.get(self.space.names.index(name), 1)
 
     @property
     def block(self) -> str:
         """Formats the block of one device, such as 'b/2 x'."""
-        parts = {name: self.parts(name) for name in self.names}
-        return ' '.join(f'{name}/{n}' if n > 1 else name for name, n in parts.items())
+        counts = {name: self.n_shards(name) for name in self.names}
+        return ' '.join(f'{name}/{n}' if n > 1 else name for name, n in counts.items())
 
     @property
     def bytes(self) -> int | None:
@@ -122,7 +122,9 @@ class Blocks:
         sizes = self.space.sizes
         if sizes is None:
             return None
-        return self.space.item_bytes * math.prod(sizes[n] // self.parts(n) for n in self.names)
+        return self.space.item_bytes * math.prod(
+            sizes[name] // self.n_shards(name) for name in self.names
+        )
 
     def expression(self) -> str:
         """Writes the layout with counts, or with device axes by name if they are out of order."""

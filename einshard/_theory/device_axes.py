@@ -101,7 +101,7 @@ def _named_devices(contraction: Contraction, counts: Mapping[str, int]) -> dict[
 def _placed_twice(contraction: Contraction, counts: Mapping[str, int]) -> EinshardError:
     return contraction.error(
         'shard axes either in the einsum or by keyword, not both',
-        [term.span for one in contraction.arrays for term in one.right if term.is_sharded],
+        [term.span for array in contraction.arrays for term in array.right if term.is_sharded],
         by_keyword=', '.join(f'{name}={count}' for name, count in counts.items()),
     )
 
@@ -110,22 +110,22 @@ def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str,
     """Splits the devices into axes that fit the counts of all operands and the result."""
     placed = list(filter(is_placed, contraction.arrays))
     if n_devices is None:
-        counted = [one for one in placed if not any(term.star for term in one.right)]
+        counted = [array for array in placed if not any(term.star for term in array.right)]
         if not counted:
             raise contraction.error('a star needs the number of devices', example='devices=8')
-        n_devices = max(math.prod(term.factor for term in one.right) for one in counted)
+        n_devices = max(math.prod(term.factor for term in array.right) for array in counted)
     # the devices are split wherever the device grid of an array has a boundary
     products = {1, n_devices}
     grids: dict[str, str] = {}
-    for operand in placed:
-        layout = lay_out(operand, len(operand.names), n_devices)
+    for array in placed:
+        layout = lay_out(array, len(array.names), n_devices)
         products.update(itertools.accumulate((s.count for s in layout.splits), operator.mul))
-        grids[f"'{operand_text(operand)}'"] = _grid_text(split.count for split in layout.splits)
+        grids[f"'{operand_text(array)}'"] = _grid_text(split.count for split in layout.splits)
     pairs = list(itertools.pairwise(sorted(products)))
     if any(after % before for before, after in pairs):
         raise contraction.error(
             f'the expressions split the {n_devices} devices differently',
-            [term.span for one in placed for term in one.right if term.takes_devices],
+            [term.span for array in placed for term in array.right if term.takes_devices],
             **{f'device grid of {text}': grid for text, grid in grids.items()},
         )
     return {f'd{i}': after // before for i, (before, after) in enumerate(pairs)}

@@ -74,7 +74,7 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         operand = contraction.result
         if is_placed(operand):
             placement = resolve(operand_text(operand), shape, current_context(mesh))
-            _check_terms(contraction, operands, placement)
+            _check_partial_sum(contraction, operands, placement)
         else:
             _check_types(contraction, operands)
     except EinshardError as error:
@@ -82,7 +82,7 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
     # outside jit: in one jitted program, XLA can compute the sum directly in the result's sharding
     contract = _contract if is_tracing() else _jitted
     if isinstance(options.get('optimize'), list | tuple):
-        options['optimize'] = _path(options['optimize'])
+        options['optimize'] = _hashable_path(options['optimize'])
     return contract(contraction.numpy_subscripts(), placement, tuple(options.items()), *operands)
 
 
@@ -120,7 +120,7 @@ def _with_working_fix(
     return keep_working_suggestions(error, with_fix, on_devices)
 
 
-def _path(path: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+def _hashable_path(path: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     """Converts a contraction path to tuples, which are hashable."""
     steps = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in path]
     if not all(isinstance(operand, int) for step in steps for operand in step):
@@ -177,7 +177,9 @@ def _check_types(contraction: Contraction, operands: Sequence[Any]) -> None:
         )
 
 
-def _check_terms(contraction: Contraction, operands: Sequence[Any], placement: Placement) -> None:
+def _check_partial_sum(
+    contraction: Contraction, operands: Sequence[Any], placement: Placement
+) -> None:
     """Raises if the result is a partial sum over other mesh axes than the contracted axes."""
     signed = [term for term in contraction.result.right if term.sign == '+']
     if not signed:

@@ -62,7 +62,7 @@ def _paired(
             yield row, best[0]
 
 
-def less_sharded_results(facts: Facts) -> Iterator[Finding]:
+def replicated_results(facts: Facts) -> Iterator[Finding]:
     """Reports results that replace an argument in the next call, but are replicated."""
     updated = [facts.argument_rows[i] for i in facts.updated]
     pairs = [

@@ -22,7 +22,7 @@ _SHARD_MAP_COLLECTIVES = frozenset(
     )
 )
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
-_SUMS = (*PRODUCTS, 'reduce_sum', 'reduce_max', 'reduce_min', 'argmax', 'argmin', 'scatter-add')
+_REDUCING = (*PRODUCTS, 'reduce_sum', 'reduce_max', 'reduce_min', 'argmax', 'argmin', 'scatter-add')
 
 
 def with_causes(facts: Facts) -> Collectives:
@@ -41,7 +41,7 @@ def _cause(collective: Collective, row: CollectiveRow, constrained: _Constrained
     if not constrained.is_known:
         return 'unknown'
     if collective.kind in ('all-reduce', 'reduce-scatter'):
-        return 'inserted' if operation in _SUMS else 'unknown'
+        return 'inserted' if operation in _REDUCING else 'unknown'
     # if the result of a product is constrained, its collective may have the name of the product
     if operation not in PRODUCTS:
         return 'unknown'

@@ -82,7 +82,7 @@ class _Reader:
     def __init__(self, trace: Trace, mesh: AnyMesh, innermost_lines: bool):
         self.trace = trace
         self.innermost_lines = innermost_lines
-        self.mesh_axes = dict(mesh.shape)
+        self.mesh_sizes = dict(mesh.shape)
 
     def read(self, jaxpr: Any, arguments: Sequence[Value], site: _CallSite) -> list[Value]:
         """Reads a jaxpr that is called with `arguments`, and returns the values of its results."""
@@ -120,7 +120,7 @@ class _Reader:
             return [self.read_constraint(eqn, values[0], site)]
         if name in (*PRODUCTS, 'gather'):
             return [self.read_product(eqn, values, site)]
-        if (inner := _only_jaxpr(eqn)) is not None:
+        if (inner := _called_jaxpr(eqn)) is not None:
             return self.read(
                 inner, values[len(values) - len(inner.invars) :], site._replace(call=eqn)
             )
@@ -151,7 +151,7 @@ class _Reader:
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
         if not isinstance(sharding, NamedSharding):
             return before
-        if dict(sharding.mesh.shape) != self.mesh_axes:
+        if dict(sharding.mesh.shape) != self.mesh_sizes:
             return _unsharded(eqn.outvars[0], [before])
         line = line_of(eqn)
         names = names_at.get(line, ())
@@ -183,12 +183,12 @@ class _Reader:
         self.trace.loops.append(
             Loop(self.line_of(eqn), length, tuple(results[i] for i in range(n_carry) if i in sums))
         )
-        after = [
+        carried = [
             merged([value, after], len(value.axes))
             for value, after in zip(carry, results, strict=False)
         ]
         stacked = [Value((Axis(), *after.axes), None, after.is_data) for after in results[n_carry:]]
-        return [*after, *stacked]
+        return [*carried, *stacked]
 
     def read_while(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
         params = eqn.params
@@ -251,13 +251,13 @@ def _typed(v: Any, value: Value) -> Value:
         return value
     entries = mesh_entries(sharding, v.aval.ndim)  # type: ignore[reportArgumentType]
     axes = (
-        axis if entry is None or entry == axis.mesh else replace(axis, mesh=entry)
+        axis if entry is None or entry == axis.mesh_axes else replace(axis, mesh_axes=entry)
         for axis, entry in zip(value.axes, entries, strict=True)
     )
     return value.with_axes(axes)
 
 
-def _only_jaxpr(eqn: Any) -> Any:
+def _called_jaxpr(eqn: Any) -> Any:
     """Returns the jaxpr that an equation calls, as jit and checkpoint do, or None.
 
     Its inputs are the last operands of the equation.
