@@ -104,7 +104,7 @@ class SpecAxes:
                     f"'{term}' names '{axis}', but there is no mesh with this axis, "
                     f"and no expression shards an array axis '{axis}'",
                     [term],
-                    sharded=', '.join(f"'{name}'" for name in sorted(defined)) or 'none',
+                    axes_sharded_by_count=quoted(sorted(defined)) if defined else 'none',
                     instead=f"use a mesh with an axis '{axis}': mesh=mesh or jax.set_mesh(mesh)",
                 )
             if axis in self.defines:

@@ -91,7 +91,7 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
             f'{_lines_of(distinct)}',
             line,
             n_bytes,
-            f"constrain {what} in {short_source(line)}: einshard(.., '"
+            f"constrain {what} in {short_source(line)}: einshard(..., '"
             f"{expression_of(axes, facts.mesh)}')",
         )
 
@@ -253,7 +253,7 @@ def _inherited(
                 product.line,
                 n_bytes,
                 f'constrain the result of the lookup in {short_source(product.line)}: '
-                f"einshard(.., '{expression_of(axes, facts.mesh)}')",
+                f"einshard(..., '{expression_of(axes, facts.mesh)}')",
             )
             return
 

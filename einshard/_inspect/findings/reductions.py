@@ -118,7 +118,7 @@ def _reduce_after_loop(facts: Facts, line: str, along: str) -> str:
         )
     return (
         f'run the loop of {source} in a function of per_device, make its weights varying '
-        "(jax.lax.pcast(.., to='varying')), and reduce the gradients once after it"
+        "(jax.lax.pcast(..., to='varying')), and reduce the gradients once after it"
     )
 
 
