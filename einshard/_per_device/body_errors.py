@@ -21,7 +21,9 @@ _MAX_ARGUMENTS = 4  # in an error
 def find_different_sizes(
     function: str, error: Exception, shards: Iterable[SpecLeaf]
 ) -> EinshardError | None:
-    """Returns the error for shards that do not match, if their axis names explain JAX's error.
+    """Returns the error for an axis that has different sizes in two arguments.
+
+    None if JAX's error does not mention such sizes, or if JAX did not raise the error.
 
     Args:
         function: the name of the function.

@@ -31,7 +31,10 @@ from .spec_axes import SpecAxes
 
 
 class View(NamedTuple):
-    """The mesh of a per-device function, and how its expressions map to mesh axes."""
+    """The mesh of a per-device function, and how its expressions map to mesh axes.
+
+    In its methods, `manual` has the manual mesh axes; it is empty if all are.
+    """
 
     mesh: AnyMesh  # for `jax.shard_map`
     uses_array_names: bool  # whether mesh axes are named after array axes; False on the user's mesh
@@ -88,7 +91,10 @@ class View(NamedTuple):
         return PartitionSpec(*partition_spec(rows), unreduced=spec.unreduced, reduced=spec.reduced)
 
     def shard_shape(self, shape: Sequence[int], spec: PartitionSpec) -> list[int]:
-        """Returns the shape of a shard. That of NamedSharding fails if other axes are manual."""
+        """Returns the shape of a shard.
+
+        `NamedSharding.shard_shape` fails in a per-device function, where some mesh axes are manual.
+        """
         sizes = sizes_of(self.mesh)
         entries = spec_axes(spec)
         entries += [()] * (len(shape) - len(entries))
@@ -112,7 +118,7 @@ class View(NamedTuple):
         return partition_spec([(*first, *unnamed), *others])
 
     def mesh_axes_of(self, axis: str) -> str:
-        """Lists the axes of the user's mesh that shard an array axis."""
+        """Lists, for an error, the axes of the user's mesh that shard an array axis."""
         text = self.joint.complete(parse(f'{axis}{self.joint.named_sizes[axis]}'))
         entry = next(iter(make_sharding(text, mesh=self.mesh).spec), ())
         return quoted(entry_axes(entry) or ['none'])
@@ -146,7 +152,7 @@ def make_view(
     uses_array_names = (
         not in_context and is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
     )
-    # 'x@d0' uses an axis of the canonical mesh: 'd0' cannot be the name of an array axis
+    # 'd0' in 'x@d0' is an axis of the canonical mesh, since array axes have no digits
     uses_array_names &= not any(sizes.keys() & spec.uses.keys() for spec in specs)
     named_sizes = {} if uses_array_names else sizes
     specs = tuple(
@@ -155,9 +161,10 @@ def make_view(
     )
     if not uses_array_names:
         by_count = tuple(spec for spec in specs if not spec.uses)
+        # expressions without counts replicate; on the canonical mesh, only if others name its axes
         has_counts = any(spec.defines or spec.lists_replicas for spec in by_count)
         if not has_counts and (len(by_count) < len(specs) or not is_device_mesh(mesh)):
-            joint = JointMesh(((None, n_devices),))  # for expressions that replicate
+            joint = JointMesh(((None, n_devices),))
         else:
             joint = _joint_mesh_on(by_count, specs, sizes)
         return View(mesh, False, joint, n_devices, rules, on_one_device)

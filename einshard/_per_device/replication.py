@@ -55,14 +55,15 @@ def read_varying(error: Exception) -> Varying | None:
 
 @dataclass(frozen=True)
 class History:
-    """The mesh axes of the collectives that a value depends on.
+    """The mesh axes along which JAX infers that a value may vary, by reason.
 
     Attributes:
         varying: axes along which the value may vary even if every `all_gather` returned a
             replicated result.
         gathered: axes along which the value was all-gathered.
-        exchanged: axes of other collectives, such as a ring of `ppermute`. The value may be
-            replicated along these, but JAX cannot infer it.
+        exchanged: axes of other collectives, such as a ring of `ppermute`, and of collectives in a
+            loop, a conditional or a nested jit. The value may be replicated along these, but JAX
+            cannot infer it.
     """
 
     varying: frozenset[str] = frozenset()
@@ -93,7 +94,15 @@ def suggest_replication(
     arguments: Sequence[Any],
     shard_map: Callable[..., Any],
 ) -> dict[str, str]:
-    """Suggests how to make the result replicated, as facts."""
+    """Returns facts that suggest how to make a result replicated; {} without a suggestion.
+
+    Args:
+        result: the result that may vary.
+        body: the function that runs on each device.
+        in_specs: a pytree of PartitionSpecs for each argument.
+        arguments: the arguments, as global arrays.
+        shard_map: `jax.shard_map` with the mesh and axis names of the function.
+    """
     histories, ranks, can_add = list[History](), list[int](), list[bool]()
 
     def trace_body(*values: Any) -> None:
@@ -130,11 +139,12 @@ def suggest_replication(
 
 
 def _history_of(spec: PartitionSpec) -> History:
+    """Returns the history of an argument: it varies along the mesh axes that shard it."""
     return History(frozenset(axis for entry in spec for axis in entry_axes(entry)))
 
 
 def _replicating_gather(axes: Sequence[str], shard_map: Callable[..., Any]) -> str | None:
-    """Returns the `all_gather` with a replicated result in this version of JAX, or None."""
+    """Returns, as text, the `all_gather` of this JAX with a replicated result, or None."""
     lax: Any = jax.lax
     gathers: dict[str, Callable[..., Any]] = {  # the first in JAX 0.8.1, the second in newer JAX
         'jax.lax.all_gather_invariant(...)': lambda x, axis: lax.all_gather_invariant(x, axis),

@@ -13,7 +13,7 @@ MeshAxis = tuple[str | None, int]  # the name of a mesh axis, None for replicas;
 
 
 def read_spec(owner: str, text: str) -> SpecAxes:
-    """Parses the spec of a parameter or of the result."""
+    """Parses the spec of a parameter or of the result; raises if it has partial sums."""
     read = SpecAxes(owner, parse(text))
     signed = [term for term in read.expression.right if term.sign]
     if signed:

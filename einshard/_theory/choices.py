@@ -18,7 +18,8 @@ class Choice:
     Attributes:
         result: the placement of the result.
         collectives: the collectives, in order.
-        slices: the slices that devices take of their operands, without communication.
+        slices: the slices that devices take of their operands, without communication, such as
+            'operand 0 along x'.
         operands: the placements of the operands when they are multiplied.
         block: what each device multiplies, such as '[b/2 x/4] [x/4 y]'.
     """
@@ -68,10 +69,11 @@ def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
 
 
 def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]:
-    """Finds layouts in which the blocks match, combined from shardings of operands and result.
+    """Finds layouts in which the blocks of the operands match.
 
-    The sharding of the result is a candidate because XLA may first reshard an operand to match it,
-    which may send less data.
+    In these, a device axis shards an array axis that it shards in an operand or in the result, or
+    none. The result counts because XLA may first reshard an operand to match it, which may send
+    less data.
     """
     space = result.space
     # device axes by the array axes that they shard, in each operand and in the result
@@ -102,7 +104,7 @@ def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]
 def _ordered(
     arrays: Sequence[Blocks], array_axes: Mapping[str, str | None]
 ) -> dict[str, str | None]:
-    """Orders the device axes of each array axis as in the array that shards it most."""
+    """Orders the device axes of each array axis as in the array that shards it over the most."""
     ordered: dict[str, str | None] = {}
     for name in dict.fromkeys(array_axes.values()):
         if name:
@@ -156,7 +158,7 @@ def _sums(product: Blocks, partial: Sequence[str], final: Blocks) -> Iterable[Co
 
 
 def _scattered(product: Blocks, partial: Sequence[str]) -> Iterable[Blocks]:
-    """Yields the results of a reduce-scatter along one array axis that the notation can express."""
+    """Yields the result of a reduce-scatter along each array axis, if sizes and counts allow it."""
     devices, sizes = product.space.devices, product.space.sizes
     for name in product.names if partial else ():
         over = (*product.device_axes(name), *partial)

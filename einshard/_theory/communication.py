@@ -87,7 +87,7 @@ class Blocks:
     space: Space
 
     def with_layout(self, layout: Layout) -> Blocks:
-        """Returns the array in another layout, which may also shard axes that it lacks."""
+        """Returns the array in a layout, replicated where that shards axes of other arrays only."""
         others = {i for i, name in enumerate(self.space.names) if name not in self.names}
         return replace(self, layout=self.space.sharded(without_axes(layout, others), {}))
 
@@ -157,8 +157,7 @@ def in_order(axes: Sequence[str], order: Iterable[str]) -> bool:
 def resharding(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
     """Returns the collectives that reshard an array.
 
-    Devices first take slices, which need no communication. For the cost of collectives, see Thakur,
-    Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH", 2005.
+    Devices first take slices, which need no communication.
     """
     current = old
     for name in old.names:

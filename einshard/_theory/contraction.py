@@ -29,7 +29,7 @@ class Contraction:
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """The mesh axes named in all placements."""
+        """The mesh axes that the placements name, in order, with repetitions."""
         return tuple(
             axis for array in self.arrays for term in array.right for axis in term.mesh_axes
         )
@@ -142,6 +142,7 @@ def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> t
 def _sizes_by_name(
     contraction: Contraction, i: int, shape: tuple[int, ...]
 ) -> dict[str, tuple[int, ...]]:
+    """Returns the size of each axis of operand `i`: one per name, any number for '...'."""
     operand = contraction.operands[i]
     try:
         positions = axis_positions(operand, len(shape))

@@ -84,6 +84,7 @@ def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, 
 
 
 def _named_devices(contraction: Contraction, counts: Mapping[str, int]) -> dict[str, int]:
+    """Returns the mesh axes and their sizes; raises if `counts` lacks one or shards array axes."""
     mesh_axes = contraction.mesh_axes
     array_axes = counts.keys() - mesh_axes
     by_keyword = {name: counts[name] for name in contraction.names if name in array_axes}

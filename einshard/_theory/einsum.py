@@ -180,7 +180,7 @@ def _check_types(contraction: Contraction, operands: Sequence[Any]) -> None:
 def _check_partial_sum(
     contraction: Contraction, operands: Sequence[Any], placement: Placement
 ) -> None:
-    """Raises if the result is a partial sum over other mesh axes than the contracted axes."""
+    """Raises if the mesh axes of a partial sum are not those that shard the contracted axes."""
     signed = [term for term in contraction.result.right if term.sign == '+']
     if not signed:
         return
@@ -206,7 +206,7 @@ def _check_partial_sum(
 def _contracted(
     contraction: Contraction, operands: Sequence[Any]
 ) -> Iterator[tuple[int, str, set[Any]]]:
-    """Yields each sharded contracted axis: the operand, its name, and its explicit mesh axes."""
+    """Yields (operand number, name, explicit mesh axes) for each sharded contracted axis."""
     for i, (operand, array) in enumerate(zip(contraction.operands, operands, strict=True)):
         sharding = jax.typeof(array).sharding
         types = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)

@@ -206,8 +206,8 @@ def parallelism(
     Args:
         einsum: an einsum of one or two operands, as for `einsum`, or a list of einsums. Operands
             may have placements (`'b x8, x y8 -> b y'`); those without one are replicated.
-        devices: the number of devices; required if an operand has a star. Devices that the counts
-            do not use hold replicas.
+        devices: the number of devices. Default: as many as the counts use; required if every
+            placement has a star. Devices that the counts do not use hold replicas.
         sizes: the size of every axis. Without it, the result has no bytes.
         item_bytes: bytes per element.
         counts: the number of shards of an axis, by name, in all operands that have the axis; in

@@ -124,13 +124,16 @@ class StateSpec:
         """Shows how each leaf of a state is sharded, with totals, as `Rules.table` does."""
         context = current_context(mesh)
         with mesh_scope(context.mesh):
-            reasons_and_specs = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
-        return make_table(tree, reasons_and_specs, [], context)
+            rules_and_specs = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
+        return make_table(tree, rules_and_specs, [], context)
 
     def find_all(
         self, paths: Sequence[str], leaves: Sequence[Any]
     ) -> list[tuple[str, AnySpec | None]]:
-        """Returns, for each leaf, its parameter or the reason that it has none, and its spec."""
+        """Returns (rule, spec) for each leaf.
+
+        The rule is 'as w' for a state of parameter w; else 'scalar', 'default' or 'not an array'.
+        """
         context = current_context(None)
         check_mesh_axes(self._zero, context, ZERO)
         specs = self._specs(context)

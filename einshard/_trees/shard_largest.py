@@ -111,7 +111,7 @@ class LargestAxis:
         return specs
 
     def _shard_largest_axis(self, spec: AnySpec | None, leaf: Any) -> AnySpec | None:
-        """Adds the largest axis to a spec; leaves the spec as it is for small or scalar arrays."""
+        """Shards the largest divisible axis too; small and scalar arrays keep `spec`."""
         shape: tuple[int, ...] = tuple(leaf.shape) if hasattr(leaf, 'dtype') else ()
         if spec is None or not shape or math.prod(shape) * leaf.dtype.itemsize < self.min_bytes:
             return spec

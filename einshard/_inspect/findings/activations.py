@@ -129,9 +129,10 @@ def _bytes_to_gather(facts: Facts, sent: _SentAtProduct) -> int:
 def _value_to_constrain(
     facts: Facts, along: frozenset[str], sent_list: Sequence[_SentAtProduct]
 ) -> tuple[str, Sequence[Axis], str]:
-    """Finds the value to constrain: its line, its axes and a description.
+    """Returns the line, the axes and a description of the value to constrain.
 
-    This is the result of a lookup, if there is one: the compiler may shard it like the table.
+    This is the result of a lookup, if the mesh axes in `along` shard its indices: the compiler may
+    shard the result like the table. Else it is the data of the first product in `sent_list`.
     """
     assert facts.trace is not None
     for product in facts.trace.products:
@@ -147,8 +148,8 @@ def _value_to_constrain(
 def contracted_axes(facts: Facts) -> Iterator[Finding]:
     """Reports contracted axes that are sharded on the side of the data only.
 
-    If the activations inherit the sharding of a lookup table, such as an embedding sharded over d,
-    it suggests to constrain the result of the lookup. Otherwise, to shard the weight like the data.
+    If the activations inherit the sharding of a lookup table, such as an embedding sharded along d,
+    it suggests constraining the result of the lookup; else, sharding the weight like the data.
     """
     if facts.trace is None:
         return
@@ -156,7 +157,8 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
     inherited: dict[tuple[int, frozenset[str]], list[_SentAtProduct]] = {}
     # by source line, axis name and suggested expression
     reshardable: dict[tuple[str, str, str], list[_SentAtProduct]] = {}
-    changed: set[int] = set()  # weights for which there is a suggestion already
+    # weights that a suggestion changes, and with them the data that inherits their sharding
+    changed: set[int] = set()
     order = {id(product): i for i, product in enumerate(facts.trace.products)}
     for sent in sorted(_find_sent_at_products(facts), key=lambda sent: order[id(sent.product)]):
         for axis, weight_axis in _mismatched(facts, sent):
@@ -187,7 +189,7 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
 
 
 def _mismatched(facts: Facts, sent: _SentAtProduct) -> Iterator[tuple[Axis, Axis]]:
-    """Yields contracted axes (of data, of weight) that are sharded only in the data."""
+    """Yields (axis of data, axis of weight) for contracted axes sharded only in the data."""
     data_side, weight_side = _sides(sent)
     if sent.product.is_backward:
         return
@@ -205,7 +207,10 @@ def _mismatched(facts: Facts, sent: _SentAtProduct) -> Iterator[tuple[Axis, Axis
 def _sharded_alike(
     facts: Facts, sent: _SentAtProduct, data_axis: Axis, weight_axis: Axis
 ) -> str | None:
-    """Returns the expression that shards a contracted axis of the weight like the data."""
+    """Returns the expression that shards a contracted axis of the weight like the data.
+
+    None if it is sharded already, its size is not divisible, or it is not an axis of the argument.
+    """
     assert sent.weight.argument is not None
     assert facts.mesh is not None
     array = facts.arguments[sent.weight.argument]
@@ -229,7 +234,8 @@ def _inherited(
     assert facts.mesh is not None
     distinct = {sent.collective.name: sent for sent in sent_list}.values()
     n_bytes = sum(sent.row.total_bytes for sent in distinct)
-    # a reduce-scatter and an all-gather send as much as the all-reduce without that sharding
+    # a reduce-scatter and an all-gather send as much as the all-reduce without that sharding, so it
+    # costs nothing
     scattered = sum(
         row.total_bytes
         for row, axes in zip(facts.rows, facts.along, strict=True)

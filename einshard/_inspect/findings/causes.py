@@ -22,6 +22,7 @@ _SHARD_MAP_COLLECTIVES = frozenset(
     )
 )
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
+# operations that leave partial results if the axes that they reduce are sharded
 _REDUCING = (*PRODUCTS, 'reduce_sum', 'reduce_max', 'reduce_min', 'argmax', 'argmin', 'scatter-add')
 
 
@@ -86,7 +87,7 @@ def _products_before_constraints(jaxpr: Any) -> Iterator[Any]:
 
 
 def _nearest_products(variables: Sequence[int], producers: dict[int, Any]) -> Iterator[Any]:
-    """Yields the nearest products that variables, by id, are computed from."""
+    """Yields the nearest products in the computation of `variables`, which are given by id."""
     stack, seen = list(variables), set(variables)
     while stack:
         eqn = producers.get(stack.pop())

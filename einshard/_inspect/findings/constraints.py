@@ -1,4 +1,4 @@
-"""Finds constraints without effect."""
+"""Finds constraints without effect, and constraints whose names have no axis rule."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def _idle(facts: Facts) -> Iterator[tuple[Finding, bool]]:
 
 
 def _constraints(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str | None]]:
-    """Yields the line of every constraint, and why it has no effect; None if it has one.
+    """Yields (line, reason) for every constraint that has no effect, and (line, None) for others.
+
+    A `jax.device_put` counts as a constraint if it sets only Auto axes.
 
     Args:
         jaxpr: the jaxpr to search, including jaxprs in it.

@@ -105,7 +105,7 @@ class Facts:
     def trace(self) -> Trace | None:
         """The products, constraints and loops of the traced function.
 
-        None for a `Lowered` or `Compiled`, which have no jaxpr, and without a single mesh.
+        None for a `Lowered` or `Compiled`, which have no jaxpr, and if `mesh` is None.
         """
         if self.stages.traced is None or self.mesh is None:
             return None

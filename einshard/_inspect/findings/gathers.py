@@ -21,7 +21,7 @@ from .facts import AxisNames, Facts
 
 
 def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
-    """Reports arrays resharded by an all-gather of whose result each device keeps only a slice."""
+    """Reports arrays that are all-gathered although each device keeps only a slice."""
     for collective, row in zip(facts.collectives, facts.rows, strict=True):
         gather = facts.all_gathers.get(collective.name)
         if gather is None or gather.kept is None:
@@ -53,7 +53,7 @@ def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
 def _before_and_after(
     gather: AllGather, collective: Collective, meshes: Sequence[AnyMesh], names: AxisNames
 ) -> tuple[str, str] | None:
-    """Describes the shardings before and after an all-gather of which devices keep a slice."""
+    """Describes the shardings before and after an all-gather whose result each device slices."""
     ndim = len(gather.array.shape)
     assert gather.kept is not None
     blocks = [[0] * collective.n_devices for _ in range(ndim)]

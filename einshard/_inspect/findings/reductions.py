@@ -47,7 +47,7 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
 
 
 def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum) -> str:
-    """Suggests a constraint on the product in a line, so that its sum is reduce-scattered."""
+    """Suggests a constraint after which the product in a line is reduce-scattered; '' if unsure."""
     products = facts.trace.products if facts.trace else ()
     results = {p.result for p in products if p.line == line and not p.is_backward}
     if len(results) != 1 or len(found.parts) != 1 or facts.mesh is None:
@@ -106,7 +106,7 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
 
 
 def _reduce_after_loop(facts: Facts, line: str, along: str) -> str:
-    """Suggests how to reduce the gradients once, after the loop in a line."""
+    """Suggests how to reduce gradients once, after the loop in a line."""
     mesh, source = facts.mesh, short_source(line)
     axes = tuple(axis for axis in mesh.axis_names if axis in along.split(',')) if mesh else ()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
@@ -123,7 +123,7 @@ def _reduce_after_loop(facts: Facts, line: str, along: str) -> str:
 
 
 def _loop_around(facts: Facts, place: Place | None, loops: dict[str, Loop]) -> Loop | None:
-    """Returns the accumulation loop around an instruction."""
+    """Returns the loop around an instruction, of those in `loops` (by line); None without one."""
     if not loops or place is None:
         return None
     for site in facts.module.path(place.comp) or ():
@@ -134,7 +134,7 @@ def _loop_around(facts: Facts, place: Place | None, loops: dict[str, Loop]) -> L
 
 
 def _is_result_sharded(facts: Facts, row: CollectiveRow, along: frozenset[str]) -> bool:
-    """Whether results computed from a collective are sharded along its mesh axes."""
+    """Whether a result computed from a collective is sharded over the mesh axes in `along`."""
     for array in facts.results:
         if array.path in row.of and isinstance(array.sharding, NamedSharding):
             entries = mesh_entries(array.sharding, len(array.shape))

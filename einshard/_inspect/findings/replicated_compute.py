@@ -16,7 +16,7 @@ from .expressions import expression_of
 from .facts import Facts
 from .values import Axis, Product, Value
 
-_REPEATED = 1.5  # flops of all devices, relative to those of the traced function
+_REPEATED = 1.5  # least ratio of the flops of all devices to those of the traced function
 _LARGE = 0.05  # fraction of all flops; less, such as in the router of experts, is not reported
 
 
@@ -67,7 +67,7 @@ def _mesh_axes(facts: Facts) -> list[str]:
 
 
 def _repeated_lines(facts: Facts) -> Iterator[tuple[int, _RepeatedLine]]:
-    """Yields each line with the number of devices that compute the same, in program order."""
+    """Yields (number of devices that compute the same, line) for the lines, in program order."""
     assert facts.trace is not None
     by_line: dict[str, list[Product]] = {}
     for product in facts.trace.products:
@@ -134,9 +134,9 @@ def _mesh_axes_of_result(product: Product) -> set[str]:
 
 
 def _shard_weights(facts: Facts, unused: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
-    """Suggests to shard the weights of the products over the mesh axes `unused`."""
+    """Suggests sharding the weights of the products over the mesh axes `unused`."""
     assert facts.mesh is not None
-    names: set[str] = set()  # of the axes that the suggestion shards
+    names: set[str] = set()  # array axes that the suggestion shards
     placements: dict[str, str] = {}
     for line in lines:
         for product in line.products:
@@ -157,10 +157,10 @@ def _shard_weights(facts: Facts, unused: tuple[str, ...], lines: Sequence[_Repea
 
 
 def _shard_batch(facts: Facts, unused: tuple[str, ...], product: Product) -> str:
-    """Suggests to shard the batch over the mesh axes `unused` too, if its size is divisible.
+    """Suggests sharding the batch over the mesh axes `unused` too, if its size is divisible.
 
-    The batch is the first axis of data that is sharded along it. If there is no such data, it is
-    the first axis of the data in the product.
+    The batch is the first axis of an argument that is data and sharded along its first axis. If
+    there is none, it is the first axis of the data in the product.
     """
     assert facts.mesh is not None
     data = [(i, value) for i, value in enumerate(facts.values) if value.is_data and value.axes]
@@ -185,9 +185,9 @@ def _axis_to_shard(
 ) -> Axis | None:
     """Chooses the axis of a weight to shard over the mesh axes `unused`.
 
-    If an earlier weight will be sharded along a contracted axis (`names` lists these axes), then so
-    is the data: this is the contracted axis, as in the second product of an MLP. Otherwise, it is a
-    free axis of the product.
+    `names` are the axes along which the suggestion shards other weights. If one of them is
+    contracted here, as in the second product of an MLP, it is chosen, because the data is sharded
+    along it then. Otherwise, a free axis of the product is. None if no axis fits.
     """
     assert facts.mesh is not None
     assert weight.argument is not None

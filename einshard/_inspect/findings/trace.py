@@ -52,7 +52,7 @@ class _CallSite(NamedTuple):
     Attributes:
         runs: how often it runs; None if unknown.
         is_backward: whether it belongs to the backward pass.
-        n_manual: the number of shards that a `shard_map` around it runs on; 0 without one.
+        n_manual: the product of the sizes of the manual mesh axes, in a `shard_map`; else 0.
         call: the equation that calls it.
     """
 
@@ -71,7 +71,7 @@ def read_trace(
         jaxpr: of the traced function.
         arguments: the values of its arguments.
         mesh: the mesh of the arguments.
-        innermost_lines: whether lines may be in libraries.
+        innermost_lines: whether to give the innermost line of each call stack: see `line_of`.
     """
     reader = _Reader(Trace(), mesh, innermost_lines)
     reader.read(jaxpr, arguments, _CallSite())
@@ -79,6 +79,8 @@ def read_trace(
 
 
 class _Reader:
+    """Reads jaxprs into `trace`."""
+
     def __init__(self, trace: Trace, mesh: AnyMesh, innermost_lines: bool):
         self.trace = trace
         self.innermost_lines = innermost_lines
@@ -99,7 +101,7 @@ class _Reader:
         return [value_of(v) for v in jaxpr.outvars]
 
     def read_equation(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
-        """Returns the results of an equation."""
+        """Reads an equation, and returns the values of its results."""
         name = eqn.primitive.name
         if not site.is_backward and 'transpose(' in str(eqn.source_info.name_stack):
             site = site._replace(is_backward=True)
@@ -209,7 +211,7 @@ class _Reader:
 
 
 def mesh_entries(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...] | None]:
-    """Returns the mesh axes that shard each axis, omitting size 1; None if unconstrained."""
+    """Returns, for each axis, the mesh axes of size > 1 that shard it; None if unconstrained."""
     entries: list[tuple[str, ...] | None] = []
     for entry in [*spec_axes(sharding.spec), *[()] * ndim][:ndim]:
         if entry and entry[0] is PartitionSpec.UNCONSTRAINED:
@@ -239,6 +241,7 @@ def argument_values(
 
 
 def _unsharded(v: Any, values: Sequence[Value] = ()) -> Value:
+    """Returns an unsharded value with the rank of `v`; it is data if one of `values` is."""
     ndim = getattr(v.aval, 'ndim', 0)
     return Value((Axis(),) * ndim, None, any(value.is_data for value in values))
 

@@ -87,7 +87,7 @@ def without_dim(axis: Axis) -> Axis:
 
 
 def merged(values: Sequence[Value], ndim: int) -> Value:
-    """Returns the result of an elementwise operation, with the axes of operands of this rank."""
+    """Returns the result of an elementwise operation; merges the axes of operands of this rank."""
     full = [value for value in values if len(value.axes) == ndim]
     axes = (merged_axis(axes) for axes in zip(*(value.axes for value in full), strict=True))
     only = full[0].argument if len(full) == 1 else None
@@ -108,7 +108,7 @@ def merged_axis(axes: Sequence[Axis]) -> Axis:
 
 
 def unique(axes: Iterable[Axis], is_argument: bool = False) -> tuple[Axis, ...]:
-    """Removes repeated mesh axes: only the first array axis keeps each. Unsets `dim`, too.
+    """Removes repeated mesh axes: only the first array axis keeps each. Sets `dim` to -1, too.
 
     Args:
         axes: the array axes.
