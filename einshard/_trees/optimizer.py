@@ -101,7 +101,7 @@ class StateSpec:
             raise error.about(value='model parameters, in for_optimizer') from None
         arrays = [i for i, leaf in enumerate(self._leaves) if _shape_of(leaf) is not None]
         self._by_path = {self._paths[i]: i for i in arrays}
-        self._parameters: dict[tuple[str, Shape], tuple[int, tuple[AxisMap, ...]] | None] = {}
+        self._matches: dict[tuple[str, Shape], tuple[int, tuple[AxisMap, ...]] | None] = {}
         self._latest: tuple[Context, Sequence[AnySpec | None]] | None = None
 
     def __repr__(self) -> str:
@@ -110,7 +110,7 @@ class StateSpec:
 
     def __getstate__(self) -> dict[str, Any]:
         # without the caches: they contain devices, which cannot be pickled or copied
-        return {**self.__dict__, '_parameters': {}, '_latest': None}
+        return {**self.__dict__, '_matches': {}, '_latest': None}
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
         """Returns the spec of one leaf."""
@@ -172,9 +172,9 @@ class StateSpec:
     def _find_parameter(self, path: str, shape: Shape) -> tuple[int, tuple[AxisMap, ...]] | None:
         """Finds the parameter of a state array: its index, and the possible axis maps."""
         key = path, shape
-        if key not in self._parameters:
-            self._parameters[key] = next(self._find_parameters(path, shape), None)
-        return self._parameters[key]
+        if key not in self._matches:
+            self._matches[key] = next(self._find_parameters(path, shape), None)
+        return self._matches[key]
 
     def _find_parameters(
         self, path: str, shape: Shape

@@ -81,9 +81,14 @@ class Facts:
         return [getattr(device, 'slice_index', None) or 0 for device in self.devices]
 
     @functools.cached_property
+    def used_arguments(self) -> Sequence[int]:
+        """The indices of the arguments that are parameters of the compiled program."""
+        return [i for i, array in enumerate(self.arguments) if array.sharding is not None]
+
+    @functools.cached_property
     def inputs(self) -> Sequence[ProgramArray]:
-        """The parameters of the compiled program: the arguments that it uses."""
-        return [array for array in self.arguments if array.sharding is not None]
+        """The arguments in `used_arguments`, by parameter number."""
+        return [self.arguments[i] for i in self.used_arguments]
 
     @functools.cached_property
     def is_training(self) -> bool:
@@ -93,8 +98,8 @@ class Facts:
     @functools.cached_property
     def updated(self) -> Sequence[int]:
         """The indices of the arguments that are weights or optimizer state, in training."""
-        used = (i for i, array in enumerate(self.arguments) if array.sharding is not None)
-        return [i for n, i in enumerate(used) if self.is_training and self.weights.get(n)]
+        numbers = enumerate(self.used_arguments)
+        return [i for n, i in numbers if self.is_training and self.weights.get(n)]
 
     @functools.cached_property
     def mesh(self) -> AnyMesh | None:
@@ -124,8 +129,7 @@ class Facts:
     def values(self) -> Sequence[Value]:
         """The arguments, as values of the traced function."""
         assert self.mesh is not None
-        used = [i for i, array in enumerate(self.arguments) if array.sharding is not None]
-        is_data = {i: not self.weights.get(n, False) for n, i in enumerate(used)}
+        is_data = {i: not self.weights.get(n, False) for n, i in enumerate(self.used_arguments)}
         return argument_values(self.arguments, is_data, self.mesh)
 
     @functools.cached_property

@@ -131,7 +131,7 @@ def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
     if not gather.invariant or parameter is None or facts.mesh is None or not repeated.along:
         return ''
     array = facts.inputs[parameter]
-    axes = facts.argument_axes(facts.arguments.index(array))
+    axes = facts.argument_axes(facts.used_arguments[parameter])
     gathered = [axis.without_mesh_axes(repeated.along) for axis in axes]
     name, expression = array.path.split('/')[-1], expression_of(gathered, facts.mesh)
     return f"gather it once, before the loop: {name} = einshard({name}, '{expression}')"
