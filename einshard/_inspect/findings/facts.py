@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from jax.sharding import AxisType
 from jax.stages import Compiled
@@ -24,8 +23,6 @@ from ..oversized import Oversized
 from ..report_rows import ArrayRow, CollectiveRow, ProductRow
 from .trace import Trace, argument_values, read_trace
 from .values import Axis, Value
-
-AxisNames: TypeAlias = tuple[str, ...] | None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..fold_layers import fold
 from ..report_rows import CollectiveRow, Finding
 from .activations import contracted_axes, missing_constraint
 from .expressions import expression_of
-from .facts import AxisNames, Facts
+from .facts import Facts
 
 
 def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
@@ -26,7 +26,7 @@ def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
         gather = facts.all_gathers.get(collective.name)
         if gather is None or gather.kept is None:
             continue
-        names: AxisNames = None
+        names: tuple[str, ...] | None = None
         what, is_full = str(gather.array), collective.n_groups == 1
         if gather.parameter is not None:
             array = facts.inputs[gather.parameter]
@@ -51,7 +51,10 @@ def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
 
 
 def _before_and_after(
-    gather: AllGather, collective: Collective, meshes: Sequence[AnyMesh], names: AxisNames
+    gather: AllGather,
+    collective: Collective,
+    meshes: Sequence[AnyMesh],
+    names: tuple[str, ...] | None,
 ) -> tuple[str, str] | None:
     """Describes the shardings before and after an all-gather whose result each device slices."""
     ndim = len(gather.array.shape)
