@@ -145,7 +145,15 @@ def make_view(
     rules: AxisRules,
     on_one_device: bool,
 ) -> View:
-    """Builds the view of a function with these specs, on the canonical or the user's mesh."""
+    """Builds the view of a per-device function.
+
+    Args:
+        specs: the expressions of the arguments and the result.
+        mesh: the canonical or the user's mesh.
+        in_context: whether JAX has a mesh in context.
+        rules: the axis rules.
+        on_one_device: whether every count is 1, as for `check_same`.
+    """
     sizes = sizes_of(mesh)
     n_devices = math.prod(sizes.values())
     # JAX rejects any mesh but the one in context

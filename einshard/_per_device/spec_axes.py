@@ -68,8 +68,8 @@ class SpecAxes:
         """Takes the next mesh axis from the front of the grid; returns the rest of the grid.
 
         Returns None if another axis must come first. The grid has the expression's own axes, in
-        their order. An axis of another expression leaves the grid as it is; if the expression lists
-        replicas, it divides the number of replicas at the front.
+        their order. Other axes leave the grid as it is; if the expression lists replicas, they
+        divide the number of replicas at the front.
         """
         name, count = axis
         if name in self.uses:

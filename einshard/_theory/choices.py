@@ -71,9 +71,9 @@ def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
 def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]:
     """Finds layouts in which the blocks of the operands match.
 
-    In these, a device axis shards an array axis that it shards in an operand or in the result, or
-    none. The result counts because XLA may first reshard an operand to match it, which may send
-    less data.
+    In these, each device axis shards no array axis, or one that it shards in an operand or in the
+    result. The sharding of the result is a candidate because XLA may first reshard an operand to
+    match it, which may send less data.
     """
     space = result.space
     # device axes by the array axes that they shard, in each operand and in the result
