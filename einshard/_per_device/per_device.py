@@ -215,6 +215,7 @@ class _PerDeviceFunction:
                     yield read_spec(owner, text)
 
     def _view(self) -> View:
+        """Returns the view on the mesh of the current call; raises if that mesh does not fit."""
         try:
             ambient = jax.sharding.get_abstract_mesh()
             if {*ambient.axis_types} == {AxisType.Manual}:

@@ -55,8 +55,8 @@ class Space:
 
     names: tuple[str, ...]  # all array axes; layouts refer to them by index
     devices: Mapping[str, int]  # device axes and their sizes, slowest first
-    sizes: Mapping[str, int] | None = None
-    item_bytes: int = 4
+    sizes: Mapping[str, int] | None = None  # of the array axes; None if unknown
+    item_bytes: int = 4  # bytes per element
 
     @property
     def replicated(self) -> Layout:

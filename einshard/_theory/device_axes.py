@@ -35,6 +35,7 @@ def device_axes(
     devices = {name: count for name, count in counts.items() if count > 1}
     left = _n_replicas(contraction, devices, n_devices)
     operands = tuple(_shard_by_name(operand, devices) for operand in contraction.operands)
+    # the axis of the replicas is called '*', which is not the name of an array axis
     return {'*': left, **devices} if left > 1 else devices, operands
 
 

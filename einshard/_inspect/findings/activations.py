@@ -99,8 +99,7 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
 def _is_cheaper_to_gather_weight(facts: Facts, sent: _SentAtProduct) -> bool:
     """Whether gathering the weight along the mesh axes of the batch would send fewer bytes."""
     batch = sent.data.axes[0] if sent.data.axes else Axis()
-    is_of_data = facts.is_data(batch.origin)
-    if not is_of_data or not sent.along <= set(batch.mesh_axes):
+    if not facts.is_data(batch.origin) or not sent.along <= set(batch.mesh_axes):
         return False
     _, weight_side = _sides(sent)
     batch_axes = {pair[weight_side] for pair in sent.product.batch}

@@ -71,6 +71,7 @@ def _concatenate(eqn: Any, values: Sequence[Value]) -> Value:
 
 PRODUCTS = ('dot_general', 'conv_general_dilated')
 _REDUCTIONS = ('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or')
+# by primitive: a function that returns the result of an equation, given its operands
 RULES: Mapping[str, Callable[[Any, Sequence[Value]], Value]] = {
     'transpose': _transpose,
     'reshape': _reshape,
