@@ -26,7 +26,8 @@ def device_axes(
     if contraction.mesh_axes:
         named = _named_devices(contraction, counts)
         left = _n_replicas(contraction, named, n_devices)
-        rest = {f'd{i}': factor for i, factor in enumerate(prime_factors(left))}
+        names = (name for i in itertools.count() if (name := f'd{i}') not in named)
+        rest = dict(zip(names, prime_factors(left), strict=False))
         return rest | named, contraction.operands
     if any(map(is_placed, contraction.arrays)):
         if counts:
