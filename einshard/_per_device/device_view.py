@@ -45,7 +45,7 @@ class View(NamedTuple):
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh axes that the function may use."""
+        """The sizes of the mesh axes that the function may use, by name."""
         return self.joint.named_sizes if self.uses_array_names else sizes_of(self.mesh)
 
     def expression(self, text: str) -> Expression:

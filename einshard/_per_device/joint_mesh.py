@@ -62,7 +62,7 @@ class JointMesh:
         return _write(expression, mesh_axes.keys(), terms or ['*'])
 
     def _array_axes(self, expression: Expression) -> dict[str, str]:
-        """Returns, by mesh axis in device order, the array axis that it shards."""
+        """Returns, by mesh axis in device order, the array axis that it shards in an expression."""
         spec = SpecAxes('', expression)
         array_axis_of = {axis: str(term.name) for axis, term in spec.uses.items()}
         array_axis_of |= {name: name for name in spec.defines}
@@ -131,7 +131,7 @@ class _Specs:
         return JointMesh((*order, *size_one_axes) or ((None, 1),))
 
     def try_fix(self, text: str, fix: str) -> None:
-        """Replaces the expression `text` by `fix`; raises if there is still no mesh."""
+        """Raises if there is still no mesh after the expression `text` is replaced by `fix`."""
         i = [spec.expression.text for spec in self.specs].index(text)
         changed = replace(self.specs[i], expression=parse(fix))
         mesh = replace(self, specs=(*self.specs[:i], changed, *self.specs[i + 1 :])).mesh()
@@ -236,7 +236,7 @@ class _Specs:
         )
 
     def sharing_devices(self, first: str, second: str) -> _Specs:
-        """Replaces a count of axis `second` by `second@first`, in all expressions."""
+        """Returns a copy with `second@first` instead of a count of `second`, in all expressions."""
         changed: list[SpecAxes] = []
         for spec in self.specs:
             term = spec.defines.get(second)

@@ -104,7 +104,10 @@ def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]
 def _ordered(
     arrays: Sequence[Blocks], array_axes: Mapping[str, str | None]
 ) -> dict[str, str | None]:
-    """Orders the device axes of each array axis as in the array that shards it over the most."""
+    """Orders the device axes of each array axis.
+
+    The order is that of the array that shards this array axis over the most device axes.
+    """
     ordered: dict[str, str | None] = {}
     for name in dict.fromkeys(array_axes.values()):
         if name:

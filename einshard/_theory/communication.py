@@ -87,7 +87,10 @@ class Blocks:
     space: Space
 
     def with_layout(self, layout: Layout) -> Blocks:
-        """Returns the array in a layout, replicated where that shards axes of other arrays only."""
+        """Returns the array in a layout.
+
+        It is replicated over the device axes that shard axes of other arrays only.
+        """
         others = {i for i, name in enumerate(self.space.names) if name not in self.names}
         return replace(self, layout=self.space.sharded(without_axes(layout, others), {}))
 

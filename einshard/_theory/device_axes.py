@@ -50,7 +50,7 @@ def _shard_by_name(operand: Expression, counts: Mapping[str, int]) -> Expression
 
 
 def _n_replicas(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
-    """Returns the number of devices divided by the product of the counts; 1 if it is unknown."""
+    """Returns the number of devices divided by the product of the counts, or 1 if it is unknown."""
     product = math.prod(counts.values())
     if n_devices is not None and n_devices % product:
         raise contraction.error(
@@ -61,9 +61,9 @@ def _n_replicas(contraction: Contraction, counts: Mapping[str, int], n_devices: 
 
 
 def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, str | None]:
-    """Returns the array axis that each device axis shards, None if it holds replicas.
+    """Returns, by device axis, the array axis that it shards; None if it holds replicas.
 
-    Device axes are in order, from major to minor; empty for an operand without a placement.
+    Device axes are in order, from major to minor. Returns {} for an operand without a placement.
     """
     if not is_placed(operand):
         return {}

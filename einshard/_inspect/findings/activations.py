@@ -145,7 +145,7 @@ def _value_to_constrain(
 
 
 def contracted_axes(facts: Facts) -> Iterator[Finding]:
-    """Reports contracted axes that are sharded on the side of the data only.
+    """Reports contracted axes that are sharded in the data, but not in the weight.
 
     If the activations inherit the sharding of a lookup table, such as an embedding sharded along d,
     it suggests constraining the result of the lookup; else, sharding the weight like the data.

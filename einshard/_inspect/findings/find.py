@@ -37,7 +37,7 @@ _NOTES = (not_checked, replicated, weights_gathered_again, repeated_constraints)
 
 
 def find_findings(facts: Facts) -> tuple[Finding, ...]:
-    """Finds likely mistakes, most bytes first."""
+    """Finds likely mistakes: first what keeps the program from running, then most bytes first."""
     found = itertools.chain.from_iterable(diagnose(facts) for diagnose in _DIAGNOSES)
     return tuple(sorted(found, key=lambda finding: (finding.kind not in _URGENT, -finding.bytes)))
 

@@ -91,10 +91,10 @@ class _RepeatedGather(NamedTuple):
 
 
 def gathered_again(facts: Facts) -> Iterator[Finding]:
-    """Reports activations that are gathered twice in a pass, and arrays gathered in each iteration.
+    """Reports arrays that are gathered again in the same pass, or in each iteration of a loop.
 
-    Weights are not reported: they are gathered again in the backward pass, and for each microbatch,
-    because keeping them would take the memory that sharding saves.
+    Weights are not reported in training: they are gathered again in the backward pass, and for each
+    microbatch, because keeping them would take the memory that sharding saves.
     """
     # activations may be gathered twice because of a wrong sharding, which other findings report
     has_cause = any(itertools.chain(missing_constraint(facts), contracted_axes(facts)))

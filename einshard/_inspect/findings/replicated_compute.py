@@ -21,6 +21,8 @@ _LARGE = 0.05  # fraction of all flops; less, such as in the router of experts, 
 
 
 class _RepeatedLine(NamedTuple):
+    """A source line whose products are the same on several devices."""
+
     line: str
     wasted: int  # flops of a device that another device computes too
     products: Sequence[Product]  # of the forward pass, the largest first

@@ -224,7 +224,7 @@ def mesh_entries(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...] | N
 def argument_values(
     arrays: Sequence[Any], is_data: Mapping[int, bool], mesh: AnyMesh
 ) -> list[Value]:
-    """Converts the arguments of a program to values; `is_data` says which are not weights."""
+    """Converts the arguments of a program to values; `is_data` says, by index, which are data."""
     values: list[Value] = []
     for i, array in enumerate(arrays):
         ndim = len(array.shape)

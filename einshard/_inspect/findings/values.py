@@ -99,7 +99,7 @@ def merged(values: Sequence[Value], ndim: int) -> Value:
 
 
 def merged_axis(axes: Sequence[Axis]) -> Axis:
-    """Returns one axis for several: the first name, and the sharding of the first sharded one."""
+    """Returns an axis with the first name of several axes, and the first sharding."""
     if len(axes) == 1:
         return axes[0]
     name = next((axis.name for axis in axes if axis.name), '')
