@@ -187,9 +187,9 @@ def _axis_to_shard(
 ) -> Axis | None:
     """Chooses the axis of a weight to shard over the mesh axes `unused`.
 
-    `names` are the axes along which the suggestion shards other weights. If one of them is
-    contracted here, as in the second product of an MLP, it is chosen, because the data is sharded
-    along it then. Otherwise, a free axis of the product is. None if no axis fits.
+    `names` are the axes along which the suggestion shards other weights. First choice is an axis in
+    `names` that is contracted here, as in the second product of an MLP, because the data is sharded
+    along it then. Second choice is a free axis of the product. None if no axis fits.
     """
     assert facts.mesh is not None
     assert weight.argument is not None

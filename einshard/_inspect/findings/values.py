@@ -26,8 +26,8 @@ class Axis:
 
     def without_mesh_axes(self, names: Collection[str]) -> Axis:
         """Returns the axis, no longer sharded over these mesh axes."""
-        left = tuple(name for name in self.mesh_axes if name not in names)
-        return dataclasses.replace(self, mesh_axes=left)
+        kept = tuple(name for name in self.mesh_axes if name not in names)
+        return dataclasses.replace(self, mesh_axes=kept, origin=self.origin if kept else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def merged(values: Sequence[Value], ndim: int) -> Value:
     axes = (merged_axis(axes) for axes in zip(*(value.axes for value in full), strict=True))
     only = full[0].argument if len(full) == 1 else None
     return Value(
-        unique(axes if full else (Axis(),) * ndim, only is not None),
+        unique(axes if full else (Axis(),) * ndim, keep_dim=only is not None),
         only,
         any(value.is_data for value in values),
     )
@@ -107,22 +107,17 @@ def merged_axis(axes: Sequence[Axis]) -> Axis:
     return Axis(name, sharded.mesh_axes, sharded.origin)
 
 
-def unique(axes: Iterable[Axis], is_argument: bool = False) -> tuple[Axis, ...]:
-    """Removes repeated mesh axes: only the first array axis keeps each. Sets `dim` to -1, too.
+def unique(axes: Iterable[Axis], keep_dim: bool = False) -> tuple[Axis, ...]:
+    """Removes repeated mesh axes: only the first array axis keeps each.
 
-    Args:
-        axes: the array axes.
-        is_argument: whether they belong to a part of an argument, so that they keep `dim`.
+    Also sets `dim` to -1, unless the axes are those of a part of an argument (`keep_dim`).
     """
     seen: set[str] = set()
     result: list[Axis] = []
     for axis in axes:
-        unseen = tuple(name for name in axis.mesh_axes if name not in seen)
-        seen.update(unseen)
-        if unseen != axis.mesh_axes:
-            origin = axis.origin if unseen else None
-            axis = dataclasses.replace(axis, mesh_axes=unseen, origin=origin)
-        result.append(axis if is_argument else without_dim(axis))
+        axis = axis.without_mesh_axes(seen)
+        seen.update(axis.mesh_axes)
+        result.append(axis if keep_dim else without_dim(axis))
     return tuple(result)
 
 
