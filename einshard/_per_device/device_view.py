@@ -93,7 +93,7 @@ class View(NamedTuple):
     def shard_shape(self, shape: Sequence[int], spec: PartitionSpec) -> list[int]:
         """Returns the shape of a shard.
 
-        `NamedSharding.shard_shape` fails in a per-device function, where some mesh axes are manual.
+        `NamedSharding.shard_shape` fails on a mesh with manual axes, as in nested functions.
         """
         sizes = sizes_of(self.mesh)
         entries = spec_axes(spec)
