@@ -38,7 +38,7 @@ class Choice:
         return sum(collective.bytes or 0 for collective in self.collectives)
 
     def __str__(self) -> str:
-        steps = [f'slice {operand} (no communication)' for operand in self.slices]
+        steps = [f'slice {text} (no communication)' for text in self.slices]
         steps += map(str, self.collectives)
         return '\n'.join([f"result '{self.result}'", *(steps or ['no communication'])])
 

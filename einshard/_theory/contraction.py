@@ -142,7 +142,7 @@ def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> t
 def _sizes_by_name(
     contraction: Contraction, i: int, shape: tuple[int, ...]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the size of each axis of operand `i`: one per name, any number for '...'."""
+    """Returns the sizes of operand `i` by axis name: one per name, any number for '...'."""
     operand = contraction.operands[i]
     try:
         positions = axis_positions(operand, len(shape))
