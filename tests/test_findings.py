@@ -137,7 +137,7 @@ def test_a_missing_constraint(platform):
     line = line_of("weights['embed'][tokens")
     assert Path(finding.source).name == line
     assert finding.suggestion == (
-        f"constrain the result of the lookup in {line}: einshard(.., 'b s d -> b@data s d')"
+        f"constrain the result of the lookup in {line}: einshard(..., 'b s d -> b@data s d')"
     )
     assert finding.bytes > 0.5 * wrong.network_bytes
     (expression,) = expressions(finding)
@@ -281,7 +281,7 @@ def test_gradients_that_are_reduced_for_each_microbatch():
     assert Path(finding.source).name == line
     assert finding.suggestion == (
         f'run the loop of {line} in a function of per_device, make its weights varying '
-        "(jax.lax.pcast(.., to='varying')), and reduce the gradients once after it"
+        "(jax.lax.pcast(..., to='varying')), and reduce the gradients once after it"
     )
 
     weights = mistakes.tree(c.weights)

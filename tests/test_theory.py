@@ -185,6 +185,7 @@ PLACEMENTS = [
     (LAYER, {'x': 4, 'devices': 8}, 'tensor parallelism', '2 b x4', '2 x4 y'),
     ('b@p x, x y -> b y', {'p': 2, 'devices': 16}, 'data parallelism', '8 b2 x', '16 x y'),
     ('b@p x*, x* y -> b y', {'p': 2, 'devices': 16}, 'resharding', 'x8 b2', 'x16 y'),
+    ('b@d0 x, x y -> b y', {'d0': 2, 'devices': 16}, 'data parallelism', '8 b2 x', '16 x y'),
 ]
 
 

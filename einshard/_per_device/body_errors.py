@@ -15,13 +15,15 @@ from .._notation.layout import mesh_text
 from .._text import array_text
 from .device_view import View
 
-_MAX_SHOWN = 4
+_MAX_ARGUMENTS = 4  # in an error
 
 
 def find_different_sizes(
     function: str, error: Exception, shards: Iterable[SpecLeaf]
 ) -> EinshardError | None:
-    """Returns the error for shards that do not match, if their axis names explain JAX's error.
+    """Returns the error for an axis that has different sizes in two arguments.
+
+    None if JAX's error does not mention such sizes, or if JAX did not raise the error.
 
     Args:
         function: the name of the function.
@@ -35,7 +37,7 @@ def find_different_sizes(
     if not sizes:
         return None
     facts = {'function': function}
-    for name, shard, expression in shards[:_MAX_SHOWN]:
+    for name, shard, expression in shards[:_MAX_ARGUMENTS]:
         spec = f", '{expression.text}'" if expression else ''
         facts[f"parameter '{name}'"] = f'{array_text(shard)} per device{spec}'
     facts['JAX says'] = str(error).splitlines()[0]
@@ -76,7 +78,7 @@ def _unknown_axis(function: str, view: View, manual: Collection[str], axis: str)
     sentence = f"{function} uses mesh axis '{axis}', "
     if axis in view.axes:
         sentence += 'which is not in axis_names='
-    elif view.by_name:
+    elif view.uses_array_names:
         sentence += f"but no expression shards an axis named '{axis}'"
     else:
         sentence += 'but the mesh has no such axis'

@@ -31,10 +31,13 @@ from .spec_axes import SpecAxes
 
 
 class View(NamedTuple):
-    """The mesh of a per-device function, and how its expressions map to mesh axes."""
+    """The mesh of a per-device function, and how its expressions map to mesh axes.
+
+    In its methods, `manual` has the manual mesh axes; it is empty if all are.
+    """
 
     mesh: AnyMesh  # for `jax.shard_map`
-    by_name: bool  # whether mesh axes have the names of array axes; False on the user's mesh
+    uses_array_names: bool  # whether mesh axes are named after array axes; False on the user's mesh
     joint: JointMesh
     n_devices: int
     rules: AxisRules
@@ -42,12 +45,12 @@ class View(NamedTuple):
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh axes that the function may use."""
-        return self.joint.named_sizes if self.by_name else sizes_of(self.mesh)
+        """The sizes of the mesh axes that the function may use, by name."""
+        return self.joint.named_sizes if self.uses_array_names else sizes_of(self.mesh)
 
     def expression(self, text: str) -> Expression:
         """Parses an expression, and applies the axis rules."""
-        sizes = {} if self.by_name else sizes_of(self.mesh)
+        sizes = {} if self.uses_array_names else sizes_of(self.mesh)
         return _apply_rules(parse(text), self.rules, sizes, self.on_one_device)
 
     def complete(self, text: str) -> str:
@@ -88,7 +91,10 @@ class View(NamedTuple):
         return PartitionSpec(*partition_spec(rows), unreduced=spec.unreduced, reduced=spec.reduced)
 
     def shard_shape(self, shape: Sequence[int], spec: PartitionSpec) -> list[int]:
-        """Returns the shape of a shard. That of NamedSharding fails if other axes are manual."""
+        """Returns the shape of a shard.
+
+        `NamedSharding.shard_shape` fails on a mesh with manual axes, as in nested functions.
+        """
         sizes = sizes_of(self.mesh)
         entries = spec_axes(spec)
         entries += [()] * (len(shape) - len(entries))
@@ -112,14 +118,14 @@ class View(NamedTuple):
         return partition_spec([(*first, *unnamed), *others])
 
     def mesh_axes_of(self, axis: str) -> str:
-        """Lists the axes of the user's mesh that shard an array axis."""
+        """Lists, for an error, the axes of the user's mesh that shard an array axis."""
         text = self.joint.complete(parse(f'{axis}{self.joint.named_sizes[axis]}'))
         entry = next(iter(make_sharding(text, mesh=self.mesh).spec), ())
         return quoted(entry_axes(entry) or ['none'])
 
     def _on_mesh_axes(self, text: str) -> str:
         """Rewrites an expression so that `make_sharding` can lower it onto `mesh`."""
-        if not self.by_name:
+        if not self.uses_array_names:
             return self.complete(text)
         return self.joint.use_mesh_axes(self.expression(text))
 
@@ -128,7 +134,7 @@ class View(NamedTuple):
 
         On the user's mesh, an expression with named mesh axes needs no joint mesh.
         """
-        return self.by_name or not any(term.mesh_axes for term in expression.right)
+        return self.uses_array_names or not any(term.mesh_axes for term in expression.right)
 
 
 @cached
@@ -137,25 +143,36 @@ def make_view(
     mesh: AnyMesh,
     in_context: bool,
     rules: AxisRules,
-    on_one_device: bool = False,
+    on_one_device: bool,
 ) -> View:
-    """Builds the view of a function with these specs, on the canonical or the user's mesh."""
+    """Builds the view of a per-device function.
+
+    Args:
+        specs: the expressions of the arguments and the result.
+        mesh: the canonical or the user's mesh.
+        in_context: whether JAX has a mesh in context.
+        rules: the axis rules.
+        on_one_device: whether every count is 1, as for `check_same`.
+    """
     sizes = sizes_of(mesh)
     n_devices = math.prod(sizes.values())
     # JAX rejects any mesh but the one in context
-    by_name = not in_context and is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
-    # 'x@d0' uses an axis of the canonical mesh: 'd0' cannot be the name of an array axis
-    by_name = by_name and not any(sizes.keys() & spec.uses.keys() for spec in specs)
-    named_sizes = {} if by_name else sizes
+    uses_array_names = (
+        not in_context and is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
+    )
+    # 'd0' in 'x@d0' is an axis of the canonical mesh, since array axes have no digits
+    uses_array_names &= not any(sizes.keys() & spec.uses.keys() for spec in specs)
+    named_sizes = {} if uses_array_names else sizes
     specs = tuple(
         replace(s, expression=_apply_rules(s.expression, rules, named_sizes, on_one_device))
         for s in specs
     )
-    if not by_name:
+    if not uses_array_names:
         by_count = tuple(spec for spec in specs if not spec.uses)
+        # expressions without counts replicate; on the canonical mesh, only if others name its axes
         has_counts = any(spec.defines or spec.lists_replicas for spec in by_count)
         if not has_counts and (len(by_count) < len(specs) or not is_device_mesh(mesh)):
-            joint = JointMesh(((None, n_devices),))  # for expressions that replicate
+            joint = JointMesh(((None, n_devices),))
         else:
             joint = _joint_mesh_on(by_count, specs, sizes)
         return View(mesh, False, joint, n_devices, rules, on_one_device)

@@ -19,14 +19,17 @@ from .spec_axes import MeshAxis, SpecAxes, grid_of, leading_replicas
 class JointMesh:
     """A mesh with axes named after array axes, in device order.
 
-    Axes with name None are not named after an array axis: only replicas lie along them.
+    Axes with name None hold only replicas, for all expressions.
     """
 
     axes: tuple[MeshAxis, ...]
 
     @property
     def mesh_shape(self) -> dict[str, int]:
-        """The axis sizes by name. Unnamed axes become 'replica0', ..: array axes have no digits."""
+        """The axis sizes by name; axes without a name become 'replica0', 'replica1' and so on.
+
+        No array axis has such a name, because names of array axes have no digits.
+        """
         numbers = itertools.count()
         return {name or f'replica{next(numbers)}': count for name, count in self.axes}
 
@@ -59,7 +62,7 @@ class JointMesh:
         return _write(expression, mesh_axes.keys(), terms or ['*'])
 
     def _array_axes(self, expression: Expression) -> dict[str, str]:
-        """Returns, by mesh axis in device order, the array axis that it shards."""
+        """Returns, by mesh axis in device order, the array axis that it shards in an expression."""
         spec = SpecAxes('', expression)
         array_axis_of = {axis: str(term.name) for axis, term in spec.uses.items()}
         array_axis_of |= {name: name for name in spec.defines}
@@ -128,7 +131,7 @@ class _Specs:
         return JointMesh((*order, *size_one_axes) or ((None, 1),))
 
     def try_fix(self, text: str, fix: str) -> None:
-        """Replaces the expression `text` by `fix`; raises if there is still no mesh."""
+        """Raises if there is still no mesh after the expression `text` is replaced by `fix`."""
         i = [spec.expression.text for spec in self.specs].index(text)
         changed = replace(self.specs[i], expression=parse(fix))
         mesh = replace(self, specs=(*self.specs[:i], changed, *self.specs[i + 1 :])).mesh()
@@ -233,7 +236,7 @@ class _Specs:
         )
 
     def sharing_devices(self, first: str, second: str) -> _Specs:
-        """Replaces a count of axis `second` by `second@first`, in all expressions."""
+        """Returns a copy with `second@first` instead of a count of `second`, in all expressions."""
         changed: list[SpecAxes] = []
         for spec in self.specs:
             term = spec.defines.get(second)
@@ -287,7 +290,11 @@ class _Specs:
         orders: Sequence[tuple[MeshAxis, ...]],
         counts: Mapping[str, int],
     ) -> list[str]:
-        """Returns, for each order, the completed expression if only this order agrees with it."""
+        """Returns, quoted, the completed forms of `spec` that leave only one order.
+
+        Each of `orders` gives one form. It is skipped if it leaves several orders, or does not fit
+        the user's mesh.
+        """
         fixes: list[str] = []
         for mesh in map(JointMesh, orders):
             fix = parse(mesh.complete(spec.expression))
@@ -321,8 +328,8 @@ def _orders(
     """Yields the orders of the mesh axes larger than 1 that agree with every expression.
 
     The search appends one mesh axis at a time, and every expression must be able to take it from
-    its device grid (`SpecAxes.take`). A topological sort (`graphlib`) is not enough: if an
-    expression lists replicas, the axes of other expressions must fill exactly these counts.
+    the rest of its device grid (`SpecAxes.take`). A topological sort (`graphlib`) is not enough: if
+    an expression lists replicas, the axes of other expressions must fill exactly these counts.
     """
 
     def extend(
@@ -349,7 +356,7 @@ def _orders(
 
 
 def _expression_facts(specs: Sequence[SpecAxes]) -> dict[str, str]:
-    """Returns the distinct expressions as facts, labeled by their first parameter."""
+    """Returns the distinct expressions as facts, each labeled by the first owner that has it."""
     first = {spec.expression: spec for spec in reversed(specs)}
     shown = [spec for spec in specs if first[spec.expression] is spec]
     return {spec.owner: f"'{spec.expression.text}'" for spec in shown}

@@ -89,7 +89,7 @@ def per_device(
         EinshardError: at decoration, for invalid specs; at the first call, if the expressions
             disagree on a count or on the device order, or do not use all devices; at any call, if
             an array does not fit, a collective uses an axis that no expression shards, or the call
-            is inside a per-device function that uses all mesh axes.
+            is inside a per-device function in which all mesh axes are manual.
         UnexpectedCollectives: at a call, if the program has collectives that are not allowed.
     """
     named = named_specs_and_jit_options
@@ -173,7 +173,7 @@ class _PerDeviceFunction:
         self.check_vma = check_vma
         try:
             names = as_list(axis_names, str, 'axis_names', 'names of mesh axes', "('x',)")
-            self.manual = frozenset(names)
+            self.manual = frozenset(names)  # empty: all mesh axes
             self.specs = self.parameters.assign(in_specs, named_specs)
             self.spec_axes = tuple(self._spec_axes())
         except EinshardError as error:
@@ -194,6 +194,7 @@ class _PerDeviceFunction:
         return global_
 
     def _spec_axes(self) -> Iterator[SpecAxes]:
+        """Checks all specs, and yields the expressions in them."""
         for label, spec in [*self.specs.items(), (None, self.out)]:
             owner = 'the result' if label is None else f"parameter '{label}'"
             try:
@@ -214,6 +215,7 @@ class _PerDeviceFunction:
                     yield read_spec(owner, text)
 
     def _view(self) -> View:
+        """Returns the view on the mesh of the current call; raises if that mesh does not fit."""
         try:
             ambient = jax.sharding.get_abstract_mesh()
             if {*ambient.axis_types} == {AxisType.Manual}:
@@ -248,7 +250,7 @@ class _PerDeviceFunction:
             raise with_legacy_mesh_note(error, self.mesh).about(function=self.name) from None
 
     def _resolve(self, text: str | None, path: str, leaf: Any) -> str | None:
-        """Resolves the spec of one leaf for `sharded`."""
+        """Checks the expression of one leaf, and extends it to all devices, for `sharded`."""
         if text is None:
             return None
         view = self._view()

@@ -55,14 +55,15 @@ def read_varying(error: Exception) -> Varying | None:
 
 @dataclass(frozen=True)
 class History:
-    """The mesh axes of the collectives that a value depends on.
+    """The mesh axes along which JAX infers that a value may vary, by reason.
 
     Attributes:
         varying: axes along which the value may vary even if every `all_gather` returned a
             replicated result.
         gathered: axes along which the value was all-gathered.
-        exchanged: axes of other collectives, such as a ring of `ppermute`. The value may be
-            replicated along these, but JAX cannot infer it.
+        exchanged: axes of other collectives, such as a ring of `ppermute`, and of collectives in a
+            loop, a conditional or a nested jit. The value may be replicated along these, but JAX
+            cannot infer it.
     """
 
     varying: frozenset[str] = frozenset()
@@ -93,20 +94,27 @@ def suggest_replication(
     arguments: Sequence[Any],
     shard_map: Callable[..., Any],
 ) -> dict[str, str]:
-    """Suggests how to make the result replicated, as facts."""
-    histories, ranks, sums = list[History](), list[int](), list[bool]()
+    """Returns facts that suggest how to make a result replicated; {} without a suggestion.
+
+    Args:
+        result: the result that may vary.
+        body: the function that runs on each device.
+        in_specs: a pytree of PartitionSpecs for each argument.
+        arguments: the arguments, as global arrays.
+        shard_map: `jax.shard_map` with the mesh and axis names of the function.
+    """
+    histories, ranks, can_add = list[History](), list[int](), list[bool]()
 
     def trace_body(*values: Any) -> None:
         jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(*values)
-        all_histories = _histories(
-            jaxpr.jaxpr, list(map(_sharded_along, jtu.tree_leaves(in_specs)))
-        )
+        all_histories = _histories(jaxpr.jaxpr, list(map(_history_of, jtu.tree_leaves(in_specs))))
         leaves = jtu.tree_leaves_with_path(shapes)
         for (path, leaf), history in zip(leaves, all_histories, strict=True):
             if jtu.keystr(path).startswith(result.key):
                 histories.append(history)
                 ranks.append(leaf.ndim)
-                sums.append(not jnp.issubdtype(leaf.dtype, jax.dtypes.extended))  # no keys
+                # random keys have an extended dtype
+                can_add.append(not jnp.issubdtype(leaf.dtype, jax.dtypes.extended))
 
     unchecked = shard_map(trace_body, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)
     jax.eval_shape(unchecked, *arguments)
@@ -122,7 +130,7 @@ def suggest_replication(
         # a result may be a partial sum along one axis, and differ by rows along another
         several = len(varying) > 1
         axis = 'axis' if several else repr(varying[0])
-        fixes = [f'jax.lax.psum(result, {axis}) to sum it'] if all(sums) else []
+        fixes = [f'jax.lax.psum(result, {axis}) to sum it'] if all(can_add) else []
         fixes += ['shard it in out='] if all(ranks) else []
         each = f'for each of {quoted(varying)}: ' if several else ''
         label = f'along {", ".join(varying)}' if gathered else 'try'
@@ -130,12 +138,13 @@ def suggest_replication(
     return facts
 
 
-def _sharded_along(spec: PartitionSpec) -> History:
+def _history_of(spec: PartitionSpec) -> History:
+    """Returns the history of an argument: it varies along the mesh axes that shard it."""
     return History(frozenset(axis for entry in spec for axis in entry_axes(entry)))
 
 
 def _replicating_gather(axes: Sequence[str], shard_map: Callable[..., Any]) -> str | None:
-    """Returns the `all_gather` with a replicated result in this version of JAX, or None."""
+    """Returns, as text, the `all_gather` of this JAX with a replicated result, or None."""
     lax: Any = jax.lax
     gathers: dict[str, Callable[..., Any]] = {  # the first in JAX 0.8.1, the second in newer JAX
         'jax.lax.all_gather_invariant(...)': lambda x, axis: lax.all_gather_invariant(x, axis),

@@ -13,7 +13,7 @@ MeshAxis = tuple[str | None, int]  # the name of a mesh axis, None for replicas;
 
 
 def read_spec(owner: str, text: str) -> SpecAxes:
-    """Parses the spec of a parameter or of the result."""
+    """Parses the spec of a parameter or of the result; raises if it has partial sums."""
     read = SpecAxes(owner, parse(text))
     signed = [term for term in read.expression.right if term.sign]
     if signed:
@@ -51,12 +51,12 @@ class SpecAxes:
 
         If the expression lists no replicas, the grid has only the axes that it defines.
         """
+        if not self.lists_replicas:
+            return tuple((name, counts[name]) for name in self.defines if counts[name] > 1)
         terms: list[Term] = []
         for term in self.expression.right:
             count = counts.get(str(term.name)) if term.star else None
             terms.append(term if count is None else replace(term, count=count, star=False))
-        if not self.lists_replicas:
-            return tuple((name, counts[name]) for name in self.defines if counts[name] > 1)
         expression = replace(self.expression, right=tuple(terms))
         try:
             return grid_of(expression, n_devices, counts if self.uses else None)
@@ -68,8 +68,8 @@ class SpecAxes:
         """Takes the next mesh axis from the front of the grid; returns the rest of the grid.
 
         Returns None if another axis must come first. The grid has the expression's own axes, in
-        their order. An axis of another expression leaves the grid as it is; if the expression lists
-        replicas, it divides the number of replicas at the front.
+        their order. Other axes leave the grid as it is; if the expression lists replicas, they
+        divide the number of replicas at the front.
         """
         name, count = axis
         if name in self.uses:
@@ -104,7 +104,7 @@ class SpecAxes:
                     f"'{term}' names '{axis}', but there is no mesh with this axis, "
                     f"and no expression shards an array axis '{axis}'",
                     [term],
-                    sharded=', '.join(f"'{name}'" for name in sorted(defined)) or 'none',
+                    axes_sharded_by_count=quoted(sorted(defined)) if defined else 'none',
                     instead=f"use a mesh with an axis '{axis}': mesh=mesh or jax.set_mesh(mesh)",
                 )
             if axis in self.defines:

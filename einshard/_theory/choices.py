@@ -18,7 +18,8 @@ class Choice:
     Attributes:
         result: the placement of the result.
         collectives: the collectives, in order.
-        slices: the slices that devices take of their operands, without communication.
+        slices: the slices that devices take of their operands, without communication, such as
+            'operand 0 along x'.
         operands: the placements of the operands when they are multiplied.
         block: what each device multiplies, such as '[b/2 x/4] [x/4 y]'.
     """
@@ -32,12 +33,12 @@ class Choice:
     @property
     def bytes(self) -> int | None:
         """The bytes of all collectives; None if sizes are not given."""
-        if any(one.bytes is None for one in self.collectives):
+        if any(collective.bytes is None for collective in self.collectives):
             return None
-        return sum(one.bytes or 0 for one in self.collectives)
+        return sum(collective.bytes or 0 for collective in self.collectives)
 
     def __str__(self) -> str:
-        steps = [f'slice {one} (no communication)' for one in self.slices]
+        steps = [f'slice {text} (no communication)' for text in self.slices]
         steps += map(str, self.collectives)
         return '\n'.join([f"result '{self.result}'", *(steps or ['no communication'])])
 
@@ -68,10 +69,11 @@ def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
 
 
 def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]:
-    """Finds layouts in which the blocks match, combined from shardings of operands and result.
+    """Finds layouts in which the blocks of the operands match.
 
-    The sharding of the result is a candidate because XLA may first reshard an operand to match it,
-    which may send less data.
+    In these, each device axis shards no array axis, or one that it shards in an operand or in the
+    result. The sharding of the result is a candidate because XLA may first reshard an operand to
+    match it, which may send less data.
     """
     space = result.space
     # device axes by the array axes that they shard, in each operand and in the result
@@ -95,20 +97,23 @@ def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]
     for chosen in itertools.product(*candidates):
         pairs = zip(chosen, groups.values(), strict=True)
         array_axes = {axis: name for name, axes in pairs for axis in axes}
-        targets[space.sharded(space.replicated, _in_order([*operands, result], array_axes))] = None
+        targets[space.sharded(space.replicated, _ordered([*operands, result], array_axes))] = None
     return targets
 
 
-def _in_order(
+def _ordered(
     arrays: Sequence[Blocks], array_axes: Mapping[str, str | None]
 ) -> dict[str, str | None]:
-    """Orders the device axes of each array axis as in the array that shards it most."""
-    first: dict[str, str | None] = {}
+    """Orders the device axes of each array axis.
+
+    The order is that of the array that shards this array axis over the most device axes.
+    """
+    ordered: dict[str, str | None] = {}
     for name in dict.fromkeys(array_axes.values()):
         if name:
             longest = max((array.device_axes(name) for array in arrays), key=len)
-            first |= {axis: name for axis in longest if array_axes[axis] == name}
-    return first | {axis: name for axis, name in array_axes.items() if axis not in first}
+            ordered |= {axis: name for axis in longest if array_axes[axis] == name}
+    return ordered | {axis: name for axis, name in array_axes.items() if axis not in ordered}
 
 
 def choices_for(
@@ -121,14 +126,14 @@ def choices_for(
     """
     matched = [operand.with_layout(target) for operand in operands]
     pairs = list(zip(operands, matched, strict=True))
-    before = [one for old, new in pairs for one in resharding(old, new)]
+    before = [collective for old, new in pairs for collective in resharding(old, new)]
     slices = [
         f'{old.array} along {name}'
         for old, new in pairs
         for name in new.names
         if any(old.array_axis(axis) is None for axis in new.device_axes(name))
     ]
-    block = ' '.join(f'[{one.block}]' for one in matched)
+    block = ' '.join(f'[{operand.block}]' for operand in matched)
     product = result.with_layout(target)
     used = {split.mesh_axes[0] for split in target.splits if split.axis is not None}
     # device axes that shard a contracted axis
@@ -138,7 +143,7 @@ def choices_for(
             final.expression(),
             (*before, *_sums(product, partial, final)),
             tuple(slices),
-            tuple(one.expression() for one in matched),
+            tuple(operand.expression() for operand in matched),
             block,
         )
 
@@ -156,10 +161,10 @@ def _sums(product: Blocks, partial: Sequence[str], final: Blocks) -> Iterable[Co
 
 
 def _scattered(product: Blocks, partial: Sequence[str]) -> Iterable[Blocks]:
-    """Yields the results of a reduce-scatter along one array axis that the notation can express."""
+    """Yields the result of a reduce-scatter along each array axis, if sizes and counts allow it."""
     devices, sizes = product.space.devices, product.space.sizes
     for name in product.names if partial else ():
         over = (*product.device_axes(name), *partial)
-        parts = math.prod(devices[axis] for axis in over)
-        if (sizes is None or sizes[name] % parts == 0) and in_order(over, devices):
+        n_shards = math.prod(devices[axis] for axis in over)
+        if (sizes is None or sizes[name] % n_shards == 0) and in_order(over, devices):
             yield product.sharded(dict.fromkeys(partial, name))

@@ -55,8 +55,8 @@ class Space:
 
     names: tuple[str, ...]  # all array axes; layouts refer to them by index
     devices: Mapping[str, int]  # device axes and their sizes, slowest first
-    sizes: Mapping[str, int] | None = None
-    item_bytes: int = 4
+    sizes: Mapping[str, int] | None = None  # of the array axes; None if unknown
+    item_bytes: int = 4  # bytes per element
 
     @property
     def replicated(self) -> Layout:
@@ -87,7 +87,10 @@ class Blocks:
     space: Space
 
     def with_layout(self, layout: Layout) -> Blocks:
-        """Returns the array in another layout, which may also shard axes that it lacks."""
+        """Returns the array in a layout.
+
+        It is replicated over the device axes that shard axes of other arrays only.
+        """
         others = {i for i, name in enumerate(self.space.names) if name not in self.names}
         return replace(self, layout=self.space.sharded(replicate_axes(layout, others), {}))
 
@@ -106,15 +109,15 @@ class Blocks:
         """Returns the array axis that a device axis shards, or None."""
         return next((name for name in self.names if device_axis in self.device_axes(name)), None)
 
-    def parts(self, name: str) -> int:
+    def n_shards(self, name: str) -> int:
         """Returns the number of shards of an array axis."""
         return self.layout.n_shards.get(self.space.names.index(name), 1)
 
     @property
     def block(self) -> str:
         """Formats the block of one device, such as 'b/2 x'."""
-        parts = {name: self.parts(name) for name in self.names}
-        return ' '.join(f'{name}/{n}' if n > 1 else name for name, n in parts.items())
+        counts = {name: self.n_shards(name) for name in self.names}
+        return ' '.join(f'{name}/{n}' if n > 1 else name for name, n in counts.items())
 
     @property
     def bytes(self) -> int | None:
@@ -122,7 +125,9 @@ class Blocks:
         sizes = self.space.sizes
         if sizes is None:
             return None
-        return self.space.item_bytes * math.prod(sizes[n] // self.parts(n) for n in self.names)
+        return self.space.item_bytes * math.prod(
+            sizes[name] // self.n_shards(name) for name in self.names
+        )
 
     def expression(self) -> str:
         """Writes the layout with counts, or with device axes by name if they are out of order."""
@@ -155,8 +160,7 @@ def in_order(axes: Sequence[str], order: Iterable[str]) -> bool:
 def resharding(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
     """Returns the collectives that reshard an array.
 
-    Devices first take slices, which need no communication. For the cost of collectives, see Thakur,
-    Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH", 2005.
+    Devices first take slices, which need no communication.
     """
     current = old
     for name in old.names:

@@ -29,8 +29,10 @@ class Contraction:
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """The mesh axes named in all placements."""
-        return tuple(a for one in self.arrays for term in one.right for a in term.mesh_axes)
+        """The mesh axes that the placements name, in order, with repetitions."""
+        return tuple(
+            axis for array in self.arrays for term in array.right for axis in term.mesh_axes
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -46,12 +48,12 @@ class Contraction:
         """Returns the einsum as numpy subscripts, without placements."""
         named = [name for name in self.names if name != ELLIPSIS]
         letters = {name: _letter(i) for i, name in enumerate(named)} | {ELLIPSIS: ELLIPSIS}
-        sides = [''.join(letters[name] for name in one.names) for one in self.arrays]
+        sides = [''.join(letters[name] for name in array.names) for array in self.arrays]
         return f'{",".join(sides[:-1])}->{sides[-1]}'
 
     def plain(self) -> str:
         """Returns the einsum without placements."""
-        sides = [' '.join(one.names) for one in self.arrays]
+        sides = [' '.join(array.names) for array in self.arrays]
         return f'{", ".join(sides[:-1])} -> {sides[-1]}'.rstrip()
 
     def error(
@@ -140,16 +142,17 @@ def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> t
 def _sizes_by_name(
     contraction: Contraction, i: int, shape: tuple[int, ...]
 ) -> dict[str, tuple[int, ...]]:
+    """Returns the sizes of operand `i` by axis name: one per name, any number for '...'."""
     operand = contraction.operands[i]
     try:
         positions = axis_positions(operand, len(shape))
     except EinshardError as error:
         raise contraction.error(error.sentence, error.spans, operand=i) from None
-    n_more = len(shape) - len(positions)
+    n_unnamed = len(shape) - len(positions)
     sizes: dict[str, tuple[int, ...]] = {}
     for at, name in enumerate(operand.names):
-        more = name == ELLIPSIS
-        sizes[name] = shape[at : at + n_more] if more else (shape[positions[name]],)
+        is_named = name != ELLIPSIS
+        sizes[name] = (shape[positions[name]],) if is_named else shape[at : at + n_unnamed]
     return sizes
 
 
@@ -162,7 +165,8 @@ def _two_sizes(
     i: int,
 ) -> EinshardError:
     """Returns the error for an axis with different sizes in operands `first` and `i`."""
-    spans = [term.span for one in contraction.operands for term in one.right if term.name == name]
+    terms = [term for operand in contraction.operands for term in operand.right]
+    spans = [term.span for term in terms if term.name == name]
     if name == ELLIPSIS:
         sentence = (
             f"'...' stands for sizes {first_size} in operand {first}, but {size} in operand {i}"

@@ -26,7 +26,8 @@ def device_axes(
     if contraction.mesh_axes:
         named = _named_devices(contraction, counts)
         left = _n_replicas(contraction, named, n_devices)
-        rest = {f'd{i}': factor for i, factor in enumerate(prime_factors(left))}
+        names = (name for i in itertools.count() if (name := f'd{i}') not in named)
+        rest = dict(zip(names, prime_factors(left), strict=False))
         return rest | named, contraction.operands
     if any(map(is_placed, contraction.arrays)):
         if counts:
@@ -35,6 +36,7 @@ def device_axes(
     devices = {name: count for name, count in counts.items() if count > 1}
     left = _n_replicas(contraction, devices, n_devices)
     operands = tuple(_shard_by_name(operand, devices) for operand in contraction.operands)
+    # the axis of the replicas is called '*', which is not the name of an array axis
     return {'*': left, **devices} if left > 1 else devices, operands
 
 
@@ -48,7 +50,7 @@ def _shard_by_name(operand: Expression, counts: Mapping[str, int]) -> Expression
 
 
 def _n_replicas(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
-    """Returns the number of devices divided by the product of the counts; 1 if it is unknown."""
+    """Returns the number of devices divided by the product of the counts, or 1 if it is unknown."""
     product = math.prod(counts.values())
     if n_devices is not None and n_devices % product:
         raise contraction.error(
@@ -59,9 +61,9 @@ def _n_replicas(contraction: Contraction, counts: Mapping[str, int], n_devices: 
 
 
 def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, str | None]:
-    """Returns the array axis that each device axis shards, None if it holds replicas.
+    """Returns, by device axis, the array axis that it shards; None if it holds replicas.
 
-    Device axes are in order, from major to minor; empty for an operand without a placement.
+    Device axes are in order, from major to minor. Returns {} for an operand without a placement.
     """
     if not is_placed(operand):
         return {}
@@ -84,6 +86,7 @@ def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, 
 
 
 def _named_devices(contraction: Contraction, counts: Mapping[str, int]) -> dict[str, int]:
+    """Returns the mesh axes and their sizes; raises if `counts` lacks one or shards array axes."""
     mesh_axes = contraction.mesh_axes
     array_axes = counts.keys() - mesh_axes
     by_keyword = {name: counts[name] for name in contraction.names if name in array_axes}
@@ -101,7 +104,7 @@ def _named_devices(contraction: Contraction, counts: Mapping[str, int]) -> dict[
 def _placed_twice(contraction: Contraction, counts: Mapping[str, int]) -> EinshardError:
     return contraction.error(
         'shard axes either in the einsum or by keyword, not both',
-        [term.span for one in contraction.arrays for term in one.right if term.is_sharded],
+        [term.span for array in contraction.arrays for term in array.right if term.is_sharded],
         by_keyword=', '.join(f'{name}={count}' for name, count in counts.items()),
     )
 
@@ -110,22 +113,22 @@ def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str,
     """Splits the devices into axes that fit the counts of all operands and the result."""
     placed = list(filter(is_placed, contraction.arrays))
     if n_devices is None:
-        counted = [one for one in placed if not any(term.star for term in one.right)]
+        counted = [array for array in placed if not any(term.star for term in array.right)]
         if not counted:
             raise contraction.error('a star needs the number of devices', example='devices=8')
-        n_devices = max(math.prod(term.factor for term in one.right) for one in counted)
+        n_devices = max(math.prod(term.factor for term in array.right) for array in counted)
     # the devices are split wherever the device grid of an array has a boundary
     products = {1, n_devices}
     grids: dict[str, str] = {}
-    for operand in placed:
-        layout = lay_out(operand, len(operand.names), n_devices)
+    for array in placed:
+        layout = lay_out(array, len(array.names), n_devices)
         products.update(itertools.accumulate((s.count for s in layout.splits), operator.mul))
-        grids[f"'{operand_text(operand)}'"] = _grid_text(split.count for split in layout.splits)
+        grids[f"'{operand_text(array)}'"] = _grid_text(split.count for split in layout.splits)
     pairs = list(itertools.pairwise(sorted(products)))
     if any(after % before for before, after in pairs):
         raise contraction.error(
             f'the expressions split the {n_devices} devices differently',
-            [term.span for one in placed for term in one.right if term.takes_devices],
+            [term.span for array in placed for term in array.right if term.takes_devices],
             **{f'device grid of {text}': grid for text, grid in grids.items()},
         )
     return {f'd{i}': after // before for i, (before, after) in enumerate(pairs)}

@@ -74,7 +74,7 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         operand = contraction.result
         if is_placed(operand):
             placement = resolve(operand_text(operand), shape, current_context(mesh))
-            _check_terms(contraction, operands, placement)
+            _check_partial_sum(contraction, operands, placement)
         else:
             _check_types(contraction, operands)
     except EinshardError as error:
@@ -82,7 +82,7 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
     # outside jit: in one jitted program, XLA can compute the sum directly in the result's sharding
     contract = _contract if is_tracing() else _jitted
     if isinstance(options.get('optimize'), list | tuple):
-        options['optimize'] = _path(options['optimize'])
+        options['optimize'] = _hashable_path(options['optimize'])
     return contract(contraction.numpy_subscripts(), placement, tuple(options.items()), *operands)
 
 
@@ -120,7 +120,7 @@ def _with_working_fix(
     return keep_working_suggestions(error, with_fix, on_devices)
 
 
-def _path(path: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+def _hashable_path(path: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     """Converts a contraction path to tuples, which are hashable."""
     steps = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in path]
     if not all(isinstance(operand, int) for step in steps for operand in step):
@@ -177,8 +177,10 @@ def _check_types(contraction: Contraction, operands: Sequence[Any]) -> None:
         )
 
 
-def _check_terms(contraction: Contraction, operands: Sequence[Any], placement: Placement) -> None:
-    """Raises if the result is a partial sum over other mesh axes than the contracted axes."""
+def _check_partial_sum(
+    contraction: Contraction, operands: Sequence[Any], placement: Placement
+) -> None:
+    """Raises if the mesh axes of a partial sum are not those that shard the contracted axes."""
     signed = [term for term in contraction.result.right if term.sign == '+']
     if not signed:
         return
@@ -204,7 +206,7 @@ def _check_terms(contraction: Contraction, operands: Sequence[Any], placement: P
 def _contracted(
     contraction: Contraction, operands: Sequence[Any]
 ) -> Iterator[tuple[int, str, set[Any]]]:
-    """Yields each sharded contracted axis: the operand, its name, and its explicit mesh axes."""
+    """Yields (operand number, name, explicit mesh axes) for each sharded contracted axis."""
     for i, (operand, array) in enumerate(zip(contraction.operands, operands, strict=True)):
         sharding = jax.typeof(array).sharding
         types = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)

@@ -94,7 +94,7 @@ class Parallelism(Display):
 
     def _sections(self) -> Iterator[Section]:
         yield Section('', lines=self._summary())
-        operands = tuple((f'operand {i}', one) for i, one in enumerate(self.operands))
+        operands = tuple((f'operand {i}', text) for i, text in enumerate(self.operands))
         yield Section('', (Column('array'), Column('placement')), operands)
         for number, choice in enumerate(self.choices, 1):
             mark = f'{number}. ' if len(self.choices) > 1 else ''
@@ -104,8 +104,8 @@ class Parallelism(Display):
     def _text(self, width: int) -> str:
         lines = [
             self._title(),
-            *(f'  {words}' for words in self._summary()),
-            *(f"  operand {i}: '{one}'" for i, one in enumerate(self.operands)),
+            *(f'  {line}' for line in self._summary()),
+            *(f"  operand {i}: '{text}'" for i, text in enumerate(self.operands)),
         ]
         for number, choice in enumerate(self.choices, 1):
             first, *rest = [f'each device multiplies {choice.block}', *str(choice).split('\n')]
@@ -206,8 +206,8 @@ def parallelism(
     Args:
         einsum: an einsum of one or two operands, as for `einsum`, or a list of einsums. Operands
             may have placements (`'b x8, x y8 -> b y'`); those without one are replicated.
-        devices: the number of devices; required if an operand has a star. Devices that the counts
-            do not use hold replicas.
+        devices: the number of devices. Default: as many as the counts use; required if every
+            placement has a star. Devices that the counts do not use hold replicas.
         sizes: the size of every axis. Without it, the result has no bytes.
         item_bytes: bytes per element.
         counts: the number of shards of an axis, by name, in all operands that have the axis; in
@@ -223,11 +223,11 @@ def parallelism(
     """
     _check_options(devices, sizes, item_bytes)
     if isinstance(einsum, list | tuple):
-        steps = [_read(one, read_contraction) for one in einsum]
+        steps = [_read(text, read_contraction) for text in einsum]
         if not steps:
             raise EinshardError('the list of einsums is empty')
         _check_counts(steps, counts)
-        return Chain(_analyze(one, devices, sizes, item_bytes, counts) for one in steps)
+        return Chain(_analyze(step, devices, sizes, item_bytes, counts) for step in steps)
 
     def with_fix(fix: str) -> Parallelism:
         return parallelism(fix, devices=devices, sizes=sizes, item_bytes=item_bytes, **counts)
@@ -264,33 +264,35 @@ def _analyze_once(
     item_bytes: int,
     counts: Mapping[str, int],
 ) -> Parallelism:
-    _check_form(contraction)
+    _check_supported(contraction)
     devices, operands = device_axes(contraction, n_devices, counts)
-    arrays = {f'operand {i}': operand for i, operand in enumerate(operands)}
-    arrays['the result'] = contraction.result
-    array_axes = {array: array_axes_of(one, devices) for array, one in arrays.items()}
+    expressions = {f'operand {i}': operand for i, operand in enumerate(operands)}
+    expressions['the result'] = contraction.result
+    array_axes = {
+        array: array_axes_of(expression, devices) for array, expression in expressions.items()
+    }
     axis_sizes = None if sizes is None else _checked_sizes(contraction, sizes)
     space = Space(contraction.names, devices, axis_sizes, item_bytes)
     *placed, result = [
-        Blocks(array, one.names, space.sharded(space.replicated, array_axes[array]), space)
-        for array, one in arrays.items()
+        Blocks(array, expression.names, space.sharded(space.replicated, array_axes[array]), space)
+        for array, expression in expressions.items()
     ]
-    for one in (*placed, result):
-        _check_divisible(contraction, one, array_axes[one.array])
+    for blocks in (*placed, result):
+        _check_divisible(contraction, blocks, array_axes[blocks.array])
     conflicts = tuple(find_conflicts(placed))
     choices = tuple(
         choice
         for target in find_targets(placed, result)
         for choice in choices_for(placed, target, result, is_placed(contraction.result))
     )
-    sharded = {name for one in placed for name in one.names if one.device_axes(name)}
+    sharded = {name for blocks in placed for name in blocks.names if blocks.device_axes(name)}
     return Parallelism(
         contraction.plain(),
         _kind(sharded, contraction, bool(conflicts)),
         devices,
         contraction.result.names,
         contraction.reduced,
-        tuple(one.expression() for one in placed),
+        tuple(blocks.expression() for blocks in placed),
         conflicts,
         choices,
     )
@@ -305,7 +307,7 @@ def _kind(sharded: set[str], contraction: Contraction, resharding: bool) -> Kind
     return 'data parallelism' if free else 'tensor parallelism' if reduced else 'replicated'
 
 
-def _check_form(contraction: Contraction) -> None:
+def _check_supported(contraction: Contraction) -> None:
     if len(contraction.operands) > 2:
         raise contraction.error(
             f'parallelism takes one or two operands, not {len(contraction.operands)}',
@@ -313,7 +315,7 @@ def _check_form(contraction: Contraction) -> None:
         )
     if ELLIPSIS in contraction.names:
         raise contraction.error("parallelism does not support '...'; name all axes")
-    signed = [term.span for one in contraction.arrays for term in one.right if term.sign]
+    signed = [term.span for array in contraction.arrays for term in array.right if term.sign]
     if signed:
         raise contraction.error('parallelism does not support partial sums', signed)
 
@@ -358,12 +360,12 @@ def _checked_sizes(contraction: Contraction, sizes: Mapping[str, int]) -> Mappin
 
 
 def _check_divisible(
-    contraction: Contraction, one: Blocks, array_axes: Mapping[str, str | None]
+    contraction: Contraction, blocks: Blocks, array_axes: Mapping[str, str | None]
 ) -> None:
-    sizes = one.space.sizes
+    sizes = blocks.space.sizes
     for name in dict.fromkeys(filter(None, array_axes.values())):
-        if sizes is not None and sizes[name] % one.parts(name):
+        if sizes is not None and sizes[name] % blocks.n_shards(name):
             raise contraction.error(
-                f"axis '{name}' (size {sizes[name]}) is not divisible by {one.parts(name)}",
-                value=one.array,
+                f"axis '{name}' (size {sizes[name]}) is not divisible by {blocks.n_shards(name)}",
+                value=blocks.array,
             )

@@ -101,7 +101,7 @@ class StateSpec:
             raise error.about(value='model parameters, in for_optimizer') from None
         arrays = [i for i, leaf in enumerate(self._leaves) if _shape_of(leaf) is not None]
         self._by_path = {self._paths[i]: i for i in arrays}
-        self._parameters: dict[tuple[str, Shape], tuple[int, tuple[AxisMap, ...]] | None] = {}
+        self._matches: dict[tuple[str, Shape], tuple[int, tuple[AxisMap, ...]] | None] = {}
         self._latest: tuple[Context, Sequence[AnySpec | None]] | None = None
 
     def __repr__(self) -> str:
@@ -110,7 +110,7 @@ class StateSpec:
 
     def __getstate__(self) -> dict[str, Any]:
         # without the caches: they contain devices, which cannot be pickled or copied
-        return {**self.__dict__, '_parameters': {}, '_latest': None}
+        return {**self.__dict__, '_matches': {}, '_latest': None}
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
         """Returns the spec of one leaf."""
@@ -124,13 +124,16 @@ class StateSpec:
         """Shows how each leaf of a state is sharded, with totals, as `Rules.table` does."""
         context = current_context(mesh)
         with mesh_scope(context.mesh):
-            reasons_and_specs = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
-        return make_table(tree, reasons_and_specs, [], context)
+            rules_and_specs = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
+        return make_table(tree, rules_and_specs, [], context)
 
     def find_all(
         self, paths: Sequence[str], leaves: Sequence[Any]
     ) -> list[tuple[str, AnySpec | None]]:
-        """Returns, for each leaf, its parameter or the reason that it has none, and its spec."""
+        """Returns (rule, spec) for each leaf.
+
+        The rule is 'as w' for a state of parameter w; else 'scalar', 'default' or 'not an array'.
+        """
         context = current_context(None)
         check_mesh_axes(self._zero, context, ZERO)
         specs = self._specs(context)
@@ -169,9 +172,9 @@ class StateSpec:
     def _find_parameter(self, path: str, shape: Shape) -> tuple[int, tuple[AxisMap, ...]] | None:
         """Finds the parameter of a state array: its index, and the possible axis maps."""
         key = path, shape
-        if key not in self._parameters:
-            self._parameters[key] = next(self._find_parameters(path, shape), None)
-        return self._parameters[key]
+        if key not in self._matches:
+            self._matches[key] = next(self._find_parameters(path, shape), None)
+        return self._matches[key]
 
     def _find_parameters(
         self, path: str, shape: Shape

@@ -63,8 +63,8 @@ class Rules:
     Args:
         rules: pairs of a pattern and a spec: an expression, None for no spec, a
             `PartitionSpec`, a `NamedSharding`, or a function `(path, leaf) -> spec`.
-        default: the spec of leaves that no pattern matches. If omitted, such a leaf is an error. A
-            tree in which no rule matches any path is always an error.
+        default: the spec of leaves that no pattern matches. If omitted, such a leaf is an error. If
+            it is used but no pattern matches any path of the tree, that is an error, too.
         indivisible: what to do if the size of an axis is not divisible by its number of shards:
             'error', or 'replicate' to replicate that axis only. `table` lists the replicated axes.
         missing: what to do with mesh axes that a spec names but the mesh lacks: 'error', or

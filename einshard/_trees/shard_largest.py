@@ -89,7 +89,7 @@ class LargestAxis:
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
         """Returns the spec of one leaf."""
         check_mesh_axes(self.axes, current_context(), LARGEST)
-        return self._add_largest_axis(call_spec(self.spec, path, leaf), leaf)
+        return self._shard_largest_axis(call_spec(self.spec, path, leaf), leaf)
 
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
         """Returns the specs of the leaves of a tree."""
@@ -103,15 +103,15 @@ class LargestAxis:
         errors: list[EinshardError] = []
         for spec, (path, leaf) in zip(base_specs, pairs, strict=True):
             try:
-                specs.append(self._add_largest_axis(spec, leaf))
+                specs.append(self._shard_largest_axis(spec, leaf))
             except EinshardError as error:
                 errors.append(error.about(array=leaf_text(path, leaf)))
         if errors:
             raise combine_errors(errors) from None
         return specs
 
-    def _add_largest_axis(self, spec: AnySpec | None, leaf: Any) -> AnySpec | None:
-        """Adds the largest axis to a spec; leaves the spec as it is for small or scalar arrays."""
+    def _shard_largest_axis(self, spec: AnySpec | None, leaf: Any) -> AnySpec | None:
+        """Shards the largest divisible axis too; small and scalar arrays keep `spec`."""
         shape: tuple[int, ...] = tuple(leaf.shape) if hasattr(leaf, 'dtype') else ()
         if spec is None or not shape or math.prod(shape) * leaf.dtype.itemsize < self.min_bytes:
             return spec

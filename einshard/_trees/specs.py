@@ -287,6 +287,7 @@ def _keys_text(node: Any, keys: Sequence[str]) -> str:
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
+    """Returns (key path, child) pairs; a leaf is its own only child, with an empty key path."""
     children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda other: other is not node)
     return children
 

@@ -56,9 +56,10 @@ class Table:
         rows: one row per array, in the order of the leaves.
         n_devices: the number of devices of the mesh.
         unused: patterns that match no path.
-        shadowed: (pattern, earlier pattern) pairs; every path that the pattern matches gets the
-            rule of the earlier pattern.
-        unneeded: patterns of which every path gets the rule of one of several earlier patterns.
+        shadowed: (pattern, earlier pattern) pairs: all paths that the pattern matches get the rule
+            of the earlier pattern.
+        unneeded: patterns that never apply, as in `shadowed`, but because of several earlier
+            patterns.
     """
 
     rows: tuple[Row, ...]

@@ -17,7 +17,7 @@ from .facts import Facts
 from .values import Axis, Product, Value
 
 
-class SentAtProduct(NamedTuple):
+class _SentAtProduct(NamedTuple):
     """A collective in the line of a product of data and a weight.
 
     Attributes:
@@ -36,7 +36,7 @@ class SentAtProduct(NamedTuple):
     along: frozenset[str]
 
 
-def find_sent_at_products(facts: Facts) -> Iterator[SentAtProduct]:
+def _find_sent_at_products(facts: Facts) -> Iterator[_SentAtProduct]:
     """Yields the collectives of activations and weights in lines of products with weights."""
     if facts.trace is None or facts.is_explicit:
         return
@@ -50,7 +50,7 @@ def find_sent_at_products(facts: Facts) -> Iterator[SentAtProduct]:
         for product in by_line.get(row.source or '', ()):
             sides = weight_and_data(product)
             if sides is not None:
-                yield SentAtProduct(collective, row, product, *sides, along)
+                yield _SentAtProduct(collective, row, product, *sides, along)
 
 
 def weight_and_data(product: Product) -> tuple[Value, Value] | None:
@@ -70,8 +70,8 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
     This happens in fully sharded data parallelism (FSDP) without constraints on the activations:
     the compiler shards them like the weights, along other axes than the batch.
     """
-    flagged: dict[frozenset[str], list[SentAtProduct]] = {}
-    for sent in find_sent_at_products(facts):
+    flagged: dict[frozenset[str], list[_SentAtProduct]] = {}
+    for sent in _find_sent_at_products(facts):
         # an argument that is gathered may be a frozen weight
         is_activation = sent.row.role == 'activations' and not sent.row.of
         if is_activation and _is_cheaper_to_gather_weight(facts, sent):
@@ -79,63 +79,63 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
     for along, sent_list in flagged.items():
         distinct = {sent.collective.name: sent for sent in sent_list}.values()
         n_bytes = sum(sent.row.total_bytes for sent in distinct)
-        line, axes, what = _first_conflict(facts, along, sent_list)
-        if not facts.mesh or not any(along & set(axis.mesh) for axis in axes):
+        line, axes, what = _value_to_constrain(facts, along, sent_list)
+        if not facts.mesh or not any(along & set(axis.mesh_axes) for axis in axes):
             continue
         largest = max(distinct, key=lambda sent: sent.row.total_bytes)
-        paths = paths_of(facts, [sent.weight for sent in sent_list])
+        paths = _paths_of(facts, [sent.weight for sent in sent_list])
         yield Finding(
             'missing constraint',
             f'activations are reduced or gathered along {largest.row.along}, over which the batch '
             f'is sharded, instead of gathering the weights {paths}: {format_bytes(n_bytes)} in '
-            f'{lines_of(distinct)}',
+            f'{_lines_of(distinct)}',
             line,
             n_bytes,
-            f"constrain {what} in {short_source(line)}: einshard(.., '"
+            f"constrain {what} in {short_source(line)}: einshard(..., '"
             f"{expression_of(axes, facts.mesh)}')",
         )
 
 
-def _is_cheaper_to_gather_weight(facts: Facts, sent: SentAtProduct) -> bool:
+def _is_cheaper_to_gather_weight(facts: Facts, sent: _SentAtProduct) -> bool:
     """Whether gathering the weight along the mesh axes of the batch would send fewer bytes."""
     batch = sent.data.axes[0] if sent.data.axes else Axis()
-    is_of_data = facts.is_data(batch.by)
-    if not is_of_data or not sent.along <= set(batch.mesh):
+    if not facts.is_data(batch.origin) or not sent.along <= set(batch.mesh_axes):
         return False
     _, weight_side = _sides(sent)
     batch_axes = {pair[weight_side] for pair in sent.product.batch}
     is_sharded = any(
-        i not in batch_axes and sent.along & set(axis.mesh)
+        i not in batch_axes and sent.along & set(axis.mesh_axes)
         for i, axis in enumerate(sent.weight.axes)
     )
     return is_sharded and (sent.collective.network_bytes or 0) > _bytes_to_gather(facts, sent)
 
 
-def _sides(sent: SentAtProduct) -> tuple[int, int]:
+def _sides(sent: _SentAtProduct) -> tuple[int, int]:
     """Returns the sides of the data and of the weight in the product: 0 for left, 1 for right."""
     return (0, 1) if sent.weight == sent.product.right else (1, 0)
 
 
-def _bytes_to_gather(facts: Facts, sent: SentAtProduct) -> int:
+def _bytes_to_gather(facts: Facts, sent: _SentAtProduct) -> int:
     """Returns the bytes that a device would send to gather the weight."""
     assert sent.weight.argument is not None
     assert facts.mesh is not None
     array = facts.arguments[sent.weight.argument]
-    parts = prod(facts.mesh.shape[name] for name in sent.weight.mesh - sent.along)
+    n_shards = prod(facts.mesh.shape[name] for name in sent.weight.mesh_axes - sent.along)
     sizes = (array.shape[axis.dim] for axis in sent.weight.axes if axis.dim >= 0)
-    return prod(sizes) * array.dtype.itemsize // parts
+    return prod(sizes) * array.dtype.itemsize // n_shards
 
 
-def _first_conflict(
-    facts: Facts, along: frozenset[str], sent_list: Sequence[SentAtProduct]
+def _value_to_constrain(
+    facts: Facts, along: frozenset[str], sent_list: Sequence[_SentAtProduct]
 ) -> tuple[str, Sequence[Axis], str]:
-    """Finds the value to constrain: its line, its axes and a description.
+    """Returns the line, the axes and a description of the value to constrain.
 
-    This is the result of a lookup, if there is one: the compiler may shard it like the table.
+    This is the result of a lookup, if the mesh axes in `along` shard its indices: the compiler may
+    shard the result like the table. Else it is the data of the first product in `sent_list`.
     """
     assert facts.trace is not None
     for product in facts.trace.products:
-        if product.is_lookup and along & product.right.mesh:
+        if product.is_lookup and along & product.right.mesh_axes:
             return product.line, product.result.axes, 'the result of the lookup'
     first = sent_list[0]
     return first.product.line, first.data.axes, 'the operand of the product'
@@ -145,25 +145,26 @@ def _first_conflict(
 
 
 def contracted_axes(facts: Facts) -> Iterator[Finding]:
-    """Reports contracted axes that are sharded on the side of the data only.
+    """Reports contracted axes that are sharded in the data, but not in the weight.
 
-    If the activations inherit the sharding of a lookup table, such as an embedding sharded over d,
-    it suggests to constrain the result of the lookup. Otherwise, to shard the weight like the data.
+    If the activations inherit the sharding of a lookup table, such as an embedding sharded along d,
+    it suggests constraining the result of the lookup; else, sharding the weight like the data.
     """
     if facts.trace is None:
         return
     # by lookup table and mesh axes
-    inherited: dict[tuple[int, frozenset[str]], list[SentAtProduct]] = {}
+    inherited: dict[tuple[int, frozenset[str]], list[_SentAtProduct]] = {}
     # by source line, axis name and suggested expression
-    reshardable: dict[tuple[str, str, str], list[SentAtProduct]] = {}
-    changed: set[int] = set()  # weights for which there is a suggestion already
+    reshardable: dict[tuple[str, str, str], list[_SentAtProduct]] = {}
+    # weights that a suggestion changes, and with them the data that inherits their sharding
+    changed: set[int] = set()
     order = {id(product): i for i, product in enumerate(facts.trace.products)}
-    for sent in sorted(find_sent_at_products(facts), key=lambda sent: order[id(sent.product)]):
-        for axis, of_weight in _mismatched(facts, sent):
-            if isinstance(axis.by, int) and axis.by in facts.lookup_tables:
-                inherited.setdefault((axis.by, sent.along), []).append(sent)
-            elif sent.row.kind != 'all-reduce' and axis.by not in changed:
-                placement = _sharded_alike(facts, sent, axis, of_weight)
+    for sent in sorted(_find_sent_at_products(facts), key=lambda sent: order[id(sent.product)]):
+        for axis, weight_axis in _mismatched(facts, sent):
+            if isinstance(axis.origin, int) and axis.origin in facts.lookup_tables:
+                inherited.setdefault((axis.origin, sent.along), []).append(sent)
+            elif sent.row.kind != 'all-reduce' and axis.origin not in changed:
+                placement = _sharded_alike(facts, sent, axis, weight_axis)
                 if placement is not None and sent.weight.argument is not None:
                     key = sent.product.line, axis.name, placement
                     reshardable.setdefault(key, []).append(sent)
@@ -173,7 +174,7 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
     for (line, name, placement), sent_list in reshardable.items():
         distinct = {sent.collective.name: sent for sent in sent_list}.values()
         n_bytes = sum(sent.row.total_bytes for sent in distinct)
-        paths = paths_of(facts, [sent.weight for sent in sent_list])
+        paths = _paths_of(facts, [sent.weight for sent in sent_list])
         what = f"axis '{name}' is summed over, and" if name else 'the contracted axis is'
         kinds = ', '.join(dict.fromkeys(sent.row.kind for sent in distinct))
         yield Finding(
@@ -186,44 +187,54 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _mismatched(facts: Facts, sent: SentAtProduct) -> Iterator[tuple[Axis, Axis]]:
-    """Yields contracted axes (of data, of weight) that are sharded only in the data."""
+def _mismatched(facts: Facts, sent: _SentAtProduct) -> Iterator[tuple[Axis, Axis]]:
+    """Yields (axis of data, axis of weight) for contracted axes sharded only in the data."""
     data_side, weight_side = _sides(sent)
     if sent.product.is_backward:
         return
     for pair in sent.product.contracted:
-        axis, of_weight = sent.data.axes[pair[data_side]], sent.weight.axes[pair[weight_side]]
-        is_batch = facts.is_data(axis.by) and pair[data_side] == 0
-        if not is_batch and sent.along & set(axis.mesh) and not sent.along & set(of_weight.mesh):
-            yield axis, of_weight
+        data_axis, weight_axis = (
+            sent.data.axes[pair[data_side]],
+            sent.weight.axes[pair[weight_side]],
+        )
+        is_batch = facts.is_data(data_axis.origin) and pair[data_side] == 0
+        in_data = sent.along & set(data_axis.mesh_axes)
+        if not is_batch and in_data and not sent.along & set(weight_axis.mesh_axes):
+            yield data_axis, weight_axis
 
 
-def _sharded_alike(facts: Facts, sent: SentAtProduct, axis: Axis, of_weight: Axis) -> str | None:
-    """Returns the expression that shards a contracted axis of the weight like the data."""
+def _sharded_alike(
+    facts: Facts, sent: _SentAtProduct, data_axis: Axis, weight_axis: Axis
+) -> str | None:
+    """Returns the expression that shards a contracted axis of the weight like the data.
+
+    None if it is sharded already, its size is not divisible, or it is not an axis of the argument.
+    """
     assert sent.weight.argument is not None
     assert facts.mesh is not None
     array = facts.arguments[sent.weight.argument]
-    size = prod(facts.mesh.shape[name] for name in axis.mesh)
-    if of_weight.dim < 0 or of_weight.mesh or array.shape[of_weight.dim] % size:
+    size = prod(facts.mesh.shape[name] for name in data_axis.mesh_axes)
+    if weight_axis.dim < 0 or weight_axis.mesh_axes or array.shape[weight_axis.dim] % size:
         return None
     axes = [
-        replace(other, mesh=axis.mesh)
-        if other.dim == of_weight.dim
-        else other.without_mesh_axes(axis.mesh)
+        replace(other, mesh_axes=data_axis.mesh_axes)
+        if other.dim == weight_axis.dim
+        else other.without_mesh_axes(data_axis.mesh_axes)
         for other in facts.argument_axes(sent.weight.argument)
     ]
     return expression_of(axes, facts.mesh)
 
 
 def _inherited(
-    facts: Facts, table: int, along: frozenset[str], sent_list: Sequence[SentAtProduct]
+    facts: Facts, table: int, along: frozenset[str], sent_list: Sequence[_SentAtProduct]
 ) -> Iterator[Finding]:
     """Yields the finding about activations that inherit the sharding of a lookup table."""
     assert facts.trace is not None
     assert facts.mesh is not None
     distinct = {sent.collective.name: sent for sent in sent_list}.values()
     n_bytes = sum(sent.row.total_bytes for sent in distinct)
-    # a reduce-scatter and an all-gather send as much as the all-reduce without that sharding
+    # a reduce-scatter and an all-gather send as much as the all-reduce without that sharding, so it
+    # costs nothing
     scattered = sum(
         row.total_bytes
         for row, axes in zip(facts.rows, facts.along, strict=True)
@@ -234,11 +245,11 @@ def _inherited(
     for product in facts.trace.products:
         if product.is_lookup and product.left.argument == table:
             axes = [
-                axis.without_mesh_axes(along) if axis.by == table else axis
+                axis.without_mesh_axes(along) if axis.origin == table else axis
                 for axis in product.result.axes
             ]
             array = facts.arguments[table]
-            lines = lines_of(distinct)
+            lines = _lines_of(distinct)
             yield Finding(
                 'inherited sharding',
                 f'activations inherit the sharding of {array.path} along '
@@ -247,19 +258,19 @@ def _inherited(
                 product.line,
                 n_bytes,
                 f'constrain the result of the lookup in {short_source(product.line)}: '
-                f"einshard(.., '{expression_of(axes, facts.mesh)}')",
+                f"einshard(..., '{expression_of(axes, facts.mesh)}')",
             )
             return
 
 
-def paths_of(facts: Facts, values: Sequence[Value]) -> str:
+def _paths_of(facts: Facts, values: Sequence[Value]) -> str:
     """Formats the paths of weights, folded: 'params/layers/{gate,up}'."""
     indices = dict.fromkeys(value.argument for value in values if value.argument is not None)
     paths = [facts.arguments[i].path for i in indices]
     return first_of([path for path, _ in fold(paths, [None] * len(paths), few=1)], 3)
 
 
-def lines_of(sent_list: Iterable[SentAtProduct]) -> str:
+def _lines_of(sent_list: Iterable[_SentAtProduct]) -> str:
     """Formats source lines: 'model.py:12', or '2 lines, model.py:12, model.py:20'."""
     lines = list(dict.fromkeys(short_source(sent.collective.source) for sent in sent_list))
     return lines[0] if len(lines) == 1 else f'{plural(len(lines), "line")}, {first_of(lines, 3)}'

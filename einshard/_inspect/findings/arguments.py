@@ -46,7 +46,8 @@ def _paired(
 ) -> Iterator[tuple[ArrayRow, ArrayRow]]:
     """Pairs arrays of the same shape and dtype whose paths have the same last key.
 
-    If there are several, it chooses the one with the longest common end, unless two are as long.
+    Of several in `others`, it takes the one whose path has the longest common end with that of the
+    row. If two paths tie, the row is left out.
     """
     by_last_key: dict[object, list[ArrayRow]] = {}
     for other in others:
@@ -62,8 +63,8 @@ def _paired(
             yield row, best[0]
 
 
-def less_sharded_results(facts: Facts) -> Iterator[Finding]:
-    """Reports results that replace an argument in the next call, but are replicated."""
+def replicated_results(facts: Facts) -> Iterator[Finding]:
+    """Reports replicated results that replace a sharded argument in the next call."""
     updated = [facts.argument_rows[i] for i in facts.updated]
     pairs = [
         (result, argument)

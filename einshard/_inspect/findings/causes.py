@@ -22,7 +22,8 @@ _SHARD_MAP_COLLECTIVES = frozenset(
     )
 )
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
-_SUMS = (*PRODUCTS, 'reduce_sum', 'reduce_max', 'reduce_min', 'argmax', 'argmin', 'scatter-add')
+# operations that leave partial results if the axes that they reduce are sharded
+_REDUCING = (*PRODUCTS, 'reduce_sum', 'reduce_max', 'reduce_min', 'argmax', 'argmin', 'scatter-add')
 
 
 def with_causes(facts: Facts) -> Collectives:
@@ -35,13 +36,14 @@ def with_causes(facts: Facts) -> Collectives:
 
 
 def _cause(collective: Collective, row: CollectiveRow, constrained: _Constrained) -> str:
+    """Decides by the JAX operation in the collective's name, and by what the user constrains."""
     path, _, operation = collective.op_name.rpartition('/')
     if operation in _CONSTRAINTS or ('shard_map' in path and operation in _SHARD_MAP_COLLECTIVES):
         return 'requested'
     if not constrained.is_known:
         return 'unknown'
     if collective.kind in ('all-reduce', 'reduce-scatter'):
-        return 'inserted' if operation in _SUMS else 'unknown'
+        return 'inserted' if operation in _REDUCING else 'unknown'
     # if the result of a product is constrained, its collective may have the name of the product
     if operation not in PRODUCTS:
         return 'unknown'
@@ -86,7 +88,7 @@ def _products_before_constraints(jaxpr: Any) -> Iterator[Any]:
 
 
 def _nearest_products(variables: Sequence[int], producers: dict[int, Any]) -> Iterator[Any]:
-    """Yields the nearest products that variables, by id, are computed from."""
+    """Yields the nearest products in the computation of `variables`, which are given by id."""
     stack, seen = list(variables), set(variables)
     while stack:
         eqn = producers.get(stack.pop())

@@ -1,4 +1,4 @@
-"""Finds constraints without effect."""
+"""Finds constraints without effect, and constraints whose names have no axis rule."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def _idle(facts: Facts) -> Iterator[tuple[Finding, bool]]:
 
 
 def _constraints(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str | None]]:
-    """Yields the line of every constraint, and why it has no effect; None if it has one.
+    """Yields (line, reason) for every constraint that has no effect, and (line, None) for others.
+
+    A `jax.device_put` counts as a constraint if it sets only Auto axes.
 
     Args:
         jaxpr: the jaxpr to search, including jaxprs in it.
@@ -88,7 +90,7 @@ def _constraints(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str |
             yield line_of(eqn), why
         elif name == 'device_put':
             targets = [s for s in eqn.params['devices'] if isinstance(s, NamedSharding)]
-            if targets and all(map(_only_places, targets)):
+            if targets and all(map(_sets_only_auto_axes, targets)):
                 yield line_of(eqn), _PUT
         for inner in inner_jaxprs(eqn.params.values()):
             yield from _constraints(inner, {})
@@ -101,7 +103,7 @@ def _are_equal(before: Sharding, sharding: Sharding, ndim: int) -> bool:
     return before == sharding or (has_devices and before.is_equivalent_to(sharding, ndim))
 
 
-def _only_places(sharding: NamedSharding) -> bool:
+def _sets_only_auto_axes(sharding: NamedSharding) -> bool:
     """Whether a `device_put` to this sharding sets only Auto axes, and no memory kind."""
     return sharding.memory_kind in (None, 'device') and set(sharding.mesh.axis_types) == {
         AxisType.Auto
@@ -117,9 +119,9 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
         names = without_rule_at.get(constraint.line, ())
         mesh = facts.mesh
         sharded = [
-            (after.name, before.mesh)
+            (after.name, before.mesh_axes)
             for before, after in zip(constraint.before.axes, constraint.after.axes, strict=True)
-            if before.mesh and after.name in names
+            if before.mesh_axes and after.name in names
         ]
         if not sharded or constraint.is_backward or mesh is None:
             continue

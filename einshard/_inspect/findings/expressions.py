@@ -18,7 +18,7 @@ def expression_of(axes: Sequence[Axis], mesh: AnyMesh) -> str:
     If several axes have one name, as the two sequence axes of attention scores, only the first
     keeps it.
     """
-    spec = PartitionSpec(*(axis.mesh or None for axis in unique(axes)))
+    spec = PartitionSpec(*(axis.mesh_axes or None for axis in unique(axes)))
     return describe_named(NamedSharding(mesh, spec), len(axes), _axis_names(axes))
 
 

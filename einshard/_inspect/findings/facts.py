@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from jax.sharding import AxisType
 from jax.stages import Compiled
@@ -24,8 +23,6 @@ from ..oversized import Oversized
 from ..report_rows import ArrayRow, CollectiveRow, ProductRow
 from .trace import Trace, argument_values, read_trace
 from .values import Axis, Value
-
-AxisNames: TypeAlias = tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
@@ -81,9 +78,14 @@ class Facts:
         return [getattr(device, 'slice_index', None) or 0 for device in self.devices]
 
     @functools.cached_property
+    def used_arguments(self) -> Sequence[int]:
+        """The indices of the arguments that are parameters of the compiled program."""
+        return [i for i, array in enumerate(self.arguments) if array.sharding is not None]
+
+    @functools.cached_property
     def inputs(self) -> Sequence[ProgramArray]:
-        """The parameters of the compiled program: the arguments that it uses."""
-        return [array for array in self.arguments if array.sharding is not None]
+        """The arguments in `used_arguments`, by parameter number."""
+        return [self.arguments[i] for i in self.used_arguments]
 
     @functools.cached_property
     def is_training(self) -> bool:
@@ -93,8 +95,8 @@ class Facts:
     @functools.cached_property
     def updated(self) -> Sequence[int]:
         """The indices of the arguments that are weights or optimizer state, in training."""
-        used = (i for i, array in enumerate(self.arguments) if array.sharding is not None)
-        return [i for n, i in enumerate(used) if self.is_training and self.weights.get(n)]
+        numbers = enumerate(self.used_arguments)
+        return [i for n, i in numbers if self.is_training and self.weights.get(n)]
 
     @functools.cached_property
     def mesh(self) -> AnyMesh | None:
@@ -105,7 +107,7 @@ class Facts:
     def trace(self) -> Trace | None:
         """The products, constraints and loops of the traced function.
 
-        None for a `Lowered` or `Compiled`, which have no jaxpr, and without a single mesh.
+        None for a `Lowered` or `Compiled`, which have no jaxpr, and if `mesh` is None.
         """
         if self.stages.traced is None or self.mesh is None:
             return None
@@ -124,8 +126,7 @@ class Facts:
     def values(self) -> Sequence[Value]:
         """The arguments, as values of the traced function."""
         assert self.mesh is not None
-        used = [i for i, array in enumerate(self.arguments) if array.sharding is not None]
-        is_data = {i: not self.weights.get(n, False) for n, i in enumerate(used)}
+        is_data = {i: not self.weights.get(n, False) for n, i in enumerate(self.used_arguments)}
         return argument_values(self.arguments, is_data, self.mesh)
 
     @functools.cached_property

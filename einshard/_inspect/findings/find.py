@@ -6,7 +6,7 @@ import itertools
 
 from ..report_rows import Finding
 from .activations import contracted_axes, missing_constraint
-from .arguments import less_sharded_results, unsharded_states
+from .arguments import replicated_results, unsharded_states
 from .constraints import idle_constraints, names_without_rule, repeated_constraints
 from .facts import Facts
 from .gathers import fully_rematerialized, gathered_again, weights_gathered_again
@@ -27,7 +27,7 @@ _DIAGNOSES = (
     sliced_sums,
     summed_in_loop,
     unsharded_states,
-    less_sharded_results,
+    replicated_results,
     fully_rematerialized,
     gathered_again,
     names_without_rule,
@@ -44,7 +44,7 @@ _NOTES = (
 
 
 def find_findings(facts: Facts) -> tuple[Finding, ...]:
-    """Finds likely mistakes, most bytes first."""
+    """Finds likely mistakes: first what keeps the program from running, then most bytes first."""
     found = itertools.chain.from_iterable(diagnose(facts) for diagnose in _DIAGNOSES)
     return tuple(sorted(found, key=lambda finding: (finding.kind not in _URGENT, -finding.bytes)))
 

@@ -17,16 +17,16 @@ from ..fold_layers import fold
 from ..report_rows import CollectiveRow, Finding
 from .activations import contracted_axes, missing_constraint
 from .expressions import expression_of
-from .facts import AxisNames, Facts
+from .facts import Facts
 
 
 def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
-    """Reports arrays resharded by an all-gather of whose result each device keeps only a slice."""
+    """Reports arrays that are all-gathered although each device keeps only a slice."""
     for collective, row in zip(facts.collectives, facts.rows, strict=True):
         gather = facts.all_gathers.get(collective.name)
         if gather is None or gather.kept is None:
             continue
-        names: AxisNames = None
+        names: tuple[str, ...] | None = None
         what, is_full = str(gather.array), collective.n_groups == 1
         if gather.parameter is not None:
             array = facts.inputs[gather.parameter]
@@ -51,9 +51,12 @@ def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
 
 
 def _before_and_after(
-    gather: AllGather, collective: Collective, meshes: Sequence[AnyMesh], names: AxisNames
+    gather: AllGather,
+    collective: Collective,
+    meshes: Sequence[AnyMesh],
+    names: tuple[str, ...] | None,
 ) -> tuple[str, str] | None:
-    """Describes the shardings before and after an all-gather of which devices keep a slice."""
+    """Describes the shardings before and after an all-gather whose result each device slices."""
     ndim = len(gather.array.shape)
     assert gather.kept is not None
     blocks = [[0] * collective.n_devices for _ in range(ndim)]
@@ -88,10 +91,10 @@ class _RepeatedGather(NamedTuple):
 
 
 def gathered_again(facts: Facts) -> Iterator[Finding]:
-    """Reports activations that are gathered twice in a pass, and arrays gathered in each iteration.
+    """Reports arrays that are gathered again in the same pass, or in each iteration of a loop.
 
-    Weights are not reported: they are gathered again in the backward pass, and for each microbatch,
-    because keeping them would take the memory that sharding saves.
+    Weights are not reported in training: they are gathered again in the backward pass, and for each
+    microbatch, because keeping them would take the memory that sharding saves.
     """
     # activations may be gathered twice because of a wrong sharding, which other findings report
     has_cause = any(itertools.chain(missing_constraint(facts), contracted_axes(facts)))
@@ -131,7 +134,7 @@ def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
     if not gather.invariant or parameter is None or facts.mesh is None or not repeated.along:
         return ''
     array = facts.inputs[parameter]
-    axes = facts.argument_axes(facts.arguments.index(array))
+    axes = facts.argument_axes(facts.used_arguments[parameter])
     gathered = [axis.without_mesh_axes(repeated.along) for axis in axes]
     name, expression = array.path.split('/')[-1], expression_of(gathered, facts.mesh)
     return f"gather it once, before the loop: {name} = einshard({name}, '{expression}')"

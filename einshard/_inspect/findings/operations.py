@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from .values import Axis, Product, Value, merged, reshaped, unique, without_dim
+from .values import Axis, Product, Value, merged, merged_axis, reshaped, unique, without_dim
 
 
 def elementwise(v: Any, values: Sequence[Value]) -> Value:
@@ -58,7 +58,7 @@ def _slice_or_update(eqn: Any, values: Sequence[Value]) -> Value:
     value, before = values[0], eqn.invars[0].aval.shape
     after = eqn.outvars[0].aval.shape
     axes = (
-        axis if n == m else replace(axis, mesh=(), by=None)
+        axis if n == m else replace(axis, mesh_axes=(), origin=None)
         for axis, n, m in zip(value.axes, before, after, strict=True)
     )
     return value.with_axes(axes)
@@ -71,6 +71,7 @@ def _concatenate(eqn: Any, values: Sequence[Value]) -> Value:
 
 PRODUCTS = ('dot_general', 'conv_general_dilated')
 _REDUCTIONS = ('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or')
+# by primitive: a function that returns the result of an equation, given its operands
 RULES: Mapping[str, Callable[[Any, Sequence[Value]], Value]] = {
     'transpose': _transpose,
     'reshape': _reshape,
@@ -110,15 +111,12 @@ def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
         return _convolution(eqn, values)
     left, right = values[:2]
     contracted, batch = eqn.params['dimension_numbers']
-    batch_axes = [_merge_pair(left.axes[i], right.axes[j]) for i, j in zip(*batch, strict=True)]
+    batch_axes = [merged_axis([left.axes[i], right.axes[j]]) for i, j in zip(*batch, strict=True)]
     free = [
         [axis for i, axis in enumerate(value.axes) if i not in (*summed, *kept)]
         for value, summed, kept in zip((left, right), contracted, batch, strict=True)
     ]
     return Product(
-        '',
-        None,
-        False,
         left,
         right,
         _result(left, right, batch_axes, free),
@@ -130,17 +128,12 @@ def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
 def _result(left: Value, right: Value, batch_axes: Sequence[Axis], free: list[list[Axis]]) -> Value:
     """Returns the result of a product; `free` has the free axes of the left and right operand."""
     # if both are sharded over a mesh axis, the data keeps it, and the weight is gathered
-    used = {name for axis in batch_axes for name in axis.mesh}
+    used = {name for axis in batch_axes for name in axis.mesh_axes}
     data, other = (0, 1) if left.is_data or not right.is_data else (1, 0)
     for side in (data, other):
         free[side] = [axis.without_mesh_axes(used) for axis in free[side]]
-        used |= {name for axis in free[side] for name in axis.mesh}
+        used |= {name for axis in free[side] for name in axis.mesh_axes}
     return Value(unique((*batch_axes, *free[0], *free[1])), None, left.is_data or right.is_data)
-
-
-def _merge_pair(axis: Axis, other: Axis) -> Axis:
-    sharded = axis if axis.mesh else other
-    return replace(sharded, name=axis.name or other.name)
 
 
 def _lookup(eqn: Any, values: Sequence[Value]) -> Product | None:
@@ -153,14 +146,14 @@ def _lookup(eqn: Any, values: Sequence[Value]) -> Product | None:
     if not is_rows or any(sizes[i] != shape[i] for i in kept):
         return None
     # if both are sharded over a mesh axis, the indices keep it
-    row_axes = iter([table.axes[i].without_mesh_axes(indices.mesh) for i in kept])
+    row_axes = iter([table.axes[i].without_mesh_axes(indices.mesh_axes) for i in kept])
     index_axes = iter(indices.axes[:-1])
     axes = [
         next(row_axes if i in numbers.offset_dims else index_axes)
         for i in range(eqn.outvars[0].aval.ndim)
     ]
     result = Value(unique(axes), None, table.is_data or indices.is_data)
-    return Product('', None, False, table, indices, result, is_lookup=True)
+    return Product(table, indices, result, is_lookup=True)
 
 
 def _convolution(eqn: Any, values: Sequence[Value]) -> Product:
@@ -171,4 +164,4 @@ def _convolution(eqn: Any, values: Sequence[Value]) -> Product:
     axes[numbers.out_spec[1]] = kernel.axes[numbers.rhs_spec[0]]
     result = Value(unique(axes), None, image.is_data or kernel.is_data)
     contracted = ((numbers.lhs_spec[1], numbers.rhs_spec[1]),)
-    return Product('', None, False, image, kernel, result, contracted, is_convolution=True)
+    return Product(image, kernel, result, contracted, is_convolution=True)

@@ -19,6 +19,9 @@ from .expressions import expression_of
 from .facts import Facts
 from .trace import Loop, mesh_entries
 
+_SMALL = 1024  # bytes; smaller sums are not worth a change
+_LARGE = 0.02  # fraction of all bytes sent; less, such as for the scales of norms, is not reported
+
 
 def sliced_sums(facts: Facts) -> Iterator[Finding]:
     """Reports all-reduces of products if each device keeps only a slice of the sum."""
@@ -43,27 +46,23 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
         )
 
 
-_LARGE = 0.02  # fraction of all bytes sent
-_SMALL = 1024  # bytes; smaller sums are not worth a change
-
-
 def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum) -> str:
-    """Suggests a constraint on the product in a line, so that its sum is reduce-scattered."""
+    """Suggests a constraint after which the product in a line is reduce-scattered; '' if unsure."""
     products = facts.trace.products if facts.trace else ()
     results = {p.result for p in products if p.line == line and not p.is_backward}
     if len(results) != 1 or len(found.parts) != 1 or facts.mesh is None:
         return ''
     (result,), ((dim, parts),) = results, found.parts
-    mesh = tuple(str(name) for name in facts.mesh.axis_names if name in along)
-    is_all = parts == prod(facts.mesh.shape[name] for name in mesh)
-    if dim >= len(result.axes) or not is_all or along & result.mesh:
+    mesh_axes = tuple(str(name) for name in facts.mesh.axis_names if name in along)
+    is_all = parts == prod(facts.mesh.shape[name] for name in mesh_axes)
+    if dim >= len(result.axes) or not is_all or along & result.mesh_axes:
         return ''
     axes = [
-        replace(axis, mesh=(*axis.mesh, *mesh)) if i == dim else axis
+        replace(axis, mesh_axes=(*axis.mesh_axes, *mesh_axes)) if i == dim else axis
         for i, axis in enumerate(result.axes)
     ]
-    used = [name for axis in axes for name in axis.mesh]
-    if len(set(used)) < len(used):  # the trace shards another axis over `mesh`
+    used = [name for axis in axes for name in axis.mesh_axes]
+    if len(set(used)) < len(used):  # the trace shards another axis over `mesh_axes`
         return ''
     placement = expression_of(axes, facts.mesh)
     return f"constrain the result of the product in {short_source(line)}: '{placement}'"
@@ -86,12 +85,12 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
     found: dict[tuple[str, str], list[CollectiveRow]] = {}
     for row, along, place in zip(facts.rows, facts.along, facts.places, strict=True):
         loop = _loop_around(facts, place, loops) if row.kind == 'all-reduce' else None
-        if loop and along and row.role == 'gradients' and not _is_sharded(facts, row, along):
+        if loop and along and row.role == 'gradients' and not _is_result_sharded(facts, row, along):
             found.setdefault((loop.line, row.along), []).append(row)
     sent_in_all = sum(row.total_bytes for row in facts.rows)
     for (line, along), rows in found.items():
         n_bytes, n = sum(row.total_bytes for row in rows), loops[line].length
-        if n_bytes < _LARGE * sent_in_all:  # such as scales of norms
+        if n_bytes < _LARGE * sent_in_all:
             continue
         paths = list(dict.fromkeys(path for row in rows for path in row.of))
         folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
@@ -102,12 +101,12 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
             f'{format_bytes(n_bytes // n)}',
             line,
             n_bytes,
-            _one_sum(facts, line, along),
+            _reduce_after_loop(facts, line, along),
         )
 
 
-def _one_sum(facts: Facts, line: str, along: str) -> str:
-    """Suggests how to reduce the gradients once, after the loop in a line."""
+def _reduce_after_loop(facts: Facts, line: str, along: str) -> str:
+    """Suggests how to reduce gradients once, after the loop in a line."""
     mesh, source = facts.mesh, short_source(line)
     axes = tuple(axis for axis in mesh.axis_names if axis in along.split(',')) if mesh else ()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
@@ -119,12 +118,12 @@ def _one_sum(facts: Facts, line: str, along: str) -> str:
         )
     return (
         f'run the loop of {source} in a function of per_device, make its weights varying '
-        "(jax.lax.pcast(.., to='varying')), and reduce the gradients once after it"
+        "(jax.lax.pcast(..., to='varying')), and reduce the gradients once after it"
     )
 
 
 def _loop_around(facts: Facts, place: Place | None, loops: dict[str, Loop]) -> Loop | None:
-    """Returns the accumulation loop around an instruction."""
+    """Returns the loop around an instruction, of those in `loops` (by line); None without one."""
     if not loops or place is None:
         return None
     for site in facts.module.path(place.comp) or ():
@@ -134,8 +133,8 @@ def _loop_around(facts: Facts, place: Place | None, loops: dict[str, Loop]) -> L
     return None
 
 
-def _is_sharded(facts: Facts, row: CollectiveRow, along: frozenset[str]) -> bool:
-    """Whether results computed from a collective are sharded along its mesh axes."""
+def _is_result_sharded(facts: Facts, row: CollectiveRow, along: frozenset[str]) -> bool:
+    """Whether a result computed from a collective is sharded over the mesh axes in `along`."""
     for array in facts.results:
         if array.path in row.of and isinstance(array.sharding, NamedSharding):
             entries = mesh_entries(array.sharding, len(array.shape))

@@ -16,11 +16,13 @@ from .expressions import expression_of
 from .facts import Facts
 from .values import Axis, Product, Value
 
-_REPEATED = 1.5  # flops of all devices, relative to those of the traced function
+_REPEATED = 1.5  # least ratio of the flops of all devices to those of the traced function
 _LARGE = 0.05  # fraction of all flops; less, such as in the router of experts, is not reported
 
 
 class _RepeatedLine(NamedTuple):
+    """A source line whose products are the same on several devices."""
+
     line: str
     wasted: int  # flops of a device that another device computes too
     products: Sequence[Product]  # of the forward pass, the largest first
@@ -37,11 +39,11 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
     total = sum(row.flops for row in facts.products)
     groups: dict[tuple[int, tuple[str, ...]], list[_RepeatedLine]] = {}
     for times, line in _repeated_lines(facts):
-        free = _unused_mesh_axes(facts, line.products[0])
-        groups.setdefault((times, free), []).append(line)
-    for (times, free), lines in groups.items():
+        unused = _unused_mesh_axes(facts, line.products[0])
+        groups.setdefault((times, unused), []).append(line)
+    for (times, unused), lines in groups.items():
         wasted = sum(line.wasted for line in lines)
-        if wasted < _LARGE * total or (not free and any(missing_constraint(facts))):
+        if wasted < _LARGE * total or (not unused and any(missing_constraint(facts))):
             continue
         texts = first_of([short_source(line.line) for line in lines], 4)
         yield Finding(
@@ -50,13 +52,13 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
             'device in one run than if each computed a part',
             max(lines, key=lambda line: line.wasted).line,
             0,
-            _suggestion(facts, free, lines),
+            _suggestion(facts, unused, lines),
         )
 
 
 def _unused_mesh_axes(facts: Facts, product: Product) -> tuple[str, ...]:
     """Returns the mesh axes that shard no operand of a product."""
-    used = product.left.mesh | product.right.mesh
+    used = product.left.mesh_axes | product.right.mesh_axes
     return tuple(name for name in _mesh_axes(facts) if name not in used)
 
 
@@ -67,7 +69,7 @@ def _mesh_axes(facts: Facts) -> list[str]:
 
 
 def _repeated_lines(facts: Facts) -> Iterator[tuple[int, _RepeatedLine]]:
-    """Yields each line with the number of devices that compute the same, in program order."""
+    """Yields (number of devices that compute the same, line) for the lines, in program order."""
     assert facts.trace is not None
     by_line: dict[str, list[Product]] = {}
     for product in facts.trace.products:
@@ -93,19 +95,19 @@ def _repeated_lines(facts: Facts) -> Iterator[tuple[int, _RepeatedLine]]:
             yield round(times), _RepeatedLine(line, int(wasted), forward)
 
 
-def _suggestion(facts: Facts, free: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
+def _suggestion(facts: Facts, unused: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
     """Suggests a change after which each device computes a part of the products.
 
     Args:
         facts: the program.
-        free: the mesh axes that shard no operand of the products.
+        unused: the mesh axes that shard no operand of the products.
         lines: the lines of the products.
     """
-    if not free:
+    if not unused:
         return _constrain_result(facts, lines[0])
-    if not any(set(free) & value.mesh for value in facts.values):
-        return _shard_batch(facts, free, lines[0].products[0])
-    return _shard_weights(facts, free, lines)
+    if not any(set(unused) & value.mesh_axes for value in facts.values):
+        return _shard_batch(facts, unused, lines[0].products[0])
+    return _shard_weights(facts, unused, lines)
 
 
 def _constrain_result(facts: Facts, line: _RepeatedLine) -> str:
@@ -127,28 +129,28 @@ def _mesh_axes_of_result(product: Product) -> set[str]:
     """Returns the mesh axes over which the result is sharded, or is a partial sum."""
     sides = zip(*product.contracted, strict=True) if product.contracted else ((), ())
     left, right = (
-        {name for i in indices for name in value.axes[i].mesh}
+        {name for i in indices for name in value.axes[i].mesh_axes}
         for value, indices in zip((product.left, product.right), sides, strict=True)
     )
-    return product.result.mesh | (left & right)
+    return product.result.mesh_axes | (left & right)
 
 
-def _shard_weights(facts: Facts, free: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
-    """Suggests to shard the weights of the products over the mesh axes `free`."""
+def _shard_weights(facts: Facts, unused: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
+    """Suggests sharding the weights of the products over the mesh axes `unused`."""
     assert facts.mesh is not None
-    names: set[str] = set()  # of the axes that the suggestion shards
+    names: set[str] = set()  # array axes that the suggestion shards
     placements: dict[str, str] = {}
     for line in lines:
         for product in line.products:
             sides = weight_and_data(product)
             if sides is None or sides[0].argument is None:
                 continue
-            axis = _axis_to_shard(facts, product, sides[0], free, names)
+            axis = _axis_to_shard(facts, product, sides[0], unused, names)
             if axis is None:
                 continue
             names.add(axis.name)
             axes = [
-                replace(other, mesh=free) if other.dim == axis.dim else other
+                replace(other, mesh_axes=unused) if other.dim == axis.dim else other
                 for other in facts.argument_axes(sides[0].argument)
             ]
             path = facts.arguments[sides[0].argument].path
@@ -156,22 +158,22 @@ def _shard_weights(facts: Facts, free: tuple[str, ...], lines: Sequence[_Repeate
     return _placements_text(placements)
 
 
-def _shard_batch(facts: Facts, free: tuple[str, ...], product: Product) -> str:
-    """Suggests to shard the batch over the mesh axes `free` too, if its size is divisible.
+def _shard_batch(facts: Facts, unused: tuple[str, ...], product: Product) -> str:
+    """Suggests sharding the batch over the mesh axes `unused` too, if its size is divisible.
 
-    The batch is the first axis of data that is sharded along it. If there is no such data, it is
-    the first axis of the data in the product.
+    The batch is the first axis of an argument that is data and sharded along its first axis. If
+    there is none, it is the first axis of the data in the product.
     """
     assert facts.mesh is not None
     data = [(i, value) for i, value in enumerate(facts.values) if value.is_data and value.axes]
     sides = weight_and_data(product)
     operands = [(i, value) for i, value in data if sides and sides[1].argument == i]
-    for i, value in [pair for pair in data if pair[1].axes[0].mesh] or operands:
+    for i, value in [pair for pair in data if pair[1].axes[0].mesh_axes] or operands:
         batch = value.axes[0]
-        mesh = (*batch.mesh, *(name for name in free if name not in value.mesh))
-        array, n_shards = facts.arguments[i], prod(facts.mesh.shape[name] for name in mesh)
-        if mesh != batch.mesh and array.shape[0] % n_shards == 0:
-            axes = (replace(batch, mesh=mesh), *value.axes[1:])
+        mesh_axes = (*batch.mesh_axes, *(name for name in unused if name not in value.mesh_axes))
+        array, n_shards = facts.arguments[i], prod(facts.mesh.shape[name] for name in mesh_axes)
+        if mesh_axes != batch.mesh_axes and array.shape[0] % n_shards == 0:
+            axes = (replace(batch, mesh_axes=mesh_axes), *value.axes[1:])
             return f"shard {array.path} with '{expression_of(axes, facts.mesh)}'"
     return ''
 
@@ -180,22 +182,23 @@ def _axis_to_shard(
     facts: Facts,
     product: Product,
     weight: Value,
-    free: tuple[str, ...],
+    unused: tuple[str, ...],
     names: Collection[str],
 ) -> Axis | None:
-    """Chooses the axis of a weight to shard over the mesh axes `free`.
+    """Chooses the axis of a weight to shard over the mesh axes `unused`.
 
-    If an earlier weight will be sharded along a contracted axis (`names` lists these axes), then so
-    is the data: this is the contracted axis, as in the second product of an MLP. Otherwise, it is a
-    free axis of the product.
+    `names` are the axes along which the suggestion shards other weights. First choice is an axis in
+    `names` that is contracted here, as in the second product of an MLP, because the data is sharded
+    along it then. Second choice is a free axis of the product. None if no axis fits.
     """
     assert facts.mesh is not None
     assert weight.argument is not None
     side = 0 if product.left is weight else 1
-    n_shards = prod(facts.mesh.shape[name] for name in free)
+    n_shards = prod(facts.mesh.shape[name] for name in unused)
     shape = facts.arguments[weight.argument].shape
     fits = [
-        axis.dim >= 0 and not axis.mesh and shape[axis.dim] % n_shards == 0 for axis in weight.axes
+        axis.dim >= 0 and not axis.mesh_axes and shape[axis.dim] % n_shards == 0
+        for axis in weight.axes
     ]
     contracted = [pair[side] for pair in product.contracted]
     batch = [pair[side] for pair in product.batch]

@@ -52,7 +52,7 @@ class _CallSite(NamedTuple):
     Attributes:
         runs: how often it runs; None if unknown.
         is_backward: whether it belongs to the backward pass.
-        n_manual: the number of shards that a `shard_map` around it runs on; 0 without one.
+        n_manual: the product of the sizes of the manual mesh axes, in a `shard_map`; else 0.
         call: the equation that calls it.
     """
 
@@ -71,7 +71,7 @@ def read_trace(
         jaxpr: of the traced function.
         arguments: the values of its arguments.
         mesh: the mesh of the arguments.
-        innermost_lines: whether lines may be in libraries.
+        innermost_lines: whether to give the innermost line of each call stack: see `line_of`.
     """
     reader = _Reader(Trace(), mesh, innermost_lines)
     reader.read(jaxpr, arguments, _CallSite())
@@ -79,10 +79,12 @@ def read_trace(
 
 
 class _Reader:
+    """Reads jaxprs into `trace`."""
+
     def __init__(self, trace: Trace, mesh: AnyMesh, innermost_lines: bool):
         self.trace = trace
         self.innermost_lines = innermost_lines
-        self.mesh_axes = dict(mesh.shape)
+        self.mesh_sizes = dict(mesh.shape)
 
     def read(self, jaxpr: Any, arguments: Sequence[Value], site: _CallSite) -> list[Value]:
         """Reads a jaxpr that is called with `arguments`, and returns the values of its results."""
@@ -99,7 +101,7 @@ class _Reader:
         return [value_of(v) for v in jaxpr.outvars]
 
     def read_equation(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
-        """Returns the results of an equation."""
+        """Reads an equation, and returns the values of its results."""
         name = eqn.primitive.name
         if not site.is_backward and 'transpose(' in str(eqn.source_info.name_stack):
             site = site._replace(is_backward=True)
@@ -120,7 +122,7 @@ class _Reader:
             return [self.read_constraint(eqn, values[0], site)]
         if name in (*PRODUCTS, 'gather'):
             return [self.read_product(eqn, values, site)]
-        if (inner := _only_jaxpr(eqn)) is not None:
+        if (inner := _called_jaxpr(eqn)) is not None:
             return self.read(
                 inner, values[len(values) - len(inner.invars) :], site._replace(call=eqn)
             )
@@ -151,7 +153,7 @@ class _Reader:
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
         if not isinstance(sharding, NamedSharding):
             return before
-        if dict(sharding.mesh.shape) != self.mesh_axes:
+        if dict(sharding.mesh.shape) != self.mesh_sizes:
             return _unsharded(eqn.outvars[0], [before])
         line = line_of(eqn)
         names = names_at.get(line, ())
@@ -183,12 +185,12 @@ class _Reader:
         self.trace.loops.append(
             Loop(self.line_of(eqn), length, tuple(results[i] for i in range(n_carry) if i in sums))
         )
-        after = [
+        carried = [
             merged([value, after], len(value.axes))
             for value, after in zip(carry, results, strict=False)
         ]
         stacked = [Value((Axis(), *after.axes), None, after.is_data) for after in results[n_carry:]]
-        return [*after, *stacked]
+        return [*carried, *stacked]
 
     def read_while(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
         params = eqn.params
@@ -209,7 +211,7 @@ class _Reader:
 
 
 def mesh_entries(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...] | None]:
-    """Returns the mesh axes that shard each axis, omitting size 1; None if unconstrained."""
+    """Returns, for each axis, the mesh axes of size > 1 that shard it; None if unconstrained."""
     entries: list[tuple[str, ...] | None] = []
     for entry in [*spec_axes(sharding.spec), *[()] * ndim][:ndim]:
         if entry and entry[0] is PartitionSpec.UNCONSTRAINED:
@@ -222,7 +224,7 @@ def mesh_entries(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...] | N
 def argument_values(
     arrays: Sequence[Any], is_data: Mapping[int, bool], mesh: AnyMesh
 ) -> list[Value]:
-    """Converts the arguments of a program to values; `is_data` says which are not weights."""
+    """Converts the arguments of a program to values; `is_data` says, by index, which are data."""
     values: list[Value] = []
     for i, array in enumerate(arrays):
         ndim = len(array.shape)
@@ -239,6 +241,7 @@ def argument_values(
 
 
 def _unsharded(v: Any, values: Sequence[Value] = ()) -> Value:
+    """Returns an unsharded value with the rank of `v`; it is data if one of `values` is."""
     ndim = getattr(v.aval, 'ndim', 0)
     return Value((Axis(),) * ndim, None, any(value.is_data for value in values))
 
@@ -251,13 +254,13 @@ def _typed(v: Any, value: Value) -> Value:
         return value
     entries = mesh_entries(sharding, v.aval.ndim)  # type: ignore[reportArgumentType]
     axes = (
-        axis if entry is None or entry == axis.mesh else replace(axis, mesh=entry)
+        axis if entry is None or entry == axis.mesh_axes else replace(axis, mesh_axes=entry)
         for axis, entry in zip(value.axes, entries, strict=True)
     )
     return value.with_axes(axes)
 
 
-def _only_jaxpr(eqn: Any) -> Any:
+def _called_jaxpr(eqn: Any) -> Any:
     """Returns the jaxpr that an equation calls, as jit and checkpoint do, or None.
 
     Its inputs are the last operands of the equation.

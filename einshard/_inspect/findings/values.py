@@ -13,20 +13,21 @@ class Axis:
 
     Attributes:
         name: the user's name for it, or ''.
-        mesh: the mesh axes that shard it, unless the compiler reshards it.
-        by: where this sharding comes from: the index of an argument, or the line of a constraint;
-            None if it is unsharded.
+        mesh_axes: the mesh axes that shard it, unless the compiler reshards it.
+        origin: where this sharding comes from: the index of an argument, or the line of a
+            constraint; None if it is unsharded.
         dim: if the value is a part of an argument, the index of this axis in it; else -1.
     """
 
     name: str = ''
-    mesh: tuple[str, ...] = ()
-    by: int | str | None = None
+    mesh_axes: tuple[str, ...] = ()
+    origin: int | str | None = None
     dim: int = -1
 
     def without_mesh_axes(self, names: Collection[str]) -> Axis:
         """Returns the axis, no longer sharded over these mesh axes."""
-        return dataclasses.replace(self, mesh=tuple(n for n in self.mesh if n not in names))
+        kept = tuple(name for name in self.mesh_axes if name not in names)
+        return dataclasses.replace(self, mesh_axes=kept, origin=self.origin if kept else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,9 @@ class Value:
     is_data: bool = False
 
     @property
-    def mesh(self) -> set[str]:
+    def mesh_axes(self) -> set[str]:
         """The mesh axes that shard the value."""
-        return {name for axis in self.axes for name in axis.mesh}
+        return {name for axis in self.axes for name in axis.mesh_axes}
 
     def with_axes(self, axes: Iterable[Axis]) -> Value:
         return dataclasses.replace(self, axes=tuple(axes))
@@ -57,25 +58,25 @@ class Product:
     """A matrix product or convolution, or the lookup of rows in a table.
 
     Attributes:
-        line: the user's line, or ''.
-        flops: of all executions in one run, with unsharded operands; None if a loop has an unknown
-            trip count.
-        is_backward: whether it belongs to the backward pass.
         left, right, result: the operands and the result; the operands of a lookup are the table and
             the indices.
         contracted: (axis of left, axis of right) pairs that are summed over.
         batch: (axis of left, axis of right) pairs that are one axis of the result.
+        line: the user's line, or ''.
+        flops: of all executions in one run, with unsharded operands; None if a loop has an unknown
+            trip count.
+        is_backward: whether it belongs to the backward pass.
         in_shard_map: whether it is inside a `shard_map`, where shapes are those of a shard.
     """
 
-    line: str
-    flops: int | None
-    is_backward: bool
     left: Value
     right: Value
     result: Value
     contracted: tuple[tuple[int, int], ...] = ()
     batch: tuple[tuple[int, int], ...] = ()
+    line: str = ''
+    flops: int | None = None
+    is_backward: bool = False
     in_shard_map: bool = False
     is_lookup: bool = False
     is_convolution: bool = False
@@ -86,43 +87,38 @@ def without_dim(axis: Axis) -> Axis:
 
 
 def merged(values: Sequence[Value], ndim: int) -> Value:
-    """Returns the result of an elementwise operation, with the axes of operands of this rank."""
+    """Returns the result of an elementwise operation; merges the axes of operands of this rank."""
     full = [value for value in values if len(value.axes) == ndim]
-    axes = (_merged(axes) for axes in zip(*(value.axes for value in full), strict=True))
+    axes = (merged_axis(axes) for axes in zip(*(value.axes for value in full), strict=True))
     only = full[0].argument if len(full) == 1 else None
     return Value(
-        unique(axes if full else (Axis(),) * ndim, only is not None),
+        unique(axes if full else (Axis(),) * ndim, keep_dim=only is not None),
         only,
         any(value.is_data for value in values),
     )
 
 
-def _merged(axes: Sequence[Axis]) -> Axis:
+def merged_axis(axes: Sequence[Axis]) -> Axis:
+    """Returns an axis with the first name of several axes, and the first sharding."""
     if len(axes) == 1:
         return axes[0]
     name = next((axis.name for axis in axes if axis.name), '')
-    sharded = next((axis for axis in axes if axis.mesh), axes[0])
-    return Axis(name, sharded.mesh, sharded.by)
+    sharded = next((axis for axis in axes if axis.mesh_axes), axes[0])
+    return Axis(name, sharded.mesh_axes, sharded.origin)
 
 
-def unique(axes: Iterable[Axis], is_argument: bool = False) -> tuple[Axis, ...]:
-    """Removes repeated mesh axes: only the first array axis keeps each. Unsets `dim`, too.
+def unique(axes: Iterable[Axis], keep_dim: bool = False) -> tuple[Axis, ...]:
+    """Removes repeated mesh axes: only the first array axis keeps each.
 
-    Args:
-        axes: the array axes.
-        is_argument: whether they belong to a part of an argument, so that they keep `dim`.
+    Also sets `dim` to -1, unless the axes are those of a part of an argument (`keep_dim`).
     """
-    return tuple(_unique(axes, is_argument))
-
-
-def _unique(axes: Iterable[Axis], is_argument: bool) -> Iterator[Axis]:
     seen: set[str] = set()
+    result: list[Axis] = []
     for axis in axes:
-        unseen = tuple(name for name in axis.mesh if name not in seen)
-        seen.update(unseen)
-        if unseen != axis.mesh:
-            axis = dataclasses.replace(axis, mesh=unseen, by=axis.by if unseen else None)
-        yield axis if is_argument else without_dim(axis)
+        axis = axis.without_mesh_axes(seen)
+        seen.update(axis.mesh_axes)
+        result.append(axis if keep_dim else without_dim(axis))
+    return tuple(result)
 
 
 def reshaped(axes: Sequence[Axis], before: Sequence[int], after: Sequence[int]) -> Iterator[Axis]:
@@ -152,7 +148,7 @@ def reshaped(axes: Sequence[Axis], before: Sequence[int], after: Sequence[int]) 
                 break
         known = [axes[at] for at in sources if at < len(axes) and before[at] > 1]
         known = known or [axes[at] for at in sources if at < len(axes)]
-        taken = next((axis for axis in known if axis.mesh), known[0] if known else Axis())
+        taken = next((axis for axis in known if axis.mesh_axes), known[0] if known else Axis())
         largest = max(targets, key=lambda at: after[at])
         yield from (taken if at == largest else Axis() for at in targets)
 
