@@ -166,7 +166,7 @@ def _plan(arguments: Sequence[str]) -> str:
     )
     parser.add_argument(
         '--pin',
-        type=_placement,
+        type=_pin,
         nargs='+',
         default=[],
         metavar='NAME=@AXIS',
@@ -218,7 +218,7 @@ def _table(arguments: Sequence[str]) -> str:
     elif args or kwargs:
         kind = type(tree).__name__
         raise EinshardError(f'{options.tree} is of type {kind}, which takes no arguments')
-    return str(rules.table(tree, mesh=_devices_or_mesh(options)))
+    return str(rules.table(tree, mesh=_mesh_without_devices(options)))
 
 
 def _eject(arguments: Sequence[str]) -> str:
@@ -244,7 +244,7 @@ def _eject(arguments: Sequence[str]) -> str:
 
     is_expression = ':' not in options.what
     if is_expression and options.topology is None:
-        mesh = _devices_or_mesh(options)
+        mesh = _mesh_without_devices(options)
     else:
         mesh = mesh_of(options.devices, options.mesh, options.topology)
     what = options.what if is_expression else load(options.what)
@@ -252,7 +252,7 @@ def _eject(arguments: Sequence[str]) -> str:
     return to_jax(what, *args, mesh=mesh, shape=options.shape, **kwargs)
 
 
-def _devices_or_mesh(options: argparse.Namespace) -> AbstractMesh | None:
+def _mesh_without_devices(options: argparse.Namespace) -> AbstractMesh | None:
     """Returns the mesh for --devices or --mesh, whose devices do not have to exist."""
     if options.devices is not None:
         return device_mesh(abstract_mesh([('d0', options.devices)]))
@@ -277,7 +277,7 @@ def _mesh_axis(text: str) -> tuple[str, int]:
     return name, int(size)
 
 
-def _placement(text: str) -> tuple[str, str]:
+def _pin(text: str) -> tuple[str, str]:
     """Reads a pin: ('embed', '@x') for 'embed=@x'."""
     name, equals, placement = text.partition('=')
     if not (name and equals):

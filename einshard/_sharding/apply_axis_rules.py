@@ -64,8 +64,8 @@ def _with_placements(
         for term, rule in ruled
     ]
     takes_devices = any(term.takes_devices for term in terms)
-    named = any(term.mesh_axes for term in terms)
-    if not any(term.star for term in terms) and (takes_devices or not named):
+    has_mesh_axes = any(term.mesh_axes for term in terms)
+    if not any(term.star for term in terms) and (takes_devices or not has_mesh_axes):
         # unused devices hold replicas; with mesh axes only, they do so without a star
         terms.insert(0, Term(star=True))
     placed = write_short(terms)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -90,7 +90,7 @@ class axis_rules:
 
     def __init__(
         self,
-        placements: Mapping[str, AxisPlacement] | Iterable[LogicalRule] = MappingProxyType({}),
+        placements: Mapping[str, AxisPlacement] | Sequence[LogicalRule] = MappingProxyType({}),
         /,
         *,
         missing: Fallback = 'error',

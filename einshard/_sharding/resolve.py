@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
@@ -32,6 +32,7 @@ from .leaf_spec import (
 from .legacy_mesh import with_legacy_mesh_note
 from .lower import lower
 from .mesh import (
+    UNCONSTRAINED,
     AnyMesh,
     MeshLike,
     is_device_mesh,
@@ -138,8 +139,8 @@ def resolve(
             error = error.about(spec=partition_text(spec.partition))
         if isinstance(spec, LeafSpec) and spec.rule is not None:
             error = error.about(rule=spec.rule)
-        written = error.expression in (None, str(spec))
-        if not written and _is_ruled(as_leaf_spec(spec).expression, context):
+        is_as_written = error.expression in (None, str(spec))
+        if not is_as_written and _is_ruled(as_leaf_spec(spec).expression, context):
             error = error.about(before_axis_rules=f"'{spec}'")
         raise with_legacy_mesh_note(error, context.mesh).with_fix(fix) from None
     if placement.warning:  # Python shows a warning only once per line of user code
@@ -164,7 +165,8 @@ def find_placement(
     memory_kind = spec.memory_kind or memory_kind
     if spec.mesh is not None:
         context = context_on(spec.mesh, context)
-    (expression, missing_axes, _), layout = _lay_out(spec, shape, context)
+    ruled, layout = _lay_out(spec, shape, context)
+    expression = ruled.expression
     mesh = context.lowering_mesh
     _check_memory_kind(expression, memory_kind, mesh)
     _check_explicit(expression, mesh)
@@ -184,7 +186,7 @@ def find_placement(
         expression,
         layout,
         sharding,
-        missing_axes=missing_axes,
+        missing_axes=ruled.missing_axes,
         lacks_placement=lacks_placement and warning is None,
         is_unconstrained=bool(spec.unconstrained),
         warning=warning,
@@ -295,7 +297,7 @@ def _with_unconstrained(sharding: NamedSharding, spec: LeafSpec) -> NamedShardin
     entries = spec_axes(sharding.spec)
     entries += [()] * (max(spec.unconstrained) + 1 - len(entries))
     for axis in spec.unconstrained:
-        entries[axis] = (PartitionSpec.UNCONSTRAINED,)
+        entries[axis] = UNCONSTRAINED
     return NamedSharding(mesh, partition_spec(entries), memory_kind=sharding.memory_kind)
 
 
