@@ -218,7 +218,7 @@ def _table(arguments: Sequence[str]) -> str:
     elif args or kwargs:
         kind = type(tree).__name__
         raise EinshardError(f'{options.tree} is of type {kind}, which takes no arguments')
-    return str(rules.table(tree, mesh=_mesh_without_devices(options)))
+    return str(rules.table(tree, mesh=_abstract_mesh_of(options)))
 
 
 def _eject(arguments: Sequence[str]) -> str:
@@ -244,7 +244,7 @@ def _eject(arguments: Sequence[str]) -> str:
 
     is_expression = ':' not in options.what
     if is_expression and options.topology is None:
-        mesh = _mesh_without_devices(options)
+        mesh = _abstract_mesh_of(options)
     else:
         mesh = mesh_of(options.devices, options.mesh, options.topology)
     what = options.what if is_expression else load(options.what)
@@ -252,8 +252,8 @@ def _eject(arguments: Sequence[str]) -> str:
     return to_jax(what, *args, mesh=mesh, shape=options.shape, **kwargs)
 
 
-def _mesh_without_devices(options: argparse.Namespace) -> AbstractMesh | None:
-    """Returns the mesh for --devices or --mesh, whose devices do not have to exist."""
+def _abstract_mesh_of(options: argparse.Namespace) -> AbstractMesh | None:
+    """Returns the abstract mesh for --devices or --mesh; None without these options."""
     if options.devices is not None:
         return device_mesh(abstract_mesh([('d0', options.devices)]))
     return None if options.mesh is None else abstract_mesh(options.mesh)
@@ -330,7 +330,7 @@ def _parser(
 
 
 def _encodable(text: str, encoding: str | None) -> str:
-    """Replaces box characters by ASCII if the output encoding, such as cp1252, lacks them."""
+    """Replaces characters that the output encoding, such as cp1252, lacks: by ASCII or by '?'."""
     try:
         text.encode(encoding or 'utf-8')
     except UnicodeEncodeError:

@@ -1,4 +1,7 @@
-"""Shows an object as a page: as text, in color with rich, as HTML in notebooks and files."""
+"""Shows an object as a page: as text, in color with rich, as HTML in notebooks and files.
+
+`as_json` converts one for JSON.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _reshard(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _put_partial(x: Any, sharding: NamedSharding, donate: bool) -> Any:
-    """Places an array with unreduced or reduced axes, which `device_put` rejects.
+    """Gives an array a sharding with unreduced or reduced axes, which `device_put` rejects.
 
     Unless the array is on the mesh already, `device_put` first places it without these axes.
     """

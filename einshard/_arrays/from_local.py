@@ -175,6 +175,7 @@ _ARRAYS = (
 
 
 def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
+    """Finds the global shape and sharding of a local array; raises if its rows do not fit."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         raise EinshardError(
             'the array is already global: its shards are on several processes',

@@ -191,7 +191,10 @@ def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int)
 
 
 def with_terms(expression: Expression, replacements: Sequence[tuple[Term, Term]]) -> Suggestion:
-    """Suggests the expression with some terms replaced; omits counts of 1."""
+    """Suggests the expression with some terms replaced; omits counts of 1.
+
+    `replacements` are pairs of a term and its replacement, in the order of the text.
+    """
     text = expression.text
     for term, replacement in reversed(replacements):
         start, end = term.span

@@ -71,7 +71,7 @@ def lay_out(
         replicates_by_default: whether to replicate over all devices if no term takes devices, as
             on a user's mesh; otherwise that is an error.
         replicate_indivisible: whether to replicate axes whose size is not divisible, instead of
-            raising: True, or the names of these axes.
+            raising: True for all axes, or the names of the axes that may be replicated.
         hints: facts to add to errors about the number of devices.
     """
     ndim, rank_text = (len(shape), None) if isinstance(shape, tuple) else (shape, f'ndim={shape}')
@@ -225,7 +225,7 @@ def _with_star_after(expression: Expression) -> Suggestion | None:
 
 
 def fitting_sizes(layout: Layout) -> tuple[int, ...]:
-    """Returns mesh axis sizes that fit a layout: the prime factors of each dimension."""
+    """Returns mesh axis sizes that fit a layout: the prime factors of the count of each split."""
     return tuple(itertools.chain.from_iterable(prime_factors(s.count) for s in layout.splits))
 
 
@@ -281,8 +281,8 @@ def axis_positions(
 ) -> dict[str, int]:
     """Returns the position of each named axis in an array of `ndim` dimensions.
 
-    `rank_text` is how errors state the rank, such as 'ndim=3'. Default: 'the array has 3
-    dimensions'.
+    If `ndim` is None, '...' counts as no axes, and a sharded axis after it is an error. `rank_text`
+    is how errors state the rank, such as 'ndim=3'. Default: 'the array has 3 dimensions'.
     """
     names = expression.names
     rank_text = rank_text or f'the array has {plural(ndim or 0, "dimension")}'
@@ -327,7 +327,7 @@ def _splits_by_name(
     positions: Mapping[str, int],
     axis_sizes: Mapping[str, int] | None,
 ) -> list[Split]:
-    """Returns the split of each term, all of which have mesh axes."""
+    """Returns the split of each of the terms, which all have mesh axes."""
     if not terms:
         return []
     if axis_sizes is None:

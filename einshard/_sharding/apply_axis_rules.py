@@ -21,7 +21,7 @@ class RuledExpression(NamedTuple):
     Attributes:
         expression: the expression, without the missing axes that are to be ignored.
         missing_axes: all mesh axes that the mesh lacks, of the expression and the rules applied.
-        replicate_indivisible: the array axes to replicate if their size is not divisible.
+        replicate_indivisible: the names of array axes to replicate if their size is not divisible.
     """
 
     expression: Expression
@@ -37,8 +37,8 @@ def apply_axis_rules(
 ) -> RuledExpression:
     """Applies axis rules to an expression, on a mesh with the axes `axis_sizes`.
 
-    Mesh axes that the mesh lacks are removed if `on_missing` or the `missing=` of their rule is
-    'replicate'.
+    Rules apply only to the short form. Mesh axes that the mesh lacks are removed if `on_missing` or
+    the `missing=` of their rule is 'replicate'.
     """
     if on_missing == 'replicate':
         rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
@@ -58,7 +58,10 @@ def _with_placements(
     ruled: Sequence[tuple[Term, AxisRule | None]],
     axis_sizes: Mapping[str, int],
 ) -> Expression:
-    """Replaces the terms of a short form by those of `ruled`; raises if two share a mesh axis."""
+    """Replaces the terms of a short form by those of `ruled`; raises if two share a mesh axis.
+
+    Adds '*' if unused devices need it.
+    """
     terms = [
         _with_known_axes(term, axis_sizes) if rule and rule.ignores_missing else term
         for term, rule in ruled
@@ -97,7 +100,7 @@ def _ruled_terms(
             _parse_placement(rule.placement), name=rule.name, span=expression.right[i].span
         )
         taken = used.intersection(term.mesh_axes)
-        # a missing mesh axis that the rule ignores shards nothing either
+        # a missing mesh axis that the rule ignores is like one of size 1
         size_if_missing = 1 if rule.ignores_missing else None
         conflicts = any(axis_sizes.get(axis, size_if_missing) != 1 for axis in taken)
         if rule.skips_taken and conflicts:

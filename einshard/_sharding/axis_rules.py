@@ -185,7 +185,7 @@ def _pairs(placements: Any) -> list[tuple[Any, Any]]:
 
 
 def _as_text(name: object, placement: AxisPlacement) -> str:
-    """Converts a placement to text: '@data' for P('data')."""
+    """Converts a placement to text: '@data' for P('data'). Returns other values as they are."""
     spec = placement.spec if isinstance(placement, NamedSharding) else placement
     if not isinstance(spec, PartitionSpec):
         return spec

@@ -85,7 +85,10 @@ def device_mesh(
 
 
 def named_mesh(mesh: AnyMesh, axes: Mapping[str, int], call: str) -> AnyMesh:
-    """Returns `mesh`, a canonical mesh, with named axes. `call` starts the call in suggestions."""
+    """Returns `mesh`, a canonical mesh, with named axes.
+
+    `call` is how the call that errors suggest begins, such as 'device_mesh('.
+    """
     sizes = solve_sizes(axes, mesh.size, call)
     return _named_mesh(mesh, tuple(sizes), tuple(sizes.values()))
 

@@ -57,7 +57,8 @@ class Placement:
     layout: Layout
     sharding: NamedSharding
     missing_axes: tuple[str, ...] = ()  # mesh axes that were ignored because the mesh lacks them
-    lacks_placement: bool = False  # replicated only because no axis has a placement or a rule
+    # replicated only because no axis has a placement or a rule; False if there is a `warning`
+    lacks_placement: bool = False
     is_unconstrained: bool = False  # some axes are P.UNCONSTRAINED; for traced values only
     warning: str | None = None  # about a likely typo in the expression
     names_without_rule: tuple[str, ...] = ()  # names without an axis rule, if no axis is sharded
@@ -152,7 +153,10 @@ def resolve(
 def find_placement(
     spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
 ) -> Placement:
-    """Does what `resolve` does in one cache lookup, but suggests no fix and shows no warning."""
+    """Does what `resolve` does, in one cache lookup.
+
+    But it suggests no fix, shows no warning, and allows P.UNCONSTRAINED.
+    """
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
     if spec.partition is not None and shape is not None:
@@ -239,7 +243,10 @@ def _check_memory_kind(expression: Expression, memory_kind: str | None, mesh: An
 def _names_without_rule(
     written: Expression, ruled: Expression, context: Context
 ) -> tuple[str, ...]:
-    """Lists the names of a short form that lack an axis rule, if no axis is sharded; else ()."""
+    """Lists the names of a short form that lack an axis rule, if no axis is sharded.
+
+    Returns () if an axis is sharded, or if there are no axis rules at all.
+    """
     is_bare = written.short and not any(term.is_sharded for term in written.right)
     is_sharded = any(term.name and term.is_sharded for term in ruled.right)
     if not (context.axis_rules and is_bare) or is_sharded:
