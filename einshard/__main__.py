@@ -180,7 +180,7 @@ def _plan(arguments: Sequence[str]) -> str:
     mesh = mesh_of(options.devices, options.mesh, options.topology)
     function = load(options.function)
     args, kwargs = read_arguments(options.args)
-    from ._plan.plan import plan
+    from ._plan.plan import plan  # only this command needs it
 
     found = plan(
         function,
@@ -240,7 +240,7 @@ def _eject(arguments: Sequence[str]) -> str:
     )
     parser.add_argument('--topology', metavar='NAME', help='a TPU slice such as v5e:4x4')
     options = parser.parse_args(arguments)
-    from ._eject.to_jax import to_jax
+    from ._eject.to_jax import to_jax  # only this command needs it
 
     is_expression = ':' not in options.what
     if is_expression and options.topology is None:
@@ -331,11 +331,11 @@ def _parser(
 
 def _encodable(text: str, encoding: str | None) -> str:
     """Replaces characters that the output encoding, such as cp1252, lacks: by ASCII or by '?'."""
+    encoding = encoding or 'utf-8'
     try:
-        text.encode(encoding or 'utf-8')
+        text.encode(encoding)
     except UnicodeEncodeError:
-        plain = text.translate(_ASCII).encode(encoding or 'utf-8', 'replace')
-        return plain.decode(encoding or 'utf-8')
+        return text.translate(_ASCII).encode(encoding, 'replace').decode(encoding)
     return text
 
 
