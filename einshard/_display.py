@@ -34,7 +34,7 @@ class Display:
         return page_text(self._page(), width)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file: an HTML page if the name ends in '.html', otherwise text."""
+        """Writes a file: an HTML page if the name ends in '.html' or '.htm', otherwise text."""
         path = Path(path)
         is_html = path.suffix.lower() in ('.html', '.htm')
         text = page_document(self._page()) if is_html else f'{self._text(_MAX_WIDTH)}\n'

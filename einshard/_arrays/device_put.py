@@ -16,7 +16,7 @@ from .reshard import reshard
 
 
 def is_placed(x: Any, sharding: NamedSharding) -> bool:
-    """Whether an array already has this sharding."""
+    """Whether an array already has this sharding, or an equivalent one on the same mesh."""
     if x.sharding == sharding:
         return True
     if not isinstance(x.sharding, NamedSharding) or x.sharding.mesh != sharding.mesh:

@@ -20,7 +20,7 @@ class RuledExpression(NamedTuple):
 
     Attributes:
         expression: the expression, without the missing axes that are to be ignored.
-        missing_axes: all mesh axes that the mesh lacks, of the expression and the rules applied.
+        missing_axes: mesh axes that the expression or an applied rule names, but the mesh lacks.
         replicate_indivisible: the names of array axes to replicate if their size is not divisible.
     """
 

@@ -272,7 +272,7 @@ def is_partial(sharding: Sharding) -> bool:
 
 
 def are_equivalent(sharding: Sharding, other: Sharding, ndim: int) -> bool:
-    """Whether two shardings are equivalent, including reduced mesh axes, which JAX ignores."""
+    """Whether two shardings are equivalent; compares reduced mesh axes too, which JAX ignores."""
     same = partial_axes(sharding) == partial_axes(other)
     return same and sharding.is_equivalent_to(other, ndim)
 

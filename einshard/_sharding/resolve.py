@@ -325,7 +325,10 @@ def _working_fix(
     memory_kind: str | None,
     option: str | None,
 ) -> str | None:
-    """Returns the fix of the error, or an option that ignores missing mesh axes, if it works."""
+    """Returns the fix of the error, or else an option that ignores missing mesh axes.
+
+    Returns None if neither works.
+    """
 
     def attempt(candidate: AnySpec, context: Context = context) -> Placement:
         return find_placement(candidate, shape, context, memory_kind)
