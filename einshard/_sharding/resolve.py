@@ -121,7 +121,8 @@ def resolve(
 
     Args:
         shape: the shape or the rank; None if both are unknown.
-        option: what errors suggest to ignore mesh axes that the mesh lacks: "missing='replicate'".
+        option: for errors, what to add to the call to ignore mesh axes that the mesh lacks, such as
+            "missing='replicate'"; None if the call has no such option.
         traced: whether the arrays are traced values, which allow P.UNCONSTRAINED.
     """
     try:
