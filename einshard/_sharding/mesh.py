@@ -160,7 +160,7 @@ def _mesh_of_sizes(
     devices: tuple[Device, ...], sizes: tuple[int, ...], axis_type: AxisType
 ) -> Mesh:
     grid = np.array(devices, dtype=object).reshape(sizes)
-    return Mesh(grid, axis_names(sizes), axis_types=(axis_type,) * len(sizes))
+    return Mesh(grid, _canonical_names(sizes), axis_types=(axis_type,) * len(sizes))
 
 
 @cached
@@ -168,10 +168,10 @@ def _abstract_device_mesh(
     n_devices: int, axis_type: AxisType, sizes: tuple[int, ...] | None = None
 ) -> AbstractMesh:
     sizes = sizes or prime_factors(n_devices) or (1,)
-    return AbstractMesh(sizes, axis_names(sizes), axis_types=(axis_type,) * len(sizes))
+    return AbstractMesh(sizes, _canonical_names(sizes), axis_types=(axis_type,) * len(sizes))
 
 
-def axis_names(sizes: Sequence[int]) -> tuple[str, ...]:
+def _canonical_names(sizes: Sequence[int]) -> tuple[str, ...]:
     return tuple(f'd{i}' for i in range(len(sizes)))
 
 
@@ -303,7 +303,7 @@ def _entry_text(entry: tuple[Any, ...]) -> str:
 def is_device_mesh(mesh: AnyMesh) -> bool:
     """Whether a mesh is the canonical mesh of its devices, possibly with other axis sizes."""
     types = set(mesh.axis_types)
-    if mesh.axis_names != axis_names(mesh.axis_sizes) or len(types) != 1:
+    if mesh.axis_names != _canonical_names(mesh.axis_sizes) or len(types) != 1:
         return False
     if isinstance(mesh, AbstractMesh):
         return True
