@@ -167,14 +167,14 @@ def find_placement(
     memory_kind = spec.memory_kind or memory_kind
     if spec.mesh is not None:
         context = context_on(spec.mesh, context)
-    ruled, layout = _lay_out(spec, shape, context)
-    expression = ruled.expression
-    mesh = context.lowering_mesh
-    _check_memory_kind(expression, memory_kind, mesh)
-    _check_explicit(expression, mesh)
-    sharding = lower(layout, mesh, context.mesh_is_ambient, memory_kind)
-    if sharding is None:
-        raise misfit(expression, layout, mesh_fact(mesh))
+    ruled = _apply_axis_rules(spec, context)
+    try:
+        layout = _lay_out(ruled, spec, shape, context)
+        sharding = _lower(ruled.expression, layout, context, memory_kind)
+    except EinshardError as error:
+        if _is_ruled(spec.expression, context):
+            raise error.about(before_axis_rules=f"'{spec.expression.text}'") from None
+        raise
     if spec.unconstrained:
         sharding = _with_unconstrained(sharding, spec)
     lacks_placement = (
@@ -185,49 +185,58 @@ def find_placement(
     )
     warning = _likely_typo(spec, shape, context, memory_kind, lacks_placement)
     return Placement(
-        expression,
+        ruled.expression,
         layout,
         sharding,
         missing_axes=ruled.missing_axes,
         lacks_placement=lacks_placement and warning is None,
         is_unconstrained=bool(spec.unconstrained),
         warning=warning,
-        names_without_rule=_names_without_rule(spec.expression, expression, context),
+        names_without_rule=_names_without_rule(spec.expression, ruled.expression, context),
     )
 
 
-def _lay_out(
-    spec: LeafSpec, shape: Shape | int | None, context: Context
-) -> tuple[RuledExpression, Layout]:
-    """Applies the axis rules of the context to an expression, and lays out the result."""
-    mesh = context.lowering_mesh
-    axis_sizes = sizes_of(mesh)
+def _apply_axis_rules(spec: LeafSpec, context: Context) -> RuledExpression:
     # without a mesh, expressions cannot name the axes d0, d1, ... of the canonical mesh
-    named_sizes = axis_sizes if context.mesh else {}
-    ruled = apply_axis_rules(spec.expression, context.axis_rules, named_sizes, spec.on_missing)
+    axis_sizes = sizes_of(context.mesh) if context.mesh else {}
+    ruled = apply_axis_rules(spec.expression, context.axis_rules, axis_sizes, spec.on_missing)
     if context.on_one_device:
         ruled = ruled._replace(expression=ruled.expression.on_one_device())
+    return ruled
+
+
+def _lay_out(
+    ruled: RuledExpression, spec: LeafSpec, shape: Shape | int | None, context: Context
+) -> Layout:
+    mesh = context.lowering_mesh
+    axis_sizes = sizes_of(mesh)
     if mesh.axis_types and not axis_sizes:
         raise ruled.expression.error(
             'an array cannot be sharded inside shard_map with all mesh axes Manual: each device '
             'already has its own array',
             mesh=mesh_fact(mesh),
         )
-    try:
-        layout = lay_out(
-            ruled.expression,
-            shape,
-            math.prod(axis_sizes.values()),
-            named_sizes if context.mesh else None,
-            replicates_by_default=_is_users_mesh(context),
-            replicate_indivisible=spec.on_indivisible == 'replicate' or ruled.replicate_indivisible,
-            hints=_simulation_hint(mesh),
-        )
-    except EinshardError as error:
-        if _is_ruled(spec.expression, context):
-            raise error.about(before_axis_rules=f"'{spec.expression.text}'") from None
-        raise
-    return ruled, layout
+    return lay_out(
+        ruled.expression,
+        shape,
+        math.prod(axis_sizes.values()),
+        axis_sizes if context.mesh else None,
+        replicates_by_default=_is_users_mesh(context),
+        replicate_indivisible=spec.on_indivisible == 'replicate' or ruled.replicate_indivisible,
+        hints=_simulation_hint(mesh),
+    )
+
+
+def _lower(
+    expression: Expression, layout: Layout, context: Context, memory_kind: str | None
+) -> NamedSharding:
+    mesh = context.lowering_mesh
+    _check_memory_kind(expression, memory_kind, mesh)
+    _check_explicit(expression, mesh)
+    sharding = lower(layout, mesh, context.mesh_is_ambient, memory_kind)
+    if sharding is None:
+        raise misfit(expression, layout, mesh_fact(mesh))
+    return sharding
 
 
 def _is_users_mesh(context: Context) -> bool:
