@@ -84,7 +84,7 @@ def collective_section(collectives: Collectives) -> Section:
 
 
 def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:
-    """Formats a group of identical rows as one line."""
+    """Formats collectives whose rows differ only in `of` as one line of the table."""
     row = rows[0]
     n = str(len(rows))
     if row.executions is None:

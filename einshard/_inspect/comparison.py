@@ -65,7 +65,7 @@ class Comparison(Display):
         name: the name of the function.
         n_devices: the number of devices of its result.
         rows: one row for each array of the result, and for the gradient of each argument.
-        notes: gradients that were not compared, and the reason.
+        notes: why no gradients were compared; empty if they were.
     """
 
     name: str

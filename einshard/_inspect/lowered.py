@@ -276,7 +276,10 @@ def _check_devices(name: str, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[s
 
 
 def concrete(mesh: AnyMesh, use: str) -> Mesh:
-    """Returns the mesh; raises if it is abstract. `use` says what its devices are needed for."""
+    """Returns the mesh; raises if it is abstract.
+
+    `use` says what its devices are needed for, such as 'compile for'.
+    """
     if isinstance(mesh, AbstractMesh):
         raise EinshardError(
             f'an abstract mesh has no devices to {use}',

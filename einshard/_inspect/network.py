@@ -38,8 +38,8 @@ class Network:
         chip: the kind of all devices.
 
     Attributes:
-        slices: the number of the slice or node of each device.
-        chips: the number of the chip of each device; a chip may have several devices.
+        slices: for each device, the index of its slice or node.
+        chips: for each device, the index of its chip; a chip may have several devices.
         positions: the torus coordinates of each device, with a column for each dimension.
         sizes, wraps: for each dimension of the torus, its size and whether it is a ring.
         has_coords: whether positions are known; if not, `positions` and `sizes` are empty.
@@ -215,7 +215,7 @@ class _Pattern(NamedTuple):
 def _crossing(kind: str, groups: Sequence[Ints], owners: Any) -> tuple[Any, Any]:
     """Returns the bytes that enter each slice or chip, and those that leave it, as two arrays.
 
-    `owners` has the number of the slice or chip of every device.
+    `owners` has, for each device, the index of its slice or chip.
     """
     enters, leaves = (np.zeros(int(owners.max()) + 1) for _ in range(2))
     for group in groups:
@@ -337,10 +337,10 @@ class _Links:
 def _shortest_paths(
     positions: tuple[int, ...], size: int, wraps: bool, directed: bool
 ) -> tuple[Any, ...]:
-    """Returns the links (plus, minus) and the positions on shortest paths along a dimension.
+    """Returns the links (plus, minus) and the positions on shortest paths between `positions`.
 
-    All three are boolean arrays over positions. If `directed`, only paths from the first position
-    to the second count.
+    These are positions along one dimension. The results are three boolean arrays over all positions
+    of the dimension. If `directed`, only paths from the first position to the second count.
     """
     plus, minus, covered = (np.zeros(size, bool) for _ in range(3))
     covered[list(positions)] = True

@@ -37,7 +37,10 @@ class _SentAtProduct(NamedTuple):
 
 
 def _find_sent_at_products(facts: Facts) -> Iterator[_SentAtProduct]:
-    """Yields the collectives of activations and weights in lines of products with weights."""
+    """Yields the collectives of activations and weights in lines of products with weights.
+
+    Yields none on a mesh with explicit axes, where types decide on shardings.
+    """
     if facts.trace is None or facts.is_explicit:
         return
     by_line: dict[str, list[Product]] = {}
@@ -156,7 +159,7 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
     inherited: dict[tuple[int, frozenset[str]], list[_SentAtProduct]] = {}
     # by source line, axis name and suggested expression
     reshardable: dict[tuple[str, str, str], list[_SentAtProduct]] = {}
-    # weights that a suggestion changes, and with them the data that inherits their sharding
+    # weights that a suggestion reshards; data with its sharding from one of them changes with it
     changed: set[int] = set()
     order = {id(product): i for i, product in enumerate(facts.trace.products)}
     for sent in sorted(_find_sent_at_products(facts), key=lambda sent: order[id(sent.product)]):
@@ -233,8 +236,8 @@ def _inherited(
     assert facts.mesh is not None
     distinct = {sent.collective.name: sent for sent in sent_list}.values()
     n_bytes = sum(sent.row.total_bytes for sent in distinct)
-    # a reduce-scatter and an all-gather send as much as the all-reduce without that sharding, so it
-    # costs nothing
+    # without the inherited sharding, an all-reduce would send as much as the reduce-scatter and the
+    # all-gather do, so the sharding costs nothing
     scattered = sum(
         row.total_bytes
         for row, axes in zip(facts.rows, facts.along, strict=True)

@@ -142,7 +142,7 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
 
 
 def _rule(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
-    """Writes the placement of an axis rule."""
+    """Writes the value of an axis rule: '@data', '@(data,fsdp)', or '4' on the canonical mesh."""
     if is_device_mesh(mesh):
         return str(prod(mesh.shape[name] for name in mesh_axes))
     return f'@{mesh_axes[0]}' if len(mesh_axes) == 1 else f'@({",".join(mesh_axes)})'

@@ -56,7 +56,10 @@ def _before_and_after(
     meshes: Sequence[AnyMesh],
     names: tuple[str, ...] | None,
 ) -> tuple[str, str] | None:
-    """Describes the shardings before and after an all-gather whose result each device slices."""
+    """Returns the expressions before and after an all-gather whose result each device slices.
+
+    None if no mesh has both shardings. `names` are the names of the array axes, if known.
+    """
     ndim = len(gather.array.shape)
     assert gather.kept is not None
     blocks = [[0] * collective.n_devices for _ in range(ndim)]
@@ -79,7 +82,7 @@ class _RepeatedGather(NamedTuple):
         lines: the lines of all its all-gathers.
         bytes: bytes that a device sends in all of them.
         is_weight: whether it is a weight in training.
-        along: the mesh axes of the first all-gather.
+        along: the mesh axes that the first all-gather runs along.
     """
 
     gather: AllGather
@@ -91,7 +94,7 @@ class _RepeatedGather(NamedTuple):
 
 
 def gathered_again(facts: Facts) -> Iterator[Finding]:
-    """Reports arrays that are gathered again in the same pass, or in each iteration of a loop.
+    """Reports arrays that are gathered again in a pass, or in a loop that does not change them.
 
     Weights are not reported in training: they are gathered again in the backward pass, and for each
     microbatch, because keeping them would take the memory that sharding saves.
@@ -129,7 +132,7 @@ def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
 
 
 def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
-    """Suggests a constraint that gathers an argument before the loop."""
+    """Suggests a constraint that gathers an argument before the loop; '' if unsure."""
     gather, parameter = repeated.gather, repeated.gather.parameter
     if not gather.invariant or parameter is None or facts.mesh is None or not repeated.along:
         return ''
@@ -141,7 +144,10 @@ def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
 
 
 def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
-    """Yields arrays that are gathered several times in a pass, or in a loop without changing."""
+    """Yields arrays that are gathered several times, or in a loop that does not change them.
+
+    For weights in training, both passes count together; for other arrays, each pass on its own.
+    """
     gathers: dict[object, list[tuple[AllGather, CollectiveRow, frozenset[str]]]] = {}
     of_weights: set[object] = set()
     for collective, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):

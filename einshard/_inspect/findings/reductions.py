@@ -33,7 +33,7 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
         if found is None or (found.is_direct and facts.platform == 'cpu'):
             continue
         suggestion = _constraint(facts, row.source or '', along, found)
-        if not suggestion:  # not the sum of a product
+        if not suggestion:  # it may not be the sum of a product
             continue
         yield Finding(
             'sliced all-reduce',
@@ -74,8 +74,9 @@ def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum
 def summed_in_loop(facts: Facts) -> Iterator[Finding]:
     """Reports all-reduces of gradients in a loop that only adds them up.
 
-    Does not report gradients of weights that are sharded over the same mesh axes: a sum after the
-    loop would be unsharded in the loop, and take the memory that sharding saves.
+    Does not report gradients of weights that are sharded over the same mesh axes: without the
+    all-reduces, the loop would carry unsharded gradients, which take the memory that sharding
+    saves.
     """
     loops = {
         loop.line: loop

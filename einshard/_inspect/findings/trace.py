@@ -155,7 +155,7 @@ class _Reader:
             return before
         if dict(sharding.mesh.shape) != self.mesh_sizes:
             return _unsharded(eqn.outvars[0], [before])
-        line = line_of(eqn)
+        line = line_of(eqn)  # always the user's line, as in `names_at`
         names = names_at.get(line, ())
         if len(names) != len(before.axes) or ELLIPSIS in names:
             names = ('',) * len(before.axes)

@@ -15,7 +15,7 @@ class Axis:
         name: the user's name for it, or ''.
         mesh_axes: the mesh axes that shard it, unless the compiler reshards it.
         origin: where this sharding comes from: the index of an argument, or the line of a
-            constraint; None if it is unsharded.
+            constraint; None if it is unsharded or unknown.
         dim: if the value is a part of an argument, the index of this axis in it; else -1.
     """
 
@@ -36,7 +36,8 @@ class Value:
 
     Attributes:
         axes: one for each array axis.
-        argument: the index of the argument that it is a part of, or None.
+        argument: the index of the argument that it is a part of, also after casts, reshapes,
+            slices and arithmetic with scalars; None for other values.
         is_data: whether it depends on an argument that is not a weight.
     """
 
