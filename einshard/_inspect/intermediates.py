@@ -73,7 +73,7 @@ def compile_with_dumps(lowered: Lowered, folder: str) -> None:
 
 
 def newest_dump(folder: str, ending: str) -> str:
-    """Reads the newest file whose name ends with a pattern; returns '' if there is none."""
+    """Reads the newest file '*{ending}.txt'; `ending` is a glob pattern. '' if there is none."""
     files = sorted(Path(folder).glob(f'*{ending}.txt'))
     return files[-1].read_text(encoding='utf-8') if files else ''
 

@@ -164,7 +164,10 @@ class Network:
         return self._bandwidths[key]
 
     def split_by_slice(self, pattern: _Pattern) -> tuple[list[Ints], list[Ints]]:
-        """Splits groups or pairs into those within a slice and those across slices."""
+        """Splits groups or pairs into those within a slice and those across slices.
+
+        Leaves out groups of a single device.
+        """
         within, across = list[Ints](), list[Ints]()
         for group in pattern.groups:
             if len(set(group)) > 1:
@@ -215,7 +218,8 @@ class _Pattern(NamedTuple):
 def _crossing(kind: str, groups: Sequence[Ints], owners: Any) -> tuple[Any, Any]:
     """Returns the bytes that enter each slice or chip, and those that leave it, as two arrays.
 
-    `owners` has, for each device, the index of its slice or chip.
+    They are per byte of the array that is sent. `owners` has, for each device, the index of its
+    slice or chip.
     """
     enters, leaves = (np.zeros(int(owners.max()) + 1) for _ in range(2))
     for group in groups:

@@ -191,7 +191,10 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
 
 
 def _mismatched(facts: Facts, sent: _SentAtProduct) -> Iterator[tuple[Axis, Axis]]:
-    """Yields (axis of data, axis of weight) for contracted axes sharded only in the data."""
+    """Yields (axis of data, axis of weight) for contracted axes sharded only in the data.
+
+    Yields no batch axes, and nothing in the backward pass.
+    """
     data_side, weight_side = _sides(sent)
     if sent.product.is_backward:
         return
@@ -231,7 +234,10 @@ def _sharded_alike(
 def _inherited(
     facts: Facts, table: int, along: frozenset[str], sent_list: Sequence[_SentAtProduct]
 ) -> Iterator[Finding]:
-    """Yields the finding about activations that inherit the sharding of a lookup table."""
+    """Yields the finding about activations that inherit the sharding of a lookup table, if any.
+
+    There is none if that sharding costs nothing.
+    """
     assert facts.trace is not None
     assert facts.mesh is not None
     distinct = {sent.collective.name: sent for sent in sent_list}.values()

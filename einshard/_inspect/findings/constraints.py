@@ -43,7 +43,10 @@ def repeated_constraints(facts: Facts) -> Iterator[Finding]:
 
 
 def _idle(facts: Facts) -> Iterator[tuple[Finding, bool]]:
-    """Yields a finding for each constraint without effect, and whether it repeats a sharding."""
+    """Yields a finding for each line whose constraints all have no effect.
+
+    The second value is whether the finding is about a repeated sharding.
+    """
     if facts.stages.traced is None:
         return
     jaxpr = facts.stages.traced.jaxpr.jaxpr

@@ -88,7 +88,7 @@ def without_dim(axis: Axis) -> Axis:
 
 
 def merged(values: Sequence[Value], ndim: int) -> Value:
-    """Returns the result of an elementwise operation; merges the axes of operands of this rank."""
+    """Returns the result of an elementwise operation: merges axes of operands of rank `ndim`."""
     full = [value for value in values if len(value.axes) == ndim]
     axes = (merged_axis(axes) for axes in zip(*(value.axes for value in full), strict=True))
     only = full[0].argument if len(full) == 1 else None
