@@ -64,12 +64,12 @@ _COLUMNS = (
 
 def collective_section(collectives: Collectives) -> Section:
     """Lists collectives, most bytes first."""
-    groups: dict[object, list[CollectiveRow]] = {}
+    alike: dict[object, list[CollectiveRow]] = {}
     for row in collectives:
         key = (row.kind, row.arrays, row.group_size, row.groups, row.along, row.executions)
         key = (*key, row.source, row.called_at, row.role, row.axes, row.is_async, row.widened)
-        groups.setdefault(key, []).append(row)
-    in_order = sorted(groups.values(), key=lambda rows: -_sent(rows))
+        alike.setdefault(key, []).append(row)
+    in_order = sorted(alike.values(), key=lambda rows: -_sent(rows))
     least = _LARGE * sum(collectives.network_bytes.values())
     shown = [_collective_cells(rows, _sent(rows) > least) for rows in in_order]
     if not shown:
@@ -79,6 +79,7 @@ def collective_section(collectives: Collectives) -> Section:
     kept = [i for i in range(n) if i < n - 2 or any(cells[i] for cells in shown)]
     columns = tuple(_COLUMNS[i] for i in kept)
     rows = tuple(tuple(cells[i] for i in kept) for cells in shown)
+    # with more than _MAX_ROWS rows, the last line of the table is about the rest
     rest = f': {format_bytes(sum(map(_sent, in_order[_MAX_ROWS - 1 :])))}'
     return Section('collectives', columns, rows, max_rows=_MAX_ROWS, omitted=rest)
 

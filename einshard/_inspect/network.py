@@ -66,7 +66,7 @@ class Network:
         if self.has_coords:
             places = np.concatenate([self.slices[:, None], self.positions], 1)
         self.chips: Any = np.unique(places, axis=0, return_inverse=True)[1].reshape(-1)
-        wraps = [size >= chip.wraps_at and size % chip.wraps_at == 0 for size in self.sizes]
+        wraps = [size % chip.wraps_at == 0 for size in self.sizes]
         self.wraps = wraps if chip.torus < 3 else [all(wraps)] * len(wraps)
         self._crossings: dict[Any, Any] = {}
         self._bandwidths: dict[Any, Any] = {}

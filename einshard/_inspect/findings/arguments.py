@@ -69,6 +69,7 @@ def replicated_results(facts: Facts) -> Iterator[Finding]:
     pairs = [
         (result, argument)
         for result, argument in _paired(facts.result_rows, updated)
+        # the path of a single result is only 'result': it has no key to match
         if argument.sharded and not result.sharded and result.path != 'result'
     ]
     yield from _folded(

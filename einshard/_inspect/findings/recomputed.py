@@ -51,7 +51,7 @@ def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
             f'repeats the forward pass: {format_bytes(n_bytes)}',
             row.source,
             n_bytes,
-            f"save its result{memory}: name it with checkpoint_name(.., 'sum') of "
+            f"save its result{memory}: name it with checkpoint_name(..., 'sum') of "
             'jax.ad_checkpoint, and pass '
             "policy=jax.checkpoint_policies.save_only_these_names('sum') to jax.checkpoint",
         )

@@ -81,6 +81,7 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
     loops = {
         loop.line: loop
         for loop in (facts.trace.loops if facts.trace else ())
+        # not if it only adds up scalars, such as the loss
         if loop.length > 1 and any(value.axes for value in loop.sums)
     }
     found: dict[tuple[str, str], list[CollectiveRow]] = {}
