@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .._display import Display
 from .._page import Column, Page, Section
 from .._text import format_bytes, short_arrays, short_source
-from .fold_layers import fold
+from .fold_layers import fold_paths
 from .report_rows import CollectiveRow
 
 _MAX_ROWS = 40  # of the table in text
@@ -110,8 +110,7 @@ def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[st
 def _of(rows: Sequence[CollectiveRow], is_large: bool) -> str:
     """Formats the payload of collectives: the paths, 'params/0-3/{q,k}', or the role and axes."""
     # 'result' is the path of the only result, so it would say nothing
-    paths = list(dict.fromkeys(path for row in rows for path in row.of if path != 'result'))
-    folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
+    folded = ', '.join(fold_paths(path for row in rows for path in row.of if path != 'result'))
     if not folded and (rows[0].axes or is_large):
         axes = f' {rows[0].axes}' if rows[0].axes else ''
         return f'{rows[0].role}{axes}{" (backward)" * rows[0].is_backward}'

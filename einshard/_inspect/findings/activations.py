@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..._errors import plural
 from ..._hlo.collectives import Collective
 from ..._text import first_of, format_bytes, short_source
-from ..fold_layers import fold
+from ..fold_layers import fold_paths
 from ..report_rows import CollectiveRow, Finding
 from .expressions import expression_of
 from .facts import Facts
@@ -274,9 +274,8 @@ def _inherited(
 
 def _paths_of(facts: Facts, values: Sequence[Value]) -> str:
     """Formats the paths of weights, folded: 'params/layers/{gate,up}'."""
-    indices = dict.fromkeys(value.argument for value in values if value.argument is not None)
-    paths = [facts.arguments[i].path for i in indices]
-    return first_of([path for path, _ in fold(paths, [None] * len(paths), few=1)], 3)
+    indices = [value.argument for value in values if value.argument is not None]
+    return first_of(fold_paths(facts.arguments[i].path for i in indices), 3)
 
 
 def _lines_of(sent_list: Iterable[_SentAtProduct]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..._text import first_of, format_bytes
 from ..._trees.paths import common_end
-from ..fold_layers import fold
+from ..fold_layers import fold_paths
 from ..report_rows import ArrayRow, Finding
 from .facts import Facts
 
@@ -112,5 +112,4 @@ _SINGULARS = {
 
 
 def _paths(rows: Sequence[ArrayRow]) -> str:
-    paths = list(dict.fromkeys(row.path for row in rows))
-    return first_of([path for path, _ in fold(paths, [None] * len(paths), few=1)], 3)
+    return first_of(fold_paths(row.path for row in rows), 3)

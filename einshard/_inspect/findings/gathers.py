@@ -13,7 +13,7 @@ from ..._sharding.collective_axes import sharding_of_blocks
 from ..._sharding.describe import describe_named
 from ..._sharding.mesh import AnyMesh
 from ..._text import first_of, format_bytes, short_source
-from ..fold_layers import fold
+from ..fold_layers import fold_paths
 from ..report_rows import CollectiveRow, Finding
 from .activations import contracted_axes, missing_constraint
 from .expressions import expression_of
@@ -124,11 +124,11 @@ def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
             what = str(repeated.gather.array) if parameter is None else facts.inputs[parameter].path
             groups.setdefault(repeated.how_often, {})[what] = repeated
     for how_often, weights in groups.items():
-        folded = [path for path, _ in fold(list(weights), [None] * len(weights), few=1)]
+        paths = first_of(fold_paths(weights), 3)
         verb = 'is' if len(weights) == 1 else 'are'
         first = next((weight.lines[0] for weight in weights.values() if weight.lines), None)
         n_bytes = sum(weight.bytes for weight in weights.values())
-        yield Finding('gathered again', f'{first_of(folded, 3)} {verb} {how_often}', first, n_bytes)
+        yield Finding('gathered again', f'{paths} {verb} {how_often}', first, n_bytes)
 
 
 def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:

@@ -13,7 +13,7 @@ from ..._hlo.module import Place
 from ..._hlo.sliced_sums import SlicedSum, find_sliced_sum
 from ..._notation.expression import Term
 from ..._text import format_bytes, short_source
-from ..fold_layers import fold
+from ..fold_layers import fold_paths
 from ..report_rows import CollectiveRow, Finding
 from .expressions import expression_of
 from .facts import Facts
@@ -94,8 +94,7 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
         n_bytes, n = sum(row.total_bytes for row in rows), loops[line].length
         if n_bytes < _LARGE * sent_in_all:
             continue
-        paths = list(dict.fromkeys(path for row in rows for path in row.of))
-        folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
+        folded = ', '.join(fold_paths(path for row in rows for path in row.of))
         yield Finding(
             'summed in a loop',
             f'the gradients that become {folded} are all-reduced along {along} in each of '

@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from ..._text import first_of, format_flops, short_source
-from ..fold_layers import fold
+from ..fold_layers import fold_paths
 from ..report_rows import Finding
 from .activations import missing_constraint, weight_and_data
 from .expressions import expression_of
@@ -226,6 +226,5 @@ def _placements_text(placements: Mapping[str, str]) -> str:
         by_placement.setdefault(placement, []).append(path)
     texts: list[str] = []
     for placement, paths in by_placement.items():
-        folded = [path for path, _ in fold(paths, [None] * len(paths), few=1)]
-        texts.append(f"{first_of(folded, 3)} with '{placement}'")
+        texts.append(f"{first_of(fold_paths(paths), 3)} with '{placement}'")
     return f'shard {", ".join(texts)}' if texts else ''

@@ -91,10 +91,10 @@ def merged(values: Sequence[Value], ndim: int) -> Value:
     """Returns the result of an elementwise operation: merges axes of operands of rank `ndim`."""
     full = [value for value in values if len(value.axes) == ndim]
     axes = (merged_axis(axes) for axes in zip(*(value.axes for value in full), strict=True))
-    only = full[0].argument if len(full) == 1 else None
+    argument = full[0].argument if len(full) == 1 else None
     return Value(
-        unique(axes if full else (Axis(),) * ndim, keep_dim=only is not None),
-        only,
+        unique(axes if full else (Axis(),) * ndim, keep_dim=argument is not None),
+        argument,
         any(value.is_data for value in values),
     )
 
@@ -140,6 +140,7 @@ def reshaped(axes: Sequence[Axis], before: Sequence[int], after: Sequence[int]) 
         sources, targets = [i], [j]
         left, right = _size(before, i), after[j]
         i, j = i + 1, j + 1
+        # take more axes on either side, until the products of their sizes are equal
         while left != right:
             if left < right and i < len(before):
                 left, sources, i = left * before[i], [*sources, i], i + 1
