@@ -159,7 +159,7 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
     inherited: dict[tuple[int, frozenset[str]], list[_SentAtProduct]] = {}
     # by source line, axis name and suggested expression
     reshardable: dict[tuple[str, str, str], list[_SentAtProduct]] = {}
-    # weights that a suggestion reshards; data with its sharding from one of them changes with it
+    # weights that a suggestion reshards; data that inherits an axis from them is resharded too
     changed: set[int] = set()
     order = {id(product): i for i, product in enumerate(facts.trace.products)}
     for sent in sorted(_find_sent_at_products(facts), key=lambda sent: order[id(sent.product)]):

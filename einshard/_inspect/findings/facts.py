@@ -127,7 +127,7 @@ class Facts:
 
     @functools.cached_property
     def values(self) -> Sequence[Value]:
-        """The arguments, as values of the traced function. Only if `mesh` is not None."""
+        """The arguments, as values of the traced function. Needs `mesh`."""
         assert self.mesh is not None
         is_data = {i: not self.weights.get(n, False) for n, i in enumerate(self.used_arguments)}
         return argument_values(self.arguments, is_data, self.mesh)

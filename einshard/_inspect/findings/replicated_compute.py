@@ -165,7 +165,7 @@ def _shard_weights(facts: Facts, unused: tuple[str, ...], lines: Sequence[_Repea
 
 
 def _shard_batch(facts: Facts, unused: tuple[str, ...], product: Product) -> str:
-    """Suggests sharding the batch over the mesh axes `unused` too; '' if none fits.
+    """Suggests sharding the batch over the mesh axes `unused` too; '' if no batch is divisible.
 
     The batch is the first axis of an argument that is data and sharded along its first axis. If
     there is none, it is the first axis of the data in the product.
