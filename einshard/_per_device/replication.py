@@ -201,7 +201,7 @@ def _history_after(equation: Any, before: History) -> History:
 
 
 def _mesh_axes(equation: Any) -> frozenset[str]:
-    """Returns the mesh axes of a collective. The axes of other primitives are numbers."""
+    """Returns the mesh axes of a collective; none for other primitives, whose axes are numbers."""
     axes = equation.params.get('axis_name', equation.params.get('axes', ()))
     return frozenset(axis for axis in entry_axes(axes) if isinstance(axis, str))
 

@@ -121,7 +121,8 @@ def _names_text(names: Sequence[str]) -> str:
 class Chain(tuple[Parallelism, ...], Display):
     """The parallelism of a sequence of einsums.
 
-    An axis has the same sharding in all einsums, so each result is sharded as the next one needs.
+    With counts by keyword, an axis has the same sharding in all einsums, so each result is sharded
+    as the next one needs. With placements, resharding between two einsums is not counted.
     """
 
     __slots__ = ()

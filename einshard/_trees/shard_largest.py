@@ -111,7 +111,7 @@ class LargestAxis:
         return specs
 
     def _shard_largest_axis(self, spec: AnySpec | None, leaf: Any) -> AnySpec | None:
-        """Shards the largest divisible axis too; small and scalar arrays keep `spec`."""
+        """Adds the sharding of the largest divisible axis to `spec`, unless the array is small."""
         shape: tuple[int, ...] = tuple(leaf.shape) if hasattr(leaf, 'dtype') else ()
         if spec is None or not shape or math.prod(shape) * leaf.dtype.itemsize < self.min_bytes:
             return spec
