@@ -188,10 +188,10 @@ def make_view(
     names, shape = tuple(joint.mesh_shape), tuple(joint.mesh_shape.values())
     types = (AxisType.Auto,) * len(names)
     if isinstance(mesh, AbstractMesh):
-        named: AnyMesh = AbstractMesh(shape, names, axis_types=types)
+        view_mesh: AnyMesh = AbstractMesh(shape, names, axis_types=types)
     else:
-        named = Mesh(mesh.devices.reshape(shape), names, axis_types=types)
-    return View(named, True, joint, n_devices, rules, on_one_device)
+        view_mesh = Mesh(mesh.devices.reshape(shape), names, axis_types=types)
+    return View(view_mesh, True, joint, n_devices, rules, on_one_device)
 
 
 def _joint_mesh_on(

@@ -90,15 +90,15 @@ def joint_mesh(
         axis_sizes: the axis sizes of the user's mesh, which suggestions must fit; None if there is
             no such mesh.
     """
-    joint = _Specs(specs, n_devices, axis_sizes)
+    all_specs = _Specs(specs, n_devices, axis_sizes)
     try:
-        return joint.mesh()
+        return all_specs.mesh()
     except EinshardError as error:
         text = str(error.expression)
         raise keep_working_suggestions(
             error,
-            lambda fix: joint.try_fix(text, fix),
-            None if axis_sizes else lambda n: replace(joint, n_devices=n).mesh(),
+            lambda fix: all_specs.try_fix(text, fix),
+            None if axis_sizes else lambda n: replace(all_specs, n_devices=n).mesh(),
         ) from None
 
 

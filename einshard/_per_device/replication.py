@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jax.extend.core import Jaxpr
 
 # JAX's messages for one axis and for several axes
-_REPLICATED = re.compile(
+_VARYING_ERROR = re.compile(
     r"out_specs(\S*) is .* which implies that .* (?:replicated across mesh axis '(\w+)'"
     r'|and not \{([^}]+)\})'
 )
@@ -46,7 +46,7 @@ class Varying:
 
 def read_varying(error: Exception) -> Varying | None:
     """Parses JAX's error; returns None if it is not about replication."""
-    match = _REPLICATED.search(str(error)) if isinstance(error, ValueError) else None
+    match = _VARYING_ERROR.search(str(error)) if isinstance(error, ValueError) else None
     if match is None:
         return None
     key, axis, axes = match.groups()

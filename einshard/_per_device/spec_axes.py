@@ -14,11 +14,11 @@ MeshAxis = tuple[str | None, int]  # the name of a mesh axis, None for replicas;
 
 def read_spec(owner: str, text: str) -> SpecAxes:
     """Parses the spec of a parameter or of the result; raises if it has partial sums."""
-    read = SpecAxes(owner, parse(text))
-    signed = [term for term in read.expression.right if term.sign]
+    spec = SpecAxes(owner, parse(text))
+    signed = [term for term in spec.expression.right if term.sign]
     if signed:
-        raise read.error('per_device does not support partial sums', signed)
-    return read
+        raise spec.error('per_device does not support partial sums', signed)
+    return spec
 
 
 @dataclass(frozen=True, slots=True)
