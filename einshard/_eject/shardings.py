@@ -46,7 +46,7 @@ class Writer:
         self._devices: dict[str, str] = {}
 
     def mesh(self, mesh: AnyMesh) -> str:
-        """Returns the variable of a mesh."""
+        """Returns the variable of a mesh, which `definitions` defines."""
         if mesh == getattr(self._in_context, 'abstract_mesh', None):
             mesh = self._in_context
         if mesh in self._meshes:

@@ -81,7 +81,10 @@ class History:
         return History(self.varying - axes, self.gathered - axes, self.exchanged - axes)
 
     def kind(self, axis: str) -> str | None:
-        """Returns why JAX infers that the value varies along an axis; None if it does not vary."""
+        """Returns why the value may vary along an axis: 'exchanged', 'varying' or 'gathered'.
+
+        Returns None if it does not vary.
+        """
         if axis in self.exchanged:
             return 'exchanged'
         return 'varying' if axis in self.varying else 'gathered' if axis in self.gathered else None

@@ -32,7 +32,7 @@ class Choice:
 
     @property
     def bytes(self) -> int | None:
-        """The bytes of all collectives; None if sizes are not given."""
+        """The bytes of all collectives, 0 if there are none; None if sizes are not given."""
         if any(collective.bytes is None for collective in self.collectives):
             return None
         return sum(collective.bytes or 0 for collective in self.collectives)

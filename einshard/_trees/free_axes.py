@@ -148,7 +148,7 @@ LARGEST = Option('shard_largest', 'takes names of mesh axes', 'shard_largest({})
 
 
 def read_mesh_axes(value: object, option: Option) -> MeshAxes:
-    """Reads the mesh axes that an option names; raises if it is invalid."""
+    """Returns the mesh axes in the value of an option, () for False; raises if it is invalid."""
     if isinstance(value, bool):
         return value or ()
     names = (value,) if isinstance(value, str) else value
