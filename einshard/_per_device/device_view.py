@@ -199,10 +199,7 @@ def _joint_mesh_on(
 ) -> JointMesh:
     """Builds the joint mesh of `by_count`, the expressions that name no axes of the user's mesh.
 
-    Args:
-        by_count: these expressions.
-        specs: all expressions.
-        sizes: the axis sizes of the user's mesh.
+    `specs` are all expressions, and `sizes` the axis sizes of the user's mesh.
     """
     n_devices = math.prod(sizes.values())
 
