@@ -107,13 +107,14 @@ def suggest_replication(
         shard_map: `jax.shard_map` with the mesh and axis names of the function.
     """
     histories, ranks, can_add = list[History](), list[int](), list[bool]()
+    is_in_result = re.compile(re.escape(result.key) + r'(?!\w)')  # '.a' is not in '.ab'
 
     def trace_body(*values: Any) -> None:
         jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(*values)
         all_histories = _histories(jaxpr.jaxpr, list(map(_history_of, jtu.tree_leaves(in_specs))))
         leaves = jtu.tree_leaves_with_path(shapes)
         for (path, leaf), history in zip(leaves, all_histories, strict=True):
-            if jtu.keystr(path).startswith(result.key):
+            if is_in_result.match(jtu.keystr(path)):
                 histories.append(history)
                 ranks.append(leaf.ndim)
                 # random keys have an extended dtype

@@ -117,17 +117,17 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
 
 def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
     """Notes weights that are gathered several times; folds paths: 'layers/{gate,up}'."""
-    groups: dict[str, dict[str, _RepeatedGather]] = {}
+    groups: dict[str, list[tuple[str, _RepeatedGather]]] = {}
     for repeated in _repeated_gathers(facts):
         if repeated.is_weight:
             parameter = repeated.gather.parameter
             what = str(repeated.gather.array) if parameter is None else facts.inputs[parameter].path
-            groups.setdefault(repeated.how_often, {})[what] = repeated
+            groups.setdefault(repeated.how_often, []).append((what, repeated))
     for how_often, weights in groups.items():
-        paths = first_of(fold_paths(weights), 3)
-        verb = 'is' if len(weights) == 1 else 'are'
-        first = next((weight.lines[0] for weight in weights.values() if weight.lines), None)
-        n_bytes = sum(weight.bytes for weight in weights.values())
+        paths = first_of(fold_paths(what for what, _ in weights), 3)
+        verb = 'is' if len({what for what, _ in weights}) == 1 else 'are'
+        first = next((weight.lines[0] for _, weight in weights if weight.lines), None)
+        n_bytes = sum(weight.bytes for _, weight in weights)
         yield Finding('gathered again', f'{paths} {verb} {how_often}', first, n_bytes)
 
 
