@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
-from .._notation.expression import ELLIPSIS, Expression
+from .._notation.expression import ELLIPSIS, Expression, parse
 from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._notation.layout import Layout, lay_out, misfit
 from .._suggestions import working_fix, works
@@ -141,6 +141,7 @@ def resolve(
         written = error.expression in (None, str(spec))
         if not written and _is_ruled(as_leaf_spec(spec).expression, context):
             error = error.about(before_axis_rules=f"'{spec}'")
+            fix = _in_axis_rules(fix, error, context)
         raise with_legacy_mesh_note(error, context.mesh).with_fix(fix) from None
     if placement.warning:  # Python shows a warning only once per line of user code
         warnings.warn(placement.warning, stacklevel=depth_of_user())
@@ -347,6 +348,18 @@ def _working_fix(
         return None
     # the option helps only if mesh axes are missing
     return option if placement.missing_axes else None
+
+
+def _in_axis_rules(fix: str | None, error: EinshardError, context: Context) -> str | None:
+    """Returns the fix as a rule, if it changes nothing but the placement that a rule gives."""
+    if not isinstance(fix, Suggestion) or error.expression is None:
+        return fix
+    terms = zip(parse(error.expression).right, parse(fix.expression).right, strict=False)
+    changed = [new for old, new in terms if new != old]
+    name = changed[0].name if len(changed) == 1 else None
+    if name is None or name not in {rule.name for rule in context.axis_rules}:
+        return fix
+    return f"axis_rules({name}='{str(changed[0]).removeprefix(name)}')"
 
 
 def check_types(expression: object, shape: object, memory_kind: object) -> None:
