@@ -116,7 +116,10 @@ class Parameters:
             raise EinshardError(
                 f'{self.function} takes {plural(len(names), "positional parameter")}, '
                 f'but got {plural(len(specs), "spec")}',
-                facts={'parameters': ', '.join(names) or 'none'},
+                facts={
+                    'parameters': ', '.join(names) or 'none',
+                    **({'keyword-only': ', '.join(self.keyword_only)} if self.keyword_only else {}),
+                },
             )
         n_rest = len(specs) - len(names)
         labels = (*names, *(f'{self.var_positional}[{i}]' for i in range(n_rest)))
@@ -151,8 +154,11 @@ class Parameters:
         if name in known or self.var_keyword is not None:
             return
         near = difflib.get_close_matches(name, [*known, *sorted(JIT_OPTIONS)], n=1)
+        sentence = f"'{name}' is neither a parameter of {self.function} nor an option of jax.jit"
+        if name in self.names:
+            sentence = f"'{name}' of method {self.function} cannot have a spec"
         raise EinshardError(
-            f"'{name}' is neither a parameter of {self.function} nor an option of jax.jit",
+            sentence,
             facts={'parameters': ', '.join(known) or 'none'},
             fix=f'{near[0]}=' if near else None,
         )
@@ -321,7 +327,7 @@ def _jit_options(named: Mapping[str, Any]) -> dict[str, Any]:
         if option in named:
             raise EinshardError(
                 f'sharded does not take {option}=; it derives them from the specs',
-                facts={'instead': 'pass specs by position or by parameter name, and out='},
+                facts={'instead': 'pass specs by position or by name, and out= for the result'},
             )
     return {name: value for name, value in named.items() if name in JIT_OPTIONS}
 

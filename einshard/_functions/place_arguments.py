@@ -77,9 +77,7 @@ def _place(
     sharding = placement.sharding
     current = _rejected_sharding(traced, leaf, sharding)
     if current is not None and not (_is_unsharded(current) or traced.setup.reshard):
-        raise _placed_differently(
-            traced, current, placement, leaf, argument.leaf_text(path, leaf)
-        ) from None
+        raise _placed_differently(traced, current, placement, leaf, argument, path) from None
     if (
         current is not None
         or _is_multi_process_host_data(leaf)
@@ -120,7 +118,12 @@ def _hides_devices(traced: TracedFunction, sharding: NamedSharding) -> bool:
 
 
 def _placed_differently(
-    traced: TracedFunction, current: Sharding, placement: Placement, leaf: Any, array: str
+    traced: TracedFunction,
+    current: Sharding,
+    placement: Placement,
+    leaf: Any,
+    argument: ValueSpec,
+    path: Sequence[Any],
 ) -> EinshardError:
     memory, expected = memory_kind_of(current), memory_kind_of(placement.sharding)
     if memory != expected:
@@ -136,11 +139,12 @@ def _placed_differently(
         sentence = f"the argument is {state} as '{current_text}'"
     spec = in_memory(str(placement.expression), placement.sharding.memory_kind)
     mesh = '' if traced.setup.mesh is None else ', mesh=...'
+    value = f'{argument.name}{jtu.keystr(tuple(path))}'
     return placement.expression.error(
         sentence,
         [term for term in placement.expression.right if term.is_sharded],
-        array=array,
-        **{'try': f"reshard=True, or einshard(x, '{spec}'{mesh}) before the call"},
+        array=argument.leaf_text(path, leaf),
+        **{'try': f"reshard=True, or einshard({value}, '{spec}'{mesh}) before the call"},
     )
 
 

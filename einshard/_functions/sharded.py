@@ -361,7 +361,7 @@ def no_function_error(
     facts: dict[str, Any] = {}
     if in_specs and _can_decorate(in_specs[-1]):
         name = name_of(in_specs[-1])
-        facts['note'] = f'the same call has other arguments, so {name} was read as a spec'
+        facts['note'] = f'with other arguments, {decorator} reads {name} as a spec'
         facts['try'] = f'{decorator}(...)({name})'
     return EinshardError(f'{decorator} must decorate a function, got {got}', facts=facts)
 
