@@ -31,7 +31,7 @@ from .value_spec import ValueSpec
 
 
 class WrongShardings(ValueError):
-    """Stops a trace if the arguments or the result need other shardings than jit was given.
+    """Stops a trace if the mesh, arguments or result need other shardings than jit was given.
 
     Callers handle it like jit's ValueErrors about shardings: they look up the right program.
     """
@@ -82,7 +82,8 @@ UNKNOWN: Any = object()  # out_shardings that are not known yet
 class TracedFunction:
     """The function that JAX traces: it checks specs, enters the mesh, calls the user's function.
 
-    Ranks and sizes are checked only in a trace; JAX traces again for new shapes or pytrees.
+    Each trace checks ranks and sizes. JAX traces again for new shapes or pytrees, so a call that
+    does not trace needs no check.
 
     Attributes:
         arguments, result: the specs of the arguments and of the result.
@@ -159,7 +160,7 @@ class TracedFunction:
 
     def matches_result(self, values: Sequence[Any]) -> bool:
         """Whether the result needs the shardings that the function is jitted with."""
-        # if it depends on the leaves of the result, a trace checks it
+        # if the shardings depend on the leaves of the result, a trace checks them
         if self.result.needs_leaves(self.setup.context()):
             try:
                 self._shapes(*values)
