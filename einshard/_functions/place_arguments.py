@@ -44,16 +44,16 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
         if argument.spec is None:
             _check_devices(traced, argument, value)
             continue
-        moved: list[Any] = []
+        leaves: list[Any] = []
         for path, leaf, placement in placements[i]:
-            moved.append(
+            leaves.append(
                 leaf if placement is None else _place(traced, argument, path, leaf, placement)
             )
-            if placement and moved[-1] is not leaf and _must_agree(leaf, placement.sharding):
+            if placement and leaves[-1] is not leaf and _must_agree(leaf, placement.sharding):
                 planned = argument.leaf_text(path, leaf), placement.expression.text
                 to_compare.append((planned, leaf))
-        if any(new is not old for new, (_, old, _) in zip(moved, placements[i], strict=True)):
-            placed[i] = jtu.tree_unflatten(jtu.tree_structure(value), moved)
+        if any(new is not old for new, (_, old, _) in zip(leaves, placements[i], strict=True)):
+            placed[i] = jtu.tree_unflatten(jtu.tree_structure(value), leaves)
     if to_compare and running and isinstance(traced.mesh, Mesh) and not is_tracing():
         check_same_contents(to_compare, traced.mesh)
     is_unchanged = all(new is old for new, old in zip(placed, values, strict=True))
