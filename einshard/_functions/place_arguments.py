@@ -18,7 +18,7 @@ from .._arrays.process_agreement import PlannedArray, check_same_contents
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
 from .._sharding.describe import describe, describe_in
-from .._sharding.leaf_spec import in_memory
+from .._sharding.leaf_spec import REPLICATED, in_memory
 from .._sharding.mesh import is_partial, memory_kind_of
 from .._sharding.resolve import Placement
 from .program import TracedFunction
@@ -135,12 +135,11 @@ def _placed_differently(
         state = 'a partial sum, sharded' if is_sum else 'already sharded differently,'
         sentence = f"the argument is {state} as '{current_text}'"
     spec = in_memory(str(placement.expression), placement.sharding.memory_kind)
-    mesh = '' if traced.setup.mesh is None else ', mesh=...'
     return placement.expression.error(
         sentence,
         [term for term in placement.expression.right if term.is_sharded],
         array=array,
-        **{'try': f"reshard=True, or einshard(x, '{spec}'{mesh}) before the call"},
+        **{'try': f'reshard=True, or {_einshard_call(traced, "x", spec)}'},
     )
 
 
@@ -166,16 +165,31 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
         else:
             continue
         device, *others = leaf_devices
-        must_reshard = not (_is_unsharded(leaf.sharding) or traced.setup.reshard)
-        reshard = ' and reshard=True' if must_reshard else ''
         raise EinshardError(
             f"argument '{argument.name}' has no spec and is committed to {where}",
             facts={
                 'array': argument.leaf_text(path, leaf),
                 'got': describe(leaf) if others else f'committed to {device}',
-                'try': f"{argument.name}='... -> * ...'{reshard} to replicate it",
+                'try': _replicating(traced, str(argument.name), leaf),
             },
         ) from None
+
+
+def _replicating(traced: TracedFunction, label: str, leaf: jax.Array) -> str:
+    """Returns code that replicates an argument without a spec, which has this leaf."""
+    parameters = traced.setup.declaration.parameters
+    if label in parameters.names[: parameters.n_self]:
+        return _einshard_call(traced, label, REPLICATED)  # `self` cannot have a spec
+    must_reshard = not (_is_unsharded(leaf.sharding) or traced.setup.reshard)
+    reshard = ' and reshard=True' if must_reshard else ''
+    parameter = label.partition('[')[0]  # 'args[1]' is not a keyword; `args` is, for all its values
+    replicated = 'it' if parameter == label else f"'{parameter}'"
+    return f"{parameter}='{REPLICATED}'{reshard} to replicate {replicated}"
+
+
+def _einshard_call(traced: TracedFunction, name: str, spec: str) -> str:
+    mesh = '' if traced.setup.mesh is None else ', mesh=...'
+    return f"einshard({name}, '{spec}'{mesh}) before the call"
 
 
 def _device_order(sharding: Sharding) -> tuple[Any, ...] | None:
