@@ -74,6 +74,13 @@ def test_too_little_memory():
     assert 'largest 1' in error.facts
 
 
+def test_too_little_memory_for_a_program_without_text(monkeypatch):
+    monkeypatch.setattr(jax.stages.Compiled, 'as_text', lambda self: None)
+    with pytest.raises(MemoryExceeded) as caught:
+        promising('1 kB')(X, W)
+    assert 'largest 1' not in caught.value.facts
+
+
 def test_programs_for_other_shapes_are_checked():
     careful = promising(needed())
     careful(X, W)

@@ -142,7 +142,8 @@ def check_memory(name: str, compiled: Any, limit: int) -> None:
         raise EinshardError(f'cannot read the memory of {name}: the backend does not report it')
     if memory.total <= limit:
         return
-    largest = largest_temporaries(Module(program_text(name, compiled)), 3)
+    text = compiled.as_text()
+    largest = largest_temporaries(Module(text), 3) if text else ()
     raise MemoryExceeded(
         f'{name} needs {format_bytes(memory.total)} of memory on each device',
         facts={
