@@ -64,7 +64,7 @@ class Setup:
             raise error.about(function=self.name) from None
 
     def mesh_key(self, context: Context) -> tuple[AnyMesh, bool]:
-        """Returns the mesh, abstract if it is ambient, and whether it is ambient."""
+        """Returns a key for caches: the mesh, abstract if it is ambient, and whether it is."""
         mesh = context.lowering_mesh
         is_ambient = self.is_ambient(mesh)
         return (abstract_mesh(mesh) if is_ambient else mesh), is_ambient
@@ -355,7 +355,7 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     dynamic = [s for i, s in enumerate(traced.in_shardings) if i not in traced.static]
     if any(sharding is not None for sharding in dynamic):
         with_shardings['in_shardings'] = tuple(map(traced.for_jit, dynamic))
-        if traced.mesh.size == 1:
+        if traced.mesh.size == 1:  # without in_shardings, the arguments choose the devices
             budget = budget and budget.on_one_device()
     nested = _nested(traced, with_shardings)
     if traced.out_shardings is not None:
