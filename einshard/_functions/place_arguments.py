@@ -170,18 +170,21 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
             facts={
                 'array': argument.leaf_text(path, leaf),
                 'got': describe(leaf) if others else f'committed to {device}',
-                'try': _replicating(traced, str(argument.name), leaf),
+                'try': _replication_fix(traced, str(argument.name), leaf),
             },
         ) from None
 
 
-def _replicating(traced: TracedFunction, label: str, leaf: jax.Array) -> str:
-    """Returns code that replicates an argument without a spec, which has this leaf."""
-    parameters = traced.setup.declaration.parameters
+def _replication_fix(traced: TracedFunction, label: str, leaf: jax.Array) -> str:
+    """Returns a fix for an argument without a spec, of which `leaf` is on other devices."""
+    declaration = traced.setup.declaration
+    parameters = declaration.parameters
     if label in parameters.names[: parameters.n_self]:
         return _einshard_call(traced, label, REPLICATED)  # `self` cannot have a spec
     must_reshard = not (_is_unsharded(leaf.sharding) or traced.setup.reshard)
     reshard = ' and reshard=True' if must_reshard else ''
+    if label in declaration.specs:  # a keyword would be a second spec
+        return f"'{REPLICATED}' instead of None{reshard} to replicate it"
     parameter = label.partition('[')[0]  # 'args[1]' is not a keyword; `args` is, for all its values
     replicated = 'it' if parameter == label else f"'{parameter}'"
     return f"{parameter}='{REPLICATED}'{reshard} to replicate {replicated}"
