@@ -102,9 +102,16 @@ def test_both_promises():
         summed(X, W)
 
 
-def test_a_gradient_outside_of_jit_is_not_checked():
-    careful = promising('1 kB')
-    with pytest.warns(UserWarning, match=r'^memory= of product is not checked'):
+@pytest.mark.parametrize(
+    ('options', 'unchecked'),
+    [
+        ({}, 'memory= of product is not checked'),
+        ({'collectives': ()}, 'collectives= and memory= of product are not checked'),
+    ],
+)
+def test_a_gradient_outside_of_jit_is_not_checked(options, unchecked):
+    careful = promising('1 kB', **options)
+    with pytest.warns(UserWarning, match=f'^{unchecked} inside jax.grad'):
         jax.grad(lambda x: careful(x, W).sum())(X)
 
 
