@@ -86,15 +86,9 @@ def collective_section(collectives: Collectives) -> Section:
 def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:
     """Formats a group of identical rows as one line."""
     row = rows[0]
-    n = str(len(rows))
-    if row.executions is None:
-        runs = f'{n} x ?'
-    elif row.executions == 1:
-        runs = n
-    else:
-        runs = str(row.executions) if len(rows) == 1 else f'{n} x {row.executions}'
+    iterations = '?' if row.executions is None else row.executions
     return (
-        runs,
+        str(len(rows)) if iterations == 1 else f'{len(rows)} x {iterations}',
         f'{row.kind}{" (async)" * row.is_async}{" (f32)" * row.widened}',
         short_arrays(row.arrays),
         f'{row.groups} of {row.group_size}' if row.groups else '?',
