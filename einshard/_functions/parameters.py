@@ -110,7 +110,7 @@ class Parameters:
         return (*named, *rest, *by_keyword)
 
     def assign(self, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Combines specs by position and by name; returns them by label, as in `value_labels`."""
+        """Combines specs by position and by name. Returns them by label: see `Declaration`."""
         names = self.names[self.n_self :]
         if len(specs) > len(names) and self.var_positional is None:
             raise EinshardError(
@@ -199,7 +199,8 @@ class Declaration:
     """The specs of parameters and result, and which parameters are static or donated.
 
     Attributes:
-        specs: the parsed specs by label; labels are those of `Parameters.value_labels`.
+        specs: the parsed specs by label, as in `Parameters.value_labels`. A spec for all of `*args`
+            has the label 'args', one for all of `**kwargs` has the label 'kwargs'.
         static, donated: the labels of static and of donated parameters.
         result: the spec of the result.
     """
@@ -278,7 +279,8 @@ class Declaration:
     def _array_defaults(self) -> dict[str, Any]:
         """Returns the defaults that contain arrays, by parameter name, for parameters with specs.
 
-        Calls pass them as keyword arguments, so that they are placed as the specs say.
+        Calls pass them as keyword arguments, so that they are placed as the specs say. This is not
+        possible for positional-only parameters, which are left out.
         """
         return {
             name: parameter.default
