@@ -99,9 +99,9 @@ def plan(
     limit = _memory_limit(memory, chip, devices)
     _check_budget(compilations, seconds)
     mesh_axes = None if is_device_mesh(devices) else tuple(devices.shape.items())
-    names = [name for name, _ in mesh_axes or ()]
-    model = find_model(fn, args, kwargs, names)
-    pinned = read_pins(pin or {}, names or AXES)
+    mesh_axis_names = [name for name, _ in mesh_axes or ()]
+    model = find_model(fn, args, kwargs, mesh_axis_names)
+    pinned = read_pins(pin or {}, mesh_axis_names or AXES)
     space = Space(model, devices.size, _n_slices(devices), mesh_axes, pinned)
     given = [read_candidate(i, pair, model, devices.size) for i, pair in enumerate(candidates)]
     estimator = Estimator(model, devices, chip)
@@ -110,13 +110,13 @@ def plan(
         raise _nothing_to_shard(model, devices)
     function = Function(fn, args, kwargs, devices, chip)
     # for CPUs, the programs of the partitioner are the real ones
-    is_simulated = devices.devices.flat[0].platform == 'cpu'
+    is_cpu = devices.devices.flat[0].platform == 'cpu'
     with closing(Partitioner(function)) as partitioner:
         search = Search(
             estimates=[estimator.judge(candidate) for candidate in found.ranked],
             given=given,
             by_partitioner=partitioner.judge_all,
-            by_compiler=None if is_simulated else function.judge_all,
+            by_compiler=None if is_cpu else function.judge_all,
             objective=objective,
             limit=limit,
             compilations=compilations,

@@ -17,8 +17,8 @@ from .._page import Column, Page, Section
 from .._text import format_bytes, format_seconds
 from .judge import Function
 from .judgement import Judgement, Objective
+from .plot import scatter_svg
 from .reasons import reason
-from .scatter import scatter_svg
 
 _SHOWN = 4  # plans in the printed table
 

@@ -32,7 +32,7 @@ from .._trees.rules import Rules
 from .flatten import entries_of
 from .names import AxisNames
 
-_count = itertools.count()
+_trace_numbers = itertools.count()
 
 
 def first_trace(
@@ -111,7 +111,7 @@ def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
     device = np.array(jax.devices()[:1], dtype=object).reshape((1,) * len(axes))
     mesh = Mesh(device, axes, axis_types=(AxisType.Auto,) * len(axes))
     # in letters, because axis names have no digits
-    number = ''.join(chr(ord('a') + int(digit)) for digit in str(next(_count)))
+    number = ''.join(chr(ord('a') + int(digit)) for digit in str(next(_trace_numbers)))
     rules = {name: f'@{name}' for name in names}
     with mesh_scope(mesh), axis_rules({**rules, f'einshard_plan_trace_{number}': ''}):
         yield
@@ -145,14 +145,17 @@ def no_names(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Einshar
     return error.with_fix(f'sharded({", ".join(map(_spec_text, specs))})({name_of(fn)})')
 
 
-_EXAMPLES = ('batch length embed height width', 'rows columns depth height width')
+# axis names for examples: of the first argument if it is an array, and of all others
+_DATA_NAMES = 'batch', 'length', 'embed', 'height', 'width'
+_WEIGHT_NAMES = 'rows', 'columns', 'depth', 'height', 'width'
 
 
 def _example(arg: Any, number: int) -> Any:
     """Returns a spec for an argument, with an axis name for each axis of its largest array."""
     leaves = [(path_text(path), leaf) for path, leaf in jtu.tree_leaves_with_path(arg)]
     path, leaf = max(leaves, key=lambda one: math.prod(np.shape(one[1])), default=('', 0))
-    names = ' '.join(_EXAMPLES[number > 0 or len(leaves) > 1].split()[: np.ndim(leaf)])
+    is_weight = number > 0 or len(leaves) > 1
+    names = ' '.join((_WEIGHT_NAMES if is_weight else _DATA_NAMES)[: np.ndim(leaf)])
     if len(leaves) < 2:
         return names or None
     return Rules([(f'{path.rpartition("/")[2]}$', names)], default=REPLICATED)
