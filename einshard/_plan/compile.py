@@ -82,6 +82,7 @@ class Worker:
         if isinstance(answer, str):
             return answer
         text = answer['text'].replace(_PREFIX, '')
+        # an object with the one method of `jax.stages.Compiled` that `read_memory` calls
         sizes = SimpleNamespace(memory_analysis=lambda: read_sizes(answer['buffers']))
         return Compiled(text, read_memory(sizes))
 
@@ -96,6 +97,7 @@ class Worker:
         self._log = Path(folder.name) / 'log'
         with self._log.open('wb') as log:
             self._process = subprocess.Popen(
+                # -P keeps this folder off sys.path: its modules would hide others of the same name
                 [sys.executable, '-P', str(Path(__file__).with_name('worker.py'))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -173,8 +173,9 @@ class _StoredArrays:
             _summed([*arguments, *donated, *model.results]),
             *(_summed([*arguments, *model.results, *peak]) for peak in peaks),
         ]
+        # arrays with the same names are of one kind
         kinds = list(dict.fromkeys(names for row in rows for names in row))
-        # the names of all axes in one tuple, and of each axis
+        # of the arrays of each kind: the names of all axes in one tuple, and those of each axis
         self.kinds = [(tuple(name for one in names for name in one), names) for names in kinds]
         self.sizes = np.array([[row[names] for names in kinds] for row in rows], float)
         # for each kind, the fraction that a device has, by the mesh axes of its names

@@ -172,6 +172,7 @@ class _Reader:
             return
         n = min(len(self.shape(old)) - shift[0], len(self.shape(new)) - shift[1])
         links = tuple((0, d + shift[0], 0, d + shift[1]) for d in range(n))
+        # every device runs all iterations, so it needs the scanned axis in full
         unsharded = ((0, 0),) if name == 'scan_input' else ()
         self.append(Op(name, (old,), (new,), Relation(links, unsharded=unsharded), body=body))
 

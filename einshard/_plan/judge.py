@@ -102,7 +102,10 @@ class Function:
         return treedef.unflatten(shapes)
 
     def _copy(self) -> Any:
-        """A copy of a `sharded` function, which would otherwise keep the candidates' programs."""
+        """Returns a copy of a `sharded` function, and other functions as they are.
+
+        A `sharded` function keeps its programs, so the user's would keep those of all candidates.
+        """
         function = as_sharded(self.fn)
         if function is None:
             return self.fn
@@ -171,7 +174,7 @@ class Partitioner:
 
 @dataclass(frozen=True)
 class _SentProgram:
-    """A program that the worker compiles.
+    """What is known of a program that was sent to the worker.
 
     Attributes:
         inputs: the path and the dtype of each argument that the program uses.

@@ -44,6 +44,6 @@ def _names(node: Any) -> Sequence[Any] | None:
 
 
 def _as_tuple(entry: Any) -> tuple[str, ...]:
-    """Converts an entry to a tuple: it is a name, several names, or None."""
+    """Converts the entry of an axis, which is a name, several names or None, to a tuple."""
     names = entry if isinstance(entry, tuple | list) else (entry,)
     return tuple(str(name) for name in names if name is not None)

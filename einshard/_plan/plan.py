@@ -61,7 +61,7 @@ def plan(
 
     The function names its axes in expressions without placements: in the specs of `sharded`, in
     `Rules`, and in `einshard(x, 'batch seq act')` inside. `plan` finds these names by tracing, and
-    compares mesh shapes with up to three axes (x, y, z) and all ways to shard the names over them.
+    compares mesh shapes with up to three axes (x, y, z) and ways to shard the names over them.
     An estimate orders the candidates. XLA's partitioner compiles the most promising ones, for
     simulated CPU devices in another process; the compiler of the target compiles the best of them.
     Nothing runs, and arguments can be shapes: `jax.ShapeDtypeStruct`.
@@ -73,7 +73,7 @@ def plan(
         fn: a `sharded` or jitted function, or any other function that names its axes.
         args, kwargs: arguments of the call, as in `explain`.
         mesh: the devices, such as `topology('v5e:16x16')`. A mesh with named axes fixes the mesh
-            shape, so that only the names are planned.
+            shape, so that only the names are planned. Default: the mesh in context, or all devices.
         chip: the chip for the lower bounds, as in `explain`. Default: that of the devices.
         memory: bytes of a device that a plan may use, such as '14 GB'. Default: all of them.
         objective: what to minimize: 'bound', the sum of the lower bounds; 'bytes' that a device

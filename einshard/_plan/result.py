@@ -38,7 +38,7 @@ class Plan(Display):
         sizes: the axis names of the model, with their sizes.
         choices: the compiled plans, best first, each a `Judgement`.
         code: the specs of the function with the placements of the best plan, as source text.
-        n_candidates: how many candidates were estimated.
+        n_candidates: how many candidates were left to choose from after pruning; at most 200.
         pruned: how many other ways to shard the model or a mesh axis were left out, by reason:
             {'indivisible': 120}.
         stopped: why the search ended early, or ''.
@@ -180,8 +180,8 @@ class Plan(Display):
         compiled = [one.judge for one in self.choices]
         pruned = ', '.join(f'{why} ({n})' for why, n in self.pruned.items())
         lines = [
-            f'{plural(self.n_candidates, "candidate")} estimated; {len(compiled)} compiled, '
-            f'{compiled.count("compiler")} of them for the target'
+            f'{plural(self.n_candidates, "candidate")} ranked by estimates; '
+            f'{len(compiled)} compiled, {compiled.count("compiler")} of them for the target'
             f'{f" ({self.stopped})" if self.stopped else ""}',
             *([f'not considered: {pruned}'] if pruned else []),
         ]
