@@ -88,9 +88,9 @@ def plan(
         A `Plan`. If no candidate fits into memory, the one that is closest, with a warning.
 
     Raises:
-        EinshardError: the model has no axis names or nothing to shard; there is one device; the
-            chip is unknown and the objective is 'bound'; a pin or candidate does not fit the
-            sizes; or no candidate compiles.
+        EinshardError: the model has no axis names or nothing to shard; `fn` has its own mesh; there
+            is one device; the chip is unknown and the objective is 'bound'; a pin or candidate does
+            not fit the sizes; or no candidate compiles.
     """
     check_option('objective', objective, get_args(Objective))
     _check_has_no_mesh(fn)

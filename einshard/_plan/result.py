@@ -89,7 +89,7 @@ class Plan(Display):
         return self._function.trace(self.best.candidate)
 
     def why(self, name: str) -> Why:
-        """Compares the best plan with those that shard only this axis differently."""
+        """Compares the best plan with others of its mesh shape that differ only in this axis."""
         if name not in self.sizes:
             raise EinshardError(
                 f"the model has no axis named '{name}'",
@@ -177,11 +177,11 @@ class Plan(Display):
         kind = self.devices.devices.flat[0].device_kind
         devices = plural(self.devices.size, 'device')
         rows = [self._row(i, one) for i, one in enumerate(self.choices[:_SHOWN])]
-        compiled = [one.judge for one in self.choices]
+        judges = [one.judge for one in self.choices]
         pruned = ', '.join(f'{why} ({n})' for why, n in self.pruned.items())
         lines = [
             f'{plural(self.n_candidates, "candidate")} ranked by estimates; '
-            f'{len(compiled)} compiled, {compiled.count("compiler")} of them for the target'
+            f'{len(judges)} compiled, {judges.count("compiler")} of them for the target'
             f'{f" ({self.stopped})" if self.stopped else ""}',
             *([f'not considered: {pruned}'] if pruned else []),
         ]
