@@ -138,9 +138,6 @@ def resolve(
             error = error.about(spec=partition_text(spec.partition))
         if isinstance(spec, LeafSpec) and spec.rule is not None:
             error = error.about(rule=spec.rule)
-        written = error.expression in (None, str(spec))
-        if not written and _is_ruled(as_leaf_spec(spec).expression, context):
-            error = error.about(before_axis_rules=f"'{spec}'")
         raise with_legacy_mesh_note(error, context.mesh).with_fix(fix) from None
     if placement.warning:  # Python shows a warning only once per line of user code
         warnings.warn(placement.warning, stacklevel=depth_of_user())
@@ -209,15 +206,20 @@ def _lay_out(
             'already has its own array',
             mesh=mesh_fact(mesh),
         )
-    layout = lay_out(
-        ruled.expression,
-        shape,
-        math.prod(axis_sizes.values()),
-        named_sizes if context.mesh else None,
-        replicates_by_default=_is_users_mesh(context),
-        replicate_indivisible=spec.on_indivisible == 'replicate' or ruled.replicate_indivisible,
-        hints=_simulation_hint(mesh),
-    )
+    try:
+        layout = lay_out(
+            ruled.expression,
+            shape,
+            math.prod(axis_sizes.values()),
+            named_sizes if context.mesh else None,
+            replicates_by_default=_is_users_mesh(context),
+            replicate_indivisible=spec.on_indivisible == 'replicate' or ruled.replicate_indivisible,
+            hints=_simulation_hint(mesh),
+        )
+    except EinshardError as error:
+        if _is_ruled(spec.expression, context):
+            raise error.about(before_axis_rules=f"'{spec.expression.text}'") from None
+        raise
     return ruled, layout
 
 
