@@ -82,8 +82,7 @@ def _name_operands(op: Op, required: _Table) -> None:
 def _name_results(op: Op, forward: _Table, required: _Table) -> None:
     """Gives each result the axis names of its constraint, its operands or its consumers.
 
-    They are tried in this order; if the operation has an einsum, consumers
-    come before operands.
+    They are tried in this order; if the operation has an einsum, consumers come before operands.
     """
     for out in op.arrays_out:
         if op.primitive == _CONSTRAINT:
