@@ -130,6 +130,7 @@ class Estimator:
         )
 
     def _costs(self, axes: Axes) -> list[_Cost]:
+        """Returns the cost of each product, in the order of `products`."""
         costs: list[_Cost] = []
         axes_of = axes.__getitem__
         for (product, names), known in zip(self.products, self._known, strict=True):

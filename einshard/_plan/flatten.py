@@ -130,6 +130,7 @@ class _Reader:
         return [value_of(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
+        """Adds the operations of an equation with these operands; returns the results."""
         name, params = eqn.primitive.name, eqn.params
         if name == 'scan':
             return self.scan(eqn, ins)

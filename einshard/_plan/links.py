@@ -87,6 +87,7 @@ def _each(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 def _dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = params['dimension_numbers']
     new = itertools.count()
+    # the index of each axis; batch and contracted axes of both operands have the same
     lhs = {d: next(new) for d in (*lhs_batch, *lhs_sum)}
     rhs = dict(zip((*rhs_batch, *rhs_sum), lhs.values(), strict=True))
     for dims, shape in zip((lhs, rhs), ins, strict=False):

@@ -32,6 +32,7 @@ def _has_names(node: Any) -> bool:
 
 
 def _names(node: Any) -> Sequence[Any] | None:
+    """Returns the names of a Flax box or variable, an entry for each axis; None if it has none."""
     if hasattr(node, 'unbox') and isinstance(getattr(node, 'names', None), tuple):
         return node.names
     get_metadata: Callable[[], dict[str, Any]] | None = getattr(node, 'get_metadata', None)
