@@ -183,8 +183,10 @@ def _rules_of_tree(
 ) -> tuple[list[PathRule], bool]:
     """Finds rules for the leaves of a pytree.
 
-    Leaves that `Rules` skip get no rule: scalars, small arrays and leaves that are not arrays. Also
-    returns whether `Rules` skip leaves that are not arrays.
+    Leaves that `Rules` skip get no rule: scalars, small arrays and leaves that are not arrays.
+
+    Returns:
+        The rules, and whether `Rules` skipped a leaf that is not an array.
     """
     shapes = jtu.tree_map(_struct, tree)
     placed = jtu.tree_leaves(einshard(shapes, spec, mesh=mesh))
