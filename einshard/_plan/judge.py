@@ -158,7 +158,7 @@ class Partitioner:
             except Exception:  # such as a kernel for another platform, or a host callback
                 return function.judge(candidate)
             self._worker.submit(request)
-            return _sent_program(candidate, stages, kept)
+            return _describe_program(candidate, stages, kept)
         except EinshardError as error:
             return _failed(candidate, 'partitioner', str(error))
 
@@ -212,7 +212,7 @@ class _SentProgram:
         )
 
 
-def _sent_program(candidate: Candidate, stages: Stages, kept: Sequence[int]) -> _SentProgram:
+def _describe_program(candidate: Candidate, stages: Stages, kept: Sequence[int]) -> _SentProgram:
     traced: Any = stages.traced
     arguments = jtu.tree_leaves_with_path(traced.args_info)
     results = jtu.tree_leaves_with_path(traced.out_info)

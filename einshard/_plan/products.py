@@ -191,5 +191,5 @@ class _Shares:
         return 'weights' if self._roots(value) in self._weights else 'activations'
 
     def role_of_result(self, value: int) -> str:
-        """Returns 'gradients' for the result of a product with the axis names of a weight."""
+        """Returns 'gradients' if a result has the axis names of a weight, else 'activations'."""
         return 'gradients' if self._names[value] in self._weight_names else 'activations'
