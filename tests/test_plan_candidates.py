@@ -51,8 +51,8 @@ def cheapest_shape(step, args, devices, shapes, *, tensor):
     model = find_model(step, args, {})
     estimator = Estimator(model, devices, V5P)
     space = Space(model, len(devices))
-    roles = frozenset({'batch', 'embed'}), frozenset(tensor)
-    return min(shapes, key=lambda sizes: estimator.totals(space.axes((sizes, roles))).seconds)
+    name_sets = frozenset({'batch', 'embed'}), frozenset(tensor)
+    return min(shapes, key=lambda sizes: estimator.totals(space.axes((sizes, name_sets))).seconds)
 
 
 def test_book_mlp():
@@ -150,6 +150,16 @@ def test_pruned():
     assert pruned['same as with fewer mesh axes'] > 0
 
 
+def test_a_pruned_plan_is_counted_once():
+    model = model_of(mlp_step())
+    space, estimator = Space(model, 8), Estimator(model, DEVICES, V5E)
+    search = candidates._CandidateSearch(space, estimator, None, 'bound')
+    search.add(search.all_plans())
+    ranked, pruned = search.ranked(), dict(search.pruned)
+    assert pruned['same after renaming mesh axes'] > 0
+    assert (search.ranked(), search.pruned) == (ranked, pruned)
+
+
 def test_objectives():
     model = model_of(mlp_step(tokens=4096))
     for objective in ('bound', 'bytes', 'memory'):
@@ -180,7 +190,9 @@ def test_named_mesh():
     assert {one.mesh for one in found} == {(('data', 4), ('tensor', 2))}
 
 
-def test_mesh_axes_in_specs_shard_no_other_axis_of_the_array():
+@pytest.mark.parametrize('enumerated', [20_000, 0])
+def test_mesh_axes_in_specs_shard_no_other_axis_of_the_array(enumerated, monkeypatch):
+    monkeypatch.setattr(candidates, 'MAX_ENUMERATED', enumerated)
     x = jax.ShapeDtypeStruct((64, 64), 'float32')
     model = find_model(sharded('a b@tp', 'b@tp c')(jnp.matmul), (x, x), {}, ['data', 'tp'])
     found = find(model, DEVICES, mesh=(('data', 4), ('tp', 2))).ranked

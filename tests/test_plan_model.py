@@ -43,10 +43,10 @@ def test_model_of_an_mlp():
     model = model_of(mlp_step())
     assert model.name == 'step'
     assert model.sizes == {'mlp': 32, 'embed': 16, 'batch': 64, 'act': 16}
-    assert [(one.names, one.role, one.donated, one.bytes) for one in model.arrays] == [
-        ((('mlp',), ('embed',)), 'state', True, 2048),
-        ((('embed',), ('mlp',)), 'state', True, 2048),
-        ((('batch',), ('act',)), 'batch', False, 4096),
+    assert [(one.names, one.is_state, one.donated, one.bytes) for one in model.arrays] == [
+        ((('mlp',), ('embed',)), True, True, 2048),
+        ((('embed',), ('mlp',)), True, True, 2048),
+        ((('batch',), ('act',)), False, False, 4096),
     ]
     assert model.results == ()  # the loss is a scalar, the weights take the memory of the old ones
     assert set(products(model)) == {
@@ -142,7 +142,7 @@ def test_decoding():
         return jax.lax.dynamic_update_slice(cache, new[:, None], (0, 3, 0))
 
     model = find_model(decode, ({'w': f32(16, 32), 'b': None}, f32(8, 10, 32), f32(8, 16)), {})
-    assert [one.role for one in model.arrays] == ['batch', 'state', 'batch']
+    assert [one.is_state for one in model.arrays] == [False, True, False]
     assert model.results == ()
     assert list(products(model)) == ['batch embed, embed mlp -> batch mlp']
 
@@ -156,7 +156,7 @@ def test_a_batch_may_be_a_pytree(options):
 
     weights, batch = {'up': f32(16, 32), 'down': f32(32, 16)}, {'x': f32(64, 16), 'y': f32(64, 16)}
     model = find_model(step, (weights, batch), {})
-    assert [one.role for one in model.arrays] == ['state', 'state', 'batch', 'batch']
+    assert [one.is_state for one in model.arrays] == [True, True, False, False]
 
 
 def test_jitted_function_with_names_inside():

@@ -11,8 +11,10 @@ from .._cache import cached
 from .._errors import EinshardError, Suggestion
 from .._notation.expression import Expression, Term, check_mesh_axes, parse
 from .._notation.write import write_short
+from .._suggestions import works
 from .axis_rules import Fallback
-from .context import AxisRule, AxisRules
+from .context import AxisRule, AxisRules, Context
+from .leaf_spec import AnySpec, as_leaf_spec
 
 
 class RuledExpression(NamedTuple):
@@ -173,3 +175,21 @@ def _parse_placement(placement: str) -> Term:
     """Parses the placement of a rule, such as '@data', to a term with the name 'x'."""
     (term,) = parse(f'x{placement}').right
     return term
+
+
+def fix_in_axis_rules(
+    fix: str | None, error: EinshardError, spec: AnySpec, context: Context
+) -> str | None:
+    """Returns the fix as a rule, if it changes nothing but the placement that a rule gives."""
+    if not isinstance(fix, Suggestion) or error.expression is None:
+        return fix
+    if not context.axis_rules or not works(lambda: as_leaf_spec(spec)):
+        return fix
+    terms = zip(parse(error.expression).right, parse(fix.expression).right, strict=False)
+    changed = [new for old, new in terms if new != old]
+    name = changed[0].name if len(changed) == 1 else None
+    if name is None or name not in {rule.name for rule in context.axis_rules}:
+        return fix
+    if Term(name) not in as_leaf_spec(spec).expression.right:  # the user wrote the placement
+        return fix
+    return f"axis_rules({name}='{str(changed[0]).removeprefix(name)}')"

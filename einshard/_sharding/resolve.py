@@ -17,7 +17,7 @@ from .._notation.expression import ELLIPSIS, Expression
 from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._notation.layout import Layout, lay_out, misfit
 from .._suggestions import working_fix, works
-from .apply_axis_rules import RuledExpression, apply_axis_rules
+from .apply_axis_rules import RuledExpression, apply_axis_rules, fix_in_axis_rules
 from .axis_rules import Fallback
 from .context import Context, context_on, current_context, depth_of_user, make_context
 from .leaf_spec import (
@@ -141,6 +141,7 @@ def resolve(
             error = error.about(spec=partition_text(spec.partition))
         if isinstance(spec, LeafSpec) and spec.rule is not None:
             error = error.about(rule=spec.rule)
+        fix = fix_in_axis_rules(fix, error, spec, context)
         raise with_legacy_mesh_note(error, context.mesh).with_fix(fix) from None
     if placement.warning:  # Python shows a warning only once per line of user code
         warnings.warn(placement.warning, stacklevel=depth_of_user())
