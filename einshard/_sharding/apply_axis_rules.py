@@ -1,4 +1,4 @@
-"""Applies axis rules to expressions."""
+"""Applies axis rules to expressions, and suggests rules in errors."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _parse_placement(placement: str) -> Term:
 def fix_in_axis_rules(
     fix: str | None, error: EinshardError, spec: AnySpec, context: Context
 ) -> str | None:
-    """Returns the fix as a rule, if it changes nothing but the placement that a rule gives."""
+    """Returns the fix as an axis rule if it changes only the placement of a rule; else the fix."""
     if not isinstance(fix, Suggestion) or error.expression is None:
         return fix
     if not context.axis_rules or not works(lambda: as_leaf_spec(spec)):
