@@ -12,8 +12,8 @@ from .._errors import EinshardError
 from .._sharding.mesh import is_partial, partition_spec, partition_text, spec_axes
 from .._text import array_text
 
-# When a value becomes a partial sum, JAX 0.8.1 leaves the value on every device, so that the sum is
-# too large. JAX 0.10.2 sets all but one to zero, but XLA crashes for complex numbers.
+# When a replicated value becomes a partial sum, JAX 0.8.1 leaves it on every device, so that the
+# sum is too large. JAX 0.10.2 sets all but one to zero, but XLA crashes for complex numbers.
 _KEEPS_ALL_TERMS = jax.__version_info__ < (0, 10)
 
 

@@ -59,7 +59,7 @@ class Judgement:
     def fits(self, limit: float | None) -> bool:
         """Whether the candidate compiles and needs no more memory than `limit`; None for no limit.
 
-        If its memory is unknown, it fits.
+        Unknown memory counts as within the limit.
         """
         return not self.error and (limit is None or (self.memory or 0) <= limit)
 

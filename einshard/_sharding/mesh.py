@@ -87,7 +87,7 @@ def device_mesh(
 def named_mesh(mesh: AnyMesh, axes: Mapping[str, int], call: str) -> AnyMesh:
     """Returns `mesh`, a canonical mesh, with named axes.
 
-    `call` is how the call that errors suggest begins, such as 'device_mesh('.
+    `call` is the start of the call in suggested fixes, such as 'device_mesh('.
     """
     sizes = solve_sizes(axes, mesh.size, call)
     return _named_mesh(mesh, tuple(sizes), tuple(sizes.values()))

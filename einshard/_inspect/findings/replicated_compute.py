@@ -69,7 +69,7 @@ def _mesh_axes(facts: Facts) -> list[str]:
 
 
 def _repeated_lines(facts: Facts) -> Iterator[tuple[int, _RepeatedLine]]:
-    """Yields (number of devices that compute the same, line) for the lines, in program order."""
+    """Yields (number of devices that compute it, line) for each repeated line, in program order."""
     assert facts.trace is not None
     by_line: dict[str, list[Product]] = {}
     for product in facts.trace.products:
