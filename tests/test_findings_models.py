@@ -11,15 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from mistakes import constrained
 
-from einshard import Rules, device_mesh, einshard, explain, for_optimizer, sharded
+from einshard import Rules, device_mesh, explain, for_optimizer, sharded
 
 VOCABULARY, D, F, BATCH, LENGTH = 256, 64, 256, 64, 32
 OPTIMIZER = optax.adamw(1e-3)
-
-
-def constrained(x, spec):
-    return x if spec is None else einshard(x, spec)
 
 
 class Block(nn.Module):

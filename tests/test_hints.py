@@ -6,7 +6,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from placed import mesh_of
+from placed import mesh_of, struct
 
 from einshard import Rules, axis_rules, einshard, make_sharding, sharded
 
@@ -92,7 +92,7 @@ CALLS = {
     'host data': lambda: einshard(X, 'a * b'),
     'a placed array': lambda: einshard(einshard(X, '* a b'), 'a * b'),
     'a scalar in a tree': lambda: einshard({'x': 1.0, 'y': X}, {'x': '*', 'y': 'a * b'}),
-    'shapes': lambda: einshard(jax.ShapeDtypeStruct((16, 16), 'float32'), 'a * b'),
+    'shapes': lambda: einshard(struct(16, 16), 'a * b'),
     'rules': lambda: einshard({'w': X}, Rules([('w', 'a * b')])),
     'make_sharding': lambda: make_sharding('a * b'),
     'an argument': lambda: sharded('a * b')(lambda x: x)(X),

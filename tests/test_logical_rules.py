@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, jaxtyped
 from placed import mesh_of
+from test_axis_rules import MESH, spec
 
 from einshard import (
     EinshardError,
@@ -25,13 +26,8 @@ from einshard import (
     sharded,
 )
 
-MESH = mesh_of(data=2, fsdp=2, tp=2)
 SIZE_ONE = mesh_of(data=4, fsdp=1, tp=2)
 FALLBACKS = [('batch', ('data', 'fsdp')), ('embed', ('fsdp', 'tp')), ('embed', 'tp'), ('mlp', 'tp')]
-
-
-def spec(expression, mesh=MESH):
-    return make_sharding(expression, mesh=mesh).spec
 
 
 def entries(spec, mesh):

@@ -4,10 +4,9 @@ import collections
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax import ShapeDtypeStruct as Shape
-from planned import MLP_RULES, Sizes, experts_step, f32, mlp_step, transformer_step
+from placed import struct as f32
+from planned import MLP_RULES, Sizes, experts_step, mlp_step, transformer_step
 
 from einshard import Chip, EinshardError, Rules, einshard, sharded
 from einshard._plan.candidate import Candidate
@@ -16,11 +15,6 @@ from einshard._plan.model import find_model
 
 # one byte per second to other devices, and one product per second
 SLOW = Chip('slow', {'bf16': 1.0}, memory=1e9, memory_bandwidth=1.0, link=1.0)
-
-
-def model_of(made):
-    step, args = made
-    return find_model(step, args, {})
 
 
 def text(product):
@@ -40,7 +34,7 @@ def products(model):
 
 
 def test_model_of_an_mlp():
-    model = model_of(mlp_step())
+    model = find_model(*mlp_step(), {})
     assert model.name == 'step'
     assert model.sizes == {'mlp': 32, 'embed': 16, 'batch': 64, 'act': 16}
     assert [(one.names, one.role, one.donated, one.bytes) for one in model.arrays] == [
@@ -61,7 +55,7 @@ def test_model_of_an_mlp():
 @pytest.mark.parametrize('pieces', [1, 4])
 def test_products_in_scans_are_counted(pieces):
     c = Sizes()
-    model = model_of(transformer_step(c, pieces))
+    model = find_model(*transformer_step(c, pieces), {})
     runs = collections.Counter()
     for one in model.products:
         runs[text(one)] += one.executions
@@ -74,13 +68,13 @@ def test_products_in_scans_are_counted(pieces):
 
 
 def test_names_go_through_the_program():
-    found = products(model_of(transformer_step()))
+    found = products(find_model(*transformer_step(), {}))
     # scores: the heads of queries are split into groups, of which the major axis keeps the name
     assert 'batch seq kv head, batch seq heads head . -> batch kv seq seq .' in found
     assert 'batch seq heads head, heads head embed -> batch norm_seq act' in found
     # the gradient of the tied table, as a product and as a lookup
     assert 'batch seq vocab, batch norm_seq act -> vocab embed' in found
-    model = model_of(transformer_step())
+    model = find_model(*transformer_step(), {})
     lookups = [text(one) for one in model.products if one.dtype == 's32']
     assert lookups == [
         'batch seq ., vocab embed -> batch norm_seq act',
@@ -90,14 +84,14 @@ def test_names_go_through_the_program():
 
 def test_what_scans_store():
     c = Sizes()
-    model = model_of(transformer_step(c))
+    model = find_model(*transformer_step(c), {})
     stored = {one for peak in model.peaks for one, _ in peak}
     n_bytes = 2 * c.layers * c.batch * c.seq * c.embed  # the input of every layer, in bf16
     assert ((('layers',), ('batch',), ('norm_seq',), ('act',)), n_bytes) in stored
 
 
 def test_experts():
-    found = products(model_of(experts_step()))
+    found = products(find_model(*experts_step(), {}))
     assert 'batch expert place, batch act -> expert place act' in found
     assert 'expert place act, expert embed mlp -> expert place mlp' in found
     assert 'expert place act, expert place mlp -> expert embed mlp' in found
@@ -127,7 +121,7 @@ def test_convolution():
 
 def test_ragged_dot():
     step = sharded('tokens act', 'expert embed mlp', 'expert')(jax.lax.ragged_dot)
-    shapes = f32(64, 8), f32(4, 8, 16), Shape((4,), 'int32')
+    shapes = f32(64, 8), f32(4, 8, 16), f32(4, dtype='int32')
     (one,) = find_model(step, shapes, {}).products
     assert text(one) == 'tokens act, expert embed mlp -> tokens mlp'
     assert one.flops == 2 * 64 * 8 * 16
@@ -243,16 +237,15 @@ T, D, F = 64, 16, 32
 GRADIENTS = WEIGHTS = 2 * 4 * D * F
 
 
-def judged(n=4, chip=SLOW, made=None, **axes):
-    made = made or mlp_step(T, D, F)
-    model = model_of(made)
-    mesh = (('x', n),)
+def judged(chip=SLOW, step=None, **axes):
+    """The estimate for four devices along x; `step` is a function with its arguments."""
+    model = find_model(*(step or mlp_step(T, D, F)), {})
     names = tuple((name, axes.get(name, ())) for name in model.sizes)
-    return Estimator(model, jax.devices()[:n], chip).judge(Candidate(mesh, names))
+    return Estimator(model, jax.devices()[:4], chip).judge(Candidate((('x', 4),), names))
 
 
 def bound(judgement, resource):
-    return {one.resource: one.seconds for one in judgement.bounds}.get(resource)
+    return {bound.resource: bound.seconds for bound in judgement.bounds}[resource]
 
 
 X = ('x',)
@@ -302,8 +295,7 @@ def test_axes_with_the_names_of_mesh_axes():
 
 def test_gathers_of_a_scan():
     c = Sizes()
-    made = transformer_step(c)
-    sent = judged(made=made, batch=X, embed=X).sent_by
+    sent = judged(step=transformer_step(c), batch=X, embed=X).sent_by
     each = 2 * c.embed * c.head * c.heads + c.embed * c.head * c.kv + 2 * c.embed * c.mlp
     # in bf16: forward and backward, and the table for the lookup and the logits, forward and back
     table = c.vocab * c.embed
@@ -315,15 +307,15 @@ def test_gathers_of_a_scan():
 
 
 def test_accumulated_gradients_are_reduced_for_each_piece():
-    one, four = (judged(made=transformer_step(pieces=n), batch=X, embed=X).sent_by for n in (1, 4))
+    one, four = (judged(step=transformer_step(pieces=n), batch=X, embed=X).sent_by for n in (1, 4))
     ratio = four['reduce-scatter', 'gradients'] / one['reduce-scatter', 'gradients']
     assert ratio == pytest.approx(4, rel=0.01)
 
 
 def test_memory():
-    c = Sizes()
-    made = transformer_step(c)
-    replicated, sharded_state = judged(made=made), judged(made=made, batch=X, embed=X)
-    states = 3 * 4 * sum(np.prod(one.shape) for one in made[1][0].values())
+    step = transformer_step()
+    replicated, fully_sharded = judged(step=step), judged(step=step, batch=X, embed=X)
+    _, (weights, *_) = step
+    states = 3 * 4 * sum(weight.size for weight in weights.values())
     assert replicated.memory > states
-    assert sharded_state.memory < replicated.memory / 3
+    assert fully_sharded.memory < replicated.memory / 3
