@@ -41,7 +41,7 @@ X = np.arange(128, dtype=np.float32).reshape(16, 8) / 128
 
 
 def transformed(place):
-    """Functions that contain a layer, with their values by numpy."""
+    """{name: (a function around a layer of sines placed by `place`, its value by numpy)}."""
 
     def layer(x):
         return jnp.sin(place(x))
@@ -275,7 +275,7 @@ def assert_no_rules():
 
 @pytest.fixture
 def clean():
-    """After the test there are no rules, in new traces too, and old traces are in use."""
+    """Checks after a test that no rules are left, and that cached traces are still used."""
     yield
     assert_no_rules()
     traced = jax.jit(lambda x: einshard(x, 'batch d', mesh=CANONICAL))
@@ -458,20 +458,14 @@ async def asynchronous_generator():
     yield
 
 
-class CallableCoroutine:
+class AsyncCallable:
     async def __call__(self):
         pass
 
 
 @pytest.mark.parametrize(
     'function',
-    [
-        coroutine,
-        generator,
-        asynchronous_generator,
-        functools.partial(coroutine),
-        CallableCoroutine(),
-    ],
+    [coroutine, generator, asynchronous_generator, functools.partial(coroutine), AsyncCallable()],
 )
 def test_functions_whose_body_runs_later_are_not_decorated(function):
     error = refusal(axis_rules(batch='@data'), function)

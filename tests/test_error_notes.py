@@ -11,15 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from placed import mesh_of
 
-from einshard import (
-    Rules,
-    device_mesh,
-    einshard,
-    einsum,
-    make_sharding,
-    per_device,
-    sharded,
-)
+from einshard import Rules, device_mesh, einshard, einsum, make_sharding, per_device, sharded
 from einshard._functions.error_notes import is_sharding_type_error
 
 EXPLICIT = AxisType.Explicit

@@ -237,7 +237,7 @@ def test_bad_input(capsys, model, command, text):
     assert refused(capsys, *command.replace('MODEL', model).split()) == text.replace('MODEL', model)
 
 
-def test_what_a_module_lacks_itself_is_pythons_error(model):
+def test_an_import_error_in_the_module_is_unchanged(model):
     with pytest.raises(ModuleNotFoundError, match='no_such_module_of_test'):
         main(['explain', 'broken_on_command:f'])
 

@@ -1,4 +1,4 @@
-"""Explicit mesh axes, which `jax.make_mesh` makes by default since JAX 0.9."""
+"""Explicit mesh axes, the default of `jax.make_mesh` since JAX 0.9."""
 
 import contextlib
 import functools
@@ -202,8 +202,8 @@ def linen_loss(explicit):
 
 @pytest.mark.parametrize('make', [nnx_loss, linen_loss])
 def test_layers_of_flax_take_out_sharding(make):
-    (loss, _), (alone, state) = make(explicit=True), make(explicit=False)
-    expected, gradients = jax.jit(jax.value_and_grad(alone))(state, TOKENS)
+    (loss, _), (auto_loss, state) = make(explicit=True), make(explicit=False)
+    expected, gradients = jax.jit(jax.value_and_grad(auto_loss))(state, TOKENS)
     step = sharded(RULES, 'b s -> b@data s', out=(None, RULES))(jax.value_and_grad(loss))
     with jax.set_mesh(MESH):
         found, sharded_gradients = step(state, TOKENS)

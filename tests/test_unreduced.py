@@ -9,16 +9,7 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 from refusal import refusal
 
-from einshard import (
-    Rules,
-    describe,
-    device_mesh,
-    einshard,
-    gather,
-    make_sharding,
-    sharded,
-    show,
-)
+from einshard import Rules, describe, device_mesh, einshard, gather, make_sharding, sharded, show
 
 A, B = np.arange(32.0).reshape(8, 4), np.arange(32.0).reshape(4, 8)
 SUM = A @ B
