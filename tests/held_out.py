@@ -97,10 +97,10 @@ def encoder_decoder(embed=ROWS, constrain=True, cross=COLUMNS, out=ROWS):
 
     def loss(w, source, target):
         x, y = held(w['embed'][source]), held(w['embed'][target])
-        for one in w['encoder']:
-            x = block(x, one)
-        for one in w['decoder']:
-            y = block(y, one, x)
+        for layer in w['encoder']:
+            x = block(x, layer)
+        for layer in w['decoder']:
+            y = block(y, layer, x)
         return jnp.mean(jax.nn.logsumexp(y @ w['embed'].T, -1))
 
     layer = {'in': f32(d, f, spec=P(None, 'tensor'), on=on), 'out': f32(f, d, spec=out, on=on)}
@@ -143,12 +143,12 @@ def decoding(q='d h@tensor e', o='h@tensor e d', cache='b@data t h@tensor e', do
     b, t, d, h, e, f = 16, 128, 512, 16, 32, 1024
 
     def decode(w, cache, x, n):
-        for one in w:
-            q, k = (jnp.einsum('bd,dhe->bhe', x, one[name]) for name in 'qk')
+        for layer in w:
+            q, k = (jnp.einsum('bd,dhe->bhe', x, layer[name]) for name in 'qk')
             keys = jax.lax.dynamic_update_slice_in_dim(cache, k[:, None], n, 1)
             share = jax.nn.softmax(jnp.einsum('bhe,bthe->bht', q, keys))
-            x = x + jnp.einsum('bhe,hed->bd', jnp.einsum('bht,bthe->bhe', share, keys), one['o'])
-            x = einshard(x + jax.nn.gelu(x @ one['up']) @ one['down'], 'b d -> b@data d')
+            x = x + jnp.einsum('bhe,hed->bd', jnp.einsum('bht,bthe->bhe', share, keys), layer['o'])
+            x = einshard(x + jax.nn.gelu(x @ layer['up']) @ layer['down'], 'b d -> b@data d')
         return x, keys
 
     layer = {
@@ -242,12 +242,12 @@ def context(heads='b@data s@context h e', q='d@data h e'):
     b, s, d, h, e = 16, 256, 256, 8, 32
 
     def loss(w, x):
-        for one in w:
-            q, k, v = (jnp.einsum('bsd,dhe->bshe', x, one[name]) for name in 'qkv')
+        for layer in w:
+            q, k, v = (jnp.einsum('bsd,dhe->bshe', x, layer[name]) for name in 'qkv')
             k, v = (einshard(y, 'b s h e -> b@data s h e') for y in (k, v))
             share = jax.nn.softmax(jnp.einsum('bshe,bthe->bhst', einshard(q, heads), k))
             mixed = einshard(jnp.einsum('bhst,bthe->bshe', share, v), heads)
-            x = einshard(x + jnp.einsum('bshe,hed->bsd', mixed, one['o']), 'b@data s@context d')
+            x = einshard(x + jnp.einsum('bshe,hed->bsd', mixed, layer['o']), 'b@data s@context d')
         return jnp.mean(x**2)
 
     layer = {name: f32(d, h, e) for name in 'qkv'} | {'o': f32(h, e, d)}
@@ -297,10 +297,10 @@ MISTAKES = {
 
 def main():
     for name, build in CORRECT.items():
-        print(f'correct  {name}: {[one.kind for one in build().findings]}', flush=True)
+        print(f'correct  {name}: {[finding.kind for finding in build().findings]}', flush=True)
     for name, (build, kind) in MISTAKES.items():
         report = build()
-        kinds = [one.kind for one in report.findings]
+        kinds = [finding.kind for finding in report.findings]
         print(f'mistake  {name} ({kind}): {kinds}', flush=True)
         if '-v' in sys.argv:
             print(report)

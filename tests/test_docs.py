@@ -4,7 +4,6 @@ import ast
 import contextlib
 import functools
 import graphlib
-import inspect
 import io
 import re
 import types
@@ -149,9 +148,7 @@ def public_names():
 
 
 @pytest.mark.parametrize('name', public_names())
-def test_public_name_has_a_docstring_in_the_reference(name):
-    value = getattr(einshard, name)
-    assert not callable(value) or inspect.getdoc(value).strip()
+def test_public_name_is_in_the_reference(name):
     reference = (DOCS / 'api.md').read_text()
     assert re.search(rf'^\.\. auto\w+:: einshard\.{name}$', reference, re.MULTILINE), name
 

@@ -16,7 +16,7 @@ import pytest
 from hlo import llama
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from mistakes import BOTH, FSDP, MEGATRON, Choices, arguments, make_step
+from mistakes import BOTH, FSDP, MEGATRON, Choices, arguments, expressions, make_step
 from placed import mesh_of, shardings, struct
 
 from einshard import (
@@ -71,11 +71,6 @@ def sized_for(platform, c):
 
 def found_in(report):
     return [finding.kind for finding in report.findings]
-
-
-def expressions(finding):
-    """The expressions of a suggestion."""
-    return re.findall("'([^']*)'", finding.suggestion)
 
 
 # --- correct programs ---------------------------------------------------------------------------

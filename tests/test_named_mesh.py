@@ -107,9 +107,8 @@ def test_all_suggested_sizes_fit(n, sizes):
         solved = solve_sizes(axes, n, 'device_mesh(')
     except EinshardError as error:
         for text in error.facts['sizes that fit'].split('; '):
-            fits = {
-                name: int(size) for name, size in (axis.split('=') for axis in text.split(', '))
-            }
+            pairs = (pair.split('=') for pair in text.split(', '))
+            fits = {name: int(size) for name, size in pairs}
             assert fits.keys() == axes.keys()
             assert solve_sizes(fits, n, '') == fits
             assert math.prod(fits.values()) == n

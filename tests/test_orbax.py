@@ -53,7 +53,7 @@ def restore(path, target):
 
 @pytest.fixture
 def put(monkeypatch):
-    """The shapes that are put on devices."""
+    """The shapes of arrays that jax.device_put gets."""
     shapes = set()
     device_put = jax.device_put
 

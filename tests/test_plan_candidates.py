@@ -100,7 +100,7 @@ def test_fsdp_and_tensor_parallelism():
     model = find_model(*transformer_step(c), {})
     space = {'mesh': (('x', 8), ('y', 4)), 'pinned': {'act': ()}}
     found = [find(model, tpus(8, 4), memory=n * GIB, **space).ranked for n in (3, 1.2)]
-    roomy, tight = (dict(one[0].axes) for one in found)
+    roomy, tight = (dict(ranked[0].axes) for ranked in found)
     for axes in (roomy, tight):
         assert axes['batch'] == axes['embed'] == ('x',)
         assert axes['mlp'] == axes['heads'] == axes['kv'] == ('y',)
@@ -129,8 +129,8 @@ def test_no_mesh_axis_twice_and_all_sizes_divide():
     model = find_model(*transformer_step(Sizes(heads=12, kv=6, batch=24)), {})
     found = find(model, DEVICES).ranked
     assert len(found) > 20
-    for one in found:
-        axes, sizes = dict(one.axes), dict(one.mesh)
+    for c in found:
+        axes, sizes = dict(c.axes), dict(c.mesh)
         assert math.prod(sizes.values()) == 8
         for names in model.names_by_array:
             used = [axis for name in names for axis in axes[name]]
@@ -143,7 +143,7 @@ def test_pruned():
     model = find_model(*mlp_step(tokens=6), {})
     pruned = find(model, DEVICES).pruned
     assert pruned['indivisible'] > 0  # of 6 tokens by 4 and 8
-    assert pruned['two axes of an array over one mesh axis'] > 0
+    assert pruned['two axes of an array over c mesh axis'] > 0
     assert pruned['same as with fewer mesh axes'] > 0
 
 
@@ -151,13 +151,13 @@ def test_objectives():
     model = find_model(*mlp_step(tokens=4096), {})
     for objective in ('bound', 'bytes', 'memory'):
         found = estimates(model, objective=objective)
-        costs = [float(f'{one.cost(objective)[0]:.9g}') for one in found]
+        costs = [float(f'{c.cost(objective)[0]:.9g}') for c in found]
         assert costs == sorted(costs)
         assert len(set(costs)) > 1
 
 
 def test_what_does_not_fit_comes_last():
-    memories = [one.memory for one in estimates(find_model(*mlp_step(), {}), memory=0)]
+    memories = [c.memory for c in estimates(find_model(*mlp_step(), {}), memory=0)]
     assert memories == sorted(memories)
 
 
@@ -167,30 +167,30 @@ def test_pins(pin, axes, enumerated, monkeypatch):
     monkeypatch.setattr(candidates, 'MAX_ENUMERATED', enumerated)
     pinned = read_pins({'embed': pin, 'act': ''}, AXES)
     found = find(find_model(*mlp_step(), {}), DEVICES, pinned=pinned).ranked
-    assert {dict(one.axes)['embed'] for one in found} == {axes}
-    assert {dict(one.axes)['act'] for one in found} == {()}
+    assert {dict(c.axes)['embed'] for c in found} == {axes}
+    assert {dict(c.axes)['act'] for c in found} == {()}
 
 
 def test_named_mesh():
     model = find_model(*mlp_step(), {})
     found = find(model, DEVICES, mesh=(('data', 4), ('tensor', 2))).ranked
-    assert {one.mesh for one in found} == {(('data', 4), ('tensor', 2))}
+    assert {c.mesh for c in found} == {(('data', 4), ('tensor', 2))}
 
 
 def test_mesh_axes_in_specs_shard_no_other_axis_of_the_array():
     x = struct(64, 64)
     model = find_model(sharded('a b@tp', 'b@tp c')(jnp.matmul), (x, x), {}, ['data', 'tp'])
     found = find(model, DEVICES, mesh=(('data', 4), ('tp', 2))).ranked
-    assert {axes for one in found for _, axes in one.axes} == {(), ('data',)}
+    assert {axes for c in found for _, axes in c.axes} == {(), ('data',)}
 
 
 def test_slices_shard_only_the_batch():
     model = find_model(*mlp_step(tokens=4096), {})
     found = find(model, tpus(2, 2, slices=2), n_slices=2).ranked
     assert found
-    for one in found:
-        assert one.mesh[0] == ('x', 2)
-        assert [name for name, axes in one.axes if 'x' in axes] == ['batch']
+    for c in found:
+        assert c.mesh[0] == ('x', 2)
+        assert [name for name, axes in c.axes if 'x' in axes] == ['batch']
 
 
 def test_nothing_to_shard_by():
@@ -206,7 +206,7 @@ def test_nothing_to_shard_by():
     [
         ({'enbed': '@x'}, None, "pin= has 'enbed', but step has no such axis name"),
         ({'embed': '@data'}, None, "pin= shards 'embed' over 'data', but the mesh axes are"),
-        ({'embed': '@x', 'mlp': '@x'}, None, "'mlp' and 'embed' of one array over 'x'"),
+        ({'embed': '@x', 'mlp': '@x'}, None, "'mlp' and 'embed' of c array over 'x'"),
         ({'embed': '@x', 'batch': '@y'}, None, 'pin= does not fit any mesh of 8 devices'),
         ({'embed': '@a'}, (('a', 8),), 'pin= does not fit the mesh: axis'),
         ({'embed': '4'}, None, "pin= must name the mesh axes of 'embed', not '4'"),
