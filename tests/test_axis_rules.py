@@ -254,7 +254,9 @@ def test_missing_axes_of_other_meshes():
     ('rule', 'expression', 'mesh', 'fix'),
     [
         ('@(data,pod)', 'batch d', MESH, "axis_rules(..., missing='replicate')"),
-        ('@dta', 'batch d', MESH, "'batch@data d'"),
+        ('@dta', 'batch d', MESH, "axis_rules(batch='@data')"),
+        ('@tp', 'batch d@dta', MESH, "'batch@tp d@data'"),
+        ('@tp', 'batch@dta d', MESH, "'batch@data d'"),
         # missing= would only lead to another error
         ('@(data,pod)', 'batch d3', MESH, None),
         ('@(data,pod)', 'batch d@other', MESH, None),

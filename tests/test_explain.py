@@ -135,7 +135,7 @@ def test_loops_are_multiplied():
         assert row.parties == row.group_size
     assert report.collectives.counts == {'all-reduce': 1}
     assert report.network_bytes == 12 * 2 * (16 * 32 * 4) * 7 // 8
-    assert '\n    12  all-reduce' in str(report)
+    assert '\n  1 x 12  all-reduce' in str(report)
 
 
 def test_two_meshes_are_both_named_and_drawn():

@@ -74,6 +74,13 @@ def test_too_little_memory():
     assert 'largest 1' in error.facts
 
 
+def test_too_little_memory_for_a_program_without_text(monkeypatch):
+    monkeypatch.setattr(jax.stages.Compiled, 'as_text', lambda self: None)
+    with pytest.raises(MemoryExceeded) as caught:
+        limited('1 kB')(X, W)
+    assert 'largest 1' not in caught.value.facts
+
+
 def test_programs_for_other_shapes_are_checked():
     f = limited(needed())
     f(X, W)
@@ -95,9 +102,16 @@ def test_both_promises():
         summed(X, W)
 
 
-def test_a_gradient_outside_of_jit_is_not_checked():
-    f = limited('1 kB')
-    with pytest.warns(UserWarning, match=r'^memory= of product is not checked'):
+@pytest.mark.parametrize(
+    ('options', 'unchecked'),
+    [
+        ({}, 'memory= of product is not checked'),
+        ({'collectives': ()}, 'collectives= and memory= of product are not checked'),
+    ],
+)
+def test_a_gradient_outside_of_jit_is_not_checked(options, unchecked):
+    f = limited('1 kB', **options)
+    with pytest.warns(UserWarning, match=f'^{unchecked} inside jax.grad'):
         jax.grad(lambda x: f(x, W).sum())(X)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -479,6 +480,18 @@ def test_fixes_for_results_that_vary(function, x, fix):
     error = refusal(per_device('a ... -> a4 ...', out='...', mesh=EIGHT[:4])(function), x)
     assert 'declares the result replicated' in error.sentence
     assert error.facts['try'] == fix
+
+
+def test_a_fix_for_one_of_two_fields_with_a_common_prefix():
+    class Results(NamedTuple):
+        w: Any
+        w_sum: Any
+
+    out = Results('...', '...')
+    f = per_device('a b -> a4 b', out=out, mesh=EIGHT[:4])(lambda x: Results(x.sum(), gathered(x)))
+    error = refusal(f, MATRIX)
+    assert error.facts['value'] == "result 'w' of <lambda>"
+    assert error.facts['try'] == "jax.lax.psum(result, 'a') to sum it"
 
 
 # ------------------------------------------------------------------------ axes of size 1

@@ -45,8 +45,8 @@ def cheapest_mesh(step, args, devices, meshes, *, tensor):
     model = find_model(step, args, {})
     estimator = Estimator(model, devices, V5P)
     space = Space(model, len(devices))
-    roles = frozenset({'batch', 'embed'}), frozenset(tensor)
-    return min(meshes, key=lambda sizes: estimator.totals(space.axes((sizes, roles))).seconds)
+    name_sets = frozenset({'batch', 'embed'}), frozenset(tensor)
+    return min(meshes, key=lambda sizes: estimator.totals(space.axes((sizes, name_sets))).seconds)
 
 
 def test_book_mlp():
@@ -143,8 +143,18 @@ def test_pruned():
     model = find_model(*mlp_step(tokens=6), {})
     pruned = find(model, DEVICES).pruned
     assert pruned['indivisible'] > 0  # of 6 tokens by 4 and 8
-    assert pruned['two axes of an array over c mesh axis'] > 0
+    assert pruned['two axes of an array over one mesh axis'] > 0
     assert pruned['same as with fewer mesh axes'] > 0
+
+
+def test_a_pruned_plan_is_counted_once():
+    model = find_model(*mlp_step(), {})
+    space, estimator = Space(model, 8), Estimator(model, DEVICES, V5E)
+    search = candidates._CandidateSearch(space, estimator, None, 'bound')
+    search.add(search.all_plans())
+    ranked, pruned = search.ranked(), dict(search.pruned)
+    assert pruned['same after renaming mesh axes'] > 0
+    assert (search.ranked(), search.pruned) == (ranked, pruned)
 
 
 def test_objectives():
@@ -177,7 +187,9 @@ def test_named_mesh():
     assert {c.mesh for c in found} == {(('data', 4), ('tensor', 2))}
 
 
-def test_mesh_axes_in_specs_shard_no_other_axis_of_the_array():
+@pytest.mark.parametrize('enumerated', [20_000, 0])
+def test_mesh_axes_in_specs_shard_no_other_axis_of_the_array(enumerated, monkeypatch):
+    monkeypatch.setattr(candidates, 'MAX_ENUMERATED', enumerated)
     x = struct(64, 64)
     model = find_model(sharded('a b@tp', 'b@tp c')(jnp.matmul), (x, x), {}, ['data', 'tp'])
     found = find(model, DEVICES, mesh=(('data', 4), ('tp', 2))).ranked

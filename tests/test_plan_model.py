@@ -38,10 +38,10 @@ def test_model_of_an_mlp():
     model = find_model(*mlp_step(), {})
     assert model.name == 'step'
     assert model.sizes == {'mlp': 32, 'embed': 16, 'batch': 64, 'act': 16}
-    assert [(x.names, x.role, x.donated, x.bytes) for x in model.arrays] == [
-        ((('mlp',), ('embed',)), 'state', True, 2048),
-        ((('embed',), ('mlp',)), 'state', True, 2048),
-        ((('batch',), ('act',)), 'batch', False, 4096),
+    assert [(x.names, x.is_state, x.donated, x.bytes) for x in model.arrays] == [
+        ((('mlp',), ('embed',)), True, True, 2048),
+        ((('embed',), ('mlp',)), True, True, 2048),
+        ((('batch',), ('act',)), False, False, 4096),
     ]
     assert model.results == ()  # the loss is a scalar, the weights take the memory of the old ones
     assert set(products(model)) == {
@@ -137,7 +137,7 @@ def test_decoding():
         return jax.lax.dynamic_update_slice(cache, new[:, None], (0, 3, 0))
 
     model = find_model(decode, ({'w': f32(16, 32), 'b': None}, f32(8, 10, 32), f32(8, 16)), {})
-    assert [x.role for x in model.arrays] == ['batch', 'state', 'batch']
+    assert [x.is_state for x in model.arrays] == [False, True, False]
     assert model.results == ()
     assert list(products(model)) == ['batch embed, embed mlp -> batch mlp']
 
@@ -151,7 +151,7 @@ def test_a_batch_may_be_a_pytree(options):
 
     weights, batch = {'up': f32(16, 32), 'down': f32(32, 16)}, {'x': f32(64, 16), 'y': f32(64, 16)}
     model = find_model(step, (weights, batch), {})
-    assert [x.role for x in model.arrays] == ['state', 'state', 'batch', 'batch']
+    assert [x.is_state for x in model.arrays] == [True, True, False, False]
 
 
 def test_jitted_function_with_names_inside():

@@ -9,8 +9,8 @@ from einshard._inspect.bounds import Bound, Bounds
 from einshard._plan.candidate import Candidate
 from einshard._plan.judgement import Judgement
 from einshard._plan.make_plan import _notes
+from einshard._plan.plot import scatter_svg
 from einshard._plan.reasons import reason
-from einshard._plan.scatter import scatter_svg
 from einshard._plan.search import Search, is_neighbor
 
 NAMES = ('batch', 'embed', 'mlp')

@@ -1,6 +1,7 @@
 """sharded: arguments with other placements than their spec, at the first call and later."""
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,9 @@ def plus(x, y=0.0):
 
 def placed(spec, mesh=EIGHT):
     return einshard(X, spec, mesh=mesh)
+
+
+MISPLACED = placed(ROWS, jax.devices()[8:])
 
 
 @pytest.fixture(params=[False, True], ids=['first call', 'later call'])
@@ -134,6 +138,40 @@ def test_an_argument_without_a_spec_on_other_devices_is_refused(y, where, f):
         assert error.sentence.startswith(f"argument 'y' has no spec and is committed to {where}")
         assert error.facts['array'] == "float32[8,8], parameter 'y' of plus"
     np.testing.assert_array_equal(f(X, X), 2 * X + 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    w: jax.Array
+
+    def forward(self, x):
+        return x + self.w
+
+
+@pytest.mark.parametrize(
+    ('function', 'args', 'kwargs'),
+    [
+        (lambda x, y: x, (X, MISPLACED), {}),
+        (lambda x, *rest: x, (X, X, MISPLACED), {}),
+        (lambda x, /, **others: x, (X,), {'x': MISPLACED}),
+        (lambda x, **others: x, (X,), {'y': MISPLACED}),
+    ],
+)
+def test_the_fix_for_an_argument_on_other_devices_works(function, args, kwargs):
+    error = refusal(sharded(ROWS, mesh=EIGHT)(function), *args, **kwargs)
+    fix, _, _ = error.facts['try'].partition(' to replicate ')
+    options = eval(f'dict({fix.replace(" and ", ", ")})')
+    found = sharded(ROWS, mesh=EIGHT, **options)(function)(*args, **kwargs)
+    assert found.sharding == ON_ROWS
+
+
+def test_the_fix_for_a_method_of_an_object_on_other_devices_works():
+    forward = sharded(ROWS, out=ROWS, mesh=EIGHT)(Layer.forward)
+    error = refusal(forward, Layer(MISPLACED), X)
+    fix, _, _ = error.facts['try'].partition(' before ')
+    moved = eval(fix.replace('...)', 'EIGHT)'), {**globals(), 'self': Layer(MISPLACED)})
+    assert forward(moved, X).sharding == ON_ROWS
 
 
 def test_a_mesh_with_out_alone():

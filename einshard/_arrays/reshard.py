@@ -46,7 +46,7 @@ def _check_dtype(aval: Any, sharding: NamedSharding) -> None:
     if (is_key and is_partial(sharding)) or (sharding.spec.unreduced and not is_number):
         raise EinshardError(
             f'{array_text(aval)} does not contain numbers, so it has no partial sums or gradients',
-            facts={'spec': partition_text(sharding.spec)},
+            facts={'sharding': partition_text(sharding.spec)},
         )
 
 

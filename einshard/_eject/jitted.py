@@ -48,7 +48,7 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     if program is None or traced is None:
         return []
     setup, static = program.setup, program.static
-    # the function that per_device passes to `sharded` is defined in its own module
+    # per_device passes `sharded` a function that is defined in the module of per_device
     if getattr(setup.function, '__globals__', {}).get('__name__') == per_device.__module__:
         raise EinshardError(
             f"to_jax cannot write '{setup.name}', a per_device function",
@@ -96,8 +96,8 @@ class _Trees:
     """Writes pytrees of shardings.
 
     Attributes:
-        parameters: the pytrees whose shardings the written function finds by path, which are its
-            parameters.
+        parameters: the names of the pytrees whose shardings the written function finds by path. It
+            takes these pytrees as parameters.
     """
 
     def __init__(self, writer: Writer, tables: Tables):

@@ -44,7 +44,7 @@ def find_path_rules(
     rule for all paths that differ only in numbers, or a rule for each path.
 
     Args:
-        leaves: the leaves; each path is different.
+        leaves: the leaves; it is an error if leaves with different shardings have the same path.
         labels: for each leaf, the index of the pattern that matched it; empty if there are no
             patterns.
         patterns: the patterns, in order.

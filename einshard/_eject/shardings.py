@@ -46,7 +46,7 @@ class Writer:
         self._devices: dict[str, str] = {}
 
     def mesh(self, mesh: AnyMesh) -> str:
-        """Returns the variable of a mesh."""
+        """Returns the variable of a mesh, which `definitions` defines."""
         if mesh == getattr(self._in_context, 'abstract_mesh', None):
             mesh = self._in_context
         if mesh in self._meshes:
@@ -121,7 +121,8 @@ def _numbered(name: str, n_before: int) -> str:
 def _available(devices: Sequence[Device]) -> tuple[str, list[Device]]:
     """Finds a call of `jax.devices` that returns all of `devices`, and maybe others.
 
-    No call returns the devices of a topology: the text runs on a machine that has only these.
+    No call returns the devices of a topology here. The text is for a machine that has only these
+    devices, where `jax.devices()` returns them.
 
     Returns:
         The call, and the devices that it returns, in hardware order.

@@ -100,7 +100,7 @@ def to_jax(
     if _is_spec(what):
         if kwargs or len(args) > 1:
             raise EinshardError(
-                'to_jax takes at most one pytree for a spec',
+                'with a spec, to_jax takes at most one pytree, by position',
                 facts={
                     'got': ', '.join([*map(array_text, args), *(f'{name}=' for name in kwargs)]),
                     'expected': 'to_jax(spec), or to_jax(spec, tree)',
@@ -183,8 +183,10 @@ def _rules_of_tree(
 ) -> tuple[list[PathRule], bool]:
     """Finds rules for the leaves of a pytree.
 
-    Leaves that `Rules` skip get no rule: scalars, small arrays and leaves that are not arrays. Also
-    returns whether `Rules` skip leaves that are not arrays.
+    Leaves that `Rules` skip get no rule: scalars, small arrays and leaves that are not arrays.
+
+    Returns:
+        The rules, and whether `Rules` skipped a leaf that is not an array.
     """
     shapes = jtu.tree_map(_struct, tree)
     placed = jtu.tree_leaves(einshard(shapes, spec, mesh=mesh))
@@ -235,7 +237,7 @@ def _write_function(stages: Stages, mesh: AnyMesh, title: str) -> str:
     if stages.traced is None:
         raise EinshardError(
             'a lowered or compiled function has no constraints to read',
-            facts={'instead': 'pass the function with its arguments, or f.trace(...)'},
+            facts={'instead': 'pass the function with its arguments'},
         )
     writer = Writer(mesh)
     tables = Tables(writer)
@@ -244,7 +246,9 @@ def _write_function(stages: Stages, mesh: AnyMesh, title: str) -> str:
     if not call and not constraints:
         raise EinshardError(
             f'{stages.name or "the function"} has neither specs nor sharding constraints',
-            facts={'expected': 'a sharded function, or constraints in the function'},
+            facts={
+                'expected': 'a sharded function (not its trace), or constraints in the function'
+            },
         )
     parts = [*tables.parts(), *call, *constraints]
     return module(_on(title, mesh), [*writer.definitions(), *parts])

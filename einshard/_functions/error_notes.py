@@ -96,7 +96,7 @@ def is_error_of_jax(error: BaseException) -> bool:
 class SpecLeaf(NamedTuple):
     """A leaf of an argument: its name, such as 'w' or 'params/w', its value and its expression.
 
-    The expression is None for a leaf without a spec, or with a PartitionSpec.
+    The expression is None for a leaf without a spec, or with a PartitionSpec or NamedSharding.
     """
 
     name: str
@@ -120,7 +120,7 @@ def _leaves(
         specs = leaf_specs(value, [leaf for _, leaf in leaves], argument.spec, context.mesh)
         for (path, leaf), spec in zip(leaves, specs, strict=True):
             expression = None
-            # a PartitionSpec names no array axes
+            # PartitionSpecs and NamedShardings name no array axes
             if spec is not None and as_leaf_spec(spec).partition is None:
                 expression = resolve(spec, leaf.shape, context).expression
             yield SpecLeaf(f'{argument.name}/{path_text(path)}'.rstrip('/'), leaf, expression)

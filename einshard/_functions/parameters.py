@@ -110,13 +110,16 @@ class Parameters:
         return (*named, *rest, *by_keyword)
 
     def assign(self, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Combines specs by position and by name; returns them by label, as in `value_labels`."""
+        """Combines specs by position and by name. Returns them by label: see `Declaration`."""
         names = self.names[self.n_self :]
         if len(specs) > len(names) and self.var_positional is None:
             raise EinshardError(
                 f'{self.function} takes {plural(len(names), "positional parameter")}, '
                 f'but got {plural(len(specs), "spec")}',
-                facts={'parameters': ', '.join(names) or 'none'},
+                facts={
+                    'parameters': ', '.join(names) or 'none',
+                    **({'keyword-only': ', '.join(self.keyword_only)} if self.keyword_only else {}),
+                },
             )
         n_rest = len(specs) - len(names)
         labels = (*names, *(f'{self.var_positional}[{i}]' for i in range(n_rest)))
@@ -151,8 +154,11 @@ class Parameters:
         if name in known or self.var_keyword is not None:
             return
         near = difflib.get_close_matches(name, [*known, *sorted(JIT_OPTIONS)], n=1)
+        sentence = f"'{name}' is neither a parameter of {self.function} nor an option of jax.jit"
+        if name in self.names:
+            sentence = f"'{name}' of method {self.function} cannot have a spec"
         raise EinshardError(
-            f"'{name}' is neither a parameter of {self.function} nor an option of jax.jit",
+            sentence,
             facts={'parameters': ', '.join(known) or 'none'},
             fix=f'{near[0]}=' if near else None,
         )
@@ -193,7 +199,8 @@ class Declaration:
     """The specs of parameters and result, and which parameters are static or donated.
 
     Attributes:
-        specs: the parsed specs by label; labels are those of `Parameters.value_labels`.
+        specs: the parsed specs by label, as in `Parameters.value_labels`. A spec for all of `*args`
+            has the label 'args', one for all of `**kwargs` has the label 'kwargs'.
         static, donated: the labels of static and of donated parameters.
         result: the spec of the result.
     """
@@ -272,7 +279,8 @@ class Declaration:
     def _array_defaults(self) -> dict[str, Any]:
         """Returns the defaults that contain arrays, by parameter name, for parameters with specs.
 
-        Calls pass them as keyword arguments, so that they are placed as the specs say.
+        Calls pass them as keyword arguments, so that they are placed as the specs say. This is not
+        possible for positional-only parameters, which are left out.
         """
         return {
             name: parameter.default
@@ -321,7 +329,7 @@ def _jit_options(named: Mapping[str, Any]) -> dict[str, Any]:
         if option in named:
             raise EinshardError(
                 f'sharded does not take {option}=; it derives them from the specs',
-                facts={'instead': 'pass specs by position or by parameter name, and out='},
+                facts={'instead': 'pass specs by position or by name, and out= for the result'},
             )
     return {name: value for name, value in named.items() if name in JIT_OPTIONS}
 

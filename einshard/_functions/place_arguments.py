@@ -18,7 +18,7 @@ from .._arrays.process_agreement import PlannedArray, check_same_contents
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
 from .._sharding.describe import describe, describe_in
-from .._sharding.leaf_spec import in_memory
+from .._sharding.leaf_spec import REPLICATED, in_memory
 from .._sharding.mesh import is_partial, memory_kind_of
 from .._sharding.resolve import Placement
 from .program import TracedFunction
@@ -44,16 +44,16 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
         if argument.spec is None:
             _check_devices(traced, argument, value)
             continue
-        moved: list[Any] = []
+        leaves: list[Any] = []
         for path, leaf, placement in placements[i]:
-            moved.append(
+            leaves.append(
                 leaf if placement is None else _place(traced, argument, path, leaf, placement)
             )
-            if placement and moved[-1] is not leaf and _must_agree(leaf, placement.sharding):
+            if placement and leaves[-1] is not leaf and _must_agree(leaf, placement.sharding):
                 planned = argument.leaf_text(path, leaf), placement.expression.text
                 to_compare.append((planned, leaf))
-        if any(new is not old for new, (_, old, _) in zip(moved, placements[i], strict=True)):
-            placed[i] = jtu.tree_unflatten(jtu.tree_structure(value), moved)
+        if any(new is not old for new, (_, old, _) in zip(leaves, placements[i], strict=True)):
+            placed[i] = jtu.tree_unflatten(jtu.tree_structure(value), leaves)
     if to_compare and running and isinstance(traced.mesh, Mesh) and not is_tracing():
         check_same_contents(to_compare, traced.mesh)
     is_unchanged = all(new is old for new, old in zip(placed, values, strict=True))
@@ -77,9 +77,7 @@ def _place(
     sharding = placement.sharding
     current = _rejected_sharding(traced, leaf, sharding)
     if current is not None and not (_is_unsharded(current) or traced.setup.reshard):
-        raise _placed_differently(
-            traced, current, placement, leaf, argument.leaf_text(path, leaf)
-        ) from None
+        raise _placed_differently(traced, current, placement, leaf, argument, path) from None
     if (
         current is not None
         or _is_multi_process_host_data(leaf)
@@ -120,7 +118,12 @@ def _hides_devices(traced: TracedFunction, sharding: NamedSharding) -> bool:
 
 
 def _placed_differently(
-    traced: TracedFunction, current: Sharding, placement: Placement, leaf: Any, array: str
+    traced: TracedFunction,
+    current: Sharding,
+    placement: Placement,
+    leaf: Any,
+    argument: ValueSpec,
+    path: Sequence[Any],
 ) -> EinshardError:
     memory, expected = memory_kind_of(current), memory_kind_of(placement.sharding)
     if memory != expected:
@@ -135,12 +138,12 @@ def _placed_differently(
         state = 'a partial sum, sharded' if is_sum else 'already sharded differently,'
         sentence = f"the argument is {state} as '{current_text}'"
     spec = in_memory(str(placement.expression), placement.sharding.memory_kind)
-    mesh = '' if traced.setup.mesh is None else ', mesh=...'
+    value = f'{argument.name}{jtu.keystr(tuple(path))}'
     return placement.expression.error(
         sentence,
         [term for term in placement.expression.right if term.is_sharded],
-        array=array,
-        **{'try': f"reshard=True, or einshard(x, '{spec}'{mesh}) before the call"},
+        array=argument.leaf_text(path, leaf),
+        **{'try': f'reshard=True, or {_einshard_call(traced, value, spec)}'},
     )
 
 
@@ -166,16 +169,34 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
         else:
             continue
         device, *others = leaf_devices
-        must_reshard = not (_is_unsharded(leaf.sharding) or traced.setup.reshard)
-        reshard = ' and reshard=True' if must_reshard else ''
         raise EinshardError(
             f"argument '{argument.name}' has no spec and is committed to {where}",
             facts={
                 'array': argument.leaf_text(path, leaf),
                 'got': describe(leaf) if others else f'committed to {device}',
-                'try': f"{argument.name}='... -> * ...'{reshard} to replicate it",
+                'try': _replication_fix(traced, str(argument.name), leaf),
             },
         ) from None
+
+
+def _replication_fix(traced: TracedFunction, label: str, leaf: jax.Array) -> str:
+    """Returns a fix for an argument without a spec, of which `leaf` is on other devices."""
+    declaration = traced.setup.declaration
+    parameters = declaration.parameters
+    if label in parameters.names[: parameters.n_self]:
+        return _einshard_call(traced, label, REPLICATED)  # `self` cannot have a spec
+    must_reshard = not (_is_unsharded(leaf.sharding) or traced.setup.reshard)
+    reshard = ' and reshard=True' if must_reshard else ''
+    if label in declaration.specs:  # a keyword would be a second spec
+        return f"'{REPLICATED}' instead of None{reshard} to replicate it"
+    parameter = label.partition('[')[0]  # 'args[1]' is not a keyword; `args` is, for all its values
+    replicated = 'it' if parameter == label else f"'{parameter}'"
+    return f"{parameter}='{REPLICATED}'{reshard} to replicate {replicated}"
+
+
+def _einshard_call(traced: TracedFunction, name: str, spec: str) -> str:
+    mesh = '' if traced.setup.mesh is None else ', mesh=...'
+    return f"einshard({name}, '{spec}'{mesh}) before the call"
 
 
 def _device_order(sharding: Sharding) -> tuple[Any, ...] | None:

@@ -31,7 +31,7 @@ from .value_spec import ValueSpec
 
 
 class WrongShardings(ValueError):
-    """Stops a trace if the arguments or the result need other shardings than jit was given.
+    """Stops a trace if the mesh, arguments or result need other shardings than jit was given.
 
     Callers handle it like jit's ValueErrors about shardings: they look up the right program.
     """
@@ -64,7 +64,7 @@ class Setup:
             raise error.about(function=self.name) from None
 
     def mesh_key(self, context: Context) -> tuple[AnyMesh, bool]:
-        """Returns the mesh, abstract if it is ambient, and whether it is ambient."""
+        """Returns a key for caches: the mesh, abstract if it is ambient, and whether it is."""
         mesh = context.lowering_mesh
         is_ambient = self.is_ambient(mesh)
         return (abstract_mesh(mesh) if is_ambient else mesh), is_ambient
@@ -82,7 +82,8 @@ UNKNOWN: Any = object()  # out_shardings that are not known yet
 class TracedFunction:
     """The function that JAX traces: it checks specs, enters the mesh, calls the user's function.
 
-    Ranks and sizes are checked only in a trace; JAX traces again for new shapes or pytrees.
+    Each trace checks ranks and sizes. JAX traces again for new shapes or pytrees, so a call that
+    does not trace needs no check.
 
     Attributes:
         arguments, result: the specs of the arguments and of the result.
@@ -159,7 +160,7 @@ class TracedFunction:
 
     def matches_result(self, values: Sequence[Any]) -> bool:
         """Whether the result needs the shardings that the function is jitted with."""
-        # if it depends on the leaves of the result, a trace checks it
+        # if the shardings depend on the leaves of the result, a trace checks them
         if self.result.needs_leaves(self.setup.context()):
             try:
                 self._shapes(*values)
@@ -354,7 +355,7 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     dynamic = [s for i, s in enumerate(traced.in_shardings) if i not in traced.static]
     if any(sharding is not None for sharding in dynamic):
         with_shardings['in_shardings'] = tuple(map(traced.for_jit, dynamic))
-        if traced.mesh.size == 1:
+        if traced.mesh.size == 1:  # without in_shardings, the arguments choose the devices
             budget = budget and budget.on_one_device()
     nested = _nested(traced, with_shardings)
     if traced.out_shardings is not None:

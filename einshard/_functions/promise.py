@@ -142,7 +142,8 @@ def check_memory(name: str, compiled: Any, limit: int) -> None:
         raise EinshardError(f'cannot read the memory of {name}: the backend does not report it')
     if memory.total <= limit:
         return
-    largest = largest_temporaries(Module(program_text(name, compiled)), 3)
+    text = compiled.as_text()
+    largest = largest_temporaries(Module(text), 3) if text else ()
     raise MemoryExceeded(
         f'{name} needs {format_bytes(memory.total)} of memory on each device',
         facts={
@@ -247,11 +248,14 @@ class Budget:
         if self._warned or is_staging():
             return
         self._warned = True
-        option = 'memory=' if self.limits.collectives is None else 'collectives='
+        limits = {'collectives=': self.limits.collectives, 'memory=': self.limits.memory}
+        options = [option for option, limit in limits.items() if limit is not None]
+        verb = 'is' if len(options) == 1 else 'are'
+        arguments = ', '.join(f'{option}...' for option in options)
         warnings.warn(
-            f'{option} of {self.name} is not checked inside jax.grad, jax.vmap or another '
-            'transformation that runs outside jax.jit; use '
-            f'sharded(..., {option}...)(jax.grad({self.name}))',
+            f'{" and ".join(options)} of {self.name} {verb} not checked inside jax.grad, jax.vmap '
+            'or another transformation that runs outside jax.jit; '
+            f'use sharded(..., {arguments})(jax.grad({self.name}))',
             stacklevel=depth_of_user(),
         )
 

@@ -120,7 +120,7 @@ class ShardedFunction(Generic[P, R]):
         return self._call(args, kwargs, lambda program: program.jitted.eval_shape)
 
     def in_shardings(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
-        """Returns the sharding of each argument, by parameter name; None without a spec."""
+        """Returns a sharding, or pytree of shardings, by parameter name; None without a spec."""
         traced, values = self._traced_function(args, kwargs)
         return dict(zip(traced.names, traced.argument_shardings(values), strict=True))
 
@@ -361,7 +361,7 @@ def no_function_error(
     facts: dict[str, Any] = {}
     if in_specs and _can_decorate(in_specs[-1]):
         name = name_of(in_specs[-1])
-        facts['note'] = f'the same call has other arguments, so {name} was read as a spec'
+        facts['note'] = f'with other arguments, {decorator} reads {name} as a spec'
         facts['try'] = f'{decorator}(...)({name})'
     return EinshardError(f'{decorator} must decorate a function, got {got}', facts=facts)
 

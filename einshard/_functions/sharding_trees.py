@@ -20,7 +20,8 @@ def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, 
     """
     if not positions or is_tracing():
         return ()
-    # `committed` is left out: it would double the time, and jit rejects arrays for which it matters
+    # not whether they are committed: jit rejects the arrays for which it matters, and reading it
+    # would double the time
     leaves = [leaf for i in positions for leaf in jtu.tree_leaves(values[i])]
     return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
 

@@ -84,7 +84,10 @@ class ValueSpec:
         return placements
 
     def shardings(self, value: Any, context: Context) -> Any:
-        """Returns shardings for `jax.jit`: a pytree prefix, or one per leaf if `needs_leaves`."""
+        """Returns shardings for `jax.jit`: a pytree prefix, or one per leaf if `needs_leaves`.
+
+        None, for the value or for a leaf, stands for no spec.
+        """
         if self.spec is None:
             return None
         if not self.needs_leaves(context):
@@ -109,7 +112,7 @@ class ValueSpec:
         return self._map_leaves(_constrain_leaf, value, context)
 
     def as_structs(self, value: Any, context: Context) -> Any:
-        """Replaces each leaf with a spec by a ShapeDtypeStruct with its sharding."""
+        """Replaces each leaf by a ShapeDtypeStruct with the sharding of its spec, if it has one."""
         return self._map_leaves(_as_struct, value, context)
 
     def leaf_text(self, path: Sequence[Any], leaf: Any) -> str:

@@ -1,1 +1,1 @@
-"""Reads the collectives of a compiled program from its HLO text. Imports no JAX."""
+"""Reads the HLO text of compiled programs; peak rates of chips. Imports no JAX."""

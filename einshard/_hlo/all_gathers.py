@@ -120,7 +120,10 @@ class _Finder:
         return inner.opcode == 'parameter'
 
     def passed_value(self, comp: Computation, op: Instruction) -> tuple[Computation, str] | None:
-        """Returns (caller, name) of the value passed for a fusion parameter or a loop invariant."""
+        """Returns (caller, name) of the value passed for a fusion parameter or a loop invariant.
+
+        None for other instructions, and if the value is not found.
+        """
         if op.opcode == 'parameter' and not comp.is_entry:
             for _, caller, call in self.module.call_sites(comp):
                 if 'calls=' in call.attributes:

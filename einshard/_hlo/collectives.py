@@ -315,10 +315,10 @@ class _Finder:
         return self.phases.get(comp.name) or (self.phase(fusions[0].comp) if fusions else '')
 
     def later_links(self, places: Sequence[Place], executions: Executions) -> set[int]:
-        """Returns the offsets of all links of asynchronous chains but the first.
+        """Returns the offsets of the links of asynchronous chains, except the start of each.
 
-        Links may be in inner loops. If no link is marked as the start, the start is the link that
-        runs least often; of several, the first.
+        A chain is one collective in several fusions, its links, also in inner loops. If no link is
+        marked as the start, the start is the link that runs least often; of several, the first.
         """
         chains: dict[tuple[int, str], list[Place]] = {}
         later: set[int] = set()

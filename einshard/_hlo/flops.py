@@ -79,7 +79,10 @@ def find_products(module: Module) -> Iterator[Product]:
 
 
 def _with_source(module: Module, place: Place) -> Instruction:
-    """Returns the nearest instruction with a source line: the product, its fusion, or a user."""
+    """Returns the nearest instruction with a source line: the product, its fusion, or a user.
+
+    If none has a source line, returns the fusion, or the product if it is not in a fusion.
+    """
     if module.source(place.op) is not None:
         return place.op
     fusions = [site for site in module.call_sites(place.comp) if site.op.opcode == 'fusion']
@@ -102,6 +105,7 @@ def _flops(place: Place) -> int:
 
 
 def _dot_flops(place: Place, contracted: str) -> int:
+    """Counts the flops of a product; `contracted` lists axes of the left operand, such as '0,2'."""
     left = place.comp[place.op.operands[0]].results[0]
     sizes = [left.shape[int(axis)] for axis in re.findall(r'\d+', contracted)]
     # multiplying and adding complex numbers takes 4 real products and 4 real sums
@@ -141,7 +145,7 @@ _LABELS = re.compile(r'dim_labels=(\w+)_(\w+)->(\w+)')
 def _convolution_flops(place: Place) -> int:
     """Counts 2 flops for each product of a kernel element and an input that is not padding.
 
-    TPU programs have matrix products as convolutions too; batch axes are padded spatial axes.
+    TPU programs have matrix products as convolutions too, with batch axes as padded spatial axes.
     """
     op = place.op
     labels = _LABELS.search(op.attributes)
@@ -202,7 +206,7 @@ def _count_pairs(
     input_dilation: int,
     kernel_dilation: int,
 ) -> int:
-    """Counts the (output, kernel) positions along an axis whose input is not padding."""
+    """Counts the (output, kernel) positions along an axis that read an input, not an added zero."""
     count = 0
     for i in range(kernel):
         for j in range(output):

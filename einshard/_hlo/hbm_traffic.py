@@ -183,7 +183,7 @@ class _Reads:
                 return [_all_of(array) for array in value.op.results[:1]]
 
     def _read_in_fusion(self, value: Value, result: Value, loop: Value | None) -> list[_Region]:
-        """Returns the regions of a value that must be read for those that are read of `result`."""
+        """Returns the regions of a value that must be read to compute what is read of `result`."""
         array, needed = value.op.results[0], self.of(result, -1, loop)
         if any(region.is_full for region in needed):
             return [_all_of(array)]
@@ -212,7 +212,7 @@ class _Reads:
 
 
 def _count_disjoint(starts: Iterable[int], size: int) -> int:
-    """Counts slices of this size that do not overlap."""
+    """Returns the largest number of slices, at these starts, that do not overlap."""
     n, end = 0, 0
     for start in sorted(starts):
         if not n or start >= end:

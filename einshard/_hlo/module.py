@@ -198,7 +198,7 @@ class Computation:
         return (self[name] for name in self._lines if name)
 
     def users(self, name: str) -> list[Instruction]:
-        """Returns the instructions that use this one as an operand."""
+        """Returns the instructions that have the instruction `name` as an operand."""
         return [self[user] for user in self._users.get(name, ())]
 
     def parameters(self) -> Iterator[Instruction]:

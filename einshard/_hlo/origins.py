@@ -72,7 +72,7 @@ class Origins:
         return None
 
     def _is_invariant(self, loop: Instruction, element: int) -> bool:
-        """Whether a loop only copies or permutes an element of its state (see `_MOVES`)."""
+        """Whether each iteration only passes on or moves (see `_MOVES`) an element of the state."""
         body = self._module.computation(loop.body)
         root = body.root
         if element < 0 or root.opcode != 'tuple' or element >= len(root.operands):
@@ -103,7 +103,7 @@ def _moved_operand(op: Instruction) -> str | None:
 def user_with_source(
     module: Module, comp: Computation, name: str, distance: int = 3
 ) -> Instruction | None:
-    """Finds a user of an array, or a user of its users, that has a source line; None if none has.
+    """Finds a direct or indirect user of an array that has a source line; None if none has.
 
     Args:
         module: the compiled program.

@@ -20,7 +20,7 @@ _STOPS = {
     'scatter',
     'select-and-scatter',
     'sort',
-    'while',
+    'while',  # `_loop_outputs` follows loops from the tuple of their initial state
 }
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .module import Computation, Module, Place, Value
+from .module import Module, Place, Value
 
 _ELEMENTWISE = frozenset(
     (
@@ -29,7 +29,7 @@ class SlicedSum(NamedTuple):
 
     Attributes:
         parts: (dimension, number of slices) for the dimensions that are sliced.
-        is_direct: whether the sum itself is sliced, without an operation in between.
+        is_direct: whether the sum itself is sliced, with nothing but copies in between.
     """
 
     parts: tuple[tuple[int, int], ...]
@@ -124,7 +124,7 @@ class _Finder:
             return bool(value.arguments) and self.depends_on_device(
                 value.arguments[op.parameter_number], steps - 1
             )
-        called: Computation | None = self.module.called(op) if op.opcode == 'fusion' else None
+        called = self.module.called(op) if op.opcode == 'fusion' else None
         if called is not None:
             return self.depends_on_device(value.in_callee(called), steps - 1)
         return any(self.depends_on_device(value.sibling(name), steps - 1) for name in op.operands)

@@ -97,7 +97,7 @@ class _Reductions:
             self._classify(key, reduction)
 
     def on_target(self, collectives: Sequence[Collective]) -> Iterator[Collective]:
-        """Yields the collectives; drops an all-reduce, or splits it by kind and groups."""
+        """Yields the collectives; an all-reduce may be dropped, or split by kind and groups."""
         for collective in collectives:
             parts: dict[tuple[str, Groups], list[ArrayType]] = {}
             for i in range(len(collective.operands)):

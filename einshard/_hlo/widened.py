@@ -45,7 +45,10 @@ _NARROW = ('bf16', 'f16')
 
 
 def narrowed(arrays: tuple[ArrayType, ...], dtypes: tuple[str, ...]) -> tuple[ArrayType, ...]:
-    """Restores the dtypes of the original program: those in `dtypes` that are not ''."""
+    """Restores the dtypes of the original program: those in `dtypes` that are not ''.
+
+    Returns `arrays` itself if the numbers of arrays and dtypes differ.
+    """
     if len(arrays) != len(dtypes):
         return arrays
     return tuple(

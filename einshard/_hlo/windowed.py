@@ -61,7 +61,7 @@ def collective_einsums(
 
 def _loop_of(module: Module, place: Place, loops: Sequence[Place]) -> int | None:
     """Returns the offset of the loop that a permute belongs to, or None."""
-    path = {site.start for site in module.path(place.comp) or () if loops}
+    path = {site.start for site in module.path(place.comp) or ()}
     for loop in loops:
         # the first or the last step may be outside of the loop
         is_next_to = loop.comp is place.comp and (_is_first(place, loop) or _is_last(place, loop))
@@ -80,8 +80,8 @@ def _is_last(place: Place, loop: Place) -> bool:
     """Whether a permute sends an output of the loop, possibly after an elementwise fusion."""
     comp = place.comp
     op = comp[_origin(comp, place.op.operands[0])]
-    is_alike = place.op.op_name == loop.op.op_name != ''
-    sources = op.operands if op.opcode == 'fusion' and is_alike else [op.name]
+    has_same_name = place.op.op_name == loop.op.op_name != ''
+    sources = op.operands if op.opcode == 'fusion' and has_same_name else [op.name]
     return loop.op.name in [_origin(comp, source) for source in sources]
 
 

@@ -25,8 +25,8 @@ class Bound:
         along: for the network, the mesh axes, as in `along` of the collectives; '' if they are
             unknown. For other resources, ''.
         seconds: the minimum time that a device needs.
-        exposed: the part of `seconds` in synchronous collectives, which cannot overlap with other
-            work; None if unknown, as for CPUs.
+        exposed: for the network, the part of `seconds` in synchronous collectives, which cannot
+            overlap with other work; None for other resources, and for CPUs, where it is unknown.
     """
 
     resource: str

@@ -90,7 +90,7 @@ def check_same(
     result = call.run()
     comparison = _compare(call, result, reference, gradients)
     if not comparison.same:
-        raise _different(comparison, has_reference=reference is not None) from None
+        raise _different(comparison, has_reference=reference is not None)
     return comparison
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .._display import Display
 from .._page import Column, Page, Section
 from .._text import format_bytes, short_arrays, short_source
-from .fold_layers import fold
+from .fold_layers import fold_paths
 from .report_rows import CollectiveRow
 
 _MAX_ROWS = 40  # of the table in text
@@ -64,12 +64,12 @@ _COLUMNS = (
 
 def collective_section(collectives: Collectives) -> Section:
     """Lists collectives, most bytes first."""
-    groups: dict[object, list[CollectiveRow]] = {}
+    alike: dict[object, list[CollectiveRow]] = {}
     for row in collectives:
         key = (row.kind, row.arrays, row.group_size, row.groups, row.along, row.executions)
         key = (*key, row.source, row.called_at, row.role, row.axes, row.is_async, row.widened)
-        groups.setdefault(key, []).append(row)
-    in_order = sorted(groups.values(), key=lambda rows: -_sent(rows))
+        alike.setdefault(key, []).append(row)
+    in_order = sorted(alike.values(), key=lambda rows: -_sent(rows))
     least = _LARGE * sum(collectives.network_bytes.values())
     shown = [_collective_cells(rows, _sent(rows) > least) for rows in in_order]
     if not shown:
@@ -79,22 +79,17 @@ def collective_section(collectives: Collectives) -> Section:
     kept = [i for i in range(n) if i < n - 2 or any(cells[i] for cells in shown)]
     columns = tuple(_COLUMNS[i] for i in kept)
     rows = tuple(tuple(cells[i] for i in kept) for cells in shown)
+    # with more than _MAX_ROWS rows, the last line of the table is about the rest
     rest = f': {format_bytes(sum(map(_sent, in_order[_MAX_ROWS - 1 :])))}'
     return Section('collectives', columns, rows, max_rows=_MAX_ROWS, omitted=rest)
 
 
 def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:
-    """Formats a group of identical rows as one line."""
+    """Formats collectives whose rows differ only in `of` as one line of the table."""
     row = rows[0]
-    n = str(len(rows))
-    if row.executions is None:
-        runs = f'{n} x ?'
-    elif row.executions == 1:
-        runs = n
-    else:
-        runs = str(row.executions) if len(rows) == 1 else f'{n} x {row.executions}'
+    iterations = '?' if row.executions is None else row.executions
     return (
-        runs,
+        str(len(rows)) if iterations == 1 else f'{len(rows)} x {iterations}',
         f'{row.kind}{" (async)" * row.is_async}{" (f32)" * row.widened}',
         short_arrays(row.arrays),
         f'{row.groups} of {row.group_size}' if row.groups else '?',
@@ -107,10 +102,12 @@ def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[st
 
 
 def _of(rows: Sequence[CollectiveRow], is_large: bool) -> str:
-    """Formats the payload of collectives: the paths, 'params/0-3/{q,k}', or the role and axes."""
+    """Formats the payload of collectives: the paths, 'params/0-3/{q,k}', or the role and axes.
+
+    '' if they have neither paths nor axes, and are not large.
+    """
     # 'result' is the path of the only result, so it would say nothing
-    paths = list(dict.fromkeys(path for row in rows for path in row.of if path != 'result'))
-    folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
+    folded = ', '.join(fold_paths(path for row in rows for path in row.of if path != 'result'))
     if not folded and (rows[0].axes or is_large):
         axes = f' {rows[0].axes}' if rows[0].axes else ''
         return f'{rows[0].role}{axes}{" (backward)" * rows[0].is_backward}'

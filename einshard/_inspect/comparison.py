@@ -29,9 +29,10 @@ class ComparedRow:
     Attributes:
         path: 'result/loss', or 'gradient of params/w'.
         array: 'float32[8,16]'.
-        difference: the largest difference, relative to the largest absolute value. If the array is
-            the updated value of an argument: relative to the largest change of an element. For
-            integers: the fraction of elements that differ.
+        difference: the largest difference from the array on one device, or between replicas,
+            relative to the largest absolute value. If the array is the updated value of an
+            argument: relative to the largest change of an element. For integers: the fraction of
+            elements that differ.
         tolerance: the largest difference that rounding explains.
         because: the reason for the tolerance: 'float32, sums of 512 terms'; 'integers', for
             which it is 0; or 'rounded arguments', if rounding the arguments changes the array more.
@@ -65,7 +66,7 @@ class Comparison(Display):
         name: the name of the function.
         n_devices: the number of devices of its result.
         rows: one row for each array of the result, and for the gradient of each argument.
-        notes: gradients that were not compared, and the reason.
+        notes: why no gradients were compared; empty if they were.
     """
 
     name: str

@@ -63,13 +63,13 @@ def explain(
 
     Args:
         fn: a `sharded` or jitted function, any other function (it is jitted), or the result of its
-            `lower(...)`, compiled or not.
+            `trace(...)` or `lower(...)`, or of `lower(...).compile()`.
         args, kwargs: arguments of the call: arrays, or `jax.ShapeDtypeStruct` in place of arrays.
-            Omit them for a lowered or compiled program. Pass arguments by position if their names
-            clash with those below.
-        mesh: the mesh to compile for, unless `fn` has its own; `topology` makes one of devices you
-            don't have. If `mesh=` is given, the shardings of arrays are ignored, but not
-            those of `ShapeDtypeStruct`s.
+            Omit them for a traced, lowered or compiled program. Pass arguments by position if their
+            names clash with those below.
+        mesh: the mesh to compile for; an error if `fn` is already jitted or has its own mesh.
+            `topology` makes a mesh of devices you don't have. With `mesh=`, the shardings of arrays
+            are ignored, but not those of `ShapeDtypeStruct`s.
         replicated_above: note replicated arguments and results of more than this many bytes.
         intermediates: whether to list the placements of intermediate values; this compiles again.
         chip: the chip for the lower bounds on time: a `Chip`, or a name such as 'H100'. Default:

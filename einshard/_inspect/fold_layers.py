@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeAlias
 
 _Parts: TypeAlias = tuple[tuple[str, ...], ...]  # the alternatives for each part of a path
@@ -29,16 +29,22 @@ def fold(
     for depth in range(deepest if len(folded) > few else 0):
         merged: dict[Hashable, tuple[_Parts, Hashable, list[int]]] = {}
         for parts, value, indices in folded:
-            others = parts[:depth], parts[depth + 1 :], len(parts), value
-            previous = merged.get(others)
+            key = parts[:depth], parts[depth + 1 :], len(parts), value
+            previous = merged.get(key)
             if previous is None or depth >= len(parts):
-                merged[others] = parts, value, indices
+                merged[key] = parts, value, indices
             else:
                 alternatives = (*previous[0][depth], *parts[depth])
                 joined = (*parts[:depth], alternatives, *parts[depth + 1 :])
-                merged[others] = joined, value, previous[2] + indices
+                merged[key] = joined, value, previous[2] + indices
         folded = list(merged.values())
     return [('/'.join(map(_text, parts)), indices) for parts, _, indices in folded]
+
+
+def fold_paths(paths: Iterable[str]) -> list[str]:
+    """Folds paths into patterns: 'layers/gate', 'layers/up' -> 'layers/{gate,up}'."""
+    distinct = list(dict.fromkeys(paths))
+    return [pattern for pattern, _ in fold(distinct, [None] * len(distinct), few=1)]
 
 
 def _text(alternatives: tuple[str, ...]) -> str:

@@ -84,9 +84,9 @@ class Goldens:
     _used: set[Path] = field(default_factory=set[Path], init=False)
 
     def find_difference(self, report: Report, name: str | None = None) -> str | None:
-        """Returns the difference between a report and its golden file; None if they are equal.
+        """Returns a message if a report differs from its golden file, or has none; else None.
 
-        If `update`, it writes the file and returns None.
+        With `update`, writes the file in these cases, and always returns None.
         """
         if not isinstance(report, Report):
             raise EinshardError(

@@ -40,7 +40,7 @@ _NO_VALUES = {'parameter', 'constant', 'tuple', 'get-tuple-element', 'broadcast'
 
 
 def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[ArrayRow]:
-    """Finds the intermediate arrays that have a source line; none without a mesh."""
+    """Finds the intermediate arrays with a source line; [] without a mesh of several devices."""
     if not meshes or meshes[0].size == 1:
         return []
     text = _before_partitioning(lowered)
@@ -73,7 +73,7 @@ def compile_with_dumps(lowered: Lowered, folder: str) -> None:
 
 
 def newest_dump(folder: str, ending: str) -> str:
-    """Reads the newest file whose name ends with a pattern; returns '' if there is none."""
+    """Reads the newest file '*{ending}.txt'; `ending` is a glob pattern. '' if there is none."""
     files = sorted(Path(folder).glob(f'*{ending}.txt'))
     return files[-1].read_text(encoding='utf-8') if files else ''
 
@@ -178,7 +178,10 @@ def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, tu
 
 
 def _term_indices(text: str, ndim: int, n_devices: int) -> list[int]:
-    """Returns the number of the term that each device holds; all 0 if it is not a partial sum."""
+    """Returns, for each device, the index of the term of a partial sum that it holds.
+
+    All are 0 if the value is not a partial sum.
+    """
     terms = [0] * n_devices
     kinds = re.search(r'last_tile_dims=\{(.*unreduced.*?)\}', text)
     if kinds and (tiles := _TILES.match(text)):

@@ -43,8 +43,8 @@ class Stages:
             static ones; else None.
         parameters: for other functions, the names of the parameters that the call passes by
             position, static ones too.
-        program, values: the program of a `sharded` function, and the flat arguments of the call,
-            with static ones; None and () for other functions.
+        program, values: the program of a `sharded` function, and the value of each of its
+            `arguments` in the call, static ones too; None and () for other functions.
         limits: the limits of a `sharded` function on collectives and memory, or None.
     """
 
@@ -189,7 +189,7 @@ def _trace(
         unbound, args = fn.func, (*fn.args, *args)
     try:
         if isinstance(unbound, ShardedFunction):
-            # not fn.trace, which does not return the program and its flat arguments
+            # not fn.trace, which does not return the program and the values of its arguments
             program, values, traced = unbound._call(args, kwargs, _trace_program)  # type: ignore[reportPrivateUsage]
             names = [p for i, p in enumerate(program.names) if i not in program.static]
             return Stages(
@@ -276,7 +276,10 @@ def _check_devices(name: str, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[s
 
 
 def concrete(mesh: AnyMesh, use: str) -> Mesh:
-    """Returns the mesh; raises if it is abstract. `use` says what its devices are needed for."""
+    """Returns the mesh; raises if it is abstract.
+
+    `use` says what its devices are needed for, such as 'compile for'.
+    """
     if isinstance(mesh, AbstractMesh):
         raise EinshardError(
             f'an abstract mesh has no devices to {use}',

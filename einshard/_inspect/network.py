@@ -38,8 +38,8 @@ class Network:
         chip: the kind of all devices.
 
     Attributes:
-        slices: the number of the slice or node of each device.
-        chips: the number of the chip of each device; a chip may have several devices.
+        slices: for each device, the index of its slice or node.
+        chips: for each device, the index of its chip; a chip may have several devices.
         positions: the torus coordinates of each device, with a column for each dimension.
         sizes, wraps: for each dimension of the torus, its size and whether it is a ring.
         has_coords: whether positions are known; if not, `positions` and `sizes` are empty.
@@ -66,7 +66,7 @@ class Network:
         if self.has_coords:
             places = np.concatenate([self.slices[:, None], self.positions], 1)
         self.chips: Any = np.unique(places, axis=0, return_inverse=True)[1].reshape(-1)
-        wraps = [size >= chip.wraps_at and size % chip.wraps_at == 0 for size in self.sizes]
+        wraps = [size % chip.wraps_at == 0 for size in self.sizes]
         self.wraps = wraps if chip.torus < 3 else [all(wraps)] * len(wraps)
         self._crossings: dict[Any, Any] = {}
         self._bandwidths: dict[Any, Any] = {}
@@ -164,7 +164,10 @@ class Network:
         return self._bandwidths[key]
 
     def split_by_slice(self, pattern: _Pattern) -> tuple[list[Ints], list[Ints]]:
-        """Splits groups or pairs into those within a slice and those across slices."""
+        """Splits groups or pairs into those within a slice and those across slices.
+
+        Leaves out groups of a single device.
+        """
         within, across = list[Ints](), list[Ints]()
         for group in pattern.groups:
             if len(set(group)) > 1:
@@ -215,7 +218,8 @@ class _Pattern(NamedTuple):
 def _crossing(kind: str, groups: Sequence[Ints], owners: Any) -> tuple[Any, Any]:
     """Returns the bytes that enter each slice or chip, and those that leave it, as two arrays.
 
-    `owners` has the number of the slice or chip of every device.
+    They are per byte of the array that is sent. `owners` has, for each device, the index of its
+    slice or chip.
     """
     enters, leaves = (np.zeros(int(owners.max()) + 1) for _ in range(2))
     for group in groups:
@@ -337,10 +341,10 @@ class _Links:
 def _shortest_paths(
     positions: tuple[int, ...], size: int, wraps: bool, directed: bool
 ) -> tuple[Any, ...]:
-    """Returns the links (plus, minus) and the positions on shortest paths along a dimension.
+    """Returns the links (plus, minus) and the positions on shortest paths between `positions`.
 
-    All three are boolean arrays over positions. If `directed`, only paths from the first position
-    to the second count.
+    These are positions along one dimension. The results are three boolean arrays over all positions
+    of the dimension. If `directed`, only paths from the first position to the second count.
     """
     plus, minus, covered = (np.zeros(size, bool) for _ in range(3))
     covered[list(positions)] = True

@@ -106,13 +106,13 @@ def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _place(program: Program) -> Callable[..., Any]:
-    """Returns a function that places flat arguments, and returns them as (args, kwargs)."""
+    """Returns a function that places the values of a call, and returns them as (args, kwargs)."""
 
-    def split(*values: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def place(*values: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
         placed = place_arguments(program.traced, values, running=False)
         return program.traced.call.split(placed)
 
-    return split
+    return place
 
 
 def is_inexact(array: Any) -> bool:

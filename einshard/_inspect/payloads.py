@@ -64,7 +64,7 @@ def find_payloads(
         used_by = uses[collective.name]
         of = tuple(outputs[output] for output in used_by if output in outputs)
         is_backward, role = 'transpose(' in collective.op_name, 'activations'
-        updates_weights = any(weights.get(i) for output in used_by for i in updated[output])
+        updates_weights = any(weights.get(i) for output in used_by for i in updated.get(output, ()))
         if parameter is not None:
             of = (inputs[parameter][0],)
             role = 'weights' if weights[parameter] else 'activations'

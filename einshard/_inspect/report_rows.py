@@ -19,7 +19,7 @@ class ArrayRow:
         placement: an expression, with the axis names of the spec if there is one; or a description.
         bytes: bytes per device.
         sharded: whether each device holds only a shard, or a term of a partial sum.
-        source: 'model.py:12', for intermediates.
+        source: 'model.py:12' for an intermediate; None for others.
     """
 
     path: str
@@ -136,10 +136,11 @@ class Finding:
     """A likely mistake in a program, and what to write instead.
 
     Attributes:
-        kind: such as 'missing constraint' or 'gathered again'; docs/explain.md lists them all.
+        kind: such as 'missing constraint'; docs/explain.md lists the kinds in `Report.findings`.
         text: a sentence that names the arrays as in the user's code.
         source: 'model.py:12', or None.
-        bytes: bytes per device that it concerns: those sent in one run, or those of the array.
+        bytes: bytes per device that it concerns: those sent in one run, those of the arrays, or
+            those that the program needs; 0 if it concerns no bytes.
         suggestion: the change to make, as a sentence with the expression to write; or ''.
     """
 

@@ -144,8 +144,8 @@ def _draw_report(report: Report) -> Gallery:
     def draw_row(row: ArrayRow) -> tuple[str, Picture]:
         terms = parse(split_memory(row.placement)[0]).right
         axes = {axis for term in terms for axis in term.mesh_axes}
-        # an expression with counts is on the canonical mesh
         mesh = next((mesh for mesh in meshes if axes <= {*mesh.axis_names}), None)
+        # an expression with counts is on the canonical mesh
         has_counts = not axes and any(term.takes_devices for term in terms)
         devices = report.n_devices if mesh is None or has_counts else mesh
         return f': {row.array}, {row.placement}', _draw_text(row.placement, row.shape, devices)

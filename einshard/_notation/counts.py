@@ -20,12 +20,14 @@ class Devices:
         mesh_axis_terms: the terms with mesh axes, such as 'b@data'. They take devices first.
         taken: the product of the sizes of these mesh axes.
         hints: facts to add to errors, by label.
+        on_users_mesh: whether '*' may not fit the mesh axes.
     """
 
     total: int
     mesh_axis_terms: Sequence[Term]
     taken: int
     hints: Mapping[str, str]
+    on_users_mesh: bool = False
 
     def fact(self, counted: Sequence[Term] = ()) -> str:
         """Formats the number of devices: '8', or "8 (2 left after 'b@data')".
@@ -120,10 +122,12 @@ def _wrong_product(
     else:
         use = 'uses' if len(counted) == 1 else 'use'
         sentence = f'{quoted(map(str, counted))} {use} only {product} of {n} '
-        if devices.mesh_axis_terms:  # '*' may not fit the mesh axes that are left
-            sentence += 'remaining devices; counts must use all of them'
-        else:
-            sentence += "devices; add '*' to replicate over the rest"
+        sentence += 'remaining devices; ' if devices.mesh_axis_terms else 'devices; '
+        sentence += (
+            'counts must use all of them'
+            if devices.mesh_axis_terms or devices.on_users_mesh
+            else "add '*' to replicate over the rest"
+        )
     return expression.error(sentence, guilty, fix=_with_replica(expression), devices=fact)
 
 

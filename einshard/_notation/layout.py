@@ -105,7 +105,7 @@ def _lay_out(
     taken = math.prod(split.count for split in by_name)
     if (by_name or replicates_by_default) and not any(term.takes_devices for term in unnamed):
         return Layout(tuple(by_name))
-    devices = Devices(n_devices, named, taken, hints)
+    devices = Devices(n_devices, named, taken, hints, replicates_by_default)
     counts = iter(solve_counts(expression, unnamed, n_devices // taken, devices))
     splits = iter(by_name)
     written: list[Split] = []

@@ -51,7 +51,7 @@ def find_unknown_axis(
     mapped: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> EinshardError | None:
-    """Returns the error for a collective along an unknown mesh axis; None without one.
+    """Returns the error for a collective along an unknown mesh axis; None if there is none.
 
     Args:
         function: the name of the function.

@@ -38,10 +38,10 @@ class View(NamedTuple):
 
     mesh: AnyMesh  # for `jax.shard_map`
     uses_array_names: bool  # whether mesh axes are named after array axes; False on the user's mesh
-    joint: JointMesh
+    joint: JointMesh  # of the expressions that name no axes of the user's mesh
     n_devices: int
     rules: AxisRules
-    on_one_device: bool
+    on_one_device: bool  # whether every count is 1, as for `check_same`
 
     @property
     def axes(self) -> dict[str, int]:
@@ -54,12 +54,19 @@ class View(NamedTuple):
         return _apply_rules(parse(text), self.rules, sizes, self.on_one_device)
 
     def complete(self, text: str) -> str:
-        """Extends an expression to cover all devices: the other mesh axes become replicas."""
+        """Extends an expression to cover all devices: 'x y -> x2 y' becomes 'x y -> 4 x2 y'.
+
+        An expression that names axes of the user's mesh stays as it is.
+        """
         expression = self.expression(text)
         return self.joint.complete(expression) if self._is_on_joint_mesh(expression) else text
 
     def check(self, text: str, shape: Sequence[int]) -> None:
-        """Raises if an array of this shape does not fit; the error shows the user's expression."""
+        """Raises if an array of this shape does not fit; the error shows the user's expression.
+
+        For an expression that names axes of the user's mesh, it checks only the rank; `sharded`
+        checks the sizes.
+        """
         expression = self.expression(text)
         axis_positions(expression, len(shape))
         if self._is_on_joint_mesh(expression):
@@ -169,7 +176,8 @@ def make_view(
     )
     if not uses_array_names:
         by_count = tuple(spec for spec in specs if not spec.uses)
-        # expressions without counts replicate; on the canonical mesh, only if others name its axes
+        # if no expression has counts, those without mesh axes replicate; on the canonical mesh,
+        # that is an error unless other expressions name its axes
         has_counts = any(spec.defines or spec.lists_replicas for spec in by_count)
         if not has_counts and (len(by_count) < len(specs) or not is_device_mesh(mesh)):
             joint = JointMesh(((None, n_devices),))
@@ -180,16 +188,19 @@ def make_view(
     names, shape = tuple(joint.mesh_shape), tuple(joint.mesh_shape.values())
     types = (AxisType.Auto,) * len(names)
     if isinstance(mesh, AbstractMesh):
-        named: AnyMesh = AbstractMesh(shape, names, axis_types=types)
+        view_mesh: AnyMesh = AbstractMesh(shape, names, axis_types=types)
     else:
-        named = Mesh(mesh.devices.reshape(shape), names, axis_types=types)
-    return View(named, True, joint, n_devices, rules, on_one_device)
+        view_mesh = Mesh(mesh.devices.reshape(shape), names, axis_types=types)
+    return View(view_mesh, True, joint, n_devices, rules, on_one_device)
 
 
 def _joint_mesh_on(
     by_count: tuple[SpecAxes, ...], specs: Sequence[SpecAxes], sizes: Mapping[str, int]
 ) -> JointMesh:
-    """Builds the joint mesh of the expressions with counts, on the user's mesh."""
+    """Builds the joint mesh of `by_count`, the expressions that name no axes of the user's mesh.
+
+    `specs` are all expressions, and `sizes` the axis sizes of the user's mesh.
+    """
     n_devices = math.prod(sizes.values())
 
     def lay_out_others(_: str) -> None:

@@ -79,7 +79,7 @@ def _write(expression: Expression, sharded: Collection[str], terms: Sequence[str
 def joint_mesh(
     specs: tuple[SpecAxes, ...], n_devices: int, axis_sizes: tuple[int, ...] | None = None
 ) -> JointMesh:
-    """Finds the mesh that all expressions fit; raises if none or several do.
+    """Finds the mesh that fits all expressions; raises if none or several do.
 
     A count in one expression applies to all of them. Stars are solved first in expressions that
     list replicas, because these use all devices; the other stars share the remaining devices.
@@ -90,15 +90,15 @@ def joint_mesh(
         axis_sizes: the axis sizes of the user's mesh, which suggestions must fit; None if there is
             no such mesh.
     """
-    joint = _Specs(specs, n_devices, axis_sizes)
+    all_specs = _Specs(specs, n_devices, axis_sizes)
     try:
-        return joint.mesh()
+        return all_specs.mesh()
     except EinshardError as error:
         text = str(error.expression)
         raise keep_working_suggestions(
             error,
-            lambda fix: joint.try_fix(text, fix),
-            None if axis_sizes else lambda n: replace(joint, n_devices=n).mesh(),
+            lambda fix: all_specs.try_fix(text, fix),
+            None if axis_sizes else lambda n: replace(all_specs, n_devices=n).mesh(),
         ) from None
 
 
@@ -139,7 +139,7 @@ class _Specs:
             raise changed.expression.error('the counts do not match the axes of the mesh')
 
     def counts(self) -> dict[str, int]:
-        """Returns the size of every mesh axis, in order of appearance."""
+        """Returns the size of every mesh axis by name, in order of appearance."""
         sources: dict[str, tuple[int, SpecAxes]] = {}  # the size, and the first spec that has it
 
         def add(name: str, count: int, spec: SpecAxes) -> None:
@@ -170,7 +170,10 @@ class _Specs:
         return {name: counts[name] for spec in self.specs for name in spec.defines}
 
     def check_stars(self, sources: Mapping[str, tuple[int, SpecAxes]]) -> None:
-        """Raises if a term such as 'b3*' does not divide the shards of another expression."""
+        """Raises for a term such as 'b3*' if 3 does not divide the count of b in `sources`.
+
+        `sources` has, by axis name, the count and the first expression with this count.
+        """
         for spec in self.specs:
             for name, term in spec.defines.items():
                 count, source = sources.get(name, (term.factor, spec))
@@ -340,6 +343,7 @@ def _orders(
         n_left //= math.prod(count for name, count in order if name is None)
         if not candidates and n_left == 1:
             yield order
+        # two successive axes of replicas would be one axis
         if n_left > 1 and (not order or order[-1][0] is not None):
             pairs = zip(specs, grids, strict=True)
             replica_counts = (leading_replicas(grid) for spec, grid in pairs if spec.lists_replicas)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jax.extend.core import Jaxpr
 
 # JAX's messages for one axis and for several axes
-_REPLICATED = re.compile(
+_VARYING_ERROR = re.compile(
     r"out_specs(\S*) is .* which implies that .* (?:replicated across mesh axis '(\w+)'"
     r'|and not \{([^}]+)\})'
 )
@@ -46,7 +46,7 @@ class Varying:
 
 def read_varying(error: Exception) -> Varying | None:
     """Parses JAX's error; returns None if it is not about replication."""
-    match = _REPLICATED.search(str(error)) if isinstance(error, ValueError) else None
+    match = _VARYING_ERROR.search(str(error)) if isinstance(error, ValueError) else None
     if match is None:
         return None
     key, axis, axes = match.groups()
@@ -81,7 +81,10 @@ class History:
         return History(self.varying - axes, self.gathered - axes, self.exchanged - axes)
 
     def kind(self, axis: str) -> str | None:
-        """Returns why JAX infers that the value varies along an axis; None if it does not vary."""
+        """Returns why the value may vary along an axis: 'exchanged', 'varying' or 'gathered'.
+
+        Returns None if it does not vary.
+        """
         if axis in self.exchanged:
             return 'exchanged'
         return 'varying' if axis in self.varying else 'gathered' if axis in self.gathered else None
@@ -104,13 +107,14 @@ def suggest_replication(
         shard_map: `jax.shard_map` with the mesh and axis names of the function.
     """
     histories, ranks, can_add = list[History](), list[int](), list[bool]()
+    is_in_result = re.compile(re.escape(result.key) + r'(?!\w)')  # '.a' is not in '.ab'
 
     def trace_body(*values: Any) -> None:
         jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(*values)
         all_histories = _histories(jaxpr.jaxpr, list(map(_history_of, jtu.tree_leaves(in_specs))))
         leaves = jtu.tree_leaves_with_path(shapes)
         for (path, leaf), history in zip(leaves, all_histories, strict=True):
-            if jtu.keystr(path).startswith(result.key):
+            if is_in_result.match(jtu.keystr(path)):
                 histories.append(history)
                 ranks.append(leaf.ndim)
                 # random keys have an extended dtype
@@ -201,7 +205,7 @@ def _history_after(equation: Any, before: History) -> History:
 
 
 def _mesh_axes(equation: Any) -> frozenset[str]:
-    """Returns the mesh axes of a collective. The axes of other primitives are numbers."""
+    """Returns the mesh axes of a collective; none for other primitives, whose axes are numbers."""
     axes = equation.params.get('axis_name', equation.params.get('axes', ()))
     return frozenset(axis for axis in entry_axes(axes) if isinstance(axis, str))
 

@@ -14,11 +14,11 @@ MeshAxis = tuple[str | None, int]  # the name of a mesh axis, None for replicas;
 
 def read_spec(owner: str, text: str) -> SpecAxes:
     """Parses the spec of a parameter or of the result; raises if it has partial sums."""
-    read = SpecAxes(owner, parse(text))
-    signed = [term for term in read.expression.right if term.sign]
+    spec = SpecAxes(owner, parse(text))
+    signed = [term for term in spec.expression.right if term.sign]
     if signed:
-        raise read.error('per_device does not support partial sums', signed)
-    return read
+        raise spec.error('per_device does not support partial sums', signed)
+    return spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class SpecAxes:
     def grid(self, counts: Mapping[str, int], n_devices: int) -> tuple[MeshAxis, ...]:
         """Returns the device grid of the expression, with stars replaced by `counts`.
 
-        If the expression lists no replicas, the grid has only the axes that it defines.
+        The grid lists counts larger than 1. If the expression lists no replicas, the grid has only
+        the axes that it defines.
         """
         if not self.lists_replicas:
             return tuple((name, counts[name]) for name in self.defines if counts[name] > 1)
@@ -86,7 +87,11 @@ class SpecAxes:
         return grid[1:] if n_replicas == count else ((None, n_replicas // count), *grid[1:])
 
     def check(self, others: Sequence[SpecAxes]) -> None:
-        """Raises if the expression defines an axis twice, or uses an axis that does not exist."""
+        """Raises if the expression defines or uses a mesh axis in an invalid way.
+
+        It must not define an axis twice, use one that none of `others` defines, or use one that it
+        defines itself.
+        """
         terms = [term for term in self.expression.right if _defines_an_axis(term)]
         names = [term.name for term in terms]
         repeated = [term for term in terms if names.count(term.name) > 1]
@@ -146,7 +151,10 @@ def _defines_an_axis(term: Term) -> bool:
 def grid_of(
     expression: Expression, n_devices: int, sizes: Mapping[str, int] | None = None
 ) -> tuple[MeshAxis, ...]:
-    """Returns the device grid of an expression, without the terms that have mesh axes."""
+    """Returns the device grid of an expression, without the terms that have mesh axes.
+
+    `sizes` are the sizes of mesh axes by name; None if the expression names none.
+    """
     ndim = len(expression.names) - 1 if ELLIPSIS in expression.names else None
     names = {i: name for name, i in axis_positions(expression, ndim).items() if name != ELLIPSIS}
     layout = lay_out(expression, ndim, n_devices, sizes)

@@ -62,7 +62,8 @@ class Blocks:
     def devices_label(self, holders: Sequence[int], most: int = 4) -> str:
         """Lists at most `most` devices or ranges: '0,8', '0-7', '0,8,..,56'.
 
-        In a partial sum, '0+8' says that devices 0 and 8 hold terms of the block.
+        In a partial sum, at most `most` such lists are joined by '+': '0+8' says that devices 0 and
+        8 hold terms of the block.
         """
         step = len(holders) // self.terms
         groups = (holders[i : i + step] for i in range(0, len(holders), step))

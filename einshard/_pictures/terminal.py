@@ -142,7 +142,10 @@ def _every_kth(labels: Sequence[str], box_width: int) -> list[str]:
 
 
 def _enlarged(boxes: _Boxes, width: int) -> _Boxes:
-    """Enlarges boxes, if labels fit, so that an array's size does not depend on its sharding."""
+    """Enlarges boxes, so that the size of a picture depends little on the sharding.
+
+    Only for a single slice with lines between its rows; a scalar keeps its size.
+    """
     slices = boxes.slices
     if not slices.blocks.parts or not boxes.ruled or len(slices.titles) > 1:
         return boxes

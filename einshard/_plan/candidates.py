@@ -1,8 +1,8 @@
 """Lists the candidates of a model that are worth compiling, the best estimate first.
 
-The role of a mesh axis is the set of axis names that it shards. A small space is enumerated. In a
-large one, a beam search changes the role of one mesh axis at a time; then mesh axes are split in
-two, and names are added, removed and replaced. The same model always gives the same candidates.
+A small space is enumerated. In a large one, a beam search changes which set of names one mesh axis
+shards, for one mesh axis at a time; then mesh axes are split in two, and names are added, removed
+and replaced. The same model always gives the same candidates.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .candidate import Candidate
-from .estimate import Estimator
+from .estimate import Estimator, Totals
 from .judgement import Objective
-from .space import PlanRoles, Role, Sizes, Space
+from .space import NameSet, PlanTuple, Sizes, Space
+
+T = TypeVar('T')
 
 # spaces of up to this many plans are enumerated; each plan takes 0.1 ms
 MAX_ENUMERATED = 20_000
@@ -32,7 +35,7 @@ class Candidates:
 
     Attributes:
         ranked: the best estimate first; those that need too much memory come last.
-        pruned: how many plans, names or roles of a mesh axis were left out, by reason:
+        pruned: how many plans, names or sets of names were left out, by reason:
             {'indivisible': 120}.
     """
 
@@ -59,7 +62,7 @@ def find_candidates(
     if search.n_plans() <= MAX_ENUMERATED:
         search.add(search.all_plans())
     else:
-        search.vary_roles()
+        search.vary_names()
         search.split()
         search.refine()
     best = search.ranked()[:max_candidates]
@@ -82,11 +85,14 @@ class _CandidateSearch:
         self.memory = math.inf if memory is None else memory
         self.objective: Objective = objective
         self.pruned: Counter[str] = Counter()
-        self._keys: dict[PlanRoles, tuple[float, ...]] = {}  # of the evaluated plans
+        self._keys: dict[PlanTuple, tuple[float, ...]] = {}  # of the evaluated plans
 
     # --- costs --------------------------------------------------------------------------------
 
-    def key(self, plan: PlanRoles) -> tuple[float, ...]:
+    def totals(self, plan: PlanTuple) -> Totals:
+        return self.estimator.totals(self.space.axes(plan))
+
+    def key(self, plan: PlanTuple) -> tuple[float, ...]:
         """Returns the sort key of a plan, and keeps it.
 
         It has the memory that a device lacks, the objective, memory, bytes sent, and the number of
@@ -94,7 +100,7 @@ class _CandidateSearch:
         """
         key = self._keys.get(plan)
         if key is None:
-            totals = self.estimator.totals(self.space.axes(plan))
+            totals = self.totals(plan)
             missing = max(totals.memory - self.memory, 0)
             first = {'bound': totals.seconds, 'bytes': totals.sent, 'memory': totals.memory}
             # rounded, because equal sums of many numbers may differ in their last digits
@@ -103,7 +109,7 @@ class _CandidateSearch:
             self._keys[plan] = key
         return key
 
-    def add(self, plans: Iterable[PlanRoles]) -> None:
+    def add(self, plans: Iterable[PlanTuple]) -> None:
         """Evaluates plans; leaves out those that are not valid, or repeat one with fewer axes."""
         for plan in plans:
             if not self.space.is_valid(plan):
@@ -113,105 +119,107 @@ class _CandidateSearch:
             else:
                 self.key(plan)
 
-    def best(self, plans: Iterable[PlanRoles]) -> list[PlanRoles]:
+    def best(self, plans: Iterable[PlanTuple]) -> list[PlanTuple]:
         """Returns the best valid plans, as many as a step of the beam search keeps."""
         valid = [plan for plan in plans if self.space.is_valid(plan)]
         return sorted(dict.fromkeys(valid), key=self.key)[:_BEAM]
 
-    def ranked(self) -> list[PlanRoles]:
+    def ranked(self) -> list[PlanTuple]:
         """Returns the evaluated plans, best first, without those that only rename mesh axes."""
-        found: dict[object, PlanRoles] = {}
+        found: dict[object, PlanTuple] = {}
         for plan in sorted(self._keys, key=self.key):
-            sizes, roles = plan
-            axes = sorted((size, sorted(role)) for size, role in zip(sizes, roles, strict=True))
-            without_names = sizes, str(axes)
-            if without_names in found:
-                self.pruned['same after renaming mesh axes'] += 1
-            found.setdefault(without_names, plan)
+            axes = sorted((size, sorted(names)) for size, names in zip(*plan, strict=True))
+            found.setdefault((plan[0], str(axes)), plan)
+        # not added up, because a search ranks its plans several times
+        self.pruned['same after renaming mesh axes'] = len(self._keys) - len(found)
         return list(found.values())
 
-    def simplified(self, plan: PlanRoles) -> PlanRoles:
+    def simplified(self, plan: PlanTuple) -> PlanTuple:
         """Removes names whose sharding does not lower the cost of a plan, and merges mesh axes."""
-        sizes, roles = plan
-        for axis, name in [(i, name) for i, role in enumerate(roles) for name in sorted(role)]:
-            if name in self.space.pinned:
-                continue
-            fewer = (*roles[:axis], roles[axis] - {name}, *roles[axis + 1 :])
-            # each mesh axis must shard something, except those of the user
-            is_allowed = fewer[axis] or self.space.mesh is not None
-            if is_allowed and self.key((sizes, fewer)) <= self.key((sizes, roles)):
-                roles = fewer
-        return self.merged((sizes, roles))
+        sizes, name_sets = plan
+        for axis, names in enumerate(name_sets):
+            for name in sorted(names - self.space.pinned.keys()):
+                fewer = _replaced(name_sets, axis, name_sets[axis] - {name})
+                # each mesh axis must shard something, except those of the user
+                is_allowed = fewer[axis] or self.space.mesh is not None
+                if is_allowed and self.key((sizes, fewer)) <= self.key((sizes, name_sets)):
+                    name_sets = fewer
+        return self.merged((sizes, name_sets))
 
-    def merged(self, plan: PlanRoles) -> PlanRoles:
+    def merged(self, plan: PlanTuple) -> PlanTuple:
         """Merges mesh axes that shard the same names, except the axis across slices."""
         if self.space.mesh is not None or any(self.space.pinned.values()):
             return plan  # the user has named the mesh axes
-        sizes: dict[tuple[Role, bool], int] = {}
-        for i, (size, role) in enumerate(zip(*plan, strict=True)):
-            key = role, i == 0 and self.space.n_slices > 1
+        sizes: dict[tuple[NameSet, bool], int] = {}
+        for i, (size, names) in enumerate(zip(*plan, strict=True)):
+            key = names, i == 0 and self.space.n_slices > 1
             sizes[key] = sizes.get(key, 1) * size
-        return tuple(sizes.values()), tuple(role for role, _ in sizes)
+        return tuple(sizes.values()), tuple(names for names, _ in sizes)
 
     # --- the steps ----------------------------------------------------------------------------
 
     def n_plans(self) -> int:
         """Counts the plans in the space."""
         return sum(
-            math.prod(len(self.space.roles(sizes, axis)) for axis in range(len(sizes)))
+            math.prod(len(self.space.name_sets(sizes, axis)) for axis in range(len(sizes)))
             for sizes in self.space.shapes()
         )
 
-    def all_plans(self) -> Iterator[PlanRoles]:
+    def all_plans(self) -> Iterator[PlanTuple]:
         for sizes in self.space.shapes():
-            roles = [self.space.roles(sizes, axis) for axis in range(len(sizes))]
-            yield from ((sizes, chosen) for chosen in itertools.product(*roles))
+            name_sets = [self.space.name_sets(sizes, axis) for axis in range(len(sizes))]
+            yield from ((sizes, chosen) for chosen in itertools.product(*name_sets))
 
-    def vary_roles(self) -> None:
-        """Tries all roles of one mesh axis after another, in the best plans of each mesh shape."""
+    def vary_names(self) -> None:
+        """Tries all name sets of each mesh axis in turn, in the best plans of each mesh shape."""
         # shapes with more axes come from `split`, unless pins need more
         for sizes in self.space.shapes(2) or self.space.shapes():
             found = self.best(self.starts(sizes))
-            # in both directions, because the best role of an axis depends on the other axes
+            # in both directions, because the best set for an axis depends on those of the others
             for axis in (*range(len(sizes))[::-1], *range(len(sizes))):
                 changed = [
-                    (sizes, (*roles[:axis], role, *roles[axis + 1 :]))
-                    for _, roles in found
-                    for role in self.space.roles(sizes, axis)
+                    (sizes, _replaced(name_sets, axis, names))
+                    for _, name_sets in found
+                    for names in self.space.name_sets(sizes, axis)
                 ]
                 self.add(changed)
                 found = self.best([*found, *changed])
 
-    def starts(self, sizes: Sizes) -> list[PlanRoles]:
-        """Combines the roles that are best for each mesh axis alone: by time, memory or compute."""
-        alone: list[list[Role]] = []
+    def starts(self, sizes: Sizes) -> list[PlanTuple]:
+        """Combines the best name sets of each mesh axis alone: by time, by memory or by compute."""
+        alone: list[list[NameSet]] = []
         n_each = int(_STARTS ** (1 / len(sizes)))
         for axis, size in enumerate(sizes):
-            roles = self.space.roles(sizes, axis)
+            # specs may name the other mesh axes, which shard nothing here
+            shape = _replaced((1,) * len(sizes), axis, size)
             costs = [
-                (role, self.estimator.totals(self.space.axes(((size,), (role,))))) for role in roles
+                (names, self.totals((shape, _replaced((frozenset(),) * len(sizes), axis, names))))
+                for names in self.space.name_sets(sizes, axis)
             ]
             by_time = sorted(costs, key=lambda one: one[1].seconds)[:4]
             by_memory = sorted(costs, key=lambda one: (one[1].memory, one[1].seconds))[:4]
             by_compute = sorted(costs, key=lambda one: (one[1].compute, one[1].sent))[:4]
             best = itertools.chain(*zip(by_time, by_memory, by_compute, strict=True))
-            alone.append([*dict.fromkeys(role for role, _ in best)][:n_each])
-        return [(sizes, roles) for roles in itertools.product(*alone)]
+            alone.append([*dict.fromkeys(names for names, _ in best)][:n_each])
+        return [(sizes, name_sets) for name_sets in itertools.product(*alone)]
 
     def split(self) -> None:
-        """Splits mesh axes of the best plans in two, one of which gets a role of a good plan."""
+        """Splits mesh axes of the best plans in two, and gives one of the two another name set."""
         if self.space.mesh is not None:
             return
         ranked = self.ranked()
-        good = {role for _, roles in ranked[: 4 * _BEAM] for role in roles}
+        good = {names for _, name_sets in ranked[: 4 * _BEAM] for names in name_sets}
         for plan in ranked[:_BEAM]:
             if len(plan[0]) < len(self.space.mesh_axes):
                 # the mesh axes after the split one get other names, and pins name mesh axes
                 self.add(filter(self.space.obeys_pins, self.splits(plan, good)))
 
-    def splits(self, plan: PlanRoles, good: Container[Role]) -> Iterator[PlanRoles]:
-        """Yields plans with two mesh axes for one: one keeps its role, one gets a good role."""
-        sizes, roles = plan
+    def splits(self, plan: PlanTuple, good: Container[NameSet]) -> Iterator[PlanTuple]:
+        """Yields plans with two mesh axes in place of one.
+
+        One of the two has the names of that axis, the other a name set in `good`.
+        """
+        sizes, name_sets = plan
         first = 1 if self.space.n_slices > 1 else 0  # the axis across slices is not split
         for axis in range(first, len(sizes)):
             for size in range(2, sizes[axis] // 2 + 1):
@@ -219,23 +227,27 @@ class _CandidateSearch:
                     continue
                 split = (*sizes[:axis], size, sizes[axis] // size, *sizes[axis + 1 :])
                 for changed in (0, 1):
-                    for role in self.space.roles(split, axis + changed):
-                        pair = (roles[axis], role) if changed else (role, roles[axis])
-                        if role in good:
-                            yield split, (*roles[:axis], *pair, *roles[axis + 1 :])
+                    for names in self.space.name_sets(split, axis + changed):
+                        pair = (name_sets[axis], names) if changed else (names, name_sets[axis])
+                        if names in good:
+                            yield split, (*name_sets[:axis], *pair, *name_sets[axis + 1 :])
 
     def refine(self) -> None:
-        """Changes up to two names of a role in the best plans, until these stay the same."""
-        tried: set[PlanRoles] = set()
+        """Changes up to two names of a mesh axis in the best plans, until these stay the same."""
+        tried: set[PlanTuple] = set()
         while new := [plan for plan in self.ranked()[:_BEAM] if plan not in tried]:
             tried.update(new)
             for plan in new:
                 self.add(self.neighbors(plan))
 
-    def neighbors(self, plan: PlanRoles) -> Iterator[PlanRoles]:
-        """Yields the plans in which the role of one mesh axis differs in up to two names."""
-        sizes, roles = plan
-        for axis, role in enumerate(roles):
-            for other in self.space.roles(sizes, axis):
-                if len(role ^ other) <= 2:
-                    yield sizes, (*roles[:axis], other, *roles[axis + 1 :])
+    def neighbors(self, plan: PlanTuple) -> Iterator[PlanTuple]:
+        """Yields the plans that differ in up to two names of one mesh axis."""
+        sizes, name_sets = plan
+        for axis, names in enumerate(name_sets):
+            for other in self.space.name_sets(sizes, axis):
+                if len(names ^ other) <= 2:
+                    yield sizes, _replaced(name_sets, axis, other)
+
+
+def _replaced(items: tuple[T, ...], i: int, new: T) -> tuple[T, ...]:
+    return (*items[:i], new, *items[i + 1 :])

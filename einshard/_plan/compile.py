@@ -47,7 +47,7 @@ class Worker:
         self._requests: Any = None  # the standard input and output of the process
         self._answers: Any = None
         self._log = Path()
-        self._end: Any = None
+        self._stop: Any = None  # ends the process and deletes its folder
 
     @property
     def pid(self) -> int | None:
@@ -82,20 +82,22 @@ class Worker:
         if isinstance(answer, str):
             return answer
         text = answer['text'].replace(_PREFIX, '')
+        # an object with the one method of `jax.stages.Compiled` that `read_memory` calls
         sizes = SimpleNamespace(memory_analysis=lambda: read_sizes(answer['buffers']))
         return Compiled(text, read_memory(sizes))
 
     def close(self) -> None:
         """Ends the process; the next program starts another one."""
-        if self._end is not None:
-            self._end()
-        self._process = self._end = None
+        if self._stop is not None:
+            self._stop()
+        self._process = self._stop = None
 
     def _start(self) -> None:
         folder = tempfile.TemporaryDirectory(prefix='einshard-plan-')
         self._log = Path(folder.name) / 'log'
         with self._log.open('wb') as log:
             self._process = subprocess.Popen(
+                # -P keeps this folder off sys.path: its modules would hide others of the same name
                 [sys.executable, '-P', str(Path(__file__).with_name('worker.py'))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -103,11 +105,13 @@ class Worker:
                 env={**_environment(self.n_devices), 'TMPDIR': folder.name},
             )
         self._requests, self._answers = self._process.stdin, self._process.stdout
-        # also runs when the interpreter exits
-        self._end = weakref.finalize(self, _end, self._process, folder)
+        # also called when the interpreter exits
+        self._stop = weakref.finalize(self, _end_process, self._process, folder)
 
 
-def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
+def _end_process(
+    process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]
+) -> None:
     process.kill()
     for stream in (process.stdin, process.stdout):
         with contextlib.suppress(OSError):  # a request is left in the pipe

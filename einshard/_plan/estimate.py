@@ -25,7 +25,7 @@ from .live import Stored
 from .mesh_network import MeshNetwork
 from .model import Model
 from .names import Names
-from .product_cost import Axes, Sent, Way, cheapest_way, mesh_axes, shards
+from .product_cost import Axes, Sent, Way, axes_of_shape, cheapest_way, shards
 from .products import Product, Side
 
 # the chip for choosing the cheapest way to compute a product, if the user's is unknown
@@ -81,8 +81,7 @@ class Estimator:
         self.chip = as_chip(_TYPICAL) if chip is None else chip
         self.chip_share = self.chip.share(self.devices[0])  # 1/2 for one of two TensorCores
         self.network = MeshNetwork(self.devices, self.chip)
-        named = [(one, _names_of([*one.operands, one.out])) for one in model.products]
-        self.products = [(one, names) for one, names in named if one.flops or names]
+        self.products = [(one, _names_of([*one.operands, one.out])) for one in model.products]
         self.stored = _StoredArrays(model)
         # for each product, its cost by the mesh axes of its names
         self._known: list[dict[Any, _Cost]] = [{} for _ in self.products]
@@ -101,7 +100,7 @@ class Estimator:
 
     def judge(self, candidate: Candidate) -> Judgement:
         """Estimates the bounds, the memory and the bytes sent of a candidate."""
-        in_order = mesh_axes([size for _, size in candidate.mesh])
+        in_order = axes_of_shape([size for _, size in candidate.mesh])
         mesh = {name: axis for (name, _), axis in zip(candidate.mesh, in_order, strict=True)}
         axes = {name: tuple(mesh[axis] for axis in used) for name, used in candidate.axes}
         # specs may name mesh axes, too
@@ -116,8 +115,8 @@ class Estimator:
                 n_bytes = product.executions * _sent_bytes(one)
                 sent[along] += round(n_bytes)
                 sent_by[one.kind, one.role] += round(n_bytes)
-                rate = self.network.seconds_per_byte(one.kind, one.axes)
-                seconds[along] += product.executions * one.bytes * rate
+                per_byte = self.network.seconds_per_byte(one.kind, one.axes)
+                seconds[along] += product.executions * one.bytes * per_byte
         bounds = [Bound('compute', '', totals.compute), Bound('HBM', '', totals.hbm)]
         bounds += [Bound('network', along, time) for along, time in seconds.items()]
         positive = Bounds(bound for bound in bounds if bound.seconds)
@@ -131,6 +130,7 @@ class Estimator:
         )
 
     def _costs(self, axes: Axes) -> list[_Cost]:
+        """Returns the cost of each product, in the order of `products`."""
         costs: list[_Cost] = []
         axes_of = axes.__getitem__
         for (product, names), known in zip(self.products, self._known, strict=True):
@@ -144,7 +144,7 @@ class Estimator:
     def _cost(self, product: Product, axes: Axes) -> _Cost:
         flop_seconds = product.flops / (self.chip.rate(product.dtype) * self.chip_share)
         way = cheapest_way(product, axes, flop_seconds, self.network.seconds_per_byte)
-        n, compute = product.executions, flop_seconds / way.parts
+        n, compute = product.executions, flop_seconds / way.n_devices
         return _Cost(
             n * compute, n * (way.seconds - compute), n * sum(map(_sent_bytes, way.sent)), way
         )
@@ -174,8 +174,9 @@ class _StoredArrays:
             _summed([*arguments, *donated, *model.results]),
             *(_summed([*arguments, *model.results, *peak]) for peak in peaks),
         ]
+        # arrays with the same names are of one kind
         kinds = list(dict.fromkeys(names for row in rows for names in row))
-        # the names of all axes in one tuple, and of each axis
+        # of the arrays of each kind: the names of all axes in one tuple, and those of each axis
         self.kinds = [(tuple(name for one in names for name in one), names) for names in kinds]
         self.sizes = np.array([[row[names] for names in kinds] for row in rows], float)
         # for each kind, the fraction that a device has, by the mesh axes of its names

@@ -130,6 +130,7 @@ class _Reader:
         return [value_of(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
+        """Adds the operations of an equation with these operands; returns the results."""
         name, params = eqn.primitive.name, eqn.params
         if name == 'scan':
             return self.scan(eqn, ins)
@@ -172,6 +173,7 @@ class _Reader:
             return
         n = min(len(self.shape(old)) - shift[0], len(self.shape(new)) - shift[1])
         links = tuple((0, d + shift[0], 0, d + shift[1]) for d in range(n))
+        # every device runs all iterations, so it needs the scanned axis in full
         unsharded = ((0, 0),) if name == 'scan_input' else ()
         self.append(Op(name, (old,), (new,), Relation(links, unsharded=unsharded), body=body))
 
@@ -191,17 +193,17 @@ class _Reader:
         n_before = sum(map(_same_rank, body.invars, eqn.invars))
         n_consts = n_before - n_carry
         outs = self.new_values(eqn.outvars)
-        number = self.n_scopes + 1
+        loop = self.n_scopes + 1  # the number that `read_loop` gives the body
         inner = self.new_values(body.invars)
         inner[:n_consts] = ins[:n_consts]
         self.carry(ins[n_consts:n_before], inner[n_consts:n_before])
         for old, new in zip(ins[n_before:], inner[n_before:], strict=True):
-            self.connect('scan_input', old, new, (1, 0), number)
+            self.connect('scan_input', old, new, (1, 0), loop)
         found = self.read_loop(body, inner, length)
         self.carry(found[:n_carry], inner[n_consts:n_before])
         self.carry(found[:n_carry], outs[:n_carry])
         for old, new in zip(found[n_carry:], outs[n_carry:], strict=True):
-            self.connect('scan_output', old, new, (0, 1), number)
+            self.connect('scan_output', old, new, (0, 1), loop)
         # the first axis of stacked and of scanned arrays is the same: the iterations
         scanned = next((value for value in ins[n_before:] if value is not None), None)
         for new in outs[n_carry:]:

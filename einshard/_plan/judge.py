@@ -102,7 +102,10 @@ class Function:
         return treedef.unflatten(shapes)
 
     def _copy(self) -> Any:
-        """A copy of a `sharded` function, which would otherwise keep the candidates' programs."""
+        """Returns a copy of a `sharded` function, and other functions as they are.
+
+        A `sharded` function keeps its programs, so the user's would keep those of all candidates.
+        """
         function = as_sharded(self.fn)
         if function is None:
             return self.fn
@@ -132,7 +135,7 @@ class Partitioner:
 
     def judge_all(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
         """Judges candidates in order, tracing each while the worker compiles the one before."""
-        pending: deque[_Program | Judgement] = deque()
+        pending: deque[_SentProgram | Judgement] = deque()
         try:
             for candidate in candidates:
                 pending.append(self._send(candidate))
@@ -144,7 +147,7 @@ class Partitioner:
             if pending:  # the caller has stopped early, so nobody reads the worker's answers
                 self.close()
 
-    def _send(self, candidate: Candidate) -> _Program | Judgement:
+    def _send(self, candidate: Candidate) -> _SentProgram | Judgement:
         """Traces a candidate and sends it to the worker, or judges it without the worker."""
         function = self._function
         try:
@@ -155,11 +158,11 @@ class Partitioner:
             except Exception:  # such as a kernel for another platform, or a host callback
                 return function.judge(candidate)
             self._worker.submit(request)
-            return _program(candidate, stages, kept)
+            return _describe_program(candidate, stages, kept)
         except EinshardError as error:
             return _failed(candidate, 'partitioner', str(error))
 
-    def _receive(self, program: _Program | Judgement) -> Judgement:
+    def _receive(self, program: _SentProgram | Judgement) -> Judgement:
         """Judges a sent program when it is compiled; returns a judgement as it is."""
         if isinstance(program, Judgement):
             return program
@@ -170,8 +173,8 @@ class Partitioner:
 
 
 @dataclass(frozen=True)
-class _Program:
-    """A program that the worker compiles.
+class _SentProgram:
+    """What is known of a program that was sent to the worker.
 
     Attributes:
         inputs: the path and the dtype of each argument that the program uses.
@@ -209,12 +212,12 @@ class _Program:
         )
 
 
-def _program(candidate: Candidate, stages: Stages, kept: Sequence[int]) -> _Program:
+def _describe_program(candidate: Candidate, stages: Stages, kept: Sequence[int]) -> _SentProgram:
     traced: Any = stages.traced
     arguments = jtu.tree_leaves_with_path(traced.args_info)
     results = jtu.tree_leaves_with_path(traced.out_info)
     used = [arguments[i] for i in kept]
-    return _Program(
+    return _SentProgram(
         candidate,
         [(f'{path[1]}/{path_text(path[2:])}', str(leaf.dtype)) for path, leaf in used],
         {i: f'result/{path_text(path)}' for i, (path, _) in enumerate(results)},

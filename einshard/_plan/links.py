@@ -1,8 +1,8 @@
-"""Links the dimensions of operands and results that can share a sharding, for each JAX primitive.
+"""Links the axes of operands and results that can share a sharding, for each JAX primitive.
 
-In `a + b`, dimension 0 of `a`, of `b` and of the sum are linked: if they are sharded in the same
-way, every device has what it needs. Products and reductions also get an index for each dimension,
-like the letters of an einsum.
+In `a + b`, axis 0 of `a`, of `b` and of the sum are linked: if they are sharded in the same way,
+every device has what it needs. Products and reductions also get an index for each axis, like the
+letters of an einsum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Sequence[Shape]
-# (operand, its dimension, result, its dimension)
+# (operand, its axis, result, its axis), as numbers
 Link: TypeAlias = tuple[int, int, int, int]
 Indices: TypeAlias = tuple[int, ...]
 
@@ -40,12 +40,13 @@ class Einsum:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Which dimensions of operands and results can share a sharding.
+    """Which axes of operands and results can share a sharding.
 
     Attributes:
-        links: the pairs of dimensions that can.
+        links: the pairs of axes that can.
         einsum: the indices of a product, a reduction or a lookup; None for other operations.
-        unsharded: (operand, dimension) pairs that a device needs in full, so they stay unsharded.
+        unsharded: (operand, axis) pairs that each device needs in full; if one of them is sharded,
+            it must be gathered first.
     """
 
     links: tuple[Link, ...] = ()
@@ -86,6 +87,7 @@ def _each(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 def _dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = params['dimension_numbers']
     new = itertools.count()
+    # the index of each axis; batch and contracted axes of both operands have the same
     lhs = {d: next(new) for d in (*lhs_batch, *lhs_sum)}
     rhs = dict(zip((*rhs_batch, *rhs_sum), lhs.values(), strict=True))
     for dims, shape in zip((lhs, rhs), ins, strict=False):
@@ -112,7 +114,7 @@ def _ragged_dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relatio
 
 
 def _related(einsum: Einsum, links: Iterable[Link] = ()) -> Relation:
-    """Returns the relation of an einsum: dimensions with the same index are linked."""
+    """Returns the relation of an einsum: axes with the same index are linked."""
     same_index = (
         (i, dim, 0, einsum.out.index(index))
         for i, indices in zip(einsum.operands, einsum.indices, strict=True)
@@ -153,7 +155,7 @@ def _reduce(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 
 
 def _linked(dims: Iterable[tuple[int, int]]) -> Relation:
-    """Links pairs of dimensions: of the first operand, and of the first result."""
+    """Links pairs of an axis of the first operand and an axis of the first result."""
     return Relation(tuple((0, d, 0, to) for d, to in dims))
 
 
@@ -173,7 +175,7 @@ def _squeeze(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 
 
 def _reshape(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Links the major axes of a reshape; the other merged or split axes stay unsharded."""
+    """Links the major axes of a reshape; other axes that are merged or split are not linked."""
     return _linked(major_axes(ins[0], outs[0]))
 
 
@@ -204,7 +206,7 @@ def major_axes(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
 
 
 def _same_sizes(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Links axes that keep their size; axes that are sliced, padded or extended stay unsharded."""
+    """Links axes that keep their size; sliced, padded and joined axes must be unsharded."""
     links: list[Link] = []
     unsharded: list[tuple[int, int]] = []
     for (i, shape), (o, out) in itertools.product(enumerate(ins), enumerate(outs)):
@@ -230,7 +232,10 @@ def _window(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 
 
 def _unsharded_axis(parameter: str) -> Callable[..., Relation]:
-    """Returns the rule for operations along one axis, such as a sort; `parameter` names it."""
+    """Returns the rule for operations along one axis, such as a sort.
+
+    `parameter` is the parameter of the primitive that has the axis, such as 'dimension'.
+    """
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
         axis = params.get(parameter, -1) % max(len(ins[0]), 1)

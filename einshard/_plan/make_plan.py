@@ -82,7 +82,7 @@ def _n_alike(choices: Sequence[Judgement]) -> int:
 def _warnings(best: Judgement, search: Search, model: Model) -> Iterator[str]:
     if best.memory is None or search.limit is None or best.fits(search.limit):
         return
-    state = sum(array.bytes for array in model.arrays if array.role == 'state')
+    state = sum(array.bytes for array in model.arrays if array.is_state)
     yield (
         f'no plan fits: this one is closest, and needs {format_bytes(best.memory)} per device, '
         f'more than {format_bytes(search.limit)}. To fit, use a smaller batch or more accumulation '

@@ -32,6 +32,7 @@ def _has_names(node: Any) -> bool:
 
 
 def _names(node: Any) -> Sequence[Any] | None:
+    """Returns the names of a Flax box or variable, an entry for each axis; None if it has none."""
     if hasattr(node, 'unbox') and isinstance(getattr(node, 'names', None), tuple):
         return node.names
     get_metadata: Callable[[], dict[str, Any]] | None = getattr(node, 'get_metadata', None)
@@ -44,6 +45,6 @@ def _names(node: Any) -> Sequence[Any] | None:
 
 
 def _as_tuple(entry: Any) -> tuple[str, ...]:
-    """Converts an entry to a tuple: it is a name, several names, or None."""
+    """Converts the entry of an axis, which is a name, several names or None, to a tuple."""
     names = entry if isinstance(entry, tuple | list) else (entry,)
     return tuple(str(name) for name in names if name is not None)

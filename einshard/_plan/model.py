@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import jax.tree_util as jtu
 
@@ -17,8 +17,6 @@ from .names import AxisNames, Names, name_axes
 from .products import Product, find_products
 from .tracing import first_trace, names_in, no_names, trace_with_names
 
-Role: TypeAlias = Literal['state', 'batch']
-
 
 @dataclass(frozen=True, slots=True)
 class Array:
@@ -26,17 +24,17 @@ class Array:
 
     Attributes:
         names: the names of each axis; `()` for one without a name, which no plan shards.
-        role: 'state' for weights and whatever else the function updates, 'batch' for data. An array
-            is state if it is donated, or if its argument is a pytree of arrays with different first
-            axis names. If nothing is donated and there are several results, an array is also state
-            if a result has its shape and dtype.
+        is_state: whether it is a weight or another array that the function updates, not data. An
+            array is state if it is donated, or if its argument is a pytree of arrays with different
+            first axis names. If nothing is donated and there are several results, an array is also
+            state if a result has its shape and dtype.
         donated: whether a result can take its memory.
     """
 
     shape: tuple[int, ...]
     dtype: str
     names: tuple[Names, ...]
-    role: Role
+    is_state: bool
     donated: bool
     bytes: int
 
@@ -99,7 +97,7 @@ def find_model(
     results = jtu.tree_leaves(stages.traced.out_info)
     arrays = _arrays(stages.traced.args_info, arguments, results)
     pairs = zip(program.arguments, arrays, strict=True)
-    states = [value for value, one in pairs if value is not None and one.role == 'state']
+    states = [value for value, one in pairs if value is not None and one.is_state]
     return Model(
         stages.name,
         sizes,
@@ -131,9 +129,9 @@ def _sizes(
     """
     sizes, divisors = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     names_by_array: dict[tuple[str, ...], None] = {}
-    fixed = [value for value in program.arguments if value is not None]
-    fixed += [i for i, value in enumerate(program.values) if value.spec is not None]
-    for i in fixed:
+    numbers = [value for value in program.arguments if value is not None]
+    numbers += [i for i, value in enumerate(program.values) if value.spec is not None]
+    for i in numbers:
         of_array = tuple(name for one in axis_names[i] for name in one)
         names_by_array[of_array] = None
         for one, size in zip(axis_names[i], program.values[i].shape, strict=True):
@@ -160,14 +158,15 @@ def _arrays(
     found: list[Array] = []
     for (path, info), names in zip(leaves, axis_names, strict=True):
         shape, dtype = tuple(map(int, info.shape)), str(info.dtype)
-        has_weights = n_leaves[path[:2]] > 1 and len(first_names[path[:2]]) > 1
+        argument = path[:2]
+        has_weights = n_leaves[argument] > 1 and len(first_names[argument]) > 1
         is_state = info.donated or has_weights or (by_shape and returned[shape, dtype] > 0)
         found.append(
             Array(
                 shape,
                 dtype,
                 names,
-                'state' if is_state else 'batch',
+                is_state,
                 info.donated,
                 math.prod(shape) * info.dtype.itemsize,
             )

@@ -13,7 +13,9 @@ from typing import TypeAlias
 
 from .flatten import Op, Program
 
+# the names of one axis
 Names: TypeAlias = tuple[str, ...]
+# the names of each axis of an array
 AxisNames: TypeAlias = tuple[Names | None, ...]
 
 _CONSTRAINT = 'sharding_constraint'
@@ -62,7 +64,11 @@ class _Table:
 
 
 def _name_operands(op: Op, required: _Table) -> None:
-    """Gives each operand the axis names that its consumers require."""
+    """Gives each operand the axis names that the operation requires.
+
+    These are the names of a constraint, or those that consumers require of the results. An
+    operation with an einsum requires none.
+    """
     if op.primitive == _CONSTRAINT:
         for old, new in zip(op.arrays_in, op.arrays_out, strict=True):
             required.set(old, required.specs[new])
@@ -74,7 +80,10 @@ def _name_operands(op: Op, required: _Table) -> None:
 
 
 def _name_results(op: Op, forward: _Table, required: _Table) -> None:
-    """Gives each result the axis names of its constraint, its operands or its consumers."""
+    """Gives each result the axis names of its constraint, its operands or its consumers.
+
+    They are tried in this order; if the operation has an einsum, consumers come before operands.
+    """
     for out in op.arrays_out:
         if op.primitive == _CONSTRAINT:
             forward.set(out, forward.specs[out])

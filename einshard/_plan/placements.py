@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from .._errors import EinshardError, quoted
 from .._notation.expression import Term, parse
@@ -14,7 +14,7 @@ from .candidate import Candidate
 from .model import Model
 
 # the mesh axes of some axis names: {'embed': ('x',), 'mlp': ('x', 'y'), 'layers': ()}
-MeshAxesOf = Mapping[str, tuple[str, ...]]
+MeshAxesOf: TypeAlias = Mapping[str, tuple[str, ...]]
 
 
 def read_pins(pin: Mapping[str, AxisPlacement], mesh_axes: Collection[str]) -> MeshAxesOf:

@@ -61,7 +61,7 @@ def plan(
 
     The function names its axes in expressions without placements: in the specs of `sharded`, in
     `Rules`, and in `einshard(x, 'batch seq act')` inside. `plan` finds these names by tracing, and
-    compares mesh shapes with up to three axes (x, y, z) and all ways to shard the names over them.
+    compares mesh shapes with up to three axes (x, y, z) and ways to shard the names over them.
     An estimate orders the candidates. XLA's partitioner compiles the most promising ones, for
     simulated CPU devices in another process; the compiler of the target compiles the best of them.
     Nothing runs, and arguments can be shapes: `jax.ShapeDtypeStruct`.
@@ -73,7 +73,7 @@ def plan(
         fn: a `sharded` or jitted function, or any other function that names its axes.
         args, kwargs: arguments of the call, as in `explain`.
         mesh: the devices, such as `topology('v5e:16x16')`. A mesh with named axes fixes the mesh
-            shape, so that only the names are planned.
+            shape, so that only the names are planned. Default: the mesh in context, or all devices.
         chip: the chip for the lower bounds, as in `explain`. Default: that of the devices.
         memory: bytes of a device that a plan may use, such as '14 GB'. Default: all of them.
         objective: what to minimize: 'bound', the sum of the lower bounds; 'bytes' that a device
@@ -88,9 +88,9 @@ def plan(
         A `Plan`. If no candidate fits into memory, the one that is closest, with a warning.
 
     Raises:
-        EinshardError: the model has no axis names or nothing to shard; there is one device; the
-            chip is unknown and the objective is 'bound'; a pin or candidate does not fit the
-            sizes; or no candidate compiles.
+        EinshardError: the model has no axis names or nothing to shard; `fn` has its own mesh; there
+            is one device; the chip is unknown and the objective is 'bound'; a pin or candidate does
+            not fit the sizes; or no candidate compiles.
     """
     check_option('objective', objective, get_args(Objective))
     _check_has_no_mesh(fn)
@@ -99,9 +99,9 @@ def plan(
     limit = _memory_limit(memory, chip, devices)
     _check_budget(compilations, seconds)
     mesh_axes = None if is_device_mesh(devices) else tuple(devices.shape.items())
-    names = [name for name, _ in mesh_axes or ()]
-    model = find_model(fn, args, kwargs, names)
-    pinned = read_pins(pin or {}, names or AXES)
+    mesh_axis_names = [name for name, _ in mesh_axes or ()]
+    model = find_model(fn, args, kwargs, mesh_axis_names)
+    pinned = read_pins(pin or {}, mesh_axis_names or AXES)
     space = Space(model, devices.size, _n_slices(devices), mesh_axes, pinned)
     given = [read_candidate(i, pair, model, devices.size) for i, pair in enumerate(candidates)]
     estimator = Estimator(model, devices, chip)
@@ -110,13 +110,13 @@ def plan(
         raise _nothing_to_shard(model, devices)
     function = Function(fn, args, kwargs, devices, chip)
     # for CPUs, the programs of the partitioner are the real ones
-    is_simulated = devices.devices.flat[0].platform == 'cpu'
+    is_cpu = devices.devices.flat[0].platform == 'cpu'
     with closing(Partitioner(function)) as partitioner:
         search = Search(
             estimates=[estimator.judge(candidate) for candidate in found.ranked],
             given=given,
             by_partitioner=partitioner.judge_all,
-            by_compiler=None if is_simulated else function.judge_all,
+            by_compiler=None if is_cpu else function.judge_all,
             objective=objective,
             limit=limit,
             compilations=compilations,

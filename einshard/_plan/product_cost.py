@@ -26,14 +26,18 @@ class MeshAxis(NamedTuple):
 
 # the mesh axes of every name
 Axes: TypeAlias = Mapping[str, tuple[MeshAxis, ...]]
-# the time of a collective along mesh axes, for each byte of its array
-Rate: TypeAlias = Callable[[str, Sequence[MeshAxis]], float]
+# the time of a collective of this kind along these mesh axes, per byte of its array
+SecondsPerByte: TypeAlias = Callable[[str, Sequence[MeshAxis]], float]
 
 
 class Sent(NamedTuple):
-    """A collective: its kind, what it carries, the mesh axes, and the bytes of its array.
+    """A collective that a product needs.
 
-    Products that share a collective each have a fraction of the bytes.
+    Attributes:
+        role: what it carries, as in `Side`.
+        axes: the mesh axes along which it runs.
+        bytes: on each device, of its operand or of its result, whichever is larger. If several
+            products share the collective, each has a fraction of them.
     """
 
     kind: str
@@ -47,19 +51,19 @@ class Way(NamedTuple):
 
     Attributes:
         seconds: of compute and network, without overlap.
-        parts: the number of devices that share the flops.
+        n_devices: the number of devices that share the flops.
         sent: the collectives.
         gathered: the bytes of resharded operands, which need memory in addition.
     """
 
     seconds: float
-    parts: int
+    n_devices: int
     sent: tuple[Sent, ...]
     gathered: float
 
 
-def mesh_axes(sizes: Sequence[int]) -> tuple[MeshAxis, ...]:
-    """Returns the axes of a mesh of these sizes, slowest first."""
+def axes_of_shape(sizes: Sequence[int]) -> tuple[MeshAxis, ...]:
+    """Returns the axes of a mesh with these axis sizes, slowest first."""
     found: list[MeshAxis] = []
     stride = 1
     for size in reversed(sizes):
@@ -81,30 +85,31 @@ def shards(names: Sequence[Names], axes: Axes) -> dict[MeshAxis, int]:
     return found
 
 
-def cheapest_way(product: Product, axes: Axes, flop_seconds: float, rate: Rate) -> Way:
+def cheapest_way(
+    product: Product, axes: Axes, flop_seconds: float, seconds_per_byte: SecondsPerByte
+) -> Way:
     """Returns the way that takes the least time.
 
     Args:
         flop_seconds: the time of the product's flops on one device.
-        rate: the time of a collective per byte of its array.
     """
     sides = [_Sharded(side, axes) for side in (*product.operands, product.out)]
     used = sorted({axis for side in sides for axis in side.index_of})
     *operands, out = sides
     best: Way | None = None
     for chosen in itertools.product(*(_choices(axis, sides, product) for axis in used)):
-        computed = {axis: i for axis, i in zip(used, chosen, strict=True) if i is not None}
+        in_product = {axis: i for axis, i in zip(used, chosen, strict=True) if i is not None}
         sent: list[Sent] = []
         gathered = 0.0
         for operand in operands:
-            gathered += operand.reshard(computed, sent)
-        out.reduce(computed, sent)
-        parts = _n_devices(computed)
-        seconds = flop_seconds / parts
+            gathered += operand.reshard(in_product, sent)
+        out.reduce(in_product, sent)
+        n_devices = _n_devices(in_product)
+        seconds = flop_seconds / n_devices
         for one in sent:
-            seconds += one.bytes * rate(one.kind, one.axes)
+            seconds += one.bytes * seconds_per_byte(one.kind, one.axes)
         if best is None or seconds < best.seconds:
-            best = Way(seconds, parts, tuple(sent), gathered)
+            best = Way(seconds, n_devices, tuple(sent), gathered)
     assert best is not None, 'itertools.product of no lists has one element'
     return best
 
@@ -146,18 +151,18 @@ class _Sharded:
     ) -> None:
         sent.append(Sent(kind, self.role, tuple(axes), n_bytes * self.share))
 
-    def reshard(self, computed: Mapping[MeshAxis, int], sent: list[Sent]) -> float:
+    def reshard(self, in_product: Mapping[MeshAxis, int], sent: list[Sent]) -> float:
         """Appends to `sent` the collectives that reshard an operand.
 
         Slicing is free, and comes first.
 
         Args:
-            computed: the index that each mesh axis shards in the product.
+            in_product: the index that each mesh axis shards in the product.
 
         Returns:
             The bytes of the resharded operand per device; 0 if it needs no collective.
         """
-        new = {axis: index for axis, index in computed.items() if index in self.indices}
+        new = {axis: index for axis, index in in_product.items() if index in self.indices}
         old = self.index_of
         gathered = [axis for axis in old if axis not in new]
         exchanged = [axis for axis, index in old.items() if new.get(axis, index) != index]
@@ -170,14 +175,14 @@ class _Sharded:
             self.add_collective(sent, 'all-gather', gathered, local)
         return local
 
-    def reduce(self, computed: Mapping[MeshAxis, int], sent: list[Sent]) -> None:
+    def reduce(self, in_product: Mapping[MeshAxis, int], sent: list[Sent]) -> None:
         """Appends to `sent` the collectives that add partial sums and reshard the result."""
-        old = {axis: index for axis, index in computed.items() if index in self.indices}
+        old = {axis: index for axis, index in in_product.items() if index in self.indices}
         new = self.index_of
-        if old == new and len(old) == len(computed):
+        if old == new and len(old) == len(in_product):
             return
-        partial = [axis for axis in computed if axis not in old]
-        sliced = [axis for axis in new if axis not in computed]
+        partial = [axis for axis in in_product if axis not in old]
+        sliced = [axis for axis in new if axis not in in_product]
         local = self.bytes / (_n_devices(old) * _n_devices(sliced))
         scattered = [axis for axis in partial if axis in new]
         added = [axis for axis in partial if axis not in new]

@@ -1,4 +1,4 @@
-"""Finds the operations of a program that may communicate."""
+"""Finds the operations of a program that have flops or may communicate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Side:
         names: the names of every axis; `()` for one without a name, which is never sharded.
         share: 1 / n, if n products share one collective, because all of them use this operand, or
             are added up to this result.
-        role: what a collective on it carries: 'weights', 'gradients' or 'activations'.
+        role: what a collective on it carries: 'weights', 'gradients' or 'activations', as in the
+            rows of `explain`.
     """
 
     indices: tuple[int, ...]
@@ -33,10 +34,11 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """An operation that may communicate: a product, a reduction, a lookup or a constraint.
+    """An operation that has flops or may communicate.
 
     Attributes:
-        kind: 'product' (also of a lookup), 'reduction' or 'reshard'.
+        kind: 'product' (also of a lookup), 'reduction', or 'reshard' (of an operand, or by a
+            constraint).
         flops: of one execution.
         dtype: of the first operand, as in HLO; '' for a reshard.
         executions: how often it and equal products run in one run of the function.
@@ -153,10 +155,11 @@ class _Shares:
     def __init__(self, program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]):
         self._names = names
         self._roots = roots = Roots(program)
-        # how many products of a loop, or outside of loops, use the array
+        # by scope and root value: how many products of the scope use the array
         self._n_users: Counter[tuple[int, int]] = Counter()
-        # the sum that each value is a term of, and how many products are added up to it
+        # for each value, the sum (also a value) that it is a term of; if there is none, itself
         self._sum_of = list(range(len(program.values)))
+        # by sum: how many products are added up to it
         self._n_terms: Counter[int] = Counter()
         for op in reversed(program.ops):
             if op.primitive in _SUMS and op.outs[0] is not None:
@@ -188,4 +191,5 @@ class _Shares:
         return 'weights' if self._roots(value) in self._weights else 'activations'
 
     def role_of_result(self, value: int) -> str:
+        """Returns 'gradients' if a result has the axis names of a weight, else 'activations'."""
         return 'gradients' if self._names[value] in self._weight_names else 'activations'

@@ -17,8 +17,8 @@ from .._page import Column, Page, Section
 from .._text import format_bytes, format_seconds
 from .judge import Function
 from .judgement import Judgement, Objective
+from .plot import scatter_svg
 from .reasons import reason
-from .scatter import scatter_svg
 
 _SHOWN = 4  # plans in the printed table
 
@@ -38,7 +38,7 @@ class Plan(Display):
         sizes: the axis names of the model, with their sizes.
         choices: the compiled plans, best first, each a `Judgement`.
         code: the specs of the function with the placements of the best plan, as source text.
-        n_candidates: how many candidates were estimated.
+        n_candidates: how many candidates were left to choose from after pruning; at most 200.
         pruned: how many other ways to shard the model or a mesh axis were left out, by reason:
             {'indivisible': 120}.
         stopped: why the search ended early, or ''.
@@ -89,7 +89,7 @@ class Plan(Display):
         return self._function.trace(self.best.candidate)
 
     def why(self, name: str) -> Why:
-        """Compares the best plan with those that shard only this axis differently."""
+        """Compares the best plan with others of its mesh shape that differ only in this axis."""
         if name not in self.sizes:
             raise EinshardError(
                 f"the model has no axis named '{name}'",
@@ -177,11 +177,11 @@ class Plan(Display):
         kind = self.devices.devices.flat[0].device_kind
         devices = plural(self.devices.size, 'device')
         rows = [self._row(i, one) for i, one in enumerate(self.choices[:_SHOWN])]
-        compiled = [one.judge for one in self.choices]
+        judges = [one.judge for one in self.choices]
         pruned = ', '.join(f'{why} ({n})' for why, n in self.pruned.items())
         lines = [
-            f'{plural(self.n_candidates, "candidate")} estimated; {len(compiled)} compiled, '
-            f'{compiled.count("compiler")} of them for the target'
+            f'{plural(self.n_candidates, "candidate")} ranked by estimates; '
+            f'{len(judges)} compiled, {judges.count("compiler")} of them for the target'
             f'{f" ({self.stopped})" if self.stopped else ""}',
             *([f'not considered: {pruned}'] if pruned else []),
         ]

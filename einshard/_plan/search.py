@@ -80,6 +80,7 @@ class Search:
         return f'{text}, {n_on_target} for the target' if n_on_target else text
 
     def _rank(self, judgement: Judgement) -> tuple[object, ...]:
+        """Returns a sort key: plans that fit come first, by cost; others follow, by memory."""
         fits = judgement.fits(self.limit)
         return (
             not fits,

@@ -13,17 +13,17 @@ from .._errors import EinshardError, plural, quoted
 from .candidate import Candidate
 from .model import Model
 from .placements import check_divisible
-from .product_cost import MeshAxis, mesh_axes
+from .product_cost import MeshAxis, axes_of_shape
 
 Sizes: TypeAlias = tuple[int, ...]
 # the axis names that one mesh axis shards: at most one of them in each array
-Role: TypeAlias = frozenset[str]
-# a mesh shape, and the role of every mesh axis
-PlanRoles: TypeAlias = tuple[Sizes, tuple[Role, ...]]
+NameSet: TypeAlias = frozenset[str]
+# a plan: its mesh shape, and the names that each mesh axis shards
+PlanTuple: TypeAlias = tuple[Sizes, tuple[NameSet, ...]]
 
 AXES = ('x', 'y', 'z')
-# once a mesh axis has this many roles, the remaining names are not considered for it
-_MAX_ROLES = 2000
+# once a mesh axis has this many name sets, the remaining names are not considered for it
+_MAX_NAME_SETS = 2000
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Space:
             mesh axes, the slices are the first mesh axis, over which only the batch is sharded.
         mesh: the user's mesh axes with their sizes; None to try all factorizations.
         pinned: names with their mesh axes, which do not change.
-        pruned: how many names or roles of a mesh axis were left out, by reason.
+        pruned: how many names, or sets of names for a mesh axis, were left out, by reason.
     """
 
     model: Model
@@ -45,7 +45,7 @@ class Space:
     mesh: tuple[tuple[str, int], ...] | None = None
     pinned: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     pruned: Counter[str] = field(default_factory=Counter[str])
-    _roles: dict[Any, list[Role]] = field(default_factory=dict[Any, list[Role]])
+    _name_sets: dict[Any, list[NameSet]] = field(default_factory=dict[Any, list[NameSet]])
 
     def __post_init__(self) -> None:
         self._check_pins()
@@ -59,57 +59,58 @@ class Space:
         if self.mesh is not None:
             return [tuple(size for _, size in self.mesh)]
         first = (self.n_slices,) if self.n_slices > 1 else ()
-        n_each = self.n_devices // self.n_slices
+        n_per_slice = self.n_devices // self.n_slices
         found = (
             (*first, *sizes)
             for n_axes in range(max_axes - len(first) + 1)
-            for sizes in _factorizations(n_each, n_axes)
+            for sizes in _factorizations(n_per_slice, n_axes)
         )
         return [sizes for sizes in found if self._fits_pins(sizes)]
 
-    def roles(self, sizes: Sizes, axis: int) -> list[Role]:
-        """Returns the sets of names that a mesh axis may shard; each has the names pinned to it."""
+    def name_sets(self, sizes: Sizes, axis: int) -> list[NameSet]:
+        """Returns the sets of names that a mesh axis may shard; all have the names pinned to it."""
         across_slices = self.n_slices > 1 and self.mesh is None and axis == 0
         pinned = frozenset(n for n, axes in self.pinned.items() if self.mesh_axes[axis] in axes)
         # specs may name a mesh axis of the user, which then shards no other axis of the array
         of_user = frozenset({self.mesh[axis][0]} if self.mesh else ())
         key = sizes[axis], across_slices, pinned, of_user
-        if key not in self._roles:
-            self._roles[key] = self._find_roles(*key)
-        return self._roles[key]
+        if key not in self._name_sets:
+            self._name_sets[key] = self._find_name_sets(*key)
+        return self._name_sets[key]
 
-    def is_valid(self, plan: PlanRoles) -> bool:
+    def is_valid(self, plan: PlanTuple) -> bool:
         """Whether the mesh axes of every name divide its size."""
-        sizes, roles = plan
+        sizes, name_sets = plan
         shards: dict[str, int] = {}
-        for size, role in zip(sizes, roles, strict=True):
-            for name in role:
+        for size, names in zip(sizes, name_sets, strict=True):
+            for name in names:
                 shards[name] = shards.get(name, 1) * size
         return all(self.model.divisors[name] % n == 0 for name, n in shards.items())
 
-    def obeys_pins(self, plan: PlanRoles) -> bool:
+    def obeys_pins(self, plan: PlanTuple) -> bool:
         """Whether the pinned names are sharded over their mesh axes, and no others."""
         axes = dict(self.candidate(plan).axes)
         return all({*axes[name]} == {*pinned} for name, pinned in self.pinned.items())
 
-    def axes(self, plan: PlanRoles) -> dict[str, tuple[MeshAxis, ...]]:
+    def axes(self, plan: PlanTuple) -> dict[str, tuple[MeshAxis, ...]]:
         """Returns the mesh axes of each axis name, and of the names of the user's mesh axes."""
-        sizes, roles = plan
+        sizes, name_sets = plan
         found: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(self.model.sizes, ())
-        for axis, role in zip(mesh_axes(sizes), roles, strict=True):
-            for name in role:
+        for axis, names in zip(axes_of_shape(sizes), name_sets, strict=True):
+            for name in names:
                 found[name] += (axis,)
         # specs may name mesh axes, too
-        of_user = zip(self.mesh or (), mesh_axes(sizes), strict=False)
+        of_user = zip(self.mesh or (), axes_of_shape(sizes), strict=False)
         return {name: (axis,) for (name, _), axis in of_user} | found
 
-    def candidate(self, plan: PlanRoles) -> Candidate:
-        sizes, roles = plan
-        mesh_axes = list(zip(self.mesh_axes, roles, strict=False))
+    def candidate(self, plan: PlanTuple) -> Candidate:
+        """Converts a plan to a candidate, in which the mesh axes have names."""
+        sizes, name_sets = plan
+        pairs = list(zip(self.mesh_axes, name_sets, strict=False))
         return Candidate(
             tuple(zip(self.mesh_axes, sizes, strict=False)),
             tuple(
-                (name, tuple(axis for axis, role in mesh_axes if name in role))
+                (name, tuple(axis for axis, names in pairs if name in names))
                 for name in self.model.sizes
             ),
         )
@@ -119,33 +120,33 @@ class Space:
         return frozenset(
             next((name for one in array.names for name in one), '')
             for array in self.model.arrays
-            if array.role == 'batch'
+            if not array.is_state
         )
 
-    def _find_roles(
-        self, size: int, across_slices: bool, pinned: Role, of_user: frozenset[str]
-    ) -> list[Role]:
-        """Lists the roles of a mesh axis, and counts in `pruned` what it leaves out.
+    def _find_name_sets(
+        self, size: int, across_slices: bool, pinned: NameSet, of_user: frozenset[str]
+    ) -> list[NameSet]:
+        """Lists the name sets for a mesh axis, and counts in `pruned` why others are left out.
 
         `of_user` has the name of the mesh axis if specs may name it.
         """
-        names = [name for name in self.model.sizes if name not in self.pinned]
-        divided = [name for name in names if self.model.divisors[name] % size == 0]
-        self.pruned['indivisible'] += len(names) - len(divided)
+        free = [name for name in self.model.sizes if name not in self.pinned]
+        divided = [name for name in free if self.model.divisors[name] % size == 0]
+        self.pruned['indivisible'] += len(free) - len(divided)
         if across_slices:
             n_before, batch = len(divided), self._batch_names()
             divided = [name for name in divided if name in batch]
             self.pruned['another axis than the batch across slices'] += n_before - len(divided)
         conflicts = self._conflicts()
-        roles: list[Role] = [pinned]
+        found: list[NameSet] = [pinned]
         for name in divided:
-            if len(roles) < _MAX_ROLES:
+            if len(found) < _MAX_NAME_SETS:
                 others = conflicts[name]
-                more = [role | {name} for role in roles if others.isdisjoint(role | of_user)]
-                self.pruned['two axes of an array over one mesh axis'] += len(roles) - len(more)
-                roles += more
+                more = [names | {name} for names in found if others.isdisjoint(names | of_user)]
+                self.pruned['two axes of an array over one mesh axis'] += len(found) - len(more)
+                found += more
         # a mesh axis may shard nothing only if there is nothing that it can shard
-        return [role for role in roles if role] or [frozenset()]
+        return [names for names in found if names] or [frozenset()]
 
     def _conflicts(self) -> dict[str, set[str]]:
         """Returns, for each name, the names that share an array with it."""
@@ -157,10 +158,10 @@ class Space:
         return found
 
     def _fits_pins(self, sizes: Sizes) -> bool:
-        known: dict[str, int] = dict(zip(AXES, sizes, strict=False))
+        mesh: dict[str, int] = dict(zip(AXES, sizes, strict=False))
         return all(
-            all(axis in known for axis in axes)
-            and self.model.divisors[name] % math.prod(known[axis] for axis in axes) == 0
+            all(axis in mesh for axis in axes)
+            and self.model.divisors[name] % math.prod(mesh[axis] for axis in axes) == 0
             for name, axes in self.pinned.items()
         )
 
@@ -183,9 +184,8 @@ class Space:
         if self.mesh is not None:
             check_divisible('pin=', self.pinned, self.model, dict(self.mesh))
         elif not self.shapes():
-            known = self.model.divisors
             pinned = [
-                f"'{name}' (size {known[name]}) over {quoted(axes)}"
+                f"'{name}' (size {self.model.divisors[name]}) over {quoted(axes)}"
                 for name, axes in self.pinned.items()
                 if axes
             ]

@@ -32,7 +32,7 @@ from .._trees.rules import Rules
 from .flatten import entries_of
 from .names import AxisNames
 
-_count = itertools.count()
+_trace_numbers = itertools.count()
 
 
 def first_trace(
@@ -75,7 +75,10 @@ def trace_with_names(
 def _names_of(
     specs: Sequence[AnySpec | None] | None, leaves: Sequence[Any]
 ) -> list[AxisNames | None]:
-    """Returns the axis names of leaves, which are the mesh axes of their placements."""
+    """Returns the axis names of each leaf, which are the mesh axes of its placement in `_scope`.
+
+    They are None for a leaf without a spec.
+    """
     context = current_context()
     found: list[AxisNames | None] = []
     for spec, leaf in zip(specs or [None] * len(leaves), leaves, strict=True):
@@ -105,13 +108,14 @@ def _struct(leaf: Any) -> Any:
 def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
     """Enters a mesh with an axis of size 1 for each name, and rules that shard names over theirs.
 
-    One more rule, with a new name each time, makes JAX trace again: it caches traces by the rules.
+    One more rule, with a new name each time, makes JAX trace again: it caches traces by the rules,
+    and the constraints are recorded while it traces.
     """
     axes = (*names, *(axis for axis in mesh_axes if axis not in names)) or ('x',)
     device = np.array(jax.devices()[:1], dtype=object).reshape((1,) * len(axes))
     mesh = Mesh(device, axes, axis_types=(AxisType.Auto,) * len(axes))
     # in letters, because axis names have no digits
-    number = ''.join(chr(ord('a') + int(digit)) for digit in str(next(_count)))
+    number = ''.join(chr(ord('a') + int(digit)) for digit in str(next(_trace_numbers)))
     rules = {name: f'@{name}' for name in names}
     with mesh_scope(mesh), axis_rules({**rules, f'einshard_plan_trace_{number}': ''}):
         yield
@@ -120,7 +124,7 @@ def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
 def names_in(expression: Expression) -> list[str]:
     """Returns the names that axis rules apply to: those without a placement.
 
-    An expression with '->' has none. Names such as `_` are left out.
+    An expression with '->' has none. `...`, `None` and names such as `_` are left out.
     """
     terms = expression.right if expression.short else ()
     names = [str(term.name) for term in terms if term == Term(term.name)]
@@ -145,14 +149,20 @@ def no_names(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Einshar
     return error.with_fix(f'sharded({", ".join(map(_spec_text, specs))})({name_of(fn)})')
 
 
-_EXAMPLES = ('batch length embed height width', 'rows columns depth height width')
+# axis names for examples: of the first argument if it is an array, and of all others
+_DATA_NAMES = 'batch', 'length', 'embed', 'height', 'width'
+_WEIGHT_NAMES = 'rows', 'columns', 'depth', 'height', 'width'
 
 
 def _example(arg: Any, number: int) -> Any:
-    """Returns a spec for an argument, with an axis name for each axis of its largest array."""
+    """Returns a spec for an argument, with an axis name for each axis of its largest array.
+
+    It is None for a scalar. For a pytree, it is `Rules` that replicate the other arrays.
+    """
     leaves = [(path_text(path), leaf) for path, leaf in jtu.tree_leaves_with_path(arg)]
     path, leaf = max(leaves, key=lambda one: math.prod(np.shape(one[1])), default=('', 0))
-    names = ' '.join(_EXAMPLES[number > 0 or len(leaves) > 1].split()[: np.ndim(leaf)])
+    is_weight = number > 0 or len(leaves) > 1
+    names = ' '.join((_WEIGHT_NAMES if is_weight else _DATA_NAMES)[: np.ndim(leaf)])
     if len(leaves) < 2:
         return names or None
     return Rules([(f'{path.rpartition("/")[2]}$', names)], default=REPLICATED)

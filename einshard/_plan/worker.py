@@ -53,7 +53,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any] | str:
 def _compile(
     program: bytes, axes: tuple[tuple[str, int], ...], donated: tuple[int, ...]
 ) -> dict[str, str]:
-    """Compiles an exported program; returns its HLO and its buffers, as XLA prints them.
+    """Compiles an exported program; returns its HLO ('text') and its buffers, as XLA prints them.
 
     Args:
         axes: the mesh axes with their sizes.

@@ -95,7 +95,9 @@ def _from_sharding(sharding: NamedSharding) -> LeafSpec:
 def _from_partition(spec: PartitionSpec) -> LeafSpec:
     kind = unreduced_kind(spec)
     if kind != 'sum':
-        raise EinshardError(f'{partition_text(spec)} is a partial {kind}, not a partial sum')
+        raise EinshardError(
+            f'partial sums are supported, but not the partial {kind} {partition_text(spec)}'
+        )
     try:
         return LeafSpec(_partition_to_expression(spec, None), partition=spec)
     except EinshardError as error:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
-from .._notation.expression import ELLIPSIS, Expression
+from .._notation.expression import ELLIPSIS, Expression, Term, parse
 from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._notation.layout import Layout, lay_out, misfit
 from .._suggestions import working_fix, works
@@ -138,6 +138,7 @@ def resolve(
             error = error.about(spec=partition_text(spec.partition))
         if isinstance(spec, LeafSpec) and spec.rule is not None:
             error = error.about(rule=spec.rule)
+        fix = _in_axis_rules(fix, error, spec, context)
         raise with_legacy_mesh_note(error, context.mesh).with_fix(fix) from None
     if placement.warning:  # Python shows a warning only once per line of user code
         warnings.warn(placement.warning, stacklevel=depth_of_user())
@@ -349,6 +350,24 @@ def _working_fix(
         return None
     # the option helps only if mesh axes are missing
     return option if placement.missing_axes else None
+
+
+def _in_axis_rules(
+    fix: str | None, error: EinshardError, spec: AnySpec, context: Context
+) -> str | None:
+    """Returns the fix as a rule, if it changes nothing but the placement that a rule gives."""
+    if not isinstance(fix, Suggestion) or error.expression is None:
+        return fix
+    if not context.axis_rules or not works(lambda: as_leaf_spec(spec)):
+        return fix
+    terms = zip(parse(error.expression).right, parse(fix.expression).right, strict=False)
+    changed = [new for old, new in terms if new != old]
+    name = changed[0].name if len(changed) == 1 else None
+    if name is None or name not in {rule.name for rule in context.axis_rules}:
+        return fix
+    if Term(name) not in as_leaf_spec(spec).expression.right:  # the user wrote the placement
+        return fix
+    return f"axis_rules({name}='{str(changed[0]).removeprefix(name)}')"
 
 
 def check_types(expression: object, shape: object, memory_kind: object) -> None:

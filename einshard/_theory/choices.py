@@ -32,7 +32,7 @@ class Choice:
 
     @property
     def bytes(self) -> int | None:
-        """The bytes of all collectives; None if sizes are not given."""
+        """The bytes of all collectives, 0 if there are none; None if sizes are not given."""
         if any(collective.bytes is None for collective in self.collectives):
             return None
         return sum(collective.bytes or 0 for collective in self.collectives)
@@ -104,9 +104,10 @@ def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]
 def _ordered(
     arrays: Sequence[Blocks], array_axes: Mapping[str, str | None]
 ) -> dict[str, str | None]:
-    """Orders the device axes of each array axis.
+    """Sorts `array_axes`, which has the array axis that each device axis shards.
 
-    The order is that of the array that shards this array axis over the most device axes.
+    The device axes of an array axis get their order in the array that shards it over the most
+    device axes.
     """
     ordered: dict[str, str | None] = {}
     for name in dict.fromkeys(array_axes.values()):
@@ -161,7 +162,10 @@ def _sums(product: Blocks, partial: Sequence[str], final: Blocks) -> Iterable[Co
 
 
 def _scattered(product: Blocks, partial: Sequence[str]) -> Iterable[Blocks]:
-    """Yields the result of a reduce-scatter along each array axis, if sizes and counts allow it."""
+    """Yields the result of a reduce-scatter along each array axis that can be scattered.
+
+    Its size must be divisible, and its device axes must stay in device order.
+    """
     devices, sizes = product.space.devices, product.space.sizes
     for name in product.names if partial else ():
         over = (*product.device_axes(name), *partial)

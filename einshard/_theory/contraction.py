@@ -102,7 +102,9 @@ def _read(text: str) -> Contraction:
 
 
 def from_numpy_subscripts(text: object) -> Suggestion | None:
-    """Rewrites NumPy subscripts with one axis per letter; None if `text` does not look like them.
+    """Rewrites NumPy subscripts with one axis per letter.
+
+    Returns None if `text` does not look like them, or if the einsum would be invalid.
 
     >>> from einshard._theory.contraction import from_numpy_subscripts
     >>> from_numpy_subscripts('bx,xy->by')
@@ -179,7 +181,7 @@ def _two_sizes(
 
 
 def _between_commas(text: str, end: int) -> Iterable[Span]:
-    """Yields the spans of the operands, split at commas outside of parentheses as in '@(p,q)'."""
+    """Yields the spans of the operands in `text[:end]`, split at commas, but not in '@(p,q)'."""
     start = depth = 0
     for at, character in enumerate(text[:end]):
         depth += (character == '(') - (character == ')')

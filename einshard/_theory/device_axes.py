@@ -95,7 +95,8 @@ def _named_devices(contraction: Contraction, counts: Mapping[str, int]) -> dict[
     missing = [axis for axis in dict.fromkeys(mesh_axes) if axis not in counts]
     if missing:
         raise contraction.error(
-            f'parallelism needs the size of mesh axis {quoted(missing)} by keyword',
+            f'parallelism needs the size of mesh {"axis" if len(missing) == 1 else "axes"} '
+            f'{quoted(missing)} by keyword',
             example=', '.join(f'{axis}=4' for axis in missing),
         )
     return dict(counts)

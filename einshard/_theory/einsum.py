@@ -66,19 +66,20 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         shape = result_shape(contraction, shapes)
     except EinshardError as error:
         raise error.with_fix(_from_numpy_subscripts(expression, shapes) or error.fix) from None
-    operands, placement, operand = [*arrays], None, contraction.result
+    operands, placement = [*arrays], None
+    current = contraction.result  # the operand or result that an error is about
     try:
-        for i, operand in enumerate(contraction.operands):
-            if is_placed(operand):
-                operands[i] = einshard(arrays[i], operand_text(operand), mesh=mesh)
-        operand = contraction.result
-        if is_placed(operand):
-            placement = resolve(operand_text(operand), shape, current_context(mesh))
+        for i, current in enumerate(contraction.operands):
+            if is_placed(current):
+                operands[i] = einshard(arrays[i], operand_text(current), mesh=mesh)
+        current = contraction.result
+        if is_placed(current):
+            placement = resolve(operand_text(current), shape, current_context(mesh))
             _check_partial_sum(contraction, operands, placement)
         else:
             _check_types(contraction, operands)
     except EinshardError as error:
-        raise _with_working_fix(error, contraction, operand, arrays, mesh, options) from None
+        raise _with_working_fix(error, contraction, current, arrays, mesh, options) from None
     # outside jit: in one jitted program, XLA can compute the sum directly in the result's sharding
     contract = _contract if is_tracing() else _jitted
     if isinstance(options.get('optimize'), list | tuple):
@@ -94,7 +95,10 @@ def _with_working_fix(
     mesh: MeshLike | None,
     options: Mapping[str, Any],
 ) -> EinshardError:
-    """Converts an error about an operand to one about the einsum; keeps a fix only if it works."""
+    """Converts an error about an operand or the result to one about the einsum.
+
+    It keeps a fix only if it works.
+    """
     text = contraction.text
     if error.expression != text:
         start, end = operand.right[0].span[0], operand.right[-1].span[1]
@@ -103,9 +107,9 @@ def _with_working_fix(
             fix = Suggestion(f'{text[:start]}{fix.expression}{text[end:]}')
         error = error.about(einsum=f"'{text}'").with_fix(fix)
 
-    def with_fix(fixed: str, mesh: MeshLike | None = mesh) -> None:
+    def try_einsum(expression: str, mesh: MeshLike | None = mesh) -> None:
         def traced(*values: Any) -> Any:
-            return einsum(fixed, *values, mesh=mesh, **options)
+            return einsum(expression, *values, mesh=mesh, **options)
 
         try:
             jax.eval_shape(traced, *arrays)
@@ -115,9 +119,9 @@ def _with_working_fix(
             raise EinshardError(str(other)) from None
 
     def on_devices(n: int) -> None:
-        with_fix(text, device_mesh(AbstractMesh((n,), ('n',))))
+        try_einsum(text, device_mesh(AbstractMesh((n,), ('n',))))
 
-    return keep_working_suggestions(error, with_fix, on_devices)
+    return keep_working_suggestions(error, try_einsum, on_devices)
 
 
 def _hashable_path(path: Sequence[Any]) -> tuple[tuple[int, ...], ...]:

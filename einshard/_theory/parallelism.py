@@ -121,7 +121,8 @@ def _names_text(names: Sequence[str]) -> str:
 class Chain(tuple[Parallelism, ...], Display):
     """The parallelism of a sequence of einsums.
 
-    An axis has the same sharding in all einsums, so each result is sharded as the next one needs.
+    With counts by keyword, an axis has the same sharding in all einsums, so each result is sharded
+    as the next one needs. With placements, resharding between two einsums is not counted.
     """
 
     __slots__ = ()
@@ -229,20 +230,20 @@ def parallelism(
         _check_counts(steps, counts)
         return Chain(_analyze(step, devices, sizes, item_bytes, counts) for step in steps)
 
-    def with_fix(fix: str) -> Parallelism:
+    def try_fix(fix: str) -> Parallelism:
         return parallelism(fix, devices=devices, sizes=sizes, item_bytes=item_bytes, **counts)
 
-    contraction = _read(einsum, with_fix)
+    contraction = _read(einsum, try_fix)
     _check_counts([contraction], counts)
     return _analyze(contraction, devices, sizes, item_bytes, counts)
 
 
-def _read(einsum: str, with_fix: Callable[[str], object]) -> Contraction:
+def _read(einsum: str, try_fix: Callable[[str], object]) -> Contraction:
     try:
         return read_contraction(einsum)
     except EinshardError as error:
         error = error.with_fix(from_numpy_subscripts(einsum) or error.fix)
-        raise keep_working_suggestions(error, with_fix) from None
+        raise keep_working_suggestions(error, try_fix) from None
 
 
 def _analyze(contraction: Contraction, n_devices: int | None, *options: Any) -> Parallelism:
@@ -345,7 +346,9 @@ def _check_options(devices: object, sizes: object, item_bytes: object) -> None:
         raise EinshardError(f'sizes= must be a dict with the size of every axis, not {sizes!r}')
     for name, size in sizes.items():
         if not _is_count(size) and size != 0:
-            raise EinshardError(f"the size of axis '{name}' in sizes= is not an integer: {size!r}")
+            raise EinshardError(
+                f"the size of axis '{name}' in sizes= must be a non-negative integer, not {size!r}"
+            )
 
 
 def _is_count(value: object) -> bool:

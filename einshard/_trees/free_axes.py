@@ -113,7 +113,7 @@ def _add_mesh_axes(
     position = {axis: i if in_order else 0 for i, axis in enumerate(mesh.axis_names)}
     sharded = list(entries)
     while free:
-        choices: list[tuple[int, int, int, int]] = []
+        choices: list[tuple[int, int, int, int]] = []  # the smallest is picked
         for i, (size, axes) in enumerate(zip(shape, sharded, strict=True)):
             shard_size = size // _n_shards(axes, sizes)
             minor = (position[axis] for axis in axes if position[axis] > position[free[0]])
@@ -148,7 +148,7 @@ LARGEST = Option('shard_largest', 'takes names of mesh axes', 'shard_largest({})
 
 
 def read_mesh_axes(value: object, option: Option) -> MeshAxes:
-    """Reads the mesh axes that an option names; raises if it is invalid."""
+    """Returns the mesh axes in the value of an option, () for False; raises if it is invalid."""
     if isinstance(value, bool):
         return value or ()
     names = (value,) if isinstance(value, str) else value

@@ -245,7 +245,7 @@ class Rules:
 
 
 def _anchor_note(patterns: Sequence[str], path: str) -> dict[str, str]:
-    """Returns a fact if a pattern would match the path without its '^' or '$'; else none."""
+    """Returns a fact if a pattern would match the path without its '^' or '$'; else {}."""
     for pattern in patterns:
         for anchor, rest in (('$', pattern.removesuffix('$')), ('^', pattern.removeprefix('^'))):
             if rest != pattern and not rest.endswith('\\') and re.search(rest, path):

@@ -111,13 +111,13 @@ class LargestAxis:
         return specs
 
     def _shard_largest_axis(self, spec: AnySpec | None, leaf: Any) -> AnySpec | None:
-        """Shards the largest divisible axis too; small and scalar arrays keep `spec`."""
+        """Adds the sharding of the largest divisible axis to `spec`, unless the array is small."""
         shape: tuple[int, ...] = tuple(leaf.shape) if hasattr(leaf, 'dtype') else ()
         if spec is None or not shape or math.prod(shape) * leaf.dtype.itemsize < self.min_bytes:
             return spec
+        axis_maps = (tuple(range(len(shape))),)  # only the identity
         context = current_context()
-        identity = tuple(range(len(shape)))
-        return state_specs(spec, shape, shape, (identity,), self.axes, context, True)[0]
+        return state_specs(spec, shape, shape, axis_maps, self.axes, context, all_or_none=True)[0]
 
 
 def _over_all_devices(shape: Sequence[int]) -> str:

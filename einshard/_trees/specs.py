@@ -136,7 +136,10 @@ def _takes_path_and_leaf(function: Callable[..., Any]) -> bool:
 
 
 def read_specs(spec: Spec) -> Spec:
-    """Parses the expressions in a pytree of specs; raises if a leaf is not a valid spec."""
+    """Converts the leaves of a pytree of specs to LeafSpecs, except None and functions.
+
+    Raises if a leaf is not a valid spec.
+    """
     check_specs(spec)
     return jtu.tree_map(
         lambda leaf: as_leaf_spec(leaf) if isinstance(leaf, LEAF_SPECS) else leaf,
@@ -154,7 +157,10 @@ def needs_leaves(spec: Spec) -> bool:
 
 
 def call_spec(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
-    """Calls a spec function for a leaf and returns the result; returns other specs as they are."""
+    """Returns the spec of a leaf: `spec`, or what it returns for the leaf if it is a function.
+
+    A PartitionSpec or NamedSharding becomes a LeafSpec.
+    """
     while spec is not None and not isinstance(spec, LEAF_SPECS):
         if not is_function(spec):
             raise EinshardError(

@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """How rules shard the leaves of a pytree, made by `Rules.table`.
+    """How specs shard the leaves of a pytree, made by `Rules.table` or a `for_optimizer` spec.
 
     Prints as text; notebooks show it as HTML.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..._errors import plural
 from ..._hlo.collectives import Collective
 from ..._text import first_of, format_bytes, short_source
-from ..fold_layers import fold
+from ..fold_layers import fold_paths
 from ..report_rows import CollectiveRow, Finding
 from .expressions import expression_of
 from .facts import Facts
@@ -37,7 +37,10 @@ class _SentAtProduct(NamedTuple):
 
 
 def _find_sent_at_products(facts: Facts) -> Iterator[_SentAtProduct]:
-    """Yields the collectives of activations and weights in lines of products with weights."""
+    """Yields the collectives of activations and weights in lines of products with weights.
+
+    Yields none on a mesh with explicit axes, where types decide on shardings.
+    """
     if facts.trace is None or facts.is_explicit:
         return
     by_line: dict[str, list[Product]] = {}
@@ -156,7 +159,7 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
     inherited: dict[tuple[int, frozenset[str]], list[_SentAtProduct]] = {}
     # by source line, axis name and suggested expression
     reshardable: dict[tuple[str, str, str], list[_SentAtProduct]] = {}
-    # weights that a suggestion changes, and with them the data that inherits their sharding
+    # weights that a suggestion reshards; data that inherits an axis from them is resharded too
     changed: set[int] = set()
     order = {id(product): i for i, product in enumerate(facts.trace.products)}
     for sent in sorted(_find_sent_at_products(facts), key=lambda sent: order[id(sent.product)]):
@@ -188,7 +191,10 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
 
 
 def _mismatched(facts: Facts, sent: _SentAtProduct) -> Iterator[tuple[Axis, Axis]]:
-    """Yields (axis of data, axis of weight) for contracted axes sharded only in the data."""
+    """Yields (axis of data, axis of weight) for contracted axes sharded only in the data.
+
+    Yields no batch axes, and nothing in the backward pass.
+    """
     data_side, weight_side = _sides(sent)
     if sent.product.is_backward:
         return
@@ -228,13 +234,16 @@ def _sharded_alike(
 def _inherited(
     facts: Facts, table: int, along: frozenset[str], sent_list: Sequence[_SentAtProduct]
 ) -> Iterator[Finding]:
-    """Yields the finding about activations that inherit the sharding of a lookup table."""
+    """Yields the finding about activations that inherit the sharding of a lookup table, if any.
+
+    There is none if that sharding costs nothing.
+    """
     assert facts.trace is not None
     assert facts.mesh is not None
     distinct = {sent.collective.name: sent for sent in sent_list}.values()
     n_bytes = sum(sent.row.total_bytes for sent in distinct)
-    # a reduce-scatter and an all-gather send as much as the all-reduce without that sharding, so it
-    # costs nothing
+    # without the inherited sharding, an all-reduce would send as much as the reduce-scatter and the
+    # all-gather do, so the sharding costs nothing
     scattered = sum(
         row.total_bytes
         for row, axes in zip(facts.rows, facts.along, strict=True)
@@ -265,9 +274,8 @@ def _inherited(
 
 def _paths_of(facts: Facts, values: Sequence[Value]) -> str:
     """Formats the paths of weights, folded: 'params/layers/{gate,up}'."""
-    indices = dict.fromkeys(value.argument for value in values if value.argument is not None)
-    paths = [facts.arguments[i].path for i in indices]
-    return first_of([path for path, _ in fold(paths, [None] * len(paths), few=1)], 3)
+    indices = [value.argument for value in values if value.argument is not None]
+    return first_of(fold_paths(facts.arguments[i].path for i in indices), 3)
 
 
 def _lines_of(sent_list: Iterable[_SentAtProduct]) -> str:

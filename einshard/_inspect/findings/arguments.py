@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..._text import first_of, format_bytes
 from ..._trees.paths import common_end
-from ..fold_layers import fold
+from ..fold_layers import fold_paths
 from ..report_rows import ArrayRow, Finding
 from .facts import Facts
 
@@ -69,6 +69,7 @@ def replicated_results(facts: Facts) -> Iterator[Finding]:
     pairs = [
         (result, argument)
         for result, argument in _paired(facts.result_rows, updated)
+        # the path of a single result is only 'result': it has no key to match
         if argument.sharded and not result.sharded and result.path != 'result'
     ]
     yield from _folded(
@@ -111,5 +112,4 @@ _SINGULARS = {
 
 
 def _paths(rows: Sequence[ArrayRow]) -> str:
-    paths = list(dict.fromkeys(row.path for row in rows))
-    return first_of([path for path, _ in fold(paths, [None] * len(paths), few=1)], 3)
+    return first_of(fold_paths(row.path for row in rows), 3)

@@ -36,7 +36,7 @@ def with_causes(facts: Facts) -> Collectives:
 
 
 def _cause(collective: Collective, row: CollectiveRow, constrained: _Constrained) -> str:
-    """Decides by the JAX operation in the collective's name, and by what the user constrains."""
+    """Returns the cause, from the JAX operation in `op_name` and from what the user constrains."""
     path, _, operation = collective.op_name.rpartition('/')
     if operation in _CONSTRAINTS or ('shard_map' in path and operation in _SHARD_MAP_COLLECTIVES):
         return 'requested'

@@ -43,7 +43,10 @@ def repeated_constraints(facts: Facts) -> Iterator[Finding]:
 
 
 def _idle(facts: Facts) -> Iterator[tuple[Finding, bool]]:
-    """Yields a finding for each constraint without effect, and whether it repeats a sharding."""
+    """Yields a finding for each line whose constraints all have no effect.
+
+    The second value is whether the finding is about a repeated sharding.
+    """
     if facts.stages.traced is None:
         return
     jaxpr = facts.stages.traced.jaxpr.jaxpr
@@ -142,7 +145,7 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
 
 
 def _rule(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
-    """Writes the placement of an axis rule."""
+    """Writes the value of an axis rule: '@data', '@(data,fsdp)', or '4' on the canonical mesh."""
     if is_device_mesh(mesh):
         return str(prod(mesh.shape[name] for name in mesh_axes))
     return f'@{mesh_axes[0]}' if len(mesh_axes) == 1 else f'@({",".join(mesh_axes)})'

@@ -94,13 +94,16 @@ class Facts:
 
     @functools.cached_property
     def updated(self) -> Sequence[int]:
-        """The indices of the arguments that are weights or optimizer state, in training."""
+        """The indices of the arguments that are weights or optimizer state; [] in inference."""
         numbers = enumerate(self.used_arguments)
         return [i for n, i in numbers if self.is_training and self.weights.get(n)]
 
     @functools.cached_property
     def mesh(self) -> AnyMesh | None:
-        """The mesh of all arguments and results; None if they have several, or one device."""
+        """The mesh of all arguments and results.
+
+        None if they have no mesh or several, or if it has only one device.
+        """
         return self.meshes[0] if len(self.meshes) == 1 and self.meshes[0].size > 1 else None
 
     @functools.cached_property
@@ -124,7 +127,7 @@ class Facts:
 
     @functools.cached_property
     def values(self) -> Sequence[Value]:
-        """The arguments, as values of the traced function."""
+        """The arguments, as values of the traced function. Needs `mesh`."""
         assert self.mesh is not None
         is_data = {i: not self.weights.get(n, False) for n, i in enumerate(self.used_arguments)}
         return argument_values(self.arguments, is_data, self.mesh)

@@ -13,7 +13,7 @@ from ..._sharding.collective_axes import sharding_of_blocks
 from ..._sharding.describe import describe_named
 from ..._sharding.mesh import AnyMesh
 from ..._text import first_of, format_bytes, short_source
-from ..fold_layers import fold
+from ..fold_layers import fold_paths
 from ..report_rows import CollectiveRow, Finding
 from .activations import contracted_axes, missing_constraint
 from .expressions import expression_of
@@ -56,7 +56,10 @@ def _before_and_after(
     meshes: Sequence[AnyMesh],
     names: tuple[str, ...] | None,
 ) -> tuple[str, str] | None:
-    """Describes the shardings before and after an all-gather whose result each device slices."""
+    """Returns the expressions before and after an all-gather whose result each device slices.
+
+    None if no mesh has both shardings. `names` are the names of the array axes, if known.
+    """
     ndim = len(gather.array.shape)
     assert gather.kept is not None
     blocks = [[0] * collective.n_devices for _ in range(ndim)]
@@ -79,7 +82,7 @@ class _RepeatedGather(NamedTuple):
         lines: the lines of all its all-gathers.
         bytes: bytes that a device sends in all of them.
         is_weight: whether it is a weight in training.
-        along: the mesh axes of the first all-gather.
+        along: the mesh axes that the first all-gather runs along.
     """
 
     gather: AllGather
@@ -91,7 +94,7 @@ class _RepeatedGather(NamedTuple):
 
 
 def gathered_again(facts: Facts) -> Iterator[Finding]:
-    """Reports arrays that are gathered again in the same pass, or in each iteration of a loop.
+    """Reports arrays that are gathered again in a pass, or in a loop that does not change them.
 
     Weights are not reported in training: they are gathered again in the backward pass, and for each
     microbatch, because keeping them would take the memory that sharding saves.
@@ -114,22 +117,22 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
 
 def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
     """Notes weights that are gathered several times; folds paths: 'layers/{gate,up}'."""
-    groups: dict[str, dict[str, _RepeatedGather]] = {}
+    groups: dict[str, list[tuple[str, _RepeatedGather]]] = {}
     for repeated in _repeated_gathers(facts):
         if repeated.is_weight:
             parameter = repeated.gather.parameter
             what = str(repeated.gather.array) if parameter is None else facts.inputs[parameter].path
-            groups.setdefault(repeated.how_often, {})[what] = repeated
+            groups.setdefault(repeated.how_often, []).append((what, repeated))
     for how_often, weights in groups.items():
-        folded = [path for path, _ in fold(list(weights), [None] * len(weights), few=1)]
-        verb = 'is' if len(weights) == 1 else 'are'
-        first = next((weight.lines[0] for weight in weights.values() if weight.lines), None)
-        n_bytes = sum(weight.bytes for weight in weights.values())
-        yield Finding('gathered again', f'{first_of(folded, 3)} {verb} {how_often}', first, n_bytes)
+        paths = first_of(fold_paths(what for what, _ in weights), 3)
+        verb = 'is' if len({what for what, _ in weights}) == 1 else 'are'
+        first = next((weight.lines[0] for _, weight in weights if weight.lines), None)
+        n_bytes = sum(weight.bytes for _, weight in weights)
+        yield Finding('gathered again', f'{paths} {verb} {how_often}', first, n_bytes)
 
 
 def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
-    """Suggests a constraint that gathers an argument before the loop."""
+    """Suggests a constraint that gathers an argument before the loop; '' if unsure."""
     gather, parameter = repeated.gather, repeated.gather.parameter
     if not gather.invariant or parameter is None or facts.mesh is None or not repeated.along:
         return ''
@@ -141,7 +144,10 @@ def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
 
 
 def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
-    """Yields arrays that are gathered several times in a pass, or in a loop without changing."""
+    """Yields arrays that are gathered several times, or in a loop that does not change them.
+
+    For weights in training, both passes count together; for other arrays, each pass on its own.
+    """
     gathers: dict[object, list[tuple[AllGather, CollectiveRow, frozenset[str]]]] = {}
     of_weights: set[object] = set()
     for collective, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):

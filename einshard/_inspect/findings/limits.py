@@ -1,4 +1,4 @@
-"""Finds programs that break a promise, do not fit into a device, or cannot be checked."""
+"""Finds programs that break a promise, do not fit into memory, or cannot be checked."""
 
 from __future__ import annotations
 

@@ -18,6 +18,8 @@ _SUMS = ('all-reduce', 'reduce-scatter')
 
 
 class _Sent(NamedTuple):
+    """A collective, and its instruction if it has one of its own."""
+
     row: CollectiveRow
     place: Place | None
 
@@ -49,7 +51,7 @@ def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
             f'repeats the forward pass: {format_bytes(n_bytes)}',
             row.source,
             n_bytes,
-            f"save its result{memory}: name it with checkpoint_name(.., 'sum') of "
+            f"save its result{memory}: name it with checkpoint_name(..., 'sum') of "
             'jax.ad_checkpoint, and pass '
             "policy=jax.checkpoint_policies.save_only_these_names('sum') to jax.checkpoint",
         )
@@ -58,9 +60,9 @@ def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
 def _saved_bytes(facts: Facts, forward: _Sent, again: _Sent) -> int | None:
     """Returns the bytes per device of keeping a result until the backward pass.
 
-    These are the results in all iterations of the loops that only the forward pass is in. Loops
-    around both passes, such as one over microbatches, keep one result at a time. None if a trip
-    count is unknown.
+    Loops around only the forward pass keep the results of all their iterations. Loops around both
+    passes, such as one over microbatches, keep one result at a time. None if a trip count or an
+    instruction is unknown.
     """
     if forward.place is None or again.place is None:
         return None

@@ -13,7 +13,7 @@ from ..._hlo.module import Place
 from ..._hlo.sliced_sums import SlicedSum, find_sliced_sum
 from ..._notation.expression import Term
 from ..._text import format_bytes, short_source
-from ..fold_layers import fold
+from ..fold_layers import fold_paths
 from ..report_rows import CollectiveRow, Finding
 from .expressions import expression_of
 from .facts import Facts
@@ -33,7 +33,7 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
         if found is None or (found.is_direct and facts.platform == 'cpu'):
             continue
         suggestion = _constraint(facts, row.source or '', along, found)
-        if not suggestion:  # not the sum of a product
+        if not suggestion:  # it may not be the sum of a product
             continue
         yield Finding(
             'sliced all-reduce',
@@ -74,12 +74,14 @@ def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum
 def summed_in_loop(facts: Facts) -> Iterator[Finding]:
     """Reports all-reduces of gradients in a loop that only adds them up.
 
-    Does not report gradients of weights that are sharded over the same mesh axes: a sum after the
-    loop would be unsharded in the loop, and take the memory that sharding saves.
+    Does not report gradients of weights that are sharded over the same mesh axes: without the
+    all-reduces, the loop would carry unsharded gradients, which take the memory that sharding
+    saves.
     """
     loops = {
         loop.line: loop
         for loop in (facts.trace.loops if facts.trace else ())
+        # not if it only adds up scalars, such as the loss
         if loop.length > 1 and any(value.axes for value in loop.sums)
     }
     found: dict[tuple[str, str], list[CollectiveRow]] = {}
@@ -92,8 +94,7 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
         n_bytes, n = sum(row.total_bytes for row in rows), loops[line].length
         if n_bytes < _LARGE * sent_in_all:
             continue
-        paths = list(dict.fromkeys(path for row in rows for path in row.of))
-        folded = ', '.join(path for path, _ in fold(paths, [None] * len(paths), few=1))
+        folded = ', '.join(fold_paths(path for row in rows for path in row.of))
         yield Finding(
             'summed in a loop',
             f'the gradients that become {folded} are all-reduced along {along} in each of '

@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from ..._text import first_of, format_flops, short_source
-from ..fold_layers import fold
+from ..fold_layers import fold_paths
 from ..report_rows import Finding
 from .activations import missing_constraint, weight_and_data
 from .expressions import expression_of
@@ -24,8 +24,8 @@ class _RepeatedLine(NamedTuple):
     """A source line whose products are the same on several devices."""
 
     line: str
-    wasted: int  # flops of a device that another device computes too
-    products: Sequence[Product]  # of the forward pass, the largest first
+    wasted: int  # flops of a device beyond its share of the flops of the traced function
+    products: Sequence[Product]  # of the forward pass if it has any; the largest first
 
 
 def replicated_compute(facts: Facts) -> Iterator[Finding]:
@@ -96,7 +96,10 @@ def _repeated_lines(facts: Facts) -> Iterator[tuple[int, _RepeatedLine]]:
 
 
 def _suggestion(facts: Facts, unused: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
-    """Suggests a change after which each device computes a part of the products.
+    """Suggests a change after which each device computes a part of the products; '' if unknown.
+
+    If no argument is sharded over the mesh axes in `unused`, the change is to shard the batch over
+    them; else, to shard the weights. Without unused mesh axes, it is a constraint on the result.
 
     Args:
         facts: the program.
@@ -111,7 +114,10 @@ def _suggestion(facts: Facts, unused: tuple[str, ...], lines: Sequence[_Repeated
 
 
 def _constrain_result(facts: Facts, line: _RepeatedLine) -> str:
-    """Suggests a constraint on a product whose operands are sharded over all mesh axes."""
+    """Suggests a constraint on the result of a product that uses all mesh axes; '' if unsure.
+
+    If an operand is gathered, suggests sharding the batch instead.
+    """
     assert facts.mesh is not None
     if any(_unused_mesh_axes(facts, product) for product in line.products):
         return ''  # the line has other products, which the constraint may not fit
@@ -136,7 +142,7 @@ def _mesh_axes_of_result(product: Product) -> set[str]:
 
 
 def _shard_weights(facts: Facts, unused: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
-    """Suggests sharding the weights of the products over the mesh axes `unused`."""
+    """Suggests sharding the weights of the products over the mesh axes `unused`; '' if none fit."""
     assert facts.mesh is not None
     names: set[str] = set()  # array axes that the suggestion shards
     placements: dict[str, str] = {}
@@ -159,7 +165,7 @@ def _shard_weights(facts: Facts, unused: tuple[str, ...], lines: Sequence[_Repea
 
 
 def _shard_batch(facts: Facts, unused: tuple[str, ...], product: Product) -> str:
-    """Suggests sharding the batch over the mesh axes `unused` too, if its size is divisible.
+    """Suggests sharding the batch over the mesh axes `unused` too; '' if no batch is divisible.
 
     The batch is the first axis of an argument that is data and sharded along its first axis. If
     there is none, it is the first axis of the data in the product.
@@ -220,6 +226,5 @@ def _placements_text(placements: Mapping[str, str]) -> str:
         by_placement.setdefault(placement, []).append(path)
     texts: list[str] = []
     for placement, paths in by_placement.items():
-        folded = [path for path, _ in fold(paths, [None] * len(paths), few=1)]
-        texts.append(f"{first_of(folded, 3)} with '{placement}'")
+        texts.append(f"{first_of(fold_paths(paths), 3)} with '{placement}'")
     return f'shard {", ".join(texts)}' if texts else ''

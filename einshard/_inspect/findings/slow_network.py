@@ -11,7 +11,7 @@ from .facts import Facts
 
 
 def slow_network(facts: Facts) -> Iterator[Finding]:
-    """Reports a mesh axis between slices if an equally large axis within them sends less."""
+    """Reports mesh axes between slices if one of that size within them sends under half as much."""
     mesh = facts.mesh
     if mesh is None or len(set(facts.slices)) < 2:
         return

@@ -155,7 +155,7 @@ class _Reader:
             return before
         if dict(sharding.mesh.shape) != self.mesh_sizes:
             return _unsharded(eqn.outvars[0], [before])
-        line = line_of(eqn)
+        line = line_of(eqn)  # always the user's line, as in `names_at`
         names = names_at.get(line, ())
         if len(names) != len(before.axes) or ELLIPSIS in names:
             names = ('',) * len(before.axes)
@@ -176,12 +176,12 @@ class _Reader:
         # the same rank inside and outside; scanned inputs and stacked outputs have one more axis
         # outside
         n_carry = _n_of_same_rank(eqn.outvars, inner.outvars)
-        n = _n_of_same_rank(eqn.invars, inner.invars) - n_carry
+        n_consts = _n_of_same_rank(eqn.invars, inner.invars) - n_carry
         site = site._replace(runs=None if site.runs is None else site.runs * length)
-        slices = [value.with_axes(value.axes[1:]) for value in values[n + n_carry :]]
-        carry = values[n : n + n_carry]
-        results = self.read(inner, [*values[:n], *carry, *slices], site)
-        sums = _sums(inner, n, n_carry)
+        slices = [value.with_axes(value.axes[1:]) for value in values[n_consts + n_carry :]]
+        carry = values[n_consts : n_consts + n_carry]
+        results = self.read(inner, [*values[:n_consts], *carry, *slices], site)
+        sums = _sums(inner, n_consts, n_carry)
         self.trace.loops.append(
             Loop(self.line_of(eqn), length, tuple(results[i] for i in range(n_carry) if i in sums))
         )

@@ -15,7 +15,7 @@ class Axis:
         name: the user's name for it, or ''.
         mesh_axes: the mesh axes that shard it, unless the compiler reshards it.
         origin: where this sharding comes from: the index of an argument, or the line of a
-            constraint; None if it is unsharded.
+            constraint; None if it is unsharded or unknown.
         dim: if the value is a part of an argument, the index of this axis in it; else -1.
     """
 
@@ -36,7 +36,8 @@ class Value:
 
     Attributes:
         axes: one for each array axis.
-        argument: the index of the argument that it is a part of, or None.
+        argument: the index of the argument that it is a part of, also after casts, reshapes,
+            slices and arithmetic with scalars; None for other values.
         is_data: whether it depends on an argument that is not a weight.
     """
 
@@ -87,13 +88,13 @@ def without_dim(axis: Axis) -> Axis:
 
 
 def merged(values: Sequence[Value], ndim: int) -> Value:
-    """Returns the result of an elementwise operation; merges the axes of operands of this rank."""
+    """Returns the result of an elementwise operation: merges axes of operands of rank `ndim`."""
     full = [value for value in values if len(value.axes) == ndim]
     axes = (merged_axis(axes) for axes in zip(*(value.axes for value in full), strict=True))
-    only = full[0].argument if len(full) == 1 else None
+    argument = full[0].argument if len(full) == 1 else None
     return Value(
-        unique(axes if full else (Axis(),) * ndim, keep_dim=only is not None),
-        only,
+        unique(axes if full else (Axis(),) * ndim, keep_dim=argument is not None),
+        argument,
         any(value.is_data for value in values),
     )
 
@@ -139,6 +140,7 @@ def reshaped(axes: Sequence[Axis], before: Sequence[int], after: Sequence[int]) 
         sources, targets = [i], [j]
         left, right = _size(before, i), after[j]
         i, j = i + 1, j + 1
+        # take more axes on either side, until the products of their sizes are equal
         while left != right:
             if left < right and i < len(before):
                 left, sources, i = left * before[i], [*sources, i], i + 1
