@@ -352,7 +352,7 @@ def test_different_shardings_are_counted(devices8):
 
 
 def test_model_flops_are_those_of_the_products():
-    """They are three times those of the forward pass, which are counted in its trace."""
+    """The flops are three times those of the forward pass, which are counted in its trace."""
     transformer = _models.transformer
     c = dataclasses.replace(_models.config_on(2, _models.TINY), n_layers=3, n_kv_heads=4)
 
@@ -443,7 +443,7 @@ def test_utilization(monkeypatch):
 
 
 def test_peaks_of_devices_are_recorded(monkeypatch):
-    """As on accelerators, which report their peaks."""
+    """Accelerators report their peaks; the test imitates one."""
     asked = []
 
     def in_a_process(side, n_bytes, rounds):

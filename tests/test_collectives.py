@@ -733,7 +733,7 @@ def test_slices_of_a_gathered_array_in_another_form(n, layout, form, axis):
 
 
 def test_collective_between_slices():
-    """It is a send and a receive, whose text names devices by their ids."""
+    """The collective is a send and a receive, whose text names devices by their ids."""
     [text] = [text for _, name, text in kept('2_v5e_2x4') if name == 'data_parallel']
     assert ' all-reduce(' not in text
     [c] = read_collectives(text)

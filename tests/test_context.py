@@ -215,7 +215,7 @@ def test_per_device_in_a_cached_trace():
 # ---------------------------------------------------------------- how often JAX traces and compiles
 
 
-def test_each_set_of_rules_compiles_what_is_called_under_it_once():
+def test_functions_are_traced_once_for_each_set_of_rules():
     place = counted(lambda x: einshard(x + 1, 'batch d', mesh=MESH))
     ruled, by_sharded, plain = (counted(lambda x: x + 1) for _ in range(3))
     ruled_step, bare_step = sharded('batch d', mesh=MESH)(ruled), jax.jit(place)
@@ -541,7 +541,7 @@ def test_a_mesh_is_not_a_spec(call, mesh):
 
 
 @pytest.mark.parametrize('mesh', [MESH, MESH.abstract_mesh, jax.devices()])
-def test_the_error_for_a_mesh_says_where_it_goes(mesh):
+def test_the_error_for_a_mesh_suggests_a_call(mesh):
     call = refusal(einshard, X, mesh).facts['instead'].partition(': ')[2]
     assert call == "einshard(x, 'b d -> b* d', mesh=mesh)"
     if mesh is not MESH.abstract_mesh:

@@ -129,7 +129,7 @@ def test_shardings_on_meshes(mesh, spec, text):
 
 @pytest.mark.parametrize('mesh', [USER, CANONICAL])
 def test_specs_that_are_not_normalized(mesh):
-    """They mean the same, although JAX compares them unequal."""
+    """Their shardings are equivalent to those of normalized specs, but unequal in JAX."""
     first, last = mesh.axis_names[0], mesh.axis_names[-1]
     for spec in [P(first, None), P((first,), None, None), P((), last), P(None, (last, first))]:
         sharding = NamedSharding(mesh, spec)

@@ -97,7 +97,7 @@ def test_every_example_is_offered_as_page_script_and_notebook():
 
 
 def test_readme_runs():
-    """Its two functions differ in one collective, as it says; by hand, the second is the same."""
+    """The output of the README, and that its `mlp` compiles to the same program as `by_hand`."""
     pytest.importorskip('libtpu')
     names, printed = run(ROOT / 'README.md')
     shown = re.search(r'```\n(collectives\n.*?)```', README, re.DOTALL)[1]
@@ -110,7 +110,7 @@ def test_readme_runs():
     assert counting.program(ours.compile()) == counting.program(theirs.compile())
 
 
-def test_readme_picture_is_what_show_draws():
+def test_the_picture_of_the_readme_is_that_of_show():
     mesh = einshard.device_mesh(jax.devices()[:8], data=4, tensor=2)
     picture = str(einshard.show('b d -> b@data d@tensor', (8, 16), mesh))
     assert f'```\n{picture}\n```' in README
@@ -162,7 +162,7 @@ def test_readme_names_the_versions_that_the_package_asks_for():
 
 
 def imports(module):
-    """The modules of einshard that a module imports, as paths; those for types alone too."""
+    """The modules of einshard that a module imports, as paths, also those only for types."""
     package = ROOT / 'einshard'
     found = set()
     for node in ast.walk(ast.parse(module.read_text(encoding='utf-8'))):

@@ -756,7 +756,7 @@ def test_functions_that_do_not_compile():
 
 
 def test_a_compiler_that_does_not_show_its_program(monkeypatch):
-    """As JAX 0.8 for GPUs you don't have: a report must not say 'no collectives'."""
+    """JAX 0.8 shows no program for GPUs you don't have; a report must not say 'no collectives'."""
     monkeypatch.setattr(jax.stages.Compiled, 'as_text', lambda self: None)
     arguments = struct(2, 2), struct(2, 2)
     compiled = jax.jit(step).lower(*arguments).compile()
@@ -774,7 +774,7 @@ def test_a_compiler_that_does_not_show_its_program(monkeypatch):
 
 
 def oracle_groups(sizes, along):
-    """The groups of devices that differ in these mesh axes alone, by their coordinates."""
+    """The groups of devices whose coordinates differ only along these mesh axes."""
     groups = {}
     for device, coordinates in enumerate(np.ndindex(*sizes)):
         key = tuple(i for axis, i in enumerate(coordinates) if axis not in along)

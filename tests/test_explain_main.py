@@ -80,7 +80,7 @@ def test_explain(capsys, model):
     assert any(line.startswith('     1  all-gather  f32[32,64]  1 of 16  b|y') for line in lines)
 
 
-def test_explain_is_what_the_function_returns(capsys, model):
+def test_explain_as_json_is_the_report_of_the_function(capsys, model):
     text = printed(capsys, 'explain', f'{model}:plain', '--args', 'bf16[4]', '--json')
     import model_on_command
 

@@ -75,7 +75,7 @@ def test_new_weights_are_gathered_as_weights(shaped, donated):
 
 
 def test_a_single_result_in_place_of_an_argument(shaped):
-    """Its alias has no number in the program."""
+    """The alias of a single result has no number in the program."""
     report = explain(jax.jit(lambda x: x * 2, donate_argnums=0), shaped(B, D, spec=P('data')))
     assert report.in_place == (('result', 'x'),)
 
@@ -126,7 +126,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 def test_groups_that_the_program_does_not_list():
-    """JAX 0.8 prints {} for what a newer libtpu writes; at most, it is one group of all devices."""
+    """JAX 0.8 prints {} for groups of a newer libtpu; at most, this is one group of all devices."""
     [c] = read_collectives(NO_GROUPS)
     assert (c.n_groups, c.group_size, c.network_bytes) == (0, 16, 60)
     mesh = mesh_of(data=16)

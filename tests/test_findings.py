@@ -115,7 +115,7 @@ def line_of(text):
 
 
 def check_fixed(wrong, fixed, right):
-    """The suggestion leads to a program without findings that sends what the correct one does."""
+    """The fixed program has no findings, and sends as many bytes as the correct program."""
     assert wrong.network_bytes > right.network_bytes
     assert found_in(fixed) == []
     assert fixed.network_bytes == right.network_bytes
@@ -184,7 +184,7 @@ def test_an_inherited_sharding():
 
 
 def test_an_inherited_sharding_that_costs_nothing():
-    """Reduce-scatters and all-gathers of the residual stream send what all-reduces would."""
+    """Reduce-scatters and all-gathers of the residual stream send as much as all-reduces."""
     c, _ = sized_for('tpu', Choices(MEGATRON | {'embed': 'v d@tensor'}, embedded=None))
     assert found_in(report_of(c, mesh_for(c, 'tpu'))) == []
 

@@ -79,7 +79,7 @@ def unsharded():
     return first, losses, nnx.state((model, optimizer))
 
 
-def test_state_of_a_module_is_placed_in_it(unsharded):
+def test_placed_state_updates_a_module(unsharded):
     before, *_ = unsharded
     placed = einshard(before, RULES)
     check_placed(placed, SHARDED_NNX)

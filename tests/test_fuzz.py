@@ -78,7 +78,7 @@ def texts(rng):
 
 
 def check_error(error):
-    """Checks what holds for every error message."""
+    """Checks the form that all error messages have."""
     lines = str(error).split('\n')
     rows = len(error.facts) + (error.fix is not None)
     shown = 0 if error.expression is None else 1 + bool(error.spans)

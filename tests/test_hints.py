@@ -43,7 +43,7 @@ def test_a_count_or_star_after_a_space(text, sentence, to_shard, to_replicate):
     assert not make_sharding(to_shard, ndim=2).is_fully_replicated
 
 
-def test_only_what_fits_is_suggested(devices8):
+def test_only_valid_expressions_are_suggested(devices8):
     (caught,) = warnings_of(lambda: einshard(np.ones((6, 8)), 'a 8 b', mesh=devices8))
     assert str(caught.message) == (
         "in 'a 8 b', '8' only replicates, and nothing is sharded; "

@@ -185,7 +185,7 @@ def test_device_is_a_class_for_isinstance():
     assert all(isinstance(device, jax.Device) for device in jax.devices())
 
 
-def test_traced_values_tell_auto_from_explicit():
+def test_traced_values_show_whether_axes_are_auto_or_explicit():
     # describe
     seen = []
 

@@ -126,7 +126,7 @@ def test_mesh_axes_of_size_one_are_never_taken():
         assert spec('batch embed mlp', SIZE_ONE) == P(('data', 'fsdp'), 'tp')
 
 
-def test_missing_mesh_axes_are_as_if_they_had_size_one():
+def test_missing_mesh_axes_count_as_size_one():
     pairs = [('batch', ('pod', 'data')), ('embed', ('pod', 'tp')), ('embed', 'fsdp')]
     with axis_rules(pairs, taken='next', missing='replicate'):
         assert spec('batch embed') == P('data', 'tp')

@@ -261,7 +261,7 @@ def test_differentiated_and_vectorized(transform):
     assert rows.sharding.spec.unreduced == (set() if jax.__version_info__ < (0, 9) else {'y'})
 
 
-def test_a_spec_that_is_not_a_partial_sum_refuses_one():
+def test_a_spec_without_a_partial_sum_refuses_partial_sums():
     f = sharded('* a b')(lambda x: x)
     for x in (einshard(A, 'a b +@y'), einshard(A, 'a b +@(x,y)')):
         assert 'the argument is a partial sum' in refusal(f, x).sentence

@@ -27,7 +27,7 @@ def find(model, devices, *, memory=None, objective='bound', **options):
 
 
 def best(*args, **options):
-    """'x=4, y=2: batch@x, mlp@y'"""
+    """The best candidate as text, such as 'x=4, y=2: batch@x, mlp@y'."""
     return str(find(*args, **options).ranked[0])
 
 
@@ -166,7 +166,7 @@ def test_objectives():
         assert len(set(costs)) > 1
 
 
-def test_what_does_not_fit_comes_last():
+def test_plans_that_do_not_fit_come_last():
     memories = [c.memory for c in estimates(find_model(*mlp_step(), {}), memory=0)]
     assert memories == sorted(memories)
 
@@ -218,7 +218,7 @@ def test_nothing_to_shard_by():
     [
         ({'enbed': '@x'}, None, "pin= has 'enbed', but step has no such axis name"),
         ({'embed': '@data'}, None, "pin= shards 'embed' over 'data', but the mesh axes are"),
-        ({'embed': '@x', 'mlp': '@x'}, None, "'mlp' and 'embed' of c array over 'x'"),
+        ({'embed': '@x', 'mlp': '@x'}, None, "'mlp' and 'embed' of one array over 'x'"),
         ({'embed': '@x', 'batch': '@y'}, None, 'pin= does not fit any mesh of 8 devices'),
         ({'embed': '@a'}, (('a', 8),), 'pin= does not fit the mesh: axis'),
         ({'embed': '4'}, None, "pin= must name the mesh axes of 'embed', not '4'"),

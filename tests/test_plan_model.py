@@ -19,7 +19,7 @@ SLOW = Chip('slow', {'bf16': 1.0}, memory=1e9, memory_bandwidth=1.0, link=1.0)
 
 
 def text(product):
-    """'batch act, embed mlp -> batch mlp'"""
+    """A product by the names of its axes, such as 'batch act, embed mlp -> batch mlp'."""
     *operands, out = (
         ' '.join('+'.join(names) or '.' for names in side.names)
         for side in (*product.operands, product.out)

@@ -135,7 +135,7 @@ def test_compiles_more_if_the_judges_disagree(best, n):
     assert sum(plan.judge == 'compiler' for plan in search.judged.values()) == n
 
 
-def test_keeps_what_it_has_when_it_is_interrupted():
+def test_keeps_its_results_when_it_is_interrupted():
     def interrupted(candidates):
         yield judged(candidates[0], 'partitioner', 1)
         raise KeyboardInterrupt

@@ -210,7 +210,7 @@ def test_golden_text(report):
 
 
 def test_golden_files_are_portable(report):
-    """They do not depend on the machine, on source lines or on the compiler's order."""
+    """Golden files do not depend on the machine, source lines or the order of collectives."""
     (row,) = report.collectives
     other = replace(row, kind='all-gather', arrays='f32[2], f32[4], f32[2]', along='')
     same = [

@@ -76,7 +76,7 @@ def test_programs_are_equal(page, heading):
 
 
 def test_programs_that_initialize_are_equal(page):
-    """They have no collectives, which assert_same_program asks for."""
+    """assert_same_program requires collectives, which these programs do not have."""
     before, after = programs(page['Shard the largest axis'])
     assert before.lines == after.lines
     for (expected, ndim), (found, _) in zip(before.shardings, after.shardings, strict=True):

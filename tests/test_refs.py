@@ -52,12 +52,12 @@ def test_another_sharding_is_an_error():
     np.testing.assert_array_equal(placed[...], X)
 
 
-def test_in_another_memory():
+def test_a_ref_in_another_memory():
     error = refusal(einshard, ref(), 'a*', memory_kind='pinned_host')
     assert error.facts == {'array': 'float32[16]', 'expected': "'a* (in pinned_host)'"}
 
 
-def test_in_trees_the_error_names_the_leaf():
+def test_the_error_names_the_leaf_of_a_tree():
     tree = {'layers': [{'w': jax.new_ref(jnp.asarray(X)), 'b': X}]}
     for spec in ('x*', Rules([('w', 'x*')], default=None), for_optimizer(tree, 'x*')):
         error = refusal(einshard, tree, spec)

@@ -155,7 +155,7 @@ def test_options(tree, rules, expected):
     assert spec_of(tree, rules) == expected
 
 
-def test_a_default_is_for_what_no_rule_matches():
+def test_a_default_applies_to_leaves_that_no_rule_matches():
     placed = einshard({'w': W, 'v': W}, Rules([('w', ROWS)], default=COLUMNS))
     assert [placed[name].sharding.spec for name in 'wv'] == [P(ALL), P(None, ALL)]
     assert einshard({'w': W, 'v': W}, Rules([('w', ROWS)], default=None))['v'] is W

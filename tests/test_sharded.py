@@ -177,7 +177,7 @@ def test_specs_may_depend_on_the_shape():
 # ------------------------------------------------------------------------------------------- mesh
 
 
-def test_the_mesh_is_the_default_inside_and_only_there():
+def test_the_mesh_is_the_default_only_inside_the_function():
     seen = []
 
     @sharded('a b -> a b*', out='a b -> a b*')
@@ -314,7 +314,7 @@ def test_clear_cache_drops_traces():
     ],
 )
 def test_each_type_is_traced_and_compiled_once(spec, out):
-    """As by jit, in a call before or after `lower`, by position or by keyword."""
+    """Like jit, for calls before or after `lower`, by position or by keyword."""
     body = counted(lambda x: jnp.sin(x))
     f = on_eight(spec, out=out)(body)
     types = [X, np.ones((16, 8), np.float32), X.astype(np.int32)]

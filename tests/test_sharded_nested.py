@@ -161,7 +161,7 @@ def test_nested_on_automatic_axes_it_is_a_constraint_of_jit():
 
 @pytest.mark.parametrize('types', [AUTO, EXPLICIT])
 def test_meshes_with_the_same_names_and_sizes_take_turns(types):
-    """While tracing, JAX knows a mesh by its names and sizes alone."""
+    """While tracing, JAX distinguishes meshes only by their axis names and sizes."""
     f = sharded('a@p b', out='a b@p')(lambda x: einshard(2 * x, 'a b@p'))
     for place in ['call', 'jit', 'cond', 'remat', 'grad', 'vmap', 'scan', 'sharded']:
         for devices in (LOW, HIGH):

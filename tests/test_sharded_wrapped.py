@@ -1,6 +1,6 @@
 """sharded functions inside other wrappers: transformations, type checkers, serializers, frameworks.
 
-Where `jax.jit`'s own object works, ours works: each case runs for both, and for per_device.
+Where the object of `jax.jit` works, ours works: each case runs for both, and for per_device.
 """
 
 import copy

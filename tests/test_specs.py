@@ -172,7 +172,7 @@ def test_errors_in_functions_are_the_users():
         (Block(W, W, 'one'), Block(ROWS, ROWS, 'other'), ''),
     ],
 )
-def test_mismatch_says_where(tree, specs, difference):
+def test_mismatches_are_located(tree, specs, difference):
     sentence = refusal(einshard, tree, specs).sentence
     assert sentence.startswith(f'spec tree does not match: {difference}')
 
@@ -194,7 +194,7 @@ def test_bad_spec_leaves(bad):
         (struct(6, 16), ROWS, 'float32[6,16]'),
     ],
 )
-def test_a_bad_expression_says_which_leaf(tree, specs, array):
+def test_the_error_for_a_bad_expression_names_the_leaf(tree, specs, array):
     assert refusal(einshard, tree, specs).facts['array'] == array
 
 

@@ -205,7 +205,7 @@ STEPS = {
     st.booleans(),
 )
 @examples(60)
-def test_what_to_write_for_results_that_may_vary(steps, spec, out, scalar):
+def test_suggestions_for_results_that_may_vary_work(steps, spec, out, scalar):
     x = np.arange(64, dtype=np.float32).reshape(8, 8) % 7
 
     def body(x, gather=lax.all_gather, end=lambda x: x):

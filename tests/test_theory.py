@@ -116,7 +116,7 @@ def test_operands_that_are_sharded_independently(left, right, devices8):
 @pytest.mark.parametrize('i', [8, 64])
 @pytest.mark.parametrize(('j', 'k'), [(16, 64), (64, 64), (64, 16), (128, 64)])
 def test_the_compiler_does_not_always_do_the_first_choice(i, j, k, devices8):
-    """It sums if the result is smaller than operand 0; else it gathers operand 0."""
+    """The compiler sums if the result is smaller than operand 0; else it gathers operand 0."""
     sizes = {'i': i, 'j': j, 'k': k}
     theory = parallelism('i j8, 8 j k -> i k', sizes=sizes)
     first, *_, last = theory.choices
@@ -242,7 +242,7 @@ def arguments(placements, ndim, devices):
     return [einshard(struct(*[SIZE] * ndim), placement, mesh=devices) for placement in placements]
 
 
-def test_a_chain_is_what_the_compiler_makes_of_an_mlp(devices8):
+def test_a_chain_has_the_collectives_of_a_compiled_mlp(devices8):
     steps = ['b x, x y -> b y', 'b y, y z -> b z']
     sizes = dict.fromkeys('bxyz', SIZE)
     for counts in assignments('bxyz', 8):
@@ -255,7 +255,7 @@ def test_a_chain_is_what_the_compiler_makes_of_an_mlp(devices8):
         assert found == expected, (counts, str(theory))
 
 
-def test_a_chain_is_what_the_compiler_makes_of_attention(devices8):
+def test_a_chain_has_the_collectives_of_compiled_attention(devices8):
     steps = [
         'b s d, d h k -> b s h k',
         'b t d, d h k -> b t h k',

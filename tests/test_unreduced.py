@@ -93,7 +93,7 @@ def test_to_another_mesh(terms):
     assert placed.sharding.mesh.axis_names == ('z',)
 
 
-def test_a_reduced_weight_becomes_a_plain_one(mesh):
+def test_einshard_removes_reduced_axes_of_a_weight(mesh):
     weight = reshard(A, P('x', None, reduced={'y'}))
     for placed in (
         einshard(weight, 'a b -> a@x b'),
