@@ -211,7 +211,7 @@ def test_layers_of_flax_take_out_sharding(make):
     check_equal(sharded_gradients, gradients, rtol=1e-4, atol=1e-6)
 
 
-def test_nnx_without_it_fails_with_a_note_that_names_the_line_and_the_parameter():
+def test_the_note_for_nnx_without_out_sharding():
     loss, state = nnx_loss(explicit=False)
     with jax.set_mesh(MESH), pytest.raises(Exception, match='out_sharding') as caught:
         sharded(RULES, 'b s -> b@data s')(loss)(state, TOKENS)

@@ -118,7 +118,7 @@ def test_moments_are_placed_as_their_parameters(name):
 
 @pytest.mark.parametrize('name', ['Llama 8B', 'Mixtral 8x7B', 'GPT-2 XL'])
 def test_factored_moments_of_models(name):
-    """As optax documents: v_row lacks the largest axis, v_col the second; v has unfactored arrays."""
+    """As optax documents: v_row lacks the largest axis, v_col the second; v is not factored."""
     params, rules, specs = MODELS[name]
     state = jax.eval_shape(optax.adafactor(1e-3).init, params)
     factored = einshard(state, for_optimizer(params, rules), mesh=MESH_128)[0]

@@ -80,7 +80,7 @@ jax.tree_util.register_pytree_node(Model, lambda _: ((), None), lambda *_: Model
 # ------------------------------------------------------------------------- the function itself
 
 
-def test_wrappers_get_the_attributes_of_the_function_and_no_state_of_ours(ours):
+def test_wrappers_copy_only_the_attributes_of_the_function(ours):
     """JAX's wrappers and functools.wraps copy the __dict__ of a function."""
     wrapped = functools.wraps(ours)(lambda *args: ours(*args))
     for name in ('lower', 'trace', 'eval_shape', 'in_shardings', 'out_shardings', 'clear_cache'):
