@@ -166,7 +166,7 @@ def _plan(arguments: Sequence[str]) -> str:
     )
     parser.add_argument(
         '--pin',
-        type=_placement,
+        type=_pin,
         nargs='+',
         default=[],
         metavar='NAME=@AXIS',
@@ -180,7 +180,7 @@ def _plan(arguments: Sequence[str]) -> str:
     mesh = mesh_of(options.devices, options.mesh, options.topology)
     function = load(options.function)
     args, kwargs = read_arguments(options.args)
-    from ._plan.plan import plan
+    from ._plan.plan import plan  # only this command needs it
 
     found = plan(
         function,
@@ -218,7 +218,7 @@ def _table(arguments: Sequence[str]) -> str:
     elif args or kwargs:
         kind = type(tree).__name__
         raise EinshardError(f'{options.tree} is of type {kind}, which takes no arguments')
-    return str(rules.table(tree, mesh=_devices_or_mesh(options)))
+    return str(rules.table(tree, mesh=_abstract_mesh_of(options)))
 
 
 def _eject(arguments: Sequence[str]) -> str:
@@ -240,11 +240,11 @@ def _eject(arguments: Sequence[str]) -> str:
     )
     parser.add_argument('--topology', metavar='NAME', help='a TPU slice such as v5e:4x4')
     options = parser.parse_args(arguments)
-    from ._eject.to_jax import to_jax
+    from ._eject.to_jax import to_jax  # only this command needs it
 
     is_expression = ':' not in options.what
     if is_expression and options.topology is None:
-        mesh = _devices_or_mesh(options)
+        mesh = _abstract_mesh_of(options)
     else:
         mesh = mesh_of(options.devices, options.mesh, options.topology)
     what = options.what if is_expression else load(options.what)
@@ -252,8 +252,8 @@ def _eject(arguments: Sequence[str]) -> str:
     return to_jax(what, *args, mesh=mesh, shape=options.shape, **kwargs)
 
 
-def _devices_or_mesh(options: argparse.Namespace) -> AbstractMesh | None:
-    """Returns the mesh for --devices or --mesh, whose devices do not have to exist."""
+def _abstract_mesh_of(options: argparse.Namespace) -> AbstractMesh | None:
+    """Returns the abstract mesh for --devices or --mesh; None without these options."""
     if options.devices is not None:
         return device_mesh(abstract_mesh([('d0', options.devices)]))
     return None if options.mesh is None else abstract_mesh(options.mesh)
@@ -277,7 +277,7 @@ def _mesh_axis(text: str) -> tuple[str, int]:
     return name, int(size)
 
 
-def _placement(text: str) -> tuple[str, str]:
+def _pin(text: str) -> tuple[str, str]:
     """Reads a pin: ('embed', '@x') for 'embed=@x'."""
     name, equals, placement = text.partition('=')
     if not (name and equals):
@@ -330,12 +330,12 @@ def _parser(
 
 
 def _encodable(text: str, encoding: str | None) -> str:
-    """Replaces box characters by ASCII if the output encoding, such as cp1252, lacks them."""
+    """Replaces characters that the output encoding, such as cp1252, lacks: by ASCII or by '?'."""
+    encoding = encoding or 'utf-8'
     try:
-        text.encode(encoding or 'utf-8')
+        text.encode(encoding)
     except UnicodeEncodeError:
-        plain = text.translate(_ASCII).encode(encoding or 'utf-8', 'replace')
-        return plain.decode(encoding or 'utf-8')
+        return text.translate(_ASCII).encode(encoding, 'replace').decode(encoding)
     return text
 
 

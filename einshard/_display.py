@@ -1,4 +1,7 @@
-"""Shows an object as a page: as text, in color with rich, as HTML in notebooks and files."""
+"""Shows an object as a page: as text, in color with rich, as HTML in notebooks and files.
+
+`as_json` converts one for JSON.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class Display:
         return page_text(self._page(), width)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file: an HTML page if the name ends in '.html', otherwise text."""
+        """Writes a file: an HTML page if the name ends in '.html' or '.htm', otherwise text."""
         path = Path(path)
         is_html = path.suffix.lower() in ('.html', '.htm')
         text = page_document(self._page()) if is_html else f'{self._text(_MAX_WIDTH)}\n'

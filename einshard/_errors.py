@@ -97,7 +97,10 @@ class EinshardError(ValueError):
 
 
 def combine_errors(errors: Sequence[EinshardError]) -> EinshardError:
-    """Returns the first of the errors, with a fact that lists the arrays of the others."""
+    """Returns the first of the errors, with a fact 'also' that lists the arrays of the others.
+
+    Each array is followed by the sentence of its error, if that is not the first one's.
+    """
     first, *others = errors
     if not others:
         return first

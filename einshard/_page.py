@@ -114,7 +114,7 @@ def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment
     yield from ([(f'{indent}{line}'.rstrip(), '')] for line in section.code)
     if section.columns:
         room = None if width is None else width - len(indent)
-        n, widths = _beside(section, room)
+        n, widths = _columns_that_fit(section, room)
         beside, below = section.columns[:n], section.columns[n:]
         heads = [column.head for column in beside]
         yield [(indent, ''), (_line(heads, beside, widths), 'dim')]
@@ -123,7 +123,7 @@ def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment
         for row in section.rows:
             cells = list(map(_shortened, row, beside, widths))
             yield [(indent, ''), (_line(cells, beside, widths), '')]
-            for i, line in enumerate(_below(below_text(row[n:], below), width)):
+            for i, line in enumerate(_wrap_below(below_text(row[n:], below), width)):
                 yield [(' ' * (10 if i else 8), ''), (line, 'dim')]
     for text in section.lines:
         for i, line in enumerate(_wrapped(text, width)):
@@ -141,13 +141,13 @@ def below_text(cells: Sequence[str], columns: Sequence[Column]) -> str:
     return '; '.join(f'{c.head} {cell}' for cell, c in zip(cells, columns, strict=True) if cell)
 
 
-def _below(text: str, width: int | None) -> list[str]:
+def _wrap_below(text: str, width: int | None) -> list[str]:
     """Wraps the text below a row; long paths break anywhere."""
     room = len(text) if width is None else width - 12
     return textwrap.wrap(text, room, break_on_hyphens=False) if text else []
 
 
-def _beside(section: Section, width: int | None) -> tuple[int, list[int]]:
+def _columns_that_fit(section: Section, width: int | None) -> tuple[int, list[int]]:
     """Returns the number of columns of a table that fit side by side, and their widths."""
     n = sum(not column.below for column in section.columns)
     while True:

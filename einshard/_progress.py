@@ -17,7 +17,8 @@ _line_is_taken = threading.Lock()
 def progress(label: str | Callable[[], str]) -> Generator[None, None, None]:
     """Writes 'label: 12 s' to standard error, if that is a terminal, while a slow block runs.
 
-    The label may be a function that is called for each update. Nested blocks write nothing.
+    The label may be a function that is called for each update. While one block runs, others, nested
+    or in other threads, write nothing.
     """
     stream = sys.stderr
     if stream is None or not stream.isatty() or not _line_is_taken.acquire(blocking=False):

@@ -15,6 +15,8 @@ def keep_working_suggestions(
 ) -> EinshardError:
     """Returns a copy of an error without the suggestions that fail.
 
+    A fix that is not an expression is removed too.
+
     Args:
         error: the error. If its fix raises an error with another fix, as when several expressions
             are wrong, that fix is tested next.

@@ -61,7 +61,7 @@ def first_of(texts: Sequence[str], n: int) -> str:
 
 
 def short_source(source: str | None) -> str:
-    """Shortens a source line to its file name: 'model.py:12'; 'cell:3' in a notebook."""
+    """Shortens a path with a line number to 'model.py:12'; 'cell:3' in a notebook; '' for None."""
     # IPython writes each cell to its own file, named by a hash
     source = re.sub(r'.*ipykernel_\d+[\\/]\d+\.py', 'cell', source or '')
     return re.split(r'[\\/]', source)[-1]

@@ -30,8 +30,8 @@ from einshard import Chip, Rules, einsum, explain, make_sharding, parallelism, s
 # | `A[I_XY, J]` | `i@(x,y) j` | `f32[8@(x,y),4]` |
 # | `A[I, J] {U_X}` | `i j +@x` | `f32[8,4]{U:x}` |
 #
-# In the notation, lower-case words name array axes, and an `@` comes before mesh axes. A mesh
-# with Explicit axes has these shardings in its types:
+# In the notation, lower-case words name array axes, and an `@` comes before mesh axes. On a
+# mesh with Explicit axes, the types of arrays have these shardings:
 
 # %%
 mesh = topology('v5e:4x4', x=4, y=4, axis_types=AxisType.Explicit)

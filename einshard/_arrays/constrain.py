@@ -135,6 +135,7 @@ def restrict_to_type(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
 
 
 def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
+    """Returns the type of each mesh axis; P.UNCONSTRAINED counts as Auto: the compiler decides."""
     types: dict[Any, AxisType] = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return types | {PartitionSpec.UNCONSTRAINED: AxisType.Auto}
 
@@ -154,8 +155,8 @@ def type_matches(x: Any, sharding: NamedSharding) -> bool:
 def rejected_by_jit(x: Any, for_jit: Any) -> Sharding | None:
     """Returns the sharding of a value if jit with `in_shardings=for_jit` rejects it; else None.
 
-    Under jax.grad or jax.vmap outside jit, the value is a tracer that does not expose its sharding,
-    so this calls jit to find out.
+    Returns None inside jit. Under jax.grad or jax.vmap outside jit, the value is a tracer that does
+    not expose its sharding, so this calls jit to find out.
     """
     if is_staging():
         return None

@@ -16,7 +16,7 @@ from .reshard import reshard
 
 
 def is_placed(x: Any, sharding: NamedSharding) -> bool:
-    """Whether an array already has this sharding."""
+    """Whether an array already has this sharding, or an equivalent one on the same mesh."""
     if x.sharding == sharding:
         return True
     if not isinstance(x.sharding, NamedSharding) or x.sharding.mesh != sharding.mesh:
@@ -65,7 +65,7 @@ def _reshard(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _put_partial(x: Any, sharding: NamedSharding, donate: bool) -> Any:
-    """Places an array with unreduced or reduced axes, which `device_put` rejects.
+    """Gives an array a sharding with unreduced or reduced axes, which `device_put` rejects.
 
     Unless the array is on the mesh already, `device_put` first places it without these axes.
     """

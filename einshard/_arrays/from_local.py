@@ -175,6 +175,7 @@ _ARRAYS = (
 
 
 def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
+    """Finds the global shape and sharding of a local array; raises if its rows do not fit."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         raise EinshardError(
             'the array is already global: its shards are on several processes',
@@ -185,7 +186,7 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
     placement = resolve(spec, (0,) * array.ndim, context)
     if is_partial(placement.sharding):
         raise placement.expression.error(
-            'from_local cannot build a partial sum',
+            'from_local cannot build arrays with unreduced or reduced mesh axes',
             [term for term in placement.expression.right if term.sign],
             instead='einshard(x, ...) on the global array',
         )

@@ -63,7 +63,10 @@ def gather(tree: T) -> T:
 
 
 def _plain_array(leaf: Any) -> Any:
-    """Converts a Ref, PRNG keys or an unreduced array to an ordinary array."""
+    """Converts a Ref, PRNG keys, or an array with unreduced or reduced axes to an ordinary array.
+
+    Returns other leaves as they are.
+    """
     if isinstance(leaf, jax.Ref):
         leaf = leaf[...]
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):

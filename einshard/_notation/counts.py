@@ -20,7 +20,7 @@ class Devices:
         mesh_axis_terms: the terms with mesh axes, such as 'b@data'. They take devices first.
         taken: the product of the sizes of these mesh axes.
         hints: facts to add to errors, by label.
-        on_users_mesh: whether '*' may not fit the mesh axes.
+        on_users_mesh: whether the user chose the mesh axes, which '*' may not fit.
     """
 
     total: int
@@ -195,7 +195,10 @@ def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int)
 
 
 def with_terms(expression: Expression, replacements: Sequence[tuple[Term, Term]]) -> Suggestion:
-    """Suggests the expression with some terms replaced; omits counts of 1."""
+    """Suggests the expression with some terms replaced; omits counts of 1.
+
+    `replacements` are pairs of a term and its replacement, in the order of the text.
+    """
     text = expression.text
     for term, replacement in reversed(replacements):
         start, end = term.span

@@ -115,7 +115,7 @@ def parse(text: str, where: str = '') -> Expression:
 
     Args:
         text: the expression.
-        where: for errors, the part of an einsum that `text` is, such as ' in operand 0'.
+        where: for an operand of an einsum, ' in operand 0', which errors add to their sentence.
     """
     try:
         return _parse(text, where)

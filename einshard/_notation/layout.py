@@ -71,7 +71,7 @@ def lay_out(
         replicates_by_default: whether to replicate over all devices if no term takes devices, as
             on a user's mesh; otherwise that is an error.
         replicate_indivisible: whether to replicate axes whose size is not divisible, instead of
-            raising: True, or the names of these axes.
+            raising: True for all axes, or the names of the axes that may be replicated.
         hints: facts to add to errors about the number of devices.
     """
     ndim, rank_text = (len(shape), None) if isinstance(shape, tuple) else (shape, f'ndim={shape}')
@@ -99,14 +99,14 @@ def _lay_out(
     hints: Mapping[str, str],
 ) -> Layout:
     """Returns the layout, without checking sizes; `positions` are those of the named axes."""
-    named = [term for term in expression.right if term.mesh_axes]
-    unnamed = [term for term in expression.right if not term.mesh_axes]
-    by_name = _named_splits(expression, named, positions, axis_sizes)
+    mesh_axis_terms = [term for term in expression.right if term.mesh_axes]
+    other_terms = [term for term in expression.right if not term.mesh_axes]
+    by_name = _splits_by_name(expression, mesh_axis_terms, positions, axis_sizes)
     taken = math.prod(split.count for split in by_name)
-    if (by_name or replicates_by_default) and not any(term.takes_devices for term in unnamed):
+    if (by_name or replicates_by_default) and not any(term.takes_devices for term in other_terms):
         return Layout(tuple(by_name))
-    devices = Devices(n_devices, named, taken, hints, replicates_by_default)
-    counts = iter(solve_counts(expression, unnamed, n_devices // taken, devices))
+    devices = Devices(n_devices, mesh_axis_terms, taken, hints, replicates_by_default)
+    counts = iter(solve_counts(expression, other_terms, n_devices // taken, devices))
     splits = iter(by_name)
     written: list[Split] = []
     for term in expression.right:
@@ -206,7 +206,7 @@ def misfit(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
     counts = ' x '.join(str(split.count) for split in layout.splits if not split.mesh_axes)
     return expression.error(
         f'the counts {counts} do not match the axes of the mesh',
-        [term for term in expression.right if term.takes_devices and not term.mesh_axes],
+        [term for term in expression.right if term.takes_devices],
         fix=_with_star_after(expression),
         mesh=mesh,
         expected='counts that are products of consecutive mesh axis sizes, in mesh order',
@@ -215,7 +215,7 @@ def misfit(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
 
 def _with_star_after(expression: Expression) -> Suggestion | None:
     """Suggests 'b4 * d' for '* b4 d'; None unless '*' comes before the other counts."""
-    counted = [term for term in expression.right if term.takes_devices and not term.mesh_axes]
+    counted = [term for term in expression.right if term.takes_devices]
     if len(counted) < 2:
         return None
     text, (start, end), last = expression.text, counted[0].span, counted[-1].span[1]
@@ -225,7 +225,7 @@ def _with_star_after(expression: Expression) -> Suggestion | None:
 
 
 def fitting_sizes(layout: Layout) -> tuple[int, ...]:
-    """Returns mesh axis sizes that fit a layout: the prime factors of each dimension."""
+    """Returns mesh axis sizes that fit a layout: the prime factors of the count of each split."""
     return tuple(itertools.chain.from_iterable(prime_factors(s.count) for s in layout.splits))
 
 
@@ -281,8 +281,8 @@ def axis_positions(
 ) -> dict[str, int]:
     """Returns the position of each named axis in an array of `ndim` dimensions.
 
-    `rank_text` is how errors state the rank, such as 'ndim=3'. Default: 'the array has 3
-    dimensions'.
+    If `ndim` is None, '...' counts as no axes, and a sharded axis after it is an error. `rank_text`
+    is how errors state the rank, such as 'ndim=3'. Default: 'the array has 3 dimensions'.
     """
     names = expression.names
     rank_text = rank_text or f'the array has {plural(ndim or 0, "dimension")}'
@@ -321,13 +321,13 @@ def terms_of_axis(expression: Expression, axis: int, ndim: int) -> tuple[str, li
     return name, [term for term in expression.right if term.name == name]
 
 
-def _named_splits(
+def _splits_by_name(
     expression: Expression,
     terms: Sequence[Term],
     positions: Mapping[str, int],
     axis_sizes: Mapping[str, int] | None,
 ) -> list[Split]:
-    """Returns the split of each term, all of which have mesh axes."""
+    """Returns the split of each of the terms, which all have mesh axes."""
     if not terms:
         return []
     if axis_sizes is None:

@@ -1,4 +1,4 @@
-"""Applies axis rules to expressions."""
+"""Applies axis rules to expressions, and suggests rules in errors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from .._cache import cached
 from .._errors import EinshardError, Suggestion
 from .._notation.expression import Expression, Term, check_mesh_axes, parse
 from .._notation.write import write_short
+from .._suggestions import works
 from .axis_rules import Fallback
-from .context import AxisRule, AxisRules
+from .context import AxisRule, AxisRules, Context
+from .leaf_spec import AnySpec, as_leaf_spec
 
 
 class RuledExpression(NamedTuple):
@@ -20,8 +22,8 @@ class RuledExpression(NamedTuple):
 
     Attributes:
         expression: the expression, without the missing axes that are to be ignored.
-        missing_axes: all mesh axes that the mesh lacks, of the expression and the rules applied.
-        replicate_indivisible: the array axes to replicate if their size is not divisible.
+        missing_axes: mesh axes that the expression or an applied rule names, but the mesh lacks.
+        replicate_indivisible: the names of array axes to replicate if their size is not divisible.
     """
 
     expression: Expression
@@ -37,8 +39,8 @@ def apply_axis_rules(
 ) -> RuledExpression:
     """Applies axis rules to an expression, on a mesh with the axes `axis_sizes`.
 
-    Mesh axes that the mesh lacks are removed if `on_missing` or the `missing=` of their rule is
-    'replicate'.
+    Rules apply only to the short form. Mesh axes that the mesh lacks are removed if `on_missing` or
+    the `missing=` of their rule is 'replicate'.
     """
     if on_missing == 'replicate':
         rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
@@ -58,14 +60,17 @@ def _with_placements(
     ruled: Sequence[tuple[Term, AxisRule | None]],
     axis_sizes: Mapping[str, int],
 ) -> Expression:
-    """Replaces the terms of a short form by those of `ruled`; raises if two share a mesh axis."""
+    """Replaces the terms of a short form by those of `ruled`; raises if two share a mesh axis.
+
+    Adds '*' if unused devices need it.
+    """
     terms = [
         _with_known_axes(term, axis_sizes) if rule and rule.ignores_missing else term
         for term, rule in ruled
     ]
     takes_devices = any(term.takes_devices for term in terms)
-    named = any(term.mesh_axes for term in terms)
-    if not any(term.star for term in terms) and (takes_devices or not named):
+    has_mesh_axes = any(term.mesh_axes for term in terms)
+    if not any(term.star for term in terms) and (takes_devices or not has_mesh_axes):
         # unused devices hold replicas; with mesh axes only, they do so without a star
         terms.insert(0, Term(star=True))
     placed = write_short(terms)
@@ -97,7 +102,7 @@ def _ruled_terms(
             _parse_placement(rule.placement), name=rule.name, span=expression.right[i].span
         )
         taken = used.intersection(term.mesh_axes)
-        # a missing mesh axis that the rule ignores shards nothing either
+        # a missing mesh axis that the rule ignores is like one of size 1
         size_if_missing = 1 if rule.ignores_missing else None
         conflicts = any(axis_sizes.get(axis, size_if_missing) != 1 for axis in taken)
         if rule.skips_taken and conflicts:
@@ -170,3 +175,21 @@ def _parse_placement(placement: str) -> Term:
     """Parses the placement of a rule, such as '@data', to a term with the name 'x'."""
     (term,) = parse(f'x{placement}').right
     return term
+
+
+def fix_in_axis_rules(
+    fix: str | None, error: EinshardError, spec: AnySpec, context: Context
+) -> str | None:
+    """Returns the fix as an axis rule if it changes only the placement of a rule; else the fix."""
+    if not isinstance(fix, Suggestion) or error.expression is None:
+        return fix
+    if not context.axis_rules or not works(lambda: as_leaf_spec(spec)):
+        return fix
+    terms = zip(parse(error.expression).right, parse(fix.expression).right, strict=False)
+    changed = [new for old, new in terms if new != old]
+    name = changed[0].name if len(changed) == 1 else None
+    if name is None or name not in {rule.name for rule in context.axis_rules}:
+        return fix
+    if Term(name) not in as_leaf_spec(spec).expression.right:  # the user wrote the placement
+        return fix
+    return f"axis_rules({name}='{str(changed[0]).removeprefix(name)}')"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -90,7 +90,7 @@ class axis_rules:
 
     def __init__(
         self,
-        placements: Mapping[str, AxisPlacement] | Iterable[LogicalRule] = MappingProxyType({}),
+        placements: Mapping[str, AxisPlacement] | Sequence[LogicalRule] = MappingProxyType({}),
         /,
         *,
         missing: Fallback = 'error',
@@ -185,7 +185,7 @@ def _pairs(placements: Any) -> list[tuple[Any, Any]]:
 
 
 def _as_text(name: object, placement: AxisPlacement) -> str:
-    """Converts a placement to text: '@data' for P('data')."""
+    """Converts a placement to text: '@data' for P('data'). Returns other values as they are."""
     spec = placement.spec if isinstance(placement, NamedSharding) else placement
     if not isinstance(spec, PartitionSpec):
         return spec

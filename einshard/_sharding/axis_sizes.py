@@ -18,7 +18,7 @@ _CANONICAL = re.compile(r'd\d+')
 def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str, int]:
     """Replaces a size of -1 by the remaining devices; raises if the sizes do not use all devices.
 
-    `call` starts the call that errors suggest: 'device_mesh('.
+    `call` is how the call that errors suggest begins, such as 'device_mesh('.
     """
     for name, size in sizes.items():
         _check(name, size)

@@ -33,10 +33,10 @@ def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, .
     grid = np.arange(mesh.size).reshape([size for _, size in axes])
     first_group = set(groups[0])
     origin = np.unravel_index(groups[0][0], grid.shape)
-    varying: list[int] = []  # the axes along which the origin has a neighbor in its group
+    varying: list[int] = []  # the axes along which the first group has another device
     for i in range(len(axes)):
-        neighbor = (*origin[:i], 1 - min(origin[i], 1), *origin[i + 1 :])
-        if int(grid[neighbor]) in first_group:
+        other = (*origin[:i], 0 if origin[i] else 1, *origin[i + 1 :])
+        if int(grid[other]) in first_group:
             varying.append(i)
     others = [i for i in range(len(axes)) if i not in varying]
     rows = grid.transpose([*others, *varying]).reshape(-1, math.prod(axes[i][1] for i in varying))

@@ -162,7 +162,7 @@ def ambient_mesh() -> AnyMesh | None:
 
 
 def is_mesh_in_context(mesh: AnyMesh) -> bool:
-    """Whether the mesh of `current_context` comes from `jax.set_mesh`.
+    """Whether `mesh`, the `lowering_mesh` of `current_context()`, is that of `jax.set_mesh`.
 
     While tracing, JAX exposes only the abstract mesh in context, without its devices.
     """
@@ -252,7 +252,11 @@ def mesh_scope(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
 
 
 def one_device_scope(mesh: Mesh) -> AbstractContextManager[Any]:
-    """Replaces every mesh by one of the same axes with size 1, and every count by 1."""
+    """Makes `mesh`, which has one device, the default mesh in a `with` block.
+
+    Every other mesh is replaced by one of the same axes with size 1 on that device, and every count
+    by 1.
+    """
     return Scope(make_context(mesh, False, _enclosing().axis_rules, True))
 
 
@@ -295,7 +299,10 @@ def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
 
 
 def leave_rules(owner: object) -> bool:
-    """Exits the last scope of `owner` in this task; returns whether the order was correct."""
+    """Exits the current scope if `owner` entered it, else its last scope in this thread.
+
+    Returns whether the scope was the innermost one; False if `owner` has none.
+    """
     scopes = [scope for scope in _thread.scopes if scope.owner is owner]
     current = [scope for scope in scopes if scope is innermost_scope.get()]
     return bool(scopes) and (current or scopes)[-1].leave()

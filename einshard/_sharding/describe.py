@@ -125,7 +125,7 @@ def describe_named(
 
 
 def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
-    """Describes a sharding with the axis names of `expression`."""
+    """Describes a sharding with the axis names of `expression`, or a, b, c, ... if it has '...'."""
     if not isinstance(sharding, NamedSharding):
         return describe(sharding)
     names = expression.names
@@ -158,7 +158,10 @@ def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
 def find_expression(
     sharding: NamedSharding, ndim: int | None = None, names: Sequence[str] | None = None
 ) -> Expression | None:
-    """Returns the expression that lowers to exactly this sharding, or None if there is none."""
+    """Returns the expression that lowers to exactly this sharding; None if there is none.
+
+    The memory kind is ignored, as an expression has none.
+    """
     spec, mesh = sharding.spec, sharding.mesh
     entries = _entries(sharding)
     if unreduced_kind(spec) != 'sum' or None in entries or not has_names(mesh):

@@ -185,4 +185,4 @@ def with_expression(spec: AnySpec, expression: str) -> AnySpec:
     """Returns the spec with another expression, and the same memory kind and options."""
     if isinstance(spec, str):
         return in_memory(expression, split_memory(spec)[1])
-    return replace(as_leaf_spec(spec), expression=parse(expression), partition=None)
+    return replace(spec, expression=parse(expression), partition=None)

@@ -85,7 +85,10 @@ def device_mesh(
 
 
 def named_mesh(mesh: AnyMesh, axes: Mapping[str, int], call: str) -> AnyMesh:
-    """Returns `mesh`, a canonical mesh, with named axes. `call` starts the call in suggestions."""
+    """Returns `mesh`, a canonical mesh, with named axes.
+
+    `call` is how the call that errors suggest begins, such as 'device_mesh('.
+    """
     sizes = solve_sizes(axes, mesh.size, call)
     return _named_mesh(mesh, tuple(sizes), tuple(sizes.values()))
 
@@ -157,7 +160,7 @@ def _mesh_of_sizes(
     devices: tuple[Device, ...], sizes: tuple[int, ...], axis_type: AxisType
 ) -> Mesh:
     grid = np.array(devices, dtype=object).reshape(sizes)
-    return Mesh(grid, axis_names(sizes), axis_types=(axis_type,) * len(sizes))
+    return Mesh(grid, _canonical_names(sizes), axis_types=(axis_type,) * len(sizes))
 
 
 @cached
@@ -165,10 +168,10 @@ def _abstract_device_mesh(
     n_devices: int, axis_type: AxisType, sizes: tuple[int, ...] | None = None
 ) -> AbstractMesh:
     sizes = sizes or prime_factors(n_devices) or (1,)
-    return AbstractMesh(sizes, axis_names(sizes), axis_types=(axis_type,) * len(sizes))
+    return AbstractMesh(sizes, _canonical_names(sizes), axis_types=(axis_type,) * len(sizes))
 
 
-def axis_names(sizes: Sequence[int]) -> tuple[str, ...]:
+def _canonical_names(sizes: Sequence[int]) -> tuple[str, ...]:
     return tuple(f'd{i}' for i in range(len(sizes)))
 
 
@@ -269,7 +272,7 @@ def is_partial(sharding: Sharding) -> bool:
 
 
 def are_equivalent(sharding: Sharding, other: Sharding, ndim: int) -> bool:
-    """Whether two shardings are equivalent, including reduced mesh axes, which JAX ignores."""
+    """Whether two shardings are equivalent; compares reduced mesh axes too, which JAX ignores."""
     same = partial_axes(sharding) == partial_axes(other)
     return same and sharding.is_equivalent_to(other, ndim)
 
@@ -300,7 +303,7 @@ def _entry_text(entry: tuple[Any, ...]) -> str:
 def is_device_mesh(mesh: AnyMesh) -> bool:
     """Whether a mesh is the canonical mesh of its devices, possibly with other axis sizes."""
     types = set(mesh.axis_types)
-    if mesh.axis_names != axis_names(mesh.axis_sizes) or len(types) != 1:
+    if mesh.axis_names != _canonical_names(mesh.axis_sizes) or len(types) != 1:
         return False
     if isinstance(mesh, AbstractMesh):
         return True

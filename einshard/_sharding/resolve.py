@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
-from .._notation.expression import ELLIPSIS, Expression, Term, parse
+from .._notation.expression import ELLIPSIS, Expression
 from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._notation.layout import Layout, lay_out, misfit
 from .._suggestions import working_fix, works
-from .apply_axis_rules import RuledExpression, apply_axis_rules
+from .apply_axis_rules import RuledExpression, apply_axis_rules, fix_in_axis_rules
 from .axis_rules import Fallback
 from .context import Context, context_on, current_context, depth_of_user, make_context
 from .leaf_spec import (
@@ -32,6 +32,7 @@ from .leaf_spec import (
 from .legacy_mesh import with_legacy_mesh_note
 from .lower import lower
 from .mesh import (
+    UNCONSTRAINED,
     AnyMesh,
     MeshLike,
     is_device_mesh,
@@ -56,7 +57,8 @@ class Placement:
     layout: Layout
     sharding: NamedSharding
     missing_axes: tuple[str, ...] = ()  # mesh axes that were ignored because the mesh lacks them
-    lacks_placement: bool = False  # replicated only because no axis has a placement or a rule
+    # replicated only because no axis has a placement or a rule; False if there is a `warning`
+    lacks_placement: bool = False
     is_unconstrained: bool = False  # some axes are P.UNCONSTRAINED; for traced values only
     warning: str | None = None  # about a likely typo in the expression
     names_without_rule: tuple[str, ...] = ()  # names without an axis rule, if no axis is sharded
@@ -119,7 +121,8 @@ def resolve(
 
     Args:
         shape: the shape or the rank; None if both are unknown.
-        option: what errors suggest to ignore mesh axes that the mesh lacks: "missing='replicate'".
+        option: for errors, what to add to the call to ignore mesh axes that the mesh lacks, such as
+            "missing='replicate'"; None if the call has no such option.
         traced: whether the arrays are traced values, which allow P.UNCONSTRAINED.
     """
     try:
@@ -138,7 +141,7 @@ def resolve(
             error = error.about(spec=partition_text(spec.partition))
         if isinstance(spec, LeafSpec) and spec.rule is not None:
             error = error.about(rule=spec.rule)
-        fix = _in_axis_rules(fix, error, spec, context)
+        fix = fix_in_axis_rules(fix, error, spec, context)
         raise with_legacy_mesh_note(error, context.mesh).with_fix(fix) from None
     if placement.warning:  # Python shows a warning only once per line of user code
         warnings.warn(placement.warning, stacklevel=depth_of_user())
@@ -149,7 +152,10 @@ def resolve(
 def find_placement(
     spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
 ) -> Placement:
-    """Does what `resolve` does in one cache lookup, but suggests no fix and shows no warning."""
+    """Does what `resolve` does, in one cache lookup.
+
+    But it suggests no fix, shows no warning, and allows P.UNCONSTRAINED.
+    """
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
     if spec.partition is not None and shape is not None:
@@ -162,13 +168,14 @@ def find_placement(
     memory_kind = spec.memory_kind or memory_kind
     if spec.mesh is not None:
         context = context_on(spec.mesh, context)
-    (expression, missing_axes, _), layout = _lay_out(spec, shape, context)
-    mesh = context.lowering_mesh
-    _check_memory_kind(expression, memory_kind, mesh)
-    _check_explicit(expression, mesh)
-    sharding = lower(layout, mesh, context.mesh_is_ambient, memory_kind)
-    if sharding is None:
-        raise misfit(expression, layout, mesh_fact(mesh))
+    ruled = _apply_axis_rules(spec, context)
+    try:
+        layout = _lay_out(ruled, spec, shape, context)
+        sharding = _lower(ruled.expression, layout, context, memory_kind)
+    except EinshardError as error:
+        if _is_ruled(spec.expression, context):
+            raise error.about(before_axis_rules=f"'{spec.expression.text}'") from None
+        raise
     if spec.unconstrained:
         sharding = _with_unconstrained(sharding, spec)
     lacks_placement = (
@@ -179,49 +186,58 @@ def find_placement(
     )
     warning = _likely_typo(spec, shape, context, memory_kind, lacks_placement)
     return Placement(
-        expression,
+        ruled.expression,
         layout,
         sharding,
-        missing_axes=missing_axes,
+        missing_axes=ruled.missing_axes,
         lacks_placement=lacks_placement and warning is None,
         is_unconstrained=bool(spec.unconstrained),
         warning=warning,
-        names_without_rule=_names_without_rule(spec.expression, expression, context),
+        names_without_rule=_names_without_rule(spec.expression, ruled.expression, context),
     )
 
 
-def _lay_out(
-    spec: LeafSpec, shape: Shape | int | None, context: Context
-) -> tuple[RuledExpression, Layout]:
-    """Applies the axis rules of the context to an expression, and lays out the result."""
-    mesh = context.lowering_mesh
-    axis_sizes = sizes_of(mesh)
+def _apply_axis_rules(spec: LeafSpec, context: Context) -> RuledExpression:
     # without a mesh, expressions cannot name the axes d0, d1, ... of the canonical mesh
-    named_sizes = axis_sizes if context.mesh else {}
-    ruled = apply_axis_rules(spec.expression, context.axis_rules, named_sizes, spec.on_missing)
+    axis_sizes = sizes_of(context.mesh) if context.mesh else {}
+    ruled = apply_axis_rules(spec.expression, context.axis_rules, axis_sizes, spec.on_missing)
     if context.on_one_device:
         ruled = ruled._replace(expression=ruled.expression.on_one_device())
+    return ruled
+
+
+def _lay_out(
+    ruled: RuledExpression, spec: LeafSpec, shape: Shape | int | None, context: Context
+) -> Layout:
+    mesh = context.lowering_mesh
+    axis_sizes = sizes_of(mesh)
     if mesh.axis_types and not axis_sizes:
         raise ruled.expression.error(
             'an array cannot be sharded inside shard_map with all mesh axes Manual: each device '
             'already has its own array',
             mesh=mesh_fact(mesh),
         )
-    try:
-        layout = lay_out(
-            ruled.expression,
-            shape,
-            math.prod(axis_sizes.values()),
-            named_sizes if context.mesh else None,
-            replicates_by_default=_is_users_mesh(context),
-            replicate_indivisible=spec.on_indivisible == 'replicate' or ruled.replicate_indivisible,
-            hints=_simulation_hint(mesh),
-        )
-    except EinshardError as error:
-        if _is_ruled(spec.expression, context):
-            raise error.about(before_axis_rules=f"'{spec.expression.text}'") from None
-        raise
-    return ruled, layout
+    return lay_out(
+        ruled.expression,
+        shape,
+        math.prod(axis_sizes.values()),
+        axis_sizes if context.mesh else None,
+        replicates_by_default=_is_users_mesh(context),
+        replicate_indivisible=spec.on_indivisible == 'replicate' or ruled.replicate_indivisible,
+        hints=_simulation_hint(mesh),
+    )
+
+
+def _lower(
+    expression: Expression, layout: Layout, context: Context, memory_kind: str | None
+) -> NamedSharding:
+    mesh = context.lowering_mesh
+    _check_memory_kind(expression, memory_kind, mesh)
+    _check_explicit(expression, mesh)
+    sharding = lower(layout, mesh, context.mesh_is_ambient, memory_kind)
+    if sharding is None:
+        raise misfit(expression, layout, mesh_fact(mesh))
+    return sharding
 
 
 def _is_users_mesh(context: Context) -> bool:
@@ -240,7 +256,10 @@ def _check_memory_kind(expression: Expression, memory_kind: str | None, mesh: An
 def _names_without_rule(
     written: Expression, ruled: Expression, context: Context
 ) -> tuple[str, ...]:
-    """Lists the names of a short form that lack an axis rule, if no axis is sharded; else ()."""
+    """Lists the names of a short form that lack an axis rule, if no axis is sharded.
+
+    Returns () if an axis is sharded, or if there are no axis rules at all.
+    """
     is_bare = written.short and not any(term.is_sharded for term in written.right)
     is_sharded = any(term.name and term.is_sharded for term in ruled.right)
     if not (context.axis_rules and is_bare) or is_sharded:
@@ -298,7 +317,7 @@ def _with_unconstrained(sharding: NamedSharding, spec: LeafSpec) -> NamedShardin
     entries = spec_axes(sharding.spec)
     entries += [()] * (max(spec.unconstrained) + 1 - len(entries))
     for axis in spec.unconstrained:
-        entries[axis] = (PartitionSpec.UNCONSTRAINED,)
+        entries[axis] = UNCONSTRAINED
     return NamedSharding(mesh, partition_spec(entries), memory_kind=sharding.memory_kind)
 
 
@@ -319,7 +338,10 @@ def _working_fix(
     memory_kind: str | None,
     option: str | None,
 ) -> str | None:
-    """Returns the fix of the error, or an option that ignores missing mesh axes, if it works."""
+    """Returns the fix of the error, or else an option that ignores missing mesh axes.
+
+    Returns None if neither works.
+    """
 
     def attempt(candidate: AnySpec, context: Context = context) -> Placement:
         return find_placement(candidate, shape, context, memory_kind)
@@ -350,24 +372,6 @@ def _working_fix(
         return None
     # the option helps only if mesh axes are missing
     return option if placement.missing_axes else None
-
-
-def _in_axis_rules(
-    fix: str | None, error: EinshardError, spec: AnySpec, context: Context
-) -> str | None:
-    """Returns the fix as a rule, if it changes nothing but the placement that a rule gives."""
-    if not isinstance(fix, Suggestion) or error.expression is None:
-        return fix
-    if not context.axis_rules or not works(lambda: as_leaf_spec(spec)):
-        return fix
-    terms = zip(parse(error.expression).right, parse(fix.expression).right, strict=False)
-    changed = [new for old, new in terms if new != old]
-    name = changed[0].name if len(changed) == 1 else None
-    if name is None or name not in {rule.name for rule in context.axis_rules}:
-        return fix
-    if Term(name) not in as_leaf_spec(spec).expression.right:  # the user wrote the placement
-        return fix
-    return f"axis_rules({name}='{str(changed[0]).removeprefix(name)}')"
 
 
 def check_types(expression: object, shape: object, memory_kind: object) -> None:
