@@ -20,12 +20,12 @@ os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
 import jax
 import pytest
 
-# Here JAX reads the flags, once, before pages and examples set their own; libtpu does when it is
-# loaded, and so do the processes that tests start.
+# JAX reads the flags here, once, before pages and examples set their own. libtpu and the processes
+# that tests start read them later; libtpu does not know all of WITHOUT_TPU.
 assert len(jax.devices()) == 16
 os.environ['XLA_FLAGS'] = os.environ['XLA_FLAGS'].replace(WITHOUT_TPU, QUICK)
 
-# files about packages that the extra `test` brings; without it the others run
+# test files that need packages of the extra `test`; without these packages they are left out
 PACKAGES = {
     'test_equinox.py': ('equinox', 'optax'),
     'test_examples.py': ('rich', 'sklearn', 'equinox', 'flax', 'optax'),
@@ -61,7 +61,7 @@ def pytest_collection_finish():
 
 
 def pytest_report_header():
-    return [f'left out: {file}, for want of {", ".join(LACKING[file])}' for file in collect_ignore]
+    return [f'left out: {file}, without {", ".join(LACKING[file])}' for file in collect_ignore]
 
 
 # a wheel has it beside the package
@@ -82,7 +82,7 @@ def devices8():
 
 @pytest.fixture
 def in_threads():
-    """A function that makes n calls, function(0) to function(n - 1), begun together in threads."""
+    """A function that calls function(0) to function(n - 1) in n threads that start together."""
 
     def run(n, function):
         barrier = threading.Barrier(n)
@@ -92,7 +92,7 @@ def in_threads():
             barrier.wait(60)
             results[i] = function(i)
 
-        # daemons: threads that wait for each other for ever must not keep pytest from ending
+        # daemons, because a deadlock must not keep pytest from ending
         threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(n)]
         for thread in threads:
             thread.start()

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-# most of the tests' time was LLVM's; programs as the tests read them come before it
+# without these, LLVM takes most of the tests' time; the HLO that tests read comes before LLVM
 QUICK = '--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1'
 # A small program compiles in 20 ms of CPU time instead of 100. A process ends at a flag that it
 # does not know: this one is gone from JAX 0.12, and libtpu never had it.

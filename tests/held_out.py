@@ -6,6 +6,7 @@ TPU v5e 4x4. docs/explain.md has the error rates.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
@@ -25,27 +26,19 @@ from jax.sharding import PartitionSpec as P
 from einshard import device_mesh, einshard, explain, for_optimizer, per_device, sharded, topology
 
 PLATFORM = 'tpu' if sys.argv[1:2] == ['tpu'] else 'cpu'
-MADE = {}
 
 
 def mesh(**axes):
-    key = tuple(axes.items())
-    if key not in MADE:
-        on_tpu = PLATFORM == 'tpu'
-        MADE[key] = (
-            topology('v5e:4x4', **axes) if on_tpu else device_mesh(jax.devices()[:16], **axes)
-        )
-    return MADE[key]
+    on_tpu = PLATFORM == 'tpu'
+    return topology('v5e:4x4', **axes) if on_tpu else device_mesh(jax.devices()[:16], **axes)
 
 
-def f32(*shape, spec=None, on=None):
+def f32(*shape, spec=None, on=None, dtype=np.float32):
     sharding = None if spec is None else NamedSharding(on, spec)
-    return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def i32(*shape, spec=None, on=None):
-    sharding = None if spec is None else NamedSharding(on, spec)
-    return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+i32 = functools.partial(f32, dtype=np.int32)
 
 
 def sgd(loss):
@@ -104,10 +97,10 @@ def encoder_decoder(embed=ROWS, constrain=True, cross=COLUMNS, out=ROWS):
 
     def loss(w, source, target):
         x, y = held(w['embed'][source]), held(w['embed'][target])
-        for one in w['encoder']:
-            x = block(x, one)
-        for one in w['decoder']:
-            y = block(y, one, x)
+        for layer in w['encoder']:
+            x = block(x, layer)
+        for layer in w['decoder']:
+            y = block(y, layer, x)
         return jnp.mean(jax.nn.logsumexp(y @ w['embed'].T, -1))
 
     layer = {'in': f32(d, f, spec=P(None, 'tensor'), on=on), 'out': f32(f, d, spec=out, on=on)}
@@ -150,12 +143,12 @@ def decoding(q='d h@tensor e', o='h@tensor e d', cache='b@data t h@tensor e', do
     b, t, d, h, e, f = 16, 128, 512, 16, 32, 1024
 
     def decode(w, cache, x, n):
-        for one in w:
-            q, k = (jnp.einsum('bd,dhe->bhe', x, one[name]) for name in 'qk')
+        for layer in w:
+            q, k = (jnp.einsum('bd,dhe->bhe', x, layer[name]) for name in 'qk')
             keys = jax.lax.dynamic_update_slice_in_dim(cache, k[:, None], n, 1)
             share = jax.nn.softmax(jnp.einsum('bhe,bthe->bht', q, keys))
-            x = x + jnp.einsum('bhe,hed->bd', jnp.einsum('bht,bthe->bhe', share, keys), one['o'])
-            x = einshard(x + jax.nn.gelu(x @ one['up']) @ one['down'], 'b d -> b@data d')
+            x = x + jnp.einsum('bhe,hed->bd', jnp.einsum('bht,bthe->bhe', share, keys), layer['o'])
+            x = einshard(x + jax.nn.gelu(x @ layer['up']) @ layer['down'], 'b d -> b@data d')
         return x, keys
 
     layer = {
@@ -193,8 +186,8 @@ def adapters(states=None, frozen='d@data f', constraint='b d -> b@data d'):
         return optax.apply_updates(params, updates), new
 
     opt_spec = for_optimizer(params, spec) if states is None else states
-    made = sharded(spec, opt_spec, [frozen] * 3, 'b@data d', out=(spec, opt_spec), mesh=on)(step)
-    return explain(made, params, opt, [f32(d, d)] * 3, f32(b, d))
+    f = sharded(spec, opt_spec, [frozen] * 3, 'b@data d', out=(spec, opt_spec), mesh=on)(step)
+    return explain(f, params, opt, [f32(d, d)] * 3, f32(b, d))
 
 
 # --- a recurrent network, scanned over time -------------------------------------------------------
@@ -224,8 +217,8 @@ def recurrent(w='h@data k', constrain=True, accumulate=1):
         return jax.tree.map(lambda w, g: w - 0.1 * g, p, g)
 
     spec = {'w': w, 'u': w}
-    made = sharded(spec, 'b@data t h', out=spec, mesh=on)(train)
-    return explain(made, {'w': f32(h, h), 'u': f32(h, h)}, f32(b, t, h))
+    f = sharded(spec, 'b@data t h', out=spec, mesh=on)(train)
+    return explain(f, {'w': f32(h, h), 'u': f32(h, h)}, f32(b, t, h))
 
 
 # --- tensor parallelism by hand, in per_device ----------------------------------------------------
@@ -249,18 +242,18 @@ def context(heads='b@data s@context h e', q='d@data h e'):
     b, s, d, h, e = 16, 256, 256, 8, 32
 
     def loss(w, x):
-        for one in w:
-            q, k, v = (jnp.einsum('bsd,dhe->bshe', x, one[name]) for name in 'qkv')
+        for layer in w:
+            q, k, v = (jnp.einsum('bsd,dhe->bshe', x, layer[name]) for name in 'qkv')
             k, v = (einshard(y, 'b s h e -> b@data s h e') for y in (k, v))
             share = jax.nn.softmax(jnp.einsum('bshe,bthe->bhst', einshard(q, heads), k))
             mixed = einshard(jnp.einsum('bhst,bthe->bshe', share, v), heads)
-            x = einshard(x + jnp.einsum('bshe,hed->bsd', mixed, one['o']), 'b@data s@context d')
+            x = einshard(x + jnp.einsum('bshe,hed->bsd', mixed, layer['o']), 'b@data s@context d')
         return jnp.mean(x**2)
 
     layer = {name: f32(d, h, e) for name in 'qkv'} | {'o': f32(h, e, d)}
     spec = dict.fromkeys('qkv', q) | {'o': 'h e d@data'}
-    made = sharded([spec] * 2, 'b@data s@context d', out=[spec] * 2, mesh=on)(sgd(loss))
-    return explain(made, [layer] * 2, f32(b, s, d))
+    f = sharded([spec] * 2, 'b@data s@context d', out=[spec] * 2, mesh=on)(sgd(loss))
+    return explain(f, [layer] * 2, f32(b, s, d))
 
 
 CORRECT = {
@@ -290,33 +283,24 @@ MISTAKES = {
         lambda: experts('* e d f', '* e f d', '* e g c d'),
         'replicated compute',
     ),
-    'replicated heads': (
-        lambda: decoding('d h e', 'h e d', 'b@data t h e'),
-        'replicated compute',
-    ),
+    'replicated heads': (lambda: decoding('d h e', 'h e d', 'b@data t h e'), 'replicated compute'),
     'down projection in decoding': (lambda: decoding(down='f d@tensor'), 'contracted axis'),
     'states of adapters': (lambda: adapters(states='...'), 'unsharded states'),
-    'recurrent, no constraint': (
-        lambda: recurrent(constrain=False),
-        'missing constraint',
-    ),
+    'recurrent, no constraint': (lambda: recurrent(constrain=False), 'missing constraint'),
     'recurrent, reduced in the loop': (
         lambda: recurrent(w='h k', accumulate=4),
         'summed in a loop',
     ),
-    'context, replicated heads': (
-        lambda: context(heads='b@data s h e'),
-        'replicated compute',
-    ),
+    'context, replicated heads': (lambda: context(heads='b@data s h e'), 'replicated compute'),
 }
 
 
 def main():
     for name, build in CORRECT.items():
-        print(f'correct  {name}: {[one.kind for one in build().findings]}', flush=True)
+        print(f'correct  {name}: {[finding.kind for finding in build().findings]}', flush=True)
     for name, (build, kind) in MISTAKES.items():
         report = build()
-        kinds = [one.kind for one in report.findings]
+        kinds = [finding.kind for finding in report.findings]
         print(f'mistake  {name} ({kind}): {kinds}', flush=True)
         if '-v' in sys.argv:
             print(report)

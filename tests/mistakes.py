@@ -6,6 +6,7 @@ and a head. `Choices` says where its arrays are; the defaults are those of a cor
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -82,6 +83,11 @@ class Choices(NamedTuple):
     microbatches: int = 1
     remat: bool = False
     layers: int = LAYERS
+
+
+def expressions(finding):
+    """The expressions of a suggestion."""
+    return re.findall("'([^']*)'", finding.suggestion)
 
 
 def constrained(x, spec):

@@ -66,7 +66,7 @@ class Case:
     text: str
     shape: tuple[int, ...]
     n_devices: int
-    mesh: tuple[tuple[str, int], ...] = ()  # (axis, size); () where the devices are a row
+    mesh: tuple[tuple[str, int], ...] = ()  # (axis, size); () if the case has only devices
 
     @property
     def n_dims(self) -> int:
@@ -82,7 +82,7 @@ def solve(terms: Sequence[Term], n: int) -> list[int]:
     product = math.prod(term.factor for term in terms)
     shares = [r for r in range(1, n + 1) if product * r**stars == n]
     if not shares:
-        raise ValueError(f'{n} devices cannot be shared out')
+        raise ValueError(f'the terms do not fit {n} devices')
     return [term.factor * (shares[0] if term.star else 1) for term in terms]
 
 
@@ -108,15 +108,15 @@ def index_map(
     free = n_devices // math.prod(counts.values())
     terms = [right[i] for i in counted]
     if named and not any(term.star or term.count for term in terms):
-        counted, terms = [len(right)], [Term(None, free)]  # what no name takes replicates
+        counted, terms = [len(right)], [Term(None, free)]  # mesh axes without a name replicate
     counts |= dict(zip(counted, solve(terms, free), strict=True))
     order = named + counted
     ids = ids.reshape([counts[i] for i in order])
     written = sorted(order)
     ids = ids.transpose([order.index(i) for i in written])
-    places = [right[i].axis if i < len(right) else None for i in written]
-    cuts = [position(left, axis, len(shape)) for axis in places]
-    return deal(ids, cuts, [range(size) for size in shape])
+    names = [right[i].axis if i < len(right) else None for i in written]
+    axes = [position(left, name, len(shape)) for name in names]
+    return split(ids, axes, [range(size) for size in shape])
 
 
 def position(left: Sequence[str], axis: str | None, n_dims: int) -> int | None:
@@ -127,28 +127,27 @@ def position(left: Sequence[str], axis: str | None, n_dims: int) -> int | None:
     return i - len(left) + n_dims if '...' in left[:i] else i
 
 
-def deal(
-    ids: np.ndarray, cuts: Sequence[int | None], held: list[range]
+def split(
+    ids: np.ndarray, axes: Sequence[int | None], held: list[range]
 ) -> dict[int, tuple[slice, ...]]:
-    """Gives each part along the first dimension of `ids` its piece of `held`, and so on."""
-    if not cuts:
-        return {int(ids): tuple(slice(axis.start, axis.stop) for axis in held)}
-    dealt = {}
+    """{device number: slices}: each dimension of `ids` splits its axis of `held`, or replicates."""
+    if not axes:
+        return {int(ids): tuple(slice(indices.start, indices.stop) for indices in held)}
+    axis, *rest = axes
+    slices = {}
     for i, part in enumerate(ids):
         piece = list(held)
-        if cuts[0] is not None:
-            size, rest = divmod(len(held[cuts[0]]), len(ids))
-            assert rest == 0
-            piece[cuts[0]] = held[cuts[0]][i * size : (i + 1) * size]
-        dealt |= deal(part, cuts[1:], piece)
-    return dealt
+        if axis is not None:
+            size, remainder = divmod(len(held[axis]), len(ids))
+            assert remainder == 0
+            piece[axis] = held[axis][i * size : (i + 1) * size]
+        slices |= split(part, rest, piece)
+    return slices
 
 
 def plain(index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
     """An index with start and stop of every axis written out."""
-    return tuple(
-        slice(*one.indices(size)[:2]) for one, size in zip(index, shape, strict=True)
-    )  # fmt: skip
+    return tuple(slice(*part.indices(n)[:2]) for part, n in zip(index, shape, strict=True))
 
 
 def of_sharding(sharding, devices, shape) -> dict[int, tuple[slice, ...]]:
@@ -159,16 +158,14 @@ def of_sharding(sharding, devices, shape) -> dict[int, tuple[slice, ...]]:
 
 
 def expressible(case: Case) -> bool:
-    """Whether the counts of a case fall on the mesh axes that its names leave."""
+    """Whether the counts of a case fit the mesh axes that its names leave."""
     taken = {name for term in case.right for name in term.mesh_axes}
     free = [size for name, size in case.mesh if name not in taken]
     terms = [term for term in case.right if not term.mesh_axes]
     if taken and not any(term.star or term.count for term in terms):
         return True
     counts = solve(terms, math.prod(free))
-    owners = [
-        (term.axis, count) for term, count in zip(terms, counts, strict=True) if count > 1
-    ]  # fmt: skip
+    owners = [(term.axis, n) for term, n in zip(terms, counts, strict=True) if n > 1]
     # a border between two owners must be a border between two mesh axes
     borders, product = set(), 1
     for i, (owner, count) in enumerate(owners):
@@ -270,7 +267,7 @@ def _named(draw, names: Sequence[str], mesh) -> list[Term]:
 
 
 def _counted(draw, names: Sequence[str], n: int) -> list[Term]:
-    """Terms whose counts and stars share out n devices, on `names` or as replicas."""
+    """Terms whose counts and stars use n devices, on `names` or as replicas."""
     owners = st.sampled_from([None, *names])
     stars = draw(st.sampled_from([0, 0, 1, 1, 2, 2, 3, 4]))
     shares = [r for r in range(1, n + 1) if n % r**stars == 0] if stars else [1]
@@ -338,7 +335,7 @@ json.dump(answers, sys.stdout)
 def answers_of(
     python: str, n_devices: int, questions: Sequence[tuple[str, Sequence[int]]], cwd: str
 ) -> list[dict[int, tuple[slice, ...]] | str]:
-    """The index maps that the einshard of another Python makes, or its errors' texts."""
+    """Index maps from the einshard of another Python, or the texts of its errors."""
     environment = {key: value for key, value in os.environ.items() if key != 'PYTHONPATH'} | {
         'JAX_PLATFORMS': 'cpu',
         'XLA_FLAGS': f'--xla_force_host_platform_device_count={n_devices}',

@@ -37,15 +37,20 @@ def on(mesh, specs):
 MESH = mesh_of(data=8, tp=2)
 
 
-def check_placed(tree, cut, mesh=MESH):
-    """Leaves whose path ends in a key of `cut` are sharded as it says, the others replicated."""
-    unseen = set(cut)
-    for path, leaf in jtu.tree_leaves_with_path(tree):
-        name = jtu.keystr(path, simple=True, separator='/')
-        ends = [end for end in cut if name.endswith(end)]
-        wanted = NamedSharding(mesh, cut[ends[0]] if ends else P())
-        assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), f'{name}: {leaf.sharding}'
-        assert {s.data.shape for s in leaf.addressable_shards} == {wanted.shard_shape(leaf.shape)}
+def by_path(tree):
+    """The leaves that are not None, by path, such as 'layers/0/w'."""
+    leaves = jtu.tree_leaves_with_path(tree)
+    return {jtu.keystr(path, simple=True, separator='/'): leaf for path, leaf in leaves}
+
+
+def check_placed(tree, specs, mesh=MESH):
+    """Leaves whose path ends in a key of `specs` are sharded as it says, the others replicated."""
+    unseen = set(specs)
+    for path, leaf in by_path(tree).items():
+        ends = [end for end in specs if path.endswith(end)]
+        expected = NamedSharding(mesh, specs[ends[0]] if ends else P())
+        assert leaf.sharding.is_equivalent_to(expected, leaf.ndim), f'{path}: {leaf.sharding}'
+        assert {s.data.shape for s in leaf.addressable_shards} == {expected.shard_shape(leaf.shape)}
         unseen -= set(ends)
     assert not unseen
 
@@ -64,7 +69,7 @@ EIGHT = jax.devices()[:8]
 NAMED = mesh_of(p=2, q=4)
 ROWS, COLUMNS, REPLICATED = 'a b -> a* b', 'a b -> a b*', 'a b -> * a b'
 
-# A matrix as it may come to a function whose spec is ROWS on EIGHT: these arrays are moved ..
+# Matrices for a function whose spec is ROWS on EIGHT: these are moved ..
 MOVED = {
     'numpy': lambda x: x,
     'uncommitted': jax.numpy.asarray,

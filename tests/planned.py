@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import ShapeDtypeStruct as Shape
+from placed import struct
 
 from einshard import Rules, einshard, sharded
 
@@ -25,7 +25,7 @@ def mlp_step(tokens=64, width=16, hidden=32):
         return jax.tree.map(lambda w, g: w - g, weights, gradient), value
 
     shapes = {'up': (width, hidden), 'down': (hidden, width)}
-    return step, ({name: Shape(s, 'float32') for name, s in shapes.items()}, f32(tokens, width))
+    return step, ({name: struct(*shape) for name, shape in shapes.items()}, struct(tokens, width))
 
 
 class Sizes(NamedTuple):
@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
     batch: int = 16
 
 
-LAYERS = Rules(
+RULES = Rules(
     [
         (r'\bnorm$', 'layers embed'),
         (r'\bq$', 'layers embed heads head'),
@@ -54,7 +54,6 @@ LAYERS = Rules(
     ],
     default='... -> * ...',
 )
-
 
 SIZES = Sizes()
 
@@ -73,9 +72,9 @@ def transformer_step(c=SIZES, pieces=1):
         'down': (c.layers, c.mlp, c.embed),
         'table': (c.vocab, c.embed),
     }
-    weights = {name: Shape(shape, 'float32') for name, shape in shapes.items()}
+    weights = {name: struct(*shape) for name, shape in shapes.items()}
 
-    @sharded(LAYERS, LAYERS, 'batch seq', out=(LAYERS, LAYERS, None), donate_argnums=(0, 1))
+    @sharded(RULES, RULES, 'batch seq', out=(RULES, RULES, None), donate_argnums=(0, 1))
     def step(weights, state, tokens):
         if pieces == 1:
             loss, gradient = jax.value_and_grad(_loss)(weights, tokens)
@@ -87,7 +86,7 @@ def transformer_step(c=SIZES, pieces=1):
         return optax.apply_updates(weights, updates), state, loss
 
     state = jax.eval_shape(optimizer.init, weights)
-    return step, (weights, state, Shape((c.batch, c.seq), 'int32'))
+    return step, (weights, state, struct(c.batch, c.seq, dtype='int32'))
 
 
 def _add(weights, total, tokens):
@@ -105,7 +104,7 @@ def _loss(weights, tokens):
 
 
 def _layer(x, weights):
-    w = {name: one.astype(x.dtype) for name, one in weights.items()}
+    w = {name: array.astype(x.dtype) for name, array in weights.items()}
     h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * w['norm']
     q = einshard(jnp.einsum('bsd,dhe->bshe', h, w['q']), 'batch seq heads head')
     k = einshard(jnp.einsum('bsd,dke->bske', h, w['k']), 'batch seq kv head')
@@ -146,8 +145,4 @@ def experts_step(tokens=512, width=256, hidden=1024, experts=8, capacity=64):
         'up': (experts, width, hidden),
         'down': (experts, hidden, width),
     }
-    return step, ({name: Shape(s, 'float32') for name, s in shapes.items()}, f32(tokens, width))
-
-
-def f32(*shape):
-    return Shape(shape, 'float32')
+    return step, ({name: struct(*shape) for name, shape in shapes.items()}, struct(tokens, width))

@@ -34,8 +34,8 @@ from einshard import (
     sharded,
 )
 
-CHECKS = {}  # they run in two processes,
-IN_FOUR = {}  # and these in four too: the number of processes matters
+CHECKS = {}  # run in two processes
+IN_FOUR = {}  # those that also run in four
 FULL = np.arange(128, dtype=np.float32).reshape(8, 16)
 
 
@@ -283,7 +283,7 @@ def rows_in_order_of_processes():
 
 
 @check_in_four_too
-def shapes_that_the_documentation_tells():
+def shapes_in_the_documentation():
     """The table of docs/many_hosts.md, for four processes with two devices each."""
     if jax.process_count() != 4:
         return
@@ -344,23 +344,23 @@ def meshes():
         x = from_local(rows, 'b d -> b* d', mesh=jax.local_devices())
         assert x.shape == (8, 3)
         assert len(x.addressable_shards) == n_each
-    # of two processes: the others take no part; and of unlike shares of their devices
+    # a mesh with all devices of one process and one of another; the rest take no part
     few = jax.devices()[: n_each + 1]
     if process < 2:
         x = from_local(rows[:, :1] * 0, 'b d -> * b d', mesh=few)
         assert x.shape == (8, 1)
         assert len(x.addressable_shards) == (1 if process else n_each)
-    # a mesh of one's own, and one in context, with axes of either kind
+    # the user's mesh, given or in context, with Auto or Explicit axes
     for kind in (AxisType.Auto, AxisType.Explicit):
         grid = np.array(jax.devices()).reshape(n, n_each)
         mesh = Mesh(grid, ('data', 'tp'), axis_types=(kind,) * 2)
         x = from_local(rows, 'b d -> b@data d', mesh=mesh)
         with jax.set_mesh(mesh):
             y = from_local(rows, 'b d -> b@data d')
-        for one in (x, y):
-            assert one.sharding.mesh == mesh
-            np.testing.assert_array_equal(gather(one)[:, 0], np.repeat(np.arange(n), 8))
-    # where the processes lie crosswise in the mesh, each gives the rows of its devices in order
+        for array in (x, y):
+            assert array.sharding.mesh == mesh
+            np.testing.assert_array_equal(gather(array)[:, 0], np.repeat(np.arange(n), 8))
+    # if the devices of the processes alternate, each passes the rows of its devices in order
     crosswise = Mesh(np.array(jax.devices()).reshape(n, n_each).T.reshape(-1), ('x',))
     x = from_local(rows, 'b d -> b@x d', mesh=crosswise)
     each = 8 // n_each
@@ -401,16 +401,13 @@ def uneven_rows():
         'other expression': (rows, '* batch d' if first else spec),
         'other function': (rows, broken),
         'bad expression': ({'x': rows}, 'batch d -> batch* e'),
-        'lenient rules': (
-            {'x': rows[:7]},
-            Rules([('x', spec)], indivisible='replicate'),
-        ),
+        'lenient rules': ({'x': rows[:7]}, Rules([('x', spec)], indivisible='replicate')),
         'global': ({'x': from_local(rows, spec)}, spec),
         'strings': (np.array(['a'] * 8), 'batch -> batch*'),
     }
     said = {}
-    for name, (batch, one) in cases.items():
-        said[name] = refused(from_local, batch, one)
+    for name, (batch, its_spec) in cases.items():
+        said[name] = refused(from_local, batch, its_spec)
         assert from_local(rows, spec).shape == (8 * jax.process_count(), 4)
     if jax.process_count() == 2:
         said['split unevenly'] = refused(

@@ -1,4 +1,4 @@
-"""The errors of einshard."""
+"""The EinshardError of a call, for tests."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from einshard import EinshardError
 
 
 def refusal(function, *args, **kwargs):
-    """The EinshardError that a call raises."""
+    """The EinshardError that a call raises; its sentence must be one line."""
     with pytest.raises(EinshardError) as caught:
         function(*args, **kwargs)
     assert '\n' not in caught.value.sentence

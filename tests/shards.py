@@ -21,15 +21,15 @@ ON_EIGHT = [
 
 def slice_of(full, grid, i):
     """The slice of an array on the i-th device of a row-major grid."""
-    place = np.unravel_index(i, [count for _, count in grid])
-    for (axis, count), part in zip(grid, place, strict=True):
+    position = np.unravel_index(i, [count for _, count in grid])
+    for (axis, count), part in zip(grid, position, strict=True):
         if axis is not None:
             full = np.split(full, count, axis)[part]
     return full
 
 
 def check_shards(x, full, grid, devices=None):
-    """Compares the shards of this process with slices, by device; default: all devices."""
+    """Compares each shard of this process with its slice; `devices` are all devices by default."""
     devices = list(device_mesh().devices.flat if devices is None else devices)
     full = np.asarray(full)
     shards = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}

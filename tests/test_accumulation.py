@@ -7,7 +7,7 @@ import pytest
 from counting import program
 from jax.sharding import AxisType, reshard
 from jax.sharding import PartitionSpec as P
-from placed import check_equal, mesh_of
+from placed import check_equal, mesh_of, struct
 
 from einshard import (
     Rules,
@@ -60,7 +60,7 @@ def accumulate(weights, zeros, batches):
 
 
 def counts(report):
-    return [(one.kind, one.executions) for one in report.collectives]
+    return [(row.kind, row.executions) for row in report.collectives]
 
 
 def test_the_loop_has_no_collectives():
@@ -168,7 +168,7 @@ def in_the_loop(params, tokens):
 
 
 def along_data(report):
-    return [one.executions for one in report.collectives if one.group_size == 4]
+    return [row.executions for row in report.collectives if row.group_size == 4]
 
 
 def test_a_transformer():
@@ -201,8 +201,8 @@ def test_a_sum_on_tpu(target, kind):
     def product(x, w):
         return einshard(einsum('b d, d f -> b f +@data', x, w), target)
 
-    x, w = (jax.ShapeDtypeStruct(shape, 'float32') for shape in ((1024, 2048), (2048, 512)))
-    assert [one.kind for one in explain(product, x, w).collectives] == [kind]
+    rows = explain(product, struct(1024, 2048), struct(2048, 512)).collectives
+    assert [row.kind for row in rows] == [kind]
 
 
 def square(w, x):
@@ -219,8 +219,7 @@ def test_accumulation_on_tpu():
         total = accumulated(square, einshard(w, 'd f =@data'), zeros, batches)
         return einshard(total, 'd@data f')
 
-    shapes = (1024, 512), (N, 256, 1024)
-    report = explain(gradient, *(jax.ShapeDtypeStruct(shape, 'float32') for shape in shapes))
+    report = explain(gradient, struct(1024, 512), struct(N, 256, 1024))
     assert counts(report) == [('reduce-scatter', 1)]
 
 

@@ -37,6 +37,7 @@ from beartype import beartype
 from beartype.roar import BeartypeCallHintViolation
 from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float, Int, PyTree, TypeCheckError, jaxtyped
+from placed import by_path
 
 from einshard import EinshardError, Sharded, device_mesh, einshard, make_sharding, sharded
 
@@ -46,12 +47,6 @@ ROWS, COLUMNS = (make_sharding(text, mesh=EIGHT) for text in ('a* b', 'a b*'))
 ENTRIES = make_sharding('a*', mesh=EIGHT)
 W, V = Sharded[Array, 'a* b'], Sharded[Array, 'a b*']
 on_eight = sharded(mesh=EIGHT)
-
-
-def by_path(tree):
-    """The leaves that are not None, by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator='/'): leaf for path, leaf in leaves}
 
 
 # ------------------------------------------------------------------------------- read by @sharded
@@ -119,11 +114,7 @@ HINTS = [
     (Layer | None, LAYER, {'w': COLUMNS, 'b': ENTRIES}),
     (Annotated[Layer, 'a remark'], LAYER, {'w': COLUMNS, 'b': ENTRIES}),
     (Batch, {'tokens': X, 'mask': X}, {'tokens': ROWS}),
-    (
-        Network,
-        Network([LAYER], X),
-        {'layers/0/w': COLUMNS, 'layers/0/b': ENTRIES, 'head': COLUMNS},
-    ),
+    (Network, Network([LAYER], X), {'layers/0/w': COLUMNS, 'layers/0/b': ENTRIES, 'head': COLUMNS}),
     (Sharded[PyTree, '... o -> ... o*'], {'w': X, 'b': X[0]}, {'w': COLUMNS, 'b': ENTRIES}),
     (Sharded[dict[str, Array], {'w': 'a* b', 'b': None}], {'w': X, 'b': X}, {'w': ROWS}),
     # a type that contains itself
@@ -267,11 +258,11 @@ def test_annotations_that_are_strings():
     np.testing.assert_allclose(result, (X @ X + X[0]) @ X @ X, rtol=1e-5)
 
 
-# --------------------------------------------------------------------- what Sharded[...] itself is
+# ------------------------------------------------------------------------- Sharded[...] as a type
 
 
 def test_sharded_is_annotated():
-    matrix = Float[Array, 'x y']  # of jaxtyping every such type is another
+    matrix = Float[Array, 'x y']  # each such expression makes another type
     hint = Sharded[matrix, 'x y*']
     assert get_origin(hint) is Annotated
     assert get_args(hint)[0] is matrix
@@ -343,7 +334,7 @@ AT_ROWS, AT_COLUMNS = einshard(SIXTEEN, 'a* b'), einshard(SIXTEEN, 'a b*')
 Placed = Sharded[Float[Array, 'x y'], 'x y*']
 Last = Sharded[Array, '... y -> ... y*']
 CHECKED = [
-    # hint, value, and how the error says that the value is sharded; None: it passes
+    # hint, value, and a part of the error; None: the value passes
     (Placed, AT_COLUMNS, None),
     (Placed, einshard(SIXTEEN, 'x y -> x y16'), None),
     (Placed, AT_ROWS, "sharded as 'x y -> x16 y'"),
@@ -518,8 +509,8 @@ def test_pyright_sees_array_types_and_refuses_wrong_calls(tmp_path):
     output = json.loads(result.stdout)
     assert output['summary']['filesAnalyzed'] == 2
     found = {
-        (os.path.basename(one['file']), one['range']['start']['line'])
-        for one in output['generalDiagnostics']
+        (os.path.basename(diagnostic['file']), diagnostic['range']['start']['line'])
+        for diagnostic in output['generalDiagnostics']
     }
     lines = enumerate(WRONG_CODE.splitlines())
     assert found == {('wrong.py', i) for i, line in lines if '# wrong' in line}

@@ -11,6 +11,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from counting import counted
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of
@@ -118,9 +119,9 @@ def test_counts_and_stars(rule, expression, n, same):
 def test_on_arrays_and_in_traced_functions():
     with axis_rules(batch='@data', heads='@tp'):
         placed = einshard(X, 'batch heads d', mesh=MESH)
-        made = jax.jit(lambda x: einshard(x * 2, 'heads batch d', mesh=MESH))(X)
+        constrained = jax.jit(lambda x: einshard(x * 2, 'heads batch d', mesh=MESH))(X)
     assert describe(placed) == 'a b c -> a@data b@tp c'
-    assert describe(made) == 'a b c -> a@tp b@data c'
+    assert describe(constrained) == 'a b c -> a@tp b@data c'
 
 
 def test_as_a_decorator_also_of_a_recursion():
@@ -134,14 +135,8 @@ def test_as_a_decorator_also_of_a_recursion():
 
 
 def test_sharded_has_a_program_for_each_set_of_rules():
-    traced = []
-
-    @sharded('batch d', out='batch d', mesh=MESH)
-    def f(x):
-        traced.append(1)
-        return einshard(x + 1, 'batch d')
-
-    x = np.zeros((8, 8), np.float32)
+    body = counted(lambda x: einshard(x + 1, 'batch d'))
+    f, x = sharded('batch d', out='batch d', mesh=MESH)(body), np.zeros((8, 8), np.float32)
     with pytest.warns(UserWarning, match="'batch d' has no placement"):
         assert f(x).sharding.spec == P()
     for _ in range(3):
@@ -155,7 +150,7 @@ def test_sharded_has_a_program_for_each_set_of_rules():
         with axis_rules(batch='@(data,pod)'):
             assert refusal(f, x).sentence == NO_POD
     assert f(x).sharding.spec == P()
-    assert len(traced) == 4
+    assert body.runs == 4
 
 
 def test_seen_by_tasks_and_in_copied_contexts():
@@ -200,11 +195,11 @@ def test_invalid_names(name):
         ('tensor', '@tensor'),
         (['data', 'fsdp'], '@(data,fsdp)'),
         ((), ''),
-        # names that cannot be meant are not suggested
+        # invalid names are not suggested
         *[(bad, None) for bad in (4, 'x*', ('a b',), (3,), ('data', 'data'), ('',))],
     ],
 )
-def test_mesh_axes_as_other_tables_give_them(given, placement):
+def test_mesh_axes_as_in_rules_of_flax(given, placement):
     fix = refusal(axis_rules, {'batch': given}).fix
     assert fix == (placement if placement is None else repr(placement))
     if placement is not None:
@@ -311,8 +306,8 @@ MESHES = [
 ]
 
 
-def among(entry, axes):
-    """An entry of a PartitionSpec by hand, on a mesh that has these axes only."""
+def without_missing_axes(entry, axes):
+    """An entry of a PartitionSpec, on a mesh that has only these axes."""
     if isinstance(entry, tuple):
         kept = tuple(axis for axis in entry if axis in axes)
         return kept[0] if len(kept) == 1 else kept or None
@@ -324,7 +319,7 @@ def among(entry, axes):
 def test_ready_sets_are_as_by_hand(axes, training, decoding, sizes):
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     for ready, by_hand in ((TRAINING_AXES, training), (DECODING_AXES, decoding)):
-        entries = [among(entry, sizes) for entry in by_hand]
+        entries = [without_missing_axes(entry, sizes) for entry in by_hand]
         while entries and entries[-1] is None:
             entries.pop()
         with axis_rules(ready, missing='replicate'):

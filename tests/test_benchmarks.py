@@ -8,9 +8,9 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
+import itertools
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import pytest
 from flags import WITHOUT_TPU
+from spawn import free_port
 
 from einshard import einshard, make_sharding
 
@@ -57,7 +58,7 @@ def start(*arguments, program=('-m', 'benchmarks')):
 
 
 def finish(*processes):
-    """What processes print that succeed."""
+    """The output of each process; all must succeed."""
     try:
         printed = [process.communicate(timeout=300)[0] for process in processes]
     finally:
@@ -183,17 +184,14 @@ def test_one_device(monkeypatch):
 
 
 def test_several_processes(tmp_path):
-    with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
-        address = f'127.0.0.1:{listener.getsockname()[1]}'
-    options = ['--tiny', '--devices', '1', '--coordinator', address, '--processes', '2']
+    options = ['--tiny', '--devices', '1', '--processes', '2']
+    options += ['--coordinator', f'127.0.0.1:{free_port()}']
     files = [tmp_path / '0.json', tmp_path / '1.json']
-    printed = finish(
-        *(
-            start('collectives', *options, '--process', str(i), '--json', str(file))
-            for i, file in enumerate(files)
-        )
-    )
+    processes = [
+        start('collectives', *options, '--process', str(i), '--json', str(file))
+        for i, file in enumerate(files)
+    ]
+    printed = finish(*processes)
     assert ['all-gather of' in text for text in printed] == [True, False]
     assert [file.exists() for file in files] == [True, False]
     report = read(files[0])
@@ -251,7 +249,7 @@ asked = []
 INTERLEAVED = {
     # 20 rounds of 5 seconds, after a warm-up and an estimate each
     'alternating': ((3.0, 2.0), {'seconds': 100.0}, 20, 'aabb' + 'abba' * 10),
-    # 525 of them take half a millisecond
+    # 525 short calls take half a millisecond
     'in blocks': (SHORT, {'seconds': 0.05}, ROUNDS, {'a': 4 + ROUNDS * 525, 'b': 4 + ROUNDS}),
     # without a warm-up
     'given': ((3.0, 2.0), {'seconds': 100.0, 'rounds': 3}, 3, 'abbaab'),
@@ -268,9 +266,9 @@ INTERLEAVED = {
 def test_interleaved_rounds(case):
     durations, options, rounds, calls = INTERLEAVED[case]
     clock = Clock()
-    a, b = (clock.call(name, one) for name, one in zip('ab', durations, strict=True))
+    a, b = itertools.starmap(clock.call, zip('ab', durations, strict=True))
     times = _measure.interleave(a, b, clock=clock.read, **options)
-    assert times == tuple([one] * rounds for one in durations)
+    assert times == tuple([duration] * rounds for duration in durations)
     assert (Counter(clock.calls) if isinstance(calls, dict) else clock.calls) == calls
     assert asked == ([1, 1, 20] if 'agree' in options else [])
     asked.clear()
@@ -354,7 +352,7 @@ def test_different_shardings_are_counted(devices8):
 
 
 def test_model_flops_are_those_of_the_products():
-    """Three times those of the forward pass, traced and counted here."""
+    """The flops are three times those of the forward pass, which are counted in its trace."""
     transformer = _models.transformer
     c = dataclasses.replace(_models.config_on(2, _models.TINY), n_layers=3, n_kv_heads=4)
 
@@ -421,15 +419,15 @@ def test_groups_are_those_of_the_hand_written_mesh():
 
 
 @pytest.mark.parametrize(
-    ('made', 'kind', 'text'),
+    ('counts', 'kind', 'text'),
     [
         ({'all-gather': 1}, 'all-gather', ''),
         ({'all-reduce': 1}, 'reduce-scatter', ' (as 1 all-reduce)'),
         ({}, 'all-reduce', ' (as none)'),
     ],
 )
-def test_other_collectives_are_named(made, kind, text):
-    assert collectives.instead(made, kind) == text
+def test_other_collectives_are_named(counts, kind, text):
+    assert collectives.instead(counts, kind) == text
 
 
 def test_utilization(monkeypatch):
@@ -445,7 +443,7 @@ def test_utilization(monkeypatch):
 
 
 def test_peaks_of_devices_are_recorded(monkeypatch):
-    """As on accelerators, which report their peaks."""
+    """Accelerators report their peaks; the test imitates one."""
     asked = []
 
     def in_a_process(side, n_bytes, rounds):
@@ -558,7 +556,7 @@ def test_plain_table(capsys):
 
 
 def test_narrow_terminal(monkeypatch, capsys):
-    """It folds names, and no numbers."""
+    """Names are folded, numbers are not."""
     pytest.importorskip('rich')
     monkeypatch.setenv('COLUMNS', '70')
     monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
@@ -617,10 +615,10 @@ def test_page_shows_every_figure(tiny_run):
 
 
 def test_page_names_each_machine(tiny_run):
-    one = dataclasses.replace(tiny_run[0], tiny=False)
+    simulated = dataclasses.replace(tiny_run[0], tiny=False)
     environment = {'device_kind': 'TPU v5 lite', 'device_count': 4, 'process_count': 2}
     environment |= {'cpu': 'Xeon', 'cores': 112}
-    other = dataclasses.replace(one, environment=one.environment | environment)
-    page = _page.page_of([one, other])
+    on_tpu = dataclasses.replace(simulated, environment=simulated.environment | environment)
+    page = _page.page_of([simulated, on_tpu])
     assert '## 16 simulated devices (' in page
     assert '## 4 TPU v5 lite in 2 processes (Xeon, 112 cores)\n' in page

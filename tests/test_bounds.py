@@ -64,9 +64,9 @@ H100 = as_chip('H100')
 
 def test_book_all_gather_on_a_line():
     """Chapter 3, pop quiz 2: bf16[2048,8192] along 4 of a v5e 8x4; no ring: 3 hops, 560 us."""
-    one = collective('all-gather', along(1, 8, 4), 2048 * 8192 * 2)
+    gather = collective('all-gather', along(1, 8, 4), 2048 * 8192 * 2)
     by_hand = 3 * (512 * 8192 * 2) / 4.5e10
-    assert Network(tpus(8, 4), V5E).seconds(one) == pytest.approx(by_hand)
+    assert Network(tpus(8, 4), V5E).seconds(gather) == pytest.approx(by_hand)
     assert by_hand == pytest.approx(560e-6, rel=0.01)
 
 
@@ -90,15 +90,15 @@ def test_book_all_gathers_on_rings():
 
 def test_book_gather_to_a_corner():
     """Chapter 2, question 6: 15 GB over the two links of a corner of v5e 4x4: 167 ms."""
-    one = collective('all-gather', grid(1, 16), 16 * GB)
-    assert Network(tpus(4, 4), V5E).seconds(one) == pytest.approx(15e9 / (2 * 4.5e10))
+    gather = collective('all-gather', grid(1, 16), 16 * GB)
+    assert Network(tpus(4, 4), V5E).seconds(gather) == pytest.approx(15e9 / (2 * 4.5e10))
 
 
 def test_book_all_to_all_costs_a_quarter_of_an_all_gather():
     """Chapter 3: on a ring of n devices, for an array of V bytes, V / (4 * both directions)."""
     network, full = Network(tpus(16, 16), V5E), 16 * GB
-    one = collective('all-to-all', along(1, 16, 16), full / 16)
-    assert network.seconds(one) == pytest.approx(full / (4 * 9e10))
+    exchange = collective('all-to-all', along(1, 16, 16), full / 16)
+    assert network.seconds(exchange) == pytest.approx(full / (4 * 9e10))
 
 
 def test_book_gpu_node():
@@ -158,9 +158,9 @@ def test_groups_in_a_torus(groups, gathered, summed):
 )
 def test_wrap_around(name, sizes, axis, links):
     chip = as_chip(name)
-    one = collective('all-gather', along(axis, *sizes), chip.link)
+    gather = collective('all-gather', along(axis, *sizes), chip.link)
     n = sizes[axis]
-    assert Network(tpus(*sizes), chip).seconds(one) == pytest.approx((n - 1) / n / links)
+    assert Network(tpus(*sizes), chip).seconds(gather) == pytest.approx((n - 1) / n / links)
 
 
 def test_permutes():
@@ -208,25 +208,25 @@ def test_two_devices_of_a_chip_share_its_links():
 def test_slices_are_joined_by_the_slow_network():
     """All 256 chips of a slice send at 25 Gbit/s."""
     network = Network(tpus(16, 16, slices=2), as_chip('TPU v5e'))
-    one = collective('all-reduce', grid(2, 256).T, GB)
-    assert network.seconds(one) == pytest.approx(GB / 3.125e9)
+    summed = collective('all-reduce', grid(2, 256).T, GB)
+    assert network.seconds(summed) == pytest.approx(GB / 3.125e9)
 
 
 def test_devices_without_coordinates_may_be_neighbors():
     network = Network(gpus(16), as_chip('TPU v5e'))
-    one = collective('all-gather', grid(4, 4), 50 * GB)
-    assert network.seconds(one) == pytest.approx(3 / 4 / 4)
+    gather = collective('all-gather', grid(4, 4), 50 * GB)
+    assert network.seconds(gather) == pytest.approx(3 / 4 / 4)
 
 
 @pytest.mark.parametrize('kind', ['custom-call', 'ragged-all-to-all'])
-def test_what_is_sent_is_unknown(kind):
+def test_collectives_that_send_an_unknown_number_of_bytes(kind):
     assert RINGS.seconds(collective(kind, grid(16, 16), GB)) == 0
 
 
 def loads(network, kind, groups, busy):
-    """The load of the busiest link if each device sends to each other one by a shortest path.
+    """The load of the busiest link if each device sends to each other on a shortest path.
 
-    Adds to the loads in `busy`.
+    Adds to the loads in `busy`: {link: load}.
     """
     for group in groups:
         for a, b in itertools.permutations(group, 2):
@@ -256,14 +256,14 @@ def test_no_bound_is_above_what_a_schedule_needs(sizes, wraps, n, kind, random):
     groups = np.reshape(devices, (-1, n))
     chip = dataclasses.replace(V5E, torus=len(sizes), wraps_at=2 if wraps else 100, link=1e6)
     network = Network(tpus(*sizes), chip)
-    one = collective(kind, groups, 10**6)
+    first = collective(kind, groups, 10**6)
     busy = {}
-    assert 0 < network.seconds(one) <= loads(network, kind, groups, busy) * (1 + 1e-9)
+    assert 0 < network.seconds(first) <= loads(network, kind, groups, busy) * (1 + 1e-9)
     random.shuffle(devices)
     groups = np.reshape(devices, (-1, 2))
     other = collective('reduce-scatter', groups, 10**6)
     both = loads(network, 'reduce-scatter', groups, busy)
-    assert network.seconds(one) <= network.seconds(one, other) <= both * (1 + 1e-9)
+    assert network.seconds(first) <= network.seconds(first, other) <= both * (1 + 1e-9)
 
 
 # --- chips ----------------------------------------------------------------------------------------
@@ -362,9 +362,9 @@ def test_chips_of_the_user():
     chip = Chip('ours', {'bf16': 1e6}, memory=2**20, memory_bandwidth=1e12, link=1e12)
     report = explain(mlp, *ARGUMENTS, chip=chip)
     assert report.bounds.largest.seconds == pytest.approx(report.flops / 1e6)
-    (warning,) = (one for one in report.findings if one.kind == 'does not fit')
+    (finding,) = (f for f in report.findings if f.kind == 'does not fit')
     total = report.memory.total
-    assert warning.text == (
+    assert finding.text == (
         f'the program needs {total / 2**20:.1f} MiB of memory, as compiled for a CPU, and a device '
         'has 1.0 MiB'
     )
@@ -394,9 +394,9 @@ def test_bounds_of_a_program_for_gpus():
     text = (Path(__file__).parent / 'hlo' / 'gpu_8-shardy-0.12.0.1.txt').read_text()
     start = text.index('HloModule jit_product_scattered')
     module = Module(text[start : text.index('\nHloModule ', start)])
-    (one,) = find_collectives(module)
+    (scatter,) = find_collectives(module)
     devices = [SimpleNamespace(id=i, platform='gpu') for i in range(8)]
-    hbm, network = find_bounds(H100, devices, module, (), [(one, 'model')])
+    hbm, network = find_bounds(H100, devices, module, (), [(scatter, 'model')])
 
     # terms of 64 x 256 sums, of which each of the 4 GPUs keeps a quarter; not asynchronous
     assert network.seconds == network.exposed == pytest.approx(3 / 4 * 4 * 64 * 256 / 450e9)
@@ -464,17 +464,17 @@ ENTRY %main (table: f32[1000,8], cache: f32[500,8]) -> (f32[1,8], f32[500,8]) {
 """
 
 
-def test_bytes_that_have_to_be_moved():
-    """The layers, a row of a table, the number and the result; not a cache that is updated.
+def test_the_fewest_bytes_of_hbm_traffic():
+    """Reads of the layers, a row of the table and the number, and the write of the result.
 
-    Layers that a loop returns as they were are not written, nor an argument.
+    Not the cache that is updated, nor layers and arguments that are returned unchanged.
     """
     assert min_hbm_bytes(Module(PROGRAM)) == 4 * (4 * 8 * 8) + 4 * 8 + 4 + 4 * 8
 
 
 def test_largest_temporaries():
     found = largest_temporaries(Module(PROGRAM), 2)
-    assert [(one.array, one.bytes, one.op_name) for one in found] == [
+    assert [(array.array, array.bytes, array.op_name) for array in found] == [
         ('f32[64,64]', 4 * 64 * 64, 'jit(f)/wide'),
         ('f32[32,64]', 4 * 32 * 64, 'jit(f)/big'),
     ]
@@ -487,6 +487,6 @@ def test_temporaries_have_their_lines():
         return y @ y
 
     report = explain(f, struct(600, 600))
-    lines = {one.source.rpartition(':')[0] for one in report.temporaries if one.source}
-    assert lines == {__file__}
+    files = {row.source.rpartition(':')[0] for row in report.temporaries if row.source}
+    assert files == {__file__}
     assert 'largest temporaries' in str(report)

@@ -1,4 +1,4 @@
-"""check_same: what it finds, what it lets pass, and what it says."""
+"""check_same: mistakes that it finds, correct functions, and its errors and results."""
 
 import json
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from counting import counted
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of
@@ -109,10 +110,10 @@ WRONG = {
 
 @pytest.mark.parametrize('case', WRONG)
 def test_wrong_functions(case):
-    f, where = WRONG[case]
+    f, paths = WRONG[case]
     with pytest.raises(DifferentResults, match='has different results on 8 devices') as caught:
         check_same(f, X, W)
-    assert caught.value.facts.keys() == where
+    assert caught.value.facts.keys() == paths
 
 
 def test_replicas_that_differ():
@@ -195,14 +196,15 @@ def make_step(tx, dtype, factor=1.0, constrain=True):
     return step
 
 
-OPTIMIZERS = {'adam': optax.adam(1e-3), 'sgd': optax.sgd(1e-3)}
-
-
 @pytest.mark.parametrize(
-    ('optimizer', 'dtype'), [('adam', jnp.float32), ('sgd', jnp.bfloat16)], ids=['adam', 'sgd']
+    ('tx', 'dtype', 'doubled'),
+    [
+        (optax.adam(1e-3), jnp.float32, 'result/1/0/mu/out'),
+        (optax.sgd(1e-3), jnp.bfloat16, 'result/0/out'),
+    ],
+    ids=['adam', 'sgd'],
 )
-def test_a_train_step(optimizer, dtype):
-    tx = OPTIMIZERS[optimizer]
+def test_a_train_step(tx, dtype, doubled):
     state = tx.init(PARAMS)
     specs = SPEC, for_optimizer(PARAMS, SPEC), 'b s d -> b@data s d'
     step = sharded(*specs, mesh=NAMED, donate_argnums=(0, 1))(make_step(tx, dtype))
@@ -216,8 +218,7 @@ def test_a_train_step(optimizer, dtype):
     wrong = make_step(tx, dtype, factor=2.0, constrain=False)
     with pytest.raises(DifferentResults) as caught:
         check_same(step, *arguments, gradients=False, reference=wrong)
-    changed = {'sgd': 'result/0/out', 'adam': 'result/1/0/mu/out'}
-    assert changed[optimizer] in caught.value.facts
+    assert doubled in caught.value.facts
     assert 'result/2' not in caught.value.facts
 
 
@@ -244,18 +245,13 @@ def test_in_threads(in_threads):
 
 
 def test_the_function_is_as_before():
-    traces = []
-
-    @sharded('b* x', 'x y -> * x y', mesh=EIGHT)
-    def f(x, w):
-        traces.append(x.shape)
-        return einshard.einshard(x @ w, 'b y -> b8 y')
-
+    body = counted(lambda x, w: einshard.einshard(x @ w, 'b y -> b8 y'))
+    f = sharded('b* x', 'x y -> * x y', mesh=EIGHT)(body)
     f(X, W)
     check_same(f, X, W, gradients=False)
-    n = len(traces)
+    n = body.runs
     f(X, W)
-    assert len(traces) == n
+    assert body.runs == n
     with pytest.raises(EinshardError, match='8'):  # counts hold outside of check_same
         sharded('b* x', 'x y -> * x y', mesh=EIGHT[:1])(f.__wrapped__)(X, W)
 
@@ -320,10 +316,10 @@ def test_tolerances_of_sums(n):
     rounding = largest_rounding(jaxpr.jaxpr, 8, 'cpu')
     assert (rounding.dtype, rounding.terms) == ('float32', n)
     x = RANDOM.normal(size=(64, n)).astype(np.float32)
-    one, other = np.cumsum(x, 1)[:, -1], np.cumsum(x[:, ::-1], 1)[:, -1]
-    scale = np.abs(one).max()
-    assert np.abs(one - other).max() / scale < rounding.tolerance
-    assert np.abs(one - (one - x[:, 0])).max() / scale > rounding.tolerance
+    forward, backward = np.cumsum(x, 1)[:, -1], np.cumsum(x[:, ::-1], 1)[:, -1]
+    scale = np.abs(forward).max()
+    assert np.abs(forward - backward).max() / scale < rounding.tolerance
+    assert np.abs(forward - (forward - x[:, 0])).max() / scale > rounding.tolerance
 
 
 def loop(x):

@@ -1,4 +1,4 @@
-"""The collectives that einshard reads in optimized programs are those that theory asks for.
+"""The collectives that einshard reads in optimized programs are those that theory predicts.
 
 The programs are plain JAX (`hlo/programs.py`), compiled here on simulated CPU devices and, ahead
 of time, for TPU; `hlo/*.txt` keeps texts of other versions of JAX and of the other partitioner.
@@ -39,14 +39,14 @@ def compiled(name, machine, partition='shardy'):
 
 
 def read(text, machine):
-    """Programs over several slices tell devices by ids, 100000 apart from slice to slice."""
+    """Programs over several slices name devices by ids, which differ by 100000 between slices."""
     if machine.startswith('2_'):
         return read_collectives(text, [100000 * i + j for i in (1, 2) for j in range(8)])
     return read_collectives(text)
 
 
 def axes_of(groups, machine):
-    """Which axes of the machine's mesh these are the groups of."""
+    """'data', 'model' or 'data model': the mesh axes of these groups; else the groups."""
     data, model = MACHINES[machine]
     grid = np.arange(data * model).reshape(data, model)
     found = {frozenset(map(frozenset, groups))}
@@ -58,7 +58,7 @@ def axes_of(groups, machine):
 
 
 def summary(collectives, machine):
-    """Bytes by kind, axes and times; where all devices are one axis it is called model."""
+    """{(kind, axes, executions): bytes}; the axes are 'model' if all devices are on one axis."""
     data, _ = MACHINES[machine]
     total = Counter()
     for c in collectives:
@@ -87,12 +87,12 @@ def check(name, machine, text):
 
 
 def by_ring(kind, n_bytes, n):
-    """What a device sends, by the steps of the algorithms, n - 1 of them or twice as many."""
+    """The bytes that a device sends in the n - 1 or 2 (n - 1) steps of the algorithm."""
     piece = Fraction(n_bytes, n)
     return {
         'all-gather': (n - 1) * piece,  # in each step passes on the piece that came before
         'reduce-scatter': (n - 1) * piece,  # in each step passes on a sum of pieces
-        'all-reduce': 2 * (n - 1) * piece,  # the one and then the other
+        'all-reduce': 2 * (n - 1) * piece,  # a reduce-scatter and an all-gather
         'all-to-all': (n - 1) * piece,  # a piece to each other device
         'collective-permute': n_bytes,
     }[kind]
@@ -108,19 +108,19 @@ def check_shapes(c):
 
 @pytest.mark.parametrize('machine', ['cpu_4', 'cpu_8', 'cpu_16', 'v5e_4x4', 'v5p_2x2x2'])
 @pytest.mark.parametrize('name', PROGRAMS)
-def test_program_needs_what_theory_says(name, machine):
+def test_collectives_of_a_program(name, machine):
     text = compiled(name, machine)
     if machine.startswith('cpu') or READS_TPU:
         check(name, machine, text)
         return
-    # with that older JAX, groups may be unknown; the rest is not
+    # with an older JAX, groups may be unknown
     found, needed = Counter(), Counter()
     for c in read_collectives(text):
         found[c.kind, c.executions] += c.bytes
         if c.groups:
             assert (c.kind, axes_of(c.groups, machine), c.executions) in by_theory(name, machine)
-    for (kind, _, times), size in by_theory(name, machine).items():
-        needed[kind, times] += size
+    for (kind, _, n), size in by_theory(name, machine).items():
+        needed[kind, n] += size
     assert found == needed
 
 
@@ -134,7 +134,7 @@ def test_program_of_the_other_partitioner(name):
 @pytest.mark.skipif(not READS_TPU, reason='this JAX does not know the machine')
 @pytest.mark.parametrize('name', ON_SPARSE_CORES)
 def test_collective_on_sparse_cores(name):
-    """There it is in a computation that an asynchronous custom call runs."""
+    """An asynchronous custom call runs the computation that contains it."""
     text = compiled(name, 'tpu7x_2x2x1')
     assert 'async_execution_thread="sparsecore"' in text
     check(name, 'tpu7x_2x2x1', text)
@@ -145,22 +145,21 @@ def test_collective_on_sparse_cores(name):
 
 
 def kept(machine=''):
+    """(machine, name, text) of each program in hlo/*.txt, for machines that start like this."""
     for path in sorted(HLO.glob(f'{machine}*.txt')):
-        where = path.stem.split('-')[0]
         for module in path.read_text().split('HloModule jit_')[1:]:
-            yield where, module.split(',')[0], f'HloModule jit_{module}'
+            yield path.stem.split('-')[0], module.split(',')[0], f'HloModule jit_{module}'
 
 
-KEPT = [pytest.param(*one, id=f'{one[0]}-{one[1]}-{i}') for i, one in enumerate(kept())]
+KEPT = [pytest.param(*case, id=f'{case[0]}-{case[1]}-{i}') for i, case in enumerate(kept())]
 
 
 @pytest.mark.parametrize(('machine', 'name', 'text'), KEPT)
-def test_text_that_was_kept(machine, name, text):
+def test_collectives_of_a_kept_text(machine, name, text):
     check(name, machine, text)
 
 
-def test_forms_that_were_kept():
-    """Else the texts would be no test of what they are kept for."""
+def test_kept_texts_have_all_forms():
     forms = [
         'source_file="tests/hlo/programs.py" source_line=',  # JAX 0.8
         'StackFrames\n',  # newer
@@ -180,36 +179,35 @@ def test_forms_that_were_kept():
     ]
     files = sorted(HLO.glob('*.txt'))
     texts = [path.read_text() for path in files]
-    for form in forms:
-        assert any(form in text for text in texts), form
+    assert [form for form in forms if not any(form in text for text in texts)] == []
     partitioners = {tuple(path.stem.split('-')[:2]) for path in files}
     assert {(m, p) for m in ('cpu_16', 'v5e_4x4') for p in ('shardy', 'gspmd')} <= partitioners
 
 
 # compiling for GPU needs a plugin, see hlo/write.py
-COMPILED = [one for one in KEPT if one.values[0] != 'gpu_8']
+COMPILED = [case for case in KEPT if case.values[0] != 'gpu_8']
 
 
 @pytest.mark.parametrize(('machine', 'name', 'text'), COMPILED)
-def test_text_of_now_is_read_like_the_one_that_was_kept(machine, name, text):
+def test_a_kept_text_is_read_like_a_new_one(machine, name, text):
     if not machine.startswith('cpu') and not READS_TPU:
         pytest.skip('this JAX cannot print what libtpu writes')
-    then, now = (read(text, machine), read(compiled(name, machine), machine))
+    then, now = read(text, machine), read(compiled(name, machine), machine)
     assert summary(now, machine) == summary(then, machine)
     assert sum(c.is_async for c in now) == sum(c.is_async for c in then)
     files = {c.source.rpartition(':')[0].rpartition('/')[2] for c in now + then if c.source}
     assert files <= {'programs.py'}
 
 
-def test_what_waits_is_not_asynchronous():
-    """JAX 0.8 writes every collective for GPU as a -start, newer ones those alone that go on."""
+def test_a_start_that_waits_is_not_asynchronous():
+    """JAX 0.8 writes each collective for GPU as a -start, newer versions only asynchronous ones."""
     texts = list(kept('gpu'))
     assert all('-start(' in text for *_, text in texts[-7:])
-    go_on = [name for _, name, text in texts if any(c.is_async for c in read_collectives(text))]
-    assert go_on == ['scanned', 'ring', 'nested', 'scanned', 'nested']
+    found = [name for _, name, text in texts if any(c.is_async for c in read_collectives(text))]
+    assert found == ['scanned', 'ring', 'nested', 'scanned', 'nested']
 
 
-# --- where from ---------------------------------------------------------------------------------
+# --- source lines -------------------------------------------------------------------------------
 
 
 def line_of(end):
@@ -292,8 +290,8 @@ def test_innermost_line_of_the_user(parents):
 
 
 @pytest.mark.parametrize('name', ['scanned', 'ring', 'nested', 'until_small'])
-def test_trip_count_is_what_the_compiler_notes(name):
-    """TPU programs have no note; without it, those for CPU give the same."""
+def test_trip_counts_with_and_without_the_note_of_the_compiler(name):
+    """Programs for CPU have a note, those for TPU have none."""
     text = compiled(name, 'cpu_16')
     without = text.replace('"known_trip_count"', '"unknown"')
     assert (without != text) == (name != 'until_small')
@@ -346,13 +344,13 @@ COUNTED = {
 
 
 @pytest.mark.parametrize(
-    ('changed', 'times'),
+    ('changed', 'executions'),
     [
         ({}, 12),
         ({'start': 2, 'step': 3}, 4),  # 2, 5, 8, 11
         ({'direction': 'LE'}, 13),
         ({'direction': 'NE'}, 12),
-        ({'direction': 'NE', 'step': 5}, None),  # goes past it
+        ({'direction': 'NE', 'step': 5}, None),  # skips the limit
         ({'direction': 'GT', 'compared': '%limit, %i.1'}, 12),
         ({'add': 'add(%step, %i)'}, 12),
         ({'start': 12, 'limit': 0, 'direction': 'GT', 'add': 'subtract(%i, %step)'}, 12),
@@ -368,9 +366,9 @@ COUNTED = {
         ({'add': 'multiply(%i, %step)'}, None),
     ],
 )
-def test_trip_count(changed, times):
+def test_trip_count(changed, executions):
     [c] = read_collectives(LOOP.format(**{**COUNTED, **changed}))
-    assert c.executions == times
+    assert c.executions == executions
 
 
 # --- forms that these machines do not write -----------------------------------------------------
@@ -475,7 +473,7 @@ def test_permute(line, pairs, groups, sent):
 
 
 def test_send():
-    """So GPU programs write `jax.lax.psend`, and a permute that they have taken apart."""
+    """GPU programs have sends for `jax.lax.psend` and for permutes that XLA splits."""
     pairs = 'frontend_attributes={_xla_send_recv_source_target_pairs={{0,1},{1,2}}}'
     [c] = read_collectives(
         module(
@@ -517,8 +515,8 @@ CALLED = """%called (y: f32[8,4]) -> f32[8,4] {
 
 def test_computation_called_twice_runs_twice():
     text = module(
-        '%one = f32[8,4]{1,0} call(%x), to_apply=%called',
-        'ROOT %two = f32[8,4]{1,0} call(%one), to_apply=%called',
+        '%y1 = f32[8,4]{1,0} call(%x), to_apply=%called',
+        'ROOT %y2 = f32[8,4]{1,0} call(%y1), to_apply=%called',
         computations=CALLED,
     )
     assert [c.executions for c in read_collectives(text)] == [2]
@@ -531,10 +529,7 @@ def test_several_modules_are_read_one_after_another():
 
 @pytest.mark.parametrize(
     'branches',
-    [
-        'true_computation=%called, false_computation=%other',
-        'branch_computations={%called, %other}',
-    ],
+    ['true_computation=%called, false_computation=%other', 'branch_computations={%called, %other}'],
 )
 def test_branches_count_once_each(branches):
     text = module(
@@ -592,12 +587,12 @@ def test_links_of_a_chain_in_a_loop_are_its_collective():
     )
     [c] = read_collectives(text)
     assert (c.name, c.executions, c.is_async) == ('g.0', 1, True)
-    # of another chain it is a collective of its own
+    # a link of another chain is a collective of its own
     other = text.replace('chain_id="0"', 'chain_id="1"', 2).replace(
         'chain_id="1"', 'chain_id="0"', 1
     )
     assert [(c.name, c.executions) for c in read_collectives(other)] == [('g.0', 1), ('g.1', 7)]
-    # without a mark at the start, it is the link that runs least often
+    # without a mark at the start, the link that runs least often is the collective
     unmarked = text.replace('"AsyncCollectiveStart"', '"Other"')
     assert [(c.name, c.executions) for c in read_collectives(unmarked)] == [('g.0', 1)]
 
@@ -618,7 +613,7 @@ def test_groups_of_a_collective_in_each_form(text):
 
 
 def test_groups_that_cannot_be_printed_are_unknown():
-    """JAX 0.8 prints so the groups that libtpu 0.0.51 writes in the axes of a mesh."""
+    """JAX 0.8 prints `{}` for groups that libtpu 0.0.51 writes by the axes of a mesh."""
     line = 'all-reduce(%x), channel_id=1, replica_groups={}, use_global_device_ids=true'
     [c] = read_collectives(module(f'ROOT %y = f32[8,4]{{1,0}} {line}, to_apply=%add'))
     assert (c.groups, c.group_size, c.n_groups) == ((), 4, 0)
@@ -694,7 +689,7 @@ def test_no_collectives(text):
     assert read_collectives(text) == ()
 
 
-# --- what becomes of what is gathered ------------------------------------------------------------
+# --- slices of gathered arrays --------------------------------------------------------------------
 
 GATHERED = """HloModule m, num_partitions=4
 
@@ -713,7 +708,7 @@ ENTRY %main (x: f32[{n},4]) -> f32[16,2] {{
 
 
 @pytest.mark.parametrize(
-    ('n', 'layout', 'form', 'cut'),
+    ('n', 'layout', 'form', 'axis'),
     [
         (8, '0,1', 'bitcast(%g)', 0),  # as GPU programs write a transpose
         (8, '1,0', 'transpose(%g), dimensions={1,0}', 0),
@@ -725,21 +720,20 @@ ENTRY %main (x: f32[{n},4]) -> f32[16,2] {{
         (8, '1,0', 'bitcast(%g)', None),  # other axes
     ],
 )
-def test_parts_kept_of_an_array_in_another_form(n, layout, form, cut):
+def test_slices_of_a_gathered_array_in_another_form(n, layout, form, axis):
+    """Each device keeps a slice along this axis of the gathered array."""
     text = GATHERED.format(n=n, layout=layout, form=form)
-    [one] = find_all_gathers(Module(text), 4)
-    assert (str(one.array), one.dimension) == (f'f32[{n},16]', 1)
-    kept = [(0, 0, 0, 0), (0, 0, 0, 0)]
-    if cut is not None:
-        kept[cut] = (0, 1, 2, 3)
-    assert one.kept == (None if cut is None else tuple(kept))
+    [gather] = find_all_gathers(Module(text), 4)
+    assert (str(gather.array), gather.dimension) == (f'f32[{n},16]', 1)
+    parts = (0, 1, 2, 3), (0, 0, 0, 0)
+    assert gather.kept == (None if axis is None else parts if axis == 0 else parts[::-1])
 
 
 # --- TPU slices ---------------------------------------------------------------------------------
 
 
 def test_collective_between_slices():
-    """There it is a send and a receive, whose text names devices by their ids."""
+    """The collective is a send and a receive, whose text names devices by their ids."""
     [text] = [text for _, name, text in kept('2_v5e_2x4') if name == 'data_parallel']
     assert ' all-reduce(' not in text
     [c] = read_collectives(text)
@@ -783,7 +777,7 @@ def test_positions_of_devices_in_slices(order):
     assert {c.n_devices for c in found} == {16}
 
 
-# --- the parts ----------------------------------------------------------------------------------
+# --- groups, types and instructions -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -854,9 +848,9 @@ def test_instruction():
         '  ROOT %f.1 = (f32[8]{0:T(8)}, u32[]) fusion(f32[8]{0:T(8,1)(2,1)} %a, %b), kind=kLoop, '
         'calls=%c.2, metadata={op_name="f/g" stack_frame_id=3}'
     )
-    made = read_instruction(line)
-    assert (made.name, made.opcode, made.operands) == ('f.1', 'fusion', ['a', 'b'])
-    assert (made.callee, made.metadata) == ('c.2', 'op_name="f/g" stack_frame_id=3}')
+    found = read_instruction(line)
+    assert (found.name, found.opcode, found.operands) == ('f.1', 'fusion', ['a', 'b'])
+    assert (found.callee, found.metadata) == ('c.2', 'op_name="f/g" stack_frame_id=3}')
     with pytest.raises(ValueError, match='not an HLO instruction'):
         read_instruction('}')
 
@@ -869,10 +863,11 @@ def test_memory_stays_below_four_texts():
     lines = ['%y0 = f32[8,4]{1,0} copy(%x)']
     for i in range(1, 5_000):
         metadata = f'metadata={{op_name="jit(f)/jvp()/layer/dot_general" stack_frame_id={i}}}'
-        made = 'all-reduce(%y{}), channel_id=1, replica_groups={{{{0,1,2,3}}}}, to_apply=%add'
-        if i % 10:
-            made = 'multiply(%y{0}, %y{0})'
-        lines.append(f'%y{i} = f32[8,4]{{1,0}} {made.format(i - 1)}, {metadata}')
+        operation = f'multiply(%y{i - 1}, %y{i - 1})'
+        if i % 10 == 0:
+            groups = 'replica_groups={{0,1,2,3}}'
+            operation = f'all-reduce(%y{i - 1}), channel_id=1, {groups}, to_apply=%add'
+        lines.append(f'%y{i} = f32[8,4]{{1,0}} {operation}, {metadata}')
     text = module(*lines)
     tracemalloc.start()
     collectives = read_collectives(text)

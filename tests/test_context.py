@@ -41,7 +41,7 @@ X = np.arange(128, dtype=np.float32).reshape(16, 8) / 128
 
 
 def transformed(place):
-    """Functions that contain a layer, with their values by numpy."""
+    """{name: (a function around a layer of sines placed by `place`, its value by numpy)}."""
 
     def layer(x):
         return jnp.sin(place(x))
@@ -215,7 +215,7 @@ def test_per_device_in_a_cached_trace():
 # ---------------------------------------------------------------- how often JAX traces and compiles
 
 
-def test_each_set_of_rules_compiles_what_is_called_under_it_once():
+def test_functions_are_traced_once_for_each_set_of_rules():
     place = counted(lambda x: einshard(x + 1, 'batch d', mesh=MESH))
     ruled, by_sharded, plain = (counted(lambda x: x + 1) for _ in range(3))
     ruled_step, bare_step = sharded('batch d', mesh=MESH)(ruled), jax.jit(place)
@@ -275,7 +275,7 @@ def assert_no_rules():
 
 @pytest.fixture
 def clean():
-    """After the test there are no rules, in new traces too, and old traces are in use."""
+    """Checks after a test that no rules are left, and that cached traces are still used."""
     yield
     assert_no_rules()
     traced = jax.jit(lambda x: einshard(x, 'batch d', mesh=CANONICAL))
@@ -458,20 +458,14 @@ async def asynchronous_generator():
     yield
 
 
-class CallableCoroutine:
+class AsyncCallable:
     async def __call__(self):
         pass
 
 
 @pytest.mark.parametrize(
     'function',
-    [
-        coroutine,
-        generator,
-        asynchronous_generator,
-        functools.partial(coroutine),
-        CallableCoroutine(),
-    ],
+    [coroutine, generator, asynchronous_generator, functools.partial(coroutine), AsyncCallable()],
 )
 def test_functions_whose_body_runs_later_are_not_decorated(function):
     error = refusal(axis_rules(batch='@data'), function)
@@ -547,7 +541,7 @@ def test_a_mesh_is_not_a_spec(call, mesh):
 
 
 @pytest.mark.parametrize('mesh', [MESH, MESH.abstract_mesh, jax.devices()])
-def test_the_error_for_a_mesh_says_where_it_goes(mesh):
+def test_the_error_for_a_mesh_suggests_a_call(mesh):
     call = refusal(einshard, X, mesh).facts['instead'].partition(': ')[2]
     assert call == "einshard(x, 'b d -> b* d', mesh=mesh)"
     if mesh is not MESH.abstract_mesh:

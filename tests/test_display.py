@@ -56,8 +56,8 @@ def report():
 
     @sharded('b x -> b8 x', specs, mesh=EIGHT)
     def many(x, w):
-        for one in w.values():
-            x = einshard(jnp.tanh(x @ one @ one.T), 'b y -> b y8')
+        for matrix in w.values():
+            x = einshard(jnp.tanh(x @ matrix @ matrix.T), 'b y -> b y8')
         return x
 
     arrays = {f'{LONG}_{i}': np.ones((64, 8 + i), np.float32) for i in range(60)}
@@ -152,11 +152,11 @@ onload = () => {
 
 @pytest.mark.skipif(CHROMIUM is None, reason='needs Chromium')
 def test_no_page_scrolls_sideways(report, tmp_path):
-    one = sharded('b* x', mesh=EIGHT)(lambda x: {LONG: x * 2})
+    double = sharded('b* x', mesh=EIGHT)(lambda x: {LONG: x * 2})
     pages = {
         'report': report,
         'theory': THEORY['einsum'](),
-        'comparison': check_same(one, np.ones((8, 4), np.float32), gradients=False),
+        'comparison': check_same(double, np.ones((8, 4), np.float32), gradients=False),
     }
     frames = ''
     for name, page in pages.items():

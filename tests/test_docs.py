@@ -4,7 +4,6 @@ import ast
 import contextlib
 import functools
 import graphlib
-import inspect
 import io
 import re
 import types
@@ -98,7 +97,7 @@ def test_every_example_is_offered_as_page_script_and_notebook():
 
 
 def test_readme_runs():
-    """Its two functions differ in one collective, as it says; by hand, the second is the same."""
+    """The output of the README, and that its `mlp` compiles to the same program as `by_hand`."""
     pytest.importorskip('libtpu')
     names, printed = run(ROOT / 'README.md')
     shown = re.search(r'```\n(collectives\n.*?)```', README, re.DOTALL)[1]
@@ -111,7 +110,7 @@ def test_readme_runs():
     assert counting.program(ours.compile()) == counting.program(theirs.compile())
 
 
-def test_readme_picture_is_what_show_draws():
+def test_the_picture_of_the_readme_is_that_of_show():
     mesh = einshard.device_mesh(jax.devices()[:8], data=4, tensor=2)
     picture = str(einshard.show('b d -> b@data d@tensor', (8, 16), mesh))
     assert f'```\n{picture}\n```' in README
@@ -149,9 +148,7 @@ def public_names():
 
 
 @pytest.mark.parametrize('name', public_names())
-def test_public_name_has_a_docstring_in_the_reference(name):
-    value = getattr(einshard, name)
-    assert not callable(value) or inspect.getdoc(value).strip()
+def test_public_name_is_in_the_reference(name):
     reference = (DOCS / 'api.md').read_text()
     assert re.search(rf'^\.\. auto\w+:: einshard\.{name}$', reference, re.MULTILINE), name
 
@@ -165,7 +162,7 @@ def test_readme_names_the_versions_that_the_package_asks_for():
 
 
 def imports(module):
-    """The modules of einshard that a module imports, as paths; those for types alone too."""
+    """The modules of einshard that a module imports, as paths, also those only for types."""
     package = ROOT / 'einshard'
     found = set()
     for node in ast.walk(ast.parse(module.read_text(encoding='utf-8'))):

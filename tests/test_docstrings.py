@@ -28,7 +28,7 @@ def modules():
 
 
 def examples():
-    """The doctests of every module, of what it defines and of the methods of that."""
+    """{name: doctest} of every module, and of its functions, classes and methods."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     tests = {}
     for module in modules():

@@ -52,13 +52,13 @@ def test_numpy_agrees(expression, shapes):
         )
 
     subscripts = ','.join(map(plain, left.split(','))) + '->' + plain(right)
-    wanted = np.einsum(subscripts, *arrays)
-    np.testing.assert_allclose(einsum(expression, *arrays), wanted, rtol=1e-5, atol=1e-5)
+    expected = np.einsum(subscripts, *arrays)
+    np.testing.assert_allclose(einsum(expression, *arrays), expected, rtol=1e-5, atol=1e-5)
     jitted = jax.jit(lambda *xs: einsum(expression, *xs))
-    np.testing.assert_allclose(jitted(*arrays), wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jitted(*arrays), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_result_is_where_it_says():
+def test_the_result_is_placed_as_written():
     y = einsum('b x*, x* y -> b2 y8', array(4, 16), array(16, 8))
     assert y.sharding == make_sharding('b2 y8')
     assert describe(y) == 'a b -> a2 b8'
@@ -90,14 +90,12 @@ def test_nothing_is_compiled_twice():
 
 def test_the_program_is_that_written_by_hand(devices8):
     mesh = device_mesh(devices8)
-    x_at, w_at = (NamedSharding(mesh, P(*spec)) for spec in [(None, mesh.axis_names), ()])
-    w_at = NamedSharding(mesh, P(mesh.axis_names))
-    y_at = NamedSharding(mesh, P(mesh.axis_names))
+    columns, rows = (NamedSharding(mesh, P(*axes, mesh.axis_names)) for axes in ([None], []))
 
     def by_hand(x, w):
-        x = jax.lax.with_sharding_constraint(x, x_at)
-        w = jax.lax.with_sharding_constraint(w, w_at)
-        return jax.lax.with_sharding_constraint(jnp.einsum('bx,xy->by', x, w), y_at)
+        x = jax.lax.with_sharding_constraint(x, columns)
+        w = jax.lax.with_sharding_constraint(w, rows)
+        return jax.lax.with_sharding_constraint(jnp.einsum('bx,xy->by', x, w), rows)
 
     def ours(x, w):
         return einsum('b x8, x8 y -> b8 y', x, w, mesh=mesh)
@@ -122,8 +120,8 @@ def test_grad_and_vmap():
     def loss(w):
         return (einsum('b x*, x* y -> b y', x, w) ** 2).sum()
 
-    wanted = jax.grad(lambda w: ((x @ w) ** 2).sum())(jnp.asarray(w))
-    np.testing.assert_allclose(jax.grad(loss)(jnp.asarray(w)), wanted, rtol=1e-4)
+    expected = jax.grad(lambda w: ((x @ w) ** 2).sum())(jnp.asarray(w))
+    np.testing.assert_allclose(jax.grad(loss)(jnp.asarray(w)), expected, rtol=1e-4)
     many = jax.vmap(lambda x: einsum('x*, x* y -> y', x, w))(jnp.asarray(x))
     np.testing.assert_allclose(many, x @ w, rtol=1e-4, atol=1e-5)
 
@@ -134,7 +132,7 @@ class TestExplicit:
         with jax.set_mesh(device_mesh(axis_types=AxisType.Explicit)):
             yield
 
-    def test_the_result_is_where_it_says(self):
+    def test_the_result_is_placed_as_written(self):
         x, w = array(4, 16), array(16, 8)
         y = einsum('b x*, x* y -> b y8 2', x, w)
         assert str(jax.typeof(y)) == 'float32[4,8@(d0,d1,d2)]'
@@ -166,7 +164,7 @@ class TestExplicit:
         ('bhqd,bhkd->bhqk', [(2, 3, 4, 5)] * 2, 'b h q d, b h k d -> b h q k'),
     ],
 )
-def test_letters_that_are_not_apart(text, shapes, fix):
+def test_letters_without_spaces(text, shapes, fix):
     arrays = [array(*shape) for shape in shapes]
     assert refusal(einsum, text, *arrays).fix == f"'{fix}'"
     np.testing.assert_allclose(einsum(fix, *arrays), np.einsum(text, *arrays), rtol=1e-5)
@@ -180,7 +178,7 @@ def test_letters_that_are_not_apart(text, shapes, fix):
         ('b x, xy->b', [(2, 3), (3, 4)]),
     ],
 )
-def test_words_that_letters_do_not_mend(text, shapes):
+def test_words_that_spaces_do_not_fix(text, shapes):
     assert refusal(einsum, text, *(array(*shape) for shape in shapes)).fix is None
 
 

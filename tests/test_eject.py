@@ -15,11 +15,12 @@ import jax.tree_util as jtu
 import numpy as np
 import pytest
 from hypothesis import assume, given
-from jax import ShapeDtypeStruct as Shape
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from model_rules import MESH_128, MODELS
 from oracle import ANY_SPACING, cases, examples, expressible, mesh_cases
+from placed import shardings
+from placed import struct as f32
 
 from einshard import (
     Rules,
@@ -154,24 +155,24 @@ def test_an_explicit_canonical_mesh(devices):
     ['a b +@tp', 'a b +@(data,tp)', 'a b =@data', 'a@data b +@tp', 'a b +@data =@tp'],
 )
 def test_partial_sums(text):
-    made, expected = sharding_of(to_jax(text, mesh=EXPLICIT)), make_sharding(text, mesh=EXPLICIT)
-    assert made == expected
-    axes = [(spec.unreduced, spec.reduced) for spec in (made.spec, expected.spec)]
+    found, expected = sharding_of(to_jax(text, mesh=EXPLICIT)), make_sharding(text, mesh=EXPLICIT)
+    assert found == expected
+    axes = [(spec.unreduced, spec.reduced) for spec in (found.spec, expected.spec)]
     assert axes[0] == axes[1] != (frozenset(), frozenset())
 
 
 def test_memory_kinds():
-    made = sharding_of(to_jax('a b -> a@data b (in pinned_host)', mesh=MESH))
-    assert made == NamedSharding(MESH, P('data'), memory_kind='pinned_host')
+    text = to_jax('a b -> a@data b (in pinned_host)', mesh=MESH)
+    assert sharding_of(text) == NamedSharding(MESH, P('data'), memory_kind='pinned_host')
     assert 'memory_kind' not in to_jax('a b -> a@data b (in device)', mesh=MESH)
 
 
 @pytest.mark.parametrize('spec', [P('data', None), NamedSharding(MESH, P(None, ('tp', 'data')))])
 def test_specs_of_jax(spec):
     expected = spec if isinstance(spec, NamedSharding) else NamedSharding(MESH, spec)
-    made = sharding_of(to_jax(spec, Shape((8, 8), 'float32'), mesh=MESH))
-    assert made.is_equivalent_to(expected, 2)
-    assert made.mesh == MESH
+    sharding = sharding_of(to_jax(spec, f32(8, 8), mesh=MESH))
+    assert sharding.is_equivalent_to(expected, 2)
+    assert sharding.mesh == MESH
 
 
 def test_axis_rules_are_expanded():
@@ -212,15 +213,11 @@ def check_tree(spec, tree, mesh=None, with_tree=True):
     """Compares the shardings of the text with those of einshard; returns the text."""
     text = to_jax(spec, tree, mesh=mesh) if with_tree else to_jax(spec, mesh=mesh)
     names = run(text)
-    expected = jax.tree.map(lambda leaf: leaf.sharding, einshard(tree, spec, mesh=mesh))
-    made = names['shardings'](names['RULES'], tree)
-    assert jtu.tree_structure(made) == jtu.tree_structure(expected)
-    assert jtu.tree_leaves(made) == jtu.tree_leaves(expected)
+    expected = shardings(einshard(tree, spec, mesh=mesh))
+    found = names['shardings'](names['RULES'], tree)
+    assert jtu.tree_structure(found) == jtu.tree_structure(expected)
+    assert jtu.tree_leaves(found) == jtu.tree_leaves(expected)
     return text
-
-
-def f32(*shape):
-    return Shape(shape, 'float32')
 
 
 def layer():
@@ -303,8 +300,8 @@ def test_two_meshes():
 def test_leaves_that_are_not_arrays(with_tree):
     tree = {'w': f32(8), 'f': jax.nn.relu, 'rate': 0.1}
     names = run(to_jax(Rules([('w', 'd@tp')]), *[tree] * with_tree, mesh=MESH))
-    made = names['shardings'](names['RULES'], tree)
-    assert made == {'w': NamedSharding(MESH, P('tp')), 'f': None, 'rate': None}
+    found = names['shardings'](names['RULES'], tree)
+    assert found == {'w': NamedSharding(MESH, P('tp')), 'f': None, 'rate': None}
 
 
 @pytest.mark.parametrize('name', MODELS)
@@ -325,7 +322,7 @@ def mlp(x, w, scale=1.0, power=1):
 """
 
 
-def of_mlp(constraint, **names):
+def mlp_with(constraint, **names):
     exec(MLP.format(constraint=constraint), names | {'jax': jax, 'einshard': einshard}, names)
     return names['mlp']
 
@@ -341,13 +338,13 @@ def test_a_jitted_function_compiles_to_the_same_program(mesh):
     f = sharded(
         'batch x -> batch* x 2', {'in': 'x y -> * x y2', 'out': 'y z -> * y2 z'},
         out='batch z -> batch* z 2', mesh=mesh, **options,
-    )(of_mlp("einshard(hidden, 'batch y -> batch* y2')"))  # fmt: skip
+    )(mlp_with("einshard(hidden, 'batch y -> batch* y2')"))  # fmt: skip
     args = f32(32, 64), {'in': f32(64, 128), 'out': f32(128, 64)}, 2.0, 3
     text = to_jax(f, *args)
     names = run(text)
     [(where, call)] = constraints_in(text)
     assert where == "<string>:4, float32[32,128] 'batch y'"
-    plain = of_mlp(call.replace('(x,', '(hidden,'), **names)
+    plain = mlp_with(call.replace('(x,', '(hidden,'), **names)
     ours, theirs = f.lower(*args), names['jit_mlp'](plain).lower(*args)
     assert counting.program(ours.compile()) == counting.program(theirs.compile())
     assert ours.args_info == theirs.args_info
@@ -375,9 +372,9 @@ def test_trees_of_other_types_are_found_by_path():
     names = run(text)
     result = jax.eval_shape(step, *args)
     with mock.patch.object(jax, 'jit', lambda f, **options: options):
-        made = names['jit_step'](None, state, args[1], result)
-    assert made['in_shardings'] == tuple(step.in_shardings(*args).values())
-    assert made['out_shardings'] == step.out_shardings(*args)
+        options = names['jit_step'](None, state, args[1], result)
+    assert options['in_shardings'] == tuple(step.in_shardings(*args).values())
+    assert options['out_shardings'] == step.out_shardings(*args)
 
 
 def test_specs_for_many_subtrees():
@@ -386,11 +383,9 @@ def test_specs_for_many_subtrees():
     tree = {name: [f32(8, 2), f32(4, 2)] for name in names} | {'n': None, 'z': (f32(3), f32())}
     f = sharded(spec, mesh=MESH)(lambda tree: tree['z'])
     names = run(to_jax(f, tree))
-    made = names['jit_lambda'](lambda tree: tree['z'], tree).lower(tree)
-    by_leaf = [made.args_info, f.lower(tree).args_info]
-    assert by_leaf[0] == by_leaf[1]
-    shardings = [x.compile().input_shardings for x in (made, f.lower(tree))]
-    assert shardings[0] == shardings[1]
+    found, expected = names['jit_lambda'](lambda tree: tree['z'], tree).lower(tree), f.lower(tree)
+    assert found.args_info == expected.args_info
+    assert found.compile().input_shardings == expected.compile().input_shardings
 
 
 def test_keywords_without_specs():
@@ -399,9 +394,9 @@ def test_keywords_without_specs():
         return x**power + y
 
     names = run(to_jax(f, f32(8), power=3, y=f32(8)))
-    made = names['jit_f'](f.__wrapped__).lower(f32(8), power=3, y=f32(8))
-    assert [x.donated for x in jtu.tree_leaves(made.args_info)] == [False, True]
-    assert made.compile().output_shardings == make_sharding('... -> * ...')
+    lowered = names['jit_f'](f.__wrapped__).lower(f32(8), power=3, y=f32(8))
+    assert [x.donated for x in jtu.tree_leaves(lowered.args_info)] == [False, True]
+    assert lowered.compile().output_shardings == make_sharding('... -> * ...')
 
 
 def test_explicit_axes():
@@ -431,9 +426,9 @@ def test_explicit_axes():
 
     placed = (NamedSharding(EXPLICIT, P('data')), NamedSharding(EXPLICIT, P('tp')))
     with jax.set_mesh(names['mesh']):
-        made = names['jit_f'](plain)(*jax.device_put((x, w), placed))
-    assert made.sharding == expected.sharding
-    np.testing.assert_array_equal(made, expected)
+        found = names['jit_f'](plain)(*jax.device_put((x, w), placed))
+    assert found.sharding == expected.sharding
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_jitted_function_has_constraints_only():

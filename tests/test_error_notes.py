@@ -11,15 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from placed import mesh_of
 
-from einshard import (
-    Rules,
-    device_mesh,
-    einshard,
-    einsum,
-    make_sharding,
-    per_device,
-    sharded,
-)
+from einshard import Rules, device_mesh, einshard, einsum, make_sharding, per_device, sharded
 from einshard._functions.error_notes import is_sharding_type_error
 
 EXPLICIT = AxisType.Explicit
@@ -150,7 +142,7 @@ def test_notes_of_other_operations(operation):
     assert facts['try'].startswith(advice)
 
 
-def test_operands_from_a_leaf_and_without_a_spec_and_of_a_per_device_function():
+def test_operands_of_each_kind_in_notes():
     @sharded(Rules([('w', 'x y -> x@tensor y')], default='... -> * ...'))
     def layer(params, x):
         return x @ params['up']['w']

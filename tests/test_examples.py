@@ -47,7 +47,7 @@ def cells(name):
 
 
 def code(cell):
-    """The code of a cell in the notebook; what is for that alone is a comment in the script."""
+    """The code of a cell in the notebook; the script comments out cells only for the notebook."""
     tags, text = cell
     return re.sub(r'^# ?', '', text, flags=re.MULTILINE) if 'active-ipynb' in tags else text
 
@@ -97,7 +97,7 @@ def test_digits_learns_the_same_sharded_and_unsharded(digits):
         assert run['reported'] > 0
 
 
-def test_digits_is_sharded_as_it_says(digits):
+def test_shards_of_digits(digits):
     unsharded, tensor, both = (run['shards'] for run in digits['runs'])
     assert unsharded == {'w1': [[64, 480]], 'w2': [[480, 10]]}
     assert tensor == {'w1': [[64, 60]] * 8, 'w2': [[60, 10]] * 8}
@@ -105,7 +105,7 @@ def test_digits_is_sharded_as_it_says(digits):
     assert digits['output'].splitlines()[-2:] == ['a b -> a b8', 'a b -> 4 a b2']
 
 
-def test_digits_prints_what_it_does(digits):
+def test_output_of_digits(digits):
     output = digits['output']
     assert 'devices: 8 simulated' in output
     notation = ('... -> * ...', 'x y -> x y*', 'y z -> y* z')
@@ -148,7 +148,7 @@ def test_models_of_other_packages_run_on_one_device(name, package, one_device):
 
 
 def test_scaling_book(capsys):
-    """Its asserts compare each number with the book's."""
+    """The asserts of the example compare each number with the book's."""
     pytest.importorskip('libtpu')
     if jax.__version_info__ < (0, 9):
         pytest.skip('a newer libtpu writes groups of devices in a way that this JAX cannot print')
@@ -156,7 +156,7 @@ def test_scaling_book(capsys):
     assert 'FSDP 2048 x tensor  4: network   1025 us' in capsys.readouterr().out
 
 
-def test_tpu_slice_counts_what_a_step_sends(capsys):
+def test_tpu_slice_counts_the_bytes_of_a_step(capsys):
     """A smaller model, to compile sooner; bytes against those of ring algorithms, by hand."""
     pytest.importorskip('libtpu')
     program, sizes = notebook('tpu_slice'), 'LAYERS, D, F, BATCH = 64, 2048, 8192, 4096\n'

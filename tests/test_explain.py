@@ -1,4 +1,4 @@
-"""explain: what it says of programs whose collectives and placements are known by theory."""
+"""explain: reports of programs whose collectives and placements are known by theory."""
 
 import dataclasses
 import functools
@@ -47,6 +47,7 @@ sys.path.append(str(Path(__file__).parents[1] / 'docs' / 'examples'))
 import transformer
 
 EIGHT = jax.devices()[:8]
+MLP_SHAPES = struct(16, 32), struct(32, 64), struct(64, 32)
 
 
 def line_of(function, text):
@@ -63,7 +64,7 @@ def short(source):
 # --- collectives known by theory ----------------------------------------------------------------
 
 X, Y, Z = 32, 64, 48  # divisible by 16
-WHOLE = 4 * X * Z  # bytes of the product
+PRODUCT = 4 * X * Z  # bytes
 
 
 @pytest.mark.parametrize('n', [4, 8, 16])
@@ -73,7 +74,7 @@ WHOLE = 4 * X * Z  # bytes of the product
         ('x y -> x* y', 'y z -> * y z', 'x z -> x* z', None, None, 0, ''),
         ('x y -> * x y', 'y z -> y z*', 'x z -> x z*', None, None, 0, ''),
         ('x y -> x* y', 'y z -> y z*', 'x z -> x* z', 'all-gather', (Y, Z), 4 * Y * Z, 'x|z'),
-        ('x y -> x y*', 'y z -> y* z', 'x z -> * x z', 'all-reduce', (X, Z), 2 * WHOLE, 'y'),
+        ('x y -> x y*', 'y z -> y* z', 'x z -> * x z', 'all-reduce', (X, Z), 2 * PRODUCT, 'y'),
     ],
 )
 def test_matrix_products(n, x, w, out, kind, array, sent, along):
@@ -98,8 +99,7 @@ def test_groups_are_named_by_the_axes_that_they_are_along():
     def mlp(x, w_in, w_out):
         return jax.nn.relu(x @ w_in) @ w_out
 
-    arguments = (struct(16, 32), struct(32, 64), struct(64, 32))
-    report = explain(mlp, *arguments, mesh=EIGHT)
+    report = explain(mlp, *MLP_SHAPES, mesh=EIGHT)
     (row,) = report.collectives
     assert (row.kind, row.groups, row.group_size, row.along) == ('all-reduce', 4, 2, 'y')
     assert row.arrays == 'f32[4,32]'
@@ -109,7 +109,7 @@ def test_groups_are_named_by_the_axes_that_they_are_along():
         return jnp.mean(mlp.__wrapped__(x, w_in, w_out) ** 2)
 
     step = sharded('b x -> b4 2 x', 'x y -> 4 x y2', 'y x -> 4 y2 x')(jax.grad(loss, (1, 2)))
-    report = explain(step, *arguments, mesh=EIGHT)
+    report = explain(step, *MLP_SHAPES, mesh=EIGHT)
     # the gradients of the weights, over the devices that share the batch
     over_batch = [row for row in report.collectives if row.along == 'b']
     assert {(row.groups, row.group_size) for row in over_batch} == {(2, 4)}
@@ -154,7 +154,7 @@ def test_two_meshes_are_both_named_and_drawn():
     assert parts == [(4, 2), (8, 1), (2, 4)]
 
 
-def test_loops_of_unknown_length_count_as_one_turn():
+def test_loops_of_unknown_length_count_as_one_iteration():
     @sharded('x y -> x y*', 'y x -> y* x', out='b x -> * b x')
     def until(w_in, w_out):
         x = jnp.ones((8, 32))
@@ -176,14 +176,11 @@ def test_named_meshes():
     report = explain(product, struct(8, 16), struct(16, 4))
     assert report.mesh == (('data', 4), ('tp', 2))
     assert [row.along for row in report.collectives] == ['tp']
-    assert [row.placement for row in report.arguments] == [
-        'b x -> b@data x',
-        'x y -> x@tp y',
-    ]
+    assert [row.placement for row in report.arguments] == ['b x -> b@data x', 'x y -> x@tp y']
     assert str(report).startswith('product on 8 devices (cpu; data=4, tp=2)\n')
 
 
-# --- what is called what ------------------------------------------------------------------------
+# --- names and placements -----------------------------------------------------------------------
 
 
 def test_arguments_and_results_are_placed_and_named():
@@ -281,14 +278,14 @@ def test_every_kind_of_function(of):
         for shape, spec in (((4, 2), '... -> * ...'), ((8, 4), 'a b -> a* b'))
     )
     jitted = jax.jit(step)
-    whole = sharded('... -> * ...', out='a b -> a8 b', mesh=EIGHT)
+    on_eight = sharded('... -> * ...', out='a b -> a8 b', mesh=EIGHT)
     report = {
         'function': lambda: explain(step, w, x),
         'jitted': lambda: explain(jitted, w, x),
         'traced': lambda: explain(jitted.trace(w, x)),
         'lowered': lambda: explain(jitted.lower(w, x)),
         'compiled': lambda: explain(jitted.lower(w, x).compile()),
-        'sharded': lambda: explain(whole(step), w, x),
+        'sharded': lambda: explain(on_eight(step), w, x),
         'partial': lambda: explain(functools.partial(step, np.ones((4, 2))), x),
         'keywords': lambda: explain(jitted, x=x, w=w),
     }[of]()
@@ -349,7 +346,7 @@ def test_a_promise_that_is_broken_is_reported_all_the_same():
 
 
 def findings_of(report):
-    return [(caution.kind, caution.text, short(caution.source)) for caution in report.findings]
+    return [(finding.kind, finding.text, short(finding.source)) for finding in report.findings]
 
 
 def test_large_arrays_on_every_device():
@@ -379,8 +376,8 @@ def moving(x):
 
 def test_a_full_rematerialization():
     report = explain(moving, struct(64, 64), mesh=EIGHT)
-    found = {kind: (text, line) for kind, text, line in findings_of(report)}
-    # the two groups of four devices multiply the same
+    found = {kind: finding for kind, *finding in findings_of(report)}
+    # both groups of four devices compute the same products
     assert set(found) == {'full rematerialization', 'replicated compute'}
     text, line = found['full rematerialization']
     assert text == (
@@ -388,7 +385,7 @@ def test_a_full_rematerialization():
         '(involuntary full rematerialization): 16.0 KiB'
     )
     assert line == line_of(moving, 'tanh')
-    # what the partitioner says on standard error alone
+    # which the partitioner reports on standard error only
     assert 'all-gather' in report.collectives.counts
 
 
@@ -412,19 +409,15 @@ def rematerialized(w, x):
     return jax.grad(lambda w: layer(w, layer(w, x)).sum())(w)
 
 
-def test_what_is_gathered_several_times():
+def test_a_weight_that_is_gathered_several_times():
     report = explain(rematerialized, struct(64, 64), struct(64, 64), mesh=EIGHT)
     n = report.collectives.counts['all-gather']
     assert n > 1
     assert report.findings == ()
     (note,) = report.notes  # weights are gathered again in the backward pass
-    kind, text, line = note.kind, note.text, short(note.source)
-    assert kind == 'gathered again'
-    assert text == f'w is gathered {n} times'
-    assert line in (
-        line_of(rematerialized, 'tanh'),
-        line_of(rematerialized, 'jax.grad'),
-    )
+    assert (note.kind, note.text) == ('gathered again', f'w is gathered {n} times')
+    lines = [line_of(rematerialized, text) for text in ('tanh', 'jax.grad')]
+    assert short(note.source) in lines
 
 
 @sharded('x y -> x* y')
@@ -438,7 +431,7 @@ def idle(x):
 
 def test_constraints_without_effect():
     report = explain(idle, struct(16, 16))
-    assert [(one.text, short(one.source)) for one in report.findings] == [
+    assert [(finding.text, short(finding.source)) for finding in report.findings] == [
         (
             'the result of this constraint is not used; assign it: x = einshard(x, ...)',
             line_of(idle, "einshard(x, 'a b -> a b*')"),
@@ -450,29 +443,28 @@ def test_constraints_without_effect():
         ),
     ]
     already = "the value already is '{}', so this constraint has no effect"
-    assert [(one.text, short(one.source)) for one in report.notes] == [
+    assert [(note.text, short(note.source)) for note in report.notes] == [
         (already.format('a b -> a16 b'), line_of(idle, "'a b -> a* b'")),
         (already.format('a b -> a2 b2 4'), line_of(idle, 'b2 *')),
     ]
-    assert {one.kind for one in (*report.findings, *report.notes)} == {'no effect'}
+    assert {finding.kind for finding in (*report.findings, *report.notes)} == {'no effect'}
 
 
-def test_constraints_in_functions_inside_are_seen():
+def test_constraints_in_loops_are_seen():
     @sharded('x y -> x* y')
     def loop(x):
-        def turn(x, _):
+        def body(x, _):
             einshard(x, 'a b -> a b*')
             return einshard(x + 1, 'a b -> a b*'), None
 
-        return jax.lax.scan(turn, x, length=2)[0]
+        return jax.lax.scan(body, x, length=2)[0]
 
     report = explain(loop, struct(16, 16))
-    assert [short(c.source) for c in report.findings if c.kind == 'no effect'] == [
-        line_of(loop, "einshard(x, 'a b -> a b*')")
-    ]
+    found = [short(finding.source) for finding in report.findings if finding.kind == 'no effect']
+    assert found == [line_of(loop, "einshard(x, 'a b -> a b*')")]
 
 
-def test_warnings_is_an_old_name_of_findings_and_notes():
+def test_warnings_is_the_old_name_of_findings_and_notes():
     report = explain(idle, struct(16, 16))
     with pytest.deprecated_call(match='use .findings'):
         assert report.warnings == (*report.findings, *report.notes)
@@ -487,7 +479,7 @@ def transformer_report(placement):
         n_layers=2, d_model=32, n_heads=16, n_kv_heads=8, d_head=4, d_ff=64, sequence=16, batch=8
     )
     state = jax.eval_shape(lambda: transformer.init_state(jax.random.key(0), c))
-    tokens = jax.ShapeDtypeStruct((8, c.sequence + 1), np.int32)
+    tokens = struct(8, c.sequence + 1, dtype=np.int32)
     model = transformer.make_model(c, placement, mesh=EIGHT)
     return explain(model.train_step, state, tokens)
 
@@ -511,18 +503,16 @@ def test_a_wrong_sharding_in_the_transformer_is_found_with_its_line(right):
     wrong = transformer_report(transformer.BOTH._replace(hidden='b* s2 f'))
     assert wrong.network_bytes > right.network_bytes
     line = line_of(transformer.feed_forward, 'einshard(hidden, p.hidden)')
-    others = {row.kind: short(row.source) for row in wrong.collectives if row.kind != 'all-reduce'}
-    assert others, 'no collective tells of it'
-    lines = {short(row.source) for row in wrong.collectives if row.kind != 'all-reduce'}
+    others = [row for row in wrong.collectives if row.kind != 'all-reduce']
     near = {line, line_of(transformer.feed_forward, 'hidden = jax.nn.silu')}
-    assert lines & near
+    assert near & {short(row.source) for row in others}
     diff = right.diff(wrong)
     assert diff.arrays == ()
-    added = [what for what, before, after in diff.collectives if not before]
-    assert any(what.startswith(tuple(others)) for what in added)
+    added = [row for row, before, after in diff.collectives if not before]
+    assert any(row.startswith(tuple(other.kind for other in others)) for row in added)
 
 
-# --- values in between ----------------------------------------------------------------------------
+# --- intermediates --------------------------------------------------------------------------------
 
 
 @sharded('b x -> b4 x 2', 'x y -> 4 x y2', 'y x -> 4 y2 x')
@@ -536,8 +526,7 @@ def between(x, w_in, w_out):
 
 
 def test_intermediates():
-    arguments = struct(16, 32), struct(32, 64), struct(64, 32)
-    report = explain(between, *arguments, mesh=EIGHT, intermediates=True)
+    report = explain(between, *MLP_SHAPES, mesh=EIGHT, intermediates=True)
     found = {(row.path.split('/')[-1], row.array, row.placement) for row in report.intermediates}
     assert found == {
         ('dot_general', 'f32[16,64]', 'a b -> a4 b2'),
@@ -548,7 +537,7 @@ def test_intermediates():
     assert (tanh.path.split('/')[-2], tanh.bytes, tanh.sharded) == ('hidden', 4 * 4 * 32, True)
     assert short(tanh.source) == line_of(between, 'tanh')
     assert report == dataclasses.replace(
-        explain(between, *arguments, mesh=EIGHT), intermediates=report.intermediates
+        explain(between, *MLP_SHAPES, mesh=EIGHT), intermediates=report.intermediates
     )
     text = str(report)
     assert '\nintermediates\n  name ' in text
@@ -581,8 +570,7 @@ def test_shardings_as_xla_writes_them(text, expression):
 
 
 def test_intermediates_of_a_program_in_the_persistent_cache(persistent_cache):
-    arguments = struct(16, 32), struct(32, 64), struct(64, 32)
-    reports = [explain(between, *arguments, mesh=EIGHT, intermediates=True) for _ in range(3)]
+    reports = [explain(between, *MLP_SHAPES, mesh=EIGHT, intermediates=True) for _ in range(3)]
     assert len(reports[0].intermediates) == 3
     assert reports[1:] == reports[:1] * 2
     # the cache is still in use
@@ -592,7 +580,7 @@ def test_intermediates_of_a_program_in_the_persistent_cache(persistent_cache):
     assert len(list(persistent_cache.iterdir())) > before
 
 
-def test_intermediates_of_what_has_none():
+def test_a_program_without_intermediates():
     assert explain(lambda x: x + 1, struct(3), intermediates=True).intermediates == ()
 
 
@@ -602,15 +590,14 @@ def test_nothing_of_a_program_is_kept():
         modules = [str(getattr(type(o), '__module__', '')) for o in gc.get_objects()]
         return [name for name in modules if name.startswith('einshard._hlo')]
 
-    arguments = struct(16, 32), struct(32, 64), struct(64, 32)
-    explain(between, *arguments, mesh=EIGHT)
+    explain(between, *MLP_SHAPES, mesh=EIGHT)
     before = len(kept())
-    explain(between, *arguments, mesh=EIGHT)
+    explain(between, *MLP_SHAPES, mesh=EIGHT)
     explain(rematerialized, struct(16, 16), struct(16, 16), mesh=EIGHT)
     assert len(kept()) == before
 
 
-# --- how it is shown, and compared --------------------------------------------------------------
+# --- text, HTML and differences -----------------------------------------------------------------
 
 
 def product(x, w):
@@ -706,7 +693,7 @@ def test_no_line_is_wider_than_a_hundred_columns(right):
 
 
 def test_a_model_is_shown_in_few_lines(right):
-    """Layers, and the means of Adam, are shown as one."""
+    """Layers are folded into one line, and so are weights with their moments."""
     assert len(right.arguments) == 38
     text = str(right)
     assert 'state/{weights,mean,square}/layers/q ' in text
@@ -719,10 +706,8 @@ def test_diff():
         explain(sharded(specs['x'], w, out=specs['out'])(product), struct(16, 32), struct(32, 16))
         for w in ('y z -> y* z', 'y z -> y z*')
     )
-    same = before.diff(before)
-    assert not same
-    assert str(same) == 'no difference'
-    diff = before.diff(after)
+    same, diff = before.diff(before), before.diff(after)
+    assert (bool(same), str(same)) == (False, 'no difference')
     assert diff
     assert diff.arrays == (('w', "float32[32,16] 'y z -> y16 z'", "float32[32,16] 'y z -> y z16'"),)
     lines = str(diff).splitlines()
@@ -771,28 +756,28 @@ def test_functions_that_do_not_compile():
 
 
 def test_a_compiler_that_does_not_show_its_program(monkeypatch):
-    """As with JAX 0.8 for GPUs that are not there; to report no collectives would be wrong."""
+    """JAX 0.8 shows no program for GPUs you don't have; a report must not say 'no collectives'."""
     monkeypatch.setattr(jax.stages.Compiled, 'as_text', lambda self: None)
     arguments = struct(2, 2), struct(2, 2)
     compiled = jax.jit(step).lower(*arguments).compile()
-    for name, error in {
-        'step': refusal(explain, step, *arguments),
-        'the program': refusal(explain, compiled),
+    for name, error in (
+        ('step', refusal(explain, step, *arguments)),
+        ('the program', refusal(explain, compiled)),
         # not an error about collectives that are not allowed
-        'step ': refusal(assert_collectives, step, *arguments, allowed=()),
-    }.items():
-        unknown = 'the backend does not expose the compiled program'
-        assert str(error) == f'cannot read the collectives of {name.strip()}: {unknown}'
+        ('step', refusal(assert_collectives, step, *arguments, allowed=())),
+    ):
+        reason = 'the backend does not expose the compiled program'
+        assert str(error) == f'cannot read the collectives of {name}: {reason}'
 
 
 # --- parts --------------------------------------------------------------------------------------
 
 
 def oracle_groups(sizes, along):
-    """The groups of devices that differ in these mesh axes alone, by their coordinates."""
+    """The groups of devices whose coordinates differ only along these mesh axes."""
     groups = {}
-    for device, at in enumerate(np.ndindex(*sizes)):
-        key = tuple(i for axis, i in enumerate(at) if axis not in along)
+    for device, coordinates in enumerate(np.ndindex(*sizes)):
+        key = tuple(i for axis, i in enumerate(coordinates) if axis not in along)
         groups.setdefault(key, []).append(device)
     return tuple(map(tuple, groups.values()))
 
@@ -805,17 +790,16 @@ def test_groups_along_mesh_axes(sizes):
         along = [axis for i, axis in enumerate(long_axes) if bits >> i & 1]
         groups = oracle_groups(sizes, along)
         expected = tuple('abcd'[axis] for axis in along)
-        assert mesh_axes_of(groups, mesh) == expected
-        assert mesh_axes_of(groups[::-1], mesh) == expected
-        assert mesh_axes_of(tuple(group[::-1] for group in groups), mesh) == expected
+        for same in (groups, groups[::-1], tuple(group[::-1] for group in groups)):
+            assert mesh_axes_of(same, mesh) == expected
     assert mesh_axes_of((), mesh) == tuple('abcd'[axis] for axis in long_axes)
 
 
 def test_groups_along_no_mesh_axes():
     mesh = AbstractMesh((4, 2), ('a', 'b'))
-    assert mesh_axes_of(((0, 2), (1, 3), (4, 6), (5, 7)), mesh) is None  # half of a
-    assert mesh_axes_of(((0, 3), (1, 2), (4, 7), (5, 6)), mesh) is None
-    assert mesh_axes_of(((0,), (1,)), mesh) is None
+    half_of_a = (0, 2), (1, 3), (4, 6), (5, 7)
+    for groups in (half_of_a, ((0, 3), (1, 2), (4, 7), (5, 6)), ((0,), (1,))):
+        assert mesh_axes_of(groups, mesh) is None
 
 
 @pytest.mark.parametrize(
@@ -848,16 +832,20 @@ def test_permute_that_transposes_the_devices(before, after, expected):
 
 
 def test_mesh_axes_in_words():
-    mesh = AbstractMesh((2, 2, 2), ('d0', 'd1', 'd2'), axis_types=(AxisType.Auto,) * 3)
-    cuts = {'b': [('d0', 'd1')], 'h': [('d2',)], 'k': [('d2',)]}
-    assert axes_text(('d2',), mesh, cuts) == 'h|k'
-    assert axes_text(('d0', 'd1'), mesh, cuts) == 'b'
-    assert axes_text(('d0', 'd1', 'd2'), mesh, cuts) == 'b,h'
-    assert axes_text(('d1',), mesh, cuts) == 'd1'
-    assert axes_text(('d0', 'd1', 'd2'), mesh, {}) == 'all'
-    assert axes_text(None, mesh, cuts) == ''
+    every = ('d0', 'd1', 'd2')
+    mesh = AbstractMesh((2, 2, 2), every, axis_types=(AxisType.Auto,) * 3)
+    array_axes = {'b': [('d0', 'd1')], 'h': [('d2',)], 'k': [('d2',)]}  # and what shards each
     many = {name: [('d2',)] for name in 'vwxyz'}
-    assert axes_text(('d2',), mesh, many) == 'v|w|x|..'
+    for mesh_axes, sharded_axes, text in (
+        (('d2',), array_axes, 'h|k'),
+        (('d0', 'd1'), array_axes, 'b'),
+        (every, array_axes, 'b,h'),
+        (('d1',), array_axes, 'd1'),
+        (every, {}, 'all'),
+        (None, array_axes, ''),
+        (('d2',), many, 'v|w|x|..'),
+    ):
+        assert axes_text(mesh_axes, mesh, sharded_axes) == text
 
 
 @pytest.mark.parametrize(
@@ -875,15 +863,15 @@ def test_shardings_of_blocks(expression):
     assert sharding_of_blocks([[0, 1, 1, 0, 2, 2, 3, 3], [0] * 8], sharding.mesh) is None
 
 
-def test_paths_of_equal_things_are_one():
+def test_paths_of_equal_arrays_are_folded():
     paths = [f'{i}/{name}' for i in range(12) for name in ('q', 'k', 'b')] + ['embed', '12/q']
-    things = ['matrix', 'matrix', 'vector'] * 12 + ['matrix', 'other']
-    patterns = fold(paths, things)
+    arrays = ['matrix', 'matrix', 'vector'] * 12 + ['matrix', 'other']
+    patterns = fold(paths, arrays)
     assert [pattern for pattern, _ in patterns] == ['0-11/{q,k}', '0-11/b', 'embed', '12/q']
     assert sorted(i for _, numbers in patterns for i in numbers) == list(range(len(paths)))
     for pattern, numbers in patterns:
-        assert len({things[i] for i in numbers}) == 1, pattern
-    assert [pattern for pattern, _ in fold(paths[:5], things[:5])] == paths[:5]
+        assert len({arrays[i] for i in numbers}) == 1, pattern
+    assert [pattern for pattern, _ in fold(paths[:5], arrays[:5])] == paths[:5]
 
 
 def test_reports_are_frozen(small):
@@ -891,7 +879,7 @@ def test_reports_are_frozen(small):
         small.name = 'other'
 
 
-# --- what a collective is of --------------------------------------------------------------------
+# --- arrays named by collectives ----------------------------------------------------------------
 
 
 def train(params, x, clip):
@@ -908,25 +896,25 @@ def train(params, x, clip):
 
 
 @pytest.mark.parametrize('weights', ['i o -> * i o', 'i o -> i* o'])
-def test_what_is_gathered_and_what_sums_become(weights):
+def test_collectives_name_the_weights_and_results(weights):
     params = {'layers': [{'w': struct(32, 64)}, {'w': struct(64, 16)}]}
     step = sharded(weights, 'b d -> b* d', None, out=('... -> * ...', weights), mesh=jax.devices())
     report = explain(step(train), params, struct(64, 32), struct())
-    of = {}
+    paths = {}
     for row in report.collectives:
-        of.setdefault(row.kind, set()).update(row.of)
-    given, made = ({f'{at}/layers/{i}/w' for i in (0, 1)} for at in ('params', 'result/1'))
-    if weights == 'i o -> * i o':  # data parallelism: gradients are added up, and nothing else is
-        assert of == {'all-reduce': {'result/0', *made}}
+        paths.setdefault(row.kind, set()).update(row.of)
+    given, updated = ({f'{at}/layers/{i}/w' for i in (0, 1)} for at in ('params', 'result/1'))
+    if weights == 'i o -> * i o':  # data parallelism: only the loss and gradients are summed
+        assert paths == {'all-reduce': {'result/0', *updated}}
         assert 'of result/0, result/1/layers/0-1/w' in str(report)
     else:
-        assert of['all-gather'] == given
-        assert made <= of.get('reduce-scatter', set()) | of['all-reduce']
+        assert paths['all-gather'] == given
+        assert updated <= paths.get('reduce-scatter', set()) | paths['all-reduce']
         assert re.search(r'\n        of params/layers/(0|1|0-1)/w\n', str(report))
         assert re.search(r'>params/layers/(0|1|0-1)/w</td>', report._repr_html_())
 
 
-def test_the_norm_of_gradients_is_of_none_of_them():
+def test_the_sum_for_a_norm_of_gradients_names_no_gradient():
     text = """HloModule jit_f, num_partitions=4
 
 %scaled (g: f32[8], n: f32[]) -> (f32[8], f32[8]) {
@@ -950,14 +938,11 @@ ENTRY %main (g: f32[8], h: f32[8], m: f32[]) -> (f32[8], f32[8]) {
   ROOT %both = (f32[8]{0}, f32[8]{0}) tuple(%second, %first)
 }
 """
-    assert output_uses(Module(text), ['sums', 'norm', 'none']) == {
-        'sums': (1,),
-        'norm': (),
-        'none': (),
-    }
+    found = output_uses(Module(text), ['sums', 'norm', 'none'])
+    assert found == {'sums': (1,), 'norm': (), 'none': ()}
 
 
-def test_a_broken_promise_is_warned_of():
+def test_a_broken_promise_is_a_finding():
     f = sharded('x y -> x y*', 'y z -> y* z', mesh=jax.devices(), collectives='all-gather')(product)
     arguments = struct(16, 16), struct(16, 16)
     text = 'collectives= allows any number of all-gathers, but the program has 1 all-reduce'
@@ -966,22 +951,22 @@ def test_a_broken_promise_is_warned_of():
     assert not explain(kept(product), *arguments).findings
 
 
-def test_a_warning_is_printed_once():
+def test_equal_findings_are_printed_once():
     report = explain(lambda x: x, 1.0)
-    caution = Finding('no effect', 'this changes nothing', 'a.py:1')
-    report = dataclasses.replace(report, findings=(caution, Finding('replicated', 'x'), caution))
+    twice = Finding('no effect', 'this changes nothing', 'a.py:1')
+    report = dataclasses.replace(report, findings=(twice, Finding('replicated', 'x'), twice))
     end = '\nfindings\n  - a.py:1: this changes nothing (2 times)\n  - x'
     assert str(report).endswith(end)
 
 
-def test_figures_that_look_the_same_are_not_a_difference():
+def test_numbers_with_the_same_text_are_not_a_difference():
     report = explain(lambda x: x, 1.0)
     flops = [dataclasses.replace(report, flops=n) for n in (776208384.0, 776306688.0, 8e8)]
     assert not flops[0].diff(flops[1])
     assert str(flops[0].diff(flops[2])) == '  flops: 776 Mflop => 800 Mflop (x 1.03)'
 
 
-def test_a_terminal_obeys_nothing_in_paths():
+def test_control_characters_in_paths_are_replaced():
     rich = pytest.importorskip('rich.console')
     tree = {'\x1b[2Jw\r\n': np.ones((16, 4), np.float32), 'b\nc': np.ones(4, np.float32)}
 

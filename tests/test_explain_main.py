@@ -80,7 +80,7 @@ def test_explain(capsys, model):
     assert any(line.startswith('     1  all-gather  f32[32,64]  1 of 16  b|y') for line in lines)
 
 
-def test_explain_is_what_the_function_returns(capsys, model):
+def test_explain_as_json_is_the_report_of_the_function(capsys, model):
     text = printed(capsys, 'explain', f'{model}:plain', '--args', 'bf16[4]', '--json')
     import model_on_command
 
@@ -237,7 +237,7 @@ def test_bad_input(capsys, model, command, text):
     assert refused(capsys, *command.replace('MODEL', model).split()) == text.replace('MODEL', model)
 
 
-def test_what_a_module_lacks_itself_is_pythons_error(model):
+def test_an_import_error_in_the_module_is_unchanged(model):
     with pytest.raises(ModuleNotFoundError, match='no_such_module_of_test'):
         main(['explain', 'broken_on_command:f'])
 

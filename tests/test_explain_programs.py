@@ -75,7 +75,7 @@ def test_new_weights_are_gathered_as_weights(shaped, donated):
 
 
 def test_a_single_result_in_place_of_an_argument(shaped):
-    """Its alias has no number in the program."""
+    """The alias of a single result has no number in the program."""
     report = explain(jax.jit(lambda x: x * 2, donate_argnums=0), shaped(B, D, spec=P('data')))
     assert report.in_place == (('result', 'x'),)
 
@@ -106,7 +106,7 @@ ENTRY %main (x: bf16[8], w: bf16[8,4]) -> (f32[4], f32[4]) {
 
 def test_products_that_are_written_as_sums():
     """TPU programs have these for a matrix and a vector. Other sums do not count."""
-    assert [one.flops for one in find_products(Module(MATRIX_VECTOR))] == [2 * 8 * 4]
+    assert [product.flops for product in find_products(Module(MATRIX_VECTOR))] == [2 * 8 * 4]
 
 
 def test_complex_products():
@@ -126,11 +126,11 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 def test_groups_that_the_program_does_not_list():
-    """JAX 0.8 prints {} for what a newer libtpu writes; at most, it is one group of all devices."""
-    [one] = read_collectives(NO_GROUPS)
-    assert (one.n_groups, one.group_size, one.network_bytes) == (0, 16, 60)
+    """JAX 0.8 prints {} for groups of a newer libtpu; at most, this is one group of all devices."""
+    [c] = read_collectives(NO_GROUPS)
+    assert (c.n_groups, c.group_size, c.network_bytes) == (0, 16, 60)
     mesh = mesh_of(data=16)
-    row = _collective_row(one, Payload('activations', False, (), ''), [mesh], {})
+    row = _collective_row(c, Payload('activations', False, (), ''), [mesh], {})
     assert (row.groups, row.along) == (0, '')
     assert next(network_lines(Collectives([row]))) == 'sent in one run: at most 60 B'
 
@@ -139,7 +139,7 @@ def test_groups_that_the_program_does_not_list():
 
 
 def test_bounds_leave_out_branches(shaped):
-    """They count in flops and in bytes sent, but not in bounds: another one may be taken."""
+    """All branches count in flops and in bytes sent, but none in bounds: another may run."""
 
     def f(p, w, x):
         def product(x):

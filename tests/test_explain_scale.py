@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hlo import llama
 from hlo.programs import MACHINES, B, D, F, floats
-from placed import mesh_of
+from placed import mesh_of, struct
 from test_collectives import kept
 
 from einshard import einshard, explain, sharded
@@ -54,13 +54,12 @@ def collectives_of(layers):
 
 
 def executions_by_depth(op_name, layers):
-    """Loops in JAX's name of an operation: accumulation, layers, chunks of attention."""
-    n = op_name.count('while/body')
-    return math.prod([2, layers, CHUNKS][:n])
+    """From the loops in an op_name: accumulation, in it layers, in them chunks of attention."""
+    return math.prod([2, layers, CHUNKS][: op_name.count('while/body')])
 
 
 def read_by_channel(text, layers):
-    """(array, executions) of every channel that is not a permute, by regular expressions alone."""
+    """How many channels have each (array, executions), by regular expressions; no permutes."""
     line = re.compile(r'= (\w+\[[\d,]*\]).* all-(?:gather|reduce|to-all)\(.*channel_id=(\d+),.*')
     names = dict(re.findall(r'calls=%([\w.-]+),.*op_name="([^"]*)"', text))
     channels = {}
@@ -91,9 +90,9 @@ def test_every_channel_is_one_collective(layers):
     assert text.count('"AsyncCollectiveStart"') == 9
     assert len(re.findall('chain_id="2"', text)) == 19  # the links of one of them
     rows = Counter(
-        (one.shape_text, one.executions)
-        for one in collectives_of(layers)
-        if one.sent is None and one.kind != 'collective-permute' and ', ' not in one.shape_text
+        (c.shape_text, c.executions)
+        for c in collectives_of(layers)
+        if c.sent is None and c.kind != 'collective-permute' and ', ' not in c.shape_text
     )
     assert rows == read_by_channel(text, layers)
     assert rows.total() > 30
@@ -101,16 +100,16 @@ def test_every_channel_is_one_collective(layers):
 
 @pytest.mark.parametrize('layers', LAYERS)
 def test_every_collective_einsum_is_one_collective(layers):
-    """Its permutes send about what the collective would."""
+    """The permutes of an einsum send about as much as the collective."""
     loops = re.findall(r' while\(.*body=%[\w.]*windowed_dot_general_body_(ag|rs)', text_of(layers))
-    merged = [one for one in collectives_of(layers) if one.sent is not None]
+    merged = [c for c in collectives_of(layers) if c.sent is not None]
     kinds = Counter({'all-gather': loops.count('ag'), 'reduce-scatter': loops.count('rs')})
-    assert Counter(one.kind for one in merged) == kinds
-    for one in merged:
-        assert one.executions in (2, 2 * layers)
-        assert (one.group_size - 1) / one.group_size < one.sent / one.bytes < 9 / 7
-    permutes = [one for one in collectives_of(layers) if one.kind == 'collective-permute']
-    assert all(one.bytes < 2**20 for one in permutes)
+    assert Counter(c.kind for c in merged) == kinds
+    for c in merged:
+        assert c.executions in (2, 2 * layers)
+        assert (c.group_size - 1) / c.group_size < c.sent / c.bytes < 9 / 7
+    permutes = [c for c in collectives_of(layers) if c.kind == 'collective-permute']
+    assert all(c.bytes < 2**20 for c in permutes)
 
 
 UNROLLED = """HloModule jit_f, num_partitions=4
@@ -138,7 +137,7 @@ ENTRY %main (w: f32[8], z: f32[8]) -> (f32[8], f32[8], f32[8]) {
 
 
 def test_collective_einsums_that_are_unrolled():
-    """One passes pieces on in both directions, the other passes on sums."""
+    """The first einsum passes pieces on in both directions, the second passes on sums."""
     text = UNROLLED
     for ring, step in (('RIGHT', 1), ('LEFT', -1)):
         pairs = ','.join(f'{{{i},{(i + step) % 4}}}' for i in range(4))
@@ -147,62 +146,61 @@ def test_collective_einsums_that_are_unrolled():
             f'source_target_pairs={{{pairs}}}, metadata={{op_name="jit(f)/dot_general" '
             'stack_frame_id=3}',
         )
-    gather, scatter = read_collectives(text)
-    assert (gather.kind, gather.shape_text) == ('all-gather', ', '.join(['f32[8]'] * 4))
-    assert (scatter.kind, scatter.shape_text) == ('reduce-scatter', ', '.join(['f32[8]'] * 4))
-    assert gather.network_bytes == scatter.network_bytes == 3 * 32
+    pieces = ', '.join(['f32[8]'] * 4)
+    assert [(c.kind, c.shape_text, c.network_bytes) for c in read_collectives(text)] == [
+        ('all-gather', pieces, 3 * 32),
+        ('reduce-scatter', pieces, 3 * 32),
+    ]
     others = read_collectives(text.replace('/dot_general', '/ppermute'))
-    assert [one.kind for one in others] == ['collective-permute'] * 6
+    assert [c.kind for c in others] == ['collective-permute'] * 6
 
 
 def test_layers_multiply():
-    def rows(layers):
-        return Counter((one.kind, one.shape_text, one.executions) for one in collectives_of(layers))
-
+    rows = {
+        n: Counter(
+            (c.kind, c.shape_text.replace('[32,4096,128]', '[b,s,d]'), c.executions)
+            for c in collectives_of(n)
+        )
+        for n in LAYERS
+    }
     doubled = Counter()
-    for (kind, shape, n), count in rows(32).items():
-        shape = shape.replace('[32,4096,128]', '[b,s,d]')
+    for (kind, shape, n), count in rows[32].items():
         doubled[kind, shape, 2 * n if n >= 64 else n] += count
-    assert doubled == Counter(
-        {(k, s.replace('[32,4096,128]', '[b,s,d]'), n): c for (k, s, n), c in rows(64).items()}
-    )
+    assert doubled == rows[64]
 
 
 def test_weights_and_gradients_have_paths():
     module = Module(text_of(32))
     collectives = find_collectives(module)
-    parameters = sorted(module.entry.parameters(), key=lambda made: made.parameter_number)
-    inputs = [
-        (made.op_name, 'float32' if 'state' in made.op_name else 'int32') for made in parameters
-    ]
+    parameters = sorted(module.entry.parameters(), key=lambda parameter: parameter.parameter_number)
+    inputs = [(p.op_name, 'float32' if 'state' in p.op_name else 'int32') for p in parameters]
     outputs = {i: inputs[i][0] for i in module.aliases}
     weights = find_weights(module, inputs, outputs)
     payloads = list(find_payloads(module, collectives, weights, inputs, outputs))
     matrices = {name for name in llama.SHAPES if 'norm' not in name}
     gathered, summed = set(), set()
-    for one, what in zip(collectives, payloads, strict=True):
-        if what.role == 'weights':
-            assert one.kind == 'all-gather'
-            gathered |= {re.sub(r".*\['(\w+)'\]$", r'\1', path) for path in what.of}
-        if what.role == 'gradients' and one.kind == 'reduce-scatter':
-            assert what.is_backward
-            assert {path.split("'")[1] for path in what.of} == {'params', 'm', 'v'}
-            summed |= {path.split("'")[3] for path in what.of}
-        if 4096 in one.arrays[0].shape[:2] and one.group_size == 8:
-            assert what.role == 'activations'
-    assert gathered == matrices
-    assert summed == matrices
+    for c, payload in zip(collectives, payloads, strict=True):
+        if payload.role == 'weights':
+            assert c.kind == 'all-gather'
+            gathered |= {re.sub(r".*\['(\w+)'\]$", r'\1', path) for path in payload.of}
+        if payload.role == 'gradients' and c.kind == 'reduce-scatter':
+            assert payload.is_backward
+            assert {path.split("'")[1] for path in payload.of} == {'params', 'm', 'v'}
+            summed |= {path.split("'")[3] for path in payload.of}
+        if 4096 in c.arrays[0].shape[:2] and c.group_size == 8:
+            assert payload.role == 'activations'
+    assert gathered == summed == matrices
 
 
 def test_lines_outside_of_helpers():
     source = Path(llama.__file__).read_text().splitlines()
 
-    def text(place):
-        file, _, line = place.rpartition(':')
+    def text(location):
+        file, _, line = location.rpartition(':')
         assert file == 'tests/hlo/llama.py'
         return source[int(line) - 1]
 
-    found = {(text(one.source), one.called_at) for one in collectives_of(32)}
+    found = {(text(c.source), c.called_at) for c in collectives_of(32)}
     constrained = {outside for line, outside in found if 'with_sharding_constraint' in line}
     assert len(constrained) == 3
     assert all('constrain(' in text(outside) for outside in constrained)
@@ -210,7 +208,6 @@ def test_lines_outside_of_helpers():
     assert normed
     assert all('rms_norm(' in text(outside) for outside in normed)
     assert {outside for line, outside in found if 'logits = ' in line} == {None}
-    assert all(one.source for one in collectives_of(32))
 
 
 # --- flops --------------------------------------------------------------------------------------
@@ -220,8 +217,8 @@ def test_lines_outside_of_helpers():
 def test_flops_on_tpu(layers):
     c = llama.Config(layers=layers)
     products = list(find_products(Module(text_of(layers))))
-    assert sum(one.total for one in products) * N_DEVICES == llama.flops(c)
-    assert {one.dtype for one in products} == {'bf16', 'f32'}
+    assert sum(product.total for product in products) * N_DEVICES == llama.flops(c)
+    assert {product.dtype for product in products} == {'bf16', 'f32'}
     # 6 flops for each parameter and token; attention and remat come on top
     n = sum(np.prod([getattr(c, axis) for axis in axes]) for axes, _ in llama.SHAPES.values())
     n -= c.vocab * c.d  # the embedding is a lookup
@@ -239,15 +236,15 @@ PRODUCTS = {  # how many of 2 * B * D * F flops, and whether the data axis share
 @pytest.mark.parametrize(
     ('machine', 'name', 'text'),
     [
-        pytest.param(*one, id=f'{one[0]}-{one[1]}-{i}')
-        for i, one in enumerate(kept())
+        pytest.param(machine, name, text, id=f'{machine}-{name}-{i}')
+        for i, (machine, name, text) in enumerate(kept())
         # cuBLAS has its axes in backend_config, which the kept texts leave out
-        if one[1] in PRODUCTS and '__cublas' not in one[2]
+        if name in PRODUCTS and '__cublas' not in text
     ],
 )
 def test_flops_of_other_programs(machine, name, text):
     module = Module(text)
-    flops = sum(one.total for one in find_products(module))
+    flops = sum(product.total for product in find_products(module))
     n, is_shared = PRODUCTS[name]
     data, model = MACHINES[machine]
     assert flops * model * (data if is_shared else 1) == n * 2 * B * D * F
@@ -293,7 +290,7 @@ ENTRY %main (x: f32[4,6,8], w: f32[8,5]) -> f32[4,6,5] {{
 def test_flops_by_hand(line, flops):
     kernel = '  %k = f32[3,8,2]{2,1,0} constant({...})\n  ROOT'
     text = BY_HAND.format(line=line).replace('  ROOT', kernel)
-    assert [one.total for one in find_products(Module(text))] == [flops]
+    assert [product.total for product in find_products(Module(text))] == [flops]
 
 
 # --- on simulated devices -----------------------------------------------------------------------
@@ -326,15 +323,15 @@ def test_collectives_that_the_cpu_backend_widens(report):
     assert note in str(report)
 
 
-def test_what_the_user_widens_is_not_marked():
+def test_arrays_that_the_user_widens_are_not_marked():
     mesh = mesh_of(x=8)
-    given, everywhere = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (('x',), ()))
+    rows, replicated = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (('x',), ()))
 
-    @functools.partial(jax.jit, in_shardings=given, out_shardings=everywhere)
+    @functools.partial(jax.jit, in_shardings=rows, out_shardings=replicated)
     def gathered(x):
-        return jax.lax.with_sharding_constraint(x.astype(np.float32) * 2, given)
+        return jax.lax.with_sharding_constraint(x.astype(np.float32) * 2, rows)
 
-    (row,) = explain(gathered, jax.ShapeDtypeStruct((64, 8), jnp.bfloat16)).collectives
+    (row,) = explain(gathered, struct(64, 8, dtype=jnp.bfloat16)).collectives
     assert (row.arrays, row.widened) == ('f32[64,8]', False)
 
 
@@ -383,13 +380,8 @@ def test_totals(report):
     assert rows.bytes_by('kind') == rows.network_bytes
     assert set(rows.bytes_by('role')) == {'weights', 'gradients', 'activations'}
     shown = str(report)
-    for words in (
-        'sent in one run: ',
-        'sent along: tensor ',
-        'sent for: ',
-        'sent in: backward pass',
-    ):
-        assert f'\n  {words}' in shown
+    for words in ('in one run: ', 'along: tensor ', 'for: ', 'in: backward pass'):
+        assert f'\n  sent {words}' in shown
     shares = re.findall(r'(\d+)%', re.search(r'\n  sent for: (.*)', shown)[1])
     assert sum(map(int, shares)) in (99, 100, 101)
 

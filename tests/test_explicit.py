@@ -1,4 +1,4 @@
-"""Explicit mesh axes, which `jax.make_mesh` makes by default since JAX 0.9."""
+"""Explicit mesh axes, the default of `jax.make_mesh` since JAX 0.9."""
 
 import contextlib
 import functools
@@ -202,8 +202,8 @@ def linen_loss(explicit):
 
 @pytest.mark.parametrize('make', [nnx_loss, linen_loss])
 def test_layers_of_flax_take_out_sharding(make):
-    (loss, _), (alone, state) = make(explicit=True), make(explicit=False)
-    expected, gradients = jax.jit(jax.value_and_grad(alone))(state, TOKENS)
+    (loss, _), (auto_loss, state) = make(explicit=True), make(explicit=False)
+    expected, gradients = jax.jit(jax.value_and_grad(auto_loss))(state, TOKENS)
     step = sharded(RULES, 'b s -> b@data s', out=(None, RULES))(jax.value_and_grad(loss))
     with jax.set_mesh(MESH):
         found, sharded_gradients = step(state, TOKENS)
@@ -211,7 +211,7 @@ def test_layers_of_flax_take_out_sharding(make):
     check_equal(sharded_gradients, gradients, rtol=1e-4, atol=1e-6)
 
 
-def test_nnx_without_it_fails_with_a_note_that_names_the_line_and_the_parameter():
+def test_the_note_for_nnx_without_out_sharding():
     loss, state = nnx_loss(explicit=False)
     with jax.set_mesh(MESH), pytest.raises(Exception, match='out_sharding') as caught:
         sharded(RULES, 'b s -> b@data s')(loss)(state, TOKENS)

@@ -36,7 +36,7 @@ def placed_arguments():
     return einshard(X, ROWS), einshard(W, COLUMNS)
 
 
-def test_what_is_exported_has_the_shardings_of_the_specs(exported):
+def test_an_exported_function_has_the_shardings_of_its_specs(exported):
     assert exported.fun_name == 'layer'
     assert exported.nr_devices == 16
     mesh = device_mesh()
@@ -101,7 +101,7 @@ def test_a_method():
     np.testing.assert_allclose(y, X @ W, rtol=1e-5, atol=1e-6)
 
 
-def test_for_devices_that_are_not_here():
+def test_for_devices_you_do_not_have():
     mesh = AbstractMesh((8, 2), ('data', 'tp'), axis_types=(AxisType.Auto,) * 2)
     specs = 'b d -> b@data d', 'd f -> d f@tp'
     function = sharded(*specs, out='b f -> b@data f', mesh=mesh)(lambda x, w: x @ w)
@@ -114,7 +114,7 @@ def test_for_devices_that_are_not_here():
     np.testing.assert_allclose(y, X @ W, rtol=1e-5, atol=1e-6)
 
 
-def test_symbolic_sizes_that_parts_divide():
+def test_symbolic_sizes_that_are_divisible():
     shape = export.symbolic_shape('8*n, d')
     exported = through_bytes(
         export.export(layer)(
@@ -129,7 +129,7 @@ def test_symbolic_sizes_that_parts_divide():
 
 
 @pytest.mark.parametrize('traced', [layer, jax.jit(lambda x, w: einshard(x, ROWS) @ w)])
-def test_symbolic_sizes_that_parts_may_not_divide(traced):
+def test_symbolic_sizes_that_may_not_be_divisible(traced):
     n, d = export.symbolic_shape('n, d')
     x = jax.ShapeDtypeStruct((n, d), np.float32)
     with pytest.raises(EinshardError) as caught:

@@ -135,7 +135,7 @@ def test_white_space(text):
 
 
 @pytest.mark.parametrize(
-    ('one', 'other'),
+    ('first', 'second'),
     [
         ('a b -> a* b', 'a b -> b a*'),
         ('a b -> a* b', 'b a -> a* b'),
@@ -147,8 +147,8 @@ def test_white_space(text):
         ('a ...', 'a'),
     ],
 )
-def test_different_expressions_differ(one, other):
-    assert parse(one) != parse(other)
+def test_different_expressions_differ(first, second):
+    assert parse(first) != parse(second)
 
 
 def test_spans():
@@ -188,7 +188,7 @@ def test_str_and_write_agree_with_parse(case):
     for written in [write(parsed.left, parsed.right), write_short(parsed.left)]:
         read = parse(written.text) if written.text else written
         assert (written, written.short) == (read, read.short)
-        spans = [[term.span for term in (*one.left, *one.right)] for one in (written, read)]
+        spans = [[term.span for term in (*e.left, *e.right)] for e in (written, read)]
         assert spans[0] == spans[1]
 
 

@@ -16,8 +16,8 @@ import pytest
 from hlo import llama
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from mistakes import BOTH, FSDP, MEGATRON, Choices, arguments, make_step
-from placed import mesh_of, struct
+from mistakes import BOTH, FSDP, MEGATRON, Choices, arguments, expressions, make_step
+from placed import mesh_of, shardings, struct
 
 from einshard import (
     axis_rules,
@@ -41,18 +41,22 @@ def mesh_for(c, platform='cpu'):
     """16 devices, along the mesh axes that the choices name."""
     axes = {'data': 4, 'tensor': 4} if 'tensor' in str(c) else {'data': 16}
     if platform == 'tpu':
-        pytest.importorskip('libtpu')
-        if jax.__version_info__ < (0, 9):
-            pytest.skip('libtpu gives this JAX no lines')
+        skip_without_lines_on_tpu()
         return topology('v5e:4x4', **axes)
     return device_mesh(jax.devices()[:16], **axes)
+
+
+def skip_without_lines_on_tpu():
+    pytest.importorskip('libtpu')
+    if jax.__version_info__ < (0, 9):
+        pytest.skip('libtpu gives this JAX no lines')
 
 
 REPORTS = {}
 
 
 def report_of(c, mesh=None):
-    """Of a step with these choices. Tests share reports: a fix often is a correct program."""
+    """The report of a step with these choices, cached: fixed programs are often correct ones."""
     mesh = mesh or mesh_for(c)
     key = re.sub("'[^']* -> ", "'", str(c)), mesh  # in the short form
     if key not in REPORTS:
@@ -61,17 +65,12 @@ def report_of(c, mesh=None):
 
 
 def sized_for(platform, c):
-    """With one layer for TPU, where two take seconds to compile; and the layers in paths."""
+    """The choices and the layers in paths: one for TPU, where two take seconds to compile."""
     return (c._replace(layers=1), '0') if platform == 'tpu' else (c, '0-1')
 
 
 def found_in(report):
     return [finding.kind for finding in report.findings]
-
-
-def expressions(finding):
-    """The expressions of a suggestion."""
-    return re.findall("'([^']*)'", finding.suggestion)
 
 
 # --- correct programs ---------------------------------------------------------------------------
@@ -116,7 +115,7 @@ def line_of(text):
 
 
 def check_fixed(wrong, fixed, right):
-    """The suggestion leads to a program without findings that sends what the correct one does."""
+    """The fixed program has no findings, and sends as many bytes as the correct program."""
     assert wrong.network_bytes > right.network_bytes
     assert found_in(fixed) == []
     assert fixed.network_bytes == right.network_bytes
@@ -150,7 +149,7 @@ def test_a_missing_constraint(platform):
 
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
 def test_a_contracted_axis(platform):
-    """The hidden units are sharded, but not along them the weight that reads them."""
+    """The hidden units are sharded, but the weight that reads them is sharded over d."""
     c, layers = sized_for(platform, Choices(MEGATRON | {'down': 'f d@tensor'}))
     mesh = mesh_for(MEGATRON, platform)
     wrong = report_of(c, mesh)
@@ -185,7 +184,7 @@ def test_an_inherited_sharding():
 
 
 def test_an_inherited_sharding_that_costs_nothing():
-    """Reduce-scatters and all-gathers of the residual stream send what all-reduces would."""
+    """Reduce-scatters and all-gathers of the residual stream send as much as all-reduces."""
     c, _ = sized_for('tpu', Choices(MEGATRON | {'embed': 'v d@tensor'}, embedded=None))
     assert found_in(report_of(c, mesh_for(c, 'tpu'))) == []
 
@@ -207,11 +206,11 @@ def test_replicated_compute(part):
     assert finding.kind == 'replicated compute'
     assert finding.text.startswith('4 devices repeat the products in ')
     assert line_of(text) in finding.text
-    shard = re.findall(r"(\S+) with '([^']*)'", finding.suggestion)
-    suggested = {}
-    for paths, expression in shard:
-        for name in re.findall(r'\w+', paths.rpartition('/')[2]):
-            suggested[name] = expression
+    suggested = {
+        name: expression
+        for paths, expression in re.findall(r"(\S+) with '([^']*)'", finding.suggestion)
+        for name in re.findall(r'\w+', paths.rpartition('/')[2])
+    }
     assert set(suggested) == set(names)
     fixed = report_of(Choices(weights | suggested))
     assert found_in(fixed) == []
@@ -219,14 +218,13 @@ def test_replicated_compute(part):
 
 
 def test_replicated_compute_along_an_unused_mesh_axis():
-    c = Choices(FSDP)
-    wrong = report_of(c, mesh_for(MEGATRON))
-    finding = next(one for one in wrong.findings if one.kind == 'replicated compute')
+    mesh = mesh_for(MEGATRON)
+    wrong = report_of(Choices(FSDP), mesh)
+    finding = next(f for f in wrong.findings if f.kind == 'replicated compute')
     assert finding.suggestion == "shard tokens with 'b s -> b@(data,tensor) s'"
-    tokens = expressions(finding)[0]
-    fixed = report_of(
-        c._replace(tokens=tokens, embedded='b s d -> b@(data,tensor) s d'), mesh_for(MEGATRON)
-    )
+    (tokens,) = expressions(finding)
+    c = Choices(FSDP, tokens=tokens, embedded='b s d -> b@(data,tensor) s d')
+    fixed = report_of(c, mesh)
     assert found_in(fixed) == []
     assert wrong.flops > 2.5 * fixed.flops
 
@@ -243,12 +241,10 @@ def test_unsharded_states():
     assert finding.kind == 'unsharded states'
     assert 'are replicated, but their parameters state/w/{embed,head}' in finding.text
     assert 'for_optimizer(params, spec)' in finding.suggestion
-    params = arguments()[0]['w']
-    spec = for_optimizer(params, mistakes.tree(FSDP))
-    states = mistakes.tree({name: name for name in FSDP})
-    assert jax.tree.structure(states) == jax.tree.structure(params)
-    assert callable(spec)
-    assert found_in(report_of(CORRECT['FSDP'])) == []
+    # the suggestion gives the states of the correct program
+    params, specs, mesh = arguments()[0]['w'], mistakes.tree(FSDP), mesh_for(FSDP)
+    suggested = einshard(params, for_optimizer(params, specs), mesh=mesh)
+    assert shardings(suggested) == shardings(einshard(params, specs, mesh=mesh))
 
 
 def test_a_replicated_result_that_feeds_the_next_step():
@@ -264,7 +260,7 @@ def test_a_replicated_result_that_feeds_the_next_step():
 
 
 def varying(w):
-    """Makes gradients of a replicated weight those of the device."""
+    """The weight as varying over data, so that each device keeps its own gradients."""
     if hasattr(jax.lax, 'pcast'):
         return jax.lax.pcast(w, 'data', to='varying')
     return jax.lax.pvary(w, 'data')
@@ -289,12 +285,12 @@ def test_gradients_that_are_reduced_for_each_microbatch():
     @sharded({'w': weights, 'm': weights}, c.tokens, mesh=mesh)
     def step(state, tokens):
         @per_device('...', 'b@data s', out='...', mesh=mesh)
-        def of_device(w, tokens):
+        def local_gradients(w, tokens):
             w = jax.tree.map(varying, w)
             g = mistakes.gradients(w, tokens, c._replace(embedded=None))
             return jax.lax.pmean(g, 'data')
 
-        return mistakes.update(state['w'], state['m'], of_device(state['w'], tokens))
+        return mistakes.update(state['w'], state['m'], local_gradients(state['w'], tokens))
 
     fixed = explain(step, *arguments())
     assert found_in(fixed) == []
@@ -315,7 +311,7 @@ def test_an_all_reduce_of_which_devices_keep_a_slice(platform):
         pytest.skip('XLA reduces in windows, which are not followed')
     mesh = mesh_for('tensor', platform)
     wrong = build('b d -> b d')
-    (finding,) = [one for one in wrong.findings if one.kind == 'sliced all-reduce']
+    (finding,) = [f for f in wrong.findings if f.kind == 'sliced all-reduce']
     assert finding.text == (
         'f32[512,256] is all-reduced along tensor, and each device keeps a slice of the sum: '
         '768.0 KiB, of which a reduce-scatter sends half'
@@ -408,13 +404,12 @@ def ruled(**rules):
             x = einshard(table[tokens], 'batch sequence d')
         return jnp.tanh(x)
 
-    tokens = jax.ShapeDtypeStruct((64, 32), np.int32)
-    return explain(embed, tokens, struct(256, 64))
+    return explain(embed, struct(64, 32, dtype=np.int32), struct(256, 64))
 
 
 def test_names_without_a_rule():
     wrong = ruled(other='@data')
-    (finding,) = [one for one in wrong.findings if one.kind == 'names without a rule']
+    (finding,) = [f for f in wrong.findings if f.kind == 'names without a rule']
     assert finding.text == (
         "no axis rule has 'batch', so this constraint replicates a value that is sharded: "
         "'batch sequence d -> batch@data sequence d'"
@@ -492,12 +487,11 @@ def test_collectives_without_a_constraint_are_inserted():
         return jnp.sum(x @ w)
 
     assert causes(explain(product, struct(64, 64), struct(64, 64))) == {('all-reduce', 'inserted')}
-    gathered = {
-        row.cause for row in report_of(CORRECT['FSDP']).collectives if row.role == 'weights'
-    }
+    rows = report_of(CORRECT['FSDP']).collectives
+    gathers = {row.cause for row in rows if row.role == 'weights'}
     if jax.__version_info__ < (0, 12):  # later, they have only the name of the argument
-        assert 'inserted' in gathered
-    assert 'requested' not in gathered
+        assert 'inserted' in gathers
+    assert 'requested' not in gathers
 
 
 def test_the_cause_is_unknown_if_a_constraint_may_have_lost_its_name():
@@ -505,8 +499,8 @@ def test_the_cause_is_unknown_if_a_constraint_may_have_lost_its_name():
     def gathered(x):
         return jnp.tanh(einshard(jnp.cos(x), 'b d -> b d'))
 
-    for what in (gathered, gathered.lower(struct(64, 64))):
-        report = explain(what, *([struct(64, 64)] if what is gathered else []))
+    x = struct(64, 64)
+    for report in (explain(gathered, x), explain(gathered.lower(x))):
         (row,) = report.collectives
         assert row.kind == 'all-gather'
         assert row.cause in ('requested', 'unknown')
@@ -518,17 +512,15 @@ def test_a_constraint_of_an_argument_is_not_the_choice_of_the_compiler(platform)
     def gathered(x):
         return jnp.tanh(einshard(x, 'b d -> b d'))
 
-    report = explain(gathered, struct(64, 64))
-    assert {row.cause for row in report.collectives} <= {'requested', 'unknown'}
+    rows = explain(gathered, struct(64, 64)).collectives
+    assert {row.cause for row in rows} <= {'requested', 'unknown'}
 
 
 # --- several slices, and a real model -----------------------------------------------------------
 
 
 def between_slices(**axes):
-    pytest.importorskip('libtpu')
-    if jax.__version_info__ < (0, 9):
-        pytest.skip('libtpu gives this JAX no lines')
+    skip_without_lines_on_tpu()
 
     @sharded('b@data d', 'd f@tensor', 'f@tensor d', mesh=topology('v5e:2x4', n_slices=2, **axes))
     def gradients(x, w_in, w_out):
@@ -543,7 +535,7 @@ def between_slices(**axes):
 
 def test_a_mesh_axis_between_slices_that_sends_more_than_another():
     wrong = between_slices(tensor=2, data=2, unused=4)
-    (finding,) = [one for one in wrong.findings if one.kind == 'slow network']
+    (finding,) = [f for f in wrong.findings if f.kind == 'slow network']
     assert 'are sent along tensor between slices, and ' in finding.text
     assert finding.suggestion == 'swap the two mesh axes: data=2, tensor=2, unused=4'
     fixed = between_slices(data=2, tensor=2, unused=4)
@@ -566,7 +558,7 @@ def test_a_train_step_of_64_layers_for_256_devices(monkeypatch):
     state = {'params': specs, 'm': specs, 'v': specs, 'n': replicated}
     placed = ((state, NamedSharding(mesh, PartitionSpec(None, 'data'))), {})
     out = jax.tree.map(
-        lambda one, sharding: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding),
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         lowered.out_info,
         (state, replicated),
     )
@@ -600,4 +592,4 @@ def test_the_same_constraint_twice_under_vmap():
 
     with jax.set_mesh(device_mesh(data=8, model=2)):
         report = explain(jax.jit(jax.vmap(twice, spmd_axis_name='data')), jnp.ones((8, 8)))
-    assert 'no effect' in {one.kind for one in (*report.findings, *report.notes)}
+    assert 'no effect' in {finding.kind for finding in (*report.findings, *report.notes)}

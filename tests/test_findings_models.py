@@ -1,7 +1,6 @@
 """The findings of explain on models of Flax and Equinox: planted mistakes and their fixes."""
 
 import functools
-import re
 from pathlib import Path
 
 import equinox as eqx
@@ -11,15 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from mistakes import constrained, expressions
 
-from einshard import Rules, device_mesh, einshard, explain, for_optimizer, sharded
+from einshard import Rules, device_mesh, explain, for_optimizer, sharded
 
 VOCABULARY, D, F, BATCH, LENGTH = 256, 64, 256, 64, 32
 OPTIMIZER = optax.adamw(1e-3)
-
-
-def constrained(x, spec):
-    return x if spec is None else einshard(x, spec)
 
 
 class Block(nn.Module):
@@ -143,7 +139,7 @@ def test_a_missing_constraint(library):
     assert [finding.kind for finding in wrong.findings][:1] == ['missing constraint']
     finding = wrong.findings[0]
     assert Path(finding.source).name.partition(':')[0] == Path(__file__).name
-    (expression,) = re.findall("'([^']*)'", finding.suggestion)
+    (expression,) = expressions(finding)
     assert expression == STREAM
     right = report_of(library, STREAM, BOTH, mesh=mesh)
     assert right.findings == ()
@@ -158,7 +154,7 @@ def test_a_contracted_axis(library):
     finding = wrong.findings[0]
     assert finding.kind == 'contracted axis'
     assert 'down' in finding.text
-    (expression,) = re.findall("'([^']*)'", finding.suggestion)
+    (expression,) = expressions(finding)
     fixed = report_of(library, STREAM, rules_of(**megatron | {'down': expression}), mesh=mesh)
     right = report_of(library, STREAM, rules_of(**megatron), mesh=mesh)
     assert fixed.findings == ()
@@ -185,7 +181,7 @@ def test_replicated_compute(library):
     wrong = report_of(library, STREAM, rules_of(**megatron | {'head': 'd v'}), mesh=mesh)
     (finding,) = wrong.findings
     assert finding.kind == 'replicated compute'
-    (expression,) = re.findall("'([^']*)'", finding.suggestion)
+    (expression,) = expressions(finding)
     fixed = report_of(library, STREAM, rules_of(**megatron | {'head': expression}), mesh=mesh)
     right = report_of(library, STREAM, rules_of(**megatron), mesh=mesh)
     assert fixed.findings == ()

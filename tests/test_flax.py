@@ -35,16 +35,15 @@ SHARDED = {
     **dict.fromkeys(('up/bias', 'norm/bias', 'norm/scale', 'norm/mean', 'norm/var'), P('tp')),
     'down/kernel': P('tp'),
 }
-SHARDED_NNX = {
-    f'{path}/value': spec for path, spec in SHARDED.items()
-}  # each array is in a Variable
+# each array is in a Variable
+SHARDED_NNX = {f'{path}/value': spec for path, spec in SHARDED.items()}
 
 
 # ------------------------------------------------------------------------------------------ NNX
 
 
 class MLP(nnx.Module):
-    """It has state of every kind: parameters, statistics, keys and counters of a generator."""
+    """State of every kind: parameters, statistics, keys and counters of a generator."""
 
     def __init__(self, rngs, hidden='b f -> b8 f2'):
         self.up = nnx.Linear(8, 16, rngs=rngs)
@@ -80,7 +79,7 @@ def unsharded():
     return first, losses, nnx.state((model, optimizer))
 
 
-def test_state_of_a_module_is_placed_in_it(unsharded):
+def test_placed_state_updates_a_module(unsharded):
     before, *_ = unsharded
     placed = einshard(before, RULES)
     check_placed(placed, SHARDED_NNX)
@@ -295,7 +294,7 @@ def test_names_of_axes_of_nnx():
 
 
 class Named(nn.Module):
-    """Of Linen, with boxes around the kernels."""
+    """A module of Linen with boxes around the kernels."""
 
     @nn.compact
     def __call__(self, x):

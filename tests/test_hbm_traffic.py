@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from placed import struct
 
 from einshard._hlo.hbm_traffic import min_hbm_bytes
 from einshard._hlo.module import Module
@@ -11,11 +12,7 @@ from einshard._hlo.module import Module
 N, ROW = 2**20, 4 * 128
 
 
-def floats(*shape, dtype='float32'):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-TABLE, VECTOR, NUMBER = floats(8192, 128), floats(N), floats(dtype='int32')
+TABLE, VECTOR, NUMBER = struct(8192, 128), struct(N), struct(dtype='int32')
 ALL = 4 * N  # bytes of either
 
 
@@ -33,12 +30,12 @@ PROGRAMS = {
     'every 1024th': (lambda x: x[::1024] * 2, [VECTOR], 2 * 4 * 1024),
     'a product of which 8 are needed': (
         lambda x, y: jnp.where(y > 0, jnp.tanh(x)[:8], y),
-        [VECTOR, floats(8)],
+        [VECTOR, struct(8)],
         3 * 4 * 8,
     ),
     'one row in every step': (
         lambda x, n: lax.scan(lambda c, i: (c + x[i], None), jnp.zeros(128), n)[0],
-        [TABLE, floats(16, dtype='int32')],
+        [TABLE, struct(16, dtype='int32')],
         ROW + 4 * 16 + ROW,  # the 16 rows may be the same
     ),
     'the first rows': (lambda x: sum_of_rows(x, 64), [TABLE], 64 * ROW + ROW),
@@ -50,17 +47,17 @@ PROGRAMS = {
     ),
     'a branch': (
         lambda p, w, x: lax.cond(p, lambda x: x + jnp.sum(w), lambda x: x * 2, x),
-        [floats(dtype='bool'), VECTOR, floats(8)],
+        [struct(dtype='bool'), VECTOR, struct(8)],
         1 + 2 * 4 * 8,
     ),
     'a branch that changes nothing': (
         lambda x, p: lax.cond(p, lambda x: x * 2, lambda x: x, x),
-        [VECTOR, floats(dtype='bool')],
+        [VECTOR, struct(dtype='bool')],
         1,
     ),
     'two caches': (
         lambda a, b, row, n: [lax.dynamic_update_slice(x, row, (n, 0)) for x in (a, b)],
-        [TABLE, TABLE, floats(1, 128), NUMBER],
+        [TABLE, TABLE, struct(1, 128), NUMBER],
         3 * ROW + 4,
     ),
 }

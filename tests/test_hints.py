@@ -6,7 +6,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from placed import mesh_of
+from placed import mesh_of, struct
 
 from einshard import Rules, axis_rules, einshard, make_sharding, sharded
 
@@ -43,7 +43,7 @@ def test_a_count_or_star_after_a_space(text, sentence, to_shard, to_replicate):
     assert not make_sharding(to_shard, ndim=2).is_fully_replicated
 
 
-def test_only_what_fits_is_suggested(devices8):
+def test_only_valid_expressions_are_suggested(devices8):
     (caught,) = warnings_of(lambda: einshard(np.ones((6, 8)), 'a 8 b', mesh=devices8))
     assert str(caught.message) == (
         "in 'a 8 b', '8' only replicates, and nothing is sharded; "
@@ -92,7 +92,7 @@ CALLS = {
     'host data': lambda: einshard(X, 'a * b'),
     'a placed array': lambda: einshard(einshard(X, '* a b'), 'a * b'),
     'a scalar in a tree': lambda: einshard({'x': 1.0, 'y': X}, {'x': '*', 'y': 'a * b'}),
-    'shapes': lambda: einshard(jax.ShapeDtypeStruct((16, 16), 'float32'), 'a * b'),
+    'shapes': lambda: einshard(struct(16, 16), 'a * b'),
     'rules': lambda: einshard({'w': X}, Rules([('w', 'a * b')])),
     'make_sharding': lambda: make_sharding('a * b'),
     'an argument': lambda: sharded('a * b')(lambda x: x)(X),

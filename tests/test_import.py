@@ -2,14 +2,15 @@
 
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
+from spawn import free_port, python_path
+
 import einshard
 
-# JAX takes a number of CPU devices only while no backend runs, and connects to other processes only
-# then; so both tell, by documented means, whether one does. Once one runs, both refuse.
+# JAX sets the number of CPU devices, and connects to other processes, only while no backend runs.
+# So both calls show, by documented means, whether one does.
 PROGRAM = """
 import jax
 import einshard
@@ -59,15 +60,11 @@ jax.distributed.shutdown()
 
 
 def test_starts_no_backend():
-    with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
-        port = listener.getsockname()[1]
-    root = str(pathlib.Path(einshard.__file__).parents[1])
-    path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
+    path = python_path(pathlib.Path(einshard.__file__).parents[1])
     env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': path}
     env.pop('XLA_FLAGS', None)
     done = subprocess.run(
-        [sys.executable, '-W', 'error', '-c', PROGRAM.replace('PORT', str(port))],
+        [sys.executable, '-W', 'error', '-c', PROGRAM.replace('PORT', str(free_port()))],
         env=env,
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
-"""What the package leans on in JAX beyond its documented API.
+"""Behavior of JAX beyond its documented API that the package relies on.
 
-When one of these fails after an upgrade, the comment says what in the package to look at.
+If one of these tests fails after an upgrade, its comment names the code that relies on it.
 """
 
 import jax
@@ -30,7 +30,7 @@ def mesh_is_hidden():
 
 @pytest.mark.parametrize('mesh', [None, AUTO, EXPLICIT])
 def test_get_mesh_refuses_inside_every_transformation(mesh):
-    # _context.is_tracing asks by it
+    # _sharding.context.is_tracing
     seen = []
 
     def fresh():  # JAX remembers what it traced, by function
@@ -65,12 +65,11 @@ def test_get_mesh_refuses_inside_every_transformation(mesh):
 
 
 def test_abstract_mesh_in_context_is_empty_outside():
-    # _mesh.context_mesh
+    # _sharding.context.ambient_mesh
     assert jax.sharding.get_abstract_mesh().empty
-    mesh = ONE_AXIS
-    with jax.set_mesh(mesh):
-        assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
-        assert jax.sharding.get_mesh() is mesh
+    with jax.set_mesh(ONE_AXIS):
+        assert jax.sharding.get_abstract_mesh() == ONE_AXIS.abstract_mesh
+        assert jax.sharding.get_mesh() is ONE_AXIS
     assert jax.sharding.get_abstract_mesh().empty
     with jax.sharding.use_abstract_mesh(AbstractMesh((8,), ('x',))):
         assert not jax.sharding.get_abstract_mesh().empty
@@ -78,28 +77,27 @@ def test_abstract_mesh_in_context_is_empty_outside():
 
 
 def test_specs_that_mean_the_same_are_not_equal():
-    # _sharding.resolve normalises them
+    # _sharding.resolve normalizes them
     assert P('x') != P('x', None)
-    mesh = ONE_AXIS
-    assert NamedSharding(mesh, P('x')) != NamedSharding(mesh, P('x', None))
-    assert NamedSharding(mesh, P('x')) == NamedSharding(mesh, P('x'))
+    assert NamedSharding(ONE_AXIS, P('x')) != NamedSharding(ONE_AXIS, P('x', None))
+    assert NamedSharding(ONE_AXIS, P('x')) == NamedSharding(ONE_AXIS, P('x'))
 
 
 def test_shardings_on_equal_meshes_are_equal():
-    one, other = mesh_of(x=2, y=4), mesh_of(x=2, y=4)
-    assert NamedSharding(one, P('x')) == NamedSharding(other, P('x'))
-    assert hash(NamedSharding(one, P('x'))) == hash(NamedSharding(other, P('x')))
-    assert NamedSharding(one, P('x')) != NamedSharding(mesh_of(x=2, y=2, z=2), P('x'))
+    sharding, equal = (NamedSharding(mesh_of(x=2, y=4), P('x')) for _ in 'ab')
+    assert sharding == equal
+    assert hash(sharding) == hash(equal)
+    assert sharding != NamedSharding(mesh_of(x=2, y=2, z=2), P('x'))
 
 
 def test_default_axis_types():
-    # hence axis_types= is given always
+    # the package always passes axis_types=
     assert ONE_AXIS.axis_types == (AUTO,)
     assert Mesh(np.array(jax.devices()), ('x',)).axis_types == (AUTO,)
 
 
 def test_device_put_in_jit_does_nothing_under_auto():
-    # _arrays.constrain is there for it
+    # so _arrays.constrain does not use device_put
     sharding = NamedSharding(ONE_AXIS, P('x'))
     y = jax.jit(lambda x: jax.device_put(x * 2, sharding))(X)
     assert shard_shapes(y) == {(8, 8)}
@@ -107,8 +105,8 @@ def test_device_put_in_jit_does_nothing_under_auto():
     assert shard_shapes(y) == {(1, 8)}
 
 
-def test_indivisible_constraint_in_jit_replicates_in_silence():
-    # Placement.check is there for it
+def test_indivisible_constraint_in_jit_silently_replicates():
+    # so Placement.check compares the sizes
     sharding = NamedSharding(ONE_AXIS, P('x'))
     x = np.ones((7, 8), np.float32)
     y = jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 2, sharding))(x)
@@ -117,13 +115,13 @@ def test_indivisible_constraint_in_jit_replicates_in_silence():
         jax.device_put(x, sharding)
 
 
-def test_constraint_in_jit_forgets_the_memory_kind():
+def test_constraint_in_jit_drops_the_memory_kind():
     sharding = NamedSharding(ONE_AXIS, P('x'), memory_kind='pinned_host')
     y = jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 2, sharding))(X)
     assert y.sharding.memory_kind == 'device'
 
 
-def test_jit_forgets_the_sharding_of_a_constant():
+def test_jit_drops_the_sharding_of_a_constant():
     # a placed array inside jit is constrained, even if it is sharded as asked
     x = jax.device_put(X, NamedSharding(ONE_AXIS, P('x')))
     y = jax.jit(lambda: x + 0)()
@@ -142,20 +140,20 @@ def test_constraint_asserts_under_explicit():
 
 
 def test_reshard_refuses_auto_axes():
-    mesh = ONE_AXIS
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match='reshard cannot'):
-        jax.jit(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, P('x'))))(X)
+    sharding = NamedSharding(ONE_AXIS, P('x'))
+    with jax.set_mesh(ONE_AXIS), pytest.raises(ValueError, match='reshard cannot'):
+        jax.jit(lambda x: jax.sharding.reshard(x, sharding))(X)
 
 
 def test_different_auto_meshes_meet_in_one_jit():
-    # what the one mesh, refactored, leans on
-    one = jax.device_put(X, NamedSharding(ONE_AXIS, P('x')))
-    other = jax.device_put(X, NamedSharding(mesh_of(x=2, y=4), P('y', 'x')))
-    np.testing.assert_array_equal(jax.jit(lambda a, b: (a + b).sum())(one, other), 2 * X.sum())
+    # so the canonical mesh may have other factors for some expressions
+    x = jax.device_put(X, NamedSharding(ONE_AXIS, P('x')))
+    y = jax.device_put(X, NamedSharding(mesh_of(x=2, y=4), P('y', 'x')))
+    np.testing.assert_array_equal(jax.jit(lambda a, b: (a + b).sum())(x, y), 2 * X.sum())
     backwards = mesh_of(jax.devices()[7::-1], x=8)
-    another = jax.device_put(X, NamedSharding(backwards, P('x')))
+    z = jax.device_put(X, NamedSharding(backwards, P('x')))
     with pytest.raises(ValueError, match='incompatible devices'):
-        jax.jit(lambda a, b: a + b)(one, another)
+        jax.jit(lambda a, b: a + b)(x, z)
 
 
 @pytest.mark.parametrize('types', [AUTO, EXPLICIT])
@@ -183,11 +181,11 @@ def test_mesh_axis_named_zero_is_ignored():
 
 
 def test_device_is_a_class_for_isinstance():
-    # _mesh._device_mesh
+    # _sharding.mesh checks devices by it
     assert all(isinstance(device, jax.Device) for device in jax.devices())
 
 
-def test_traced_values_tell_auto_from_explicit():
+def test_traced_values_show_whether_axes_are_auto_or_explicit():
     # describe
     seen = []
 
@@ -246,15 +244,14 @@ def test_a_user_context_is_in_the_keys_of_jit_and_of_traces_by_equality():
 def test_programs_with_refs_keep_their_shardings_in_private():
     # _inspect.lowered.compiled_shardings reads them there; if the first two properties work, use
     # them alone
-    mesh = ONE_AXIS
-    row, whole = NamedSharding(mesh, P('x')), NamedSharding(mesh, P())
-    ref = jax.new_ref(jax.device_put(jnp.ones(8), whole))
+    rows, replicated = NamedSharding(ONE_AXIS, P('x')), NamedSharding(ONE_AXIS, P())
+    ref = jax.new_ref(jax.device_put(jnp.ones(8), replicated))
 
     def f(unused, ref, x):
         ref[...] += x.sum()
         return x * 2
 
-    x = jax.device_put(jnp.ones(8), row)
+    x = jax.device_put(jnp.ones(8), rows)
     compiled = jax.jit(f).lower(x, ref, x).compile()
     with pytest.raises(ValueError, match='Too many leaves'):
         _ = compiled.out_info

@@ -161,7 +161,7 @@ AGREE = [
 @pytest.mark.parametrize(('n', 'n_dims', 'spellings'), AGREE)
 def test_equivalent_expressions(n, n_dims, spellings):
     devices = jax.devices()[:n]
-    shardings = [make_sharding(one, ndim=n_dims, mesh=devices) for one in spellings]
+    shardings = [make_sharding(text, ndim=n_dims, mesh=devices) for text in spellings]
     for spelling, sharding in zip(spellings, shardings, strict=True):
         assert sharding == shardings[0], spelling
         assert hash(sharding) == hash(shardings[0]), spelling

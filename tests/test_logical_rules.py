@@ -9,10 +9,12 @@ import maxtext_axes
 import numpy as np
 import pytest
 from beartype import beartype
+from counting import counted
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, jaxtyped
 from placed import mesh_of
+from test_axis_rules import MESH, spec
 
 from einshard import (
     EinshardError,
@@ -25,22 +27,17 @@ from einshard import (
     sharded,
 )
 
-MESH = mesh_of(data=2, fsdp=2, tp=2)
 SIZE_ONE = mesh_of(data=4, fsdp=1, tp=2)
 FALLBACKS = [('batch', ('data', 'fsdp')), ('embed', ('fsdp', 'tp')), ('embed', 'tp'), ('mlp', 'tp')]
-
-
-def spec(expression, mesh=MESH):
-    return make_sharding(expression, mesh=mesh).spec
 
 
 def entries(spec, mesh):
     """The mesh axes of each array axis that shard it."""
     axes = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-    some = [tuple(axis for axis in entry if mesh.shape[axis] > 1) for entry in axes]
-    while some and not some[-1]:
-        some.pop()
-    return some
+    kept = [tuple(axis for axis in entry if mesh.shape[axis] > 1) for entry in axes]
+    while kept and not kept[-1]:
+        kept.pop()
+    return kept
 
 
 # ------------------------------------------------------------------------------------------- Flax
@@ -129,7 +126,7 @@ def test_mesh_axes_of_size_one_are_never_taken():
         assert spec('batch embed mlp', SIZE_ONE) == P(('data', 'fsdp'), 'tp')
 
 
-def test_missing_mesh_axes_are_as_if_they_had_size_one():
+def test_missing_mesh_axes_count_as_size_one():
     pairs = [('batch', ('pod', 'data')), ('embed', ('pod', 'tp')), ('embed', 'fsdp')]
     with axis_rules(pairs, taken='next', missing='replicate'):
         assert spec('batch embed') == P('data', 'tp')
@@ -139,10 +136,9 @@ def test_missing_mesh_axes_are_as_if_they_had_size_one():
 
 def test_traces_are_per_list_of_rules():
     """JAX caches the traces of scan bodies by their function; the rules are part of its key."""
-    traced = []
 
+    @counted
     def body(carry, x):
-        traced.append(1)
         return carry, einshard(x + carry, 'batch embed', mesh=MESH)
 
     x = jnp.ones((3, 8, 8))
@@ -153,7 +149,7 @@ def test_traces_are_per_list_of_rules():
             assert run(x).sharding.spec == P(None, ('data', 'fsdp'), 'tp')
         with axis_rules(swapped, taken='next'):
             assert run(x).sharding.spec == P(None, None, ('fsdp', 'tp'))
-    assert len(traced) == 2
+    assert body.runs == 2
 
 
 def test_two_meshes_that_take_turns():
@@ -191,13 +187,8 @@ def test_indivisible_axes_of_these_rules_are_replicated():
 
 
 def test_indivisible_axes_in_traces_and_sharded_functions():
-    traced = []
-
-    @sharded('batch d', out='d batch', mesh=MESH)
-    def transposed(x):
-        traced.append(1)
-        return einshard(x, 'batch d').T
-
+    body = counted(lambda x: einshard(x, 'batch d').T)
+    transposed = sharded('batch d', out='d batch', mesh=MESH)(body)
     with axis_rules(batch='@(data,fsdp)', indivisible='replicate'):
         for _ in range(2):
             for n, axes in ((8, ('data', 'fsdp')), (6, None), (4, ('data', 'fsdp'))):
@@ -205,41 +196,36 @@ def test_indivisible_axes_in_traces_and_sharded_functions():
                 y = transposed(x)
                 assert y.sharding.is_equivalent_to(NamedSharding(MESH, P(None, axes)), 2)
                 np.testing.assert_array_equal(y, x.T)
-    assert len(traced) == 3
+    assert body.runs == 3
 
 
 def test_indivisible_axes_of_einshard():
     tree = {'a': np.zeros((6, 8), np.float32), 'b': np.zeros((8, 8), np.float32)}
     placed = einshard(tree, 'x y -> x4 y2', mesh=jax.devices()[:8], indivisible='replicate')
     assert describe(placed) == {'a': 'a b -> 4 a b2', 'b': 'a b -> a4 b2'}
-    one = einshard(tree['a'], 'x y@tp', mesh=MESH, indivisible='replicate')
-    assert one.sharding.spec == P(None, 'tp')
-    made = jax.jit(lambda x: einshard(x, 'x@data y@tp', mesh=MESH, indivisible='replicate'))
-    assert made(np.zeros((3, 4))).sharding.spec == P(None, 'tp')
+    placed = einshard(tree['a'], 'x y@tp', mesh=MESH, indivisible='replicate')
+    assert placed.sharding.spec == P(None, 'tp')
+    f = jax.jit(lambda x: einshard(x, 'x@data y@tp', mesh=MESH, indivisible='replicate'))
+    assert f(np.zeros((3, 4))).sharding.spec == P(None, 'tp')
 
 
 def test_indivisible_axes_of_sharded():
-    traced = []
-
-    @sharded('x y -> x4 y2', out='y x -> y8 x', mesh=jax.devices()[:8], indivisible='replicate')
-    def transposed(x):
-        traced.append(1)
-        return x.T
-
+    body, eight = counted(lambda x: x.T), jax.devices()[:8]
+    options = {'mesh': eight, 'indivisible': 'replicate'}
+    transposed = sharded('x y -> x4 y2', out='y x -> y8 x', **options)(body)
     for known in (False, True):
-        n = len(traced)
+        n = body.runs
         for shape, before, after in (
             ((8, 8), 'a b -> a4 b2', 'a b -> a8 b'),
             ((6, 8), 'a b -> 4 a b2', 'a b -> a8 b'),
             ((6, 4), 'a b -> 4 a b2', 'a b -> 8 a b'),
         ):
             x = np.arange(float(np.prod(shape)), dtype=np.float32).reshape(shape)
-            sharding = make_sharding(before, mesh=jax.devices()[:8])
-            assert transposed.in_shardings(x)['x'] == sharding
+            assert transposed.in_shardings(x)['x'] == make_sharding(before, mesh=eight)
             y = transposed(x)
             assert describe(y) == after
             np.testing.assert_array_equal(y, x.T)
-        assert (len(traced) == n) == known
+        assert (body.runs == n) == known
 
 
 @pytest.mark.parametrize('option', [{'indivisible': 'pad'}, {'indivisible': None}])

@@ -76,7 +76,7 @@ def test_a_program_that_does_not_fit():
 
 
 def test_a_jitted_program_that_does_not_fit():
-    """Not all arguments are used, and one is donated; the compiler chooses how results lie."""
+    """Not all arguments are used, one is donated, and the compiler chooses the result shardings."""
     mesh = Mesh(topology('v5e:2x2').devices.reshape(4), 'd')
     rows = NamedSharding(mesh, P('d'))
 
@@ -110,13 +110,13 @@ def test_a_program_that_does_not_fit_on_the_mesh_in_context():
 
 def test_one_device_is_too_small():
     mesh = topology('v5e:2x2')
-    one = NamedSharding(Mesh(mesh.devices.reshape(4)[:1], 'd'), P())
-    report = explain(jax.jit(lambda x: x @ x), bf16(100_000, 100_000, sharding=one))
+    sharding = NamedSharding(Mesh(mesh.devices.reshape(4)[:1], 'd'), P())
+    report = explain(jax.jit(lambda x: x @ x), bf16(100_000, 100_000, sharding=sharding))
     assert report.memory.total > report.memory.capacity
     assert [row.placement for row in report.results] == ['a b -> a b']
 
 
-def test_lowered_programs_do_not_tell_their_devices():
+def test_lowered_programs_that_do_not_fit():
     rows = NamedSharding(Mesh(topology('v5e:2x2').devices.reshape(4), 'd'), P('d'))
     lowered = jax.jit(lambda x: x @ x.T).lower(bf16(400_000, 400_000, sharding=rows))
     with pytest.raises(EinshardError, match='does not compile'):

@@ -1,4 +1,4 @@
-"""memory= of sharded: how much memory a program may need, and what a call says that needs more."""
+"""memory= of sharded: limits on the memory of programs, and the errors of calls that need more."""
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ def product(x, w):
     return jnp.tanh(x @ w) @ w.T
 
 
-def promising(memory, **options):
+def limited(memory, **options):
     return sharded('b* x', '* x y', memory=memory, **options)(product)
 
 
 def needed(x=X):
-    return explain(promising(None), x, W).memory.total
+    return explain(limited(None), x, W).memory.total
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_sizes(text, n):
 @pytest.mark.parametrize('given', ['15', '15 gigabytes', 'GB', '', -1, True, 1.5, [1]])
 def test_invalid_sizes(given):
     with pytest.raises(EinshardError, match=r'^memory= must be a size in bytes, not '):
-        promising(given)
+        limited(given)
 
 
 def test_enough_memory():
-    found = promising(needed())(X, W)
+    found = limited(needed())(X, W)
     assert np.allclose(found, product(X, W), rtol=1e-4)
 
 
@@ -61,10 +61,10 @@ def test_too_little_memory():
         return product(x, w)
 
     limit = needed() // 2
-    careful = sharded('b* x', '* x y', memory=limit)(function)
+    f = sharded('b* x', '* x y', memory=limit)(function)
     for _ in range(2):  # nothing runs, also not the second time
         with pytest.raises(MemoryExceeded) as caught:
-            careful(X, W)
+            f(X, W)
     assert run == []
     error = caught.value
     assert error.sentence.startswith('function needs ')
@@ -77,23 +77,23 @@ def test_too_little_memory():
 def test_too_little_memory_for_a_program_without_text(monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, 'as_text', lambda self: None)
     with pytest.raises(MemoryExceeded) as caught:
-        promising('1 kB')(X, W)
+        limited('1 kB')(X, W)
     assert 'largest 1' not in caught.value.facts
 
 
 def test_programs_for_other_shapes_are_checked():
-    careful = promising(needed())
-    careful(X, W)
+    f = limited(needed())
+    f(X, W)
     with pytest.raises(MemoryExceeded):
-        careful(np.ones((4096, 512), np.float32), W)
-    careful(X, W)
+        f(np.ones((4096, 512), np.float32), W)
+    f(X, W)
 
 
 def test_one_device_has_memory_too():
-    one = jax.devices()[:1]
+    options = {'mesh': jax.devices()[:1], 'collectives': ()}
     with pytest.raises(MemoryExceeded):
-        promising('1 kB', mesh=one, collectives=())(X, W)
-    promising('1 GB', mesh=one, collectives=())(X, W)
+        limited('1 kB', **options)(X, W)
+    limited('1 GB', **options)(X, W)
 
 
 def test_both_promises():
@@ -110,18 +110,18 @@ def test_both_promises():
     ],
 )
 def test_a_gradient_outside_of_jit_is_not_checked(options, unchecked):
-    careful = promising('1 kB', **options)
+    f = limited('1 kB', **options)
     with pytest.warns(UserWarning, match=f'^{unchecked} inside jax.grad'):
-        jax.grad(lambda x: careful(x, W).sum())(X)
+        jax.grad(lambda x: f(x, W).sum())(X)
 
 
 def test_explain_reports_a_broken_promise():
-    report = explain(promising('1 KiB'), X, W)
-    (warning,) = (one for one in report.findings if one.kind == 'promise broken')
-    assert warning.text.startswith('memory= allows 1.0 KiB, but the program needs ')
+    report = explain(limited('1 KiB'), X, W)
+    (finding,) = (f for f in report.findings if f.kind == 'promise broken')
+    assert finding.text.startswith('memory= allows 1.0 KiB, but the program needs ')
 
 
 def test_an_unknown_memory(monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, 'memory_analysis', lambda self: None)
     with pytest.raises(EinshardError, match=r'^cannot read the memory of product: '):
-        promising('1 GB')(X, W)
+        limited('1 GB')(X, W)

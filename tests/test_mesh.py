@@ -1,5 +1,6 @@
 """The canonical mesh, its device order and factors; and users' own meshes."""
 
+import contextlib
 import enum
 import itertools
 import random
@@ -152,7 +153,7 @@ def test_invalid_meshes_in_every_function(mesh):
         return x
 
     x, options = np.ones((16, 16), np.float32), {'mesh': mesh}
-    takers = [
+    calls = [
         lambda: make_sharding('a -> a*', **options),
         lambda: einshard.einshard(x, 'a b -> a* b', **options),
         lambda: einshard.sharded('a b -> a* b', **options)(f),
@@ -160,8 +161,8 @@ def test_invalid_meshes_in_every_function(mesh):
         lambda: einshard.Rules([('', 'a b -> a* b')]).table(x, **options),
         lambda: einshard.explain(f, x, **options),
     ]
-    for taker in takers:
-        assert refusal(taker).sentence.startswith('mesh= ')
+    for call in calls:
+        assert refusal(call).sentence.startswith('mesh= ')
 
 
 @pytest.mark.filterwarnings('ignore:The default axis_types will change')  # JAX 0.8
@@ -331,16 +332,9 @@ def test_different_expressions_in_one_jit(in_context):
     def total(*arrays):
         return sum((i + 1) * array for i, array in enumerate(arrays)).sum()
 
-    def meet():
+    with jax.set_mesh(device_mesh(devices)) if in_context else contextlib.nullcontext():
         arrays = [einshard.einshard(x, e, mesh=devices) for e in EXPRESSIONS_ON_12]
-        return jax.jit(total)(*arrays)
-
-    if in_context:
-        with jax.set_mesh(device_mesh(devices)):
-            result = meet()
-    else:
-        result = meet()
-    assert float(result) == 21 * x.sum()
+        assert float(jax.jit(total)(*arrays)) == 21 * x.sum()
 
 
 # 'a b -> b12 a' is left out: compiled from these two arguments, it makes the XLA of jaxlib 0.12.0.1
@@ -414,6 +408,6 @@ def test_tpu_different_expressions_compile_together(tpu):
     """On TPU, meshes of different shapes have different device orders, which jit refuses to mix."""
     devices = tpu('v5e:4x4')
     shardings = tuple(make_sharding(e, mesh=devices) for e in ('a b -> a4 b4', 'b c -> b2 c4 2'))
-    operands = (jax.ShapeDtypeStruct((64, 64), np.float32, sharding=one) for one in shardings)
+    operands = (jax.ShapeDtypeStruct((64, 64), np.float32, sharding=s) for s in shardings)
     compiled = jax.jit(lambda a, b: a @ b).lower(*operands).compile()
     assert compiled.input_shardings[0] == shardings

@@ -107,7 +107,8 @@ def test_all_suggested_sizes_fit(n, sizes):
         solved = solve_sizes(axes, n, 'device_mesh(')
     except EinshardError as error:
         for text in error.facts['sizes that fit'].split('; '):
-            fits = {name: int(size) for name, size in (one.split('=') for one in text.split(', '))}
+            pairs = (pair.split('=') for pair in text.split(', '))
+            fits = {name: int(size) for name, size in pairs}
             assert fits.keys() == axes.keys()
             assert solve_sizes(fits, n, '') == fits
             assert math.prod(fits.values()) == n
@@ -230,5 +231,5 @@ def test_a_slice_holds_no_arrays(libtpu):
         *(refusal(einshard, tree, 'b@data', mesh=mesh) for tree in (np.ones(4), [np.ones(4)] * 2)),
         *(refusal(f, x) for x in (np.ones(4), einshard(np.ones(4), 'b -> * b'))),
     ]
-    assert all('can neither hold arrays nor run programs' in one.sentence for one in errors)
+    assert all('can neither hold arrays nor run programs' in e.sentence for e in errors)
     assert f.lower(np.ones(4, np.float32)).compile() is not None

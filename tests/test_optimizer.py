@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from model_rules import MESH_128, MODELS
-from placed import check_placed, mesh_of, on, shardings, struct
+from placed import check_equal, check_placed, mesh_of, on, shardings, struct
 from refusal import refusal
 
 from einshard import (
@@ -118,7 +118,7 @@ def test_moments_are_placed_as_their_parameters(name):
 
 @pytest.mark.parametrize('name', ['Llama 8B', 'Mixtral 8x7B', 'GPT-2 XL'])
 def test_factored_moments_of_models(name):
-    """As optax documents: v_row lacks the largest axis, v_col the second; v is the unfactored."""
+    """As optax documents: v_row lacks the largest axis, v_col the second; v is not factored."""
     params, rules, specs = MODELS[name]
     state = jax.eval_shape(optax.adafactor(1e-3).init, params)
     factored = einshard(state, for_optimizer(params, rules), mesh=MESH_128)[0]
@@ -204,7 +204,7 @@ ZERO = [
     ('x y -> 2 x4 2 y', (64, 256), 'x y -> y2 x4 y2'),
     ('x y -> 2 x4 2 y', (64, 3), 'x y -> x16 y'),
     ('x y z -> 2 x4 2 y z', (4, 2, 2), 'x y z -> y2 x4 z2'),
-    # as many mesh axes as divide it, then the others
+    # as many mesh axes as divide the axis; the others shard the next
     (EVERYWHERE, (4, 4), 'x y -> x4 y4'),
     (EVERYWHERE, (8, 2), 'x y -> x8 y2'),
     (EVERYWHERE, (8, 3), 'x y -> x8 2 y'),
@@ -220,7 +220,7 @@ ZERO = [
     ('-> *', (), '-> *'),
 ]
 ZERO_FEWER_AXES = [
-    # the replicas of the parameter; those of what is left out stay
+    # over the replicas of the parameter, but not over the devices of its missing axis
     ('x y -> * x y2', (64, 256), (64,), 'x -> x8 2'),
     ('x y -> * x y2', (64, 256), (256,), 'y*'),
     ('x y -> * x y2', (64, 256), (10, 64, 256), 'n x y -> n x8 y2'),
@@ -230,7 +230,7 @@ ZERO_FEWER_AXES = [
 
 
 @pytest.mark.parametrize(
-    ('zero', 'expression', 'whole', 'left', 'by_hand'),
+    ('zero', 'expression', 'shape', 'state_shape', 'by_hand'),
     [
         *[(False, *row) for row in FEWER_AXES],
         *[(True, *row) for row in ZERO_FEWER_AXES],
@@ -238,13 +238,13 @@ ZERO_FEWER_AXES = [
         *[(False, e, shape, shape, e) for e, shape, _ in ZERO],
     ],
 )
-def test_states_by_counts(zero, expression, whole, left, by_hand):
-    spec = for_optimizer({'w': struct(*whole)}, expression, zero=zero)
-    placed = einshard({'v': {'w': struct(*left)}}, spec)['v']['w']
-    assert placed.sharding == make_sharding(by_hand, ndim=len(left))
+def test_states_by_counts(zero, expression, shape, state_shape, by_hand):
+    spec = for_optimizer({'w': struct(*shape)}, expression, zero=zero)
+    placed = einshard({'v': {'w': struct(*state_shape)}}, spec)['v']['w']
+    assert placed.sharding == make_sharding(by_hand, ndim=len(state_shape))
 
 
-def test_sizes_decide_where_a_name_of_optax_does_not_fit():
+def test_sizes_decide_if_the_name_in_optax_does_not_fit():
     spec = for_optimizer({'w': struct(64, 32, 64)}, 'x y z -> x4 4 y z')
     placed = einshard({'v_col': {'w': struct(64, 64)}}, spec)['v_col']['w']
     assert placed.sharding == make_sharding('x z -> x4 4 z')
@@ -306,45 +306,45 @@ NAMED_ZERO = [
 
 
 @pytest.mark.parametrize(
-    ('spec', 'whole', 'left', 'zero', 'by_hand'),
+    ('spec', 'shape', 'state_shape', 'zero', 'by_hand'),
     [
-        *[(spec, whole, left, False, hand) for spec, whole, left, hand in NAMED_FEWER_AXES],
-        *[(spec, shape, shape, zero, hand) for spec, shape, zero, hand in NAMED_ZERO],
+        *[(*row, False, by_hand) for *row, by_hand in NAMED_FEWER_AXES],
+        *[(spec, shape, shape, *row) for spec, shape, *row in NAMED_ZERO],
     ],
 )
 @pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
-def test_states_on_named_meshes(spec, whole, left, zero, by_hand, axis_type):
+def test_states_on_named_meshes(spec, shape, state_shape, zero, by_hand, axis_type):
     mesh = mesh_of(types=axis_type, **NAMED)
-    spec = for_optimizer({'w': struct(*whole)}, spec, zero=zero)
-    x = np.arange(np.prod(left), dtype=np.float32).reshape(left)
-    shape = einshard({'v': {'w': struct(*left)}}, spec, mesh=mesh)['v']['w']
+    spec = for_optimizer({'w': struct(*shape)}, spec, zero=zero)
+    x = np.arange(np.prod(state_shape), dtype=np.float32).reshape(state_shape)
+    annotated = einshard({'v': {'w': struct(*state_shape)}}, spec, mesh=mesh)['v']['w']
     with jax.set_mesh(mesh):
         placed = einshard({'v': {'w': x}}, spec)['v']['w']
-    assert placed.sharding == shape.sharding == NamedSharding(mesh, by_hand)
+    assert placed.sharding == annotated.sharding == NamedSharding(mesh, by_hand)
     np.testing.assert_array_equal(placed, x)
 
 
 def test_other_factors_than_those_of_the_canonical_mesh():
-    twelve = jax.devices()[:12]  # as 3 x 2 x 2, on which 'x4 y3' does not fall
-    for expression, left, zero, by_hand in (
+    twelve = jax.devices()[:12]  # 3 x 2 x 2, which 'x4 y3' does not fit
+    for expression, state_shape, zero, by_hand in (
         ('x y -> x4 y3', (8,), False, 'x -> x4 3'),
         ('x y -> x4 y3', (6,), False, 'y -> 4 y3'),
         ('x y -> x2 6 y', (8, 6), True, 'x y -> x2 y6'),
     ):
         spec = for_optimizer({'w': struct(8, 6)}, expression, zero=zero)
-        placed = einshard({'v': {'w': struct(*left)}}, spec, mesh=twelve)['v']['w']
-        assert placed.sharding.is_equivalent_to(make_sharding(by_hand, mesh=twelve), len(left))
+        placed = einshard({'v': {'w': struct(*state_shape)}}, spec, mesh=twelve)['v']['w']
+        assert placed.sharding.is_equivalent_to(make_sharding(by_hand, mesh=twelve), placed.ndim)
 
 
 def test_axis_rules_in_use():
     spec = for_optimizer({'w': struct(8, 16)}, 'batch heads')
-    for rules, full, left in (
+    for rules, w, moment in (
         ({'heads': '@(tp,fsdp)'}, P(None, ('tp', 'fsdp')), P(('tp', 'fsdp'))),
         ({'batch': '@data'}, P('data'), P()),
     ):
         with axis_rules(**rules):
             placed = einshard([{'w': struct(8, 16)}, {'w': struct(16)}], spec, mesh=NAMED_MESH)
-        assert [leaf['w'].sharding.spec for leaf in placed] == [full, left]
+        assert [leaf['w'].sharding.spec for leaf in placed] == [w, moment]
 
 
 @pytest.mark.parametrize('shape', [(4, 4), (4, 4, 8), (8, 4, 4), (4, 8, 4)])
@@ -358,25 +358,25 @@ def test_square_kernels_of_adafactor(shape):
         _, state = optimizer.update({'w': grad}, optimizer.init(params), params)
         return {'v_row': state.v_row['w'], 'v_col': state.v_col['w']}
 
-    # a gradient that varies along one axis only: so do the moments that have it
+    # a gradient that varies along one axis only makes the moments with this axis vary
     index = np.indices(shape, dtype=np.float32)
     moments = {axis: moments_of(1 + index[axis]) for axis in range(len(shape))}
     rule = 'x y -> x2 4 y2' if len(shape) == 2 else 'x y z -> x2 2 y2 z2'
-    cut = (0, 3) if len(shape) == 2 else (0, 2, 3)  # by which of the four factors of 16
+    mesh_axes = (0, 3) if len(shape) == 2 else (0, 2, 3)  # of x, y and z, of four
     spec = for_optimizer(params, rule)
     state = einshard(jax.eval_shape(optimizer.init, params), spec)
     mesh = make_sharding(rule).mesh
     for name in ('v_row', 'v_col'):
         kept = [axis for axis in moments if np.ptp(moments[axis][name]) > 0]
         assert len(kept) == len(shape) - 1
-        by_hand = NamedSharding(mesh, P(*(mesh.axis_names[cut[axis]] for axis in kept)))
+        by_hand = NamedSharding(mesh, P(*(mesh.axis_names[mesh_axes[axis]] for axis in kept)))
         assert getattr(state, name)['w'].sharding == by_hand
 
 
 # ------------------------------------------------------------------------------------------ paths
 
 ROWS, COLUMNS = 'x y -> x* y', 'x y -> x y*'
-ACROSS, DOWN, WHOLE = 'a b -> a b16', 'a b -> a16 b', 'a b -> 16 a b'
+BY_COLUMNS, BY_ROWS, UNSHARDED = 'a b -> a b16', 'a b -> a16 b', 'a b -> 16 a b'
 SCALAR = '... -> 16 ...'
 
 
@@ -408,6 +408,7 @@ LAYERS = {'kernel': ROWS, 'mlp': COLUMNS, 'deep': '* x y'}
 NAMESAKES = {'mu': {'w': struct(16, 8)}, 'w': struct(32, 16)}
 PAIR = [Pair(W, struct(32, 16)), struct(16, 32)]
 PAIR_SPECS = [Pair(ROWS, COLUMNS), '* x y']
+PLACED_PAIR = [BY_ROWS, BY_COLUMNS, UNSHARDED]
 LOOKING = optax.LookaheadParams({'w': W}, {'w': W})
 
 
@@ -415,20 +416,20 @@ LOOKING = optax.LookaheadParams({'w': W}, {'w': W})
     ('params', 'specs', 'state', 'expected'),
     [
         # the longest path wins
-        (NESTED, LAYERS, {'mu': NESTED}, [WHOLE, DOWN, ACROSS]),
-        (NESTED, LAYERS, NESTED, [WHOLE, DOWN, ACROSS]),
-        (NESTED, LAYERS, {'mlp': {'other': {'kernel': W}}}, [DOWN]),
+        (NESTED, LAYERS, {'mu': NESTED}, [UNSHARDED, BY_ROWS, BY_COLUMNS]),
+        (NESTED, LAYERS, NESTED, [UNSHARDED, BY_ROWS, BY_COLUMNS]),
+        (NESTED, LAYERS, {'mlp': {'other': {'kernel': W}}}, [BY_ROWS]),
         # if its shape fits: a field of the state may have the name of a module
         (NAMESAKES, {'mu': 'x y -> x y8 2', 'w': ROWS}, {'mu': NAMESAKES, 'nu': NAMESAKES},
-         ['a b -> a b8 2', DOWN] * 2),
+         ['a b -> a b8 2', BY_ROWS] * 2),
         # a single parameter has the empty path
-        (W, ROWS, state_of(optax.adam(1e-3), W), [SCALAR, DOWN, DOWN]),
+        (W, ROWS, state_of(optax.adam(1e-3), W), [SCALAR, BY_ROWS, BY_ROWS]),
         (PAIR, PAIR_SPECS, TrainState(0, PAIR, state_of(optax.adamw(1e-3), PAIR)),
-         ['on the host: int', DOWN, ACROSS, WHOLE, SCALAR, *[DOWN, ACROSS, WHOLE] * 2]),
+         ['on the host: int', *PLACED_PAIR, SCALAR, *PLACED_PAIR * 2]),
         # two copies of the parameters
-        ({'w': W}, ROWS, LOOKING, [DOWN, DOWN]),
+        ({'w': W}, ROWS, LOOKING, [BY_ROWS, BY_ROWS]),
         ({'w': W}, ROWS, state_of(optax.lookahead(optax.adam(1e-3), 5, 0.5), LOOKING),
-         [SCALAR, DOWN, DOWN, SCALAR]),
+         [SCALAR, BY_ROWS, BY_ROWS, SCALAR]),
     ],
 )  # fmt: skip
 def test_paths(params, specs, state, expected):
@@ -444,9 +445,9 @@ def test_keys_must_be_equal(state):
 def test_zero_in_a_tree_of_specs_is_for_the_moments_alone():
     state = TrainState(np.int32(0), PAIR, state_of(optax.adamw(1e-3), PAIR))
     spec = TrainState(EVERYWHERE, PAIR_SPECS, for_optimizer(PAIR, PAIR_SPECS, zero=True))
-    moments = [DOWN, ACROSS, ACROSS]
+    moments = [BY_ROWS, BY_COLUMNS, BY_COLUMNS]
     placed = jax.tree.leaves(describe(einshard(state, spec)))
-    assert placed == [SCALAR, DOWN, ACROSS, WHOLE, SCALAR, *moments, *moments]
+    assert placed == [SCALAR, *PLACED_PAIR, SCALAR, *moments * 2]
 
 
 def test_flax_modules():
@@ -466,7 +467,7 @@ def test_equinox_modules():
     arrays = eqx.filter(model, lambda leaf: hasattr(leaf, 'shape'))
     for params in (model, arrays):  # with and without its functions
         placed = placements(params, rules, state_of(optax.adamw(1e-3), arrays))
-        assert placed == [SCALAR, *[ACROSS, 'a -> 16 a'] * 6]
+        assert placed == [SCALAR, *[BY_COLUMNS, 'a -> 16 a'] * 6]
 
 
 @pytest.mark.parametrize(
@@ -482,7 +483,7 @@ def test_default(default, stats):
     key = struct(2, dtype=np.uint32)
     state = {'f': max, 'key': key, 'mu': {'w': W}, 'n': np.int32(3), 'stats': struct(32)}
     spec = for_optimizer({'w': W}, ROWS, default=default)
-    assert jax.tree.leaves(describe(einshard(state, spec))) == ['a -> 16 a', DOWN, SCALAR, stats]
+    assert jax.tree.leaves(describe(einshard(state, spec))) == ['a -> 16 a', BY_ROWS, SCALAR, stats]
     assert einshard(state, spec)['f'] is max
     assert einshard(state, for_optimizer({'w': W}, ROWS, default=None))['key'] is key
 
@@ -503,7 +504,7 @@ def test_parameters_are_not_kept_alive():
     spec = for_optimizer({'w': x}, ROWS)
     del x
     assert alive() is None
-    assert describe(einshard({'mu': {'w': struct(16, 16)}}, spec)['mu']['w']) == DOWN
+    assert describe(einshard({'mu': {'w': struct(16, 16)}}, spec)['mu']['w']) == BY_ROWS
 
 
 # ------------------------------------------------------------------------------------ as a spec
@@ -520,7 +521,7 @@ def test_it_is_a_spec():
         Rules([('mu', spec)]),
         Rules([], default=spec),
     ):
-        assert describe(einshard(state, other)['mu']['w']) == ACROSS
+        assert describe(einshard(state, other)['mu']['w']) == BY_COLUMNS
     as_only_spec = sharded(spec)(lambda state: state)  # callable, but not a function to decorate
     assert as_only_spec.in_shardings(state)['state']['mu']['w'] == make_sharding(COLUMNS)
     assert repr(spec) == f'for_optimizer(1 parameter, {COLUMNS!r})'
@@ -616,8 +617,7 @@ def test_a_step_with_zero_gives_the_same_numbers(rules, optimizer):
         *ours, our_loss = our_step(*ours, batch)
         np.testing.assert_allclose(our_loss, plain_loss, rtol=1e-5)
     assert shardings(tuple(ours)) == born
-    for one, other in zip(*map(jax.tree.leaves, (ours, plain)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    check_equal(ours, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_memory_of_zero():
@@ -628,7 +628,7 @@ def test_memory_of_zero():
         for zero, n_shards in ((False, parts), (True, 16)):
             born = sharded(out=for_optimizer(params, rules, zero=zero))(optax.adamw(1e-2).init)
             held = born.lower(params).compile().memory_analysis().output_size_in_bytes
-            # besides them: the count, and a table of pointers
+            # and the count, and a table of pointers
             assert 0 <= held - moments // n_shards < 512
 
 

@@ -36,7 +36,7 @@ def same(p):
 
 
 def test_states_below_their_parameter():
-    """As {'mlp': {'kernel': {'mu': .., 'nu': ..}}}."""
+    """For example {'mlp': {'kernel': {'mu': .., 'nu': ..}}}."""
     expected = below(SPECS, mu=same, nu=same)
     assert specs_of(below(PARAMS, mu=same, nu=same)) == expected
     assert specs_of({'state': {'0': below(PARAMS, mu=same, nu=same)}}) == {'state': {'0': expected}}

@@ -19,7 +19,7 @@ OPTIMIZER = optax.adamw(1e-3)
 SAVED = Rules([('up', 'd f -> d8 f2'), ('down', 'f d -> f* d')], default='... -> * ...')
 # to six others, with other shards
 RESTORED = Rules([('up', 'd f -> d3 f2'), ('down', 'f d -> 3 f d2')], default='... -> * ...')
-CUT = {'up': P('a', 'b'), 'down': P(None, 'b')}
+SPECS = {'up': P('a', 'b'), 'down': P(None, 'b')}
 
 
 def init(key):
@@ -53,7 +53,7 @@ def restore(path, target):
 
 @pytest.fixture
 def put(monkeypatch):
-    """The shapes that are put on devices."""
+    """The shapes of arrays that jax.device_put gets."""
     shapes = set()
     device_put = jax.device_put
 
@@ -71,7 +71,7 @@ def test_restored_by_other_rules_on_other_devices(tree, six, tmp_path, put):
     target = einshard(shapes, RESTORED, mesh=jax.devices()[10:16])
     put.clear()
     restored = restore(tmp_path / 'checkpoint', target)
-    check_placed(restored, CUT, six)
+    check_placed(restored, SPECS, six)
     check_equal(restored, tree)
     # sharded arrays were put on devices as shards
     assert put == {(SIZE // 3, 2 * SIZE), (4 * SIZE, SIZE // 2), ()}
@@ -90,7 +90,7 @@ def test_files_hold_shards(tree, tmp_path):
 
 def test_from_few_devices_to_many(six, tmp_path):
     tree = sharded(out=RESTORED, mesh=six)(init)(jax.random.key(0))
-    check_placed(tree, CUT, six)
+    check_placed(tree, SPECS, six)
     save(tmp_path / 'checkpoint', tree)
     shapes = jax.eval_shape(init, jax.random.key(0))
     restored = restore(tmp_path / 'checkpoint', einshard(shapes, SAVED))
@@ -113,7 +113,7 @@ def test_by_a_manager_and_on_with_the_training(tree, six, tmp_path):
         manager.save(7, args=ocp.args.StandardSave(tree))
         manager.wait_until_finished()
         restored = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(target))
-    check_placed(step(restored), CUT, six)
+    check_placed(step(restored), SPECS, six)
 
 
 def test_state_of_nnx_with_typed_keys(six, tmp_path):

@@ -24,8 +24,8 @@ on_four = functools.partial(sharded, mesh=FOUR)
 
 def weighted(x, y=1.0, *rest, scale=1.0, **more):
     total = scale * (x + 10 * y)
-    for i, one in enumerate(rest):
-        total = total + 100 * (i + 1) * one
+    for i, z in enumerate(rest):
+        total = total + 100 * (i + 1) * z
     for i, name in enumerate(sorted(more)):
         total = total + 1000 * (i + 1) * more[name]
     return total
@@ -120,7 +120,7 @@ SIGNATURES = {
         {'größe': ON_ROWS, 'lambda_': ON_COLUMNS, 'class_[0]': None},
     ),
     'a partial with an argument': (
-        (functools.partial(weighted, X), (COLUMNS,), {}),  # for the first that is left
+        (functools.partial(weighted, X), (COLUMNS,), {}),  # a spec for the next parameter
         ((X,), {}),
         {'y': ON_COLUMNS},
     ),
@@ -170,8 +170,8 @@ def test_functions_of_every_kind(function, args, kwargs):
 @pytest.mark.parametrize('decorate', [sharded, sharded(), on_four(), on_four(ROWS)])
 def test_decorated_with_and_without_parentheses(decorate):
     f = decorate(lambda x: x + 1)
-    for one in (f, jax.jit(f)):
-        np.testing.assert_array_equal(one(X), X + 1)
+    for call in (f, jax.jit(f)):
+        np.testing.assert_array_equal(call(X), X + 1)
 
 
 def plus(x, y=0.0):
@@ -201,9 +201,9 @@ def test_invalid_calls_raise_the_error_of_python(function, args, kwargs, called_
     if called_before and function is not Model.method:
         f(X)
     messages = []
-    for one in (function, f):
+    for call in (function, f):
         with pytest.raises(TypeError) as caught:
-            one(*args, **kwargs)
+            call(*args, **kwargs)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
 
@@ -295,16 +295,19 @@ class Special(Linear):
 def test_methods():
     linear = Linear(X)
     for _ in range(2):
-        np.testing.assert_allclose(linear(X), X @ X)
         assert linear(X).sharding == ON_COLUMNS
-        np.testing.assert_allclose(linear.blend(X, X, times=2.0), 2 * X @ X + X)
-        np.testing.assert_allclose(linear.blend(y=X, x=X), X @ X + X)
-        np.testing.assert_allclose(Linear.blend(linear, X), X @ X)
-        np.testing.assert_allclose(jax.jit(linear.blend)(X), X @ X)
-        np.testing.assert_allclose(Special(X).blend(X, X), 1 + X @ X + X)
-        np.testing.assert_allclose(linear.bare(X), X @ X)
-        np.testing.assert_allclose(linear.constant(X), X @ X)
-        np.testing.assert_allclose(linear.constant(x=X), X @ X)
+        for result, expected in (
+            (linear(X), X @ X),
+            (linear.blend(X, X, times=2.0), 2 * X @ X + X),
+            (linear.blend(y=X, x=X), X @ X + X),
+            (Linear.blend(linear, X), X @ X),
+            (jax.jit(linear.blend)(X), X @ X),
+            (Special(X).blend(X, X), 1 + X @ X + X),
+            (linear.bare(X), X @ X),
+            (linear.constant(X), X @ X),
+            (linear.constant(x=X), X @ X),
+        ):
+            np.testing.assert_allclose(result, expected)
     asked = linear.blend.in_shardings(X, y=X)
     assert asked == {'self': None, 'x': ON_ROWS, 'y': ON_COLUMNS}
     assert linear.blend.out_shardings(X) == ON_ROWS

@@ -12,7 +12,7 @@ from counting import program
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
-from placed import mesh_of
+from placed import mesh_of, struct
 from refusal import refusal
 
 from einshard import (
@@ -41,7 +41,7 @@ B = np.random.default_rng(1).integers(0, 9, (8, 8)).astype(np.float32)
 
 
 @pytest.fixture(autouse=True)
-def entered():
+def mesh_in_context():
     with jax.set_mesh(MESH):
         yield
 
@@ -66,7 +66,7 @@ def test_terms(text):
     assert write_short(parsed.right) == parsed
 
 
-def test_laid_out_like_replicas_but_apart_from_them():
+def test_layouts_distinguish_terms_of_a_sum_from_replicas():
     layout = lay_out(parse('b d -> b2 2 +2 d'), 2, 8)
     assert layout.splits == (Split(2, 0), Split(2, None), Split(2, None, sign='+'))
     assert layout != lay_out(parse('b d -> b2 4 d'), 2, 8)
@@ -116,8 +116,8 @@ def test_the_canonical_mesh_with_explicit_axes():
     with jax.set_mesh(mesh):
         assert make_sharding('a b -> a2 +4 b').spec == P('d0', unreduced={'d1', 'd2'})
         assert describe(einshard(A, 'a b -> a2 +4 b')) == 'a b -> a2 b +4'
-        apart = NamedSharding(mesh, P(unreduced={'d0', 'd2'}))
-        assert make_sharding(describe(apart)) == apart
+        not_adjacent = NamedSharding(mesh, P(unreduced={'d0', 'd2'}))
+        assert make_sharding(describe(not_adjacent)) == not_adjacent
 
 
 def test_axis_rules_and_rules():
@@ -163,13 +163,16 @@ def test_annotations_that_beartype_checks():
 
 
 def spec_of(state):
-    """The spec of a matrix with x and y replicated R, sharding axis 0 or 1, or signed + or =."""
+    """The spec of a state such as '0+': what x and y do with a matrix.
+
+    R: replicate it; 0 or 1: shard this array axis; + or =: unreduced or reduced.
+    """
     of = {s: tuple(axis for axis, own in zip('xy', state, strict=True) if own == s) for s in '01+='}
     return P(of['0'], of['1'], unreduced={*of['+']}, reduced={*of['=']})
 
 
 def with_state(state):
-    """A.T @ B with this state, made without a reshard to a partial sum."""
+    """A.T @ B with this state, computed without a reshard to a partial sum."""
     spec = spec_of(state)
     terms = tuple(axis for axis in 'xy' if axis in spec.unreduced)
     rows, columns = spec.partitions if hasattr(spec, 'partitions') else tuple(spec)
@@ -182,14 +185,14 @@ def with_state(state):
 STATES = [''.join(state) for state in itertools.product('R01+=', repeat=2)]
 
 
-# The matrix is square: where a mesh axis shards only its columns, it could as well shard its rows.
+# The matrix is square, so states with 1 and without 0 are like those with 0 in place of 1.
 FROM = [state for state in STATES if '1' not in state or '0' in state]
 
 
 @pytest.mark.parametrize('state', FROM)
 def test_resharded_from_and_to_everything(state):
-    # Directly, JAX 0.8.1 doubles each value that becomes a partial sum, JAX 0.12 multiplies it
-    # from '00' to '++', and XLA aborts from '+R' to 'R+'.
+    # A single reshard doubles the values of a partial sum in JAX 0.8.1, multiplies them from '00'
+    # to '++' in JAX 0.12, and makes XLA abort from '+R' to 'R+'.
     x = with_state(state)
     everything = STATES if '0' in state else FROM
     few = ['++', '0+', '=R']
@@ -223,7 +226,7 @@ def test_placed_everywhere(text):
         np.testing.assert_array_equal(gather(x), A)
     x = einshard(A, text)
     assert einshard(x, text) is x
-    assert einshard(jax.ShapeDtypeStruct((8, 8), np.float32), text).sharding == sharding
+    assert einshard(struct(8, 8), text).sharding == sharding
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32', 'complex64', 'int32', 'uint8'])
@@ -258,7 +261,7 @@ def test_differentiated_and_vectorized(transform):
     assert rows.sharding.spec.unreduced == (set() if jax.__version_info__ < (0, 9) else {'y'})
 
 
-def test_a_spec_that_is_not_a_partial_sum_refuses_one():
+def test_a_spec_without_a_partial_sum_refuses_partial_sums():
     f = sharded('* a b')(lambda x: x)
     for x in (einshard(A, 'a b +@y'), einshard(A, 'a b +@(x,y)')):
         assert 'the argument is a partial sum' in refusal(f, x).sentence

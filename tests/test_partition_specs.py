@@ -9,7 +9,7 @@ import pytest
 from counting import counted
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from placed import mesh_of
+from placed import mesh_of, struct
 from refusal import refusal
 
 from einshard import (
@@ -46,7 +46,7 @@ SPECS = [
 
 
 def placed(x, mesh, spec):
-    """Whether an array has the shards that JAX gives it."""
+    """Whether an array is sharded as this PartitionSpec on this mesh."""
     return x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
 
 
@@ -78,8 +78,8 @@ def test_traced_values(mesh, spec):
     # the sharding of a traced value is on an abstract mesh
     given = [spec, NamedSharding(mesh, spec), NamedSharding(mesh.abstract_mesh, spec)]
     with jax.set_mesh(mesh):
-        for one in given:
-            x = jax.jit(lambda x, one=one: einshard(x + 1, one))(X)
+        for target in given:
+            x = jax.jit(lambda x, target=target: einshard(x + 1, target))(X)
             assert placed(x, mesh, spec)
             assert np.array_equal(x, X + 1)
     if mesh is AUTO:  # without a mesh in context
@@ -127,9 +127,7 @@ USES = {
         {'mu': {'w': X}}, for_optimizer({'w': X}, spec), mesh=mesh
     )['mu']['w'],
     'from_local': lambda spec, mesh: from_local(X, spec, mesh=mesh),
-    'structs': lambda spec, mesh: einshard(
-        jax.ShapeDtypeStruct((8, 8), np.float32), spec, mesh=mesh
-    ),
+    'structs': lambda spec, mesh: einshard(struct(8, 8), spec, mesh=mesh),
     'the sharding of an array': lambda spec, mesh: einshard(
         X, einshard(X, spec, mesh=mesh).sharding
     ),
@@ -160,13 +158,8 @@ def test_sharded_checks_shapes_and_shows_shardings(mesh):
 def test_one_trace_for_equal_specs():
     body = counted(same)
     f = sharded(out=P('data'), mesh=AUTO)(body)
-    for spec in (
-        P('data'),
-        P(('data',)),
-        P('data', None),
-        NamedSharding(AUTO, P('data')),
-        'a@data b',
-    ):
+    named = NamedSharding(AUTO, P('data'))
+    for spec in (P('data'), P(('data',)), P('data', None), named, 'a@data b'):
         f(einshard(X, spec, mesh=AUTO))
     assert body.runs == 1
 
@@ -198,10 +191,8 @@ def test_factors_of_the_canonical_mesh(counts):
             per_device(x.sharding, out=counts, **given)(lambda x: x + 1)(x),
         ):
             assert y.sharding.is_equivalent_to(x.sharding, 2)
-    assert (
-        'the NamedSharding is on'
-        in refusal(einshard, square, x.sharding, mesh=DEVICES[4:]).sentence
-    )
+    error = refusal(einshard, square, x.sharding, mesh=DEVICES[4:])
+    assert 'the NamedSharding is on' in error.sentence
 
 
 def test_zero_takes_the_axes_that_a_spec_leaves():
@@ -233,8 +224,8 @@ def test_memory_kinds():
 
 def test_abstract_meshes():
     abstract = AbstractMesh((4, 2), ('data', 'tensor'), axis_types=(AxisType.Auto,) * 2)
-    struct = einshard(jax.ShapeDtypeStruct((8, 8), np.float32), NamedSharding(abstract, P('data')))
-    assert struct.sharding == NamedSharding(abstract, P('data'))
+    sharding = NamedSharding(abstract, P('data'))
+    assert einshard(struct(8, 8), sharding).sharding == sharding
     f = sharded(P('data'), out='a b@tensor')(lambda x: x + 1)
     for mesh in (AUTO, EXPLICIT) * 2:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

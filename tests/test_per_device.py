@@ -9,21 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from counting import counting
+from counting import counted, counting
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of, on
 from refusal import refusal
 from test_hlo import assert_same_program, compiled, floats
 
-from einshard import (
-    EinshardError,
-    device_mesh,
-    einshard,
-    make_sharding,
-    per_device,
-    sharded,
-)
+from einshard import EinshardError, device_mesh, einshard, make_sharding, per_device, sharded
 
 EIGHT = jax.devices()[:8]
 RANDOM = np.random.default_rng(0)
@@ -47,9 +40,9 @@ def by_hand(function, mesh):
     return jax.jit(mapped, in_shardings=on(mesh, specs), out_shardings=on(mesh, out))
 
 
-# ----------------------------------------------------------------- beside shard_map, and numpy
+# ---------------------------------------------------------------- against shard_map, and numpy
 
-# by the part b, and the part x: expressions of x, w and the result that all say the same
+# expressions of x, w and the result for counts b and x; all give the same placements
 SPELLINGS = [
     ('b x -> b{b} x{x}', 'x y -> x{x} y', 'b y -> b{b} y'),
     ('b x -> b{b} x{x}', 'x y -> {b} x{x} y', 'b y -> b{b} {x} y'),
@@ -79,8 +72,8 @@ def test_product_on_every_number_of_devices(n, spelling):
         assert y.sharding == make_sharding(f'b y -> b{b} {n // b} y', mesh=devices)
 
 
-def test_each_device_has_its_shard_and_its_place():
-    """The shard of each device, against numpy slices."""
+def test_each_device_has_its_shard_and_its_axis_indices():
+    """Against numpy slices."""
     seen = {}
 
     @per_device('b r x -> x2 r2 b2', out='i j -> i@(x,r,b) j', mesh=EIGHT)
@@ -184,7 +177,7 @@ def test_collectives_by_axis_name(name):
     function, out, expected = COLLECTIVES[name]
     f = per_device('a b -> a4 b', out=out, mesh=EIGHT[:4])(function)
     np.testing.assert_array_equal(f(MATRIX), expected)
-    # the other axis of eight devices sees nothing of it
+    # on eight devices, the other axis takes no part
     g = per_device('a b -> a4 2 b', out=out, mesh=EIGHT)(function)
     np.testing.assert_array_equal(g(MATRIX), expected)
 
@@ -205,23 +198,17 @@ def test_sharded_arguments_are_not_copied_and_results_are_canonical():
 
 def test_as_many_programs_as_by_hand_and_a_trace_for_each():
     mesh = mesh_of(b=4, x=2)
-    runs = []
-
-    def counted(x, w):
-        runs.append(x.shape)
-        return product(x, w)
-
+    hand, ours = counted(product), counted(product)
     for f, placed in (
-        (by_hand(counted, mesh), jax.device_put(X, NamedSharding(mesh, P('b', 'x')))),
-        (LAYER(counted), einshard(X, 'b x -> b4 x2', mesh=EIGHT)),
+        (by_hand(hand, mesh), jax.device_put(X, NamedSharding(mesh, P('b', 'x')))),
+        (LAYER(ours), einshard(X, 'b x -> b4 x2', mesh=EIGHT)),
     ):
-        runs.clear()
         with counting() as counts:
             for x in (X, placed, X, X[:24], placed):
                 f(x, W)
         # from the host, placed, and of another shape
-        assert counts.compiled.count('jit(counted)') == 3
-    assert len(runs) == 3
+        assert counts.compiled.count('jit(product)') == 3
+    assert ours.runs == 3
 
 
 def affine(x, weights):
@@ -322,8 +309,7 @@ def test_gradient(wrap):
     f = wrap(LAYER(product))
     gradient = jax.grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1))(X, W)
     expected = jax.grad(lambda x, w: ((x @ w) ** 2).sum(), argnums=(0, 1))(X, W)
-    for ours, theirs in zip(gradient, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
+    jax.tree.map(functools.partial(close, rtol=1e-4, atol=1e-3), gradient, expected)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason='JAX cannot map a psum of shard_map')
@@ -383,7 +369,7 @@ def test_ahead_of_time():
 def test_collectives_use_the_axes_of_the_mesh(specs, context, types):
     mesh = mesh_of(types=types, data=4, tp=2)
     decorate = per_device(*specs[:2], out=specs[2], mesh=None if context else mesh)
-    # explicit axes are good for nothing outside of their mesh
+    # explicit axes need their mesh in context
     inside = context or types == AxisType.Explicit
     with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
         y = decorate(lambda x, w: jax.lax.psum(x @ w, 'tp'))(X, W)
@@ -508,38 +494,39 @@ def test_a_fix_for_one_of_two_fields_with_a_common_prefix():
     assert error.facts['try'] == "jax.lax.psum(result, 'a') to sum it"
 
 
-# ------------------------------------------------------------------------ axes of one part
+# ------------------------------------------------------------------------ axes of size 1
 
-AT_ONE = np.arange(16, dtype=np.float32).reshape(2, 8)
-MEANS = AT_ONE + AT_ONE.mean(1, keepdims=True)
-OVER_ONE = {
-    'nothing': (lambda x: x + 1, AT_ONE + 1),
-    'psum': (lambda x: jax.lax.psum(x, 'i'), AT_ONE),
+SMALL = np.arange(16, dtype=np.float32).reshape(2, 8)
+MEANS = SMALL + SMALL.mean(1, keepdims=True)
+BODIES = {
+    'nothing': (lambda x: x + 1, SMALL + 1),
+    'psum': (lambda x: jax.lax.psum(x, 'i'), SMALL),
     'pmean over both': (lambda x: x + jax.lax.pmean(x, ('i', 'j')), MEANS),
-    'all_gather': (lambda x: jax.lax.all_gather(x, 'i', axis=0, tiled=True), AT_ONE),
-    'psum_scatter': (lambda x: jax.lax.psum_scatter(x, 'i', tiled=True), AT_ONE),
-    'ppermute': (lambda x: jax.lax.ppermute(x, 'i', [(0, 0)]), AT_ONE),
-    'axis_index': (lambda x: x + jax.lax.axis_index('i'), AT_ONE),
+    'all_gather': (lambda x: jax.lax.all_gather(x, 'i', axis=0, tiled=True), SMALL),
+    'psum_scatter': (lambda x: jax.lax.psum_scatter(x, 'i', tiled=True), SMALL),
+    'ppermute': (lambda x: jax.lax.ppermute(x, 'i', [(0, 0)]), SMALL),
+    'axis_index': (lambda x: x + jax.lax.axis_index('i'), SMALL),
 }
 ONE_BY_EIGHT = [mesh_of(types=types, i=1, j=8) for types in (AxisType.Auto, AxisType.Explicit)]
 
 
-WRITTEN = [
+SPECS = [
     *itertools.product(['i1 j8', 'i* j8'], ['i j8', 'i1 j8', '... j -> ... j8'], [EIGHT]),
     *itertools.product(['i@i j@j'], ['i@i j@j', 'i j@j'], ONE_BY_EIGHT),
 ]
-IN_TURN = [
-    (what, *written)
-    for i, what in enumerate(OVER_ONE)
-    for j, written in enumerate(WRITTEN)
-    if what == 'psum' or (i + j) % 3 == 0
+# all specs for psum, a third of them for each other body
+CASES = [
+    (name, *specs)
+    for i, name in enumerate(BODIES)
+    for j, specs in enumerate(SPECS)
+    if name == 'psum' or (i + j) % 3 == 0
 ]
 
 
-@pytest.mark.parametrize(('what', 'spec', 'out', 'mesh'), IN_TURN)
-def test_results_need_not_name_an_axis_of_size_1(what, spec, out, mesh):
-    function, expected = OVER_ONE[what]
-    x = AT_ONE if mesh is EIGHT else jax.device_put(AT_ONE, NamedSharding(mesh, P('i', 'j')))
+@pytest.mark.parametrize(('name', 'spec', 'out', 'mesh'), CASES)
+def test_results_need_not_name_an_axis_of_size_1(name, spec, out, mesh):
+    function, expected = BODIES[name]
+    x = SMALL if mesh is EIGHT else jax.device_put(SMALL, NamedSharding(mesh, P('i', 'j')))
     y = per_device(spec, out=out, mesh=mesh)(function)(x)
     close(y, expected)
     assert y.sharding == make_sharding(out, ndim=2, mesh=mesh)
@@ -550,23 +537,23 @@ def test_pytree_results_with_an_axis_of_size_1():
     def f(x):
         return {'t': x.T, 'sum': jax.lax.psum(x, 'j')}
 
-    found = f(AT_ONE)
-    np.testing.assert_array_equal(found['t'], AT_ONE.T)
-    np.testing.assert_array_equal(found['sum'], AT_ONE.sum(1, keepdims=True))
+    found = f(SMALL)
+    np.testing.assert_array_equal(found['t'], SMALL.T)
+    np.testing.assert_array_equal(found['sum'], SMALL.sum(1, keepdims=True))
     assert found['t'].sharding == make_sharding('j8 i', mesh=EIGHT)
-    assert 'all-gather' not in f.lower(AT_ONE).compile().as_text()  # axes of size 1 cost none
+    assert 'all-gather' not in f.lower(SMALL).compile().as_text()
     with pytest.raises(EinshardError, match="replicated over 'j'"):
-        per_device('i1 j8', out='i j -> * i j', mesh=EIGHT)(lambda x: x)(AT_ONE)
+        per_device('i1 j8', out='i j -> * i j', mesh=EIGHT)(lambda x: x)(SMALL)
 
 
 def test_manual_is_the_old_name_of_axis_names():
     mesh = mesh_of(p=4, q=2)
     with pytest.warns(DeprecationWarning, match='manual= is now axis_names='):
         f = per_device('i@p j', out='i@p j', mesh=mesh, manual='p')
-    np.testing.assert_array_equal(f(lambda x: x + x.shape[0])(AT_ONE.T), AT_ONE.T + 2)
+    np.testing.assert_array_equal(f(lambda x: x + x.shape[0])(SMALL.T), SMALL.T + 2)
 
 
 def test_array_with_explicit_mesh_axes():
-    x = jax.device_put(AT_ONE.T, NamedSharding(mesh_of(types=AxisType.Explicit, d=8), P('d')))
+    x = jax.device_put(SMALL.T, NamedSharding(mesh_of(types=AxisType.Explicit, d=8), P('d')))
     y = per_device('i* j', out='i* j', mesh=x.sharding.mesh)(jnp.sin)(x)
-    np.testing.assert_allclose(y, np.sin(AT_ONE.T), rtol=1e-6)
+    np.testing.assert_allclose(y, np.sin(SMALL.T), rtol=1e-6)

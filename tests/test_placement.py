@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from placed import mesh_of
+from placed import mesh_of, struct
 from refusal import refusal
 from shards import ON_EIGHT, check_shards
 
@@ -136,8 +136,8 @@ def test_key_arrays(devices8):
         assert placed.sharding.is_equivalent_to(make_sharding('a*', mesh=devices8), 1)
         np.testing.assert_array_equal(jax.random.key_data(placed), jax.random.key_data(keys))
         assert place(placed) is placed
-    one = einshard(keys[0], '... -> * ...', mesh=devices8)
-    assert float(jax.random.uniform(one)) == float(jax.random.uniform(keys[0]))
+    key = einshard(keys[0], '... -> * ...', mesh=devices8)
+    assert float(jax.random.uniform(key)) == float(jax.random.uniform(keys[0]))
 
 
 @pytest.mark.parametrize(('shape', 'shard'), [((0, 8), (0, 4)), ((8, 0), (2, 0))])
@@ -147,15 +147,15 @@ def test_axes_of_size_zero(devices8, shape, shard):
 
 
 def test_structs(devices8):
-    struct = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, weak_type=True)
-    placed = einshard(struct, 'a b -> a8 b', mesh=devices8)
+    x = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, weak_type=True)
+    placed = einshard(x, 'a b -> a8 b', mesh=devices8)
     assert placed.sharding == make_sharding('a b -> a8 b', mesh=devices8)
     assert (placed.shape, placed.dtype, placed.weak_type) == ((8, 16), jnp.bfloat16, True)
-    assert struct.sharding is None
-    abstract = einshard(struct, 'a b -> a8 b', mesh=AbstractMesh((2, 4), ('x', 'y')))
+    assert x.sharding is None
+    abstract = einshard(x, 'a b -> a8 b', mesh=AbstractMesh((2, 4), ('x', 'y')))
     assert abstract.sharding.spec == P(('x', 'y'))
     with pytest.raises(EinshardError, match='not divisible by 16'):
-        einshard(struct, 'a b -> a16 b')
+        einshard(x, 'a b -> a16 b')
 
 
 def test_leaves_that_are_not_arrays_are_returned():
@@ -219,7 +219,7 @@ def test_unregistered_pytrees(thing, instead):
 
 @pytest.mark.parametrize(('shape', 'expression'), [((6, 8), 'a b -> a* b'), ((), 'a b -> a* b')])
 def test_arrays_of_every_kind_that_do_not_fit(shape, expression):
-    kinds = np.ones(shape, np.float32), jnp.ones(shape), jax.ShapeDtypeStruct(shape, np.float32)
+    kinds = np.ones(shape, np.float32), jnp.ones(shape), struct(*shape)
     messages = {str(refusal(einshard, x, expression, mesh=jax.devices()[:4])) for x in kinds}
     assert len(messages) == 1
 
@@ -319,9 +319,7 @@ def test_a_tree_moves_in_one_device_put(devices8, moves):
     assert moves == [(4, False)]
     assert placed['right'] is right
     assert placed['deep'][1][0] is right
-    assert jax.tree.structure(placed) == jax.tree.structure(tree)
-    for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(placed), strict=True):
-        np.testing.assert_array_equal(before, after)
+    jax.tree.map(np.testing.assert_array_equal, placed, tree)
     check_shards(placed['deep'][1][1]['x'], X + 1, [(0, 8)], devices8)
     again = einshard(placed, specs, mesh=devices8)
     assert moves == [(4, False)]

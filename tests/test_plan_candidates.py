@@ -2,9 +2,9 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import pytest
+from placed import struct
 from planned import Sizes, experts_step, mlp_step, transformer_step
 from test_bounds import tpus
 
@@ -21,50 +21,44 @@ V5E, V5P = as_chip('TPU v5e'), as_chip('TPU v5p')
 GIB = 2**30
 
 
-def model_of(made):
-    step, args = made
-    return find_model(step, args, {})
-
-
-def find(model, devices, chip=V5E, *, memory=None, objective='bound', **space):
-    made = Space(model, len(devices), **space)
-    return find_candidates(
-        made, Estimator(model, devices, chip), memory=memory, objective=objective
-    )
+def find(model, devices, *, memory=None, objective='bound', **options):
+    space, estimator = Space(model, len(devices), **options), Estimator(model, devices, V5E)
+    return find_candidates(space, estimator, memory=memory, objective=objective)
 
 
 def best(*args, **options):
-    """'x=4, y=2: batch@x, mlp@y'"""
+    """The best candidate as text, such as 'x=4, y=2: batch@x, mlp@y'."""
     return str(find(*args, **options).ranked[0])
 
 
 def estimates(model, **options):
     estimator = Estimator(model, DEVICES, V5E)
-    return [estimator.judge(one) for one in find(model, DEVICES, **options).ranked]
+    ranked = find(model, DEVICES, **options).ranked
+    return [estimator.judge(candidate) for candidate in ranked]
 
 
 # --- the scaling book, by bounds alone ------------------------------------------------------------
 
 
-def cheapest_shape(step, args, devices, shapes, *, tensor):
+def cheapest_mesh(step, args, devices, meshes, *, tensor):
     """The sizes of FSDP and tensor parallelism that take the least time on v5p."""
     model = find_model(step, args, {})
     estimator = Estimator(model, devices, V5P)
     space = Space(model, len(devices))
     name_sets = frozenset({'batch', 'embed'}), frozenset(tensor)
-    return min(shapes, key=lambda sizes: estimator.totals(space.axes((sizes, name_sets))).seconds)
+    return min(meshes, key=lambda sizes: estimator.totals(space.axes((sizes, name_sets))).seconds)
 
 
 def test_book_mlp():
-    # chapter 5: FSDP over whole dimensions of the torus, sqrt(2 x 64 x 48 Ki / 32,768) = 14 at best
+    # chapter 5: FSDP over full dimensions of the torus, sqrt(2 x 64 x 48 Ki / 32,768) = 14 at best
     @sharded('batch act', 'embed mlp', 'mlp embed', out='batch act')
     def mlp(x, up, down):
         return (x @ up) @ down
 
-    sizes = (48 * 1024, 8192), (8192, 32768), (32768, 8192)
-    args = [jax.ShapeDtypeStruct(shape, 'bfloat16') for shape in sizes]
-    shapes = [(64, 1), (16, 4), (4, 16), (1, 64)]
-    assert cheapest_shape(mlp, args, tpus(4, 4, 4), shapes, tensor=['mlp']) == (16, 4)
+    shapes = (48 * 1024, 8192), (8192, 32768), (32768, 8192)
+    args = [struct(*shape, dtype='bfloat16') for shape in shapes]
+    meshes = [(64, 1), (16, 4), (4, 16), (1, 64)]
+    assert cheapest_mesh(mlp, args, tpus(4, 4, 4), meshes, tensor=['mlp']) == (16, 4)
 
 
 def test_book_llama():
@@ -72,8 +66,8 @@ def test_book_llama():
     c = Sizes(80, 8192, heads=64, kv=8, head=128, mlp=28672, vocab=128256, seq=2048, batch=2048)
     step, args = transformer_step(c)
     tensor = ['heads', 'kv', 'mlp', 'vocab']
-    shapes = [(8192 // n, n) for n in (1, 2, 4, 8)]
-    assert cheapest_shape(step, args, tpus(16, 16, 32), shapes, tensor=tensor) == (2048, 4)
+    meshes = [(8192 // n, n) for n in (1, 2, 4, 8)]
+    assert cheapest_mesh(step, args, tpus(16, 16, 32), meshes, tensor=tensor) == (2048, 4)
 
 
 # --- what theory says -----------------------------------------------------------------------------
@@ -82,11 +76,14 @@ DEVICES = tpus(4, 2)
 
 
 def test_data_parallelism_for_small_weights():
-    assert best(model_of(mlp_step(tokens=2**16, width=64, hidden=256)), DEVICES) == 'x=8: batch@x'
+    assert (
+        best(find_model(*mlp_step(tokens=2**16, width=64, hidden=256), {}), DEVICES)
+        == 'x=8: batch@x'
+    )
 
 
 def test_fsdp_if_the_weights_do_not_fit():
-    model = model_of(mlp_step(tokens=2**16, width=1024, hidden=4096))
+    model = find_model(*mlp_step(tokens=2**16, width=1024, hidden=4096), {})
     assert best(model, DEVICES) == 'x=8: batch@x'
     replicated = estimates(model)[0].memory
     # parameters of 32 MiB, and their gradients
@@ -94,16 +91,16 @@ def test_fsdp_if_the_weights_do_not_fit():
 
 
 def test_tensor_parallelism_for_few_tokens():
-    model = model_of(mlp_step(tokens=8, width=1024, hidden=4096))
+    model = find_model(*mlp_step(tokens=8, width=1024, hidden=4096), {})
     assert best(model, DEVICES) == 'x=8: mlp@x'
 
 
 def test_fsdp_and_tensor_parallelism():
     c = Sizes(8, 4096, heads=32, kv=32, head=128, mlp=16384, vocab=1024, seq=1024, batch=32)
-    model = model_of(transformer_step(c))
+    model = find_model(*transformer_step(c), {})
     space = {'mesh': (('x', 8), ('y', 4)), 'pinned': {'act': ()}}
     found = [find(model, tpus(8, 4), memory=n * GIB, **space).ranked for n in (3, 1.2)]
-    roomy, tight = (dict(one[0].axes) for one in found)
+    roomy, tight = (dict(ranked[0].axes) for ranked in found)
     for axes in (roomy, tight):
         assert axes['batch'] == axes['embed'] == ('x',)
         assert axes['mlp'] == axes['heads'] == axes['kv'] == ('y',)
@@ -112,14 +109,14 @@ def test_fsdp_and_tensor_parallelism():
 
 
 def test_experts():
-    assert best(model_of(experts_step()), DEVICES) == 'x=8: expert@x'
+    assert best(find_model(*experts_step(), {}), DEVICES) == 'x=8: expert@x'
 
 
 # --- the space ------------------------------------------------------------------------------------
 
 
 def test_a_beam_finds_the_best_of_all(monkeypatch):
-    model = model_of(mlp_step(tokens=4096, width=1024, hidden=4096))
+    model = find_model(*mlp_step(tokens=4096, width=1024, hidden=4096), {})
     everything = find(model, DEVICES)
     monkeypatch.setattr(candidates, 'MAX_ENUMERATED', 0)
     beam = find(model, DEVICES)
@@ -129,21 +126,21 @@ def test_a_beam_finds_the_best_of_all(monkeypatch):
 
 
 def test_no_mesh_axis_twice_and_all_sizes_divide():
-    model = model_of(transformer_step(Sizes(heads=12, kv=6, batch=24)))
+    model = find_model(*transformer_step(Sizes(heads=12, kv=6, batch=24)), {})
     found = find(model, DEVICES).ranked
     assert len(found) > 20
-    for one in found:
-        axes, sizes = dict(one.axes), dict(one.mesh)
+    for c in found:
+        axes, sizes = dict(c.axes), dict(c.mesh)
         assert math.prod(sizes.values()) == 8
         for names in model.names_by_array:
             used = [axis for name in names for axis in axes[name]]
             assert len(used) == len(set(used))
-        for name, its in axes.items():
-            assert model.divisors[name] % math.prod(sizes[axis] for axis in its) == 0
+        for name, over in axes.items():
+            assert model.divisors[name] % math.prod(sizes[axis] for axis in over) == 0
 
 
 def test_pruned():
-    model = model_of(mlp_step(tokens=6))
+    model = find_model(*mlp_step(tokens=6), {})
     pruned = find(model, DEVICES).pruned
     assert pruned['indivisible'] > 0  # of 6 tokens by 4 and 8
     assert pruned['two axes of an array over one mesh axis'] > 0
@@ -151,7 +148,7 @@ def test_pruned():
 
 
 def test_a_pruned_plan_is_counted_once():
-    model = model_of(mlp_step())
+    model = find_model(*mlp_step(), {})
     space, estimator = Space(model, 8), Estimator(model, DEVICES, V5E)
     search = candidates._CandidateSearch(space, estimator, None, 'bound')
     search.add(search.all_plans())
@@ -161,16 +158,16 @@ def test_a_pruned_plan_is_counted_once():
 
 
 def test_objectives():
-    model = model_of(mlp_step(tokens=4096))
+    model = find_model(*mlp_step(tokens=4096), {})
     for objective in ('bound', 'bytes', 'memory'):
         found = estimates(model, objective=objective)
-        costs = [float(f'{one.cost(objective)[0]:.9g}') for one in found]
+        costs = [float(f'{c.cost(objective)[0]:.9g}') for c in found]
         assert costs == sorted(costs)
         assert len(set(costs)) > 1
 
 
-def test_what_does_not_fit_comes_last():
-    memories = [one.memory for one in estimates(model_of(mlp_step()), memory=0)]
+def test_plans_that_do_not_fit_come_last():
+    memories = [c.memory for c in estimates(find_model(*mlp_step(), {}), memory=0)]
     assert memories == sorted(memories)
 
 
@@ -179,39 +176,39 @@ def test_what_does_not_fit_comes_last():
 def test_pins(pin, axes, enumerated, monkeypatch):
     monkeypatch.setattr(candidates, 'MAX_ENUMERATED', enumerated)
     pinned = read_pins({'embed': pin, 'act': ''}, AXES)
-    found = find(model_of(mlp_step()), DEVICES, pinned=pinned).ranked
-    assert {dict(one.axes)['embed'] for one in found} == {axes}
-    assert {dict(one.axes)['act'] for one in found} == {()}
+    found = find(find_model(*mlp_step(), {}), DEVICES, pinned=pinned).ranked
+    assert {dict(c.axes)['embed'] for c in found} == {axes}
+    assert {dict(c.axes)['act'] for c in found} == {()}
 
 
 def test_named_mesh():
-    model = model_of(mlp_step())
+    model = find_model(*mlp_step(), {})
     found = find(model, DEVICES, mesh=(('data', 4), ('tensor', 2))).ranked
-    assert {one.mesh for one in found} == {(('data', 4), ('tensor', 2))}
+    assert {c.mesh for c in found} == {(('data', 4), ('tensor', 2))}
 
 
 @pytest.mark.parametrize('enumerated', [20_000, 0])
 def test_mesh_axes_in_specs_shard_no_other_axis_of_the_array(enumerated, monkeypatch):
     monkeypatch.setattr(candidates, 'MAX_ENUMERATED', enumerated)
-    x = jax.ShapeDtypeStruct((64, 64), 'float32')
+    x = struct(64, 64)
     model = find_model(sharded('a b@tp', 'b@tp c')(jnp.matmul), (x, x), {}, ['data', 'tp'])
     found = find(model, DEVICES, mesh=(('data', 4), ('tp', 2))).ranked
-    assert {axes for one in found for _, axes in one.axes} == {(), ('data',)}
+    assert {axes for c in found for _, axes in c.axes} == {(), ('data',)}
 
 
 def test_slices_shard_only_the_batch():
-    model = model_of(mlp_step(tokens=4096))
-    found = find(model, tpus(2, 2, slices=2), V5E, n_slices=2).ranked
+    model = find_model(*mlp_step(tokens=4096), {})
+    found = find(model, tpus(2, 2, slices=2), n_slices=2).ranked
     assert found
-    for one in found:
-        assert one.mesh[0] == ('x', 2)
-        assert [name for name, axes in one.axes if 'x' in axes] == ['batch']
+    for c in found:
+        assert c.mesh[0] == ('x', 2)
+        assert [name for name, axes in c.axes if 'x' in axes] == ['batch']
 
 
 def test_nothing_to_shard_by():
     # no size is divisible by 2, so all devices compute the same
     assert (
-        best(model_of(mlp_step(tokens=5, width=3, hidden=7)), DEVICES)
+        best(find_model(*mlp_step(tokens=5, width=3, hidden=7), {}), DEVICES)
         == 'x=8: everything replicated'
     )
 
@@ -228,6 +225,6 @@ def test_nothing_to_shard_by():
     ],
 )
 def test_bad_pins(pin, mesh, message):
-    model = model_of(mlp_step(tokens=5, width=12))
+    model = find_model(*mlp_step(tokens=5, width=12), {})
     with pytest.raises(EinshardError, match=message):
         Space(model, 8, mesh=mesh, pinned=read_pins(pin, dict(mesh or ()) or AXES))

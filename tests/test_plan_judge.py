@@ -1,5 +1,6 @@
 """The judges of plan: programs compiled in a process with simulated devices, and for the target."""
 
+import functools
 import os
 import pickle
 import signal
@@ -7,6 +8,7 @@ import signal
 import jax
 import jax.numpy as jnp
 import pytest
+from placed import struct
 
 from einshard import EinshardError, Rules, device_mesh, einshard, sharded
 from einshard._hlo.collectives import find_collectives
@@ -31,16 +33,13 @@ def train(params, x):
     return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
 
 
-def struct(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-PARAMS = {'up': struct(EMBED, MLP), 'down': struct(MLP, EMBED)}
+bf16 = functools.partial(struct, dtype='bfloat16')
+PARAMS = {'up': bf16(EMBED, MLP), 'down': bf16(MLP, EMBED)}
 STEP = sharded(RULES, 'batch act', out=RULES, donate_argnums=0)(train)
 
 
 def function(fn=STEP, *args):
-    args = args or (PARAMS, struct(BATCH, EMBED))
+    args = args or (PARAMS, bf16(BATCH, EMBED))
     devices = device_mesh(jax.devices()[:8])
     return Function(fn, args, {}, devices, as_chip('TPU v5e'))
 
@@ -63,10 +62,7 @@ def judge(worker, candidates, *call):
 
 # what a device sends for groups of 4 or of 2, by the formulas for rings
 KNOWN = {
-    'data parallel': (
-        candidate(batch='x'),
-        {('all-reduce', 'gradients'): 2 * 3 * WEIGHTS // 4},
-    ),
+    'data parallel': (candidate(batch='x'), {('all-reduce', 'gradients'): 2 * 3 * WEIGHTS // 4}),
     'fully sharded': (
         candidate(batch='x', embed='x'),
         {
@@ -90,11 +86,12 @@ KNOWN = {
 
 
 def test_the_bytes_of_known_shardings(worker):
-    judged = judge(worker, [one for one, _ in KNOWN.values()])
-    assert [one.error for one in judged] == [''] * len(KNOWN)
-    assert [dict(one.sent_by) for one in judged] == [sent for _, sent in KNOWN.values()]
-    assert [set(one.sent) for one in judged] == [{'x'}, {'x'}, {'x'}, {'x', 'y'}]
-    assert [one.bounds.largest.resource for one in judged] == ['network'] * len(KNOWN)
+    candidates, sent_by = zip(*KNOWN.values(), strict=True)
+    judged = judge(worker, candidates)
+    assert [plan.error for plan in judged] == [''] * len(KNOWN)
+    assert [dict(plan.sent_by) for plan in judged] == [*sent_by]
+    assert [set(plan.sent) for plan in judged] == [{'x'}, {'x'}, {'x'}, {'x', 'y'}]
+    assert [plan.bounds.largest.resource for plan in judged] == ['network'] * len(KNOWN)
 
 
 def test_a_candidate_that_cannot_be_traced_does_not_disturb_the_others(worker):
@@ -108,9 +105,9 @@ def test_results_take_the_memory_of_donated_arguments(worker):
     def halve(params):
         return jax.tree.map(lambda w: w / 2, params)
 
-    one = candidate(mlp='x')
-    [in_place] = judge(worker, [one], sharded(RULES, out=RULES, donate_argnums=0)(halve), PARAMS)
-    [with_copy] = judge(worker, [one], sharded(RULES, out=RULES)(halve), PARAMS)
+    tensor = [candidate(mlp='x')]
+    [in_place] = judge(worker, tensor, sharded(RULES, out=RULES, donate_argnums=0)(halve), PARAMS)
+    [with_copy] = judge(worker, tensor, sharded(RULES, out=RULES)(halve), PARAMS)
     assert (with_copy.memory - in_place.memory) == WEIGHTS // 4
 
 
@@ -133,28 +130,28 @@ def test_any_pytree_and_unused_arguments(worker):
         y = einshard(einshard(x, 'batch act') @ einshard(w, 'act mlp'), 'batch mlp')
         return State(y)
 
-    state = State(struct(EMBED, MLP), struct(1000, 1000))
-    [one] = judge(worker, [candidate(act='x')], product, state, struct(BATCH, EMBED))
-    assert one.error == ''
-    assert one.sent_by == {('all-reduce', 'activations'): 2 * 3 * 2 * BATCH * MLP // 4}
-    assert one.memory < 1000 * 1000
+    state = State(bf16(EMBED, MLP), bf16(1000, 1000))
+    [plan] = judge(worker, [candidate(act='x')], product, state, bf16(BATCH, EMBED))
+    assert plan.error == ''
+    assert plan.sent_by == {('all-reduce', 'activations'): 2 * 3 * 2 * BATCH * MLP // 4}
+    assert plan.memory < 1000 * 1000
 
 
-def test_what_cannot_be_lowered_for_cpu_is_judged_by_the_target(worker):
+def test_a_program_that_cannot_be_lowered_for_cpu_is_judged_by_the_target(worker):
     def product(x, w):
         y = einshard(einshard(x, 'batch act') @ einshard(w, 'act mlp'), 'batch mlp')
         jax.debug.callback(print, y[0, 0])
         return y
 
-    args = struct(BATCH, EMBED), struct(EMBED, MLP)
-    [one] = judge(worker, [candidate(batch='x')], product, *args)
-    assert (one.judge, one.error) == ('compiler', '')
+    args = bf16(BATCH, EMBED), bf16(EMBED, MLP)
+    [plan] = judge(worker, [candidate(batch='x')], product, *args)
+    assert (plan.judge, plan.error) == ('compiler', '')
 
 
 def test_the_target_has_its_own_judgement():
-    one = candidate(batch='x', embed='x')
-    judged = function().judge(one)
-    assert (judged.candidate, judged.judge, judged.error) == (one, 'compiler', '')
+    fsdp = candidate(batch='x', embed='x')
+    judged = function().judge(fsdp)
+    assert (judged.candidate, judged.judge, judged.error) == (fsdp, 'compiler', '')
     assert judged.sent_by['all-gather', 'weights'] > 0
 
 
@@ -261,4 +258,4 @@ def test_the_collectives_that_a_tpu_would_run(form):
     lines, expected = FORMS[form]
     module = Module(PROGRAM.replace('LINES', '\n'.join(f'  {line}' for line in lines)))
     found = target_collectives(module, find_collectives(module))
-    assert [(one.kind, one.group_size, one.shape_text) for one in found] == expected
+    assert [(c.kind, c.group_size, c.shape_text) for c in found] == expected

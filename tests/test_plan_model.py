@@ -4,12 +4,12 @@ import collections
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax import ShapeDtypeStruct as Shape
-from planned import MLP_RULES, Sizes, experts_step, f32, mlp_step, transformer_step
+from placed import struct as f32
+from planned import MLP_RULES, Sizes, experts_step, mlp_step, transformer_step
+from refusal import refusal
 
-from einshard import Chip, EinshardError, Rules, einshard, sharded
+from einshard import Chip, Rules, einshard, sharded
 from einshard._plan.candidate import Candidate
 from einshard._plan.estimate import Estimator
 from einshard._plan.model import find_model
@@ -18,13 +18,8 @@ from einshard._plan.model import find_model
 SLOW = Chip('slow', {'bf16': 1.0}, memory=1e9, memory_bandwidth=1.0, link=1.0)
 
 
-def model_of(made):
-    step, args = made
-    return find_model(step, args, {})
-
-
 def text(product):
-    """'batch act, embed mlp -> batch mlp'"""
+    """A product by the names of its axes, such as 'batch act, embed mlp -> batch mlp'."""
     *operands, out = (
         ' '.join('+'.join(names) or '.' for names in side.names)
         for side in (*product.operands, product.out)
@@ -33,17 +28,17 @@ def text(product):
 
 
 def products(model):
-    return {text(one): one for one in model.products if one.flops}
+    return {text(product): product for product in model.products if product.flops}
 
 
 # --- names ----------------------------------------------------------------------------------------
 
 
 def test_model_of_an_mlp():
-    model = model_of(mlp_step())
+    model = find_model(*mlp_step(), {})
     assert model.name == 'step'
     assert model.sizes == {'mlp': 32, 'embed': 16, 'batch': 64, 'act': 16}
-    assert [(one.names, one.is_state, one.donated, one.bytes) for one in model.arrays] == [
+    assert [(x.names, x.is_state, x.donated, x.bytes) for x in model.arrays] == [
         ((('mlp',), ('embed',)), True, True, 2048),
         ((('embed',), ('mlp',)), True, True, 2048),
         ((('batch',), ('act',)), False, False, 4096),
@@ -61,10 +56,10 @@ def test_model_of_an_mlp():
 @pytest.mark.parametrize('pieces', [1, 4])
 def test_products_in_scans_are_counted(pieces):
     c = Sizes()
-    model = model_of(transformer_step(c, pieces))
+    model = find_model(*transformer_step(c, pieces), {})
     runs = collections.Counter()
-    for one in model.products:
-        runs[text(one)] += one.executions
+    for product in model.products:
+        runs[text(product)] += product.executions
     n = pieces * c.layers
     assert runs['batch norm_seq act, embed mlp -> batch seq mlp'] == 2 * n  # again in the remat
     assert runs['batch seq mlp, mlp embed -> batch norm_seq act'] == n  # nothing needs it again
@@ -74,30 +69,30 @@ def test_products_in_scans_are_counted(pieces):
 
 
 def test_names_go_through_the_program():
-    found = products(model_of(transformer_step()))
+    found = products(find_model(*transformer_step(), {}))
     # scores: the heads of queries are split into groups, of which the major axis keeps the name
     assert 'batch seq kv head, batch seq heads head . -> batch kv seq seq .' in found
     assert 'batch seq heads head, heads head embed -> batch norm_seq act' in found
     # the gradient of the tied table, as a product and as a lookup
     assert 'batch seq vocab, batch norm_seq act -> vocab embed' in found
-    model = model_of(transformer_step())
-    lookups = [text(one) for one in model.products if one.dtype == 's32']
+    model = find_model(*transformer_step(), {})
+    lookups = [text(product) for product in model.products if product.dtype == 's32']
     assert lookups == [
         'batch seq ., vocab embed -> batch norm_seq act',
         'batch seq ., batch norm_seq act -> vocab embed',
     ]
 
 
-def test_what_scans_store():
+def test_arrays_that_scans_store():
     c = Sizes()
-    model = model_of(transformer_step(c))
-    stored = {one for peak in model.peaks for one, _ in peak}
+    model = find_model(*transformer_step(c), {})
+    stored = {array for peak in model.peaks for array, _ in peak}
     n_bytes = 2 * c.layers * c.batch * c.seq * c.embed  # the input of every layer, in bf16
     assert ((('layers',), ('batch',), ('norm_seq',), ('act',)), n_bytes) in stored
 
 
 def test_experts():
-    found = products(model_of(experts_step()))
+    found = products(find_model(*experts_step(), {}))
     assert 'batch expert place, batch act -> expert place act' in found
     assert 'expert place act, expert embed mlp -> expert place mlp' in found
     assert 'expert place act, expert place mlp -> expert embed mlp' in found
@@ -119,7 +114,7 @@ def test_convolution():
     model = find_model(step, (f32(3, 3, 4, 8), f32(16, 32, 32, 4)), {})
     found = products(model)
     flops = 2 * 16 * 32 * 32 * 3 * 3 * 4 * 8
-    assert {name: one.flops for name, one in found.items()} == {
+    assert {name: product.flops for name, product in found.items()} == {
         'batch h w colors, high wide colors features -> batch h w features': flops,
         'batch h w colors, batch h w features -> high wide colors features': flops,
     }
@@ -127,10 +122,10 @@ def test_convolution():
 
 def test_ragged_dot():
     step = sharded('tokens act', 'expert embed mlp', 'expert')(jax.lax.ragged_dot)
-    shapes = f32(64, 8), f32(4, 8, 16), Shape((4,), 'int32')
-    (one,) = find_model(step, shapes, {}).products
-    assert text(one) == 'tokens act, expert embed mlp -> tokens mlp'
-    assert one.flops == 2 * 64 * 8 * 16
+    shapes = f32(64, 8), f32(4, 8, 16), f32(4, dtype='int32')
+    (product,) = find_model(step, shapes, {}).products
+    assert text(product) == 'tokens act, expert embed mlp -> tokens mlp'
+    assert product.flops == 2 * 64 * 8 * 16
 
 
 def test_decoding():
@@ -142,7 +137,7 @@ def test_decoding():
         return jax.lax.dynamic_update_slice(cache, new[:, None], (0, 3, 0))
 
     model = find_model(decode, ({'w': f32(16, 32), 'b': None}, f32(8, 10, 32), f32(8, 16)), {})
-    assert [one.is_state for one in model.arrays] == [False, True, False]
+    assert [x.is_state for x in model.arrays] == [False, True, False]
     assert model.results == ()
     assert list(products(model)) == ['batch embed, embed mlp -> batch mlp']
 
@@ -156,7 +151,7 @@ def test_a_batch_may_be_a_pytree(options):
 
     weights, batch = {'up': f32(16, 32), 'down': f32(32, 16)}, {'x': f32(64, 16), 'y': f32(64, 16)}
     model = find_model(step, (weights, batch), {})
-    assert [one.is_state for one in model.arrays] == [True, True, False, False]
+    assert [x.is_state for x in model.arrays] == [True, True, False, False]
 
 
 def test_jitted_function_with_names_inside():
@@ -168,7 +163,7 @@ def test_jitted_function_with_names_inside():
 
     weights = {'up': f32(16, 32), 'down': f32(32, 16)}
     model = find_model(mlp, (weights, f32(64, 16)), {})
-    assert [one.names for one in model.arrays] == [
+    assert [x.names for x in model.arrays] == [
         (('mlp',), ('embed',)),
         (('embed',), ('mlp',)),
         (('batch',), ('act',)),
@@ -201,7 +196,7 @@ def test_flax_variables():
 
     jax.tree_util.register_pytree_node(
         Variable,
-        lambda one: ((one.value,), tuple(one.metadata.items())),
+        lambda variable: ((variable.value,), tuple(variable.metadata.items())),
         lambda metadata, children: Variable(children[0], **dict(metadata)),
     )
     w = Variable(f32(16, 32), sharding_names=('embed', None))
@@ -224,17 +219,15 @@ def test_no_names():
     def up(weights, x):
         return x @ weights['w']
 
-    with pytest.raises(EinshardError) as caught:
-        find_model(up, ({'w': f32(16, 32), 'b': f32(32)}, f32(8, 16)), {})
-    assert str(caught.value).startswith('up has no axis names, so there is nothing to plan')
-    fix = caught.value.fix
+    args = {'w': f32(16, 32), 'b': f32(32)}, f32(8, 16)
+    error = refusal(find_model, up, args, {})
+    assert error.sentence == 'up has no axis names, so there is nothing to plan'
+    fix = error.fix
     assert fix == (
         "sharded(Rules([('w$', 'rows columns')], default='... -> * ...'), 'rows columns')(up)"
     )
     known = {'sharded': sharded, 'Rules': Rules, 'up': up}
-    assert set(
-        find_model(eval(fix, known), ({'w': f32(16, 32), 'b': f32(32)}, f32(8, 16)), {}).sizes
-    ) == {'rows', 'columns'}
+    assert set(find_model(eval(fix, known), args, {}).sizes) == {'rows', 'columns'}
 
 
 # --- costs, by hand -------------------------------------------------------------------------------
@@ -243,16 +236,15 @@ T, D, F = 64, 16, 32
 GRADIENTS = WEIGHTS = 2 * 4 * D * F
 
 
-def judged(n=4, chip=SLOW, made=None, **axes):
-    made = made or mlp_step(T, D, F)
-    model = model_of(made)
-    mesh = (('x', n),)
+def judged(chip=SLOW, step=None, **axes):
+    """The estimate for four devices along x; `step` is a function with its arguments."""
+    model = find_model(*(step or mlp_step(T, D, F)), {})
     names = tuple((name, axes.get(name, ())) for name in model.sizes)
-    return Estimator(model, jax.devices()[:n], chip).judge(Candidate(mesh, names))
+    return Estimator(model, jax.devices()[:4], chip).judge(Candidate((('x', 4),), names))
 
 
 def bound(judgement, resource):
-    return {one.resource: one.seconds for one in judgement.bounds}.get(resource)
+    return {bound.resource: bound.seconds for bound in judgement.bounds}[resource]
 
 
 X = ('x',)
@@ -274,7 +266,7 @@ X = ('x',)
     ],
     ids=['data', 'fsdp', 'tensor', 'replicated'],
 )
-def test_what_an_mlp_sends(axes, sent_by):
+def test_bytes_that_an_mlp_sends(axes, sent_by):
     found = judged(**axes)
     assert found.sent_by == sent_by
     assert found.network_bytes == sum(sent_by.values())
@@ -302,8 +294,7 @@ def test_axes_with_the_names_of_mesh_axes():
 
 def test_gathers_of_a_scan():
     c = Sizes()
-    made = transformer_step(c)
-    sent = judged(made=made, batch=X, embed=X).sent_by
+    sent = judged(step=transformer_step(c), batch=X, embed=X).sent_by
     each = 2 * c.embed * c.head * c.heads + c.embed * c.head * c.kv + 2 * c.embed * c.mlp
     # in bf16: forward and backward, and the table for the lookup and the logits, forward and back
     table = c.vocab * c.embed
@@ -315,15 +306,15 @@ def test_gathers_of_a_scan():
 
 
 def test_accumulated_gradients_are_reduced_for_each_piece():
-    one, four = (judged(made=transformer_step(pieces=n), batch=X, embed=X).sent_by for n in (1, 4))
+    one, four = (judged(step=transformer_step(pieces=n), batch=X, embed=X).sent_by for n in (1, 4))
     ratio = four['reduce-scatter', 'gradients'] / one['reduce-scatter', 'gradients']
     assert ratio == pytest.approx(4, rel=0.01)
 
 
 def test_memory():
-    c = Sizes()
-    made = transformer_step(c)
-    replicated, sharded_state = judged(made=made), judged(made=made, batch=X, embed=X)
-    states = 3 * 4 * sum(np.prod(one.shape) for one in made[1][0].values())
+    step = transformer_step()
+    replicated, fully_sharded = judged(step=step), judged(step=step, batch=X, embed=X)
+    _, (weights, *_) = step
+    states = 3 * 4 * sum(weight.size for weight in weights.values())
     assert replicated.memory > states
-    assert sharded_state.memory < replicated.memory / 3
+    assert fully_sharded.memory < replicated.memory / 3

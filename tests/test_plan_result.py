@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import planned
 import pytest
-from jax import ShapeDtypeStruct as Shape
+from placed import struct
 
 from einshard import (
     EinshardError,
@@ -27,33 +27,34 @@ from einshard._plan.compile import Worker
 
 EIGHT = device_mesh(jax.devices()[:8])
 CHIP = 'TPU v5e'
+MLP_STEP = planned.mlp_step(8192, 512, 2048)
 
 
 class SharedWorker(Worker):
-    """A plan does not end it."""
+    """A worker that goes on when a plan closes it."""
 
     def close(self):
         pass
 
 
 @pytest.fixture(scope='module', autouse=True)
-def worker():
-    """One process compiles for all plans: to start one takes a second."""
-    shared = SharedWorker(8)
+def shared_worker():
+    """All plans share a process, since starting one takes a second."""
+    worker = SharedWorker(8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(judge, 'Worker', lambda n_devices: shared)
+        patch.setattr(judge, 'Worker', lambda n_devices: worker)
         yield
-    Worker.close(shared)
+    Worker.close(worker)
 
 
 @pytest.fixture(scope='module')
 def found():
-    step, args = planned.mlp_step(8192, 512, 2048)
+    step, args = MLP_STEP
     return plan(step, *args, mesh=EIGHT, chip=CHIP, compilations=3)
 
 
 def test_the_rules_run(found):
-    step, (weights, x) = planned.mlp_step(8192, 512, 2048)
+    step, (weights, x) = MLP_STEP
     with jax.set_mesh(found.mesh), axis_rules(found.rules):
         placed = einshard(
             jax.tree.map(lambda s: np.ones(s.shape, s.dtype), weights), planned.MLP_RULES
@@ -64,22 +65,21 @@ def test_the_rules_run(found):
 
 def rules_of(found):
     """The rules that the plan prints."""
-    lines = [line for line in found.code if not line.startswith('x = ')]
-    return eval('\n'.join(lines).removeprefix('weights = '), {'Rules': Rules})
+    code = '\n'.join(line for line in found.code if not line.startswith('x = '))
+    return eval(code.removeprefix('weights = '), {'Rules': Rules})
 
 
-def test_plain_jax(found):
-    names = {}
-    text = to_jax(found)
+def test_to_jax(found):
+    names, text = {}, to_jax(found)
     exec(text, names)
-    step, args = planned.mlp_step(8192, 512, 2048)
+    step, args = MLP_STEP
     assert names['mesh'] == found.mesh
     with jax.set_mesh(found.mesh), axis_rules(found.rules):
         expected = step.in_shardings(*args)
         constraint = make_sharding('batch mlp')
     with mock.patch.object(jax, 'jit', lambda f, **options: options):
-        made = names['jit_step'](None)['in_shardings']
-    assert made == tuple(expected.values())
+        options = names['jit_step'](None)
+    assert options['in_shardings'] == tuple(expected.values())
     [call] = re.findall("'batch mlp'\n#     x = (.*)", text)
     with mock.patch.object(jax.lax, 'with_sharding_constraint', lambda x, sharding: sharding):
         assert eval(call, names, {'x': None}) == constraint
@@ -94,10 +94,7 @@ def test_code_to_paste():
     def f(weights, xs):
         return xs[0] @ weights['w'] + weights['b'] + xs[1][:, None]
 
-    args = (
-        {'w': Shape((64, 64), 'f4'), 'b': Shape((64,), 'f4')},
-        (Shape((64, 64), 'f4'), Shape((64,), 'f4')),
-    )
+    args = ({'w': struct(64, 64), 'b': struct(64)}, (struct(64, 64), struct(64)))
     found = plan(
         f, *args, mesh=EIGHT, chip=CHIP, pin={'batch': '@x', 'mlp': '', 'embed': ''}, compilations=1
     )
@@ -131,7 +128,7 @@ def test_plans_are_compared(found):
 
 
 def test_nothing_fits():
-    step, args = planned.mlp_step(8192, 512, 2048)
+    step, args = MLP_STEP
     found = plan(step, *args, mesh=EIGHT, chip=CHIP, memory='1 MB', compilations=1)
     assert not found.fits
     [warning] = found.warnings
@@ -140,13 +137,13 @@ def test_nothing_fits():
     assert warning.endswith('(weights and other state take 8.0 MiB before sharding)')
 
 
-def test_a_table_of_the_user_is_judged_alongside():
-    step, args = planned.mlp_step(8192, 512, 2048)
-    table = {'data': 4, 'tensor': 2}, {'batch': '@data', 'mlp': '@tensor', 'heads': '@tensor'}
-    found = plan(step, *args, mesh=EIGHT, objective='bytes', candidates=[table], compilations=2)
-    meshes = [dict(one.candidate.mesh) for one in found.choices]
-    assert {'data': 4, 'tensor': 2} in meshes
-    assert found.choices[0].network_bytes == min(one.network_bytes for one in found.choices)
+def test_candidates_of_the_user_are_judged():
+    step, args = MLP_STEP
+    ours = {'data': 4, 'tensor': 2}, {'batch': '@data', 'mlp': '@tensor', 'heads': '@tensor'}
+    found = plan(step, *args, mesh=EIGHT, objective='bytes', candidates=[ours], compilations=2)
+    assert ours[0] in [dict(choice.candidate.mesh) for choice in found.choices]
+    network_bytes = [choice.network_bytes for choice in found.choices]
+    assert network_bytes[0] == min(network_bytes)
 
 
 def test_command(capsys, monkeypatch, tmp_path):
@@ -174,7 +171,7 @@ def test_names_of_flax_shard_the_arguments():
             h = nn.relu(nn.Dense(512, use_bias=False, kernel_init=up)(x))
             return nn.Dense(256, use_bias=False, kernel_init=down)(h)
 
-    x = Shape((128, 256), np.float32)
+    x = struct(128, 256)
     params = jax.eval_shape(Model().init, jax.random.key(0), x)
     found = plan(
         lambda params, x: Model().apply(params, x),
@@ -185,9 +182,9 @@ def test_names_of_flax_shard_the_arguments():
         pin={'embed': '', 'mlp': '@x'},
         compilations=1,
     )
-    rows = {row.path: row for row in found.explain().arguments if 'Dense' in row.path}
-    shards = {row.array: row.bytes for row in rows.values()}
-    assert shards == {
-        'float32[256,512]': 256 * 512 // 8 * 4,
-        'float32[512,256]': 512 * 256 // 8 * 4,
+    rows = [row for row in found.explain().arguments if 'Dense' in row.path]
+    shard = 256 * 512 // 8 * 4
+    assert {row.array: row.bytes for row in rows} == {
+        'float32[256,512]': shard,
+        'float32[512,256]': shard,
     }

@@ -1,5 +1,6 @@
 """The search of plan, over candidates whose costs are known."""
 
+import functools
 import itertools
 
 import pytest
@@ -15,17 +16,12 @@ from einshard._plan.search import Search, is_neighbor
 NAMES = ('batch', 'embed', 'mlp')
 
 
-def candidates():
-    """All ways to shard three names over two meshes."""
-    choices = ((), ('x',), ('y',), ('x', 'y'))
-    for sizes in ((8, 2), (4, 4)):
-        for axes in itertools.product(choices, repeat=3):
-            yield Candidate(
-                tuple(zip('xy', sizes, strict=True)), tuple(zip(NAMES, axes, strict=True))
-            )
-
-
-ALL = list(candidates())
+# all ways to shard three names over two meshes
+ALL = [
+    Candidate((('x', x), ('y', y)), tuple(zip(NAMES, axes, strict=True)))
+    for x, y in ((8, 2), (4, 4))
+    for axes in itertools.product([(), ('x',), ('y',), ('x', 'y')], repeat=3)
+]
 
 
 def judged(candidate, judge, seconds, memory=1, **more):
@@ -33,32 +29,31 @@ def judged(candidate, judge, seconds, memory=1, **more):
     return Judgement(candidate, judge, bounds, memory=memory, **more)
 
 
-def rough(candidate):
-    """An estimate: the rank of the true cost, with an error that depends on the candidate."""
+def estimated(candidate):
+    """The true cost times a factor from 1 to 3 that depends on the candidate."""
     return TRUE[candidate] * (1 + 0.5 * (ALL.index(candidate) * 7 % 5))
 
 
 # distinct costs without a pattern that the search could use
-TRUE = {one: 1 + (37 * i) % 128 for i, one in enumerate(ALL)}
+TRUE = {candidate: 1 + (37 * i) % 128 for i, candidate in enumerate(ALL)}
 
 
-def run(compilations=40, judge='partitioner', memory=lambda _: 1, **more):
+def run(compilations=40, memory=lambda _: 1, **more):
+    """A search that has run, and its compilations: (judge, candidate) in order."""
     calls = []
 
-    def compile_all(kind, them):
-        for one in them:
-            calls.append((kind, one))
-            yield judged(one, kind, TRUE[one], memory(one))
+    def compile_all(judge, candidates):
+        for candidate in candidates:
+            calls.append((judge, candidate))
+            yield judged(candidate, judge, TRUE[candidate], memory(candidate))
 
-    estimates = sorted(
-        (judged(one, 'estimate', rough(one)) for one in ALL), key=lambda one: one.cost('bound')
-    )
+    estimates = [judged(candidate, 'estimate', estimated(candidate)) for candidate in ALL]
     search = Search(
         **{
-            'estimates': estimates,
+            'estimates': sorted(estimates, key=lambda estimate: estimate.cost('bound')),
             'given': [],
-            'by_partitioner': lambda them: compile_all('partitioner', them),
-            'by_compiler': lambda them: compile_all('compiler', them),
+            'by_partitioner': functools.partial(compile_all, 'partitioner'),
+            'by_compiler': functools.partial(compile_all, 'compiler'),
             'objective': 'bound',
             'limit': 10,
             'compilations': compilations,
@@ -86,17 +81,17 @@ def test_compiles_all_of_a_small_space_once():
     search, calls = run(compilations=1000, by_compiler=None)
     assert sorted(map(str, search.judged)) == sorted(map(str, ALL))
     assert len(calls) == len(ALL)
-    assert [one.candidate for one in search.ranking()] == sorted(ALL, key=TRUE.__getitem__)
+    assert [plan.candidate for plan in search.ranking()] == sorted(ALL, key=TRUE.__getitem__)
 
 
 def test_a_plan_that_does_not_fit_loses():
-    search, _ = run(memory=lambda one: 11 if one == BEST else 1)
+    search, _ = run(memory=lambda candidate: 11 if candidate == BEST else 1)
     assert search.ranking()[0].fits(10)
     assert search.ranking()[0].candidate != BEST
 
 
 def test_without_a_plan_that_fits_the_closest_comes_first():
-    search, _ = run(compilations=1000, by_compiler=None, memory=lambda one: 10 + TRUE[one])
+    search, _ = run(compilations=1000, by_compiler=None, memory=lambda c: 10 + TRUE[c])
     best = search.ranking()[0]
     assert (best.candidate, best.fits(10)) == (BEST, False)
 
@@ -109,9 +104,9 @@ def test_the_user_s_candidates_are_compiled():
 
 def test_the_compiler_has_the_last_word():
     # the partitioner takes the second-best for the best
-    def partitioner(them):
-        for one in them:
-            yield judged(one, 'partitioner', 1000 if one == BEST else TRUE[one])
+    def partitioner(candidates):
+        for c in candidates:
+            yield judged(c, 'partitioner', 1000 if c == BEST else TRUE[c])
 
     second = sorted(ALL, key=TRUE.__getitem__)[1]
     search, _ = run(by_partitioner=partitioner)
@@ -119,65 +114,59 @@ def test_the_compiler_has_the_last_word():
 
 
 def test_the_compiler_decides_whether_a_plan_fits():
-    def compiler(them):
-        for one in them:
-            yield judged(one, 'compiler', TRUE[one], memory=9)
+    def compiler(candidates):
+        for c in candidates:
+            yield judged(c, 'compiler', TRUE[c], memory=9)
 
-    search, _ = run(by_compiler=compiler, memory=lambda one: 13 if one == BEST else 1)
+    search, _ = run(by_compiler=compiler, memory=lambda c: 13 if c == BEST else 1)
     assert search.ranking()[0].candidate == BEST
 
 
 @pytest.mark.parametrize(('best', 'n'), [(1, 4), (2, 5), (8, 9)])
 def test_compiles_more_if_the_judges_disagree(best, n):
     # the compiler likes plans more, the closer they are to the partitioner's n-th best
-    def compiler(them):
-        for one in them:
-            is_contrast = TRUE[one] == 6  # the best plan with the other mesh shape
-            yield judged(one, 'compiler', 99 if is_contrast else 1 + abs(TRUE[one] - best))
+    def compiler(candidates):
+        for c in candidates:
+            is_contrast = TRUE[c] == 6  # the best plan with the other mesh shape
+            yield judged(c, 'compiler', 99 if is_contrast else 1 + abs(TRUE[c] - best))
 
     search, _ = run(compilations=1000, by_compiler=compiler)
     assert TRUE[search.ranking()[0].candidate] == best
-    assert sum(one.judge == 'compiler' for one in search.judged.values()) == n
+    assert sum(plan.judge == 'compiler' for plan in search.judged.values()) == n
 
 
-def test_keeps_what_it_has_when_it_is_interrupted():
-    def interrupted(them):
-        yield judged(them[0], 'partitioner', 1)
+def test_keeps_its_results_when_it_is_interrupted():
+    def interrupted(candidates):
+        yield judged(candidates[0], 'partitioner', 1)
         raise KeyboardInterrupt
 
     search, _ = run(by_partitioner=interrupted)
     assert (search.stopped, len(search.judged)) == ('interrupted', 1)
     with pytest.raises(KeyboardInterrupt):
-        run(by_partitioner=lambda them: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(by_partitioner=lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
 
 
-def test_stops_after_a_time():
+def test_stops_after_the_given_seconds():
     search, calls = run(seconds=1e-9)
     assert (search.stopped, calls) == ('stopped after 1e-09 s', [])
 
 
 def test_neighbors():
-    one = Candidate((('x', 8), ('y', 2)), (('batch', ('x',)), ('mlp', ('y',))))
-    assert is_neighbor(one, Candidate(one.mesh, (('batch', ('x', 'y')), ('mlp', ('y',)))))
-    assert is_neighbor(one, Candidate((('x', 4), ('y', 4)), one.axes))
-    assert not is_neighbor(one, Candidate(one.mesh, (('batch', ()), ('mlp', ()))))
-    assert not is_neighbor(one, one)
+    c = Candidate((('x', 8), ('y', 2)), (('batch', ('x',)), ('mlp', ('y',))))
+    assert is_neighbor(c, Candidate(c.mesh, (('batch', ('x', 'y')), ('mlp', ('y',)))))
+    assert is_neighbor(c, Candidate((('x', 4), ('y', 4)), c.axes))
+    assert not is_neighbor(c, Candidate(c.mesh, (('batch', ()), ('mlp', ()))))
+    assert not is_neighbor(c, c)
 
 
 def test_reasons():
-    better = Judgement(BEST, 'compiler', Bounds([Bound('network', 'x', 1.0)]), memory=2**30)
-    gathers = Judgement(
-        BEST,
-        'compiler',
-        Bounds([Bound('network', 'x', 3.0)]),
-        memory=24 * 2**30,
-        sent={'x': 2**41},
-        sent_by={('all-gather', 'weights'): 2**41},
-    )
+    better = judged(BEST, 'compiler', 1.0, memory=2**30)
+    sent = {'sent': {'x': 2**41}, 'sent_by': {('all-gather', 'weights'): 2**41}}
+    gathers = judged(BEST, 'compiler', 3.0, memory=24 * 2**30, **sent)
     computes = Judgement(
         BEST, 'compiler', Bounds([Bound('compute', '', 2.0), Bound('network', 'x', 1.5)])
     )
-    assert [reason(one, better, 16 * 2**30) for one in (gathers, computes, better)] == [
+    assert [reason(plan, better, 16 * 2**30) for plan in (gathers, computes, better)] == [
         'gathers 2.0 TiB of weights per run (instead of 0 B); '
         'needs 24.0 GiB of memory, more than 16.0 GiB',
         'computes for 2 s (instead of 0 ns)',
@@ -186,7 +175,7 @@ def test_reasons():
 
 
 def ranged(least, most):
-    """A judgement whose largest bound and sum of bounds are these."""
+    """A judgement between `least`, its largest bound, and `most`, the sum of its bounds."""
     bounds = Bounds([Bound('network', 'x', least), Bound('compute', '', most - least)])
     return Judgement(BEST, 'compiler', bounds, memory=1)
 
@@ -205,7 +194,7 @@ def ranged(least, most):
 )
 def test_notes_plans_whose_ranges_overlap(objective, ranges, last):
     search, _ = run(objective=objective)
-    notes = list(_notes([ranged(*one) for one in ranges], search))
+    notes = list(_notes(list(itertools.starmap(ranged, ranges)), search))
     assert notes == [
         f'the bounds do not tell plans 0 to {last} apart: the ranges between their two numbers '
         'overlap'

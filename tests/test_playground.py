@@ -149,7 +149,7 @@ def test_unreadable_fields_are_errors(shape, devices, message):
     assert answer['fix'] is None
 
 
-def test_mesh_axes_without_a_mesh_say_what_to_write():
+def test_the_error_for_mesh_axes_without_a_mesh_has_an_example():
     error = json.loads(playground.answer('b d -> b@data d@tensor', '8 16', '8'))['error']
     assert 'on this page: devices data=2 tensor=2' in error
 
@@ -293,7 +293,7 @@ FIELDS = [
 ]
 
 
-def test_page_shows_what_python_says(browser):
+def test_the_page_shows_the_answers_of_python(browser):
     """On a phone: pictures, words, specs and errors, without scrolling the page sideways."""
     browser.run(SHOWN)
     for expression, shape, devices in FIELDS:

@@ -1,7 +1,7 @@
 """Several processes with simulated devices: two with four of them, and four with two.
 
-Each process runs many checks of process_checks.py, since starting one takes seconds; here the
-results are read, and compared between the processes and with this process alone.
+Each process runs many checks of process_checks.py, since starting a process takes seconds. The
+tests compare the results of the processes with each other and with those of this process.
 """
 
 import functools
@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 import textwrap
@@ -21,6 +20,7 @@ import process_checks
 import pytest
 import test_docs
 from flags import WITHOUT_TPU, simulating
+from spawn import free_port, python_path
 
 import einshard
 
@@ -33,21 +33,18 @@ PATIENCE = 60  # seconds in which no process finishes a check
 def launch(folder, n_processes):
     """Runs the checks in new processes; returns their results and output."""
     folder.mkdir()
-    with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
-        port = listener.getsockname()[1]
-    path = os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
     env = {
         **os.environ,
         'JAX_PLATFORMS': 'cpu',
         'XLA_FLAGS': f'{simulating(8 // n_processes)} {WITHOUT_TPU}',
-        'PYTHONPATH': path,
+        'PYTHONPATH': python_path(ROOT),
     }
-    program = [sys.executable, '-W', 'error::UserWarning', process_checks.__file__, str(port)]
+    program = [sys.executable, '-W', 'error::UserWarning', process_checks.__file__]
+    program += [str(free_port()), str(n_processes)]
     with open(folder / 'output', 'w') as output:
         processes = [
             subprocess.Popen(
-                [*program, str(n_processes), str(i), str(folder)],
+                [*program, str(i), str(folder)],
                 env=env,
                 stdout=output,
                 stderr=output,
@@ -192,13 +189,13 @@ def test_all_processes_raise_the_same_difference(run, n):
     rest = {2: 'process 1', 4: 'processes 1, 2, 3'}[n]
     uneven = f"axis 'batch' (size 5 in this process) is not divisible by its {8 // n} local shards"
     x, y = "float32[4,4], leaf 'x'", "float32[8,4], leaf 'y'"
-    one = 'float32[8,4]'
+    same = 'float32[8,4]'
     expected = {
         'indivisible in one': [('process 0', f"float32[5,4], leaf 'x': {uneven}"), (rest, x)],
         'other rows': [('process 0', y), (rest, "float32[4,4], leaf 'y'")],
-        'other dtype': [('process 0', 'int32[8,4]'), (rest, one)],
+        'other dtype': [('process 0', 'int32[8,4]'), (rest, same)],
         'other tree': [('process 0', 'no more arrays'), (rest, y)],
-        'other function': [('process 0', 'RuntimeError: no file'), (rest, one)],
+        'other function': [('process 0', 'RuntimeError: no file'), (rest, same)],
     }
     for name, facts in expected.items():
         assert first[name] == different(*facts)

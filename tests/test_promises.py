@@ -13,6 +13,7 @@ from counting import counted, counting
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
+from placed import struct
 from refusal import refusal
 
 from einshard import (
@@ -41,7 +42,7 @@ def product(x, w):
     return x @ w
 
 
-# specs of x, w and the product, and what every compiler has to do for it
+# specs of x, w and the product, and the collectives that every compiler needs
 BY_THEORY = {
     'free axes': (('x* y', '* y z', 'x* z'), {}),
     'nothing sharded': (('* x y', '* y z', '* x z'), {}),
@@ -52,15 +53,15 @@ BY_THEORY = {
 
 @pytest.mark.parametrize('case', BY_THEORY)
 def test_limits_of_products(case):
-    (x, w, out), has = BY_THEORY[case]
+    (x, w, out), needed = BY_THEORY[case]
     unlimited = limited(x, w, out=out, collectives=None)(product)
-    kept = [has, list(has), set(has), tuple(has), dict.fromkeys(has, 3), ['all-to-all', *has], *has]
-    for promise in kept:
-        np.testing.assert_array_equal(
-            limited(x, w, out=out, collectives=promise)(product)(X, W), X @ W
-        )
+    kinds = [*needed]
+    kept = [needed, kinds, {*kinds}, (*kinds,), dict.fromkeys(kinds, 3), ['all-to-all', *kinds]]
+    for promise in [*kept, *kinds]:
+        f = limited(x, w, out=out, collectives=promise)(product)
+        np.testing.assert_array_equal(f(X, W), X @ W)
         assert_collectives(unlimited, X, W, allowed=promise)
-    broken = [(), {}, [], 'all-to-all', {'all-to-all': 5}, dict.fromkeys(has, 0)] if has else []
+    broken = [(), {}, [], 'all-to-all', {'all-to-all': 5}, dict.fromkeys(kinds, 0)] * bool(kinds)
     for promise in broken:
         f = limited(x, w, out=out, collectives=promise)(product)
         for error in (
@@ -68,7 +69,7 @@ def test_limits_of_products(case):
             refusal(assert_collectives, unlimited, X, W, allowed=promise),
         ):
             assert type(error) is UnexpectedCollectives
-            assert error.sentence.endswith(f': 1 {next(iter(has))}')
+            assert error.sentence.endswith(f': 1 {kinds[0]}')
 
 
 @pytest.mark.parametrize('out', ['x z*', '... z -> ... z*'])
@@ -201,7 +202,7 @@ def test_a_loop_counts_once():
         ours(())(x, layers)
 
 
-# -------------------------------------------------------------------------- part of other programs
+# ----------------------------------------------------------------------------- in other functions
 
 
 TRACED = {
@@ -297,10 +298,10 @@ def test_functions_of_every_kind_are_asserted():
         traced.append(isinstance(x, jax.core.Tracer))
         return x.sum()
 
-    shape = jax.ShapeDtypeStruct((8, 64), np.float32)
+    shape = struct(8, 64)
     placed = einshard(shape, 'a* b', mesh=EIGHT)
     rows = limited('a* b', collectives=None)(body)
-    promised = limited('a* b', collectives='all-reduce')(body)  # its own promise is another matter
+    promised = limited('a* b', collectives='all-reduce')(body)  # its own limit is not checked here
     for fn, x in ((body, placed), (jax.jit(body), placed), (rows, shape), (promised, shape)):
         assert_collectives(fn, x, allowed={'all-reduce': 1})
         assert_collectives(fn, x=x, allowed='all-reduce')
@@ -412,6 +413,5 @@ def test_invalid_kinds(promise):
 @pytest.mark.parametrize('most', [-1, 1.0, True, None, 'one'])
 def test_invalid_limits(most):
     error = refusal(limited(collectives={'all-reduce': most}), product)
-    assert (
-        f"the limit for 'all-reduce' must be a non-negative integer, not {most!r}" in error.sentence
-    )
+    expected = f"the limit for 'all-reduce' must be a non-negative integer, not {most!r}"
+    assert expected in error.sentence

@@ -1,7 +1,7 @@
 """The published einshard 0.2.0: where it succeeds, the same device holds the same slice.
 
-The old package runs in an environment of its own, which is made once and kept beside the project;
-only what it answers is used.
+The published package runs in its own environment, which is created once and kept in the project's
+folder.
 """
 
 import fcntl
@@ -22,7 +22,8 @@ ROOT = Path(__file__).parent.parent
 HOME = ROOT / '.venv-einshard-0.2'
 REQUIREMENT = 'einshard==0.2.0'
 
-# What it refuses and the design allows, or the reverse, is not compared; these it must know.
+# Expressions that the published package must accept. Expressions that only one package accepts are
+# not compared.
 KNOWN = {
     16: [
         ('a b -> 2 a2 b4', (8, 8)),
@@ -61,7 +62,7 @@ def python():
     HOME.mkdir(exist_ok=True)
     found, ready = HOME / 'env' / 'bin' / 'python', HOME / 'ready'
     with open(HOME / 'lock', 'w') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several pytest workers one makes it, the others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other pytest workers wait for the one that creates it
         if not ready.exists():
             subprocess.run([sys.executable, '-m', 'venv', '--clear', HOME / 'env'], check=True)
             pip = [found, '-m', 'pip', 'install', '--quiet', '--disable-pip-version-check']
@@ -73,11 +74,11 @@ def python():
     return str(found)
 
 
-def once(case):
-    """A case as the published package reads it: of an axis that comes again the last term counts.
+def in_today_s_notation(case):
+    """The expression that means today what a case means to the published package.
 
-    The earlier ones only take devices, as replicas do. Here all of them cut the axis. It is the one
-    difference where both succeed.
+    There, if several terms have the same axis, only the last one shards it; the others replicate.
+    This is the only difference between expressions that both packages accept.
     """
     terms = list(case.right)
     axes = [term.axis for term in terms]
@@ -88,13 +89,13 @@ def once(case):
 
 
 def cases(n_devices):
-    """(what the published package is asked, what it means here, shape)"""
+    """(an expression, the same in today's notation, shape)"""
     collected = []
 
     @oracle.examples(400)
     @given(case=oracle.cases(device_counts=(n_devices,)))
     def collect(case):
-        collected.append((case.text, once(case), case.shape))
+        collected.append((case.text, in_today_s_notation(case), case.shape))
 
     collect()
     return [(text, text, shape) for text, shape in KNOWN[n_devices]] + collected
@@ -102,7 +103,7 @@ def cases(n_devices):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('n_devices', KNOWN)
-def test_devices_hold_what_they_held(python, n_devices):
+def test_devices_hold_the_same_slices(python, n_devices):
     devices = jax.devices()[:n_devices]
     questions = cases(n_devices)
     # not from the project's folder, where 'einshard' is the new package
@@ -120,7 +121,7 @@ def test_devices_hold_what_they_held(python, n_devices):
 
 
 @pytest.mark.slow
-def test_of_an_axis_that_comes_again_the_last_term_counted(python):
+def test_only_the_last_term_of_an_axis_sharded_it(python):
     shape, devices = (8, 8), jax.devices()
     (answer,) = oracle.answers_of(python, 16, [('i o -> i2 o4 i2', shape)], cwd=str(HOME))
     then, now = (
@@ -131,7 +132,7 @@ def test_of_an_axis_that_comes_again_the_last_term_counted(python):
 
 
 @pytest.mark.slow
-def test_it_is_the_published_package_that_answers(python):
+def test_the_published_package_answers(python):
     asked = (
         'import importlib.metadata as m, einshard; print(m.version("einshard"), einshard.__file__)'
     )

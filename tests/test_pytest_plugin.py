@@ -16,7 +16,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from placed import struct
 from refusal import refusal
+from spawn import python_path
 
 import einshard
 from einshard import explain, sharded
@@ -75,17 +77,17 @@ def session(tmp_path, monkeypatch):
     monkeypatch.delenv('PYTEST_ADDOPTS', raising=False)
     monkeypatch.setattr(sys, 'dont_write_bytecode', True)  # files change within a second
     path = tmp_path / 'tests' / 'test_model.py'
-    # the last collects garbage several times at the end
-    without = ('einshard', 'xdist', 'cacheprovider', 'threadexception', 'unraisableexception')
-    without = [f'-pno:{name}' for name in without]
-    apart = ['-c', os.devnull, f'--rootdir={tmp_path}', '--import-mode=importlib', '-s']
+    # unraisableexception collects garbage several times at the end
+    plugins = ('einshard', 'xdist', 'cacheprovider', 'threadexception', 'unraisableexception')
+    without = [f'-pno:{name}' for name in plugins]
+    isolated = ['-c', os.devnull, f'--rootdir={tmp_path}', '--import-mode=importlib', '-s']
 
     def run(source, *options):
         path.parent.mkdir(exist_ok=True)
         path.write_text(source, encoding='utf-8')
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            status = pytest.main([*without, *apart, *options, str(path)], [_pytest_plugin])
+            status = pytest.main([*without, *isolated, *options, str(path)], [_pytest_plugin])
         ours = [name for name, m in sys.modules.items() if getattr(m, '__file__', '') == str(path)]
         for name in ours:
             del sys.modules[name]
@@ -102,7 +104,7 @@ def goldens_of(folder):
 
 
 def failures(printed):
-    """What failing tests say."""
+    """The output of a session, without the margin of failures."""
     return re.sub(r'^E {7}(Failed: )?', '', printed, flags=re.MULTILINE)
 
 
@@ -112,7 +114,7 @@ def test_the_example_of_the_page(session, tmp_path):
     changed = module.replace("'y z -> y* z'", "'y z -> y z*'")
     file = 'tests/golden/test_model/test_mlp.txt'
     unknown = f'no golden file {file} for mlp\n  to write it: pytest --einshard-update\n'
-    # test file, options; whether it passes, what it says, and a collective in the golden file
+    # test file, options; whether it passes, a part of the output, and of the golden file
     sessions = [
         (module, [], False, unknown, None),
         (module, ['--einshard-update'], True, f'\nwrote {file}\n', golden),
@@ -121,10 +123,10 @@ def test_the_example_of_the_page(session, tmp_path):
         (changed, ['--einshard-update'], True, f'\nrewrote {file}\n', 'all-gather'),
         (changed, ['--einshard-update'], True, None, 'all-gather'),
     ]
-    for source, options, passes, said, content in sessions:
+    for source, options, passes, message, content in sessions:
         passed, printed = session(source, *options)
         assert passed == passes
-        assert said in failures(printed) if said else 'golden' not in printed
+        assert message in failures(printed) if message else 'golden' not in printed
         files = goldens_of(tmp_path)
         assert content in files['test_mlp.txt'] if content else files == {}
 
@@ -191,10 +193,10 @@ def test_a_session_can_end_at_the_first_difference(session, tmp_path):
 
 def test_assert_collectives_is_a_fixture(session):
     source = f"""{MODULE}
-def test_it_keeps_to_it(assert_collectives):
+def test_expected(assert_collectives):
     assert_collectives(product, *arguments, allowed={{'all-reduce': 1}})
 
-def test_it_does_not(assert_collectives):
+def test_unexpected(assert_collectives):
     assert_collectives(product, *arguments, allowed=())
 """
     passed, printed = session(source)
@@ -208,7 +210,7 @@ def test_golden_text(report):
 
 
 def test_golden_files_are_portable(report):
-    """They have no machine, no source lines and no order of the compiler."""
+    """Golden files do not depend on the machine, source lines or the order of collectives."""
     (row,) = report.collectives
     other = replace(row, kind='all-gather', arrays='f32[2], f32[4], f32[2]', along='')
     same = [
@@ -325,7 +327,7 @@ assert_nothing_heavy()
 def pytest_unconfigure(config):
     if not hasattr(config, 'workerinput'):
         assert_nothing_heavy()
-        print('it never imported JAX')
+        print('JAX was never imported')
 """
 
 
@@ -350,11 +352,10 @@ def test_that_asks(einshard_golden, assert_collectives):
     (tmp_path / 'tests' / 'test_model.py').write_text(source)
     module = '_einshard_pytest_plugin'  # as it is installed
     shutil.copy(_pytest_plugin.__file__, tmp_path / f'{module}.py')
-    paths = [str(tmp_path), str(ROOT), os.environ.get('PYTHONPATH', '')]
     env = {
         **os.environ,
         'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1',
-        'PYTHONPATH': os.pathsep.join(filter(None, paths)),
+        'PYTHONPATH': python_path(tmp_path, ROOT),
     }
     env.pop('PYTEST_ADDOPTS', None)
     plugins = ['-p', module, '-p', 'xdist', '-n', '1', '--einshard-update']
@@ -365,7 +366,7 @@ def test_that_asks(einshard_golden, assert_collectives):
     assert done.returncode == 0, done.stdout + done.stderr
     assert '2 passed' in done.stdout
     assert '\nwrote tests/golden/test_model/test_that_asks.txt\n' in done.stdout
-    assert 'it never imported JAX' in done.stdout
+    assert 'JAX was never imported' in done.stdout
     assert list(goldens_of(tmp_path)) == ['test_that_asks.txt']
 
 
@@ -395,5 +396,5 @@ def test_training_step_of_the_transformer(einshard_golden):
     c = transformer.Config(n_layers=3, d_model=32, d_ff=64, sequence=12, batch=8)
     model = transformer.make_model(c, transformer.BOTH, mesh=jax.devices()[:8])
     state = jax.eval_shape(functools.partial(transformer.init_state, c=c), jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((c.batch, c.sequence + 1), np.int32)
+    tokens = struct(c.batch, c.sequence + 1, dtype=np.int32)
     einshard_golden(einshard.explain(model.train_step, state, tokens))

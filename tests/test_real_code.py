@@ -1,4 +1,4 @@
-"""docs/real_code.md: what it rewrites compiles to the same programs, or gives the same shards.
+"""docs/real_code.md: rewritten code compiles to the same programs, or gives the same shards.
 
 The page compares its functions `before` and `after`; here the programs are compared by an
 independent reader, with the shardings of arguments and results.
@@ -52,15 +52,15 @@ def page():
     return found
 
 
-# Whether the compiler may choose shardings: `jax.jit` of `shard_map` lets it, `per_device` sets
-# them. Those of the compiled programs are compared.
+# Whether the compiler may choose shardings: with `jax.jit` of `shard_map` it may, `per_device` sets
+# the shardings. The tests compare those of the compiled programs.
 _FREEDOM = re.compile(r', allow_spmd_sharding_propagation_to_\w+=\{[^}]*\}')
 
 
 def programs(names):
     with names.get('decoding', contextlib.nullcontext()):
         pair = [compiled(names[side], *names['arguments']) for side in ('before', 'after')]
-    return [one._replace(lines=[_FREEDOM.sub('', line) for line in one.lines]) for one in pair]
+    return [p._replace(lines=[_FREEDOM.sub('', line) for line in p.lines]) for p in pair]
 
 
 def test_every_pair_is_compared(page):
@@ -76,23 +76,23 @@ def test_programs_are_equal(page, heading):
 
 
 def test_programs_that_initialize_are_equal(page):
-    """They have no collectives, which assert_same_program asks for."""
+    """assert_same_program requires collectives, which these programs do not have."""
     before, after = programs(page['Shard the largest axis'])
     assert before.lines == after.lines
-    for (one, n_dims), (other, _) in zip(before.shardings, after.shardings, strict=True):
-        assert one.is_equivalent_to(other, n_dims)
-    assert any(not one.is_fully_replicated for one, _ in after.shardings)
+    for (expected, ndim), (found, _) in zip(before.shardings, after.shardings, strict=True):
+        assert found.is_equivalent_to(expected, ndim)
+    assert any(not sharding.is_fully_replicated for sharding, _ in after.shardings)
 
 
 @pytest.mark.parametrize('heading', sorted(TREES))
 def test_shards_are_equal(page, heading):
     before, after = (jax.tree.leaves(page[heading][side]) for side in ('before', 'after'))
     assert any(not x.is_fully_replicated for x in after)
-    for one, other in zip(before, after, strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
-        theirs = {shard.device: np.asarray(shard.data) for shard in one.addressable_shards}
-        for shard in other.addressable_shards:
+    for x, y in zip(before, after, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+        theirs = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
+        for shard in y.addressable_shards:
             np.testing.assert_array_equal(shard.data, theirs.pop(shard.device))
         assert not theirs
 

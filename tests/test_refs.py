@@ -47,17 +47,17 @@ def test_another_sharding_is_an_error():
     assert error.sentence.startswith(STAYS)
     assert error.facts['instead'] == "jax.new_ref(einshard(ref[...], 'a*'))"
     assert x.sharding == before
-    made = jax.new_ref(einshard(x[...], 'a*'))  # what the error says to write
-    assert einshard(made, 'a*') is made
-    np.testing.assert_array_equal(made[...], X)
+    placed = jax.new_ref(einshard(x[...], 'a*'))  # as the error suggests
+    assert einshard(placed, 'a*') is placed
+    np.testing.assert_array_equal(placed[...], X)
 
 
-def test_in_another_memory():
+def test_a_ref_in_another_memory():
     error = refusal(einshard, ref(), 'a*', memory_kind='pinned_host')
     assert error.facts == {'array': 'float32[16]', 'expected': "'a* (in pinned_host)'"}
 
 
-def test_in_trees_the_error_names_the_leaf():
+def test_the_error_names_the_leaf_of_a_tree():
     tree = {'layers': [{'w': jax.new_ref(jnp.asarray(X)), 'b': X}]}
     for spec in ('x*', Rules([('w', 'x*')], default=None), for_optimizer(tree, 'x*')):
         error = refusal(einshard, tree, spec)
@@ -89,21 +89,21 @@ def in_scan(x):
     step(x)
 
 
-def made_inside(x):
+def created_in_jit(x):
     def step(value):
         return einshard(jax.new_ref(value), 'a*')[...]
 
     jax.jit(step)(x[...])
 
 
-@pytest.mark.parametrize('trace', [in_jit, in_scan, made_inside])
-def test_a_traced_one_cannot_be_constrained(trace):
+@pytest.mark.parametrize('trace', [in_jit, in_scan, created_in_jit])
+def test_a_traced_ref_cannot_be_constrained(trace):
     error = refusal(trace, ref())
     assert error.sentence == UNCONSTRAINED
     assert error.facts['instead'] == "constrain its value: einshard(ref[...], 'a*')"
 
 
-def test_what_is_read_of_a_traced_one_is_constrained():
+def test_the_value_of_a_traced_ref_is_constrained():
     @jax.jit
     def step(r):
         r[...] = einshard(r[...], 'a*') + 1
@@ -114,7 +114,7 @@ def test_what_is_read_of_a_traced_one_is_constrained():
     np.testing.assert_array_equal(x[...], X + 1)
 
 
-def test_one_from_outside_the_traced_function():
+def test_a_ref_that_a_traced_function_closes_over():
     x = ref()
 
     @jax.jit
@@ -132,7 +132,7 @@ def test_one_from_outside_the_traced_function():
     assert describe(x) == 'a -> a16'
 
 
-def test_explicit_axes_are_in_its_type():
+def test_refs_on_explicit_axes():
     mesh = mesh_of(types=AxisType.Explicit, d=8, t=2)
     x = jax.new_ref(jax.device_put(X, NamedSharding(mesh, P('d'))))
 
@@ -163,7 +163,7 @@ def test_as_an_argument_of_sharded():
 
 
 @pytest.mark.parametrize('reshard', [False, True])
-def test_sharded_names_the_parameter_of_a_misplaced_one(reshard):
+def test_sharded_names_the_parameter_of_a_misplaced_ref(reshard):
     @sharded({'w': 'a*'}, None, reshard=reshard)
     def step(params, x):
         params['w'][...] = params['w'][...] + x
@@ -172,9 +172,9 @@ def test_sharded_names_the_parameter_of_a_misplaced_one(reshard):
         error = refusal(step, {'w': x}, 1.0)
         assert 'a jax.Ref cannot be resharded' in error.sentence
         assert error.facts['array'] == "float32[16], parameter 'params/w' of step"
-        made = jax.new_ref(einshard(x[...], 'a*'))
-        step({'w': made}, 1.0)
-        np.testing.assert_array_equal(made[...], X + 1)
+        placed = jax.new_ref(einshard(x[...], 'a*'))
+        step({'w': placed}, 1.0)
+        np.testing.assert_array_equal(placed[...], X + 1)
     error = refusal(step, {'w': jax.new_ref(jnp.asarray(X))}, 1.0)  # after a call that worked
     assert error.facts['array'] == "float32[16], parameter 'params/w' of step"
 
@@ -194,12 +194,12 @@ def test_describe_show_and_gather():
     assert describe(scalar).startswith('on one device: ')
 
 
-def test_rows_of_a_process_are_arrays():
+def test_from_local_returns_a_placed_ref():
     x = ref()
     assert from_local(x, 'a*') is x
     assert refusal(from_local, jax.new_ref(jnp.asarray(X)), 'a*').sentence.startswith(STAYS)
 
 
-def test_a_table_of_rules_has_it():
+def test_refs_in_a_table_of_rules():
     (row,) = Rules([('w', 'a*')]).table({'w': jax.new_ref(jnp.asarray(X))}).rows
     assert (row.shape, row.dtype, row.shard_shape) == ((16,), 'float32', (1,))

@@ -1,4 +1,4 @@
-"""What a release says of itself in several places is the same in all of them."""
+"""The version, the license and the versions of Python agree wherever they are written."""
 
 import re
 import subprocess
@@ -29,13 +29,13 @@ def test_citation_is_of_this_version():
 
 
 @pytest.mark.parametrize('path', SOURCES)
-def test_what_the_source_distribution_names_is_there(path):
+def test_paths_of_the_source_distribution_exist(path):
     if not (ROOT / 'einshard').exists():
         pytest.skip('no checkout')
     assert (ROOT / path.removeprefix('/')).exists()
 
 
-def test_the_source_distribution_has_all_that_is_in_the_repository():
+def test_the_source_distribution_has_all_tracked_files():
     if not (ROOT / '.git').exists():
         pytest.skip('not a clone')
     listed = subprocess.run(

@@ -114,17 +114,11 @@ def test_none_as_a_spec():
     assert placed['x'] is x
     assert placed['y'] is y
     assert placed['z'].sharding == make_sharding('a*')
-    placed = einshard({'x': x}, Rules([('x', lambda path, leaf: None)]))
-    assert placed['x'] is x
+    assert einshard({'x': x}, Rules([('x', lambda path, leaf: None)]))['x'] is x
 
 
 def test_scalars_are_replicated_by_any_rules():
-    tree = {
-        'count': np.int32(3),
-        'zero_d': np.ones(()),
-        'jax': jnp.ones(()),
-        'key': jax.random.key(0),
-    }
+    tree = [np.int32(3), np.ones(()), jnp.ones(()), jax.random.key(0)]
     for rules in (Rules([]), Rules([('', ROWS)]), Rules([('', None)]), Rules([], default=None)):
         placed = einshard(tree, rules)
         for leaf in jax.tree.leaves(placed):
@@ -133,16 +127,8 @@ def test_scalars_are_replicated_by_any_rules():
 
 
 def test_leaves_that_are_not_arrays_are_returned():
-    tree = {
-        'f': jax.nn.relu,
-        's': 'gelu',
-        'rate': 0.1,
-        'flag': True,
-        'none': None,
-        'mesh': BY_HAND,
-        'spec': P('x'),
-        'w': W,
-    }
+    tree = {'f': jax.nn.relu, 's': 'gelu', 'rate': 0.1, 'flag': True, 'none': None}
+    tree |= {'mesh': BY_HAND, 'spec': P('x'), 'w': W}
     placed = einshard(tree, Rules([('w$', ROWS)]))
     assert placed == tree | {'w': placed['w']}
     assert placed['none'] is None
@@ -169,7 +155,7 @@ def test_options(tree, rules, expected):
     assert spec_of(tree, rules) == expected
 
 
-def test_a_default_is_for_what_no_rule_matches():
+def test_a_default_applies_to_leaves_that_no_rule_matches():
     placed = einshard({'w': W, 'v': W}, Rules([('w', ROWS)], default=COLUMNS))
     assert [placed[name].sharding.spec for name in 'wv'] == [P(ALL), P(None, ALL)]
     assert einshard({'w': W, 'v': W}, Rules([('w', ROWS)], default=None))['v'] is W
@@ -212,7 +198,7 @@ def test_indivisible_axes_replicate_if_asked(shape, expression, expected):
     assert placed.sharding == NamedSharding(MESH, expected)
     for shard in placed.addressable_shards:
         np.testing.assert_array_equal(shard.data, x[shard.index])
-    # strict rules reject exactly those that need it
+    # strict rules reject the shapes that need replication, and only those
     if placed.sharding == make_sharding(expression, ndim=len(shape), mesh=MESH):
         assert einshard({'w': x}, strict, mesh=MESH)['w'].sharding == placed.sharding
     else:
@@ -368,8 +354,8 @@ def test_missing_mesh_axes_replicate_if_asked(spec, expected):
         assert spec_of({'w': W}, rules, mesh=mesh) == expected
         assert spec_of({'w': np.ones((16, 16))}, rules, mesh=mesh) == expected
         f = sharded(rules, out=rules, mesh=mesh)(lambda x: x)
-        made = f({'w': np.ones((16, 16))})['w'].sharding
-        assert made.is_equivalent_to(NamedSharding(mesh, expected), 2)
+        result = f({'w': np.ones((16, 16))})['w']
+        assert result.sharding.is_equivalent_to(NamedSharding(mesh, expected), 2)
 
 
 def test_axes_may_be_missing_and_others_not_divisible():
@@ -436,11 +422,9 @@ def test_a_rule_for_a_kernel_that_hits_a_bias(spec, sentence):
 def test_caches_distinguish_shapes():
     rules = Rules([('w', 'i* o')], min_size=8, indivisible='replicate')
     for _ in range(2):
-        assert spec_of({'w': struct(16, 2)}, rules) == P(ALL)
-        assert spec_of({'w': struct(2, 2)}, rules) == P()
-        assert spec_of({'w': struct(5, 2)}, rules) == P()
+        for shape, expected in (((16, 2), P(ALL)), ((2, 2), P()), ((5, 2), P()), ((), P())):
+            assert spec_of({'w': struct(*shape)}, rules) == expected
         assert refusal(einshard, {'w': struct(16)}, rules).facts['rule'] == "'w'"
-        assert spec_of({'w': struct()}, rules) == P()
     seen = []
     rules = Rules([('w', lambda path, leaf: seen.append(leaf.dtype))])
     for dtype in (np.float32, np.int32):

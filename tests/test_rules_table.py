@@ -56,11 +56,11 @@ def test_rows():
 
 def test_totals():
     table = RULES.table(TREE)
-    in_full = 50 * 16 * 4 + 16 * 64 * 4 + 64 * 2 + 16 * 4 + 4
+    total = 50 * 16 * 4 + 16 * 64 * 4 + 64 * 2 + 16 * 4 + 4
     held = 50 * 8 * 4 + 16 * 32 * 4 + 64 * 2 + 16 * 4 + 4
-    assert (table.n_devices, table.total_bytes, table.bytes_per_device) == (16, in_full, held)
-    assert table.sharded_share == (50 * 16 * 4 + 16 * 64 * 4) / in_full
-    assert table.copies == held * 16 / in_full
+    assert (table.n_devices, table.total_bytes, table.bytes_per_device) == (16, total, held)
+    assert table.sharded_share == (50 * 16 * 4 + 16 * 64 * 4) / total
+    assert table.copies == held * 16 / total
     assert [row.path for row in table.largest_replicated()] == ['mlp/bias', 'norm', 'step']
     assert [row.path for row in table.largest_replicated(1)] == ['mlp/bias']
 
@@ -200,12 +200,8 @@ def test_indivisible_axes():
     assert [row.replicated_axes for row in table.rows] == [(), (0,), (1,), (0, 1)]
     assert [row.shard_shape for row in table.rows] == [(1, 1), (3, 1), (1, 3), (3, 3)]
     listed = [line for line in str(table).splitlines() if line.startswith('not divisible')]
-    assert listed == [
-        'not divisible, so replicated: axis 0 of x, size 3',
-        'not divisible, so replicated: axis 1 of y, size 3',
-        'not divisible, so replicated: axis 0 of z, size 3',
-        'not divisible, so replicated: axis 1 of z, size 3',
-    ]
+    axes = ['axis 0 of x', 'axis 1 of y', 'axis 0 of z', 'axis 1 of z']
+    assert listed == [f'not divisible, so replicated: {axis}, size 3' for axis in axes]
 
 
 def test_missing_mesh_axes():
@@ -280,7 +276,7 @@ def test_the_html_is_escaped():
     assert "never matches: '<i>'" in items
 
 
-def test_a_terminal_obeys_nothing_in_paths_and_patterns():
+def test_control_characters_in_paths_and_patterns_are_replaced():
     tree = {'\x1b[31mw\r\n': np.ones((3, 4)), 'b\x07': np.ones(16)}
     rules = Rules([('\x1b', 'a* b'), ('b', 'a*'), ('\x1b\x1b', None)], indivisible='replicate')
     table = rules.table(tree)

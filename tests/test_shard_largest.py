@@ -12,15 +12,7 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of, struct
 from refusal import refusal
 
-from einshard import (
-    Rules,
-    describe,
-    einshard,
-    for_optimizer,
-    make_sharding,
-    shard_largest,
-    sharded,
-)
+from einshard import Rules, describe, einshard, for_optimizer, make_sharding, shard_largest, sharded
 
 MESH = mesh_of(fsdp=4, tp=2)
 TP = 'd f -> d f@tp'

@@ -10,7 +10,7 @@ import pytest
 from counting import counted, counting, program
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from placed import mesh_of
+from placed import check_equal, mesh_of, shardings
 
 from einshard import EinshardError, device_mesh, einshard, make_sharding, sharded
 
@@ -32,7 +32,7 @@ def matmul(x, w):
     return jnp.tanh(x @ w)
 
 
-def same_placement(x, sharding):
+def is_sharded_as(x, sharding):
     return x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
@@ -66,7 +66,7 @@ def test_the_program_is_that_written_by_hand(specs, ins, out, decorate):
     options = {} if ins == (None, None) else {'in_shardings': ins}
     theirs = jax.jit(matmul, **options, **({} if out is None else {'out_shardings': out}))
     np.testing.assert_array_equal(ours(X, W), theirs(X, W))
-    assert same_placement(ours(X, W), theirs(X, W).sharding)
+    assert is_sharded_as(ours(X, W), theirs(X, W).sharding)
     assert program(ours.lower(X, W).compile()) == program(theirs.lower(X, W).compile())
 
 
@@ -89,7 +89,7 @@ def test_one_function_for_every_rank(spec, shapes):
     f = on_eight(spec, out=spec)(lambda x: 2 * x)
     for shape, entries in [*shapes.items()] * 2:
         x = np.ones(shape, np.float32)
-        assert same_placement(f(x), on(*entries))
+        assert is_sharded_as(f(x), on(*entries))
         assert f.in_shardings(x)['x'].is_equivalent_to(on(*entries), x.ndim)
         np.testing.assert_array_equal(f(x), 2 * x)
 
@@ -125,10 +125,8 @@ def test_a_prefix_of_a_tree_is_a_spec():
     )
     assert program(f.lower(PARAMETERS, X).compile()) == program(g.lower(PARAMETERS, X).compile())
     ours, theirs = f(PARAMETERS, X), g(PARAMETERS, X)
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_array_equal(one, other)
-        assert same_placement(one, other.sharding)
+    check_equal(ours, theirs)
+    assert all(jax.tree.leaves(jax.tree.map(is_sharded_as, ours, shardings(theirs))))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +149,7 @@ def test_specs_of_the_leaves_of_a_pytree(spec, expected):
     leaves = [jax.tree.leaves(tree) for tree in (asked, placed)]
     for sharding, leaf, entries in zip(*leaves, expected, strict=True):
         assert sharding.is_equivalent_to(on(*entries), leaf.ndim)
-        assert same_placement(leaf, sharding)
+        assert is_sharded_as(leaf, sharding)
 
 
 @pytest.mark.parametrize('inside', [False, True])
@@ -173,13 +171,13 @@ def test_specs_may_depend_on_the_shape():
 
     f = on_eight(wide, out=wide)(lambda x: x + 1)
     for n, expected in ((8, on(None, ALL)), (6, on()), (8, on(None, ALL))):
-        assert same_placement(f(np.ones((2, n), np.float32)), expected)
+        assert is_sharded_as(f(np.ones((2, n), np.float32)), expected)
 
 
 # ------------------------------------------------------------------------------------------- mesh
 
 
-def test_the_mesh_is_the_default_inside_and_only_there():
+def test_the_mesh_is_the_default_only_inside_the_function():
     seen = []
 
     @sharded('a b -> a b*', out='a b -> a b*')
@@ -234,7 +232,7 @@ def test_static_and_donated_arguments_by_number_and_by_name(options, deleted):
         arrays = {name: einshard(X, ROWS, mesh=EIGHT) for name in 'xy'}
         result = call(**arrays)
         np.testing.assert_allclose(result, factor * X, rtol=1e-6)
-        assert same_placement(result, on(ALL))
+        assert is_sharded_as(result, on(ALL))
         assert [name for name, x in arrays.items() if x.is_deleted()] == [*deleted]
 
 
@@ -243,7 +241,7 @@ def test_keep_unused(keep):
     drop = lambda x, unused: x + 1  # noqa: E731
     f = on_eight(ROWS, keep_unused=keep)(drop)
     g = jax.jit(drop, in_shardings=(on(ALL), None), keep_unused=keep)
-    ours, theirs = (program(one.lower(X, X).compile()) for one in (f, g))
+    ours, theirs = (program(h.lower(X, X).compile()) for h in (f, g))
     assert ours == theirs
     assert ours.partition('ENTRY')[2].count(' parameter(') == 1 + keep
 
@@ -252,7 +250,7 @@ def test_keep_unused(keep):
 def test_inline(inline):
     f = sharded(None, inline=inline)(lambda x: jnp.sin(x) + 1)
     g = jax.jit(lambda x: jnp.sin(x) + 1, inline=inline)
-    ours, theirs = (str(jax.make_jaxpr(lambda x, one=one: one(x))(X)) for one in (f, g))
+    ours, theirs = (str(jax.make_jaxpr(lambda x, h=h: h(x))(X)) for h in (f, g))
     # before jax 0.9 the body is in the text of the caller, later when the program is lowered
     assert ours == theirs
 
@@ -316,7 +314,7 @@ def test_clear_cache_drops_traces():
     ],
 )
 def test_each_type_is_traced_and_compiled_once(spec, out):
-    """As by jit, in a call before or after `lower`, by position or by keyword."""
+    """Like jit, for calls before or after `lower`, by position or by keyword."""
     body = counted(lambda x: jnp.sin(x))
     f = on_eight(spec, out=out)(body)
     types = [X, np.ones((16, 8), np.float32), X.astype(np.int32)]
@@ -331,7 +329,7 @@ def test_each_type_is_traced_and_compiled_once(spec, out):
 def test_ellipsis_in_out_over_a_tree_is_one_trace(out):
     body = counted(lambda x: {'a': x, 'b': [x[0], x.sum()]})
     f = on_eight('... -> * ...', out=out)(body)
-    assert same_placement(f(X)['a'], on() if isinstance(out, str) else on(None, ALL))
+    assert is_sharded_as(f(X)['a'], on() if isinstance(out, str) else on(None, ALL))
     f(X)
     assert body.runs == 1
 
@@ -351,8 +349,8 @@ def test_a_user_error_is_raised_unchanged_after_one_run(out):
 
     f = on_eight('... y -> ... y*', out=out)(body)
     for call in (lambda: f(x=X), lambda: f(x=X, flag=1), lambda: f(X)):
-        for one_before in (False, True):
-            if one_before:
+        for called_before in (False, True):
+            if called_before:
                 f(X[0])
             body.runs = 0
             with pytest.raises(ValueError, match='a plain error of the user') as caught:

@@ -86,11 +86,12 @@ CHEAP = [
 
 
 def entered_of_jax(call):
-    """The functions of JAX that Python enters in a call, but for those that say if it traces."""
-    asked, names = entered(jax.sharding.get_mesh, jax), entered(call, jax)
-    for i in range(len(names) - len(asked), -1, -1):
-        if names[i : i + len(asked)] == asked:
-            del names[i : i + len(asked)]
+    """The functions of JAX that Python enters in a call, without those of `get_mesh`."""
+    of_get_mesh, names = entered(jax.sharding.get_mesh, jax), entered(call, jax)
+    n = len(of_get_mesh)
+    for i in range(len(names) - n, -1, -1):
+        if names[i : i + n] == of_get_mesh:
+            del names[i : i + n]
     return names
 
 
@@ -109,8 +110,8 @@ def test_repeated_calls_enter_few_functions(promise, more):
     for call in CHEAP * 2:
         check_cheap(lambda call=call: call(f), 1 + more)
     g = sharded(by_path, out=by_path, **options)(lambda x: x)
-    for one in TREES * 2:  # no type tells whether JAX traces: that is asked
-        check_cheap(lambda one=one: g(one), 2 + more)
+    for tree in TREES * 2:  # with one more function, which asks whether JAX is tracing
+        check_cheap(lambda tree=tree: g(tree), 2 + more)
 
 
 def test_methods_enter_few_functions():
@@ -202,7 +203,7 @@ def wide(path, leaf):
     return COLUMNS if leaf.shape[1] > 8 else ROWS
 
 
-def test_arguments_placed_alike_may_have_results_that_are_not():
+def test_equal_argument_shardings_with_different_result_shardings():
     """Only a trace shows the shapes of the result."""
     f = sharded(None, None, out=wide, mesh=EIGHT, static_argnames='n')(
         lambda x, n: jnp.tile(x, (1, n))

@@ -43,7 +43,7 @@ def test_compiled_programs_are_called_as_they_were_lowered(how, out):
         compiled = lowered.compile()
         np.testing.assert_allclose(call(compiled), expected, rtol=1e-6)
         assert call(compiled).sharding.is_equivalent_to(call(f).sharding, 2)
-        ours, theirs = (call(one.trace).jaxpr.in_avals for one in (f, by_hand))
+        ours, theirs = (call(g.trace).jaxpr.in_avals for g in (f, by_hand))
         assert [a.str_short() for a in ours] == [a.str_short() for a in theirs]
 
 
@@ -85,9 +85,9 @@ def test_methods():
             return x + w
 
     jax.tree_util.register_pytree_node(Adder, lambda _: ((), None), lambda *_: Adder())
-    one = Adder()
-    compiled = one.add.lower(X, w=W).compile()
-    np.testing.assert_array_equal(compiled(one, X, w=W), X + W)
+    adder = Adder()
+    compiled = adder.add.lower(X, w=W).compile()
+    np.testing.assert_array_equal(compiled(adder, X, w=W), X + W)
 
 
 def test_arrays_placed_differently_are_refused_by_lower_too():

@@ -1,6 +1,6 @@
-"""sharded functions in programs and transformations, beside jax.jit, shard shapes and numpy.
+"""sharded functions in programs and transformations, against jax.jit, shard shapes and numpy.
 
-Specs are honoured, arrays are refused or moved as in a plain call, and meshes are not confused.
+Specs apply, arrays are refused or moved as in a plain call, and meshes are not confused.
 """
 
 from contextlib import nullcontext
@@ -27,8 +27,8 @@ ON_COLUMNS = 'float32[8,16@(d0,d1,d2)]'
 on_eight = sharded('a* b', out='a b*', mesh=EIGHT)
 
 
-def close(one, other):
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def as_method(decorate, function):
@@ -135,8 +135,8 @@ def test_gradients_and_maps_on_explicit_axes_are_those_of_jit():
         mapped = jax.vmap(f)(batch)
         close(mapped, np.sin(batch))
         assert str(jax.typeof(mapped)) == 'float32[2,8,16@(d0,d1,d2)]'
-        turned = jax.vmap(f, in_axes=2, out_axes=1)(batch.transpose(1, 2, 0))
-        close(turned, np.sin(batch).swapaxes(0, 1))
+        transposed = jax.vmap(f, in_axes=2, out_axes=1)(batch.transpose(1, 2, 0))
+        close(transposed, np.sin(batch).swapaxes(0, 1))
         close(jax.jit(jax.vmap(jax.grad(lambda x: f(x).sum())))(batch), np.cos(batch))
 
 
@@ -161,7 +161,7 @@ def test_nested_on_automatic_axes_it_is_a_constraint_of_jit():
 
 @pytest.mark.parametrize('types', [AUTO, EXPLICIT])
 def test_meshes_with_the_same_names_and_sizes_take_turns(types):
-    """While tracing, JAX knows a mesh by its names and sizes alone."""
+    """While tracing, JAX distinguishes meshes only by their axis names and sizes."""
     f = sharded('a@p b', out='a b@p')(lambda x: einshard(2 * x, 'a b@p'))
     for place in ['call', 'jit', 'cond', 'remat', 'grad', 'vmap', 'scan', 'sharded']:
         for devices in (LOW, HIGH):
@@ -194,21 +194,21 @@ EAGER = {
     'jvp': (lambda f, x: jax.jvp(f, (x,), (x,))[1], lambda x: np.cos(x) * x),
     'vmap of grad': (lambda f, x: jax.vmap(jax.grad(sum_of(f)))(x[None])[0], np.cos),
 }
-MADE = ['before', 'after', 'keyword', 'method', 'in context']
+WAYS = ['before', 'after', 'keyword', 'method', 'in context']
 
 
 def sine(x, y=0.0):
     return jnp.sin(x) + 0 * y
 
 
-def made(how, **options):
+def sharded_sine(way, **options):
     """sharded(..) of a sine, before or after its first plain call; or on the mesh in context."""
-    mesh = None if how == 'in context' else EIGHT
+    mesh = None if way == 'in context' else EIGHT
     decorate = sharded(x='a* b', out='a b*', mesh=mesh, **options)
-    f = as_method(decorate, jnp.sin) if how == 'method' else decorate(sine)
-    if how in ('after', 'keyword'):
+    f = as_method(decorate, jnp.sin) if way == 'method' else decorate(sine)
+    if way in ('after', 'keyword'):
         f(X), f(X, 1.0), f(x=X)
-    return (lambda x, y=0.0: f(y=y, x=x)) if how == 'keyword' else f
+    return (lambda x, y=0.0: f(y=y, x=x)) if way == 'keyword' else f
 
 
 def in_turns(kinds):
@@ -217,30 +217,30 @@ def in_turns(kinds):
         for j, how in enumerate(EAGER):
             if (i + j) % 2 == 0:
                 # JAX's own x[None] fails before in a context of other devices
-                ways = MADE[:-1] if 'vmap' in how and 'device' in kind else MADE
+                ways = WAYS[:-1] if 'vmap' in how and 'device' in kind else WAYS
                 yield kind, how, ways[(i + j) // 2 % len(ways)]
 
 
-@pytest.mark.parametrize(('kind', 'how', 'made_how'), [*in_turns(MOVED)])
-def test_unsharded_arrays_are_moved_in_eager_transformations(kind, how, made_how):
+@pytest.mark.parametrize(('kind', 'how', 'way'), [*in_turns(MOVED)])
+def test_unsharded_arrays_are_moved_in_eager_transformations(kind, how, way):
     transformed, expected = EAGER[how]
     x = MOVED[kind](X)
-    with jax.set_mesh(device_mesh(EIGHT)) if made_how == 'in context' else nullcontext():
-        f = made(made_how)
+    with jax.set_mesh(device_mesh(EIGHT)) if way == 'in context' else nullcontext():
+        f = sharded_sine(way)
         for _ in range(2):
             close(transformed(f, x), expected(X))
 
 
-@pytest.mark.parametrize(('kind', 'how', 'made_how'), [*in_turns(REFUSED)])
-def test_arrays_sharded_differently_are_refused_in_eager_transformations(kind, how, made_how):
+@pytest.mark.parametrize(('kind', 'how', 'way'), [*in_turns(REFUSED)])
+def test_arrays_sharded_differently_are_refused_in_eager_transformations(kind, how, way):
     transformed, expected = EAGER[how]
     x = REFUSED[kind](X)
-    with jax.set_mesh(device_mesh(EIGHT)) if made_how == 'in context' else nullcontext():
-        error = refusal(transformed, made(made_how), x)
+    with jax.set_mesh(device_mesh(EIGHT)) if way == 'in context' else nullcontext():
+        error = refusal(transformed, sharded_sine(way), x)
         assert error.sentence.startswith('the argument is already sharded differently')
         assert error.facts['array'].startswith("float32[8,16], parameter 'x' of ")
         if 'jvp' not in how:  # tangents of other devices are JAX's matter
-            close(transformed(made(made_how, reshard=True), x), expected(X))
+            close(transformed(sharded_sine(way, reshard=True), x), expected(X))
 
 
 def test_leaves_are_named_by_their_path_in_transformations():
@@ -300,7 +300,8 @@ def test_an_error_of_the_function_passes_through_after_one_run(error, called_bef
             call(X)
         assert caught.value is error
         assert body.runs == 1
-        ours = [one for one in caught.traceback if str(one.path).startswith(package.__path__[0])]
+        folder = package.__path__[0]
+        ours = [entry for entry in caught.traceback if str(entry.path).startswith(folder)]
         assert len(ours) == 1  # the call of f
         error.__traceback__ = None
 

@@ -1,6 +1,6 @@
 """sharded functions inside other wrappers: transformations, type checkers, serializers, frameworks.
 
-Where `jax.jit`'s own object works, ours works: each case runs for both, and for per_device.
+Where the object of `jax.jit` works, ours works: each case runs for both, and for per_device.
 """
 
 import copy
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Array, Float, TypeCheckError, jaxtyped
-from placed import check_equal
+from placed import check_equal, struct
 
 from einshard import EinshardError, explain, per_device, sharded
 
@@ -80,8 +80,8 @@ jax.tree_util.register_pytree_node(Model, lambda _: ((), None), lambda *_: Model
 # ------------------------------------------------------------------------- the function itself
 
 
-def test_wrappers_get_the_attributes_of_the_function_and_no_state_of_ours(ours):
-    """They copy its dict: JAX's own as well as functools.wraps."""
+def test_wrappers_copy_only_the_attributes_of_the_function(ours):
+    """JAX's wrappers and functools.wraps copy the __dict__ of a function."""
     wrapped = functools.wraps(ours)(lambda *args: ours(*args))
     for name in ('lower', 'trace', 'eval_shape', 'in_shardings', 'out_shardings', 'clear_cache'):
         assert hasattr(ours, name)
@@ -94,7 +94,7 @@ def test_wrappers_get_the_attributes_of_the_function_and_no_state_of_ours(ours):
     assert sharded(tagged).tag is tagged.tag
 
 
-def test_what_inspect_says(f):
+def test_inspect_sees_the_function(f):
     assert inspect.signature(f) == inspect.signature(square)
     assert f.__doc__ == inspect.getdoc(f) == 'The second power.'
     assert inspect.getsource(f) == inspect.getsource(square)
@@ -105,7 +105,7 @@ def test_what_inspect_says(f):
     assert 'square' in repr(f)
 
 
-def test_what_a_method_says():
+def test_inspect_sees_the_method():
     model = Model()
     assert str(inspect.signature(Model.twice)) == '(self, x)'
     assert str(inspect.signature(model.twice)) == '(x)'
@@ -122,7 +122,7 @@ def test_as_an_attribute_of_a_class_it_is_a_method(f):
         static = staticmethod(f)
 
     np.testing.assert_array_equal(Holder().static(X), X**2)
-    # the instance is the first argument, and not an array: a spec says so, else jit does
+    # the instance is the first argument and not an array: einshard raises for a spec, else jit
     refused = TypeError if f in (by_jit, bare) else EinshardError
     with pytest.raises(refused, match='Holder'):
         Holder().method()
@@ -148,12 +148,12 @@ def test_a_function_is_freed_with_its_last_reference():
 @pytest.mark.parametrize('protocol', range(2, pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize('name', ['sharded', 'per_device'])
 def test_pickled_by_name(name, protocol, monkeypatch):
-    """As functions are: the module must have it under its own name."""
-    module, made = types.ModuleType('a_module_of_the_user'), FUNCTIONS[name]
+    """Like plain functions: the module must have the function under its own name."""
+    module, function = types.ModuleType('a_module_of_the_user'), FUNCTIONS[name]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(made, '__module__', module.__name__)
-    module.square = made
-    assert pickle.loads(pickle.dumps(made, protocol)) is made
+    monkeypatch.setattr(function, '__module__', module.__name__)
+    module.square = function
+    assert pickle.loads(pickle.dumps(function, protocol)) is function
 
 
 def test_methods_are_pickled_as_methods_are():
@@ -220,9 +220,9 @@ def check_results(ours, theirs, x):
     lowered = jitted.lower(x)
     for results in (ours(x), jitted(x), lowered.compile()(x)):
         check_equal(as_arrays(results), expected, rtol=1e-5)
-    said = [jax.eval_shape(f, x) for f in (ours, jitted)]
-    for one in (*said, lowered.out_info, jitted.trace(x).out_info):
-        assert types_of(one) == types_of(expected)
+    shapes = [jax.eval_shape(f, x) for f in (ours, jitted)]
+    for tree in (*shapes, lowered.out_info, jitted.trace(x).out_info):
+        assert types_of(tree) == types_of(expected)
 
 
 @pytest.mark.parametrize('kind', SCALAR)
@@ -232,14 +232,14 @@ def test_transformed_functions_describe_themselves(how, kind):
     if mapped and jax.__version_info__ < (0, 9):
         pytest.skip('JAX cannot map a psum of shard_map')
     x = jnp.arange(8, dtype=np.float32) / 8
-    # jax.jit's object is asked the same: the wrapped one must not answer for the wrapper
+    # as with jax.jit: the attributes of the wrapped function must not describe the wrapper
     ours, theirs = (TRANSFORMED[how](f) for f in (SCALAR[kind], jax.jit(energy)))
     check_results(ours, theirs, jnp.stack([x] * 8) if how == 'vmap' else x)
 
 
 @pytest.mark.parametrize('kind', ['sharded', 'per_device'])
 def test_explain_of_a_gradient_is_of_the_gradient(kind):
-    report = explain(jax.grad(SCALAR[kind]), jax.ShapeDtypeStruct((8,), np.float32), mesh=None)
+    report = explain(jax.grad(SCALAR[kind]), struct(8), mesh=None)
     assert [row.array for row in report.results] == ['float32[8]']
 
 

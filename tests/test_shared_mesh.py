@@ -1,7 +1,7 @@
-"""The mesh that several expressions make together: values known beforehand, and a second search.
+"""The mesh that several expressions share: known meshes, and a brute-force search.
 
-The second search tries every row of the axes, with replicas in every place, and asks of each by
-numbering the devices whether it is what an expression says.
+The search tries every order of the axes, with replicas in every position, and compares the
+coordinates of each device with those in every expression.
 """
 
 import itertools
@@ -99,14 +99,11 @@ def test_expression_for_all_devices(n, texts, complete, by_name):
 
 
 def test_replicas_have_names_that_no_array_axis_has():
-    assert shared(16, 'b x -> 2 b4 2 x', 'b4 y').mesh_shape == {
-        'replica0': 2,
-        'b': 4,
-        'replica1': 2,
-    }
+    mesh = shared(16, 'b x -> 2 b4 2 x', 'b4 y')
+    assert mesh.mesh_shape == {'replica0': 2, 'b': 4, 'replica1': 2}
 
 
-# ------------------------------------------------------------------------------ the second search
+# --------------------------------------------------------------------------- the brute-force search
 
 
 def coordinates(cells):
@@ -118,9 +115,9 @@ def coordinates(cells):
 
 def fits(candidate, expression):
     """Whether devices in the order of `candidate` match an expression."""
-    whole, cells = expression
+    names_all_devices, cells = expression
     where = coordinates(candidate)
-    if whole:
+    if names_all_devices:
         return all(where[name] == places for name, places in coordinates(cells).items())
     named = [name for name, _ in cells]
     return [name for name, _ in candidate if name in named] == named
@@ -142,7 +139,10 @@ def candidates(sizes, n):
 
 @st.composite
 def functions(draw):
-    """Expressions for one row of axes; one of them may be wrong."""
+    """(n, expressions) for one row of axes; some may have it in another order.
+
+    An expression is (whether it names all devices, [(axis or None for replicas, count), ...]).
+    """
     cells = draw(
         st.lists(
             st.tuples(st.sampled_from('abc') | st.none(), st.sampled_from([2, 3, 4])), max_size=4
@@ -155,13 +155,13 @@ def functions(draw):
     expressions = []
     for _ in range(draw(st.integers(1, 4))):
         named = draw(st.sets(st.sampled_from('abc')))
-        whole = draw(st.booleans())
+        names_all_devices = draw(st.booleans())
         row = [(name if name in named else None, count) for name, count in cells]
         if draw(st.integers(0, 5)) == 0:
             row = draw(st.permutations(row))
-        row = [cell for cell in row if whole or cell[0]]
-        whole = whole and any(name is None for name, _ in row)
-        expressions.append((whole, merged(row) if whole else row))
+        row = [cell for cell in row if names_all_devices or cell[0]]
+        names_all_devices = names_all_devices and any(name is None for name, _ in row)
+        expressions.append((names_all_devices, merged(row) if names_all_devices else row))
     return n, expressions
 
 
@@ -176,7 +176,7 @@ def merged(row):
 
 @given(functions())
 @examples(150)
-def test_the_row_is_the_one_that_fits_all(function):
+def test_the_mesh_is_the_only_candidate_that_fits_all(function):
     n, expressions = function
     sizes = {name: count for _, cells in expressions for name, count in cells if name}
     texts = []
@@ -184,13 +184,14 @@ def test_the_row_is_the_one_that_fits_all(function):
         terms = [f'{name or ""}{count}' for name, count in cells]
         unplaced = [name for name in 'abc' if name not in {name for name, _ in cells}]
         texts.append(f'a b c -> {" ".join([*terms, *unplaced])}')
-    found = {c for c in candidates(sizes, n) if all(fits(c, one) for one in expressions)}
-    said = any(whole for whole, _ in expressions) or math.prod(sizes.values()) == n
-    if said and len(found) == 1:
+    found = {c for c in candidates(sizes, n) if all(fits(c, e) for e in expressions)}
+    has_all_devices = any(names_all for names_all, _ in expressions)
+    has_all_devices |= math.prod(sizes.values()) == n
+    if has_all_devices and len(found) == 1:
         (expected,) = found
         assert shared(n, *texts).axes == (expected or ((None, 1),))
         return
     with pytest.raises(EinshardError) as caught:
         shared(n, *texts)
     reason = 'ambiguous device order' if found else 'disagree on the device order'
-    assert (reason if said else "add '*' to replicate over") in str(caught.value)
+    assert (reason if has_all_devices else "add '*' to replicate over") in str(caught.value)

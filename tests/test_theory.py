@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
+from placed import struct
 from refusal import refusal
 
-from einshard import make_sharding, parallelism
+from einshard import einshard, make_sharding, parallelism, sharded
 from einshard._hlo.collectives import read_collectives
 from einshard._theory.communication import Blocks, Space, resharding
 from einshard._theory.contraction import read_contraction
@@ -21,7 +22,7 @@ EINSUMS = [
     'x, x ->',  # inner
     'b h s k, b h t k -> b h s t',  # attention: scores
     'b h s t, b h t k -> b h s k',  # values
-    'a x y, x y b -> a b',  # two reduced axes
+    'a x y, x y b -> a b',  # two contracted axes
     'a b, a b -> a b',
     'a b -> b a',
     'a b -> a',
@@ -30,7 +31,7 @@ SIZE = 16  # of every axis
 
 
 def assignments(names, n_devices):
-    """All ways to share devices out among the axes."""
+    """All ways to split the devices among the axes: {name: count}."""
     counts = [n for n in range(1, n_devices + 1) if n_devices % n == 0]
     for chosen in itertools.product(counts, repeat=len(names)):
         if math.prod(chosen) == n_devices:
@@ -41,11 +42,7 @@ def compiled(einsum, placements, devices, out=None, sizes=None):
     contraction = read_contraction(einsum)
     sizes = sizes or dict.fromkeys(contraction.names, SIZE)
     shapes = [
-        jax.ShapeDtypeStruct(
-            tuple(sizes[name] for name in operand.names),
-            jnp.float32,
-            sharding=make_sharding(placement, mesh=devices),
-        )
+        einshard(struct(*(sizes[name] for name in operand.names)), placement, mesh=devices)
         for operand, placement in zip(contraction.operands, placements, strict=True)
     ]
     out = None if out is None else make_sharding(out, mesh=devices)
@@ -55,11 +52,10 @@ def compiled(einsum, placements, devices, out=None, sizes=None):
 
 
 def total(collectives):
-    """Group size by kind and bytes: XLA may reduce one axis at a time, or all at once."""
+    """The product of group sizes by kind and bytes: XLA may reduce axis by axis, or at once."""
     sizes = {}
-    for one in collectives:
-        key = one.kind, one.bytes
-        sizes[key] = sizes.get(key, 1) * one.group_size
+    for c in collectives:
+        sizes[c.kind, c.bytes] = sizes.get((c.kind, c.bytes), 1) * c.group_size
     return sizes
 
 
@@ -75,48 +71,44 @@ def test_the_compiler_does_the_first_choice(einsum, devices8):
         devices = devices8[: math.prod(counts.values())]
         program = compiled(einsum, theory.operands, devices)
         assert total(collectives(program)) == total(theory.collectives), (counts, str(theory))
-        wanted = make_sharding(theory.result, mesh=devices)
-        n_dims = len(read_contraction(einsum).result.names)
-        assert program.output_shardings.is_equivalent_to(wanted, n_dims), counts
+        expected = make_sharding(theory.result, mesh=devices)
+        ndim = len(read_contraction(einsum).result.names)
+        assert program.output_shardings.is_equivalent_to(expected, ndim), counts
 
 
 @pytest.mark.parametrize('einsum', EINSUMS)
-def test_a_sum_that_is_asked_for_in_parts(einsum, devices8):
-    """A reduce-scatter; XLA for CPU adds up everywhere, and each device keeps its part.
+def test_a_sum_whose_result_is_sharded(einsum, devices8):
+    """A reduce-scatter in theory; XLA for CPU all-reduces, and each device keeps its part.
 
-    Along a sharded axis of both operands, it also gathers the result over that axis before it
-    shards it again.
+    If the result is sharded along an axis of both operands, XLA also gathers it over that axis
+    before it shards it again.
     """
     contraction = read_contraction(einsum)
     names = contraction.names
     for counts in assignments(names, 4):
         theory = parallelism(einsum, sizes=dict.fromkeys(names, SIZE), **counts)
-        everywhere = total(theory.collectives)
+        all_reduced = total(theory.collectives)
         for choice in theory.choices[1:]:
             program = compiled(einsum, theory.operands, devices8[:4], out=choice.result)
-            made = total(collectives(program))
-            scattered = {kind for kind, _ in total(choice.collectives)}
-            assert scattered == {'reduce-scatter'}
-            if made in (total(choice.collectives), everywhere):
+            found, scattered = total(collectives(program)), total(choice.collectives)
+            assert {kind for kind, _ in scattered} == {'reduce-scatter'}
+            if found in (scattered, all_reduced):
                 continue
-            along = next(n for n in names if f'{n}' in choice.result and counts[n] > 1)
-            in_both = all(along in operand.names for operand in contraction.operands)
-            gathered = {key: n for key, n in made.items() if key[0] == 'all-gather'}
-            rest = {key: n for key, n in made.items() if key not in gathered}
-            assert in_both
-            assert gathered
-            assert rest == everywhere, (counts, str(choice), made)
+            along = next(n for n in names if n in choice.result and counts[n] > 1)
+            assert all(along in operand.names for operand in contraction.operands)
+            rest = {key: n for key, n in found.items() if key[0] != 'all-gather'}
+            assert rest != found
+            assert rest == all_reduced, (counts, str(choice), found)
 
 
 @pytest.mark.parametrize('left', ['8 b x', 'b8 x', 'b x8'])
 @pytest.mark.parametrize('right', ['8 x y', 'x8 y', 'x y8'])
 def test_operands_that_are_sharded_independently(left, right, devices8):
     theory = parallelism(f'{left}, {right} -> b y', sizes={'b': 16, 'x': 16, 'y': 16})
-    made = total(collectives(compiled('b x, x y -> b y', [left, right], devices8)))
-    assert made in [total(choice.collectives) for choice in theory.choices]
-    fits = (left, right) in [('8 b x', '8 x y'), ('b8 x', '8 x y'), ('8 b x', 'x y8')] or (
-        (left, right) == ('b x8', 'x8 y')
-    )
+    found = total(collectives(compiled('b x, x y -> b y', [left, right], devices8)))
+    assert found in [total(choice.collectives) for choice in theory.choices]
+    matching = [('8 b x', '8 x y'), ('b8 x', '8 x y'), ('8 b x', 'x y8'), ('b x8', 'x8 y')]
+    fits = (left, right) in matching
     assert (theory.kind == 'resharding') != fits
     assert bool(theory.conflicts) != fits
 
@@ -124,19 +116,19 @@ def test_operands_that_are_sharded_independently(left, right, devices8):
 @pytest.mark.parametrize('i', [8, 64])
 @pytest.mark.parametrize(('j', 'k'), [(16, 64), (64, 64), (64, 16), (128, 64)])
 def test_the_compiler_does_not_always_do_the_first_choice(i, j, k, devices8):
-    """It sums up where the result is smaller than operand 0, and gathers operand 0 elsewhere."""
+    """The compiler sums if the result is smaller than operand 0; else it gathers operand 0."""
     sizes = {'i': i, 'j': j, 'k': k}
     theory = parallelism('i j8, 8 j k -> i k', sizes=sizes)
     first, *_, last = theory.choices
-    assert [one.kind for one in first.collectives] == ['all-reduce']
-    assert [(one.kind, one.of) for one in last.collectives] == [('all-gather', 'operand 0')]
+    assert [c.kind for c in first.collectives] == ['all-reduce']
+    assert [(c.kind, c.of) for c in last.collectives] == [('all-gather', 'operand 0')]
     program = compiled('i j, j k -> i k', ['i j8', '8 j k'], devices8, sizes=sizes)
     expected = first if k < j else last
     assert total(collectives(program)) == total(expected.collectives)
 
 
 @pytest.mark.parametrize('sizes', [(16, 128, 64), (128, 16, 64)], ids=str)
-def test_the_compiler_moves_operands_to_where_the_result_is_asked_for(sizes, devices8):
+def test_the_compiler_reshards_operands_for_the_result(sizes, devices8):
     sizes = dict(zip('bxy', sizes, strict=True))
 
     def placements(left, right):
@@ -146,22 +138,22 @@ def test_the_compiler_moves_operands_to_where_the_result_is_asked_for(sizes, dev
     for left, right, out in itertools.product(*every):
         theory = parallelism(f'{left}, {right} -> {out}', sizes=sizes)
         program = compiled('b x, x y -> b y', [left, right], devices8, out=out, sizes=sizes)
-        made = total(collectives(program))
+        found = total(collectives(program))
         if (left, right) == ('b x8', 'x8 y') and out != '8 b y':
-            assert {kind for kind, _ in made} == {'all-reduce'}  # no reduce-scatter on CPU
+            assert {kind for kind, _ in found} == {'all-reduce'}  # no reduce-scatter on CPU
         else:
-            assert made in [total(choice.collectives) for choice in theory.choices]
+            assert found in [total(choice.collectives) for choice in theory.choices]
 
 
 def test_an_operand_moved_to_match_the_result():
     theory = parallelism('b x8, 8 x y -> b8 y', sizes={'b': 64, 'x': 64, 'y': 64})
     cheapest = min(theory.choices, key=lambda choice: choice.bytes)
     assert cheapest.bytes == 2048
-    assert [(one.kind, one.of) for one in cheapest.collectives] == [('all-to-all', 'operand 0')]
+    assert [(c.kind, c.of) for c in cheapest.collectives] == [('all-to-all', 'operand 0')]
     assert theory.collectives[0].bytes == 16384
     # in the order that the result has, so that nothing is permuted afterwards
     turned = parallelism('b x@(p,q), * x y -> b@(q,p) y', p=2, q=4)
-    assert ['all-to-all'] in [[one.kind for one in c.collectives] for c in turned.choices]
+    assert ['all-to-all'] in [[c.kind for c in choice.collectives] for choice in turned.choices]
 
 
 # ------------------------------------------------------------------- without the compiler
@@ -200,7 +192,7 @@ def test_kinds_and_placements(einsum, counts, kind, b_x, x_y):
         assert make_sharding(ours, mesh=devices) == make_sharding(expected, mesh=devices)
 
 
-# einsum with placements, the result's, and what the first choice does for it
+# einsum with placements, the result's, and the collectives of the first choice
 RESULTS = [
     ('b x8, x8 y -> 8 b y', 'b y -> 8 b y', ['all-reduce']),
     ('b x8, x8 y -> b8 y', 'b y -> b8 y', ['reduce-scatter']),
@@ -212,9 +204,9 @@ RESULTS = [
 
 
 @pytest.mark.parametrize(('einsum', 'result', 'kinds'), RESULTS)
-def test_a_result_where_the_einsum_asks_for_it(einsum, result, kinds):
+def test_a_result_as_the_einsum_places_it(einsum, result, kinds):
     choice, *_ = parallelism(einsum).choices
-    assert (choice.result, [one.kind for one in choice.collectives]) == (result, kinds)
+    assert (choice.result, [c.kind for c in choice.collectives]) == (result, kinds)
 
 
 def test_groups_of_collectives():
@@ -246,26 +238,24 @@ def test_bytes_without_sizes():
 # ---------------------------------------------------------------------------------------- chains
 
 
-def struct(sharding, ndim, devices):
-    return jax.ShapeDtypeStruct(
-        (SIZE,) * ndim, jnp.float32, sharding=make_sharding(sharding, mesh=devices)
-    )
+def arguments(placements, ndim, devices):
+    return [einshard(struct(*[SIZE] * ndim), placement, mesh=devices) for placement in placements]
 
 
-def test_a_chain_is_what_the_compiler_makes_of_an_mlp(devices8):
+def test_a_chain_has_the_collectives_of_a_compiled_mlp(devices8):
     steps = ['b x, x y -> b y', 'b y, y z -> b z']
     sizes = dict.fromkeys('bxyz', SIZE)
     for counts in assignments('bxyz', 8):
         theory = parallelism(steps, sizes=sizes, **counts)
-        placements = *theory[0].operands, theory[1].operands[1]
-        shapes = [struct(one, 2, devices8) for one in placements]
+        shapes = arguments([*theory[0].operands, theory[1].operands[1]], 2, devices8)
         program = jax.jit(lambda x, v, w: jax.nn.relu(x @ v) @ w).lower(*shapes).compile()
-        made = sorted((c.kind, c.bytes) for c in collectives(program))
-        wanted = sorted((c.kind, c.bytes) for c in theory.collectives)
-        assert set(made) == set(wanted), (counts, str(theory))
+        found, expected = (
+            {(c.kind, c.bytes) for c in rows} for rows in (collectives(program), theory.collectives)
+        )
+        assert found == expected, (counts, str(theory))
 
 
-def test_a_chain_is_what_the_compiler_makes_of_attention(devices8):
+def test_a_chain_has_the_collectives_of_compiled_attention(devices8):
     steps = [
         'b s d, d h k -> b s h k',
         'b t d, d h k -> b t h k',
@@ -282,7 +272,7 @@ def test_a_chain_is_what_the_compiler_makes_of_attention(devices8):
         return jnp.einsum('bshk,hkd->bsd', jnp.einsum('bhst,bthk->bshk', scores, v), o)
 
     weights = [theory[0].operands[1]] * 3 + [theory[4].operands[1]]
-    shapes = [struct(one, 3, devices8) for one in [theory[0].operands[0], *weights]]
+    shapes = arguments([theory[0].operands[0], *weights], 3, devices8)
     program = jax.jit(attention).lower(*shapes).compile()
     assert total(collectives(program)) == total(theory.collectives)
     assert make_sharding(theory[4].result, mesh=devices8).is_equivalent_to(
@@ -351,7 +341,7 @@ def test_resharding(old, new, expected):
         return Blocks('', space.names, space.sharded(space.replicated, holders), space)
 
     found = resharding(blocks(old), blocks(new))
-    assert [(one.kind, one.over, one.block) for one in found] == expected
+    assert [(c.kind, c.over, c.block) for c in found] == expected
 
 
 @pytest.mark.parametrize(
@@ -366,14 +356,12 @@ def test_resharding(old, new, expected):
 def test_the_compiler_also_slices_before_it_communicates(before, after, n_bytes, devices8):
     mesh = jax.make_mesh((2, 4), ('d0', 'd1'), devices=devices8, axis_types=(AxisType.Auto,) * 2)
     theory = parallelism(f'{before} -> {after}', d0=2, d1=4, sizes={'a': 16, 'b': 16})
-    here, there = (make_sharding(one, mesh=mesh) for one in (before, after))
-    program = jax.jit(lambda x: x + 1, in_shardings=here, out_shardings=there)
-    made = collectives(program.lower(jax.ShapeDtypeStruct((16, 16), jnp.float32)).compile())
-    assert [one.bytes for one in theory.collectives] == [n_bytes]
-    # the order of parts in b may take a permute, too
-    assert total(one for one in made if one.kind != 'collective-permute') == total(
-        theory.collectives
-    )
+    reshard = sharded(before, out=after, mesh=mesh)(lambda x: x + 1)
+    found = collectives(reshard.lower(struct(16, 16)).compile())
+    assert [c.bytes for c in theory.collectives] == [n_bytes]
+    # the order of the parts of b may also need a permute
+    without_permutes = [c for c in found if c.kind != 'collective-permute']
+    assert total(without_permutes) == total(theory.collectives)
 
 
 @pytest.mark.parametrize(

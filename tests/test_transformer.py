@@ -31,12 +31,7 @@ UNTIED = Config(
 TIED = Config(**{**vars(UNTIED), 'tied': True})
 STEPS = 8
 PROMPT, LENGTH = 6, 12
-RUNS = {
-    'none': UNTIED,
-    'none, tied': TIED,
-    'tensor, tied': TIED,
-    'both': UNTIED,
-}
+RUNS = {'none': UNTIED, 'none, tied': TIED, 'tensor, tied': TIED, 'both': UNTIED}
 SHARDED = [name for name in RUNS if not name.startswith('none')]
 
 

@@ -9,16 +9,7 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 from refusal import refusal
 
-from einshard import (
-    Rules,
-    describe,
-    device_mesh,
-    einshard,
-    gather,
-    make_sharding,
-    sharded,
-    show,
-)
+from einshard import Rules, describe, device_mesh, einshard, gather, make_sharding, sharded, show
 
 A, B = np.arange(32.0).reshape(8, 4), np.arange(32.0).reshape(4, 8)
 SUM = A @ B
@@ -102,7 +93,7 @@ def test_to_another_mesh(terms):
     assert placed.sharding.mesh.axis_names == ('z',)
 
 
-def test_a_reduced_weight_becomes_a_plain_one(mesh):
+def test_einshard_removes_reduced_axes_of_a_weight(mesh):
     weight = reshard(A, P('x', None, reduced={'y'}))
     for placed in (
         einshard(weight, 'a b -> a@x b'),

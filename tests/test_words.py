@@ -16,7 +16,7 @@ from einshard._text import display_width, first_of, format_bytes, shape_text
         ('a\u200b', 1),
     ],
 )
-def test_columns(text, width):
+def test_display_width(text, width):
     assert display_width(text) == width
 
 
@@ -24,7 +24,7 @@ def test_columns(text, width):
     ('n_bytes', 'text'),
     [(0, '0 B'), (1023, '1023 B'), (1536, '1.5 KiB'), (2**20, '1.0 MiB'), (2**50, '1024.0 TiB')],
 )
-def test_amount(n_bytes, text):
+def test_format_bytes(n_bytes, text):
     assert format_bytes(n_bytes) == text
 
 

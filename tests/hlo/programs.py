@@ -35,7 +35,7 @@ MACHINES = {
     'gpu_8': (2, 4),
 }
 
-# what the compiler asks of a GPU: these are the figures of an H100
+# the description of a GPU that the compiler needs, of an H100
 GPU = """
 platform_name: "CUDA"
 gpu_device_info {
@@ -90,7 +90,7 @@ def text_of(name, machine):
 
 
 def dumped(lowered, options):
-    """The optimized program; `as_text` has none with JAX 0.8 for GPUs that are not there."""
+    """The optimized program; with JAX 0.8, `as_text` has none for GPUs you don't have."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {'xla_dump_to': folder, 'xla_dump_hlo_as_text': True}
         lowered.compile(compiler_options=options | dump)
@@ -287,11 +287,11 @@ def called_twice(x, m):
 
 
 def expected(name, data, model, platform):
-    """Bytes of the arrays in full, on one device, by (kind, axes, times)."""
+    """{(kind, axes, executions): bytes of the unsharded arrays} on one device."""
     both = 'data model'
-    # XLA makes an all-reduce whose sum is sliced into a reduce-scatter on TPU and GPU alone
+    # only for TPU and GPU, XLA turns an all-reduce whose sum is sliced into a reduce-scatter
     scatter = 'all-reduce' if platform == 'cpu' else 'reduce-scatter'
-    # as small as these, on TPU gradients are summed on every device, and then sliced
+    # for TPU, XLA all-reduces gradients as small as these and then slices them
     gradients = 'reduce-scatter' if platform == 'gpu' else 'all-reduce'
     needed = {
         'product_of_free_axes': [],
@@ -317,5 +317,5 @@ def expected(name, data, model, platform):
     }
     size = {'data': data, 'model': model, both: data * model}
     return Counter(
-        {(kind, axes, times): 4 * n for kind, axes, times, n in needed[name] if size[axes] > 1}
+        {(kind, axes, runs): 4 * n for kind, axes, runs, n in needed[name] if size[axes] > 1}
     )

@@ -1,16 +1,15 @@
-"""Writes the programs that the JAX at hand compiles, for `tests/test_collectives.py` to read.
+"""Writes the programs that the installed JAX compiles, for `tests/test_collectives.py` to read.
 
     cd tests && python -m hlo.write
     cd tests && JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m hlo.write gpu_8
     cd tests && python -m hlo.write v5e_16x16
 
-The second takes JAX's plugin for CUDA, but no GPU. The third takes minutes: it writes the train
-step of llama.py with 32 and 64 layers, complete but compressed.
+The second needs JAX's CUDA plugin, but no GPU. The third takes minutes: it writes the train step
+of llama.py with 32 and 64 layers, complete but compressed.
 
-One file for each machine and partitioner, `<machine>-<partitioner>-<JAX>.txt`, with the texts one
-after another. The files of other versions stay as they are, so that the forms which
-they wrote are still read. Of `backend_config`, which makes up half of a TPU program, only trip
-counts and what waits are kept; nothing else in it is read. Paths are relative to the repository.
+There is a file for each machine and partitioner, `<machine>-<partitioner>-<JAX>.txt`. The files of
+other versions stay, so that the tests still read their forms. Of `backend_config`, which is half of
+a TPU program, the files keep only trip counts and `is_sync`. Paths are relative to the repository.
 """
 
 import lzma
