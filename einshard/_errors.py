@@ -16,17 +16,19 @@ Span = tuple[int, int]
 class EinshardError(ValueError):
     """An invalid expression, spec, shape, mesh or device count.
 
-    The message consists of a sentence, the expression with carets, labeled facts, and a fix:
+    The message consists of a sentence, the expression with carets, labeled facts, and a fix after
+    `try:`.
 
         >>> from einshard import EinshardError, make_sharding
         >>> try:
-        ...     make_sharding('a, b -> a* b')
+        ...     make_sharding('batch d -> bacth* d')
         ... except EinshardError as error:
         ...     print(error)
-        ',' is not part of the notation
-            a, b -> a* b
-             ^
-          valid terms: a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  +@axis  =2  ...
+        'bacth' is not on the left side
+            batch d -> bacth* d
+                       ^^^^^^
+          left side: batch d
+          try:       'batch d -> batch* d'
 
     The parts are also attributes, for tools that format errors themselves.
 

@@ -67,7 +67,7 @@ def test_in_use():
 
 def test_other_sizes_are_suggested():
     assert str(refusal(device_mesh, data=3, tensor=2)) == (
-        'data=3, tensor=2 need 6 devices, but there are 16\n'
+        'data=3, tensor=2 use 6 of 16 devices; the sizes must use all\n'
         '  sizes that fit: data=8, tensor=2; data=4, tensor=4; data=2, tensor=8; '
         'data=16, tensor=1; data=1, tensor=16\n'
         '  on 6 devices:   device_mesh(jax.devices()[:6], data=3, tensor=2)\n'

@@ -31,7 +31,7 @@ _CONSTRAINTS = {
     'sharding_constraint': 'jax.lax.with_sharding_constraint',
     'reshard': 'jax.sharding.reshard',
 }
-_MAX_LITERAL = 8  # the most shardings of a pytree that are written as a pytree
+_MAX_LITERAL = 8  # a pytree with more shardings is written as a search by path
 # names that the written module may define or import; parameters get other names
 _TAKEN = re.compile(
     'function|shardings|hardware_order|jax|np|re|P|AxisType|Mesh|NamedSharding'
@@ -73,7 +73,7 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     if trees.parameters:
         body.append(f'    # {", ".join(trees.parameters)}: arrays, or shapes of jax.eval_shape')
     if others := [name for name in setup.options if name not in options]:
-        body.append(f'    # sharded also has {", ".join(others)}=')
+        body.append(f'    # not written: {", ".join(others)}=, which sharded was given')
     if AxisType.Explicit in program.mesh.axis_types:
         body.append('    # before a call, enter jax.set_mesh(mesh) and place the arguments')
     head = Brackets(f'def jit_{_identifier(setup.name)}(', ('function', *trees.parameters), '):')
@@ -150,14 +150,18 @@ class _Trees:
 
 
 def _check_positional(program: TracedFunction) -> None:
-    """Raises if arguments can only be passed by keyword, which jit with in_shardings rejects."""
+    """Raises if a call has keyword arguments, which jit with in_shardings rejects.
+
+    `sharded` passes arguments by position, except those of keyword-only parameters, in `**kwargs`,
+    and after a parameter that the call omits.
+    """
     if program.call.keywords:
         raise EinshardError(
             f'{program.setup.name} is called with keyword arguments, which jax.jit with '
             'in_shardings does not take',
             facts={
                 'arguments': quoted(program.call.keywords),
-                'instead': 'make these parameters positional',
+                'instead': 'pass them by position; change parameters that are keyword-only',
             },
         )
 
@@ -186,7 +190,7 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
     found: dict[tuple[str, str], str] = {}
     for eqn in _constraints(stages.traced.jaxpr.jaxpr):
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
-        # 'sum' also if nothing is unreduced; einshard makes no partial 'max' or 'min'
+        # 'sum' even if nothing is unreduced; einshard makes no partial 'max' or 'min'
         if isinstance(sharding, NamedSharding) and unreduced_kind(sharding.spec) == 'sum':
             line, aval = line_of(eqn), eqn.outvars[0].aval
             if eqn.primitive.name == 'reshard' and line in lines_outside:

@@ -340,7 +340,7 @@ class _Finder:
         return any(site.op.opcode == 'fusion' for site in self.module.call_sites(comp))
 
     def origin(self, path: Sequence[Place], place: Place) -> dict[str, Any]:
-        """Finds `source`, `called_at`, `op_name`: of the instruction, a call site or a user."""
+        """Finds `source`, `called_at`, `op_name`: its own, or of a call site or a consumer."""
         named = place.op
         for _, _, op in reversed(path):
             if op.opcode not in ('while', 'conditional') and not named.op_name:

@@ -52,7 +52,7 @@ def collective_einsums(
         yield form, loop.comp, places
     for form, places in _unrolled(others):
         n = permutes[places[0]]
-        if max(2, n - 1) <= len(places) <= n + 1:  # else permutes of several einsums are mixed
+        if max(2, n - 1) <= len(places) <= n + 1:  # else not the permutes of one einsum
             yield form, places[0].comp, places
 
 

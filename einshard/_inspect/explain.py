@@ -69,7 +69,7 @@ def explain(
             names clash with those below.
         mesh: the mesh to compile for; an error if `fn` is already jitted or has its own mesh.
             `topology` makes a mesh of devices you don't have. With `mesh=`, the shardings of arrays
-            are ignored, but not those of `ShapeDtypeStruct`s.
+            are ignored, but not the shardings of a `ShapeDtypeStruct`.
         replicated_above: note replicated arguments and results of more than this many bytes.
         intermediates: whether to list the placements of intermediate values; this compiles again.
         chip: the chip for the lower bounds on time: a `Chip`, or a name such as 'H100'. Default:

@@ -28,8 +28,8 @@ class Rounding:
     Attributes:
         dtype: the dtype to which numbers are rounded, such as 'bfloat16'.
         unit: the largest relative error of one rounding.
-        terms: the number of roundings: the terms of the sum, times loop trip counts. For dtypes
-            narrower than float32: one for each loop iteration and for each device.
+        terms: how many roundings add up: the terms of the sum, times loop trip counts. For dtypes
+            narrower than float32: the number of loop iterations plus the number of devices.
         is_narrow: whether the dtype is narrower than float32.
     """
 

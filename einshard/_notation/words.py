@@ -56,7 +56,7 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
 
     Raises if they are invalid, or if the term also has a `count`, such as '2', '*' or '2*'.
     """
-    word = text[start:end]
+    word, name = text[start:end], text[start : at - len(count)]
     written = text[at + 1 : end].strip()
     grouped = written.startswith('(') and written.endswith(')')
     names = written[1:-1].split(',') if grouped else [written]
@@ -71,11 +71,10 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
             f"'{word}' has no valid mesh axes after '@'",
             expression=text,
             spans=[(start, end)],
-            facts={'one mesh axis': "'b@data'", 'several': "'b@(data,fsdp)'"},
+            facts={'one mesh axis': f"'{name}@data'", 'several': f"'{name}@(data,fsdp)'"},
             fix=Suggestion(fix) if fix else None,
         )
     if count:
-        name = text[start : at - len(count)]
         raise EinshardError(
             f"'{word}' has both a {'star' if count == '*' else 'count'} and mesh axes; "
             'use one or the other',

@@ -55,8 +55,12 @@ def _wrong_sizes(
         divisor = f'{product} ({_text(known_sizes)})'
         sentence = f'the number of devices ({n_devices}) is not divisible by {divisor}'
     else:
-        need = 'needs' if len(sizes) == 1 else 'need'
-        sentence = f'{_text(sizes)} {need} {product} devices, but there are {n_devices}'
+        s = 's' if len(sizes) == 1 else ''
+        sentence = (
+            f'{_text(sizes)} use{s} {product} of {n_devices} devices; the sizes must use all'
+            if product < n_devices
+            else f'{_text(sizes)} need{s} {product} devices, but there are {n_devices}'
+        )
     fitting = sorted(_fitting(sizes, n_devices), key=lambda candidate: _distance(sizes, candidate))
     facts = {'sizes that fit': '; '.join(map(_text, fitting[:_MAX_SHOWN]))}
     if len(known_sizes) == len(sizes) and product < n_devices and call == 'device_mesh(':

@@ -171,7 +171,7 @@ def check_mesh_axes(axes: MeshAxes, context: Context, option: Option) -> None:
             f'{option.name} names {quoted(axes)}, but there is no mesh',
             facts={
                 'expected': "mesh=mesh or 'with jax.set_mesh(mesh):'",
-                'for all mesh axes': option.call_for_all,
+                'over all devices': option.call_for_all,
             },
         )
     sizes = sizes_of(mesh)
