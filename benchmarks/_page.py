@@ -52,8 +52,8 @@ make bench-page                          # all of it, and this page
 ```
 
 Accelerators are used if there are any; otherwise JAX simulates eight devices, or `--devices` of
-them. On several hosts, start it on each with `--distributed`. Each module in `benchmarks/` says
-exactly what it measures:
+them. On several hosts, run the command on each with `--distributed`. Each module in `benchmarks/`
+says exactly what it measures:
 """
 
 
