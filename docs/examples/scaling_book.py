@@ -103,7 +103,7 @@ def microseconds(spec, out, shape, mesh, chip):
 
 
 # %% [markdown]
-# **AllGather along Y of `bf16[2048, 8192]`** on a v5e slice of 8 by 4. The book's formula gives
+# **AllGather along Y of `bf16[2048, 8192]`** on a v5e slice of 8 by 4. The book computes
 # 377 us, and 560 us if you count that an axis of 4 chips is not a ring on v5e:
 
 # %%
@@ -198,7 +198,7 @@ assert int(tensor_chips(49_152, 1)) == 19  # the book's number for Gemma
 
 # %%
 def network_seconds(fsdp, tensor, n_fsdp, n_tensor, *, b, d, f):
-    """The time of the collectives of an MLP, forward, by the dimensions of the torus they use."""
+    """The time of an MLP's collectives in the forward pass, each over n dimensions of the torus."""
     sizes = {'b': b, 'd': d, 'f': f}
     seconds = 0.0
     if fsdp > 1:
@@ -213,7 +213,7 @@ def network_seconds(fsdp, tensor, n_fsdp, n_tensor, *, b, d, f):
 
 
 def compare(meshes, **sizes):
-    """Returns the mesh with the fastest collectives, all times, and that of the products."""
+    """Returns the mesh with the fastest collectives, all their times, and the products' time."""
     chips = math.prod(meshes[0][:2])
     products = 4 * math.prod(sizes.values()) / chips / flops
     print(f'products: {1e6 * products:6.0f} us')
@@ -254,8 +254,9 @@ assert round(parameters / 1e9) in (70, 71)  # the book: 70.4
 
 # %% [markdown]
 # FSDP alone, over the batch and the sequence, leaves 468 tokens for each of 8,960 chips, where 850
-# (2550 / 3) are needed. A mix with tensor parallelism is limited by compute. The book rounds its
-# formula to FSDP over 2,048 chips and tensor parallelism over 4. This uses 8,192 chips of the pod:
+# (2550 / 3) are needed. The best mix with tensor parallelism is limited by compute. The book rounds
+# its formula to FSDP over 2,048 chips and tensor parallelism over 4, which uses 8,192 chips of the
+# pod:
 
 # %%
 BATCH = 4 * 2**20
