@@ -73,8 +73,9 @@ TENSOR = Layout(
 
 # %% [markdown]
 # With data and tensor parallelism, the images are sharded over groups of two devices, and the
-# hidden layer over the two devices of a group. Groups are on the left of an expression, the place
-# for the slow network, because they communicate only once a step, to add up the gradients.
+# hidden layer over the two devices of a group. The first term on the right of each expression is
+# for the groups. Its network is the slowest, but groups communicate only once a step, to add up the
+# gradients.
 
 
 # %%

@@ -13,7 +13,8 @@ Each host reads its own rows of every batch. Here the hosts are processes on one
 share eight simulated devices. On real hosts, call `jax.distributed.initialize()` and `main` on
 each, not `start`.
 
-The notebook needs this script, `many_hosts.py`, next to it: the other processes run it.
+The notebook needs this script, `many_hosts.py`, next to it: the processes that the notebook starts
+run the script.
 """
 
 # %%
@@ -38,7 +39,7 @@ BATCH = 64  # rows, of all processes together
 # ## Write the rules
 #
 # The hidden units are sharded over two neighbors, which are on one host, and the batch over those
-# pairs. Only the sums of the gradients cross hosts.
+# pairs. Only the sums of the gradients and of the loss cross hosts.
 
 # %%
 PARAMETERS = Rules(
@@ -157,8 +158,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or '').partition('\n')[0].strip('# '))
     parser.add_argument('--processes', type=int, choices=(1, 2, 4), default=2)
     parser.add_argument('--steps', type=int, default=30)
-    parser.add_argument('--address', help='where the processes meet; set by the first')
-    parser.add_argument('--process', type=int, help='which one this is; set by the first')
+    parser.add_argument('--address', help='where the processes meet; set by the launcher')
+    parser.add_argument('--process', type=int, help='which one this is; set by the launcher')
     options = parser.parse_args(arguments)
     if options.process is None:
         start(__file__, options.processes, options.steps)

@@ -4,8 +4,9 @@
     pip install '.[tpu]'
     python docs/examples/tpu_slice.py
 
-The TPU compiler, libtpu, runs on any Linux machine. So you can see what a training step sends on a
-TPU slice, and whether it fits in memory, before you have a slice. You need only shapes, not arrays.
+The TPU compiler, libtpu, runs on Linux machines without TPUs. So you can see what a training step
+sends on a TPU slice, and whether it fits in memory, before you have a slice. You need only shapes,
+not arrays.
 """
 
 # %%
@@ -17,7 +18,6 @@ import jax.numpy as jnp
 from einshard import einshard, explain, sharded, topology
 
 SLICE = 'v5e:4x4'  # sixteen chips
-MEMORY = 16 * 10**9  # bytes of each chip, rounded; a report has the exact size
 LAYERS, D, F, BATCH = 64, 2048, 8192, 4096
 
 # %% [markdown]
@@ -118,5 +118,5 @@ print(tensor.diff(both))
 
 # %%
 for name, report in {'tensor': tensor, 'both': both}.items():
-    sent, memory = report.network_bytes / 1e9, report.memory.total / MEMORY
+    sent, memory = report.network_bytes / 1e9, report.memory.total / report.memory.capacity
     print(f'{name:8}{sent:.2f} GB sent by each chip in a step, {memory:.0%} of its memory')

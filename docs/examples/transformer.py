@@ -90,7 +90,7 @@ class Cache(NamedTuple):
 
 
 class State(NamedTuple):
-    """The weights, and Adam's two means of their gradients."""
+    """The weights, Adam's two moments of their gradients, and the step counter."""
 
     weights: Any
     mean: Any
@@ -297,7 +297,7 @@ def forward(
 def mean_loss(weights: Weights[jax.Array], tokens: jax.Array, p: Placement) -> jax.Array:
     """Cross entropy of each token after those before it, in nats."""
     logits, _ = forward(weights, tokens[:, :-1], p)
-    # a comparison, where indexing would gather the vocabulary from all devices
+    # elementwise, so the vocabulary stays sharded
     right = tokens[:, 1:, None] == jnp.arange(logits.shape[-1])
     picked = jnp.sum(jnp.where(right, logits, 0), axis=-1)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
@@ -319,9 +319,9 @@ def adam(state: State, gradient: Weights[jax.Array], c: Config) -> State:
 # %% [markdown]
 # ## Shard the four jitted functions
 #
-# Adam's two means of the gradients are sharded like the weights. Specs are pytree prefixes: the
-# step counter of the state needs none. The training step donates the old state, and decoding the
-# old cache.
+# Adam's two moments, `mean` and `square`, are sharded like the weights. Specs are pytree prefixes:
+# the step counter of the state needs none. The training step donates the old state; the decoding
+# step donates the old cache.
 
 
 # %%
@@ -430,8 +430,8 @@ def difference(run: Run, other: Run) -> float:
 # %% [markdown]
 # ## Compare sharded and unsharded training
 #
-# A smaller model takes ten steps, unsharded and with both parallelisms. The losses are equal, up to
-# the order of the sums.
+# A smaller model takes ten steps, unsharded and with both parallelisms. The losses are equal up to
+# rounding.
 
 # %% tags=["active-ipynb"]
 # c = Config(n_layers=2, d_model=32, d_ff=64, sequence=32, batch=8)
