@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from refusal import refusal
 
-from einshard import describe, device_mesh, einsum, make_sharding, sharded
+from einshard import describe, device_mesh, einsum, explain, make_sharding, sharded
 
 
 def array(*shape):
@@ -70,6 +70,14 @@ def test_sixty_axes():
     ones = np.ones((1,) * 30, np.float32)
     expression = f'{" ".join(names[:30])}, {" ".join(names[30:])} ->'
     assert einsum(expression, ones, ones) == 1
+
+
+def test_reports_have_the_axis_names():
+    def product(x, w):
+        return einsum('batch mlp*, mlp* embed -> * batch embed', x, w)
+
+    (row,) = explain(product, array(16, 32), array(32, 8)).collectives
+    assert (row.kind, row.axes) == ('all-reduce', 'batch embed')
 
 
 def test_options_are_those_of_jnp_einsum():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -31,6 +32,9 @@ from .reshard import reshard
 names_at: dict[str, tuple[str, ...]] = register({})
 # By 'file:line', the axis names that have no axis rule, if the value is replicated for that reason.
 without_rule_at: dict[str, tuple[str, ...]] = register({})
+# By 'file:line', the axis names of an `einshard.einsum`, by their letter in the `jnp.einsum`; {} if
+# the line has einsums with different names.
+names_by_letter_at: dict[str, Mapping[str, str]] = register({})
 # The expressions of the constraints that `plan` has traced so far; None if it is not tracing.
 constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
     'constraints_of_trace', default=None
@@ -62,12 +66,24 @@ def _record(expression: Expression, without_rule: tuple[str, ...]) -> None:
     expressions = constraints_of_trace.get()
     if expressions is not None:
         expressions.append(expression)
-    user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
-    for frame in filter(None, (user, user.f_back)):
-        line = f'{frame.f_code.co_filename}:{frame.f_lineno}'
+    for line in _lines_of_user():
         if names_at.setdefault(line, expression.names) != expression.names:
             names_at[line] = ()
         without_rule_at[line] = without_rule
+
+
+def record_einsum(names: Mapping[str, str]) -> None:
+    """Records the axis names of an einsum in a trace, by letter, for `explain`."""
+    for line in _lines_of_user():
+        if names_by_letter_at.setdefault(line, names) != names:
+            names_by_letter_at[line] = {}
+
+
+def _lines_of_user() -> list[str]:
+    """Returns 'file:line' of the user's call of einshard, and of the call around it."""
+    user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
+    frames = filter(None, (user, user.f_back))
+    return [f'{frame.f_code.co_filename}:{frame.f_lineno}' for frame in frames]
 
 
 def place_constant(x: Any, placement: Placement) -> Any:

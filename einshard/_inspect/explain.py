@@ -59,7 +59,7 @@ def explain(
         [('w', 'float32[32,8]')]
 
     `explain` compiles the function once. Later calls of the function reuse the compiled program; if
-    it is `sharded` with `collectives=` or `memory=`, they compile it again.
+    it is `sharded` with `collectives=` or `memory=`, the first call compiles it again.
 
     Args:
         fn: a `sharded` or jitted function, any other function (it is jitted), or the result of its

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .._arrays.constrain import names_at
+from .._arrays.constrain import names_at, names_by_letter_at
 from .._hlo.collectives import MARKS, Collective
 from .._hlo.flops import find_products
 from .._hlo.module import Module
@@ -153,7 +153,15 @@ def _axes(collective: Collective) -> str:
             sides = [result] if is_forward else operands
         # a single side is not checked: its rank differs if the compiler merged axes
         fitting = [side for side in sides if len(side) == ndim or len(sides) == 1]
-        return ' '.join(fitting[0]) if len(fitting) == 1 else einsum[0].strip('/')
+        lines = collective.called_at, collective.source
+        names = next((names_by_letter_at[line] for line in lines if line in names_by_letter_at), {})
+
+        def named(side: str) -> str:
+            return ' '.join(names.get(letter, letter) for letter in side)
+
+        if len(fitting) == 1:
+            return named(fitting[0])
+        return f'{", ".join(map(named, operands))} -> {named(result)}' if names else einsum[0][1:-1]
     if op_name.rpartition('/')[2] in _ELEMENTWISE:
         for line in filter(None, (collective.called_at, collective.source)):
             names = names_at.get(line, ())

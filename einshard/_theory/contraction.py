@@ -46,10 +46,15 @@ class Contraction:
 
     def numpy_subscripts(self) -> str:
         """Returns the einsum as numpy subscripts, without placements."""
-        named = [name for name in self.names if name != ELLIPSIS]
-        letters = {name: _letter(i) for i, name in enumerate(named)} | {ELLIPSIS: ELLIPSIS}
+        letters = {name: letter for letter, name in self.names_by_letter().items()}
+        letters[ELLIPSIS] = ELLIPSIS
         sides = [''.join(letters[name] for name in array.names) for array in self.arrays]
         return f'{",".join(sides[:-1])}->{sides[-1]}'
+
+    def names_by_letter(self) -> dict[str, str]:
+        """Returns the axis names by their letter in the numpy subscripts."""
+        named = [name for name in self.names if name != ELLIPSIS]
+        return {_letter(i): name for i, name in enumerate(named)}
 
     def plain(self) -> str:
         """Returns the einsum without placements."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from .._arrays.constrain import constrain, restrict_to_type
+from .._arrays.constrain import constrain, record_einsum, restrict_to_type
 from .._arrays.place import einshard
 from .._errors import EinshardError, Suggestion, quoted
 from .._notation.expression import Expression, Term
@@ -80,6 +80,8 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
             _check_types(contraction, operands)
     except EinshardError as error:
         raise _with_working_fix(error, contraction, current, arrays, mesh, options) from None
+    if is_tracing():
+        record_einsum(contraction.names_by_letter())
     # outside jit: in one jitted program, XLA can compute the sum directly in the result's sharding
     contract = _contract if is_tracing() else _jitted
     if isinstance(options.get('optimize'), list | tuple):
