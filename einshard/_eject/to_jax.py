@@ -236,7 +236,7 @@ def _write_function(stages: Stages, mesh: AnyMesh, title: str) -> str:
     """Writes the jit call of a sharded function, and the constraints inside any function."""
     if stages.traced is None:
         raise EinshardError(
-            'a lowered or compiled function has no constraints to read',
+            'to_jax cannot read the constraints of a lowered or compiled function',
             facts={'instead': 'pass the function with its arguments'},
         )
     writer = Writer(mesh)

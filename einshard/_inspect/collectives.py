@@ -104,7 +104,7 @@ def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[st
 def _of(rows: Sequence[CollectiveRow], is_large: bool) -> str:
     """Formats the payload of collectives: the paths, 'params/0-3/{q,k}', or the role and axes.
 
-    '' if they have neither paths nor axes, and are not large.
+    Without paths and axes, large collectives have only the role, and others ''.
     """
     # 'result' is the path of the only result, so it would say nothing
     folded = ', '.join(fold_paths(path for row in rows for path in row.of if path != 'result'))

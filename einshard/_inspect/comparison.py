@@ -52,7 +52,7 @@ class ComparedRow:
 
     @property
     def is_noise(self) -> bool:
-        """Whether rounding explains any difference, so that nothing was compared."""
+        """Whether rounding can change the array entirely; a small difference then shows nothing."""
         return self.tolerance >= 1
 
 
@@ -79,7 +79,7 @@ class Comparison(Display):
         """Whether all differences are within their tolerance.
 
         Rounding alone can change an array entirely, such as a sum whose terms cancel. Such arrays
-        have a tolerance of 1 or more, and a line below the table lists them as not compared.
+        have a tolerance of 1 or more; those within it are listed below the table as not compared.
         """
         return all(row.same for row in self.rows)
 
@@ -94,7 +94,7 @@ class Comparison(Display):
             (row.path, row.array, f'{row.difference:.1e}', f'{row.tolerance:.1e}', row.because)
             for row in self.rows
         )
-        noise = ', '.join(row.path for row in self.rows if row.is_noise)
+        noise = ', '.join(row.path for row in self.rows if row.is_noise and row.same)
         notes = [f'not compared, because rounding changes it entirely: {noise}'] * bool(noise)
         title = f'{self.name} on {plural(self.n_devices, "device")}: {verdict}'
         return Page(title, (Section('', _COLUMNS, rows, (*self.notes, *notes)),))

@@ -68,7 +68,7 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
         elif ',' in written and not grouped:
             fix = f'{text[: at + 1]}({written}){text[end:]}'
         raise EinshardError(
-            f"'{word}' has no valid mesh axes after '@'",
+            f"'{word}' needs a mesh axis after '@', or several in parentheses",
             expression=text,
             spans=[(start, end)],
             facts={'one mesh axis': f"'{name}@data'", 'several': f"'{name}@(data,fsdp)'"},

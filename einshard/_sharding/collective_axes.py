@@ -115,7 +115,8 @@ def along_text(
     Returns '' if they are known on no mesh.
 
     Args:
-        groups: the groups of devices of the collective.
+        groups: the groups of devices of the collective; for a permute, the devices that its pairs
+            connect. Empty if unknown.
         pairs: the sources and targets of a permute; empty for other collectives.
         meshes: the meshes of the program.
         sharded_by: the mesh axes that shard each array axis, as `axes_text` needs them.
@@ -126,7 +127,7 @@ def along_text(
             return axes_text(axes, mesh, sharded_by)
     if not (pairs and meshes):
         return ''
-    # the pairs of a permute may not connect all devices along its axes
+    # the pairs of a permute need not connect all devices along its axes
     return axes_text(mesh_axes_between(pairs, meshes[0]), meshes[0], sharded_by)
 
 
