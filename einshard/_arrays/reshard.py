@@ -22,7 +22,7 @@ def reshard(x: Any, sharding: NamedSharding) -> Any:
 
     A value that becomes a partial sum over mesh axes is replicated over them first. Without this,
     JAX 0.8.1 to 0.12 return sums that are too large for some values with an array axis sharded over
-    two mesh axes, and XLA aborts the process if the value is a partial sum over other mesh axes.
+    two mesh axes, and XLA aborts the process if the value stops being a partial sum over others.
     """
     aval: Any = jax.typeof(x)
     old, spec = aval.sharding.spec.unreduced, sharding.spec

@@ -45,7 +45,7 @@ class Collective:
         results: the outputs of each device.
         groups: the devices that communicate with each other, as positions in the device list of the
             program; for a permute, the connected devices. Empty if the HLO text has no groups: for
-            custom calls, and for JAX 0.8 to 0.10 with a newer libtpu.
+            custom calls, and for JAX 0.8 with a newer libtpu.
         pairs: (source, target) of a permute.
         executions: how often it runs in one run of the program: the product of loop trip counts,
             as if all branches of conditionals ran. None if a trip count is unknown.

@@ -191,7 +191,7 @@ _FIELDS = (('stride', 1), ('pad', 0), ('lhs_dilate', 1), ('rhs_dilate', 1))
 
 
 def _field(fields: dict[str, str], name: str, axis: int, default: int) -> int:
-    """Reads the number of an axis in a field such as 'pad=3_3x0_0'; for padding, the low side."""
+    """Reads the value for an axis from a field such as 'pad=3_3x0_0'; for padding, the low side."""
     values = fields[name].split('x') if name in fields else []
     return int(values[axis].partition('_')[0]) if axis < len(values) else default
 

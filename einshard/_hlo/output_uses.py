@@ -88,7 +88,6 @@ class _Uses:
         """Returns the elements of the result computed from one value; an array is element 0."""
         key = comp.name, name
         if key not in self._known:
-            self._known[key] = set()  # ends the recursion if a value depends on itself
             self._known[key] = set(self._trace(comp, name))
         return self._known[key]
 

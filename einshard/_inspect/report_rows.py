@@ -48,11 +48,12 @@ class CollectiveRow:
             'f32[8,16]'.
         bytes: bytes of those arrays, per device.
         group_size: the number of devices in each group.
-        groups: the number of groups; 0 if the program does not list them, as for a custom call, and
-            with JAX 0.8 and a newer libtpu. `network_bytes` then assumes one group of all devices.
+        groups: the number of groups; 0 if the program does not list them: for a custom call, and
+            for JAX 0.8 with a newer libtpu, where `network_bytes` assumes one group of all devices.
         along: on a user's mesh, the mesh axes that it runs along. On the canonical mesh, the array
-            axes that are sharded over the same devices: 'b,x' is both axes, 'h|k' is either one.
-            For a permute, the axes along which senders and receivers differ. '' if unknown.
+            axes that these mesh axes shard: 'b,x' for those of b and of x together, 'h|k' for mesh
+            axes that shard h in one array and k in another. For a permute, the axes along which
+            senders and receivers differ. '' if unknown.
         executions: how often it runs in one run of the program; None if a loop has an unknown trip
             count.
         network_bytes: bytes that a device sends per execution; None for a custom call.
@@ -62,8 +63,8 @@ class CollectiveRow:
             from what it sends, such as new weights from a gradient. Empty if there are none.
         op_name: the JAX operation that it comes from.
         role: what it sends: 'weights', 'gradients' or 'activations'. In a train step, weights are
-            the arguments that the step updates; in inference, those that the program does not
-            update. Only floating-point arguments count.
+            the arguments that the step updates, or all if it updates none; in inference, all that
+            the program does not update, even a batch. Only floating-point arguments count.
         is_backward: whether it sends gradients or belongs to the backward pass, which repeats parts
             of the forward pass under `jax.checkpoint`.
         axes: for activations, their axis names, 'b s d', from the einsum or the constraint in the
@@ -71,8 +72,8 @@ class CollectiveRow:
             unknown.
         widened: whether the compiled program runs it in float32 although the arrays are bfloat16,
             as XLA does on CPU. `arrays` and bytes are those in bfloat16.
-        called_at: if `source` is in a helper, such as a function with only one line in the program,
-            the nearest calling line outside helpers; else None.
+        called_at: if `source` is in a helper, such as a function of which the program has only one
+            line, the nearest calling line outside helpers; else None.
         in_branch: whether it is in a branch of a conditional; all branches count.
         cause: 'requested' by a constraint or by a collective in a `shard_map`; 'inserted' by the
             compiler; or 'unknown', because XLA may have dropped the name of a constraint.

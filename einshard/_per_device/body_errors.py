@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from .._errors import EinshardError
+from .._errors import EinshardError, quoted
 from .._functions.error_notes import SpecLeaf, is_error_of_jax, sizes_that_differ
 from .._notation.layout import mesh_text
 from .._text import array_text
@@ -73,8 +73,9 @@ def find_unknown_axis(
 
 
 def _unknown_axis(function: str, view: View, manual: Collection[str], axis: str) -> EinshardError:
-    axes = {name: n for name, n in view.axes.items() if not manual or name in manual}
-    facts = {'mesh axes': mesh_text(axes) or 'none'}
+    facts = {'mesh axes': mesh_text(view.axes) or 'none'}
+    if manual:
+        facts['axis_names='] = quoted(sorted(manual))
     sentence = f"{function} uses mesh axis '{axis}', "
     if axis in view.axes:
         sentence += 'which is not in axis_names='

@@ -75,7 +75,7 @@ def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, 
             f'the counts {counts} do not match the device axes',
             [term for term in operand.right if term.takes_devices],
             device_axes=mesh_text(devices),
-            how_built='prime factors of the devices left over, then the mesh axes given by keyword',
+            device_order='devices without a name (d0, d1, ..), then the axes given by keyword',
             expected='counts that are products of consecutive device axis sizes, in order',
         )
     return {

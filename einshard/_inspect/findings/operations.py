@@ -87,7 +87,7 @@ RULES: Mapping[str, Callable[[Any, Sequence[Value]], Value]] = {
 
 
 def flops_of(eqn: Any) -> int:
-    """Returns the flops of a product with unsharded operands; 0 for other operations."""
+    """Returns the flops of a product, as if it were not sharded; 0 for other operations."""
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     if name == 'dot_general':
         (contracted, _), _ = eqn.params['dimension_numbers']
