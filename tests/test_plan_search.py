@@ -196,8 +196,8 @@ def test_notes_plans_whose_ranges_overlap(objective, ranges, last):
     search, _ = run(objective=objective)
     notes = list(_notes(list(itertools.starmap(ranged, ranges)), search))
     assert notes == [
-        f'the bounds do not tell plans 0 to {last} apart: the ranges between their two numbers '
-        'overlap'
+        f'the bounds do not tell plans 0 to {last} apart: their ranges (column bound) overlap '
+        'that of plan 0'
     ] * (last > 0)
 
 

@@ -1,8 +1,8 @@
 """Lists the candidates of a model that are worth compiling, the best estimate first.
 
-A small space is enumerated. In a large one, a beam search changes which set of names one mesh axis
-shards, for one mesh axis at a time; then mesh axes are split in two, and names are added, removed
-and replaced. The same model always gives the same candidates.
+A small space is enumerated. In a large one, a beam search changes the set of names that a mesh axis
+shards, one mesh axis at a time; then mesh axes are split in two, and names are added, removed and
+replaced. The same model always gives the same candidates.
 """
 
 from __future__ import annotations
@@ -186,11 +186,11 @@ class _CandidateSearch:
                 found = self.best([*found, *changed])
 
     def starts(self, sizes: Sizes) -> list[PlanTuple]:
-        """Combines the best name sets of each mesh axis alone: by time, by memory or by compute."""
+        """Combines name sets that are best for one mesh axis alone, by time, memory or compute."""
         alone: list[list[NameSet]] = []
         n_each = int(_STARTS ** (1 / len(sizes)))
         for axis, size in enumerate(sizes):
-            # specs may name the other mesh axes, which shard nothing here
+            # the other mesh axes stay, with size 1, because specs may name them
             shape = _replaced((1,) * len(sizes), axis, size)
             costs = [
                 (names, self.totals((shape, _replaced((frozenset(),) * len(sizes), axis, names))))
@@ -211,7 +211,7 @@ class _CandidateSearch:
         good = {names for _, name_sets in ranked[: 4 * _BEAM] for names in name_sets}
         for plan in ranked[:_BEAM]:
             if len(plan[0]) < len(self.space.mesh_axes):
-                # the mesh axes after the split one get other names, and pins name mesh axes
+                # pins name mesh axes, and those after the split one get other names (y becomes z)
                 self.add(filter(self.space.obeys_pins, self.splits(plan, good)))
 
     def splits(self, plan: PlanTuple, good: Container[NameSet]) -> Iterator[PlanTuple]:

@@ -33,10 +33,11 @@ class Op:
     """An operation of the program.
 
     Attributes:
-        primitive: its name in JAX; or 'scan_input', 'scan_output', 'scan_axis' or 'carry', which
-            connect a loop with its body, and branches with the result of a `cond`.
-        ins, outs: operands and results, as numbers of values; None for a scalar.
-        executions: how often it runs: the product of the lengths of the loops around it.
+        primitive: the name of its JAX primitive; or 'scan_input', 'scan_output', 'scan_axis' or
+            'carry', which connect a loop with its body, and branches with the result of a `cond`.
+        ins, outs: operands and results, as indices into `Program.values`; None for a scalar.
+        executions: how often it runs: the product of the lengths of the scans around it. A while
+            loop counts as one iteration.
         scope: the number of the innermost loop around it; 0 outside of loops.
         body: the number of the loop that a 'scan_input' or 'scan_output' belongs to; else 0.
     """
@@ -63,10 +64,10 @@ class Program:
     """A program whose loops, branches and calls are flattened.
 
     Attributes:
-        values: all arrays; operations refer to them by number.
-        ops: in order.
+        values: all arrays; operations refer to them by index.
+        ops: in program order.
         parents: for each scope, the number of the scope around it.
-        arguments, results: numbers of values; None for a scalar.
+        arguments, results: indices into `values`; None for a scalar.
     """
 
     values: list[Value] = field(default_factory=list[Value])
@@ -188,7 +189,7 @@ class _Reader:
     def scan(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
         body, length = _open(eqn.params['jaxpr']), eqn.params['length']
         # JAX 0.12 has no `num_consts` and `num_carry`; outside of the body, what is scanned over or
-        # stacked has one more axis
+        # stacked has one more axis, so variables of the same rank are constants or carried
         n_carry = sum(map(_same_rank, body.outvars, eqn.outvars))
         n_before = sum(map(_same_rank, body.invars, eqn.invars))
         n_consts = n_before - n_carry

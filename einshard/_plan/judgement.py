@@ -27,7 +27,8 @@ class Judgement:
         sent: bytes that a device sends in one run, by mesh axes: {'x': 10, 'x,y': 20}.
         sent_by: the same bytes, by kind of collective and by what it carries:
             {('all-gather', 'weights'): 10}.
-        counts: the number of collectives by kind, for `collectives=` of `sharded`.
+        counts: the number of collectives by kind, for `collectives=` of `sharded`; empty for an
+            estimate.
         error: why it does not compile, or ''.
     """
 

@@ -25,7 +25,7 @@ class Einsum:
     """The indices of a product, a reduction or a lookup, as the letters of an einsum.
 
     Attributes:
-        operands: the numbers of the operands that are multiplied or reduced; other operands of
+        operands: the positions of the operands that are multiplied or reduced; other operands of
             the operation, such as the array that a scatter adds to, have no indices.
         indices: the indices of each of these operands.
         out: the indices of the result.
@@ -45,8 +45,8 @@ class Relation:
     Attributes:
         links: the pairs of axes that can.
         einsum: the indices of a product, a reduction or a lookup; None for other operations.
-        unsharded: (operand, axis) pairs that each device needs in full; if one of them is sharded,
-            it must be gathered first.
+        unsharded: the axes that each device needs in full, as (operand, axis) pairs; if one of
+            them is sharded, it must be gathered first.
     """
 
     links: tuple[Link, ...] = ()
@@ -87,7 +87,7 @@ def _each(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 def _dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = params['dimension_numbers']
     new = itertools.count()
-    # the index of each axis; batch and contracted axes of both operands have the same
+    # the index of each axis; a batch or contracted axis has the same index in both operands
     lhs = {d: next(new) for d in (*lhs_batch, *lhs_sum)}
     rhs = dict(zip((*rhs_batch, *rhs_sum), lhs.values(), strict=True))
     for dims, shape in zip((lhs, rhs), ins, strict=False):
@@ -125,7 +125,7 @@ def _related(einsum: Einsum, links: Iterable[Link] = ()) -> Relation:
 
 
 def _conv(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Adds over input features; also over positions, if the window is as large as the image."""
+    """Adds over input features; also over positions, if the window is larger than the result."""
     numbers, rhs, out = params['dimension_numbers'], ins[1], outs[0]
     groups = params['feature_group_count'] * params['batch_group_count']
     new = itertools.count(3)
@@ -201,7 +201,7 @@ def major_axes(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
                 before, i = before * old[i], i + 1
             elif after < before and j < len(new):
                 after, j = after * new[j], j + 1
-            else:  # of size 0
+            else:  # the array has size 0
                 return
 
 

@@ -28,7 +28,7 @@ class _Buffer:
     """A part of memory.
 
     Attributes:
-        start, end: the numbers of the first and the last operation that need it.
+        start, end: the positions of the first and the last operation that need it.
         stored: the largest array in it.
     """
 
@@ -119,7 +119,7 @@ def _buffers(
 
 
 def _spans(program: Program) -> dict[int, tuple[int, int]]:
-    """Returns the numbers of the first and the last operation of every loop, by its number."""
+    """Returns the positions of the first and the last operation of every loop, by loop number."""
     spans: dict[int, tuple[int, int]] = {0: (0, 0)}
     for at, op in enumerate(program.ops):
         for scope in {op.scope, op.body} - {0}:

@@ -16,7 +16,7 @@ from .source import spec_lines
 
 
 def make_plan(search: Search, found: Candidates, model: Model, function: Function) -> Plan:
-    """Makes the plan; raises if no candidate compiles."""
+    """Makes the plan; raises if no candidate was compiled without an error."""
     choices = search.ranking()
     if not choices:
         raise EinshardError(f'plan {search.stopped}, before a candidate was compiled')
@@ -51,8 +51,8 @@ def _notes(choices: Sequence[Judgement], search: Search) -> Iterator[str]:
     n_alike = _n_alike(choices) if search.objective == 'bound' else 1
     if n_alike > 1:
         yield (
-            f'the bounds do not tell plans 0 to {n_alike - 1} apart: the ranges between their two '
-            'numbers overlap'
+            f'the bounds do not tell plans 0 to {n_alike - 1} apart: their ranges (column bound) '
+            'overlap that of plan 0'
         )
     if search.by_compiler and not any(one.judge == 'compiler' for one in choices):
         yield (

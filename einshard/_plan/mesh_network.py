@@ -41,8 +41,8 @@ class MeshNetwork:
     def _without_copies(self, groups: Any) -> Any:
         """Keeps one of the groups that lie in parallel rows or planes of a torus.
 
-        They share no links, so each takes the same time. For 8,192 devices, all groups together
-        would need 100 ms.
+        They share no links, so each takes the same time. For 8,192 devices, it would take 100 ms to
+        find the time of all. With several slices, or without coordinates, all groups are kept.
         """
         network = self.network
         if not network.has_coords or len(set(network.slices[groups].ravel().tolist())) > 1:

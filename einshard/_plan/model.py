@@ -24,10 +24,10 @@ class Array:
 
     Attributes:
         names: the names of each axis; `()` for one without a name, which no plan shards.
-        is_state: whether it is a weight or another array that the function updates, not data. An
-            array is state if it is donated, or if its argument is a pytree of arrays with different
-            first axis names. If nothing is donated and there are several results, an array is also
-            state if a result has its shape and dtype.
+        is_state: whether it seems to be a weight, or another array that the function updates, and
+            not data. It is state if it is donated, or if its argument is a pytree of arrays with
+            different first axis names. If nothing is donated and there are several results, it is
+            also state if a result has its shape and dtype.
         donated: whether a result can take its memory.
     """
 
@@ -52,7 +52,7 @@ class Model:
             without repetitions.
         arrays: the arguments.
         results: the results that do not reuse the memory of a donated argument.
-        products: the operations that may communicate.
+        products: the operations that have flops or may communicate.
         peaks: sets of arrays that are in memory at the same time, in addition to the arguments.
     """
 
@@ -69,7 +69,7 @@ class Model:
 def find_model(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_axes: Sequence[str] = ()
 ) -> Model:
-    """Traces a function, and finds the names of all its arrays.
+    """Traces a function, and finds the axis names of all its arrays.
 
     Args:
         fn, args, kwargs: the call. Arguments may be shapes.
@@ -114,7 +114,8 @@ def _with_metadata(
     specified: list[AxisNames | None], metadata: Sequence[AxisNames | None]
 ) -> list[AxisNames | None]:
     """Returns the axis names of each leaf: those of its spec, else those of its metadata."""
-    if len(specified) != len(metadata):  # `metadata` has static arguments too
+    # `metadata` has entries for static arguments too, which cannot be told from the others
+    if len(specified) != len(metadata):
         return specified
     pairs = zip(specified, metadata, strict=True)
     return [known if names is None else names for names, known in pairs]

@@ -75,7 +75,8 @@ def plan(
         mesh: the devices, such as `topology('v5e:16x16')`. A mesh with named axes fixes the mesh
             shape, so that only the names are planned. Default: the mesh in context, or all devices.
         chip: the chip for the lower bounds, as in `explain`. Default: that of the devices.
-        memory: bytes of a device that a plan may use, such as '14 GB'. Default: all of them.
+        memory: bytes of a device that a plan may use, such as '14 GB'. Default: all that it
+            has; no limit if the chip is unknown.
         objective: what to minimize: 'bound', the sum of the lower bounds; 'bytes' that a device
             sends; or 'memory'. Ties are broken by memory, then bytes.
         pin: placements that are fixed, by name: {'embed': '@x', 'layers': ''}.
@@ -109,7 +110,7 @@ def plan(
     if not any(axes for candidate in found.ranked for _, axes in candidate.axes):
         raise _nothing_to_shard(model, devices)
     function = Function(fn, args, kwargs, devices, chip)
-    # for CPUs, the programs of the partitioner are the real ones
+    # if the devices are CPUs, the partitioner already compiles for them
     is_cpu = devices.devices.flat[0].platform == 'cpu'
     with closing(Partitioner(function)) as partitioner:
         search = Search(

@@ -17,7 +17,8 @@ def scatter_svg(judgements: Sequence[Judgement], limit: int | None, n_numbered: 
     """Draws a point per plan, and the memory limit as a line. Bytes sent are on a log scale.
 
     The best plan is filled, and the first `n_numbered` plans have their numbers. Tooltips give the
-    shardings. Plans that do not compile, or whose memory is unknown, have no point.
+    shardings. Plans that do not compile, or whose memory is unknown, have no point. A limit far
+    above all points has no line. Returns '' if there are no points.
     """
     points = {
         i: plan for i, plan in enumerate(judgements) if plan.memory is not None and not plan.error

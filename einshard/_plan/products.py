@@ -37,8 +37,8 @@ class Product:
     """An operation that has flops or may communicate.
 
     Attributes:
-        kind: 'product' (also of a lookup), 'reduction', or 'reshard' (of an operand, or by a
-            constraint).
+        kind: 'product' (also for a lookup or a scatter), 'reduction', or 'reshard' (of an operand,
+            or by a constraint).
         flops: of one execution.
         dtype: of the first operand, as in HLO; '' for a reshard.
         executions: how often it and equal products run in one run of the function.
@@ -116,7 +116,8 @@ def _products(
 def _may_communicate(sides: Sequence[Side], einsum: Einsum) -> bool:
     """Whether an operation without flops may communicate.
 
-    A lookup may if any of its axes has a name, a reduction if it adds over one that has.
+    A lookup or a scatter may if any axis of its operands has a name; a reduction, if an axis that
+    it reduces has one.
     """
     return any(
         names and (len(sides) > 1 or index not in einsum.out)

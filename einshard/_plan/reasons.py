@@ -31,9 +31,9 @@ def reason(worse: Judgement, better: Judgement, limit: int | None) -> str:
 
 
 def _largest_increase(worse: Judgement, better: Judgement) -> str:
-    """Describes the resource whose bound grows most; '' if it grows by less than 1 % of the sum.
+    """Describes the resource whose bound grows most; '' if it grows by at most 1 % of the sum.
 
-    Without bounds, describes the bytes sent.
+    Without bounds, describes the bytes sent; '' if they do not grow.
     """
     before, after = _by_resource(better), _by_resource(worse)
     if not after:

@@ -105,7 +105,7 @@ class Plan(Display):
         return Why(name, tuple(rows), self.limit)
 
     def diff(self, other: Plan | int) -> Diff:
-        """Compares the best plan with that of another `Plan`, or with plan `i` of this one."""
+        """Compares the best plan with that of another `Plan`, or with plan `other` of this one."""
         ours, theirs = self.best, other.best if isinstance(other, Plan) else self._choice(other)
         before, after = (
             {'mesh shape': one.candidate.mesh_text, **one.candidate.placements}
@@ -252,7 +252,7 @@ class Why(Display):
             for text, one in others
         ]
         if not others:
-            lines.append('no other placement of this axis alone was compiled')
+            lines.append('no compiled plan of this mesh shape differs only in this axis')
         return Page('', (Section('', lines=tuple(lines)),))
 
 

@@ -21,7 +21,8 @@ CompileAll: TypeAlias = Callable[[Sequence[Candidate]], Generator[Judgement, Non
 _FINALISTS = 3  # how many of the best plans the target's compiler gets at first
 _MAX_FINALISTS = 5  # after this many, it gets another one only if the newest is the best
 _TIE = 1.02  # plans whose costs differ by less than this ratio are equally good
-_MARGIN = 1.5  # of large models, the partitioner's memory was 0.95 to 1.42 times the TPU compiler's
+# for large models, the partitioner reports 0.95 to 1.42 times the memory that the TPU compiler does
+_MARGIN = 1.5
 
 
 @dataclass
@@ -32,8 +33,8 @@ class Search:
         estimates: the candidates left after pruning, the best estimate first.
         given: candidates of the user, which are compiled first.
         by_partitioner: judges candidates by XLA's partitioner.
-        by_compiler: judges candidates by the target's compiler; None for simulated devices, whose
-            compiler is the partitioner.
+        by_compiler: judges candidates by the target's compiler; None if the devices are CPUs, for
+            which the partitioner already compiles.
         limit: the bytes that a plan may use on a device; None if unknown.
         compilations: how many candidates the partitioner compiles.
         seconds: no compilation starts after this time; None for no limit.

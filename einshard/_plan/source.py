@@ -18,10 +18,11 @@ from .candidate import Candidate
 def spec_lines(arguments: Sequence[tuple[str, Spec]], candidate: Candidate) -> tuple[str, ...]:
     """Returns lines that assign a spec to each argument, such as "x = 'batch@x embed'".
 
-    Arguments without a spec, and specs that are functions, are left out.
+    `Rules` have a line for each rule. Arguments without a spec are left out, and so are functions,
+    also in `Rules`, and pytrees that contain functions or `Rules`.
 
     Args:
-        arguments: the name and the spec of each. `Rules` have a line for each rule.
+        arguments: the name and the spec of each.
     """
     axes = dict(candidate.axes)
     return tuple(line for name, spec in arguments for line in _assigned(name, spec, axes))

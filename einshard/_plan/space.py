@@ -55,7 +55,7 @@ class Space:
         return AXES if self.mesh is None else tuple(name for name, _ in self.mesh)
 
     def shapes(self, max_axes: int = len(AXES)) -> list[Sizes]:
-        """Returns the mesh shapes with up to `max_axes` axes; or only that of the user."""
+        """Returns the mesh shapes with up to `max_axes` axes that fit the pins; or the user's."""
         if self.mesh is not None:
             return [tuple(size for _, size in self.mesh)]
         first = (self.n_slices,) if self.n_slices > 1 else ()
@@ -93,7 +93,7 @@ class Space:
         return all({*axes[name]} == {*pinned} for name, pinned in self.pinned.items())
 
     def axes(self, plan: PlanTuple) -> dict[str, tuple[MeshAxis, ...]]:
-        """Returns the mesh axes of each axis name, and of the names of the user's mesh axes."""
+        """Returns the mesh axes of each axis name. A mesh axis of the user is a name for itself."""
         sizes, name_sets = plan
         found: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(self.model.sizes, ())
         for axis, names in zip(axes_of_shape(sizes), name_sets, strict=True):
@@ -199,7 +199,7 @@ class Space:
 
 
 def _factorizations(n: int, n_factors: int) -> Iterator[Sizes]:
-    """Yields all ways to write n as an ordered product of factors above 1."""
+    """Yields all ways to write n as an ordered product of `n_factors` factors above 1."""
     if not n_factors:
         if n == 1:
             yield ()

@@ -106,7 +106,9 @@ def _struct(leaf: Any) -> Any:
 
 @contextmanager
 def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
-    """Enters a mesh with an axis of size 1 for each name, and rules that shard names over theirs.
+    """Enters a mesh with an axis of size 1 per name, and rules that shard each name over its axis.
+
+    The mesh also has `mesh_axes`, of size 1, because expressions may name them.
 
     One more rule, with a new name each time, makes JAX trace again: it caches traces by the rules,
     and the constraints are recorded while it traces.

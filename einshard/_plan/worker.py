@@ -53,7 +53,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any] | str:
 def _compile(
     program: bytes, axes: tuple[tuple[str, int], ...], donated: tuple[int, ...]
 ) -> dict[str, str]:
-    """Compiles an exported program; returns its HLO ('text') and its buffers, as XLA prints them.
+    """Compiles an exported program; returns XLA's dumps of its HLO ('text') and 'buffers'.
 
     Args:
         axes: the mesh axes with their sizes.
