@@ -71,14 +71,14 @@ def test_too_little_memory():
     assert error.sentence.endswith(' of memory on each device')
     assert list(error.facts)[:3] == ['allowed', 'arguments', 'results']
     assert error.facts['arguments'] == '1.0 MiB'
-    assert 'largest 1' in error.facts
+    assert 'largest temporary 1' in error.facts
 
 
 def test_too_little_memory_for_a_program_without_text(monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, 'as_text', lambda self: None)
     with pytest.raises(MemoryExceeded) as caught:
         limited('1 kB')(X, W)
-    assert 'largest 1' not in caught.value.facts
+    assert 'largest temporary 1' not in caught.value.facts
 
 
 def test_programs_for_other_shapes_are_checked():

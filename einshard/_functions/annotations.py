@@ -48,9 +48,10 @@ else:
         Type checkers see only the array type. `@sharded` without specs reads the annotations of the
         parameters and the result, including those inside tuples, lists, dicts, NamedTuples,
         TypedDicts, dataclasses and Equinox modules. Under beartype, with or without
-        `jaxtyping.jaxtyped`, an array that is sharded differently raises EinshardError. Shardings
-        of traced arrays are checked only if all mesh axes are explicit, because only then is the
-        sharding part of the array's type.
+        `jaxtyping.jaxtyped`, an array that is sharded differently than its expression says raises
+        EinshardError; specs that are not expressions, and pytree types, are not checked.
+        Shardings of traced arrays are checked only if all mesh axes are explicit, because only then
+        is the sharding part of the array's type.
 
         The array type may be a jaxtyping type, `jax.Array`, or a pytree type; all leaves of a
         pytree have the same spec. The axis names of an expression must match the dimensions of a

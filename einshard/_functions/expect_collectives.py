@@ -56,8 +56,9 @@ class expect_collectives:
 
     Raises:
         UnexpectedCollectives: in the block, at the call that compiles the program.
-        EinshardError: a kind is unknown; blocks are not exited in reverse order; or JAX stopped
-            reporting compilations, so that the block was not checked.
+        EinshardError: a kind is unknown; the block is in a traced function; blocks are not exited
+            in reverse order; or JAX stopped reporting compilations, so that the block was not
+            checked.
     """
 
     def __init__(self, allowed: Promise, *, on_unexpected: Literal['error', 'warn'] = 'error'):

@@ -28,8 +28,9 @@ from .value_spec import ValueSpec
 def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool) -> Sequence[Any]:
     """Reshards the arguments that jit would reject; returns `values` itself if there are none.
 
-    Raises for arrays that are sharded differently, unless `reshard=True`. If `running`, all
-    processes run the program, and host arrays that they shard must be equal in all of them.
+    Raises for arrays that are already sharded, but differently, unless `reshard=True`. If
+    `running`, all processes run the program, and host arrays sharded over several processes must be
+    equal in all of them.
     An argument without a spec must be uncommitted, or committed to the devices of the mesh.
     """
     context = traced.setup.context()

@@ -143,7 +143,7 @@ class TracedFunction:
 
     def result_shardings(self, values: Sequence[Any]) -> Any:
         """Returns the shardings of the result on the current mesh."""
-        # the only place that needs the result's shapes before the call; jit reuses this trace
+        # if they depend on the result's shapes, this traces before the call; jit reuses the trace
         context = self.setup.context()
         result = self._shapes(*values) if self.result.needs_leaves(context) else None
         return self.result.shardings(result, context)

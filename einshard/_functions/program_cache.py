@@ -23,6 +23,8 @@ _Key: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules, bool]
 class ProgramCache:
     """Programs by call signature, mesh and axis rules, then by shapes on which shardings depend.
 
+    With a budget, also by the shardings of arguments without a spec.
+
     Attributes:
         need_full_lookup: whether a call signature may have several programs, so that the first one
             may be wrong.

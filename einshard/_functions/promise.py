@@ -149,7 +149,7 @@ def check_memory(name: str, compiled: Any, limit: int) -> None:
         facts={
             'allowed': format_bytes(limit),
             **memory.parts,
-            **{f'largest {i}': _temporary_text(x) for i, x in enumerate(largest, 1)},
+            **{f'largest temporary {i}': _temporary_text(x) for i, x in enumerate(largest, 1)},
         },
     ) from None
 

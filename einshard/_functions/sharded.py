@@ -51,14 +51,14 @@ class ShardedFunction(Generic[P, R]):
         functools.update_wrapper(self, setup.function)
         self._setup = setup
         self._programs = ProgramCache(setup)
-        # Key: the number of arguments; with keywords, a tuple of that number and the keywords as
-        # written. Value: the jitted function, the order in which it takes the keywords, and whether
-        # a call inside a trace must constrain the result, which the jitted function does not.
+        # Key: the number of positional arguments; with keywords, a tuple of that number and the
+        # keywords as written. Value: the jitted function, the order of its keywords, and whether a
+        # call inside a trace must constrain the result, which the jitted function does not.
         self._fast_path: dict[Any, tuple[Any, tuple[str, ...], bool]] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # This adds 0.5 us to `jax.jit`, which takes 4.3 us on one device. To stay that fast it does
-        # not check that the program fits the arguments: if it does not, jit or the trace raises.
+        # not check that the program fits the arguments. If it is wrong, jit or the trace raises.
         try:
             entry = self._fast_path.get((len(args), *kwargs) if kwargs else len(args))
             if entry is None or entered_scope() is not None:

@@ -20,19 +20,19 @@ def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, 
     """
     if not positions or is_tracing():
         return ()
-    # not whether they are committed: jit rejects the arrays for which it matters, and reading it
-    # would double the time
+    # `committed` is left out: jit rejects the arrays for which it matters, and reading it would
+    # double the time
     leaves = [leaf for i in positions for leaf in jtu.tree_leaves(values[i])]
     return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
 
 
 def has_partial_sums(shardings: Any) -> bool:
-    """Whether a pytree of shardings has partial sums."""
+    """Whether a sharding in a pytree has unreduced or reduced mesh axes."""
     return any(map(is_partial, jtu.tree_leaves(shardings)))
 
 
 def same_shardings(a: Any, b: Any) -> bool:
-    """Whether pytrees of shardings are equal, except for the devices of their meshes."""
+    """Whether pytrees of shardings are equal, except for devices and memory kinds."""
     a_leaves, a_treedef = jtu.tree_flatten(a, is_leaf=is_none)
     b_leaves, b_treedef = jtu.tree_flatten(b, is_leaf=is_none)
     return a_treedef == b_treedef and all(

@@ -34,7 +34,7 @@ class ValueSpec:
         function: the name of the function.
         name: the label of the argument, such as 'w' or 'args[0]'; None for the result.
         spec: the parsed spec; None leaves the value to the compiler.
-        indivisible: 'replicate' to replicate axes whose size is not divisible.
+        indivisible: what to do if an axis size is not divisible: 'error', or 'replicate' the axis.
     """
 
     def __init__(

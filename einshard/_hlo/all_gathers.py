@@ -32,7 +32,7 @@ class AllGather:
         dimension: the dimension along which shards are concatenated.
         origin: the names of the computation and of the instruction that computes the operand,
             traced through copies.
-        parameter: the number of the program parameter that is the operand, or None.
+        parameter: the number of the program parameter, if `origin` is one; else None.
         invariant: whether it gathers the same array in every iteration of a loop.
         kept: if each device only uses one block of the result: for each dimension, the index of
             the block on each device. None if a device has other uses, or if all use the same block.
@@ -221,7 +221,8 @@ class _Finder:
 def _source_axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:
     """Returns, for each axis of a transposed or copied array, the original axis.
 
-    None for other instructions. On GPU, a bitcast to another layout is a transpose.
+    None for other instructions, such as a reshape. On GPU, a bitcast to another layout is a
+    transpose.
 
     Args:
         op: the instruction that transposes or copies.

@@ -51,11 +51,11 @@ class Collective:
             as if all branches of conditionals ran. None if a trip count is unknown.
         is_async: whether it overlaps with computation.
         source: the source line, such as 'model.py:12', with the path that JAX reports, or None. For
-            a collective that the compiler inserted, the line of the first user of its result.
+            a collective that the compiler inserted, that of an operation that uses its result.
         op_name: the JAX operation it comes from, such as 'jit(step)/jvp()/dot_general'.
         n_devices: the number of devices of the program.
-        widened: whether the compiled program runs it in f32 although the user's arrays are bf16, as
-            on CPU. `operands`, `results` and bytes are in bf16.
+        widened: whether the compiled program runs it in f32 although the user's arrays are bf16 or
+            f16, as on CPU. `operands`, `results` and bytes are in the user's dtype.
         called_at: if `source` is in a helper function, the nearest calling line outside helpers
             (see `Sources.caller`); otherwise None.
         sent: bytes that a device sends in one execution of a collective einsum; None for others,
@@ -340,14 +340,14 @@ class _Finder:
         return any(site.op.opcode == 'fusion' for site in self.module.call_sites(comp))
 
     def origin(self, path: Sequence[Place], place: Place) -> dict[str, Any]:
-        """Finds `source`, `called_at`, `op_name`: its own, or of a call site or a consumer."""
+        """Finds `source`, `called_at`, `op_name`: its own, else of a call site or a consumer."""
         named = place.op
         for _, _, op in reversed(path):
             if op.opcode not in ('while', 'conditional') and not named.op_name:
                 named = op
         sourced, module = named, self.module
         if module.source(named) is None and (not named.op_name or module.sources.has_stacks):
-            # the compiler inserted it: its line is that of the first user. In a text without
+            # the compiler inserted it: its line is that of a consumer. In a text without
             # stacks, an instruction with an op_name but no line shows that no line is known.
             sourced = user_with_source(module, place.comp, place.op.name) or named
         return {

@@ -79,7 +79,7 @@ def find_products(module: Module) -> Iterator[Product]:
 
 
 def _with_source(module: Module, place: Place) -> Instruction:
-    """Returns the nearest instruction with a source line: the product, its fusion, or a user.
+    """Returns the nearest instruction with a source line: the product, its fusion, or a consumer.
 
     If none has a source line, returns the fusion, or the product if it is not in a fusion.
     """

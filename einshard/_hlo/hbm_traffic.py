@@ -19,9 +19,9 @@ def min_hbm_bytes(module: Module) -> int:
     """Counts the bytes per device of the arguments that are read and the results that are written.
 
     Each byte counts once. Of an array that is only sliced, the slices count. Not counted: results
-    that are updated in place, and reads that depend on data or on a kernel (by a gather, in a
-    branch of a conditional, in a kernel such as a Pallas kernel). A loop with an unknown trip count
-    counts as one iteration.
+    that are updated in place, and reads of unknown size (by a gather, in a branch of a conditional,
+    or in a kernel such as a Pallas kernel). A loop with an unknown trip count counts as one
+    iteration.
     """
     entry = module.entry
     reads, total = _Reads(module), 0
@@ -129,7 +129,6 @@ class _Reads:
         """
         key = value.comp.name, value.name, element
         if key not in self._known:
-            self._known[key] = []  # ends the recursion in a loop
             regions = [
                 region
                 for user in value.comp.users(value.name)

@@ -321,7 +321,7 @@ class Module:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """The parameters whose memory outputs reuse: {output number: parameter number}."""
+        """The outputs that reuse the memory of a parameter: {output number: parameter number}."""
         line = self.head.partition('\n')[0]
         return {int(o or 0): int(p) for o, p in re.findall(r'\{(\d*)\}: \((\d+), \{\}', line)}
 

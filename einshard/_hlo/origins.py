@@ -12,7 +12,7 @@ _MOVES = frozenset(
         *('reshape', 'slice', 'slice-done', 'slice-start', 'transpose'),
     )
 )
-_MAX_STEPS = 200  # a loop may lead to a cycle
+_MAX_STEPS = 200  # keeps traces short in long programs
 
 
 class Origins:
@@ -27,7 +27,7 @@ class Origins:
         self._known: dict[tuple[str, str, int], int | None] = {}
 
     def of(self, place: Place) -> int | None:
-        """Returns the number of the program parameter that the first operand copies, or None."""
+        """Returns the number of the program parameter that the first operand is from, or None."""
         operands = place.op.operands
         return self._trace(Value(place.comp, operands[0]), -1, _MAX_STEPS) if operands else None
 
@@ -35,7 +35,8 @@ class Origins:
         """Traces a value, or `element` of a tuple (-1 for others), in at most `steps` steps."""
         key = (value.comp.name, value.name, element)
         if key not in self._known:
-            self._known[key] = None  # ends the recursion if a value depends on itself
+            # ends the recursion if calls of one computation depend on each other
+            self._known[key] = None
             self._known[key] = self._trace_uncached(value, element, steps - 1) if steps else None
         return self._known[key]
 

@@ -132,8 +132,8 @@ class Sources:
 def innermost_user_line(frames: Iterable[tuple[str, int | str]]) -> str | None:
     """Finds the line of the innermost frame outside libraries.
 
-    If all frames are in libraries, the innermost frame outside JAX; if all are in JAX, the
-    innermost frame. None without frames.
+    If all frames are in libraries, that of the innermost frame outside JAX and einshard; if there
+    is none, that of the innermost frame. None without frames.
 
     Args:
         frames: file and line, from the innermost frame out.

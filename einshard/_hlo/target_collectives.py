@@ -63,7 +63,7 @@ class _Use(NamedTuple):
     """An instruction that uses the result of an all-reduce, or a sum of such results."""
 
     user: Instruction
-    operand: int  # the number of that operand; -1 if the program or a loop returns it
+    operand: int  # the index of that result in its operands; -1 if the program or a loop returns it
     terms: frozenset[_Key]  # the all-reduces that are added before this use
 
 

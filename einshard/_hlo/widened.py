@@ -1,4 +1,4 @@
-"""Finds bf16 collectives that XLA runs in f32, as the CPU backend does. Imports no JAX."""
+"""Finds bf16 and f16 collectives that XLA runs in f32, as on CPU. Imports no JAX."""
 
 from __future__ import annotations
 
