@@ -170,7 +170,7 @@ def test_reasons():
         'gathers 2.0 TiB of weights per run (instead of 0 B); '
         'needs 24.0 GiB of memory, more than 16.0 GiB',
         'computes for 2 s (instead of 0 ns)',
-        'equal by this objective',
+        'about equal by this objective',
     ]
 
 
