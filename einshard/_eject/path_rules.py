@@ -41,7 +41,8 @@ def find_path_rules(
     """Finds rules that give the leaves of a pytree their shardings.
 
     A pattern is kept if all leaves that it matched have the same sharding. The other leaves get a
-    rule for all paths that differ only in numbers, or a rule for each path.
+    rule for all paths that differ only in numbers, or a rule for each path. If these rules give any
+    leaf the wrong sharding, no pattern is kept, and each path gets its own rule.
 
     Args:
         leaves: the leaves; it is an error if leaves with different shardings have the same path.

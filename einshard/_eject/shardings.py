@@ -20,7 +20,7 @@ from .._sharding.mesh import (
 )
 from .source import Brackets, Code, statement
 
-# `position` of _sharding/mesh.py
+# sorts devices as `position` of _sharding/mesh.py does
 _HARDWARE_ORDER = '''\
 def hardware_order(device):
     """TPUs are sorted by slice, coordinates and core; others by process and id."""
@@ -121,8 +121,8 @@ def _numbered(name: str, n_before: int) -> str:
 def _available(devices: Sequence[Device]) -> tuple[str, list[Device]]:
     """Finds a call of `jax.devices` that returns all of `devices`, and maybe others.
 
-    No call returns the devices of a topology here. The text is for a machine that has only these
-    devices, where `jax.devices()` returns them.
+    No call here returns the devices of a topology. The text for a topology runs on a machine that
+    has only these devices, where `jax.devices()` returns them.
 
     Returns:
         The call, and the devices that it returns, in hardware order.

@@ -90,8 +90,8 @@ def to_jax(
 
     Raises:
         EinshardError: a spec does not fit; the specs depend on a pytree that is not given; the call
-            has keyword-only arguments, for which `jax.jit` takes no shardings; or the function is a
-            `per_device` function.
+            has keyword arguments that cannot be passed by position, for which `jax.jit` takes no
+            shardings; or the function is a `per_device` function.
     """
     if isinstance(what, Plan):
         _check_plan_alone(args, kwargs, mesh, shape)

@@ -41,11 +41,11 @@ class View(NamedTuple):
     joint: JointMesh  # of the expressions that name no axes of the user's mesh
     n_devices: int
     rules: AxisRules
-    on_one_device: bool  # whether every count is 1, as for `check_same`
+    on_one_device: bool  # whether to read every count and star as 1, for `check_same`
 
     @property
     def axes(self) -> dict[str, int]:
-        """The sizes of the mesh axes that the function may use, by name."""
+        """The sizes of the mesh axes by name, without the unnamed axes of the joint mesh."""
         return self.joint.named_sizes if self.uses_array_names else sizes_of(self.mesh)
 
     def expression(self, text: str) -> Expression:
@@ -114,7 +114,10 @@ class View(NamedTuple):
         return tuple(a for a in sizes if sizes[a] == 1 and (not manual or a in manual))
 
     def result_spec(self, text: str, ndim: int, manual: frozenset[str]) -> PartitionSpec:
-        """Returns the PartitionSpec of a result, including mesh axes of size 1."""
+        """Returns the PartitionSpec of a result.
+
+        Except for a scalar, it also names the mesh axes of size 1.
+        """
         spec = self.partition_spec(text, ndim, manual)
         if not ndim:
             return spec
@@ -159,7 +162,7 @@ def make_view(
         mesh: the canonical or the user's mesh.
         in_context: whether JAX has a mesh in context.
         rules: the axis rules.
-        on_one_device: whether every count is 1, as for `check_same`.
+        on_one_device: whether to read every count and star as 1, for `check_same`.
     """
     sizes = sizes_of(mesh)
     n_devices = math.prod(sizes.values())
@@ -176,8 +179,8 @@ def make_view(
     )
     if not uses_array_names:
         by_count = tuple(spec for spec in specs if not spec.uses)
-        # if no expression has counts, those without mesh axes replicate; on the canonical mesh,
-        # that is an error unless other expressions name its axes
+        # expressions without mesh axes replicate if none of them has counts; on the canonical mesh,
+        # only if other expressions name its axes, else `joint_mesh` raises
         has_counts = any(spec.defines or spec.lists_replicas for spec in by_count)
         if not has_counts and (len(by_count) < len(specs) or not is_device_mesh(mesh)):
             joint = JointMesh(((None, n_devices),))

@@ -332,7 +332,7 @@ def _orders(
 
     The search appends one mesh axis at a time, and every expression must be able to take it from
     the rest of its device grid (`SpecAxes.take`). A topological sort (`graphlib`) is not enough: if
-    an expression lists replicas, the axes of other expressions must fill exactly these counts.
+    an expression lists replicas, the axes of the others must exactly fill each replica count.
     """
 
     def extend(

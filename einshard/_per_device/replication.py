@@ -61,9 +61,9 @@ class History:
         varying: axes along which the value may vary even if every `all_gather` returned a
             replicated result.
         gathered: axes along which the value was all-gathered.
-        exchanged: axes of other collectives, such as a ring of `ppermute`, and of collectives in a
-            loop, a conditional or a nested jit. The value may be replicated along these, but JAX
-            cannot infer it.
+        exchanged: axes of other collectives, such as a ring of `ppermute`, and of all collectives
+            in a loop, a conditional or a nested jit. The value may be replicated along these, but
+            this is not inferred.
     """
 
     varying: frozenset[str] = frozenset()

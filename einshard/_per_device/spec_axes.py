@@ -49,8 +49,8 @@ class SpecAxes:
     def grid(self, counts: Mapping[str, int], n_devices: int) -> tuple[MeshAxis, ...]:
         """Returns the device grid of the expression, with stars replaced by `counts`.
 
-        The grid lists counts larger than 1. If the expression lists no replicas, the grid has only
-        the axes that it defines.
+        Stars of axes that `counts` lacks are solved. The grid lists counts larger than 1. If the
+        expression lists no replicas, the grid has only the axes that the expression defines.
         """
         if not self.lists_replicas:
             return tuple((name, counts[name]) for name in self.defines if counts[name] > 1)
@@ -68,9 +68,10 @@ class SpecAxes:
     def take(self, axis: MeshAxis, grid: tuple[MeshAxis, ...]) -> tuple[MeshAxis, ...] | None:
         """Takes the next mesh axis from the front of the grid; returns the rest of the grid.
 
-        Returns None if another axis must come first. The grid has the expression's own axes, in
-        their order. Other axes leave the grid as it is; if the expression lists replicas, they
-        divide the number of replicas at the front.
+        Returns None if this axis cannot come next. The grid has the axes that the expression
+        defines, in their order. Axes that it uses, as in 'y@x', leave the grid as it is. Other axes
+        do so too, unless the expression lists replicas: then they divide the number of replicas at
+        the front.
         """
         name, count = axis
         if name in self.uses:

@@ -45,7 +45,8 @@ class Picture(ColorRepr):
 
     `str` is plain text; `repr` adds color on a terminal if rich is installed; notebooks show an
     SVG. Each block has the color of its first device, and is labeled with its devices; replicated
-    blocks are hatched in the SVG. Arrays of the same shape have the same size in all pictures.
+    blocks are hatched in the SVG. Arrays of the same shape have about the same size in all
+    pictures.
 
     Attributes:
         blocks: the blocks of the array and their devices.

@@ -13,7 +13,7 @@ from .blocks import Blocks, Slices, slices_of
 from .caption import legend
 
 _SIDE = 290  # pixels, of a square array; all matrices have the same area
-_SCALAR, _LOWEST = 100, 40  # the width of a scalar; the height of scalars and vectors
+_SCALAR, _LOWEST = 100, 40  # the width of a scalar; the minimum height of a drawing
 _MIN_SLICE = 60  # the height of a slice is at least this, or 12 pixels a row if that is less
 _FONT, _MIN_FONT = 12, 9
 _CHARACTER = 0.62  # the width of a monospaced character, in font sizes

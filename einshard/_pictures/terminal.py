@@ -206,7 +206,10 @@ def _join(pieces: Iterable[Line], width: int) -> Line:
 
 
 def _table_lines(blocks: Blocks, width: int) -> Iterator[Line]:
-    """Draws a table with a row for each block; the last column has its devices."""
+    """Draws a table with a row for each block; the last column has its devices.
+
+    Unsharded axes have no column if the sizes are unknown, or if the table would be too wide.
+    """
     axes = list(range(len(blocks.parts)))
     sharded = [axis for axis in axes if blocks.parts[axis] > 1]
     rows, widths = _table(blocks, axes if blocks.sizes is not None else sharded)

@@ -32,7 +32,7 @@ class Choice:
 
     @property
     def bytes(self) -> int | None:
-        """The bytes of all collectives, 0 if there are none; None if sizes are not given."""
+        """The bytes of all collectives: 0 if there are none, else None if sizes are not given."""
         if any(collective.bytes is None for collective in self.collectives):
             return None
         return sum(collective.bytes or 0 for collective in self.collectives)
@@ -63,7 +63,7 @@ def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
             yield f"'{name}' is sharded differently in operand 0 and operand 1"
             continue
         sharded, replicated = (0, 1) if left_devices else (1, 0)
-        # if both are sharded over these devices, the conflict is reported above
+        # if these devices shard another axis of the other operand, that is reported above
         if not any(map(operands[replicated].array_axis, left_devices or right_devices)):
             yield f"'{name}' is sharded in operand {sharded} but not in operand {replicated}"
 

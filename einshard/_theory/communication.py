@@ -89,7 +89,7 @@ class Blocks:
     def with_layout(self, layout: Layout) -> Blocks:
         """Returns the array in a layout.
 
-        It is replicated over the device axes that shard axes of other arrays only.
+        The array is replicated over device axes that shard an array axis it lacks.
         """
         others = {i for i, name in enumerate(self.space.names) if name not in self.names}
         return replace(self, layout=self.space.sharded(replicate_axes(layout, others), {}))

@@ -50,7 +50,7 @@ def _shard_by_name(operand: Expression, counts: Mapping[str, int]) -> Expression
 
 
 def _n_replicas(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
-    """Returns the number of devices divided by the product of the counts, or 1 if it is unknown."""
+    """Returns `n_devices` divided by the product of the counts; 1 if `n_devices` is None."""
     product = math.prod(counts.values())
     if n_devices is not None and n_devices % product:
         raise contraction.error(

@@ -57,7 +57,7 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         The result, with one axis per name on the right side.
 
     Raises:
-        EinshardError: the expression is invalid; two arrays have different sizes of an axis; or a
+        EinshardError: the expression is invalid; an axis has different sizes in two arrays; or a
             placement does not fit its array or the mesh.
     """
     shapes = [np.shape(array) for array in arrays]
@@ -186,7 +186,10 @@ def _check_types(contraction: Contraction, operands: Sequence[Any]) -> None:
 def _check_partial_sum(
     contraction: Contraction, operands: Sequence[Any], placement: Placement
 ) -> None:
-    """Raises if the mesh axes of a partial sum are not those that shard the contracted axes."""
+    """Raises if the mesh axes of a partial sum are not those that shard the contracted axes.
+
+    Also raises for a partial sum of more than two operands.
+    """
     signed = [term for term in contraction.result.right if term.sign == '+']
     if not signed:
         return

@@ -209,7 +209,7 @@ def parallelism(
             may have placements (`'b x8, x y8 -> b y'`); those without one are replicated.
         devices: the number of devices. Default: as many as the counts use; required if every
             placement has a star. Devices that the counts do not use hold replicas.
-        sizes: the size of every axis. Without it, the result has no bytes.
+        sizes: the size of every axis. Without it, the bytes of collectives are None.
         item_bytes: bytes per element.
         counts: the number of shards of an axis, by name, in all operands that have the axis; in
             device order, slowest first. If `einsum` names mesh axes (`'b@data x'`), the sizes of
@@ -370,5 +370,5 @@ def _check_divisible(
         if sizes is not None and sizes[name] % blocks.n_shards(name):
             raise contraction.error(
                 f"axis '{name}' (size {sizes[name]}) is not divisible by {blocks.n_shards(name)}",
-                value=blocks.array,
+                array=blocks.array,
             )

@@ -99,7 +99,8 @@ def _add_mesh_axes(
     Each step picks the array axis whose shard size the most free mesh axes divide; of several, the
     one with the largest shards. Its new mesh axes become minor to the ones it has: each device then
     keeps a part of the shard that it had, and no data moves between devices. If the first free mesh
-    axis divides no shard size, it is left out.
+    axis divides no shard size, it is left out. With `all_or_none`, there is one step, for all free
+    mesh axes.
 
     On the canonical mesh, an entry must list mesh axes in mesh order. A free mesh axis that comes
     before a mesh axis of the entry becomes major to that one, and data moves. So on this mesh,

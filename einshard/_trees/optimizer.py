@@ -49,8 +49,8 @@ def for_optimizer(
       which axes are missing, the keys `v_row` and `v_col` of optax in the path do.
     * More axes in front, as in L-BFGS: the added axes are not sharded.
 
-    Arrays with one element, such as counters, are replicated. Use the spec wherever `Rules` are
-    accepted; it also has a `table` method.
+    Other arrays with one element, such as counters, are replicated. Use the spec wherever `Rules`
+    are accepted; it also has a `table` method.
 
     With `zero=`, moments are also sharded over the mesh axes that replicate the parameter (ZeRO,
     stage 1), along the largest divisible array axis. These mesh axes become minor to the ones that
@@ -95,7 +95,8 @@ class StateSpec:
         self._default = None if default is ... else Rules([], default=default)
         check_specs(spec, _ORDER)
         try:
-            # functions in specs are called later: their results may depend on the mesh in use
+            # checks only that `spec` is a prefix; functions in it are called later, because their
+            # results may depend on the mesh in use
             leaf_specs(self._params, self._leaves, jtu.tree_map(lambda _: None, spec))
         except EinshardError as error:
             raise error.about(value='model parameters, in for_optimizer') from None

@@ -32,8 +32,8 @@ from .specs import Spec, check_registered_pytree, is_function
 from .table import Table, make_table
 
 _NO_DEFAULT: Any = ...  # unlike an object(), it survives copy and pickle
-# The rule of a leaf, and its spec. The rule is an index; a word such as 'scalar' or 'default' if
-# the leaf needs no rule; or None if no rule matches.
+# The rule of a leaf, and its spec. The rule is an index; a word such as 'scalar' or 'default' for
+# leaves without a rule; or None if no rule matches and there is no default.
 _RuleAndSpec: TypeAlias = tuple[int | str | None, AnySpec | None]
 
 
@@ -127,9 +127,10 @@ class Rules:
         return self._matches[path]
 
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
-        """Returns the specs of the leaves of a tree; raises if no rule matches any path.
+        """Returns the specs of the leaves of a tree.
 
-        With `strict`, it also raises if any rule matches no path.
+        Raises if a leaf has no valid spec; if the default is used, but no rule matches any path; or
+        with `strict`, if any rule matches no path.
         """
         rules_and_specs = self.find_all(paths, leaves)
         rules = {rule for rule, _ in rules_and_specs}
@@ -212,7 +213,10 @@ class Rules:
         return make_table(tree, rules_and_specs, self.patterns, context)
 
     def _check_use(self, paths: tuple[str, ...]) -> None:
-        """Raises if no rule matches any path of a tree; if strict, also if one matches none."""
+        """Raises if no rule matches any path of a tree; if strict, also if one matches none.
+
+        It does not check a single array, whose path is '', nor `Rules` with only a default.
+        """
         if paths in self._used or not self.rules or paths == ('',):
             return
         unused = [p.pattern for p in self.patterns if not any(map(p.search, paths))]

@@ -111,7 +111,10 @@ class LargestAxis:
         return specs
 
     def _shard_largest_axis(self, spec: AnySpec | None, leaf: Any) -> AnySpec | None:
-        """Adds the sharding of the largest divisible axis to `spec`, unless the array is small."""
+        """Adds the sharding of the largest divisible axis to `spec`.
+
+        Returns `spec` if it is None, or if the array is a scalar or has less than `min_bytes`.
+        """
         shape: tuple[int, ...] = tuple(leaf.shape) if hasattr(leaf, 'dtype') else ()
         if spec is None or not shape or math.prod(shape) * leaf.dtype.itemsize < self.min_bytes:
             return spec

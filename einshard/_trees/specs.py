@@ -172,7 +172,10 @@ def call_spec(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
 
 
 def mesh_of(spec: Spec) -> AnyMesh | None:
-    """Returns the mesh of the NamedShardings in a pytree of specs, if it has devices."""
+    """Returns the mesh of the NamedShardings in a pytree of specs.
+
+    Returns None if there are none, or if their mesh is abstract; raises if their meshes differ.
+    """
     leaves = jtu.tree_leaves(spec, is_leaf=is_none)
     meshes = {
         leaf.mesh for leaf in leaves if isinstance(leaf, LeafSpec | NamedSharding) and leaf.mesh
@@ -208,7 +211,8 @@ def _not_a_spec(
 def check_registered_pytree(leaf: Any) -> None:
     """Raises if a leaf is an object with arrays that JAX would not place: an unregistered pytree.
 
-    Functions, strings and other leaves without arrays are allowed, because models contain them.
+    Objects with `__array__` count as such. Functions, strings and other leaves without arrays are
+    allowed, because models contain them.
     """
     kind = type(leaf)
     if hasattr(kind, '__array__'):

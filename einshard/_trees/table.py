@@ -33,7 +33,7 @@ class Row:
     dtype: str
     rule: str  # the pattern of the rule; 'default', 'scalar', 'small'; 'as w' for a moment of w
     expression: str | None  # None: no spec
-    shard_shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]  # without a spec, the full shape
     bytes: int  # per device
     total_bytes: int
     replicated_axes: tuple[int, ...]  # replicated because their sizes are not divisible
@@ -95,7 +95,7 @@ class Table:
         return all_devices / self.total_bytes if self.total_bytes else 1.0
 
     def largest_replicated(self, n: int = 5) -> list[Row]:
-        """Returns the n largest replicated arrays."""
+        """Returns the n largest replicated arrays, including arrays without a spec."""
         replicated = [row for row in self.rows if not row.sharded]
         return sorted(replicated, key=lambda row: -row.bytes)[:n]
 
