@@ -160,9 +160,12 @@ def _plan(arguments: Sequence[str]) -> str:
         '--mesh fixes the mesh shape, so that only the names are planned.',
         _PLAN_EXAMPLES,
     )
-    parser.add_argument('--memory', metavar='SIZE', help="per device, such as '14 GB'")
+    parser.add_argument('--memory', metavar='SIZE', help="the limit per device, such as '14 GB'")
     parser.add_argument(
-        '--objective', default='bound', metavar='NAME', help='bound, bytes or memory'
+        '--objective',
+        default='bound',
+        metavar='NAME',
+        help='what to minimize: bound (the default), bytes or memory',
     )
     parser.add_argument(
         '--pin',

@@ -74,7 +74,7 @@ def _dtype(name: str, text: str) -> Any:
 
 
 def result_shapes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Evaluates the shapes of a function's result. Arguments other than arrays are static."""
+    """Evaluates the shapes of a function's result. Only ShapeDtypeStructs are traced."""
     check_arguments(function, name_of(function), args, kwargs)
     leaves, treedef = jtu.tree_flatten((args, kwargs))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}

@@ -1,6 +1,6 @@
 """Shows an object as a page: as text, in color with rich, as HTML in notebooks and files.
 
-`as_json` converts one for JSON.
+`as_json` converts an object for JSON.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ def keep_working_suggestions(
         error: the error. If its fix raises an error with another fix, as when several expressions
             are wrong, that fix is tested next.
         with_fix: makes the failed call with another expression.
-        on_devices: makes the failed call on another number of devices; None if it cannot.
+        on_devices: makes the failed call on another number of devices; None if that is impossible,
+            which removes all facts with device counts.
     """
 
     def holds(fact: str) -> bool:

@@ -248,14 +248,14 @@ def test_each_process_raises_its_own_error(run, n):
             'JAX does not support dtype <U1\n    batch -> batch*\n  array: <U1[8]'
         )
         assert texts['abstract mesh'] == (
-            "from_local needs a mesh of devices, but mesh= is abstract\n  mesh: 'x': 8 (Auto)"
+            "from_local needs a mesh of devices, but this mesh is abstract\n  mesh: 'x': 8 (Auto)"
         )
         if process:
             sizes = ', '.join(f"'d{i}': 2" for i in range(each.bit_length() - 1))
             assert texts['other mesh'] == (
                 f'process {process} has no device in the mesh\n'
                 f'  mesh:           {sizes} (Auto)\n'
-                '  has devices of: process 0'
+                '  devices are of: process 0'
             )
 
 

@@ -1,1 +1,1 @@
-"""Places, constrains and gathers arrays, and builds global arrays from the rows of each host."""
+"""Places, constrains and gathers arrays, and builds global arrays from the rows of each process."""

@@ -30,7 +30,8 @@ from .reshard import reshard
 # By 'file:line', the axis names of the value that the line constrains; () if it constrains values
 # with different names. `explain` needs this, as a compiled program has lines but no axis names.
 names_at: dict[str, tuple[str, ...]] = register({})
-# By 'file:line', the axis names that have no axis rule, if the value is replicated for that reason.
+# By 'file:line', the axis names that have no axis rule, if the value is replicated for that reason;
+# else ().
 without_rule_at: dict[str, tuple[str, ...]] = register({})
 # By 'file:line', the axis names of an `einshard.einsum`, by their letter in the `jnp.einsum`; {} if
 # the line has einsums with different names.

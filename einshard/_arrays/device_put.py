@@ -139,7 +139,7 @@ def _check_devices(sharding: NamedSharding) -> None:
 
 
 def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
-    """Places one leaf on the devices of several processes.
+    """Places one leaf in a program with several processes.
 
     `device_put` would first gather host data from all processes, to check that it is equal. Here
     each process slices its own shards instead.

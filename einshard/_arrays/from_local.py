@@ -100,7 +100,7 @@ def _check_local_devices(mesh: AnyMesh) -> Mesh:
     """Returns the mesh; raises if it is abstract or has no device of this process."""
     if isinstance(mesh, AbstractMesh):
         raise EinshardError(
-            'from_local needs a mesh of devices, but mesh= is abstract',
+            'from_local needs a mesh of devices, but this mesh is abstract',
             facts={'mesh': mesh_fact(mesh)},
         )
     if not mesh.local_devices:
@@ -108,7 +108,7 @@ def _check_local_devices(mesh: AnyMesh) -> Mesh:
             f'process {jax.process_index()} has no device in the mesh',
             facts={
                 'mesh': mesh_fact(mesh),
-                'has devices of': process_text(
+                'devices are of': process_text(
                     sorted({d.process_index for d in mesh.devices.flat})
                 ),
             },

@@ -36,8 +36,9 @@ def gather(tree: T) -> T:
             `jax.random.wrap_key_data`).
 
     Returns:
-        The same pytree of NumPy arrays. For ordinary arrays, `einshard(gather(x), describe(x))`
-        restores `x` exactly.
+        The same pytree of NumPy arrays. For an array that `einshard` has sharded,
+        `einshard(gather(x), describe(x))` on the same mesh restores `x` exactly, unless it is a
+        `jax.Ref`, a partial sum, or an array of PRNG keys.
 
     Raises:
         EinshardError: a leaf is a traced value.

@@ -209,7 +209,7 @@ def _suggest_numpy(x: Any, leaves: list[Any], spec: Spec, context: Context) -> s
         return None
     try:
         find_placement(spec, np.shape(x), context, None)
-    except ValueError:  # numpy raises it for rows of several lengths
+    except ValueError:  # from numpy, for rows of several lengths; or an EinshardError
         return None
     return f'einshard(np.array(x), {spec!r})'
 
@@ -230,7 +230,7 @@ def _apply(placement: Placement, leaf: Any, kind: int) -> Any:
 def check_ref(ref: Any, placement: Placement) -> None:
     """Raises if a `jax.Ref` is sharded differently.
 
-    Resharding would create a new Ref, and users of the old Ref would not see writes to it.
+    Resharding would create a new Ref, and code with the old Ref would miss writes to the new one.
     """
     if not is_placed(ref, placement.sharding):
         text = in_memory(placement.expression.text, placement.sharding.memory_kind)

@@ -20,7 +20,7 @@ class Devices:
         mesh_axis_terms: the terms with mesh axes, such as 'b@data'. They take devices first.
         taken: the product of the sizes of these mesh axes.
         hints: facts to add to errors, by label.
-        on_users_mesh: whether the user chose the mesh axes, which '*' may not fit.
+        on_users_mesh: whether the user chose the mesh; then '*' may not fit its axes.
     """
 
     total: int

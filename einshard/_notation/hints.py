@@ -78,5 +78,5 @@ def _is_replica(term: Term) -> bool:
 
 
 def _is_bare_name(term: Term) -> bool:
-    # a count of 1, as in 'a1', is not a typo: f'a{n} {m} b' with n = 1 writes it
+    # 'a1 8 b' is not a typo: code such as f'a{n} {m} b' writes it if n is 1
     return term.name not in (None, ELLIPSIS) and term == Term(term.name)

@@ -36,9 +36,10 @@ class AxisTable(Mapping[str, str]):
         return self._name
 
 
-#: Axis rules for training, on a mesh with any of the axes data, fsdp, tensor, sequence and expert.
-#: `embed` is the d_model axis of parameters. Activations shard `batch` over fsdp, so give their
-#: d_model axis a name without a rule, such as `d`.
+#: Axis rules for training, for the mesh axes data, fsdp, tensor, sequence and expert. If the mesh
+#: lacks some of them, write `axis_rules(TRAINING_AXES, missing='replicate')`. `embed` is the
+#: d_model axis of parameters. Activations shard `batch` over fsdp, so give their d_model axis a
+#: name without a rule, such as `d`.
 TRAINING_AXES: Mapping[str, str] = AxisTable(
     'TRAINING_AXES',
     {

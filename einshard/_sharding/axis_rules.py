@@ -45,7 +45,8 @@ class axis_rules:
         'a b c -> a@data b@tp c'
 
     Rules apply to expressions without an arrow. A name without its own placement takes the
-    placement of its rule; a name without a rule is not sharded; unused devices hold replicas.
+    placement of its rule; a name without a rule is not sharded (if it looks like a misspelled name
+    with a rule, that is an error); unused devices hold replicas.
     So the same model code works on any mesh. Nested rules are merged, and the inner rule of an axis
     wins. The object is reusable and reentrant, also across threads.
 
@@ -70,8 +71,9 @@ class axis_rules:
         placements: a mapping from axis names to placements, such as `TRAINING_AXES`. A placement
             is what follows a name in an expression: '@data', '@(data,fsdp)', '4', '*', '2*'. Use
             '' for not sharded, to override an outer rule. `P('data')` means '@data'; so does a
-            `NamedSharding` with this spec, whose mesh is not used. Or a list of `(name, mesh_axes)`
-            pairs, where `mesh_axes` is one name, a tuple of names, or None (not sharded).
+            `NamedSharding` with this spec, whose mesh is not used. Instead of a mapping, a list of
+            `(name, mesh_axes)` pairs, where `mesh_axes` is one name, a tuple of names, or None (not
+            sharded).
         missing: what to do with mesh axes in these rules that the mesh lacks: 'error', or
             'replicate' to ignore them. Nested rules keep their own setting.
         indivisible: what to do if the size of an axis is not divisible by the number of shards of
@@ -83,9 +85,10 @@ class axis_rules:
         more: placements by keyword.
 
     Raises:
-        EinshardError: a placement is invalid, an axis has two rules, or the decorated function is a
-            generator or async function. When applied: two names of an array take the same mesh
-            axis, the mesh lacks an axis, or another task has rules that span an `await`.
+        EinshardError: a placement or an option is invalid, an axis has two rules without
+            `taken='next'`, or the decorated function is a generator or async function. When
+            applied: two names of an array take the same mesh axis, the mesh lacks an axis, a name
+            looks misspelled, or another task has rules that span an `await`.
     """
 
     def __init__(

@@ -299,9 +299,9 @@ def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
 
 
 def leave_rules(owner: object) -> bool:
-    """Exits the current scope if `owner` entered it, else its last scope in this thread.
+    """Exits the current scope if `owner` entered it, else the last one that `owner` entered here.
 
-    Returns whether the scope was the innermost one; False if `owner` has none.
+    Returns whether that was the innermost scope; False if `owner` has no scope in this thread.
     """
     scopes = [scope for scope in _thread.scopes if scope.owner is owner]
     current = [scope for scope in scopes if scope is innermost_scope.get()]
@@ -346,7 +346,7 @@ LIBRARY_FOLDERS = tuple(
 
 
 def _mismatch() -> EinshardError:
-    """Returns the error if our ContextVar and JAX's cache keys have different rules."""
+    """Returns the error for rules that differ between our ContextVar and JAX's cache keys."""
     scope, jax_rules = innermost_scope.get(), _rules_text(_in_cache_keys.value)
     task_rules = _rules_text(None if scope is None else scope.key)
     if _thread.scopes:
@@ -359,7 +359,7 @@ def _mismatch() -> EinshardError:
             },
         )
     return EinshardError(
-        "this thread runs in a copied contextvars context, whose axis_rules JAX's cache keys lack",
+        "this thread runs in a copied contextvars context: JAX's cache keys lack its axis_rules",
         facts={
             'rules': task_rules,
             'instead': 'enter axis_rules in the function that the thread runs',

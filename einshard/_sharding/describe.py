@@ -61,10 +61,10 @@ def describe(x: Any) -> Any:
             has no rank, so the axes after the last sharded one are '...'.
 
     Returns:
-        An expression. Host arrays, arrays on a single device, and tracers sharded by the compiler
-        have none; for these, a description such as 'on one device: cpu:0', which is not a valid
-        spec. For a pytree, a pytree of expressions and descriptions; None for leaves that are not
-        arrays.
+        An expression. Some arrays have none, such as host arrays, arrays with a
+        `SingleDeviceSharding`, and tracers sharded by the compiler. For these, a description such
+        as 'on one device: cpu:0', which is not a valid spec. For a pytree, a pytree of expressions
+        and descriptions; None for leaves that are not arrays.
 
     Raises:
         EinshardError: `x` is a leaf that is neither an array nor a sharding.

@@ -61,8 +61,8 @@ def device_mesh(
 
     Without axes, `device_mesh` returns the canonical mesh, which expressions are lowered onto
     unless you use a mesh of your own. Its axes `d0`, `d1`, ... are the prime factors of the number
-    of devices. Slices, torus dimensions and hosts have their own factors, larger ones first: on 2
-    hosts with 6 devices each, the sizes are 2, 3 and 2.
+    of devices. Each level of the hardware (slices, torus dimensions, hosts) adds its own factors,
+    the larger ones first: on 2 hosts with 6 devices each, the sizes are 2 (hosts), then 3 and 2.
 
     Args:
         devices: the devices, in any order; or a mesh, whose devices are used. Default: all devices

@@ -88,8 +88,9 @@ def make_sharding(
         expression: the placement, in einshard's notation.
         ndim: the rank of the array. Required only if a sharded axis comes after '...' on the left
             side. If given, the expression must have this rank.
-        mesh: a mesh, or a sequence of devices. Default: the mesh of `jax.set_mesh`, or else all
-            devices. An `AbstractMesh` gives a sharding without devices.
+        mesh: a mesh, or a sequence of devices. Default: the mesh of an enclosing `sharded` function
+            or of `jax.set_mesh`, or else all devices. An `AbstractMesh` gives a sharding without
+            devices.
         memory_kind: the memory on each device, as in `NamedSharding`: 'device', 'pinned_host', ...
         n_dims: the old name of `ndim`; deprecated.
 
@@ -295,7 +296,7 @@ def _is_ruled(expression: Expression, context: Context) -> bool:
 
 
 def _check_explicit(expression: Expression, mesh: AnyMesh) -> None:
-    """Raises for partial sums unless all mesh axes are Explicit, as JAX requires."""
+    """Raises for terms with '+' or '=' unless all mesh axes are Explicit, as JAX requires."""
     signed = [term for term in expression.right if term.sign]
     if signed and set(mesh.axis_types) != {AxisType.Explicit}:
         raise expression.error(

@@ -25,7 +25,7 @@ def topology(
         (('data', 'tensor'), 'TPU v5 lite')
 
     Pass it to `explain` or `assert_collectives` as `mesh=`. Programs can be lowered and compiled
-    for these devices, but they hold no arrays. On a machine without TPUs, this sets environment
+    for its devices, but these cannot hold arrays. On a machine without TPUs, this sets environment
     variables that libtpu reads, unless they are set already.
 
     Args:
