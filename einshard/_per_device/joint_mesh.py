@@ -283,7 +283,7 @@ class _Specs:
             if fixes:
                 facts['try'] = f'{" or ".join(fixes)}, for {longest.owner}'
         return EinshardError(
-            f'ambiguous device order: either {option} or {alternative} could come first',
+            f'ambiguous device order: {option} could come before {alternative} or after it',
             facts=facts,
         )
 
