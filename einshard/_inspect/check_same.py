@@ -250,7 +250,7 @@ def _put(array: Any, sharding: jax.sharding.Sharding) -> Any:
 
 
 def _rounded(arrays: Arrays, unit: float, seed: int) -> Arrays:
-    """Changes each number by about one rounding, up or down at random."""
+    """Changes each floating-point number by about one rounding, up or down at random."""
     random = np.random.default_rng(seed)
     changed: dict[int, Any] = dict(arrays)
     for i, x in arrays.items():

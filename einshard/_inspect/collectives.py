@@ -85,7 +85,7 @@ def collective_section(collectives: Collectives) -> Section:
 
 
 def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:
-    """Formats collectives whose rows differ only in `of` as one line of the table."""
+    """Formats a line of the table, for collectives with equal kind, arrays, groups and source."""
     row = rows[0]
     iterations = '?' if row.executions is None else row.executions
     return (

@@ -65,7 +65,8 @@ class Comparison(Display):
     Attributes:
         name: the name of the function.
         n_devices: the number of devices of its result.
-        rows: one row for each array of the result, and for the gradient of each argument.
+        rows: one row for each array of the result; and, if gradients were compared, for the
+            gradient of each floating-point argument.
         notes: why no gradients were compared; empty if they were.
     """
 

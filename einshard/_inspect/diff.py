@@ -26,7 +26,8 @@ class Diff:
             collective, and None if a loop has an unknown trip count.
         numbers: (name, before, after) of bytes and flops whose printed values differ.
         details: for each of `collectives`, the increase in the bytes that a device sends in one
-            run, and the source lines. Lines are not compared.
+            run, and its source lines in the later report, or in the earlier one if it no longer
+            runs. If only source lines change, that is not a difference.
     """
 
     arrays: tuple[tuple[str, str | None, str | None], ...]

@@ -73,7 +73,7 @@ def explain(
         replicated_above: note replicated arguments and results of more than this many bytes.
         intermediates: whether to list the placements of intermediate values; this compiles again.
         chip: the chip for the lower bounds on time: a `Chip`, or a name such as 'H100'. Default:
-            the chip of the devices; there are no bounds for CPUs.
+            the chip of the devices. CPUs have none, so they get no bounds.
 
     Returns:
         A `Report`, which renders in the REPL, notebooks, rich and print.

@@ -113,7 +113,10 @@ class Goldens:
         )
 
     def _path(self, name: str | None) -> Path:
-        """Returns the file for a report with this name, or for the next report without a name."""
+        """Returns the file for a report with this name, or for the next report without a name.
+
+        Raises if the test has already used the name.
+        """
         if name is None:
             endings = ['', *(f'+{n}' for n in range(2, len(self._used) + 2))]
         elif isinstance(name, str) and name:  # type: ignore[reportUnnecessaryIsInstance]
@@ -140,7 +143,7 @@ def _difference(report: Report, golden: str, text: str, shown_path: str) -> str:
     added = {line.partition(' x ')[2] for line in lines[2:] if line.startswith('+')}
     rows = [row for row in report.collectives if _collective_text(row) in added]
     sources = sorted({short_source(row.source) for row in rows if row.source})
-    origin = [f'  new collectives: from {", ".join(sources)}'] if sources else []
+    origin = [f'  new or changed collectives: from {", ".join(sources)}'] if sources else []
     update = '  to accept the difference: pytest --einshard-update'
     return '\n'.join([f'{report.name} differs from {shown_path}', *origin, update, *lines])
 

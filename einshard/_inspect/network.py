@@ -7,8 +7,8 @@ every slice or node. On a ring of n devices this gives the formulas of the scali
 but with (n-1)/n where the book rounds to 1.
 
 If collectives run at the same time, their bytes add up at each border, but their times do not: on a
-line, an all-gather and a reduce-scatter need the time of 1.0 array together, and of 1.5 arrays one
-after another.
+line of 4 chips, an all-gather and a reduce-scatter together take the time in which a link sends 1.0
+array; one after the other, the time for 1.5 arrays.
 
 Only links on a shortest path between devices of one group count: a group of 4 neighbors in a ring
 of 16 is a line, and the chip at its end receives over one link. Twisted tori count as ordinary
@@ -178,8 +178,8 @@ class Network:
     def _ranges(self, axis: int) -> Iterator[tuple[int, int]]:
         """Yields (start, length) of ranges of positions along a dimension of the torus.
 
-        On a ring, those of at most half of it: the others have the same borders. On a line, those
-        at its start: no other one gives a larger bound.
+        On a ring, these are the ranges of at most half of it: longer ranges have the same borders.
+        On a line, these are the ranges at its start: no other range gives a larger bound.
         """
         size, wraps = self.sizes[axis], self.wraps[axis]
         for start in range(size if wraps else 1):
@@ -271,8 +271,8 @@ class _Links:
     """The links on shortest paths between the devices of each group.
 
     `plus[axis]` is a boolean array over slices and positions: whether the link to the next position
-    along the axis is used. `minus[axis]` is the same for the link back from that position. A pair
-    sends in one direction only.
+    along the axis is used. `minus[axis]` is the same for the link from the next position back. The
+    pairs of a permute send in one direction only.
     """
 
     def __init__(self, network: Network, patterns: Sequence[_Pattern]):

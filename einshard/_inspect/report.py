@@ -42,7 +42,8 @@ class Report(Display):
         collectives: one row per collective, with `counts` and `network_bytes` by kind.
         memory: bytes per device; None if the compiler does not report it.
         flops: flops of the matrix products and convolutions of a device in one run, including loop
-            iterations; None if there are none. Kernels count if they declare their flops.
+            iterations (one if the trip count is unknown); None if there are none. Kernels count if
+            they declare their flops.
         findings: likely mistakes and what to write instead: first what keeps the program from
             running, then most bytes first.
         intermediates: one row per intermediate value with a source line; None if not requested.

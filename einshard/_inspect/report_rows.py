@@ -17,7 +17,7 @@ class ArrayRow:
         shape: the global shape.
         dtype: such as 'float32'.
         placement: an expression, with the axis names of the spec if there is one; or a description.
-        bytes: bytes per device.
+        bytes: bytes per device; 0 if the program does not use the array.
         sharded: whether each device holds only a shard, or a term of a partial sum.
         source: 'model.py:12' for an intermediate; None for others.
     """
@@ -57,7 +57,7 @@ class CollectiveRow:
         executions: how often it runs in one run of the program; None if a loop has an unknown trip
             count.
         network_bytes: bytes that a device sends per execution; None for a custom call.
-        is_async: whether it overlaps with computation.
+        is_async: whether it can overlap with computation.
         source: 'model.py:12', or None.
         of: the path of the argument that it sends; or the paths of the results that are computed
             from what it sends, such as new weights from a gradient. Empty if there are none.
@@ -116,11 +116,12 @@ class ProductRow:
     """The matrix products and convolutions of one source line, dtype and pass.
 
     Attributes:
-        flops: floating-point operations of a device in one run, with loops multiplied.
+        flops: floating-point operations of a device in one run, including loop iterations.
         dtype: the dtype of their first operand, as in HLO: 'bf16'.
         is_backward: whether they belong to the backward pass.
         source: 'model.py:12', or None.
-        at_least: whether a loop around them has an unknown trip count; it counts as one iteration.
+        at_least: whether a loop around them has an unknown trip count; `flops` then include one
+            iteration of it.
         in_branch: whether they are in a branch of a conditional; all branches count.
     """
 

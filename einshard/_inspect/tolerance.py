@@ -84,7 +84,7 @@ def _equations(jaxpr: Any, runs: int) -> Iterator[tuple[Any, int]]:
 
 
 def _terms(eqn: Any) -> int:
-    """Returns how many terms an operation reduces to each element of its result; 1 for others."""
+    """Counts the terms that are added or multiplied for each element of the result; at least 1."""
     name, operands = eqn.primitive.name, [variable.aval for variable in eqn.invars]
     if name == 'dot_general':
         (contracted, _), _ = eqn.params['dimension_numbers']

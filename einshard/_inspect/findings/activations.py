@@ -151,7 +151,7 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
     """Reports contracted axes that are sharded in the data, but not in the weight.
 
     If the activations inherit the sharding of a lookup table, such as an embedding sharded along d,
-    it suggests constraining the result of the lookup; else, sharding the weight like the data.
+    the suggestion is to constrain the result of the lookup; else, to shard weights like data.
     """
     if facts.trace is None:
         return

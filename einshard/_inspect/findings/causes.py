@@ -44,7 +44,7 @@ def _cause(collective: Collective, row: CollectiveRow, constrained: _Constrained
         return 'unknown'
     if collective.kind in ('all-reduce', 'reduce-scatter'):
         return 'inserted' if operation in _REDUCING else 'unknown'
-    # if the result of a product is constrained, its collective may have the name of the product
+    # the collective of a constraint may have the name of the product whose result is constrained
     if operation not in PRODUCTS:
         return 'unknown'
     if row.role == 'weights':

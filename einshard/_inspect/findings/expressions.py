@@ -15,8 +15,8 @@ from .values import Axis, unique
 def expression_of(axes: Sequence[Axis], mesh: AnyMesh) -> str:
     """Returns the expression for a sharding; axes without a name get unused letters.
 
-    If several axes have one name, as the two sequence axes of attention scores, only the first
-    keeps it.
+    If several axes have the same name, such as the two sequence axes of attention scores, only the
+    first keeps it.
     """
     spec = PartitionSpec(*(axis.mesh_axes or None for axis in unique(axes)))
     return describe_named(NamedSharding(mesh, spec), len(axes), _axis_names(axes))

@@ -74,7 +74,7 @@ def _before_and_after(
 
 
 class _RepeatedGather(NamedTuple):
-    """An array that is gathered several times.
+    """An array that is gathered several times, or in every iteration of a loop.
 
     Attributes:
         gather: the first all-gather.

@@ -14,12 +14,12 @@ _FRAME = re.compile(r'(.*?):(\d+)\b')
 def line_of(eqn: Any, innermost: bool = False) -> str:
     """Returns the source line of an equation, such as 'model.py:12'; '' if unknown.
 
-    It is the line that the HLO of the equation has.
+    It equals the source line of the HLO that JAX makes of the equation.
 
     Args:
         eqn: the equation.
-        innermost: whether to return the innermost line, which may be in a library such as Flax. HLO
-            of JAX 0.8 has only this line. By default, the user's line.
+        innermost: whether to return the innermost line of the call stack, which may be in a library
+            such as Flax, instead of the user's line. HLO of JAX 0.8 has only the innermost line.
     """
     # imported here because it loads modules that nothing else needs
     from jax.extend.source_info_util import summarize

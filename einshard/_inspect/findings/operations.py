@@ -13,7 +13,8 @@ from .values import Axis, Product, Value, merged, merged_axis, reshaped, unique,
 def elementwise(v: Any, values: Sequence[Value]) -> Value:
     """Returns the result of an elementwise operation, or of one without a rule.
 
-    Merges the axes of the operands of the same rank. `v` is the variable of the result.
+    Merges the axes of the operands that have the rank of the result. `v` is the variable of the
+    result.
     """
     return merged(values, getattr(v.aval, 'ndim', 0))
 

@@ -1,4 +1,4 @@
-"""Finds products that several devices compute alike."""
+"""Finds products that several devices repeat."""
 
 from __future__ import annotations
 

@@ -11,7 +11,10 @@ from .facts import Facts
 
 
 def slow_network(facts: Facts) -> Iterator[Finding]:
-    """Reports mesh axes between slices if one of that size within them sends under half as much."""
+    """Reports mesh axes that cross slices and should be swapped with a mesh axis that does not.
+
+    Both have the same size, and less than half as many bytes are sent along the second.
+    """
     mesh = facts.mesh
     if mesh is None or len(set(facts.slices)) < 2:
         return

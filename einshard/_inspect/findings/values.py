@@ -16,7 +16,8 @@ class Axis:
         mesh_axes: the mesh axes that shard it, unless the compiler reshards it.
         origin: where this sharding comes from: the index of an argument, or the line of a
             constraint; None if it is unsharded or unknown.
-        dim: if the value is a part of an argument, the index of this axis in it; else -1.
+        dim: if the value is a part of an argument, the index of this axis in the argument; -1 if
+            there is none.
     """
 
     name: str = ''
@@ -64,8 +65,8 @@ class Product:
         contracted: (axis of left, axis of right) pairs that are summed over.
         batch: (axis of left, axis of right) pairs that are one axis of the result.
         line: the user's line, or ''.
-        flops: of all executions in one run, with unsharded operands; None if a loop has an unknown
-            trip count.
+        flops: the flops of all executions in one run, as if the product were not sharded; None if
+            a loop has an unknown trip count.
         is_backward: whether it belongs to the backward pass.
         in_shard_map: whether it is inside a `shard_map`, where shapes are those of a shard.
     """
@@ -125,8 +126,8 @@ def unique(axes: Iterable[Axis], keep_dim: bool = False) -> tuple[Axis, ...]:
 def reshaped(axes: Sequence[Axis], before: Sequence[int], after: Sequence[int]) -> Iterator[Axis]:
     """Yields the axes of a reshaped value.
 
-    Merged axes get the name and sharding of the first sharded one. If an axis is split, the largest
-    part gets its name and sharding.
+    A merged axis gets the name and sharding of its first sharded axis, or else of its first axis.
+    If an axis is split, the largest part gets its name and sharding.
 
         >>> from einshard._inspect.findings.values import Axis, reshaped
         >>> a, b = Axis('a', ('x',)), Axis('b')
