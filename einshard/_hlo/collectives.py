@@ -49,7 +49,7 @@ class Collective:
         pairs: (source, target) of a permute.
         executions: how often it runs in one run of the program: the product of loop trip counts,
             as if all branches of conditionals ran. None if a trip count is unknown.
-        is_async: whether it overlaps with computation.
+        is_async: whether it can overlap with computation.
         source: the source line, such as 'model.py:12', with the path that JAX reports, or None. For
             a collective that the compiler inserted, that of an operation that uses its result.
         op_name: the JAX operation it comes from, such as 'jit(step)/jvp()/dot_general'.
