@@ -100,7 +100,7 @@ def _find_sharding(rules: Sequence[PathRule], path: str) -> NamedSharding | None
 
 
 class Tables:
-    """The lists of rules that the text defines, by the names of their variables."""
+    """The lists of rules in the code that is written, by variable name."""
 
     def __init__(self, writer: Writer):
         self._writer = writer

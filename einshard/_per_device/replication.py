@@ -58,8 +58,8 @@ class History:
     """The mesh axes along which JAX infers that a value may vary, by reason.
 
     Attributes:
-        varying: axes along which the value may vary even if every `all_gather` returned a
-            replicated result.
+        varying: axes along which the value may vary even if JAX inferred that the result of
+            every `all_gather` is replicated.
         gathered: axes along which the value was all-gathered.
         exchanged: axes of other collectives, such as a ring of `ppermute`, and of all collectives
             in a loop, a conditional or a nested jit. The value may be replicated along these, but

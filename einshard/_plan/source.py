@@ -18,8 +18,8 @@ from .candidate import Candidate
 def spec_lines(arguments: Sequence[tuple[str, Spec]], candidate: Candidate) -> tuple[str, ...]:
     """Returns lines that assign a spec to each argument, such as "x = 'batch@x embed'".
 
-    `Rules` have a line for each rule. Arguments without a spec are left out, and so are functions,
-    also in `Rules`, and pytrees that contain functions or `Rules`.
+    `Rules` have a line for each rule. Left out are specs that are None or a function,
+    as an argument's spec or in `Rules`, and pytrees of specs that contain functions or `Rules`.
 
     Args:
         arguments: the name and the spec of each.

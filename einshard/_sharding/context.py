@@ -162,9 +162,10 @@ def ambient_mesh() -> AnyMesh | None:
 
 
 def is_mesh_in_context(mesh: AnyMesh) -> bool:
-    """Whether `mesh`, the `lowering_mesh` of `current_context()`, is that of `jax.set_mesh`.
+    """Whether `mesh` is that of `jax.set_mesh`; it must be the `lowering_mesh` of the context.
 
-    While tracing, JAX exposes only the abstract mesh in context, without its devices.
+    While tracing, JAX exposes only the abstract mesh of `jax.set_mesh`, so a mesh with devices
+    cannot be compared with it.
     """
     ambient = get_abstract_mesh()
     if isinstance(mesh, AbstractMesh):

@@ -96,17 +96,17 @@ def _add_mesh_axes(
 ) -> list[Entry]:
     """Shards an array over free mesh axes too; `entries` are the mesh axes of each array axis.
 
-    Each step picks the array axis whose shard size the most free mesh axes divide; of several, the
-    one with the largest shards. Its new mesh axes become minor to the ones it has: each device then
-    keeps a part of the shard that it had, and no data moves between devices. If the first free mesh
-    axis divides no shard size, it is left out. With `all_or_none`, there is one step, for all free
-    mesh axes.
+    Each step shards one array axis over the first n free mesh axes: the axis whose shard size is
+    divisible for the largest n; of several, the one with the largest shards. The new mesh axes
+    become minor to the ones it has: each device then keeps a part of the shard that it had, and no
+    data moves between devices. If the first free mesh axis divides no shard size, it is left out.
+    With `all_or_none`, there is one step, for all free mesh axes.
 
     On the canonical mesh, an entry must list mesh axes in mesh order. A free mesh axis that comes
     before a mesh axis of the entry becomes major to that one, and data moves. So on this mesh,
     array axes where that does not happen are picked first. This matters for float32[256,1024] as
-    'd f -> * d f2' on 16 devices: with moments 'f8 d f2', XLA all-reduced unsharded gradients and
-    gathered activations; with 'd8 f2', it gathered only the new parameters.
+    'd f -> * d f2' on 16 devices: with moments as 'd f -> f8 d f2', XLA all-reduced unsharded
+    gradients and gathered activations; as 'd f -> d8 f2', it gathered only the new parameters.
     """
     sizes = sizes_of(mesh)
     free = [axis for axis in free if sizes.get(str(axis), 1) > 1]
