@@ -53,8 +53,12 @@ class Writer:
             return self._meshes[mesh]
         if not all(isinstance(name, str) for name in mesh.axis_names):
             raise EinshardError(
-                'the axes of a mesh must be strings to be written as source text',
-                facts={'mesh axes': ', '.join(map(repr, mesh.axis_names))},
+                'the axis names of a mesh must be strings to be written as source text',
+                facts={
+                    'axis names': ', '.join(
+                        f'{name!r} ({type(name).__name__})' for name in mesh.axis_names
+                    )
+                },
             )
         self._meshes[mesh] = _numbered('mesh', len(self._meshes))
         return self._meshes[mesh]

@@ -53,7 +53,7 @@ def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
         if left_axis and right_axis and left_axis != right_axis:
             yield (
                 f"'{left_axis}' of operand 0 and '{right_axis}' of operand 1 are sharded over the "
-                'same devices, so no device has the inputs of most blocks of the product'
+                'same devices, so for some blocks of the product no device has both inputs'
             )
     for name in left.names:
         left_devices, right_devices = left.device_axes(name), right.device_axes(name)
@@ -106,8 +106,8 @@ def _ordered(
 ) -> dict[str, str | None]:
     """Sorts `array_axes`, which has the array axis that each device axis shards.
 
-    The device axes of an array axis get their order in the array that shards it over the most
-    device axes.
+    Device axes of the same array axis come in the order that they have in the array that shards it
+    over the most of them.
     """
     ordered: dict[str, str | None] = {}
     for name in dict.fromkeys(array_axes.values()):

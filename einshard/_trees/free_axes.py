@@ -157,7 +157,10 @@ def read_mesh_axes(value: object, option: Option) -> MeshAxes:
         examples = [option.call.format(axes) for axes in ("'data'", "('data', 'fsdp')")]
         raise EinshardError(
             f'{option.name} {option.expected}, not {value!r}',
-            facts={'example': ', '.join([f'{option.call_for_all} (all mesh axes)', *examples])},
+            facts={
+                'examples': ', '.join(examples),
+                'for all mesh axes': option.call_for_all,
+            },
         )
     return tuple(names)
 
