@@ -11,6 +11,7 @@ import pytest
 
 import einshard
 from einshard.__main__ import main
+from einshard._command_arguments import read_arguments
 
 TOO_MANY = 'JAX supports at most 2147483647 devices in a mesh'
 
@@ -110,6 +111,13 @@ def test_arguments(capsys, model, text, array):
     (row,) = plain['arguments']
     shape = ','.join(map(str, row['shape']))
     assert (row['path'], f'{row["dtype"]}[{shape}]') == ('x', array)
+
+
+def test_a_dict_with_a_colon_is_a_value():
+    assert read_arguments(["{'rate': 0.1}", "options={'n': 2}"]) == (
+        [{'rate': 0.1}],
+        {'options': {'n': 2}},
+    )
 
 
 def test_explain_on_other_devices(capsys, model):
