@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
 _MAX_WIDTH, _MIN_WIDTH = 100, 80
 
 
-class Display:
-    """Base class of objects that print and display as a page: subclasses define `_page`."""
+class Display(ABC):
+    """Base class of objects that print and display as a page."""
 
     __slots__ = ()
 
+    @abstractmethod
     def _page(self) -> Page:
-        raise NotImplementedError
+        """Returns what is displayed."""
 
     def _text(self, width: int) -> str:
         return page_text(self._page(), width)

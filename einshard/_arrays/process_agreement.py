@@ -92,8 +92,8 @@ def _mesh_of_rows(mesh: Mesh) -> Mesh:
 def _difference(planned: Mapping[int, Sequence[str]]) -> EinshardError:
     """Returns the error for planned arrays that differ.
 
-    `planned` has (description, expression) by process, or (description,) if the description is cut
-    off or says that the process has no more arrays.
+    `planned` has (description, expression) by process, or (description,) if the description is
+    truncated, or says that the process has no more arrays.
     """
     expressions = {expression for _, *rest in planned.values() for expression in rest}
     if len(expressions) == 1:

@@ -134,8 +134,8 @@ class Slices:
         blocks: the blocks.
         row_axis: the array axis that the rows show, or None.
         column_axis: the array axis that the columns show, or None.
-        titles: for each slice, the shards of the other axes, such as 'a 0:2, b 4:8'; '' if there
-            are no other axes.
+        titles: for each slice, the shards of the other axes, such as 'a 0:2, b 4:8'; '' if the
+            array has only the axes of the rows and columns.
     """
 
     blocks: Blocks

@@ -80,10 +80,11 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
             _check_types(contraction, operands)
     except EinshardError as error:
         raise _with_working_fix(error, contraction, current, arrays, mesh, options) from None
-    if is_tracing():
+    tracing = is_tracing()
+    if tracing:
         record_einsum(contraction.names_by_letter())
     # outside jit: in one jitted program, XLA can compute the sum directly in the result's sharding
-    contract = _contract if is_tracing() else _jitted
+    contract = _contract if tracing else _jitted
     if isinstance(options.get('optimize'), list | tuple):
         options['optimize'] = _hashable_path(options['optimize'])
     return contract(contraction.numpy_subscripts(), placement, tuple(options.items()), *operands)

@@ -12,8 +12,7 @@ from .facts import Facts
 from .gathers import fully_rematerialized, gathered_again, weights_gathered_again
 from .large_arrays import replicated
 from .limits import does_not_fit, not_checked, promise_broken
-from .recomputed import recomputed_collectives
-from .reductions import sliced_sums, summed_in_loop
+from .reductions import recomputed_collectives, sliced_sums, summed_in_loop
 from .replicated_compute import replicated_compute
 from .slow_network import slow_network
 
