@@ -30,7 +30,7 @@ class Display(ABC):
 
     @abstractmethod
     def _page(self) -> Page:
-        """Returns what is displayed."""
+        """Returns the page to display."""
 
     def _text(self, width: int) -> str:
         return page_text(self._page(), width)

@@ -14,8 +14,8 @@ _MONO = f'font-family: {MONOSPACED}'
 _FRAME = 'font: 13px/1.45 system-ui, sans-serif; text-align: left; max-width: 70em'
 _TITLE = 'font-size: 15px; font-weight: 600; margin: 2px 0 8px'
 _SECTION = 'font-weight: 600; margin: 12px 0 2px'
-# Notebooks style all tables. These styles override that: text has the color of the page, which is
-# readable on light and on dark backgrounds.
+# Notebooks style all tables. These styles override that: text inherits the page's text color, which
+# is readable on light and on dark backgrounds.
 _TABLE = 'border-collapse: collapse; border: none; margin: 0; font-size: 12px; color: inherit'
 _HEAD = 'border: none; padding: 2px 14px 2px 0; font-weight: normal; opacity: 0.65'
 _CELL = 'border: none; border-top: 1px solid rgba(128,128,128,0.3); padding: 2px 14px 2px 0'
@@ -121,7 +121,7 @@ def _row(row: Sequence[str], columns: Sequence[Column]) -> str:
     below = html.escape(below_text(row[len(beside) :], columns[len(beside) :]))
     line = ''
     if below:
-        for separator in '/,':  # paths break there
+        for separator in '/,':  # paths may break after these
             below = below.replace(separator, f'{separator}<wbr>')
         cell = f'<td colspan="{len(beside)}" style="{_BELOW}">{below}</td>'
         line = f'<tr class="below" style="background: transparent">{cell}</tr>'

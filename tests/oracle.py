@@ -1,8 +1,8 @@
 """A second implementation of the notation, in plain numpy, and expressions to try both with.
 
 Nothing here is taken from the package. The device numbers are reshaped to the grid that an
-expression describes, and each dimension of the grid, slowest first, splits the piece of the array
-that its devices hold.
+expression describes, and each dimension of the grid, slowest-varying first, splits the piece of the
+array that its devices hold.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Calls a function with every program that a thread compiles, before the program runs.
 
 `jax.monitoring` reports each compilation, but without the program. So this module looks for the
-program among the loaded programs of the backends, which are listed newest first. An error raised
-here stops the call that compiles. The names of the events and the order of the list are not
-documented; tests/test_compile_events.py fails if they change.
+program among the loaded programs of each backend, newest first. If the function raises, so does the
+call that compiles. The names of the events and the order of the loaded programs are not documented;
+tests/test_compile_events.py fails if they change.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any, TypeAlias
 
 import jax
 
-# a program is compiled between these two events
+# the events that JAX reports before and after it compiles a program
 LOWERED = '/jax/core/compile/jaxpr_to_mlir_module_duration'
 COMPILED = '/jax/core/compile/backend_compile_duration'
 _PING = '/einshard/ping'
 
-# Called with the name of a function, and the texts of the programs that were compiled for it; no
-# texts if the backends of this process do not list the program.
+# Called with the name of a jitted function, and the HLO texts of the programs that were compiled
+# for it; no texts if the backends of this process do not list such a program.
 Watcher: TypeAlias = Callable[[str, Sequence[str]], None]
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.watchers: list[Watcher] = []
-        self.newest: dict[str, Any] = {}  # by backend, the newest program at the last event
+        self.newest: dict[str, Any] = {}  # program of each platform, at the last event
         self.ping_received = False
 
 
@@ -38,7 +38,7 @@ _lock = threading.Lock()
 
 
 def watch(watcher: Watcher) -> None:
-    """Adds a watcher of this thread's compilations. Only the latest watcher is called."""
+    """Adds a watcher of this thread's compilations. Only the watcher added last is called."""
     with _lock:
         if not is_listening():
             jax.monitoring.register_event_duration_secs_listener(_on_event)
@@ -48,14 +48,14 @@ def watch(watcher: Watcher) -> None:
 def unwatch(watcher: Watcher) -> None:
     """Removes a watcher of this thread."""
     _thread.watchers.reverse()
-    _thread.watchers.remove(watcher)  # the latest, if there are several
+    _thread.watchers.remove(watcher)  # the one added last
     _thread.watchers.reverse()
     if not _thread.watchers:
-        _thread.newest = {}  # it keeps programs alive
+        _thread.newest = {}  # references to programs keep them in memory
 
 
 def is_listening() -> bool:
-    """Whether JAX still sends events here; `jax.monitoring.clear_event_listeners` stops it."""
+    """Whether JAX still calls `_on_event`; `jax.monitoring.clear_event_listeners` removes it."""
     _thread.ping_received = False
     jax.monitoring.record_event_duration_secs(_PING, 0.0)
     return _thread.ping_received
@@ -74,7 +74,7 @@ def _on_event(event: str, duration_secs: float, **fields: Any) -> None:
             _thread.newest[platform] = programs[0]
         if event == COMPILED:
             texts += map(_text, _compiled_since(programs, name, before.get(platform)))
-    # JAX reports a compilation that failed too; it has no program
+    # JAX also reports a compilation that failed, which has no program
     failed = sys.exc_info()[0] is not None
     if event == COMPILED and (texts or not failed):
         name = re.sub(r'^\w+\((.*)\)$', r'\1', name)  # 'jit(f)' to 'f'
@@ -82,7 +82,7 @@ def _on_event(event: str, duration_secs: float, **fields: Any) -> None:
 
 
 def _loaded_programs() -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yields the loaded programs of each backend, the newest first."""
+    """Yields the platform and the loaded programs, newest first, of each backend."""
     # imported here because it would add to the import time
     from jax.extend.backend import backends
 
@@ -91,9 +91,10 @@ def _loaded_programs() -> Iterator[tuple[str, Sequence[Any]]]:
 
 
 def _compiled_since(programs: Sequence[Any], name: str, newest_before: Any) -> Iterator[Any]:
-    """Yields the programs with this name that were compiled since the last event of this thread.
+    """Yields the programs called `name` that are newer than `newest_before`.
 
-    Other threads may compile meanwhile; their programs with the same name are included.
+    Some may come from other threads. If `newest_before` is None, yields only the newest program
+    called `name`.
     """
     for program in programs:
         if program is newest_before:
@@ -101,12 +102,12 @@ def _compiled_since(programs: Sequence[Any], name: str, newest_before: Any) -> I
         module_names = (_alphanumeric(module.name) for module in program.hlo_modules())
         if _alphanumeric(name) in module_names:
             yield program
-            if newest_before is None:  # no event before: older programs may have the same name
+            if newest_before is None:  # the others may be older
                 return
 
 
 def _alphanumeric(name: str) -> str:
-    """Keeps ASCII letters and digits: the program of 'jit(<lambda>)' is called 'jit__lambda'."""
+    """Keeps ASCII letters and digits, because 'jit(<lambda>)' becomes HLO module 'jit__lambda'."""
     return re.sub('[^A-Za-z0-9]', '', name)
 
 

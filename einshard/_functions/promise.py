@@ -25,9 +25,10 @@ from .._sharding.collective_axes import ShardedBy, along_text
 from .._sharding.context import depth_of_user, is_staging, is_tracing
 from .._text import format_bytes, short_arrays, short_source
 
-# The collectives that a program may have: one kind, several kinds, or the limit of each kind.
+# The collectives that a program may have: a kind such as 'all-reduce', several kinds, or the limit
+# of each kind.
 Promise: TypeAlias = str | Collection[str] | Mapping[str, int]
-# The limit of each kind, math.inf for any number; kinds that are missing are not allowed.
+# The limit of each kind, math.inf for any number; other kinds are not allowed.
 Allowed: TypeAlias = Mapping[str, float]
 
 
@@ -39,13 +40,13 @@ class MemoryExceeded(EinshardError):
     """A compiled program needs more memory than allowed."""
 
 
-# errors print their public name
+# tracebacks show their public names
 UnexpectedCollectives.__module__ = MemoryExceeded.__module__ = 'einshard'
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of the programs of a function; None for no limit.
+    """The limits on each compiled program of a function; None for no limit.
 
     Attributes:
         memory: bytes on each device.
@@ -99,16 +100,17 @@ def check_promise(
 ) -> None:
     """Raises if a compiled program has collectives that are not allowed.
 
-    `sharded_by` gets the results of the program as ShapeDtypeStructs, or None if they are unknown,
-    and returns, by axis name, the mesh axes that shard it. It is called only for the error. Without
-    specs there are no axis names: pass None.
+    Args:
+        sharded_by: returns, for each axis name, the mesh axes that shard this axis; called only for
+            an error. Its argument is the result of the program as ShapeDtypeStructs, or None if
+            that is unknown. Pass None instead of a function if there are no specs.
     """
     too_many = exceeding(allowed, read_collectives(program_text(name, compiled)))
     if not too_many:
         return
     try:
         results = compiled.out_info
-    except ValueError:  # JAX does not know those of a program that uses a jax.Ref
+    except ValueError:  # the program uses a jax.Ref
         results = None
     shardings = jtu.tree_leaves(compiled.input_shardings)
     shardings += [result.sharding for result in jtu.tree_leaves(results)]
@@ -119,7 +121,7 @@ def check_promise(
 
 
 def find_unexpected(name: str, text: str, allowed: Allowed) -> UnexpectedCollectives | None:
-    """Returns the error for a program with collectives that are not allowed, else None."""
+    """Returns the error if a program, given as HLO text, has collectives that are not allowed."""
     too_many = exceeding(allowed, read_collectives(text))
     return _unexpected(name, allowed, [(x, '') for x in too_many]) if too_many else None
 
@@ -172,7 +174,7 @@ def counts_text(collectives: Sequence[Collective]) -> str:
 
 
 def program_text(name: str, compiled: Any) -> str:
-    """Returns the text of a compiled program; raises if the backend does not expose it."""
+    """Returns the HLO text of a compiled program; raises if the backend does not expose it."""
     text = compiled.as_text()
     if text is None:
         raise EinshardError(
@@ -193,7 +195,7 @@ def allowed_text(allowed: Allowed) -> str:
 
 
 def _collective_facts(with_axes: Sequence[tuple[Collective, str]]) -> dict[str, str]:
-    """Formats each distinct collective as a fact, with the number of equal ones."""
+    """Formats each distinct collective as a fact of an error, with its count."""
     counts = Counter((x.kind, _collective_text(x, axes)) for x, axes in with_axes)
     n_distinct = Counter(kind for kind, _ in counts)
     number: Counter[str] = Counter()
@@ -208,7 +210,7 @@ def _collective_facts(with_axes: Sequence[tuple[Collective, str]]) -> dict[str, 
 def _collective_text(collective: Collective, axes: str) -> str:
     array = f'{short_arrays(collective.shape_text)} ({format_bytes(collective.bytes)})'
     groups = f'{collective.n_groups} groups of ' if collective.n_groups > 1 else ''
-    along_axes = f' along {axes}' if axes not in ('', 'all') else ''  # 'all' adds nothing
+    along_axes = f' along {axes}' if axes not in ('', 'all') else ''  # 'along all' is redundant
     among = f'{groups}{plural(collective.group_size, "device")}{along_axes}'
     executions = {1: '', None: ', in a loop of unknown length'}.get(
         collective.executions, f', {collective.executions} executions'
@@ -218,7 +220,7 @@ def _collective_text(collective: Collective, axes: str) -> str:
 
 
 class Budget:
-    """The limits of a function on collectives and memory."""
+    """Checks the limits of a function on collectives and memory."""
 
     def __init__(self, name: str, limits: Limits):
         self.name = name
@@ -226,14 +228,11 @@ class Budget:
         self._warned = False
 
     def on_one_device(self) -> Budget | None:
-        """Returns the budget of a program on one device, which cannot have collectives.
-
-        None if the budget does not limit memory.
-        """
+        """Returns the budget for programs on one device, which have no collectives; or None."""
         return None if self.limits.memory is None else self
 
     def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy]) -> None:
-        """Raises if a program exceeds the limits; `sharded_by` is as for `check_promise`."""
+        """Raises if a compiled program exceeds a limit; `sharded_by` is as for `check_promise`."""
         limits = self.limits
         if limits.collectives is not None:
             check_promise(self.name, compiled, limits.collectives, sharded_by)
@@ -241,9 +240,9 @@ class Budget:
             check_memory(self.name, compiled, limits.memory)
 
     def warn_unchecked(self) -> None:
-        """Warns once that the limits are not checked under a transformation outside `jax.jit`.
+        """Warns once that no limits are checked under a transformation outside `jax.jit`.
 
-        Inside `jax.jit`, the function is a part of another program, and the limits do not apply.
+        Inside `jax.jit`, the function is part of another program, so its limits do not apply.
         """
         if self._warned or is_staging():
             return
@@ -261,19 +260,19 @@ class Budget:
 
 
 class CheckedJit:
-    """A jitted function that checks the limits of its programs.
+    """A jitted function that checks the limits on collectives and memory of its programs.
 
-    Its first program is checked before it runs, later ones before the result is returned. A call
-    does not tell whether it compiled, but each compilation follows a trace. So the function records
-    its traces, and a call that caused a trace gets the compiled program from JAX's cache to check
-    it. Checking inside the trace would be earlier, but makes later calls with those arguments take
-    jit's slow path (80 to 250 us).
+    The first program is checked before it runs, later ones before their result is returned. JAX
+    does not report whether a call compiled, but each compilation follows a trace. So the function
+    records its traces, and a call that caused a trace gets the compiled program from JAX's cache,
+    and checks it. A check inside the trace would be earlier, but later calls with those arguments
+    would take jit's slow path (80 to 250 us).
 
     A thread may run a program that another thread has traced but not checked. So a call checks its
-    program if any trace is unchecked when it returns, or if the jitted function was replaced.
+    program if any trace is still unchecked after it ran, or if the jitted function was replaced.
 
     Attributes:
-        call: calls the function; costs one Python frame more than the jitted function.
+        call: calls the function; adds one Python frame to a call of the jitted function.
     """
 
     def __init__(
@@ -290,7 +289,8 @@ class CheckedJit:
         self._options = options
         self._nested = nested
         self._first_check_lock = threading.RLock()
-        self.call = self._call  # stored, because each access to a method makes a new object
+        # stored, so that callers can compare it with `is`: each `self._call` is a new object
+        self.call = self._call
         self._reset()
 
     def _call(self, *values: Any) -> Any:
@@ -316,7 +316,7 @@ class CheckedJit:
         self._reset()
 
     def _reset(self) -> None:
-        """Starts over with a new jitted function."""
+        """Replaces the jitted function, so that all programs are checked again."""
         unchecked = set[int]()  # ids of threads that have traced, but not checked, a program
 
         @functools.wraps(self._function)
@@ -325,7 +325,7 @@ class CheckedJit:
             return self._function(*values)
 
         self._first_is_checked = False
-        # one attribute, so that another thread never reads one without the other
+        # one attribute for both, so that other threads always read a matching pair
         self._state: tuple[Any, set[int]] = jax.jit(record_trace, **self._options), unchecked
 
     def _check_first(self, values: Sequence[Any]) -> None:
@@ -334,7 +334,7 @@ class CheckedJit:
                 self._check(values)
 
     def _check(self, values: Sequence[Any]) -> None:
-        """Raises if the program for these arguments exceeds the limits."""
+        """Raises if the program for these arguments exceeds a limit on collectives or memory."""
         jitted, unchecked = state = self._state
         try:
             compiled = jitted.trace(*values).lower().compile()

@@ -12,7 +12,7 @@ from .._text import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes per device, as the compiler reports them.
+    """The memory that a program needs, in bytes per device, as the compiler reports it.
 
     Attributes:
         aliased: bytes of the results that reuse the memory of donated arguments.
@@ -43,7 +43,7 @@ class Memory:
 
 
 def read_memory(compiled: Any, capacity: int | None = None) -> Memory | None:
-    """Reads the memory of a `Compiled`; None if the compiler does not report it."""
+    """Reads the memory use of a `Compiled`; None if the compiler does not report it."""
     figures = compiled.memory_analysis()
     if figures is None:
         return None

@@ -16,14 +16,14 @@ _JAX_FILE = re.compile(r'[\\/](?:site|dist)-packages[\\/]jax(?:lib)?[\\/]|[\\/]j
 _LIBRARY_FILE = re.compile(
     r'[\\/](?:(?:site|dist)-packages|lib[\\/]python3\.\d+)[\\/]|^<frozen ', re.IGNORECASE
 )
-_Function: TypeAlias = tuple[int, int]  # the numbers of its file and its name
+_Function: TypeAlias = tuple[int, int]  # (file id, function name id)
 _ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})')
 
 
 class Sources:
-    """The tables of files and stack frames at the top of a module.
+    """The tables of files and stack frames at the top of an HLO module.
 
-    JAX 0.8 has no such tables: it writes file and line at every instruction.
+    JAX 0.8 writes no such tables, but file and line in the metadata of every instruction.
     """
 
     def __init__(self, lines: Iterable[str]):
@@ -34,18 +34,16 @@ class Sources:
                 rows = tables.setdefault(line, {})
             elif row := _ROW.fullmatch(line):
                 rows[int(row[1])] = row[2] or row[3]
-        # by number: {file: name}, {location: (file, line)}, {location: function},
-        # {frame: (location, parent frame)}
-        self._files = tables.get('FileNames', {})
-        self._locations = {
+        self._files = tables.get('FileNames', {})  # {file id: file name}
+        self._locations = {  # {location id: (file id, line)}
             number: (number_of('file_name_id', row), number_of('line', row))
             for number, row in tables.get('FileLocations', {}).items()
         }
-        self._functions = {
+        self._functions = {  # {location id: (file id, function name id)}
             number: (number_of('file_name_id', row), number_of('function_name_id', row))
             for number, row in tables.get('FileLocations', {}).items()
         }
-        self._frames = {
+        self._frames = {  # {frame id: (location id, id of the parent frame)}
             number: (number_of('file_location_id', row), number_of('parent_frame_id', row))
             for number, row in tables.get('StackFrames', {}).items()
         }
@@ -55,14 +53,14 @@ class Sources:
 
     @property
     def has_stacks(self) -> bool:
-        """Whether the module has stack frames; without them, only innermost lines are known."""
+        """Whether the module has stack frames; without them, it has only innermost lines."""
         return bool(self._frames)
 
     def line(self, metadata: str) -> str | None:
-        """Finds the source line of an instruction, such as 'model.py:12', or None.
+        """Returns the source line, such as 'model.py:12', of the instruction with this metadata.
 
-        With stack frames, this is the `innermost_user_line`; without, the line that JAX wrote at
-        the instruction.
+        None if it has none. With stack frames, this is the `innermost_user_line`; without them, the
+        `source_file` and `source_line` of the metadata.
         """
         if file := re.search(r'source_file="([^"]*)"', metadata):
             return f'{file[1]}:{number_of("source_line", metadata)}'
@@ -70,11 +68,12 @@ class Sources:
         return innermost_user_line(self._file_line(location) for _, location in stack)
 
     def caller(self, metadata: str) -> str | None:
-        """If `line` is in a helper, returns the nearest calling line outside helpers; else None.
+        """Returns the nearest line outside helpers that calls the instruction with this metadata.
 
-        A helper is a function with only one line in the program, or a function that another one
-        calls in several lines. If all calling lines are in helpers, returns the outermost. Frames
-        that all instructions share, such as those that call the jitted function, are ignored.
+        None if `line(metadata)` is not in a helper. A helper is a function of which only one source
+        line is in the stack frames, or that another function calls from several lines. If all
+        calling lines are in helpers, returns the outermost. Ignores frames that all instructions
+        share, such as those that call the jitted function.
         """
         stack = [
             (frame, location)
@@ -91,7 +90,7 @@ class Sources:
         return None
 
     def _stack(self, frame: int) -> Iterator[tuple[int, int]]:
-        """Yields the frames that have a file, each with its location, from the innermost out."""
+        """Yields (frame id, location id) from `frame` outward, for frames that have a file."""
         while frame in self._frames:
             location, parent = self._frames[frame]
             if self._file_line(location)[0]:
@@ -117,7 +116,7 @@ class Sources:
 
     @functools.cached_property
     def _lines_and_calls(self) -> dict[_Function, tuple[set[int], set[tuple[_Function, int]]]]:
-        """By function: its lines in the program, and the (function, line) pairs that call it."""
+        """Maps each function to (its lines, the (function, line) pairs that call it)."""
         uses: dict[_Function, tuple[set[int], set[tuple[_Function, int]]]] = {}
         for frame in self._frames:
             stack = [location for _, location in self._stack(frame)]
@@ -130,13 +129,13 @@ class Sources:
 
 
 def innermost_user_line(frames: Iterable[tuple[str, int | str]]) -> str | None:
-    """Finds the line of the innermost frame outside libraries.
+    """Finds the source line of the innermost frame outside libraries.
 
-    If all frames are in libraries, that of the innermost frame outside JAX and einshard; if there
-    is none, that of the innermost frame. None without frames.
+    Falls back to the innermost frame outside JAX and einshard, then to the innermost frame. None if
+    there are no frames.
 
     Args:
-        frames: file and line, from the innermost frame out.
+        frames: file and line of each frame, innermost first.
     """
     innermost = library_line = None
     for file, line in frames:
@@ -157,7 +156,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
 def op_name(metadata: str) -> str:
-    """Reads and unescapes the op_name: the JAX operation of an instruction; '' if none."""
+    """Returns the op_name, the JAX operation of an instruction, unescaped; '' if it has none."""
     match = _OP_NAME.search(metadata)
     escaped = match[1].encode() if match else b''
     return re.sub(rb'\\([0-7]{3}|.)', _unescaped, escaped).decode(errors='replace')
@@ -168,6 +167,6 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def number_of(name: str, text: str) -> int:
-    """Reads the number after 'name='; 0 if there is none."""
+    """Reads the integer after `name` and '=' in `text`; 0 if there is none."""
     match = re.search(rf'\b{name}=(\d+)', text)
     return int(match[1]) if match else 0

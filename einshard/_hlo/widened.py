@@ -8,14 +8,14 @@ from dataclasses import replace
 from .module import ArrayType, Computation, Instruction, Module
 
 _MOVES = frozenset(('copy', 'bitcast', 'reshape', 'transpose', 'get-tuple-element', 'slice'))
-_PROMOTED = re.compile(r'to_apply=%?\S+_promoted\b')  # named so by XLA's all-reduce promotion
+_PROMOTED = re.compile(r'to_apply=%?\S+_promoted\b')  # suffix from XLA's all-reduce promotion
 
 
 def widened_dtypes(module: Module, comp: Computation, op: Instruction) -> tuple[str, ...]:
     """Returns the original dtype of each operand that XLA widened to f32; '' for the others.
 
-    XLA converts the operand before the collective, and the result after it. Its converts have no
-    metadata; those of the user's program do.
+    XLA converts the operand before the collective, and the result after it. XLA's converts have no
+    op_name; those of the user's program have one.
     """
     if 'f32[' not in op.type:
         return ('',) * len(op.operands)
@@ -27,7 +27,7 @@ def widened_dtypes(module: Module, comp: Computation, op: Instruction) -> tuple[
 
 
 def _original_dtype(module: Module, comp: Computation, name: str) -> str:
-    """Returns the dtype before XLA's convert of a value; '' if there is no such convert."""
+    """Returns bf16 or f16 if XLA converted the value `name` from it; else ''."""
     while True:
         op = comp[name]
         called = module.called(op) if op.opcode == 'fusion' else None
@@ -45,9 +45,9 @@ _NARROW = ('bf16', 'f16')
 
 
 def narrowed(arrays: tuple[ArrayType, ...], dtypes: tuple[str, ...]) -> tuple[ArrayType, ...]:
-    """Restores the dtypes of the original program: those in `dtypes` that are not ''.
+    """Gives arrays the dtypes in `dtypes`; an array keeps its dtype if the entry is ''.
 
-    Returns `arrays` itself if the numbers of arrays and dtypes differ.
+    Returns `arrays` itself if `dtypes` has another length.
     """
     if len(arrays) != len(dtypes):
         return arrays

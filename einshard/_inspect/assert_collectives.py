@@ -13,7 +13,7 @@ from .lowered import trace_call
 def assert_collectives(
     fn: Any, *args: Any, allowed: Promise, mesh: MeshLike | None = None, **kwargs: Any
 ) -> None:
-    """Compiles a call without running it, and raises if it has collectives beyond `allowed`.
+    """Compiles a call without running it, and raises if it uses collectives beyond `allowed`.
 
         >>> import jax
         >>> import numpy as np
@@ -30,14 +30,14 @@ def assert_collectives(
     Args:
         fn: a `sharded` or jitted function, or any other function, which is jitted.
         args, kwargs: arguments of the call: arrays, or `jax.ShapeDtypeStruct` in place of arrays.
-        allowed: `()` for none; a kind such as 'all-reduce'; a collection of kinds; or the limit of
+        allowed: `()` for none; a kind such as 'all-reduce'; a collection of kinds; or a limit for
             each kind, such as `{'all-reduce': 2}`.
         mesh: the mesh to compile for, as for `explain`.
 
     Raises:
-        UnexpectedCollectives: the program has a kind that is not allowed, or too many of one kind.
-        EinshardError: a kind is unknown; the arguments do not fit the function; or it does not
-            compile.
+        UnexpectedCollectives: the program has a collective that is not allowed, or too many.
+        EinshardError: `allowed` has an unknown kind; the arguments do not fit the function; or the
+            function does not compile.
     """
     promise = read_promise(allowed, 'allowed=')
     stages = trace_call(fn, args, kwargs, mesh)

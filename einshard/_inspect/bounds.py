@@ -22,11 +22,11 @@ class Bound:
 
     Attributes:
         resource: 'compute', 'HBM' or 'network'.
-        along: for the network, the mesh axes, as in `along` of the collectives; '' if they are
-            unknown. For other resources, ''.
+        along: for the network, the mesh axes, as in `CollectiveRow.along`; '' if they are unknown.
+            '' for other resources.
         seconds: the minimum time that a device needs.
-        exposed: for the network, the part of `seconds` in synchronous collectives, which cannot
-            overlap with other work; None for other resources, and for CPUs, where it is unknown.
+        exposed: for the network, the part of `seconds` for synchronous collectives, which cannot
+            overlap with other work. None for other resources, and for CPUs, where it is unknown.
     """
 
     resource: str
@@ -70,14 +70,14 @@ def find_bounds(
 ) -> Bounds:
     """Computes the lower bounds of a program.
 
-    Branches of conditionals do not count. Loops of unknown length count as one iteration.
+    Branches of conditionals do not count. Unknown trip counts count as 1.
 
     Args:
         chip: the chip of the devices.
         devices: the devices in the order of the program.
         module: the compiled program.
-        products: its matrix products.
-        collectives: its collectives, each with the axes in `along` of its row.
+        products: its flops, by source line.
+        collectives: its collectives, each with its `CollectiveRow.along`.
         is_cpu: whether the program is compiled for CPUs that simulate the devices.
     """
     share = chip.share(devices[0])
@@ -87,7 +87,7 @@ def find_bounds(
         if not collective.in_branch:
             by_axes.setdefault(axes, []).append(collective)
     unconditional = [row for row in products if not row.in_branch]
-    # the CPU backend multiplies bf16 and fp8 in f32 or f16, for which the chip is slower
+    # the CPU backend runs bf16 and fp8 dots in f32 or f16: take the chip's rate for bf16 or fp8
     narrow = 'f8e4m3fn' if ' f8e' in module.text else 'bf16'
     dtypes = {'f32': narrow, 'f16': narrow} if is_cpu else {}
     compute = sum(

@@ -58,29 +58,31 @@ def explain(
         >>> [(row.path, row.array) for row in report.arguments[1:]]
         [('w', 'float32[32,8]')]
 
-    `explain` compiles the function once. Later calls of the function reuse the compiled program; if
-    it is `sharded` with `collectives=` or `memory=`, the first call compiles it again.
+    Later calls of the function reuse the compiled program. Only the first call of a `sharded`
+    function with `collectives=` or `memory=` compiles again.
 
     Args:
-        fn: a `sharded` or jitted function, any other function (it is jitted), or the result of its
-            `trace(...)` or `lower(...)`, or of `lower(...).compile()`.
+        fn: a `sharded` or jitted function; any other function, which is jitted; or the result of
+            `f.trace(...)`, `f.lower(...)` or `f.lower(...).compile()`.
         args, kwargs: arguments of the call: arrays, or `jax.ShapeDtypeStruct` in place of arrays.
             Omit them for a traced, lowered or compiled program. Pass arguments by position if their
             names clash with those below.
         mesh: the mesh to compile for; an error if `fn` is already jitted or has its own mesh.
             `topology` makes a mesh of devices you don't have. With `mesh=`, the shardings of arrays
-            are ignored, but not the shardings of a `ShapeDtypeStruct`.
-        replicated_above: note replicated arguments and results of more than this many bytes.
+            are ignored, but not those of ShapeDtypeStructs.
+        replicated_above: list replicated arguments and results larger than this, in bytes, in
+            `Report.notes`.
         intermediates: whether to list the placements of intermediate values; this compiles again.
         chip: the chip for the lower bounds on time: a `Chip`, or a name such as 'H100'. Default:
             the chip of the devices. CPUs have none, so they get no bounds.
 
     Returns:
-        A `Report`, which renders in the REPL, notebooks, rich and print.
+        A `Report`, which renders in the REPL, notebooks, rich and print. A program that does not
+        fit into the memory of a TPU also gets a report.
 
     Raises:
-        EinshardError: the arguments do not fit the function; it does not compile; or the compiler
-            does not expose the program. A program that is too large for a TPU gets a report.
+        EinshardError: the arguments do not fit the function; the function does not compile; or the
+            backend does not return the HLO of the compiled program.
     """
     chip = None if chip is None else as_chip(chip)
     stages = trace_call(fn, args, kwargs, mesh)
@@ -95,7 +97,7 @@ def explain_stages(
     replicated_above: int = 2**20,
     intermediates: bool = False,
 ) -> Report:
-    """Compiles a traced program, and reports on it.
+    """Compiles a program, and reports on it.
 
     Args:
         stages: the program.
@@ -109,7 +111,7 @@ def explain_stages(
 def _read_program(
     stages: Stages, compiled: Compiled | Oversized, chip: Chip | None, replicated_above: int
 ) -> Facts:
-    """Reads a compiled program: its arrays, collectives, products and memory."""
+    """Reads a compiled program: its arrays, collectives, flops and memory."""
     module = Module(program_text(stages.name or 'the program', compiled))
     argument_shardings, result_info = compiled_shardings(compiled)  # type: ignore[reportArgumentType]
     arguments = find_arguments(stages, compiled, argument_shardings, module)
@@ -203,8 +205,8 @@ def _communication(
 ) -> tuple[Sequence[Collective], dict[str, AllGather]]:
     """Finds the collectives of a program, and its all-gathers by instruction name.
 
-    Parameters from `n_inputs` on are `jax.Ref`s that the function closes over. They have no path,
-    so an all-gather of one has `parameter=None`.
+    Parameters numbered `n_inputs` and up are Refs that the function closes over. They have no
+    path, so their all-gathers get `parameter=None`.
     """
     collectives = find_collectives(module, device_ids)
     if all(collective.kind != 'all-gather' for collective in collectives):
@@ -217,7 +219,7 @@ def _communication(
 
 
 def _devices(shardings: Sequence[Sharding | None]) -> list[Device]:
-    """Returns the devices that run the program; the first device if it has no inputs or outputs."""
+    """Returns the devices that run the program; `jax.devices()[:1]` if unknown."""
     for sharding in shardings:
         if isinstance(sharding, NamedSharding):
             return list(sharding.mesh.devices.flat)  # type: ignore[reportOptionalMemberAccess]
@@ -229,7 +231,7 @@ def _devices(shardings: Sequence[Sharding | None]) -> list[Device]:
 def _output_paths(
     results: Sequence[str], inputs: Sequence[tuple[str, str]], module: Module
 ) -> Mapping[int, str]:
-    """Returns, by output number, the path of each result, and of each `jax.Ref` that is updated."""
+    """Returns, by output number, the path of the result, or of the `jax.Ref` that is updated."""
     paths = dict(enumerate(results))
     for output, parameter in module.aliases.items():
         if output not in paths and parameter < len(inputs):

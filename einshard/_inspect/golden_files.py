@@ -25,7 +25,7 @@ def golden_text(report: Report) -> str:
 
     The file omits what may differ although the program is the same: memory, device names, source
     lines. Collectives are sorted, because the compiler chooses their order. Columns are not
-    aligned, because a longer path would change every line.
+    aligned: if they were, a longer path would change every line.
     """
     devices, meshes = plural(report.n_devices, 'device'), meshes_text(report)
     head = f'{report.name} on {devices}{": " * bool(meshes)}{meshes}'
@@ -70,8 +70,8 @@ class Goldens:
 
     Attributes:
         folder: the folder of the files.
-        test: the name of the test, with which file names start.
-        shown_from: the folder to which paths in messages are relative.
+        test: the name of the test; file names start with it.
+        shown_from: the folder that paths in messages are relative to.
         update: whether to write files that differ.
         written: messages such as 'wrote golden/test_model/test_step.txt'.
     """
@@ -84,9 +84,9 @@ class Goldens:
     _used: set[Path] = field(default_factory=set[Path], init=False)
 
     def find_difference(self, report: Report, name: str | None = None) -> str | None:
-        """Returns a message if a report differs from its golden file, or has none; else None.
+        """Returns None if a report equals the golden file, else a message.
 
-        With `update`, writes the file in these cases, and always returns None.
+        If `self.update`, writes the file instead. `name` is added to the file name.
         """
         if not isinstance(report, Report):
             raise EinshardError(
@@ -113,7 +113,7 @@ class Goldens:
         )
 
     def _path(self, name: str | None) -> Path:
-        """Returns the file for a report with this name, or for the next report without a name.
+        """Returns the golden file for `name`; without a name, the next numbered one.
 
         Raises if the test has already used the name.
         """

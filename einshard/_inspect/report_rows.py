@@ -1,4 +1,4 @@
-"""The rows of a report: arrays, collectives, products, findings."""
+"""The rows of a report: arrays, collectives, flops, findings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class ArrayRow:
             the program.
         shape: the global shape.
         dtype: such as 'float32'.
-        placement: an expression, with the axis names of the spec if there is one; or a description.
+        placement: an expression, with the axis names of the spec if there is one; or a description
+            such as 'not used'.
         bytes: bytes per device; 0 if the program does not use the array.
         sharded: whether each device holds only a shard, or a term of a partial sum.
         source: 'model.py:12' for an intermediate; None for others.
@@ -44,16 +45,15 @@ class CollectiveRow:
         kind: 'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute',
             'ragged-all-to-all', 'collective-broadcast', or 'custom-call' for a kernel that
             communicates, such as a Pallas kernel on TPU.
-        arrays: the results of an all-gather, the operands of others, as the compiler writes them:
-            'f32[8,16]'.
-        bytes: bytes of those arrays, per device.
+        arrays: the results of an all-gather, the operands of other kinds, as in HLO: 'f32[8,16]'.
+        bytes: bytes of `arrays`, per device.
         group_size: the number of devices in each group.
         groups: the number of groups; 0 if the program does not list them: for a custom call, and
             for JAX 0.8 with a newer libtpu, where `network_bytes` assumes one group of all devices.
-        along: on a user's mesh, the mesh axes that it runs along. On the canonical mesh, the array
-            axes that these mesh axes shard: 'b,x' for those of b and of x together, 'h|k' for mesh
-            axes that shard h in one array and k in another. For a permute, the axes along which
-            senders and receivers differ. '' if unknown.
+        along: the mesh axes that it runs along; for a permute, those along which senders and
+            receivers differ. On the canonical mesh of expressions with counts, the array axes that
+            these mesh axes shard: 'b,x' for the mesh axes of both b and x, 'h|k' for mesh axes that
+            shard h in one array and k in another. '' if unknown.
         executions: how often it runs in one run of the program; None if a loop has an unknown trip
             count.
         network_bytes: bytes that a device sends per execution; None for a custom call.
@@ -63,18 +63,18 @@ class CollectiveRow:
             from what it sends, such as new weights from a gradient. Empty if there are none.
         op_name: the JAX operation that it comes from.
         role: what it sends: 'weights', 'gradients' or 'activations'. In a train step, weights are
-            the arguments that the step updates, or all if it updates none; in inference, all that
-            the program does not update, even a batch. Only floating-point arguments count.
-        is_backward: whether it sends gradients or belongs to the backward pass, which repeats parts
-            of the forward pass under `jax.checkpoint`.
-        axes: for activations, their axis names, 'b s d', from the einsum or the constraint in the
-            source line. If several arrays of the einsum fit, the einsum: 'bsd,df->bsf'. '' if
-            unknown.
+            the arguments that the step updates, or all arguments if it updates none; in inference,
+            those that are not updated, batches included. Only floating-point arguments count.
+        is_backward: whether it sends gradients or belongs to the backward pass, including what
+            `jax.checkpoint` computes again.
+        axes: for activations, their axis names, 'b s d', from the einsum or the constraint on the
+            source line. If several arrays of the einsum fit, the einsum itself: 'bsd,df->bsf'. ''
+            if unknown.
         widened: whether the compiled program runs it in float32 although the arrays are bfloat16,
-            as XLA does on CPU. `arrays` and bytes are those in bfloat16.
-        called_at: if `source` is in a helper, such as a function of which the program has only one
-            line, the nearest calling line outside helpers; else None.
-        in_branch: whether it is in a branch of a conditional; all branches count.
+            as XLA does on CPU. `arrays` and bytes are for bfloat16.
+        called_at: if `source` is in a helper function, the nearest calling line outside helpers;
+            else None.
+        in_branch: whether it is in a branch of a conditional; totals include all branches.
         cause: 'requested' by a constraint or by a collective in a `shard_map`; 'inserted' by the
             compiler; or 'unknown', because XLA may have dropped the name of a constraint.
     """
@@ -113,16 +113,16 @@ class CollectiveRow:
 
 @dataclass(frozen=True, slots=True)
 class ProductRow:
-    """The matrix products and convolutions of one source line, dtype and pass.
+    """The flops of one source line in one dtype, in the forward or the backward pass.
 
     Attributes:
-        flops: floating-point operations of a device in one run, including loop iterations.
-        dtype: the dtype of their first operand, as in HLO: 'bf16'.
-        is_backward: whether they belong to the backward pass.
+        flops: floating-point operations of a device in one run, including loop iterations: of
+            dots, convolutions, and kernels that declare their flops.
+        dtype: the dtype of the first operand, as in HLO: 'bf16'.
+        is_backward: whether these operations belong to the backward pass.
         source: 'model.py:12', or None.
-        at_least: whether a loop around them has an unknown trip count; `flops` then include one
-            iteration of it.
-        in_branch: whether they are in a branch of a conditional; all branches count.
+        at_least: whether they are in a loop with an unknown trip count, which counts as 1.
+        in_branch: whether they are in a branch of a conditional; totals include all branches.
     """
 
     flops: int
@@ -141,8 +141,8 @@ class Finding:
         kind: such as 'missing constraint'; docs/explain.md lists the kinds in `Report.findings`.
         text: a sentence that names the arrays as in the user's code.
         source: 'model.py:12', or None.
-        bytes: bytes per device that it concerns: those sent in one run, those of the arrays, or
-            those that the program needs; 0 if it concerns no bytes.
+        bytes: bytes per device: those sent in one run, those of the arrays, or those that the
+            program needs; 0 if it is not about bytes.
         suggestion: the change to make, as a sentence with the expression to write; or ''.
     """
 

@@ -1,4 +1,4 @@
-"""Totals of a report: bytes by mesh axis, kind, role and pass; flops by source line."""
+"""Totals of a report: bytes by kind, mesh axis and role; flops by source line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .report_rows import ProductRow
 
 
 def product_rows(module: Module) -> tuple[ProductRow, ...]:
-    """Sums the flops of the products of each source line, dtype and pass; most flops first."""
+    """Sums the flops per source line, dtype and pass (forward or backward); most flops first."""
     flops: Counter[tuple[str, bool, str | None, bool, bool]] = Counter()
     for product in find_products(module):
         is_backward, at_least = 'transpose(' in product.op_name, product.executions is None
@@ -27,13 +27,13 @@ _ALL_BRANCHES = ' (all branches counted)'  # of conditionals
 
 
 def network_lines(rows: Collectives) -> Iterator[str]:
-    """Yields lines with the bytes that a device sends, by kind, mesh axis, role and pass."""
+    """Yields lines about the bytes sent: per kind, mesh axis, role, and forward or backward."""
     if not rows.network_bytes:
         return
     total = sum(rows.network_bytes.values())
     shares = _shares(rows.network_bytes, total)
     is_lower_bound = any(None in (row.executions, row.network_bytes) for row in rows)
-    # without groups, a collective counts as one group of all devices
+    # bytes of a collective without groups are those of one group of all devices
     is_upper_bound = any(not row.groups and row.network_bytes for row in rows)
     bound = 'at least ' if is_lower_bound else 'at most ' * is_upper_bound
     branches = _ALL_BRANCHES * any(row.in_branch for row in rows)
@@ -65,13 +65,13 @@ def _percent(part: float, total: float) -> str:
     return '<1%' if 0 < percent < 0.5 else f'{percent:.0f}%'
 
 
-_MAX_LINES = 3  # source lines that the line about compute lists
+_MAX_LINES = 3  # source lines in `compute_line`
 
 
 def compute_line(flops: float, products: Sequence[ProductRow]) -> str:
-    """Formats flops, with their shares by pass and by source line.
+    """Formats flops, with the shares of backward, forward and source lines.
 
-    Such as 'compute: 1.5 Gflop in one run: backward 67%, forward 33%; f.py:12 80%, f.py:15 20%'.
+    Example: 'compute: 1.5 Gflop in one run: backward 67%, forward 33%; f.py:12 80%, f.py:15 20%'.
     """
     at_least = 'at least ' * any(row.at_least for row in products)
     lines, passes = Counter[str](), Counter[str]()

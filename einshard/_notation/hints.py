@@ -1,4 +1,4 @@
-"""Warnings about valid expressions that were probably meant differently. Imports no JAX."""
+"""Warns about valid expressions that are probably typos. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .write import write, write_short
 def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> str | None:
     """Returns a warning about a count or star after an unsharded name, a likely typo: 'a 8 b'.
 
-    None if a name is sharded, or if no count or star follows a name, as in '8 a b'.
+    None if any name is sharded, or if no count or star follows a name, as in '8 a b'.
 
     Args:
         expression: the expression.
-        attempt: resolves another expression, to test what the warning suggests.
+        attempt: resolves an expression; called to test what the warning suggests.
     """
     separate = _separate_counts(expression)
     if not separate:
@@ -39,14 +39,14 @@ def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> st
 def mesh_axes_hint(
     expression: Expression, mesh_axes: Collection[str], attempt: Callable[[str], object]
 ) -> str | None:
-    """Returns a warning if array axes have names of mesh axes and nothing is sharded: 'data model'.
+    """Returns a warning if array axes are named like mesh axes but not sharded: 'data model'.
 
-    None if the expression does not work with '@' added, as in 'data@data model@model'.
+    None if the expression with '@' added, 'data@data model@model', does not work.
 
     Args:
         expression: an expression in the short form without placements.
         mesh_axes: the mesh axes, except those of size 1.
-        attempt: resolves another expression, to test what the warning suggests.
+        attempt: resolves an expression; called to test what the warning suggests.
     """
     same = [term for term in expression.right if term.name in mesh_axes]
     named = expression.text
@@ -63,7 +63,7 @@ def mesh_axes_hint(
 
 
 def _separate_counts(expression: Expression) -> list[tuple[Term, Term]]:
-    """Returns pairs of a name and the count or star after it; [] if a name is sharded."""
+    """Returns pairs of a name and the count or star after it; [] if any name is sharded."""
     if any(term.name and term.is_sharded for term in expression.right):
         return []
     return [

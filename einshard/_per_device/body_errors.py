@@ -15,20 +15,20 @@ from .._notation.layout import mesh_text
 from .._text import array_text
 from .device_view import View
 
-_MAX_ARGUMENTS = 4  # in an error
+_MAX_ARGUMENTS = 4  # listed in an error
 
 
 def find_different_sizes(
     function: str, error: Exception, shards: Iterable[SpecLeaf]
 ) -> EinshardError | None:
-    """Returns the error for an axis that has different sizes in two arguments.
+    """Rewrites an error of JAX about an axis that has different sizes in two arguments.
 
-    None if JAX's error does not mention such sizes, or if JAX did not raise the error.
+    Returns None if `error` does not mention such sizes, or if JAX did not raise it.
 
     Args:
         function: the name of the function.
         error: the error that tracing the body raised.
-        shards: the arguments, with the shapes that the body sees.
+        shards: the leaves of the arguments, with the shapes that the body sees.
     """
     if not is_error_of_jax(error):
         return None
@@ -51,24 +51,26 @@ def find_unknown_axis(
     mapped: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> EinshardError | None:
-    """Returns the error for a collective along an unknown mesh axis; None if there is none.
+    """Returns the error for a collective along a mesh axis that the mesh or `manual` lacks.
+
+    Returns None if the function has no such collective.
 
     Args:
         function: the name of the function.
-        view: the device view of the function.
+        view: the mesh of the function.
         manual: the mesh axes in `axis_names=`; empty for all.
-        mapped: `jax.shard_map` of the body, without `out_specs` and `check_vma`.
-        arguments: the arguments of the function.
+        mapped: `jax.shard_map` with all arguments but `out_specs` and `check_vma`.
+        arguments: the arguments of the function, as global arrays.
     """
     try:
-        # JAX raises AssertionError or KeyError with check_vma, NameError without
+        # for an unknown axis, JAX raises NameError; with check_vma, AssertionError or KeyError
         unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
         jax.eval_shape(unchecked, *arguments)
     except NameError as error:
         match = re.search(r'unbound axis name: ([^\s,.]+)', str(error))
         return match and _unknown_axis(function, view, manual, match[1])
     except Exception:
-        return None  # the caller reraises its own error
+        return None  # the caller reraises JAX's error
     return None
 
 

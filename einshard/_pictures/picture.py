@@ -62,7 +62,7 @@ class Picture(ColorRepr):
         return svg_text(self.blocks)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes an SVG file, which is light or dark as the reader prefers."""
+        """Writes an SVG file that follows the light or dark mode of the viewer."""
         Path(path).write_text(_standalone(self.svg), encoding='utf-8')
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ class Gallery(ColorRepr):
 
 
 def _standalone(svg: str) -> str:
-    """Adds light and dark colors; an SVG inside a page has those of the page."""
+    """Adds light and dark colors, which an SVG in a page takes from the page."""
     style = 'svg { color-scheme: light dark; color: CanvasText; background: Canvas }'
     start = svg.index('>') + 1
     return f'{svg[:start]}<style>{style}</style>{svg[start:]}\n'

@@ -1,4 +1,4 @@
-"""Candidate: one way to shard a model, as a mesh shape and the mesh axes of each axis name."""
+"""Candidate: one way to shard a model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .._sharding.mesh import device_mesh
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A mesh shape, and the mesh axes that shard each axis name.
+    """A mesh shape, and the mesh axes over which each axis name is sharded.
 
     Attributes:
-        mesh: the mesh axes with their sizes, slowest first: (('x', 64), ('y', 4)).
+        mesh: the mesh axes and their sizes, slowest-varying first: (('x', 64), ('y', 4)).
         axes: the mesh axes of every axis name of the model, in the order of `Model.sizes`:
             (('batch', ('x',)), ('embed', ('x', 'y')), ('layers', ())).
     """
@@ -30,28 +30,28 @@ class Candidate:
 
     @property
     def placements(self) -> dict[str, str]:
-        """The placement of each name, for `axis_rules`: {'batch': '@x', 'layers': ''}."""
+        """The placement of each axis name, for `axis_rules`: {'batch': '@x', 'layers': ''}."""
         return {name: str(Term('', mesh_axes=axes)) if axes else '' for name, axes in self.axes}
 
     def mesh_of(self, devices: Mesh) -> Mesh:
-        """Arranges the devices of a mesh in the shape of this candidate."""
+        """Returns the mesh of this candidate, with the devices of the mesh `devices`."""
         sizes: dict[str, Any] = dict(self.mesh)
         return device_mesh(devices, **sizes)
 
     @contextmanager
     def scope(self, devices: Mesh) -> Generator[Mesh, None, None]:
-        """Enters the mesh and the axis rules, to trace the model with this sharding."""
+        """Enters the mesh and the axis rules of this candidate, to trace the model."""
         mesh = self.mesh_of(devices)
         with mesh_scope(mesh), axis_rules(self.placements):
             yield mesh
 
     @property
     def mesh_text(self) -> str:
-        """The mesh axes with their sizes: 'x=64, y=4'."""
+        """The mesh axes and their sizes: 'x=64, y=4'."""
         return ', '.join(f'{name}={size}' for name, size in self.mesh)
 
     def changed_names(self, other: Candidate) -> list[str]:
-        """The axis names that another candidate of the same model shards over other mesh axes."""
+        """The axis names that `other`, of the same model, shards over different mesh axes."""
         pairs = zip(self.axes, other.axes, strict=True)
         return [name for (name, axes), (_, others) in pairs if axes != others]
 

@@ -1,8 +1,8 @@
 """Reads the axis names that Flax keeps with its arrays.
 
-`flax.linen` has boxes for arrays with their names (`Partitioned`, `LogicallyPartitioned`),
-`flax.nnx` has variables with metadata. Both are recognized by their attributes, so Flax is not
-imported.
+`flax.linen` boxes arrays with the names of their axes (`Partitioned`, `LogicallyPartitioned`);
+`flax.nnx` keeps the names in the metadata of variables. Both are recognized by their attributes, so
+Flax is not imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .names import Names
 
 
 def metadata_names(args: Any) -> list[tuple[Names, ...] | None]:
-    """Returns the axis names of every leaf; None if it has none, or they do not match its rank."""
+    """Returns the axis names that Flax keeps for each leaf; None unless every axis has an entry."""
     found: list[tuple[Names, ...] | None] = []
     for node in jtu.tree_leaves(args, is_leaf=_has_names):
         entries = _names(node)
@@ -32,19 +32,19 @@ def _has_names(node: Any) -> bool:
 
 
 def _names(node: Any) -> Sequence[Any] | None:
-    """Returns the names of a Flax box or variable, an entry for each axis; None if it has none."""
+    """Returns the names in a Flax box or variable, an entry for each axis; None for other nodes."""
     if hasattr(node, 'unbox') and isinstance(getattr(node, 'names', None), tuple):
         return node.names
     get_metadata: Callable[[], dict[str, Any]] | None = getattr(node, 'get_metadata', None)
     if get_metadata is None or isinstance(node, type):
         return None
     metadata = get_metadata()
-    # versions of Flax have different keys for the names
+    # the key of the names depends on the version of Flax
     found = (metadata.get(key) for key in ('out_sharding', 'sharding_names', 'sharding'))
     return next((names for names in found if isinstance(names, tuple | list)), None)
 
 
 def _as_tuple(entry: Any) -> tuple[str, ...]:
-    """Converts the entry of an axis, which is a name, several names or None, to a tuple."""
+    """Converts the entry of an axis (a name, several names or None) to a tuple."""
     names = entry if isinstance(entry, tuple | list) else (entry,)
     return tuple(str(name) for name in names if name is not None)

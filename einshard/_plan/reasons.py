@@ -15,7 +15,7 @@ _VERBS = {
 
 
 def reason(worse: Judgement, better: Judgement, limit: int | None) -> str:
-    """Explains why a plan is worse: it does not compile or fit, or needs more of a resource.
+    """Explains why a plan is worse: it does not compile, does not fit, or needs more of a resource.
 
     For example: 'gathers 2.0 GiB of weights per run (instead of 0 B)'.
     """
@@ -31,7 +31,7 @@ def reason(worse: Judgement, better: Judgement, limit: int | None) -> str:
 
 
 def _largest_increase(worse: Judgement, better: Judgement) -> str:
-    """Describes the resource whose bound grows most; '' if it grows by at most 1 % of the sum.
+    """Describes the resource whose bound grows most; '' if by at most 1% of the sum of bounds.
 
     Without bounds, describes the bytes sent; '' if they do not grow.
     """
@@ -40,7 +40,7 @@ def _largest_increase(worse: Judgement, better: Judgement) -> str:
         return _sends(worse, better) if worse.network_bytes > better.network_bytes else ''
     growth = {name: after[name] - before.get(name, 0.0) for name in after}
     resource = max(growth, key=growth.__getitem__)
-    if growth[resource] <= 0.01 * sum(before.values()):  # the numbers would look equal
+    if growth[resource] <= 0.01 * sum(before.values()):  # the rounded numbers would look equal
         return ''
     if resource == 'network':
         return _sends(worse, better)
@@ -57,7 +57,7 @@ def _by_resource(judgement: Judgement) -> dict[str, float]:
 
 
 def _sends(worse: Judgement, better: Judgement) -> str:
-    """Describes the collectives whose bytes grow most; all bytes sent if none grow."""
+    """Describes the kind of collective whose bytes grow most; if none grow, all bytes sent."""
     growth = {key: n - better.sent_by.get(key, 0) for key, n in worse.sent_by.items()}
     kind, carries = key = max(growth, key=growth.__getitem__)
     if growth[key] <= 0:  # the same bytes, along slower mesh axes

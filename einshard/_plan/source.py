@@ -18,11 +18,11 @@ from .candidate import Candidate
 def spec_lines(arguments: Sequence[tuple[str, Spec]], candidate: Candidate) -> tuple[str, ...]:
     """Returns lines that assign a spec to each argument, such as "x = 'batch@x embed'".
 
-    `Rules` have a line for each rule. Left out are specs that are None or a function,
-    as an argument's spec or in `Rules`, and pytrees of specs that contain functions or `Rules`.
+    `Rules` have a line for each rule. Specs that are None or functions are left out, as are pytrees
+    of specs that contain functions or `Rules`.
 
     Args:
-        arguments: the name and the spec of each.
+        arguments: the name and the spec of each argument.
     """
     axes = dict(candidate.axes)
     return tuple(line for name, spec in arguments for line in _assigned(name, spec, axes))
@@ -46,13 +46,13 @@ def _assigned(name: str, spec: Spec, axes: Mapping[str, tuple[str, ...]]) -> Ite
 
 
 def raw_string(pattern: str) -> str:
-    """Quotes a pattern, as a raw string if it has backslashes."""
+    """Returns the source text of a pattern: a raw string if it has backslashes."""
     quoted = repr(pattern)
     return f'r{quoted}'.replace('\\\\', '\\') if '\\' in pattern else quoted
 
 
 def _with_mesh_axes(spec: Any, axes: Mapping[str, tuple[str, ...]]) -> str:
-    """Writes an expression without '->' with the mesh axes of a plan; other specs as they are."""
+    """Writes a spec with the mesh axes of its axis names; expressions with '->' are unchanged."""
     leaf_spec = as_leaf_spec(spec)
     expression = leaf_spec.expression
     if not expression.short:

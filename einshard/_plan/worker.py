@@ -1,9 +1,9 @@
-"""Compiles exported programs for simulated CPU devices; runs as a process of its own.
+"""Compiles exported programs for simulated CPU devices; runs as a separate process.
 
-A process fixes its number of CPU devices when the backend starts, so the user's process cannot
-simulate as many as a candidate needs. This one reads pickled requests from standard input, which
-are the arguments of `_compile`. It writes an answer to each, in order: the result of `_compile`, or
-the error as text. It imports JAX, not einshard.
+The number of simulated CPU devices is fixed when JAX starts its backend, so the user's process
+cannot simulate as many as the target has. The worker reads pickled requests from standard input:
+the arguments of `_compile`. It writes pickled answers to standard output, in the same order: the
+result of `_compile`, or the error as text. It imports JAX, but not einshard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the user's process, which stops it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the user's process ends this one
     answers = os.fdopen(os.dup(1), 'wb')
     os.dup2(2, 1)  # printed text must not mix with the answers
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -31,11 +31,11 @@ def main() -> None:
 
 
 def _read(stream: BinaryIO, requests: queue.SimpleQueue[Any]) -> None:
-    """Queues requests, so that the user's process never waits to send one."""
+    """Queues requests, so that sending one never blocks the user's process."""
     while True:
         try:
             requests.put(pickle.load(stream))
-        except Exception:  # the end: the user's process has closed the pipe, or it has died
+        except Exception:  # the user's process has closed the pipe, or has died
             os._exit(0)
 
 
@@ -44,7 +44,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any] | str:
 
     try:
         return _compile(**request)
-    except Exception as error:  # any program may fail in its own way
+    except Exception as error:  # programs may fail in any way
         return f'{type(error).__name__}: {error}'
     finally:
         jax.clear_caches()
@@ -53,11 +53,11 @@ def _answer(request: dict[str, Any]) -> dict[str, Any] | str:
 def _compile(
     program: bytes, axes: tuple[tuple[str, int], ...], donated: tuple[int, ...]
 ) -> dict[str, str]:
-    """Compiles an exported program; returns XLA's dumps of its HLO ('text') and 'buffers'.
+    """Compiles an exported program; returns the optimized HLO ('text') and XLA's 'buffers' dump.
 
     Args:
-        axes: the mesh axes with their sizes.
-        donated: the numbers of the donated arguments.
+        axes: the mesh axes and their sizes.
+        donated: the positions of the donated arguments.
     """
     import jax
     import jax.export
@@ -79,8 +79,7 @@ def _compile(
         given.update((i, jnp.zeros(avals[i].shape, avals[i].dtype)) for i in unused)
         return exported.call(*(given[i] for i in range(len(avals))))
 
-    # an exported program does not record which arguments are donated; without donation, a train
-    # step needs 10 % more memory
+    # an exported program does not record which arguments are donated
     jitted = jax.jit(
         call,
         in_shardings=tuple(shardings[i] for i in kept),
@@ -96,7 +95,8 @@ def _compile(
             try:
                 lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
-                # the CPU backend cannot emit products in bf16, but dumps the program first
+                # without the XLA passes that `XLA_FLAGS` disables in this process, the CPU backend
+                # cannot compile dots in bf16, but it dumps the program first
                 if not (_dumped(folder, BUFFERS) or 'No such compile option' in str(error)):
                     raise
             if _dumped(folder, BUFFERS):
@@ -109,7 +109,7 @@ OPTIONS: dict[str, Any] = {
     'xla_llvm_disable_expensive_passes': True,
     'xla_dump_hlo_as_text': True,
 }
-# a schedule for little memory, as on TPU; the option of JAX 0.8 has another name
+# schedule for low memory, as on TPU; in JAX 0.8, the option has another name
 SCHEDULERS: tuple[dict[str, Any], ...] = (
     {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'},
     {'xla_cpu_enable_concurrency_optimized_scheduler': False},
@@ -118,7 +118,7 @@ OPTIMIZED, BUFFERS = '.cpu_after_optimizations.txt', '-buffer-assignment.txt'
 
 
 def _dumped(folder: str, ending: str) -> str:
-    """Returns the text of the last dump with this ending; '' if there is none."""
+    """Returns the text of XLA's last dump with this file name ending; '' if there is none."""
     dumps = sorted(Path(folder).glob(f'*{ending}'))
     return dumps[-1].read_text(encoding='utf-8') if dumps else ''
 

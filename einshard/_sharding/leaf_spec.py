@@ -30,7 +30,7 @@ REPLICATED = '... -> * ...'
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafSpec:
-    """A parsed spec of one leaf. Compared by identity, which makes it a fast key of caches."""
+    """A parsed spec of one leaf. Compared by identity, which makes it a fast cache key."""
 
     expression: Expression
     memory_kind: str | None = None
@@ -58,7 +58,7 @@ _IN_MEMORY = re.compile(r'(.*\S)\s+\(in (\w+)\)\s*', re.DOTALL)
 
 
 def in_memory(expression: str, memory_kind: str | None) -> str:
-    """Returns 'a -> a8 (in pinned_host)'; for None and 'device', only the expression."""
+    """Appends a memory kind, as in 'a -> a8 (in pinned_host)'; leaves out None and 'device'."""
     return expression if memory_kind in (None, 'device') else f'{expression} (in {memory_kind})'
 
 
@@ -106,7 +106,7 @@ def _from_partition(spec: PartitionSpec) -> LeafSpec:
 
 @cached
 def of_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
-    """Rewrites the expression of a PartitionSpec for a rank; returns other specs as they are."""
+    """Adapts a spec to rank `ndim` if it was a PartitionSpec; returns other specs as they are."""
     partition = spec.partition
     if partition is None:
         return spec
@@ -159,7 +159,7 @@ def with_fallbacks(
 ) -> LeafSpec:
     """Returns the spec with these options; 'error' leaves an option of the spec unchanged.
 
-    Sets `rule` unless the spec has one: if rules contain rules, errors show the inner one.
+    Sets `rule` unless the spec has one, so that errors show the innermost of nested `Rules`.
     """
     leaf_spec = as_leaf_spec(spec)
     if on_missing == 'error':

@@ -23,14 +23,14 @@ def has_libtpu() -> bool:
 
 @functools.cache
 def quiet_libtpu() -> None:
-    """Sets the variables that are unset, on a machine without TPUs. Call it before libtpu loads."""
+    """Stops libtpu from waiting for TPUs on a machine without any. Call it before libtpu loads."""
     if has_libtpu() and not _has_tpu():
         for variable, value in _WITHOUT_TPU.items():
             os.environ.setdefault(variable, value)
 
 
 def _has_tpu() -> bool:
-    """Whether this machine has TPUs, by their device files."""
+    """Whether this machine has the device files of TPUs."""
     vfio = Path('/dev/vfio')
     return Path('/dev/accel0').exists() or (
         vfio.is_dir() and any(entry.name.isdecimal() for entry in vfio.iterdir())

@@ -11,7 +11,7 @@ from .facts import Facts
 
 
 def replicated(facts: Facts) -> Iterator[Finding]:
-    """Notes large replicated arguments and results, as in data parallelism."""
+    """Notes replicated arguments and results above `facts.replicated_above` bytes."""
     rows = [
         row
         for row in (*facts.argument_rows, *facts.result_rows)
